@@ -1,0 +1,123 @@
+# make run        set up .venv, install the package, run the demo
+# make test       every test that runs without a GPU; says what it had to skip
+# make test-gpu   the tests that need a GPU
+# make nightly    make test with 10,000 examples per property test
+# make lint       check formatting and style;  make format  repairs what can be repaired
+# make clean      remove everything that make made
+#
+# Needs Python >= 3.11 with venv, and a C++20 compiler. The rest comes from PyPI, into $(VENV).
+
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+# Quiet, but when an installation fails the end of its log says why.
+pip-install = $(BIN)/python -m pip install --disable-pip-version-check $(1) >$(VENV)/pip.log 2>&1 || \
+  { tail -n 100 $(VENV)/pip.log >&2; exit 1; }
+
+# Seconds; a single test that takes longer is stuck.
+TEST_TIMEOUT ?= 300
+
+CPP_FILES = $(shell find include csrc tests/cpp -type f \
+              \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
+
+# What the installed package is made of; a change in any of them reinstalls it.
+PACKAGE_FILES := pyproject.toml CMakeLists.txt \
+                 $(shell find include csrc python -type f ! -name '*.pyc' 2>/dev/null)
+
+.DELETE_ON_ERROR:
+.NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu nightly format lint clean compiler spin
+
+run: $(VENV)/.package
+	@$(BIN)/flashmoe run
+
+# ---- The environment: one stamp for each thing installed ----------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flashmoe needs Python 3.11 or newer")'
+	@echo "==> creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python compiler
+	@echo "==> building and installing flashmoe (under a minute on two cores)"
+	@$(call pip-install,.)
+	@touch $@
+
+# The requirements of an extra, read from pyproject.toml: installing them alone needs no build of the package.
+extra = $$($(BIN)/python -c 'import tomllib; \
+  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])')
+
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	@echo "==> installing what the tests need (PyTorch among it)"
+	@$(call pip-install,$(call extra,test))
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "==> installing ruff and clang-format"
+	@$(call pip-install,$(call extra,dev))
+	@touch $@
+
+compiler:
+	@for cxx in $${CXX:-c++} g++ clang++; do command -v $$cxx >/dev/null && exit 0; done; \
+	echo "flashmoe needs a C++20 compiler (GCC 12 or newer): none found. Install one," \
+	     "for example: apt-get install g++" >&2; exit 1
+
+# ---- Tests --------------------------------------------------------------------------------------------
+
+# pytest comes last, so that its summary, with the names of what it skipped, ends the output.
+test: test-cpp test-cuda-build test-python
+
+comma := ,
+# $(call cpp-tests,folder,sanitizer)
+define cpp-tests
+	@echo "==> C++ tests in $(1)/$(if $(2),$(comma) with the $(2) sanitizer)"
+	@$(BIN)/cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -DFLASHMOE_TESTS=ON -DFLASHMOE_BINDINGS=OFF \
+	  -DFLASHMOE_SANITIZE=$(2) >/dev/null
+	@$(BIN)/cmake --build $(1) -- --quiet
+	@$(BIN)/ctest --test-dir $(1) --output-on-failure --timeout $(TEST_TIMEOUT)
+endef
+
+test-cpp: $(VENV)/.package $(VENV)/.test compiler
+	$(call cpp-tests,build,)
+	$(call cpp-tests,build-tsan,thread)
+	$(call cpp-tests,build-asan,address)
+
+test-cuda-build: | $(BIN)/python
+	@echo "==> CUDA kernels, compiled for sm_90a"
+	@$(BIN)/python tools/compile_cuda.py
+
+test-python: $(VENV)/.package $(VENV)/.test spin
+	@echo "==> Python tests"
+	@$(BIN)/python -m pytest --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+
+test-gpu: $(VENV)/.package $(VENV)/.test
+	@$(BIN)/python -m pytest -m gpu --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+
+nightly: export FLASHMOE_EXAMPLES = 10000
+nightly: TEST_TIMEOUT = 14400
+nightly: test
+
+# The model checker of tests/test_model.py. Where it cannot be installed, that test says that it was skipped.
+spin:
+	@if ! command -v spin >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  echo "==> installing spin, the model checker"; \
+	  { apt-get install -qq -y spin || { apt-get update -qq && apt-get install -qq -y spin; }; } \
+	    >/dev/null 2>&1 || echo "    spin could not be installed: the protocol model will not be checked"; \
+	fi
+
+# ---- Style --------------------------------------------------------------------------------------------
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+	@$(if $(CPP_FILES),$(BIN)/clang-format -i $(CPP_FILES))
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
+
+clean:
+	rm -rf .venv build build-tsan build-asan build-cuda dist flashmoe-run \
+	  .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,263 @@
+// What Python calls, through apache-tvm-ffi: contexts by handle, tensors as DLPack views, errors by kind.
+//
+// Python has checked every argument against its documented domain (python/flashmoe/ops.py); here only what would
+// otherwise corrupt memory is checked again.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "cpu/context.h"
+#include "cpu/error.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+namespace ffi = tvm::ffi;
+using Sizes = ffi::Map<ffi::String, int64_t>;
+using Tensors = ffi::Map<ffi::String, ffi::Tensor>;
+
+const char* python_name(Error::Kind kind) {
+  switch (kind) {
+    case Error::Kind::kInvalidArgument: return "flashmoe.InvalidArgument";
+    case Error::Kind::kHeap: return "flashmoe.HeapError";
+    case Error::Kind::kGroup: return "flashmoe.GroupError";
+    case Error::Kind::kPeerTimeout: return "flashmoe.PeerTimeout";
+    case Error::Kind::kOther: break;
+  }
+  return "flashmoe.FlashMoEError";
+}
+
+// Runs fn; this project's errors become the Python exception of their kind.
+template <class Fn>
+auto guarded(Fn&& fn) {
+  try {
+    return fn();
+  } catch (const Error& e) {
+    throw ffi::Error(python_name(e.kind), e.what(), "");
+  }
+}
+
+uint32_t size(const Sizes& sizes, const char* name, uint32_t otherwise = 0) {
+  const ffi::String key(name);
+  return sizes.count(key) ? static_cast<uint32_t>(sizes.at(key)) : otherwise;
+}
+
+Limits limits_of(const Sizes& s) {
+  Limits l;
+  l.ranks = size(s, "ranks", 1);
+  l.max_tokens = size(s, "max_tokens");
+  l.hidden = size(s, "hidden");
+  l.experts = size(s, "experts");
+  l.max_local_experts = size(s, "max_local_experts");
+  l.top_k = size(s, "top_k");
+  l.elem_bytes = size(s, "elem_bytes");
+  l.return_slots = size(s, "return_slots");
+  l.intermediate = size(s, "intermediate");
+  l.staging = size(s, "staging");
+  l.tile_rows = size(s, "tile_rows", l.tile_rows);
+  l.tile_columns = size(s, "tile_columns", l.tile_columns);
+  l.processors = size(s, "processors", l.processors);
+  return l;
+}
+
+// Handles instead of pointers: a stale one is an error, not a crash.
+class Registry {
+ public:
+  int64_t add(std::shared_ptr<Context> context) {
+    const std::lock_guard lock(mutex_);
+    contexts_[++last_] = std::move(context);
+    return last_;
+  }
+  std::shared_ptr<Context> get(int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    const auto it = contexts_.find(handle);
+    if (it == contexts_.end()) throw Error(Error::Kind::kOther, "context: it is closed");
+    return it->second;
+  }
+  void remove(int64_t handle) {
+    std::shared_ptr<Context> last;  // destroyed outside of the lock
+    const std::lock_guard lock(mutex_);
+    if (const auto it = contexts_.find(handle); it != contexts_.end()) {
+      last = std::move(it->second);
+      contexts_.erase(it);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<Context>> contexts_;
+  int64_t last_ = 0;
+};
+
+Registry& registry() {
+  static Registry r;
+  return r;
+}
+
+const char* writer_name(Writer w) {
+  switch (w) {
+    case Writer::kSelf: return "this rank";
+    case Writer::kRank0: return "the rank of the first coordinate";
+    case Writer::kRank1: return "the rank of the second coordinate";
+    case Writer::kPeer0: return "the peer of the first coordinate";
+    case Writer::kReturn: return "the owner of (token, slot)'s expert, or the rank of the slot";
+  }
+  return "";
+}
+
+template <class Field, size_t N>
+void append_fields(ffi::Array<ffi::Map<ffi::String, ffi::Any>>& to, const FieldSpec<Field> (&table)[N],
+                   const Limits& limits, const char* region) {
+  for (const auto& spec : table) {
+    const FieldShape shape = spec.shape(limits);
+    ffi::Array<int64_t> dims;
+    uint64_t bytes = shape.elem_bytes;
+    for (const uint64_t d : shape.dim) {
+      dims.push_back(static_cast<int64_t>(d));
+      bytes *= d;
+    }
+    ffi::Map<ffi::String, ffi::Any> row;
+    row.Set("name", ffi::String(spec.name));
+    row.Set("region", ffi::String(region));
+    row.Set("shape", dims);
+    row.Set("elem_bytes", static_cast<int64_t>(shape.elem_bytes));
+    row.Set("bytes", static_cast<int64_t>(align_up(bytes, Layout<Field>::kFieldAlign)));
+    row.Set("writer", ffi::String(writer_name(spec.writer)));
+    row.Set("why", ffi::String(spec.why));
+    to.push_back(row);
+  }
+}
+
+ffi::Array<ffi::Map<ffi::String, ffi::Any>> layout_fields(Sizes sizes) {
+  const Limits limits = limits_of(sizes);
+  ffi::Array<ffi::Map<ffi::String, ffi::Any>> rows;
+  append_fields(rows, kHeapTable, limits, "heap");
+  append_fields(rows, kWorkTable, limits, "workspace");
+  return rows;
+}
+
+int64_t context_create(Sizes sizes, int64_t rank, ffi::String name, int64_t timeout_ns) {
+  return guarded([&] {
+    const Limits limits = limits_of(sizes);
+    const uint64_t heap_bytes = make_heap_layout(limits).bytes;
+    auto group = limits.ranks == 1 ? make_single_rank_group(heap_bytes)
+                                   : join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
+                                                        static_cast<uint64_t>(timeout_ns));
+    return registry().add(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
+                                                    static_cast<uint64_t>(timeout_ns)));
+  });
+}
+
+void context_close(int64_t handle) { registry().remove(handle); }
+
+ffi::Array<int64_t> context_bytes(int64_t handle) {
+  return guarded([&] {
+    const auto c = registry().get(handle);
+    return ffi::Array<int64_t>{static_cast<int64_t>(c->heap_bytes()), static_cast<int64_t>(c->workspace_bytes())};
+  });
+}
+
+void context_set_tile(int64_t handle, int64_t rows, int64_t columns) {
+  guarded([&] { registry().get(handle)->set_tile(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns)); });
+}
+
+template <class T>
+T* data(const Tensors& tensors, const char* name) {
+  const ffi::String key(name);
+  if (!tensors.count(key)) return nullptr;
+  const ffi::Tensor t = tensors.at(key);
+  return reinterpret_cast<T*>(static_cast<uint8_t*>(t.data_ptr()) + t.byte_offset());
+}
+
+Layer layer_of(const Sizes& s, const Tensors& t) {
+  Layer l;
+  l.dtype = static_cast<DType>(size(s, "dtype"));
+  l.activation = static_cast<Activation>(size(s, "activation"));
+  l.renormalize = size(s, "renormalize") != 0;
+  l.x = data<void>(t, "x");
+  l.gate_up = data<void>(t, "gate_up_proj");
+  l.gate_up_bias = data<void>(t, "gate_up_bias");
+  l.down = data<void>(t, "down_proj");
+  l.down_bias = data<void>(t, "down_bias");
+  l.router = data<void>(t, "router");
+  l.router_bias = data<void>(t, "router_bias");
+  l.topk_ids = data<int32_t>(t, "topk_ids");
+  l.topk_weights = data<float>(t, "topk_weights");
+  l.out = data<void>(t, "out");
+  return l;
+}
+
+CallOptions options_of(const Sizes& s, double capacity_factor, const ffi::Array<int64_t>& placement) {
+  CallOptions o;
+  o.tokens = size(s, "tokens");
+  o.hidden = size(s, "hidden");
+  o.intermediate = size(s, "intermediate");
+  o.experts = size(s, "experts");
+  o.top_k = size(s, "top_k");
+  o.return_mode = static_cast<ReturnMode>(size(s, "return_mode"));
+  o.capacity_factor = static_cast<float>(capacity_factor);
+  for (const int64_t q : placement) o.placement.push_back(static_cast<uint32_t>(q));
+  o.order.gemm1_lag = size(s, "gemm1_lag");
+  o.order.gemm1_by_column = size(s, "gemm1_by_column");
+  o.order.window = size(s, "window");
+  o.record_events = size(s, "trace") != 0;
+  o.perturbation = size(s, "perturbation");
+  return o;
+}
+
+// Copies the call's routing to topk_ids and topk_weights [T, K], and returns its report; events as rows of six.
+ffi::Map<ffi::String, ffi::Any> context_call(int64_t handle, Sizes sizes, double capacity_factor,
+                                             ffi::Array<int64_t> placement, Tensors tensors, ffi::Tensor topk_ids,
+                                             ffi::Tensor topk_weights) {
+  return guarded([&] {
+    const auto context = registry().get(handle);
+    const CallOptions o = options_of(sizes, capacity_factor, placement);
+    const CallReport r = context->call(layer_of(sizes, tensors), o);
+    auto* ids = static_cast<int32_t*>(topk_ids.data_ptr());
+    auto* weights = static_cast<float*>(topk_weights.data_ptr());
+    for (uint32_t t = 0; t < o.tokens; ++t) {
+      std::copy_n(context->routing(t), o.top_k, ids + uint64_t{t} * o.top_k);
+      std::copy_n(context->weights(t), o.top_k, weights + uint64_t{t} * o.top_k);
+    }
+    ffi::Map<ffi::String, ffi::Any> out;
+    auto set = [&](const char* name, uint64_t v) { out.Set(name, static_cast<int64_t>(v)); };
+    set("wall_ns", r.wall_ns);
+    set("tiles", r.tiles);
+    set("tile_rows", r.tile_rows);
+    set("rows_sent", r.rows_sent);
+    set("entries_sent", r.entries_sent);
+    set("return_rows_sent", r.return_rows_sent);
+    set("dropped", r.dropped);
+    ffi::Array<int64_t> ns, count, events;
+    for (uint32_t p = 0; p < kPhases; ++p) {
+      ns.push_back(static_cast<int64_t>(r.ns[p]));
+      count.push_back(static_cast<int64_t>(r.count[p]));
+    }
+    for (const Event& e : r.events) {
+      for (const uint64_t v : {uint64_t{e.actor}, static_cast<uint64_t>(e.phase), e.start_ns, e.end_ns,
+                               uint64_t{e.index}, uint64_t{e.column}}) {
+        events.push_back(static_cast<int64_t>(v));
+      }
+    }
+    out.Set("ns", ns);
+    out.Set("count", count);
+    out.Set("events", events);
+    return out;
+  });
+}
+
+}  // namespace
+}  // namespace flashmoe::cpu
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_create, flashmoe::cpu::context_create)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_bytes, flashmoe::cpu::context_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_set_tile, flashmoe::cpu::context_set_tile)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_call, flashmoe::cpu::context_call)

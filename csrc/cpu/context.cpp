@@ -1,0 +1,216 @@
+#include "cpu/context.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "cpu/fault_message.h"
+#include "cpu/gemm.h"
+#include "cpu/text.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+// FNV-1a; ranks compare hashes of what they must agree on.
+uint64_t hash_bytes(const void* data, size_t n) {
+  uint64_t h = 0xcbf29ce484222325u;
+  for (size_t i = 0; i < n; ++i) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
+  return h;
+}
+
+CallConfig make_config(const Layer& layer, const CallOptions& o) {
+  CallConfig config{};
+  config.hidden = o.hidden;
+  config.intermediate = o.intermediate;
+  config.experts = o.experts;
+  config.top_k = o.top_k;
+  config.dtype = static_cast<uint32_t>(layer.dtype);
+  config.return_mode = static_cast<uint32_t>(o.return_mode);
+  config.activation = static_cast<uint32_t>(layer.activation);
+  config.capacity_factor = std::bit_cast<uint32_t>(o.capacity_factor);
+  config.placement = static_cast<uint32_t>(hash_bytes(o.placement.data(), o.placement.size() * sizeof(uint32_t)));
+  config.hash = hash_bytes(&config, sizeof(config));  // the field itself is still 0
+  return config;
+}
+
+// Small blocks keep every processor busy, large ones make fewer packets; offsets within a packet are 16 bits.
+uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token) {
+  uint32_t block = kMaxTokenBlock;
+  while (block > kMinTokenBlock && (ceil_div(tokens, block) < 2 * processors || block * entries_per_token > 0xffff)) {
+    block /= 2;
+  }
+  return static_cast<uint32_t>(std::countr_zero(block));
+}
+
+}  // namespace
+
+Context::Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
+    : group_(std::move(group)), limits_(limits), seen_(limits.ranks), traces_(limits.processors + 1) {
+  call_.rank = rank;
+  call_.ranks = limits.ranks;
+  call_.processors = limits.processors;
+  call_.timeout_ns = timeout_ns;
+  call_.heaps = group_->heaps();
+  call_.heap_layout = make_heap_layout(limits);
+  call_.max_blocks = limits.max_blocks();
+  sources_.resize(limits.ranks);
+  make_workspace();
+  for (uint32_t id = 0; id < limits.processors; ++id) {
+    traces_[id + 1].actor = id + 1;
+    engines_.push_back(std::make_unique<Engine>(call_, layer_, limits_, traces_[id + 1]));
+  }
+  for (uint32_t id = 0; id < limits.processors; ++id) threads_.emplace_back([this, id] { processor_loop(id); });
+}
+
+Context::~Context() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& t : threads_) t.join();
+}
+
+void Context::make_workspace() {
+  call_.work_layout = make_work_layout(limits_);
+  call_.queue_mask = limits_.queue_capacity() - 1;
+  call_.list_mask = limits_.list_capacity() - 1;
+  workspace_ = make_single_rank_group(call_.work_layout.bytes);  // zeroed on first touch
+  call_.work = workspace_->heaps()[0];
+}
+
+void Context::set_tile(uint32_t rows, uint32_t columns) {
+  if (rows == 0 || rows > kMaxTileRows || columns == 0) {
+    throw Error(Error::Kind::kInvalidArgument, concat("tile: expected rows in [1, ", kMaxTileRows,
+                                                      "] and columns >= 1, got ", rows, " x ", columns));
+  }
+  limits_.tile_rows = rows;
+  limits_.tile_columns = columns;
+  make_workspace();
+}
+
+void Context::place(const std::vector<uint32_t>& placement) {
+  owner_ = placement;
+  owner_base_.assign(limits_.ranks + 1, 0);
+  for (const uint32_t q : placement) ++owner_base_[q + 1];
+  for (uint32_t q = 0; q < limits_.ranks; ++q) owner_base_[q + 1] += owner_base_[q];
+  by_owner_.resize(placement.size());
+  std::vector<uint32_t> next(owner_base_.begin(), owner_base_.end() - 1);
+  for (uint32_t e = 0; e < placement.size(); ++e) by_owner_[next[placement[e]]++] = e;
+  call_.owner = owner_.data();
+  call_.by_owner = by_owner_.data();
+  call_.owner_base = owner_base_.data();
+  call_.local_experts = owner_base_[call_.rank + 1] - owner_base_[call_.rank];
+}
+
+void Context::prepare(const Layer& layer, const CallOptions& o) {
+  layer_ = layer;
+  perturbation_ = o.perturbation;
+  place(o.placement);
+  ++call_.epoch;
+  call_.tokens = o.tokens;
+  call_.hidden = o.hidden;
+  call_.intermediate = o.intermediate;
+  call_.experts = o.experts;
+  call_.top_k = o.top_k;
+  call_.element_bytes = element_bytes(layer.dtype);
+  call_.log2_block = log2_token_block(o.tokens, call_.processors, limits_.entries_per_token());
+  // GShard's capacity, per source rank: ceil(factor * T * K / E).
+  call_.capacity =
+      o.capacity_factor > 0.0f
+          ? static_cast<uint32_t>(std::ceil(static_cast<double>(o.capacity_factor) * o.tokens * o.top_k / o.experts))
+          : 0;
+  call_.return_mode = o.return_mode;
+  call_.tile_rows = limits_.tile_rows;
+  call_.gemm0_columns = ceil_div(o.intermediate, limits_.tile_columns);
+  call_.gemm1_columns = ceil_div(o.hidden, limits_.tile_columns);
+  call_.order = o.order;
+  call_.config = make_config(layer, o);
+  experts_.resize(std::max(call_.local_experts, 1u));
+  column_next_.resize(call_.gemm1_columns);
+  for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
+}
+
+void Context::processor_loop(uint32_t id) {
+  uint64_t seen = 0;
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      wake_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+      if (stopping_) return;
+      seen = generation_;
+    }
+    Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003 + id + 1);
+    run_processor<CpuPlatform>(call_, id, *engines_[id]);
+    const std::lock_guard lock(mutex_);
+    if (--running_ == 0) done_.notify_one();
+  }
+}
+
+// The calling thread is the OS actor.
+void Context::run_actors() {
+  {
+    const std::lock_guard lock(mutex_);
+    ++generation_;
+    running_ = limits_.processors;
+  }
+  wake_.notify_all();
+  Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003);
+  run_os<CpuPlatform>(call_, {sources_.data(), experts_.data(), column_next_.data(), seen_.data()});
+  Perturbation::seed(0);
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [&] { return running_ == 0; });
+}
+
+CallReport Context::call(const Layer& layer, const CallOptions& options) {
+  if (broken_) {
+    throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
+  }
+  prepare(layer, options);
+  const uint64_t start = monotonic_ns();
+  run_actors();
+  const uint64_t wall_ns = monotonic_ns() - start;
+  if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) != 0) {
+    broken_ = true;
+    throw fault_error(call_, *group_);
+  }
+  return report(options, wall_ns);
+}
+
+CallReport Context::report(const CallOptions& o, uint64_t wall_ns) const {
+  CallReport r;
+  r.wall_ns = wall_ns;
+  for (const ActorTrace& t : traces_) {
+    for (uint32_t p = 0; p < kPhases; ++p) {
+      r.ns[p] += t.ns[p];
+      r.count[p] += t.count[p];
+    }
+    r.rows_sent += t.rows_sent;
+    r.entries_sent += t.entries_sent;
+    r.events.insert(r.events.end(), t.events.begin(), t.events.end());
+  }
+  for (uint32_t t = 0; t < o.tokens; ++t) {
+    const int32_t* ids = call_.routing(t);
+    r.dropped += static_cast<uint64_t>(std::count(ids, ids + o.top_k, -1));
+  }
+  r.tiles = r.count[static_cast<uint32_t>(Phase::kGemm0)] / call_.gemm0_columns;
+  for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->rows;
+  // Rows that this rank's experts produced for other ranks, as they travelled: per entry, or summed per token.
+  for (uint32_t p = 0; p < call_.ranks; ++p) {
+    if (p == call_.rank) continue;
+    const uint32_t payload = Signal::payload(*call_.call_signal(call_.rank, p));
+    const uint32_t tokens = CallPayload::tokens(payload);
+    const uint32_t block = 1u << CallPayload::log2_block(payload);
+    for (uint32_t b = 0; b < ceil_div(tokens, block); ++b) {
+      const uint32_t entries = Signal::payload(*call_.packet_signal(call_.rank, p, b));
+      if (!call_.reduced()) r.return_rows_sent += entries;
+      if (!call_.reduced() || entries == 0) continue;
+      const uint16_t* counts = call_.packet_counts(call_.rank, p, b * block);
+      r.return_rows_sent += static_cast<uint64_t>(
+          std::count_if(counts, counts + call_.packet_tokens(p, b), [](uint16_t n) { return n != 0; }));
+    }
+  }
+  return r;
+}
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,94 @@
+// A rank of a group on the CPU engine: its heap, its workspace, its threads, and its calls.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "cpu/engine.h"
+#include "cpu/group.h"
+#include "flashmoe/actors/os.h"
+
+namespace flashmoe::cpu {
+
+// The sizes and options of one call; tensors are in Layer.
+struct CallOptions {
+  uint32_t tokens = 0, hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  ReturnMode return_mode = ReturnMode::kDirect;
+  float capacity_factor = 0.0f;       // 0: dropless
+  std::vector<uint32_t> placement;    // [E] owner rank of each expert
+  OrderPolicy order;
+  bool record_events = false;
+  uint64_t perturbation = 0;          // seed of schedule perturbation, 0: none
+};
+
+// What a call did on this rank. Times are sums over processors.
+struct CallReport {
+  uint64_t wall_ns = 0;
+  uint64_t ns[kPhases] = {};
+  uint64_t count[kPhases] = {};
+  uint64_t tiles = 0, tile_rows = 0;
+  uint64_t rows_sent = 0, entries_sent = 0, return_rows_sent = 0;
+  uint64_t dropped = 0;
+  std::vector<Event> events;
+};
+
+class Context {
+ public:
+  // limits are the same on every rank but for the part that sizes the workspace; see Limits.
+  Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete. After
+  // a fault it throws the fault, and from then on that the context is broken.
+  CallReport call(const Layer& layer, const CallOptions& options);
+
+  const Limits& limits() const { return limits_; }
+  uint64_t heap_bytes() const { return call_.heap_layout.bytes; }
+  uint64_t workspace_bytes() const { return call_.work_layout.bytes; }
+  // Of the last call: [T, K] chosen experts (-1: dropped) and weights.
+  const int32_t* routing(uint32_t token) const { return call_.routing(token); }
+  const float* weights(uint32_t token) const { return call_.weights(token); }
+
+  // For tests: tiles of another shape, so that small problems have many.
+  void set_tile(uint32_t rows, uint32_t columns);
+
+ private:
+  void make_workspace();
+  void prepare(const Layer& layer, const CallOptions& options);
+  void place(const std::vector<uint32_t>& placement);
+  void processor_loop(uint32_t id);
+  void run_actors();
+  CallReport report(const CallOptions& options, uint64_t wall_ns) const;
+
+  std::unique_ptr<Group> group_;
+  Limits limits_;
+  Call call_;
+  Layer layer_;
+  std::unique_ptr<Group> workspace_;  // private memory of this rank
+  bool broken_ = false;
+  uint64_t perturbation_ = 0;
+
+  // Placement tables and OS scratch, as Call and OsScratch point to them.
+  std::vector<uint32_t> owner_, by_owner_, owner_base_;
+  std::vector<Source> sources_;
+  std::vector<TileFormer<CpuPlatform>::Expert> experts_;
+  std::vector<uint32_t> column_next_;
+  std::vector<Status> seen_;
+
+  std::vector<ActorTrace> traces_;
+  std::vector<std::unique_ptr<Engine>> engines_;
+  // Processors sleep between calls; generation_ wakes them, running_ counts those not yet done.
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  uint64_t generation_ = 0;
+  uint32_t running_ = 0;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace flashmoe::cpu

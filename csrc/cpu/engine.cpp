@@ -1,0 +1,230 @@
+#include "cpu/engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "cpu/gemm.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+// Grows a buffer, never shrinks it; zeroed, so that the surplus rows of a GEMM are finite.
+float* room(std::vector<float>& buffer, size_t n) {
+  if (buffer.size() < n) buffer.resize(n);
+  return buffer.data();
+}
+
+class Timed {
+ public:
+  Timed(ActorTrace& trace, Phase phase, uint32_t index, uint32_t column = 0)
+      : trace_(trace), phase_(phase), index_(index), column_(column), start_(monotonic_ns()) {}
+  ~Timed() { trace_.add(phase_, start_, monotonic_ns(), index_, column_); }
+  Timed(const Timed&) = delete;
+  Timed& operator=(const Timed&) = delete;
+
+ private:
+  ActorTrace& trace_;
+  Phase phase_;
+  uint32_t index_, column_;
+  uint64_t start_;
+};
+
+}  // namespace
+
+bool Engine::dispatch(uint32_t b) {
+  scratch_.resize(2 * size_t{c_.experts} + c_.ranks);
+  const PacketScratch s{scratch_.data(), scratch_.data() + c_.experts, scratch_.data() + 2 * size_t{c_.experts}};
+  {
+    const Timed timed(trace_, Phase::kGate, b);
+    if (!route(b)) return false;
+  }
+  const Timed timed(trace_, Phase::kDispatch, b);
+  if (!build_packets<CpuPlatform>(c_, b, s)) return false;
+  copy_rows(b);
+  signal_packets<CpuPlatform>(c_, b, s);
+  for (uint32_t q = 0; q < c_.ranks; ++q) {
+    if (q != c_.rank) trace_.entries_sent += s.entries[q];
+  }
+  return true;
+}
+
+// Fills routing and weights of the block, from the given ones or by the router.
+bool Engine::route(uint32_t b) {
+  const uint32_t first = b << c_.log2_block;
+  const uint32_t tokens = c_.tokens_in_block(b);
+  if (layer_.router == nullptr) {
+    for (uint32_t t = first; t < first + tokens; ++t) {
+      std::memcpy(c_.routing(t), layer_.topk_ids + uint64_t{t} * c_.top_k, c_.top_k * sizeof(int32_t));
+      std::memcpy(c_.weights(t), layer_.topk_weights + uint64_t{t} * c_.top_k, c_.top_k * sizeof(float));
+    }
+    return true;
+  }
+  const uint32_t rows = padded_rows(tokens, c_.experts, c_.hidden);
+  float* a = room(a_, size_t{rows} * c_.hidden);
+  widen(a, token_row(c_.rank, first), layer_.dtype, uint64_t{tokens} * c_.hidden);
+  float* logits = room(out_, size_t{rows} * c_.experts);
+  gemm(logits, a, tokens, layer_.router, c_.hidden, layer_.dtype, c_.experts, c_.hidden, wide_);
+  add_bias(logits, tokens, layer_.router_bias, 0, c_.experts);
+  return choose_experts(b, logits);
+}
+
+// Softmax over all experts, the K largest (ties: the lower expert), optionally renormalised to sum 1.
+bool Engine::choose_experts(uint32_t b, const float* logits) {
+  const uint32_t first = b << c_.log2_block;
+  for (uint32_t t = 0; t < c_.tokens_in_block(b); ++t, logits += c_.experts) {
+    const float* const end = logits + c_.experts;
+    if (!std::all_of(logits, end, [](float v) { return std::isfinite(v); })) {
+      post_fault<CpuPlatform>(c_, {.kind = FaultKind::kRouterValue,
+                                   .actor = Actor::kProcessor,
+                                   .awaited = c_.rank,
+                                   .culprit = c_.rank,
+                                   .index = first + t});
+      return false;
+    }
+    const float largest = *std::max_element(logits, end);
+    float sum = 0.0f;
+    for (const float* l = logits; l < end; ++l) sum += std::exp(*l - largest);
+
+    scores_.assign(logits, end);
+    int32_t* ids = c_.routing(first + t);
+    float* weights = c_.weights(first + t);
+    float chosen = 0.0f;
+    for (uint32_t k = 0; k < c_.top_k; ++k) {
+      const auto best = std::max_element(scores_.begin(), scores_.end());  // the first of equals
+      ids[k] = static_cast<int32_t>(best - scores_.begin());
+      weights[k] = std::exp(*best - largest) / sum;
+      chosen += weights[k];
+      *best = -std::numeric_limits<float>::infinity();
+    }
+    if (!layer_.renormalize) continue;
+    for (uint32_t k = 0; k < c_.top_k; ++k) weights[k] /= chosen;
+  }
+  return true;
+}
+
+void Engine::copy_rows(uint32_t b) {
+  const uint32_t first = b << c_.log2_block;
+  for (uint32_t q = 0; q < c_.ranks; ++q) {
+    if (q == c_.rank) continue;
+    for (uint32_t t = first; t < first + c_.tokens_in_block(b); ++t) {
+      if (!goes_to(c_, t, q)) continue;
+      std::memcpy(c_.dispatched_row(q, c_.rank, t), token_row(c_.rank, t), bytes(c_.hidden));
+      ++trace_.rows_sent;
+    }
+  }
+}
+
+const uint8_t* Engine::token_row(uint32_t source, uint32_t token) const {
+  if (source == c_.rank) return static_cast<const uint8_t*>(layer_.x) + bytes(uint64_t{token} * c_.hidden);
+  return c_.dispatched_row(c_.rank, source, token);
+}
+
+template <class Visit>
+void Engine::for_each_row(uint32_t tile, Visit&& visit) const {
+  const Segment* segments = c_.segments(tile);
+  uint32_t row = 0;
+  for (uint32_t i = 0; i < c_.tile(tile)->segments; ++i) {
+    const Segment s = segments[i];
+    const uint32_t p = c_.packet_source(s.packet);
+    const Entry* entries =
+        c_.packet_entries(c_.rank, p, c_.packet_first_token(p, c_.packet_block(s.packet))) + s.first;
+    for (uint32_t j = 0; j < s.count; ++j) visit(row++, p, entries[j]);
+  }
+}
+
+// rows[r, :] += bias[first, first + columns)
+void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns) {
+  if (bias == nullptr) return;
+  float* wide = room(bias_, columns);
+  widen(wide, static_cast<const uint8_t*>(bias) + bytes(first), layer_.dtype, columns);
+  for (uint32_t r = 0; r < count; ++r) {
+    for (uint32_t i = 0; i < columns; ++i) rows[uint64_t{r} * columns + i] += wide[i];
+  }
+}
+
+void Engine::gemm0(uint32_t tile, uint32_t n) {
+  const Timed timed(trace_, Phase::kGemm0, tile, n);
+  const Tile& t = *c_.tile(tile);
+  const auto [first, count] = columns(n, c_.intermediate);
+  const uint32_t rows = padded_rows(t.rows, count, c_.hidden);
+  float* a = room(a_, size_t{rows} * c_.hidden);
+  for_each_row(tile, [&](uint32_t row, uint32_t source, const Entry& entry) {
+    widen(a + size_t{row} * c_.hidden, token_row(source, entry.token), layer_.dtype, c_.hidden);
+  });
+
+  const bool gated = layer_.activation == Activation::kSwiGlu;
+  const uint64_t weight_rows = uint64_t{c_.intermediate} * (gated ? 2 : 1);
+  auto project = [&](std::vector<float>& to, uint64_t first_row) {
+    float* out = room(to, size_t{rows} * count);
+    const uint64_t row = t.expert * weight_rows + first_row;
+    gemm(out, a, t.rows, static_cast<const uint8_t*>(layer_.gate_up) + bytes(row * c_.hidden), c_.hidden, layer_.dtype,
+         count, c_.hidden, wide_);
+    add_bias(out, t.rows, layer_.gate_up_bias, row, count);
+    return out;
+  };
+  float* gate = project(out_, first);
+  const float* up = gated ? project(up_, c_.intermediate + first) : nullptr;
+  activate(gate, gate, up, layer_.activation, uint64_t{t.rows} * count);
+  for (uint32_t r = 0; r < t.rows; ++r) {
+    narrow(c_.hidden_row(tile, r) + bytes(first), gate + size_t{r} * count, layer_.dtype, count);
+  }
+}
+
+void Engine::gemm1(uint32_t tile, uint32_t n) {
+  const Timed timed(trace_, Phase::kGemm1, tile, n);
+  const Tile& t = *c_.tile(tile);
+  const auto [first, count] = columns(n, c_.hidden);
+  const uint32_t rows = padded_rows(t.rows, count, c_.intermediate);
+  float* a = room(a_, size_t{rows} * c_.intermediate);
+  for (uint32_t r = 0; r < t.rows; ++r) {
+    widen(a + size_t{r} * c_.intermediate, c_.hidden_row(tile, r), layer_.dtype, c_.intermediate);
+  }
+  float* out = room(out_, size_t{rows} * count);
+  const uint64_t weight_row = uint64_t{t.expert} * c_.hidden + first;
+  gemm(out, a, t.rows, static_cast<const uint8_t*>(layer_.down) + bytes(weight_row * c_.intermediate), c_.intermediate,
+       layer_.dtype, count, c_.intermediate, wide_);
+  add_bias(out, t.rows, layer_.down_bias, weight_row, count);
+  for_each_row(tile, [&](uint32_t row, uint32_t home, const Entry& entry) {
+    float* values = out + size_t{row} * count;
+    for (uint32_t i = 0; i < count; ++i) values[i] *= entry.weight;
+    uint8_t* to = c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal, limits_.max_tokens)
+                               : c_.return_row(home, entry.token, entry.k);
+    narrow(to + bytes(first), values, layer_.dtype, count);
+  });
+}
+
+void Engine::reduce(uint32_t packet, uint32_t n) {
+  const Timed timed(trace_, Phase::kReduce, packet, n);
+  const uint32_t p = c_.packet_source(packet), b = c_.packet_block(packet);
+  const auto [first, count] = columns(n, c_.hidden);
+  const uint32_t first_token = c_.packet_first_token(p, b);
+  const uint16_t* entries = c_.packet_counts(c_.rank, p, first_token);
+  float* sum = room(out_, count);
+  for (uint32_t t = 0; t < c_.packet_tokens(p, b); ++t) {
+    if (entries[t] == 0) continue;
+    std::fill_n(sum, count, 0.0f);
+    for (uint32_t j = 0; j < entries[t]; ++j) {
+      accumulate(sum, c_.staged_row(p, first_token + t, j, limits_.max_tokens) + bytes(first), layer_.dtype, count);
+    }
+    narrow(c_.return_row(p, first_token + t, c_.rank) + bytes(first), sum, layer_.dtype, count);
+  }
+}
+
+void Engine::combine(uint32_t b) {
+  const Timed timed(trace_, Phase::kCombine, b);
+  const uint32_t first = b << c_.log2_block;
+  float* sum = room(out_, c_.hidden);
+  for (uint32_t t = first; t < first + c_.tokens_in_block(b); ++t) {
+    std::fill_n(sum, c_.hidden, 0.0f);
+    const int32_t* ids = c_.routing(t);
+    const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
+    for (uint32_t slot = 0; slot < slots; ++slot) {
+      const bool used = c_.reduced() ? goes_to(c_, t, slot) : ids[slot] >= 0;
+      if (used) accumulate(sum, c_.return_row(c_.rank, t, slot), layer_.dtype, c_.hidden);
+    }
+    narrow(static_cast<uint8_t*>(layer_.out) + bytes(uint64_t{t} * c_.hidden), sum, layer_.dtype, c_.hidden);
+  }
+}
+
+}  // namespace flashmoe::cpu

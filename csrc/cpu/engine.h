@@ -1,0 +1,59 @@
+// The CPU engine's side of a processor: executes the tasks that the protocol hands out, tile by tile through the BLAS.
+#pragma once
+
+#include <vector>
+
+#include "cpu/layer.h"
+#include "cpu/platform.h"
+#include "cpu/trace.h"
+#include "flashmoe/actors/processor.h"
+#include "flashmoe/protocol/packet.h"
+
+namespace flashmoe::cpu {
+
+// One per processor thread, kept from call to call for its buffers; call, layer and limits change between calls.
+class Engine {
+ public:
+  Engine(const Call& call, const Layer& layer, const Limits& limits, ActorTrace& trace)
+      : c_(call), layer_(layer), limits_(limits), trace_(trace) {}
+
+  // Gate and dispatch of token block b; false if the call is over.
+  bool dispatch(uint32_t b);
+  // hidden[tile, :, columns of block n] = activation(rows * gate_up^T + bias)
+  void gemm0(uint32_t tile, uint32_t n);
+  // row's home += weight * (hidden * down^T + bias), columns of block n
+  void gemm1(uint32_t tile, uint32_t n);
+  // Sums this rank's rows for each token of the packet, columns of block n, and writes the sum home.
+  void reduce(uint32_t packet, uint32_t n);
+  // out[block b] = sum of the returned rows
+  void combine(uint32_t b);
+
+ private:
+  bool route(uint32_t b);
+  bool choose_experts(uint32_t b, const float* logits);
+  void copy_rows(uint32_t b);
+  // Calls visit(row, packet's source, entry) for each row of a tile.
+  template <class Visit>
+  void for_each_row(uint32_t tile, Visit&& visit) const;
+  const uint8_t* token_row(uint32_t source, uint32_t token) const;
+  void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns);
+  uint64_t bytes(uint64_t elements) const { return elements * c_.element_bytes; }
+  // Columns [first, first + count) of block n of `total`.
+  struct Columns {
+    uint32_t first, count;
+  };
+  Columns columns(uint32_t n, uint32_t total) const {
+    const uint32_t first = n * limits_.tile_columns;
+    return {first, min_of(limits_.tile_columns, total - first)};
+  }
+
+  const Call& c_;
+  const Layer& layer_;
+  const Limits& limits_;
+  ActorTrace& trace_;
+  // Buffers: operand rows, results (gate and up), widened weights, a bias, packet scratch, router scores.
+  std::vector<float> a_, out_, up_, wide_, bias_, scores_;
+  std::vector<uint32_t> scratch_;
+};
+
+}  // namespace flashmoe::cpu

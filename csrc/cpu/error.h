@@ -1,0 +1,16 @@
+// Errors of the CPU engine; the kind selects the Python exception (python/flashmoe/_ffi.py).
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace flashmoe::cpu {
+
+class Error : public std::runtime_error {
+ public:
+  enum class Kind { kInvalidArgument, kHeap, kGroup, kPeerTimeout, kOther };
+  Error(Kind kind, const std::string& message) : std::runtime_error(message), kind(kind) {}
+  const Kind kind;
+};
+
+}  // namespace flashmoe::cpu

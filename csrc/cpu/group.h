@@ -1,0 +1,39 @@
+// A group of ranks on one machine: where each rank's symmetric heap is mapped in this process.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "flashmoe/protocol/heap_layout.h"
+
+namespace flashmoe::cpu {
+
+class Group {
+ public:
+  virtual ~Group() = default;
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  uint8_t* const* heaps() const { return heaps_.data(); }
+  // A sentence about rank p if it is known to be gone, else empty.
+  virtual std::string obituary(uint32_t) const { return {}; }
+
+ protected:
+  Group() = default;
+  std::vector<uint8_t*> heaps_;
+};
+
+// Ranks are processes, heaps are POSIX shared memory. Returns once every rank has mapped every heap; by then the names
+// are unlinked, so that nothing outlives the processes however they end. A rank that does not join within timeout_ns,
+// or whose limits differ, makes every rank throw, naming it.
+std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
+                                          uint64_t heap_bytes, uint64_t timeout_ns);
+
+// A rank alone.
+std::unique_ptr<Group> make_single_rank_group(uint64_t heap_bytes);
+
+// Ranks are threads of one process: what the stress tests run under sanitizers. Each rank takes one of the groups.
+std::vector<std::unique_ptr<Group>> make_thread_groups(uint32_t ranks, uint64_t heap_bytes);
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,112 @@
+// The CPU's Platform: one lane, std::atomic_ref, and a schedule that tests can perturb.
+#pragma once
+
+#include <time.h>
+
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+
+#include "flashmoe/protocol/platform.h"
+
+namespace flashmoe::cpu {
+
+// Delays at every atomic operation, drawn from a seed, so that tests reach interleavings which the machine's own
+// scheduler rarely produces. Per thread; off unless seeded.
+class Perturbation {
+ public:
+  static void seed(uint64_t value) { state() = value; }
+  static void point() {
+    uint64_t& s = state();
+    if (s == 0) [[likely]] return;
+    s ^= s << 13;  // xorshift64: never 0 once seeded
+    s ^= s >> 7;
+    s ^= s << 17;
+    if (s % 64 == 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(s / 64 % 100));
+    } else if (s % 8 == 0) {
+      std::this_thread::yield();
+    }
+  }
+
+ private:
+  static uint64_t& state() {
+    thread_local uint64_t s = 0;
+    return s;
+  }
+};
+
+inline uint64_t monotonic_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
+}
+
+// Memory operations of any CPU platform; scopes make no difference to a coherent machine.
+struct CpuMemory {
+  template <class T>
+  static T load_relaxed(const T* p) {
+    Perturbation::point();
+    return std::atomic_ref(*const_cast<T*>(p)).load(std::memory_order_relaxed);
+  }
+  template <class T, class Scope>
+  static T load_acquire(const T* p, Scope) {
+    Perturbation::point();
+    return std::atomic_ref(*const_cast<T*>(p)).load(std::memory_order_acquire);
+  }
+  template <class T>
+  static void store_relaxed(T* p, T v) {
+    Perturbation::point();
+    std::atomic_ref(*p).store(v, std::memory_order_relaxed);
+  }
+  template <class T, class Scope>
+  static void store_release(T* p, T v, Scope) {
+    Perturbation::point();
+    std::atomic_ref(*p).store(v, std::memory_order_release);
+  }
+  template <class T>
+  static T fetch_add(T* p, T v) {
+    Perturbation::point();
+    return std::atomic_ref(*p).fetch_add(v, std::memory_order_relaxed);
+  }
+  template <class T>
+  static T fetch_add_acq_rel(T* p, T v) {
+    Perturbation::point();
+    return std::atomic_ref(*p).fetch_add(v, std::memory_order_acq_rel);
+  }
+  static uint32_t popcount(uint32_t v) { return static_cast<uint32_t>(std::popcount(v)); }
+  static uint64_t now_ns() { return monotonic_ns(); }
+
+  // There may be more threads than cores: give the core away soon, and then for longer.
+  static constexpr bool kSleeps = true;
+  static void backoff(uint32_t idle) {
+    if (idle < 64) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(idle < 1024 ? 20 : 200));
+    }
+  }
+};
+
+struct CpuPlatform : CpuMemory {
+  static constexpr uint32_t kLanes = 1;
+  static uint32_t lane() { return 0; }
+  static void sync() {}
+  static uint32_t ballot(bool p) { return p ? 1 : 0; }
+  template <class T>
+  static T broadcast(T v, uint32_t) {
+    return v;
+  }
+  static uint32_t exclusive_scan(uint32_t v, uint32_t& total) {
+    total = v;
+    return 0;
+  }
+  static uint32_t rank_among_equal(uint32_t, bool, bool& last) {
+    last = true;
+    return 0;
+  }
+};
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,37 @@
+// Where the time of a call went, per actor: always as sums per kind, on request as events.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace flashmoe::cpu {
+
+// Order and names are those of python/flashmoe/trace.py.
+enum class Phase : uint32_t { kGate, kDispatch, kGemm0, kGemm1, kReduce, kCombine, kWait, kCount };
+inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kCount);
+
+struct Event {
+  uint32_t actor;  // 0: OS, i + 1: processor i
+  Phase phase;
+  uint64_t start_ns, end_ns;  // CLOCK_MONOTONIC
+  uint32_t index, column;
+};
+
+struct ActorTrace {
+  uint32_t actor = 0;
+  bool record_events = false;
+  std::array<uint64_t, kPhases> ns{};
+  std::array<uint64_t, kPhases> count{};
+  uint64_t rows_sent = 0, entries_sent = 0;  // by dispatch, to other ranks
+  std::vector<Event> events{};
+
+  void add(Phase phase, uint64_t start, uint64_t end, uint32_t index, uint32_t column) {
+    const auto p = static_cast<uint32_t>(phase);
+    ns[p] += end - start;
+    ++count[p];
+    if (record_events) events.push_back({actor, phase, start, end, index, column});
+  }
+};
+
+}  // namespace flashmoe::cpu

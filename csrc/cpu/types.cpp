@@ -1,0 +1,105 @@
+#include "cpu/types.h"
+
+namespace flashmoe::cpu {
+
+// By integer arithmetic: the compiler's _Float16 would call a library routine per element on machines without F16C,
+// and use other instructions with it; these loops vectorise everywhere.
+float half_to_float(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  const uint32_t magnitude = h & 0x7fffu;
+  // Place exponent and mantissa, then correct the bias by an exact multiplication, which also handles subnormals.
+  uint32_t bits = magnitude << 13;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  f *= 0x1p112f;
+  std::memcpy(&bits, &f, 4);
+  if (magnitude >= 0x7c00u) bits |= 0x7f800000u;  // infinity and NaN
+  bits |= sign;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+uint16_t float_to_half(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits >= 0x47800000u) {  // 2^16 and above, infinity, NaN
+    const bool nan = bits > 0x7f800000u;
+    return static_cast<uint16_t>(sign | (nan ? 0x7e00u : 0x7c00u));
+  }
+  if (bits < 0x38800000u) {  // below 2^-14: subnormal; adding 0.5 lets the FPU round at the subnormal's last bit
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    std::memcpy(&bits, &magnitude, 4);
+    return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+  }
+  bits += 0xc8000fffu + ((bits >> 13) & 1u);  // rebias the exponent (-112), round to nearest even
+  return static_cast<uint16_t>(sign | (bits >> 13));
+}
+
+void widen(float* to, const void* from, DType t, uint64_t n) {
+  const auto* h = static_cast<const uint16_t*>(from);
+  switch (t) {
+    case DType::kFloat32: std::memcpy(to, from, n * 4); return;
+    case DType::kBFloat16:
+      for (uint64_t i = 0; i < n; ++i) to[i] = bf16_to_float(h[i]);
+      return;
+    case DType::kFloat16:
+      for (uint64_t i = 0; i < n; ++i) to[i] = half_to_float(h[i]);
+      return;
+  }
+}
+
+void narrow(void* to, const float* from, DType t, uint64_t n) {
+  auto* h = static_cast<uint16_t*>(to);
+  switch (t) {
+    case DType::kFloat32: std::memcpy(to, from, n * 4); return;
+    case DType::kBFloat16:
+      for (uint64_t i = 0; i < n; ++i) h[i] = float_to_bf16(from[i]);
+      return;
+    case DType::kFloat16:
+      for (uint64_t i = 0; i < n; ++i) h[i] = float_to_half(from[i]);
+      return;
+  }
+}
+
+void accumulate(float* acc, const void* from, DType t, uint64_t n) {
+  const auto* f = static_cast<const float*>(from);
+  const auto* h = static_cast<const uint16_t*>(from);
+  switch (t) {
+    case DType::kFloat32:
+      for (uint64_t i = 0; i < n; ++i) acc[i] += f[i];
+      return;
+    case DType::kBFloat16:
+      for (uint64_t i = 0; i < n; ++i) acc[i] += bf16_to_float(h[i]);
+      return;
+    case DType::kFloat16:
+      for (uint64_t i = 0; i < n; ++i) acc[i] += half_to_float(h[i]);
+      return;
+  }
+}
+
+namespace {
+inline float silu(float v) { return v / (1.0f + std::exp(-v)); }
+}  // namespace
+
+void activate(float* out, const float* gate, const float* up, Activation a, uint64_t n) {
+  switch (a) {
+    case Activation::kRelu:
+      for (uint64_t i = 0; i < n; ++i) out[i] = gate[i] > 0.0f ? gate[i] : (gate[i] < 0.0f ? 0.0f : gate[i]);  // NaN stays NaN
+      return;
+    case Activation::kGelu:
+      for (uint64_t i = 0; i < n; ++i) out[i] = 0.5f * gate[i] * std::erfc(gate[i] * -0.70710678118654752f);
+      return;
+    case Activation::kSilu:
+      for (uint64_t i = 0; i < n; ++i) out[i] = silu(gate[i]);
+      return;
+    case Activation::kSwiGlu:
+      for (uint64_t i = 0; i < n; ++i) out[i] = silu(gate[i]) * up[i];
+      return;
+  }
+}
+
+}  // namespace flashmoe::cpu

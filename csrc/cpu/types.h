@@ -1,0 +1,43 @@
+// Tensor element types and activations of the CPU engine.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace flashmoe::cpu {
+
+enum class DType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum class Activation : uint32_t { kRelu = 0, kGelu = 1, kSilu = 2, kSwiGlu = 3 };
+
+inline uint32_t element_bytes(DType t) { return t == DType::kFloat32 ? 4 : 2; }
+
+inline float bf16_to_float(uint16_t h) {
+  const uint32_t bits = static_cast<uint32_t>(h) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline uint16_t float_to_bf16(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+float half_to_float(uint16_t h);
+uint16_t float_to_half(float f);
+
+// n elements of type t to fp32.
+void widen(float* to, const void* from, DType t, uint64_t n);
+// n fp32 values to type t, round to nearest even.
+void narrow(void* to, const float* from, DType t, uint64_t n);
+// acc[i] += from[i]
+void accumulate(float* acc, const void* from, DType t, uint64_t n);
+
+// out[i] = activation(gate[i]), times up[i] for SwiGLU. up may be null otherwise.
+void activate(float* out, const float* gate, const float* up, Activation a, uint64_t n);
+
+}  // namespace flashmoe::cpu

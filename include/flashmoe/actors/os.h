@@ -1,0 +1,105 @@
+// The OS actor of a rank: announces the call, then runs subscriber and scheduler until every task is published.
+//
+// One warp (the CPU engine: one thread). It never computes; every other agent answers to it, and it answers to the peers.
+#pragma once
+
+#include "flashmoe/actors/scheduler.h"
+
+namespace flashmoe {
+
+// Memory of the OS actor: shared memory on a GPU. Uninitialised.
+template <class P>
+struct OsScratch {
+  Source* sources;                         // [R]
+  typename TileFormer<P>::Expert* experts;  // [El]
+  uint32_t* column_next;                   // [gemm1_columns]
+  Status* seen;                            // [R] the peers' status when last sampled
+};
+
+// Tells every rank, itself too, that this call has begun and what this rank believes it to be. All lanes.
+template <class P>
+FLASHMOE_FN void announce(const Call& c) {
+  if (P::lane() == 0) P::store_release(&c.status(c.rank)->entered, c.epoch, kSystem);
+  for (uint32_t q = P::lane(); q < c.ranks; q += P::kLanes) {
+    *c.call_config(q, c.rank) = c.config;
+    P::store_release(c.call_signal(q, c.rank), Signal::make(c.epoch, CallPayload::make(c.tokens, c.log2_block)),
+                     kSystem);
+  }
+}
+
+// Whether the group moves, and who does not.
+template <class P>
+class GroupLiveness {
+ public:
+  FLASHMOE_FN GroupLiveness(const Call& call, Status* seen) : c_(call), seen_(seen) {}
+
+  FLASHMOE_FN void sample() {
+    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) seen_[p] = read(p);
+    P::sync();
+  }
+
+  FLASHMOE_FN bool moved() const {
+    bool any = false;
+    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) {
+      any |= p != c_.rank && read(p).progress != seen_[p].progress;
+    }
+    return P::ballot(any) != 0;
+  }
+
+  // The rank that holds the group up: one that has not begun the call, else one whose OS actor stands still although
+  // its call is not over, else the one that was awaited. One lane.
+  FLASHMOE_FN uint32_t culprit(uint32_t awaited) const {
+    for (uint32_t p = 0; p < c_.ranks; ++p) {
+      if (read(p).entered < c_.epoch) return p;
+    }
+    for (uint32_t p = 0; p < c_.ranks; ++p) {
+      const Status now = read(p);
+      if (p != c_.rank && now.left < c_.epoch && now.heartbeat == seen_[p].heartbeat) return p;
+    }
+    return awaited;
+  }
+
+ private:
+  FLASHMOE_FN Status read(uint32_t p) const {
+    const Status* s = c_.status(p);
+    return {P::load_acquire(&s->entered, kSystem), P::load_acquire(&s->left, kSystem),
+            P::load_relaxed(&s->heartbeat), P::load_relaxed(&s->progress)};
+  }
+
+  const Call& c_;
+  Status* seen_;
+};
+
+// Runs the call's OS actor to its end; false if the call was aborted or timed out. All lanes.
+template <class P>
+FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
+  announce<P>(c);
+  Subscriber<P> subscriber(c, scratch.sources, scratch.experts);
+  Scheduler<P> scheduler(c, subscriber, scratch.column_next);
+  GroupLiveness<P> group(c, scratch.seen);
+  Status* own = c.status(c.rank);
+  // Plain reads of own words: nobody else writes them.
+  uint64_t heartbeat = own->heartbeat, progress = own->progress;
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        const bool arrived = subscriber.step();
+        Step s = scheduler.step();
+        if (s == Step::kIdle && arrived) s = Step::kProgress;
+        if (P::lane() == 0) {
+          P::store_relaxed(&own->heartbeat, ++heartbeat);
+          if (s != Step::kIdle) P::store_relaxed(&own->progress, ++progress);
+        }
+        if (s == Step::kIdle) peer_faulted<P>(c);
+        return s;
+      },
+      group);
+  if (end == WaitEnd::kExpired && P::lane() == 0) {
+    FaultRecord record = subscriber.missing();
+    record.culprit = group.culprit(record.awaited);
+    post_fault<P>(c, record);
+  }
+  return end == WaitEnd::kDone;
+}
+
+}  // namespace flashmoe

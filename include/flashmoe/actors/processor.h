@@ -1,0 +1,92 @@
+// Processor: takes tasks, has the engine execute them, and retires them: bumps the dependency counters and makes ready,
+// or signals home, what that completes.
+//
+// Counters live in device memory; a retiring warp bumps one per lane. They reset themselves: whoever completes a counter
+// zeroes it.
+#pragma once
+
+#include "flashmoe/protocol/ready_list.h"
+#include "flashmoe/protocol/ready_queue.h"
+
+namespace flashmoe {
+
+// After every agent's writes for the task. All lanes of one warp of the processor, in each retire function.
+
+template <class P>
+FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
+  bool last = false;
+  if (P::lane() == 0) last = P::fetch_add_acq_rel(&c.tile(tile)->gemm0_done, 1u) + 1 == c.gemm0_columns;
+  push_ready<P>(c, last, {TaskKind::kGemm1, 0, tile});
+}
+
+// The last of what this rank owes to block b of rank p has been written there.
+template <class P>
+FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t b) {
+  P::store_release(c.return_signal(p, c.rank, b), Signal::make(c.epoch, 0), kSystem);
+}
+
+template <class P>
+FLASHMOE_FN void retire_gemm1(const Call& c, uint32_t tile, uint32_t column) {
+  const uint32_t segments = c.tile(tile)->segments;
+  for (uint32_t base = 0; base < segments; base += P::kLanes) {
+    const uint32_t i = base + P::lane();
+    bool complete = false;
+    Segment s{};
+    if (i < segments) {
+      s = c.segments(tile)[i];
+      const uint32_t p = c.packet_source(s.packet), b = c.packet_block(s.packet);
+      // `direct` counts a row once per column; `reduced` has a counter per column.
+      const uint32_t entries = Signal::payload(P::load_relaxed(c.packet_signal(c.rank, p, b)));
+      const uint32_t whole = c.reduced() ? entries : entries * c.gemm1_columns;
+      uint32_t* counter = c.pending(p, b, c.reduced() ? column : 0);
+      complete = P::fetch_add_acq_rel(counter, uint32_t{s.count}) + s.count == whole;
+      if (complete) {
+        P::store_relaxed(counter, 0u);
+        if (!c.reduced()) signal_return<P>(c, p, b);
+      }
+    }
+    if (c.reduced()) push_ready<P>(c, complete, {TaskKind::kReduce, column, s.packet});
+  }
+}
+
+template <class P>
+FLASHMOE_FN void retire_reduce(const Call& c, uint32_t packet) {
+  if (P::lane() != 0) return;
+  const uint32_t p = c.packet_source(packet), b = c.packet_block(packet);
+  uint32_t* counter = c.reduce_done(p, b);
+  if (P::fetch_add_acq_rel(counter, 1u) + 1 != c.gemm1_columns) return;
+  P::store_relaxed(counter, 0u);
+  signal_return<P>(c, p, b);
+}
+
+// Runs one processor of a call to its end. The engine supplies dispatch(b), gemm0, gemm1, reduce, combine; each returns
+// when every write of the task is ordered before this warp's next release.
+template <class P, class Engine>
+FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine) {
+  for (uint32_t b = id; b < c.blocks(); b += c.processors) {
+    if (!engine.dispatch(b)) return;
+  }
+  while (true) {
+    uint64_t ticket = 0;
+    if (P::lane() == 0) ticket = take_ticket<P>(c);
+    const Task task = wait_task<P>(c, P::broadcast(ticket, 0));
+    switch (task.kind) {
+      case TaskKind::kGemm0:
+        engine.gemm0(task.index, task.column);
+        retire_gemm0<P>(c, task.index);
+        break;
+      case TaskKind::kGemm1:
+        engine.gemm1(task.index, task.column);
+        retire_gemm1<P>(c, task.index, task.column);
+        break;
+      case TaskKind::kReduce:
+        engine.reduce(task.index, task.column);
+        retire_reduce<P>(c, task.index);
+        break;
+      case TaskKind::kCombine: engine.combine(task.index); break;
+      default: return;
+    }
+  }
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,203 @@
+// Subscriber: watches the signals that arrive in this rank's heap. Call signals and packets become tiles; return signals
+// become combines.
+//
+// Run by the OS warp; every lane keeps the same private members. A step costs one load per 32 packet signals in flight
+// and one per awaited return, all independent.
+#pragma once
+
+#include "flashmoe/protocol/fault.h"
+#include "flashmoe/protocol/tile_former.h"
+
+namespace flashmoe {
+
+// What the subscriber knows of a source rank.
+struct Source {
+  static constexpr uint32_t kUnheard = 0xffffffffu;
+  uint32_t blocks;  // packets it will send, kUnheard until its call signal
+  uint32_t next;    // first packet not yet consumed
+};
+
+template <class P>
+class Subscriber {
+ public:
+  // sources: [R], experts: [El], both in shared memory, uninitialised.
+  FLASHMOE_FN Subscriber(const Call& call, Source* sources, typename TileFormer<P>::Expert* experts)
+      : c_(call), sources_(sources), former_(call, experts) {
+    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) sources_[p] = {Source::kUnheard, 0};
+    P::sync();
+  }
+
+  // Looks once at everything awaited; true if anything new was there. All lanes.
+  FLASHMOE_FN bool step() {
+    bool moved = heard_ < c_.ranks && hear_calls();
+    if (!complete_) {
+      moved |= consume_packets();
+      if (heard_ == c_.ranks && finished_ == c_.ranks) {
+        former_.flush();
+        complete_ = true;
+        moved = true;
+      }
+    }
+    moved |= find_combines();
+    return moved;
+  }
+
+  FLASHMOE_FN TileFormer<P>& former() { return former_; }
+  // Every packet of every rank has been consumed: tiles and reduces are final.
+  FLASHMOE_FN bool complete() const { return complete_; }
+  FLASHMOE_FN uint32_t packets_with_entries() const { return packets_; }
+  // Blocks whose combine is ready, in combine_tasks.
+  FLASHMOE_FN uint32_t combines() const { return combines_; }
+
+  // What is missing, for a wait that expired. One lane.
+  FLASHMOE_FN FaultRecord missing() const {
+    FaultRecord r{.kind = FaultKind::kLocal, .actor = Actor::kOs, .awaited = c_.rank};
+    for (uint32_t p = 0; p < c_.ranks; ++p) {
+      const Source& s = sources_[p];
+      if (s.blocks == Source::kUnheard) {
+        return expected(r, FaultKind::kCallSignal, p, 0, *c_.call_signal(c_.rank, p));
+      }
+      if (s.next < s.blocks) {
+        return expected(r, FaultKind::kPacket, p, s.next, *c_.packet_signal(c_.rank, p, s.next));
+      }
+    }
+    for (uint32_t b = 0; b < c_.blocks(); ++b) {
+      for (uint32_t q = 0; q < c_.ranks; ++q) {
+        if (owes(q, b)) return expected(r, FaultKind::kReturn, q, b, *c_.return_signal(c_.rank, q, b));
+      }
+    }
+    return r;
+  }
+
+ private:
+  FLASHMOE_FN FaultRecord expected(FaultRecord r, FaultKind kind, uint32_t from, uint32_t index, uint64_t seen) const {
+    r.kind = kind;
+    r.awaited = from;
+    r.index = index;
+    r.expected = c_.epoch;
+    r.seen = Signal::epoch(seen);
+    return r;
+  }
+
+  FLASHMOE_FN bool hear_calls() {
+    bool moved = false;
+    for (uint32_t base = 0; base < c_.ranks; base += P::kLanes) {
+      const uint32_t p = base + P::lane();
+      bool fresh = false, empty = false;
+      if (p < c_.ranks && sources_[p].blocks == Source::kUnheard) {
+        const uint64_t word = P::load_acquire(c_.call_signal(c_.rank, p), kSystem);
+        fresh = Signal::epoch(word) == c_.epoch && agrees(p);
+        if (fresh) {
+          const uint32_t payload = Signal::payload(word);
+          sources_[p].blocks = ceil_div(CallPayload::tokens(payload), 1u << CallPayload::log2_block(payload));
+          empty = sources_[p].blocks == 0;
+        }
+      }
+      heard_ += count_lanes<P>(fresh);
+      finished_ += count_lanes<P>(empty);
+      moved |= P::ballot(fresh) != 0;
+    }
+    P::sync();
+    return moved;
+  }
+
+  // A rank that computes something else must not be listened to: its packets mean something else.
+  FLASHMOE_FN bool agrees(uint32_t p) const {
+    if (c_.call_config(c_.rank, p)->hash == c_.config.hash) return true;
+    post_fault<P>(c_, {.kind = FaultKind::kDisagree, .actor = Actor::kOs, .awaited = p, .culprit = p});
+    return false;
+  }
+
+  // Consumes what has arrived of every source, each in block order, own rank first. A load looks at 32 packets: those
+  // next in line of up to 32 sources.
+  FLASHMOE_FN bool consume_packets() {
+    const uint32_t width = max_of(1u, P::kLanes / c_.ranks);  // lanes per source
+    const uint32_t per_load = P::kLanes / width;              // sources per load
+    bool moved = false;
+    for (uint32_t base = 0; base < c_.ranks; base += per_load) {
+      const uint32_t i = base + P::lane() / width;
+      const uint32_t p = (c_.rank + i) % c_.ranks;
+      bool arrived = false;
+      uint32_t entries = 0;
+      if (i < c_.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard) {
+        const uint32_t b = sources_[p].next + P::lane() % width;
+        if (b < sources_[p].blocks) {
+          const uint64_t word = P::load_acquire(c_.packet_signal(c_.rank, p, b), kSystem);
+          arrived = Signal::epoch(word) == c_.epoch;
+          entries = Signal::payload(word);
+        }
+      }
+      const uint32_t present = P::ballot(arrived);
+      if (present == 0) continue;
+      P::sync();
+      for (uint32_t g = 0; g < per_load && base + g < c_.ranks; ++g) {
+        moved |= consume_from((c_.rank + base + g) % c_.ranks, g * width, width, present, entries);
+      }
+    }
+    return moved;
+  }
+
+  // Consumes the arrived packets of source p, whose signals lanes [lane, lane + width) hold.
+  FLASHMOE_FN bool consume_from(uint32_t p, uint32_t lane, uint32_t width, uint32_t present, uint32_t entries) {
+    uint32_t n = 0;
+    for (; n < width && (present >> (lane + n) & 1u); ++n) {
+      const uint32_t in_packet = P::broadcast(entries, lane + n);
+      if (in_packet == 0) continue;
+      former_.consume(p, sources_[p].next + n);
+      ++packets_;
+    }
+    const uint32_t next = sources_[p].next + n;
+    finished_ += n != 0 && next == sources_[p].blocks;
+    P::sync();
+    if (P::lane() == 0) sources_[p].next = next;
+    P::sync();
+    return n != 0;
+  }
+
+  FLASHMOE_FN bool owes(uint32_t q, uint32_t b) const {
+    return (c_.awaited(b)[q / 32] >> (q % 32) & 1u) &&
+           Signal::epoch(P::load_acquire(c_.return_signal(c_.rank, q, b), kSystem)) != c_.epoch;
+  }
+
+  // Own blocks whose every return has arrived. A step looks at a few loads' worth of blocks and goes on from there in
+  // the next, so that a step stays short however many blocks there are.
+  FLASHMOE_FN bool find_combines() {
+    constexpr uint32_t kLoads = 4;
+    const uint32_t dispatched = sources_[c_.rank].blocks == Source::kUnheard ? 0 : sources_[c_.rank].next;
+    if (combines_ == dispatched) return false;
+    bool moved = false;
+    for (uint32_t n = 0; n < kLoads; ++n) {
+      const uint32_t b = scan_ + P::lane();
+      uint64_t* const combined = c_.workspace<uint64_t>(WorkField::kCombined, b < dispatched ? b : 0);
+      bool ready = b < dispatched && *combined != c_.epoch;
+      for (uint32_t q = 0; q < c_.ranks && ready; ++q) ready = !owes(q, b);
+      uint32_t total;
+      const uint32_t place = combines_ + count_before<P>(ready, total);
+      if (ready) {
+        *combined = c_.epoch;
+        *c_.workspace<uint32_t>(WorkField::kCombineTasks, place) = b;
+      }
+      combines_ += total;
+      moved |= total != 0;
+      scan_ += P::kLanes;
+      if (scan_ >= dispatched) {
+        scan_ = 0;
+        break;
+      }
+    }
+    P::sync();
+    return moved;
+  }
+
+  const Call& c_;
+  Source* sources_;
+  TileFormer<P> former_;
+  uint32_t heard_ = 0;     // sources whose call signal has arrived
+  uint32_t finished_ = 0;  // sources all of whose packets are consumed
+  uint32_t packets_ = 0;
+  uint32_t combines_ = 0;
+  uint32_t scan_ = 0;
+  bool complete_ = false;
+};
+
+}  // namespace flashmoe

@@ -1,0 +1,134 @@
+// One call of the operator on one rank, as every actor sees it: sizes, placement, memory. Passed to the kernel by
+// value. The accessors are the only place where protocol memory is addressed.
+#pragma once
+
+#include "flashmoe/protocol/heap_layout.h"
+#include "flashmoe/protocol/order.h"
+#include "flashmoe/protocol/platform.h"
+
+namespace flashmoe {
+
+enum class ReturnMode : uint32_t { kDirect = 0, kReduced = 1 };
+
+struct Call {
+  // The call.
+  Epoch epoch = 0;
+  uint32_t rank = 0, ranks = 1;
+  uint32_t tokens = 0, hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  uint32_t local_experts = 0;
+  uint32_t log2_block = 7;
+  uint32_t capacity = 0;  // per expert and source rank; 0: dropless
+  ReturnMode return_mode = ReturnMode::kDirect;
+  // How it is cut into tasks.
+  uint32_t tile_rows = 128;
+  uint32_t gemm0_columns = 1, gemm1_columns = 1;
+  uint32_t processors = 1;
+  OrderPolicy order;
+  uint64_t timeout_ns = 0;  // 0: none
+  CallConfig config;
+  // Placement: owner rank and local index of each expert, and the experts each rank owns.
+  const uint32_t* owner = nullptr;       // [E]
+  const uint32_t* by_owner = nullptr;    // [E] experts, ascending by (owner, expert)
+  const uint32_t* owner_base = nullptr;  // [R + 1] where each rank's experts begin in by_owner
+  // Memory.
+  uint8_t* const* heaps = nullptr;  // [R] every rank's symmetric heap, as mapped here
+  uint8_t* work = nullptr;
+  HeapLayout heap_layout;
+  WorkLayout work_layout;
+  uint32_t max_blocks = 0;
+  uint32_t element_bytes = 0;
+  uint64_t queue_mask = 0, list_mask = 0;
+
+  FLASHMOE_HD uint32_t block_tokens() const { return 1u << log2_block; }
+  FLASHMOE_HD uint32_t blocks() const { return (tokens + block_tokens() - 1) >> log2_block; }
+  FLASHMOE_HD uint32_t tokens_in_block(uint32_t b) const {
+    return min_of(block_tokens(), tokens - (b << log2_block));
+  }
+  FLASHMOE_HD uint32_t parity() const { return static_cast<uint32_t>(epoch & 1); }
+  FLASHMOE_HD bool reduced() const { return return_mode == ReturnMode::kReduced; }
+  FLASHMOE_HD uint32_t owned(uint32_t q) const { return owner_base[q + 1] - owner_base[q]; }
+  FLASHMOE_HD uint32_t packet_id(uint32_t source, uint32_t block) const { return source * max_blocks + block; }
+  // The first token of packet (p, b) that arrived here, and how many tokens its block has.
+  FLASHMOE_HD uint32_t packet_first_token(uint32_t p, uint32_t b) const {
+    return b << CallPayload::log2_block(Signal::payload(*call_signal(rank, p)));
+  }
+  FLASHMOE_HD uint32_t packet_tokens(uint32_t p, uint32_t b) const {
+    const uint32_t payload = Signal::payload(*call_signal(rank, p));
+    const uint32_t first = b << CallPayload::log2_block(payload);
+    return min_of(1u << CallPayload::log2_block(payload), CallPayload::tokens(payload) - first);
+  }
+  FLASHMOE_HD uint32_t packet_source(uint32_t packet) const { return packet / max_blocks; }
+  FLASHMOE_HD uint32_t packet_block(uint32_t packet) const { return packet % max_blocks; }
+
+  // ---- symmetric heap; `at` is the rank in whose heap the field lies -------------------------------------------
+  template <class T>
+  FLASHMOE_HD T* heap(uint32_t at, HeapField f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0, uint64_t m = 0) const {
+    return heap_layout.at<T>(heaps[at], f, i, j, k, m);
+  }
+  FLASHMOE_HD Status* status(uint32_t at) const { return heap<Status>(at, HeapField::kStatus); }
+  FLASHMOE_HD FaultRecord* fault(uint32_t at, uint32_t by) const {
+    return heap<FaultRecord>(at, HeapField::kFault, by);
+  }
+  FLASHMOE_HD CallConfig* call_config(uint32_t at, uint32_t p) const {
+    return heap<CallConfig>(at, HeapField::kCallConfig, parity(), p);
+  }
+  FLASHMOE_HD uint64_t* call_signal(uint32_t at, uint32_t p) const {
+    return heap<uint64_t>(at, HeapField::kCallSignal, parity(), p);
+  }
+  FLASHMOE_HD uint64_t* packet_signal(uint32_t at, uint32_t p, uint32_t b) const {
+    return heap<uint64_t>(at, HeapField::kPacketSignal, parity(), p, b);
+  }
+  FLASHMOE_HD uint16_t* packet_offsets(uint32_t at, uint32_t p, uint32_t b) const {
+    return heap<uint16_t>(at, HeapField::kPacketOffsets, parity(), p, b);
+  }
+  FLASHMOE_HD uint16_t* packet_counts(uint32_t at, uint32_t p, uint32_t first_token) const {
+    return heap<uint16_t>(at, HeapField::kPacketCounts, parity(), p, first_token);
+  }
+  FLASHMOE_HD Entry* packet_entries(uint32_t at, uint32_t p, uint32_t first_token) const {
+    return heap<Entry>(at, HeapField::kPacketEntries, parity(), p, first_token);
+  }
+  FLASHMOE_HD uint64_t* return_signal(uint32_t at, uint32_t q, uint32_t b) const {
+    return heap<uint64_t>(at, HeapField::kReturnSignal, q, b);
+  }
+  // Row of `token` of rank p as dispatched to rank `at` (p != at).
+  FLASHMOE_HD uint8_t* dispatched_row(uint32_t at, uint32_t p, uint32_t token) const {
+    return heap<uint8_t>(at, HeapField::kRows, peer_slot(p, at, ranks), token);
+  }
+  FLASHMOE_HD uint8_t* return_row(uint32_t home, uint32_t token, uint32_t slot) const {
+    return heap<uint8_t>(home, HeapField::kReturnRows, token, slot);
+  }
+
+  // ---- workspace -------------------------------------------------------------------------------------------------
+  template <class T>
+  FLASHMOE_HD T* workspace(WorkField f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0) const {
+    return work_layout.at<T>(work, f, i, j, k);
+  }
+  FLASHMOE_HD Control* control() const { return workspace<Control>(WorkField::kControl); }
+  FLASHMOE_HD uint64_t* queue_slot(uint64_t ticket) const {
+    return workspace<uint64_t>(WorkField::kQueue, ticket & queue_mask);
+  }
+  FLASHMOE_HD uint64_t* list_slot(uint64_t item) const {
+    return workspace<uint64_t>(WorkField::kReadyList, item & list_mask);
+  }
+  FLASHMOE_HD Tile* tile(uint32_t t) const { return workspace<Tile>(WorkField::kTiles, t); }
+  FLASHMOE_HD Segment* segments(uint32_t t) const { return workspace<Segment>(WorkField::kSegments, t); }
+  FLASHMOE_HD uint32_t* pending(uint32_t p, uint32_t b, uint32_t c) const {
+    return workspace<uint32_t>(WorkField::kPending, p, b, c);
+  }
+  FLASHMOE_HD uint32_t* reduce_done(uint32_t p, uint32_t b) const {
+    return workspace<uint32_t>(WorkField::kReduceDone, p, b);
+  }
+  FLASHMOE_HD int32_t* routing(uint32_t token) const { return workspace<int32_t>(WorkField::kRouting, token); }
+  FLASHMOE_HD float* weights(uint32_t token) const { return workspace<float>(WorkField::kWeights, token); }
+  FLASHMOE_HD uint32_t* awaited(uint32_t b) const { return workspace<uint32_t>(WorkField::kAwaited, b); }
+  FLASHMOE_HD uint32_t* capacity_prefix(uint32_t b) const { return workspace<uint32_t>(WorkField::kPrefix, b); }
+  FLASHMOE_HD uint64_t* capacity_signal(uint32_t b) const { return workspace<uint64_t>(WorkField::kPrefixSignal, b); }
+  FLASHMOE_HD uint8_t* hidden_row(uint32_t t, uint32_t row) const {
+    return workspace<uint8_t>(WorkField::kHidden, t, row);
+  }
+  FLASHMOE_HD uint8_t* staged_row(uint32_t p, uint32_t token, uint32_t ordinal, uint32_t max_tokens) const {
+    return workspace<uint8_t>(WorkField::kStaging, uint64_t{p} * max_tokens + token, ordinal);
+  }
+};
+
+}  // namespace flashmoe

@@ -1,0 +1,242 @@
+// Where everything is. One table per memory region yields sizes, addresses, the memory planner's lines and the
+// conflict-freedom test's coordinates: the host allocates from it and the device indexes with it.
+#pragma once
+
+#include "flashmoe/protocol/base.h"
+#include "flashmoe/protocol/signal.h"
+#include "flashmoe/protocol/status.h"
+#include "flashmoe/protocol/task.h"
+
+namespace flashmoe {
+
+inline constexpr uint32_t kMinTokenBlock = 8;
+inline constexpr uint32_t kMaxTokenBlock = 128;
+
+// The largest call a context serves. Equal on every rank of a group, except where noted.
+struct Limits {
+  uint32_t ranks = 1;
+  uint32_t max_tokens = 0;        // per rank
+  uint32_t hidden = 0;            // H
+  uint32_t experts = 0;           // E
+  uint32_t max_local_experts = 0; // the most any rank holds
+  uint32_t top_k = 0;             // K
+  uint32_t elem_bytes = 0;
+  uint32_t return_slots = 0;      // return rows per token: K (direct), R (reduced), the larger where both may occur
+  // Of this rank alone: they size its workspace, which no peer addresses.
+  uint32_t intermediate = 0;  // I
+  uint32_t staging = 0;       // 1 if `reduced` may occur
+  uint32_t tile_rows = 128;
+  uint32_t tile_columns = 256;
+  uint32_t processors = 1;
+
+  FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
+  // A token's entries on one rank: its experts are distinct.
+  FLASHMOE_HD constexpr uint32_t entries_per_token() const { return min_of(top_k, max_local_experts); }
+  FLASHMOE_HD constexpr uint64_t max_rows() const {
+    return static_cast<uint64_t>(ranks) * max_tokens * entries_per_token();
+  }
+  // Every tile but one per expert is full.
+  FLASHMOE_HD constexpr uint64_t max_tiles() const {
+    return max_rows() / tile_rows + min_of<uint64_t>(max_local_experts, max_rows());
+  }
+  FLASHMOE_HD constexpr uint32_t gemm0_columns() const { return ceil_div(max_of(intermediate, 1u), tile_columns); }
+  FLASHMOE_HD constexpr uint32_t gemm1_columns() const { return ceil_div(max_of(hidden, 1u), tile_columns); }
+  FLASHMOE_HD constexpr uint64_t max_reduces() const {
+    return staging ? static_cast<uint64_t>(ranks) * max_blocks() * gemm1_columns() : 0;
+  }
+  FLASHMOE_HD constexpr uint64_t list_capacity() const { return next_power_of_two(max_tiles() + max_reduces() + 1); }
+  FLASHMOE_HD constexpr uint64_t queue_capacity() const {
+    return next_power_of_two(max_tiles() * (gemm0_columns() + gemm1_columns()) + max_reduces() + max_blocks() +
+                             processors + 1);
+  }
+};
+
+// Who writes a field of another rank's heap.
+enum class Writer : uint32_t {
+  kSelf,     // only the rank whose heap it is
+  kRank0,    // the rank that the first coordinate names
+  kRank1,    // the rank that the second coordinate names
+  kPeer0,    // first coordinate is peer_slot(writer, home)
+  kReturn,   // coordinate (token, slot): `reduced`: rank slot; `direct`: owner of the expert of (token, k = slot)
+};
+
+struct FieldShape {
+  uint64_t dim[4];
+  uint32_t elem_bytes;
+};
+
+enum class HeapField : uint32_t {
+  kStatus, kFault, kCallConfig, kCallSignal, kPacketSignal, kPacketOffsets, kPacketCounts, kPacketEntries,
+  kReturnSignal, kRows, kReturnRows, kCount
+};
+
+enum class WorkField : uint32_t {
+  kControl, kQueue, kReadyList, kTiles, kSegments, kPending, kReduceDone, kRouting, kWeights, kAwaited, kPrefix,
+  kPrefixSignal, kTileNext, kGemm1Tiles, kReduceTasks, kCombineTasks, kCombined, kHidden, kStaging, kCount
+};
+
+template <class Field>
+struct FieldSpec {
+  Field field;
+  const char* name;
+  Writer writer;
+  FieldShape (*shape)(const Limits&);
+  const char* why;
+};
+
+// A row of H (or I) elements starts 16-byte aligned, as bulk copies need.
+FLASHMOE_HD constexpr uint64_t row_pitch(uint64_t elements, uint32_t elem_bytes) {
+  return align_up<uint64_t>(elements * elem_bytes, 16);
+}
+
+inline constexpr FieldSpec<HeapField> kHeapTable[] = {
+    {HeapField::kStatus, "status", Writer::kSelf,
+     [](const Limits&) { return FieldShape{{1, 1, 1, 1}, sizeof(Status)}; },
+     "epoch entered, heartbeat and progress, which peers read when a wait is about to expire"},
+    {HeapField::kFault, "fault", Writer::kRank0,
+     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, sizeof(FaultRecord)}; },
+     "what rank p found wrong"},
+    {HeapField::kCallConfig, "call_config", Writer::kRank1,
+     [](const Limits& l) { return FieldShape{{2, l.ranks, 1, 1}, sizeof(CallConfig)}; },
+     "[parity][p] what rank p believes the call to be"},
+    {HeapField::kCallSignal, "call_signal", Writer::kRank1,
+     [](const Limits& l) { return FieldShape{{2, l.ranks, 1, 1}, 8}; },
+     "[parity][p] rank p has begun the call, with so many tokens"},
+    {HeapField::kPacketSignal, "packet_signal", Writer::kRank1,
+     [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), 1}, 8}; },
+     "[parity][p][b] the packet of block b is complete, with so many entries"},
+    {HeapField::kPacketOffsets, "packet_offsets", Writer::kRank1,
+     [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), l.max_local_experts + 1}, 2}; },
+     "[parity][p][b][El+1] which entries belong to which local expert"},
+    {HeapField::kPacketCounts, "packet_counts", Writer::kRank1,
+     [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_tokens, 1}, 2}; },
+     "[parity][p][token] entries of the token here (0: none), for Reduce"},
+    {HeapField::kPacketEntries, "packet_entries", Writer::kRank1,
+     [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_tokens, l.entries_per_token()}, sizeof(Entry)}; },
+     "[parity][p][first token of b ...] the entries of packet (p, b), dense from its first token's place"},
+    {HeapField::kReturnSignal, "return_signal", Writer::kRank0,
+     [](const Limits& l) { return FieldShape{{l.ranks, l.max_blocks(), 1, 1}, 8}; },
+     "[q][b] rank q has returned all it owes to block b"},
+    {HeapField::kRows, "rows", Writer::kPeer0,
+     [](const Limits& l) {
+       return FieldShape{{l.ranks - 1, l.max_tokens, row_pitch(l.hidden, l.elem_bytes), 1}, 1};
+     },
+     "[peer][token][H] dispatched token rows; each crosses once, own rows are read from the input"},
+    {HeapField::kReturnRows, "return_rows", Writer::kReturn,
+     [](const Limits& l) {
+       return FieldShape{{l.max_tokens, l.return_slots, row_pitch(l.hidden, l.elem_bytes), 1}, 1};
+     },
+     "[token][slot][H] weighted expert rows (direct, slot = k) or per-rank sums (reduced, slot = q)"},
+};
+
+inline constexpr FieldSpec<WorkField> kWorkTable[] = {
+    {WorkField::kControl, "control", Writer::kSelf,
+     [](const Limits&) { return FieldShape{{1, 1, 1, 1}, sizeof(Control)}; }, "queue ends, abort word, fault claim"},
+    {WorkField::kQueue, "queue", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.queue_capacity(), 1, 1, 1}, 8}; },
+     "ready queue: a slot for every task a call can have"},
+    {WorkField::kReadyList, "ready_list", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.list_capacity(), 1, 1, 1}, 8}; },
+     "GEMM1 tiles and reduces that retiring processors made ready"},
+    {WorkField::kTiles, "tiles", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_tiles(), 1, 1, 1}, sizeof(Tile)}; }, "tile descriptors"},
+    {WorkField::kSegments, "segments", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_tiles(), l.tile_rows, 1, 1}, sizeof(Segment)}; },
+     "[tile][i] which entries a tile is made of"},
+    {WorkField::kPending, "pending", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{l.ranks, l.max_blocks(), l.staging ? l.gemm1_columns() : 1, 1}, 4};
+     },
+     "[p][b][c] entries of packet (p, b) whose GEMM1 columns are done"},
+    {WorkField::kReduceDone, "reduce_done", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.staging * l.ranks, l.max_blocks(), 1, 1}, 4}; },
+     "[p][b] column blocks reduced and returned"},
+    {WorkField::kRouting, "routing", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; },
+     "[token][k] chosen expert, -1 where dropped"},
+    {WorkField::kWeights, "weights", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; }, "[token][k] combine weights"},
+    {WorkField::kAwaited, "awaited", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_blocks(), ceil_div(l.ranks, 32u), 1, 1}, 4}; },
+     "[b] bit q: rank q got entries of block b and will return"},
+    {WorkField::kPrefix, "capacity_prefix", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_blocks(), l.experts, 1, 1}, 4}; },
+     "[b][expert] pairs routed to the expert by the tokens up to block b (capacity factor only)"},
+    {WorkField::kPrefixSignal, "capacity_signal", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; }, "[b] the prefix of block b is written"},
+    {WorkField::kTileNext, "tile_next", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_tiles(), 1, 1, 1}, 4}; },
+     "links of the ready tiles of one expert (OS warp only)"},
+    {WorkField::kGemm1Tiles, "gemm1_tiles", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{2, l.max_tiles(), 1, 1}, 4}; },
+     "[remote homes, local homes] tiles ready for GEMM1, in order of readiness (OS warp only)"},
+    {WorkField::kReduceTasks, "reduce_tasks", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_reduces(), 1, 1, 1}, 8}; }, "ready reduces (OS warp only)"},
+    {WorkField::kCombineTasks, "combine_tasks", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 4}; }, "ready combines (OS warp only)"},
+    {WorkField::kCombined, "combined", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; },
+     "[b] epoch in which combine(b) was made ready (OS warp only)"},
+    {WorkField::kHidden, "hidden", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};
+     },
+     "[tile][row][I] activations between the two GEMMs"},
+    {WorkField::kStaging, "staging", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{l.staging * l.ranks * uint64_t{l.max_tokens}, l.entries_per_token(),
+                          row_pitch(l.hidden, l.elem_bytes), 1}, 1};
+     },
+     "[p][token][ordinal][H] weighted expert rows that Reduce sums (reduced return only)"},
+};
+
+static_assert(sizeof(kHeapTable) / sizeof(kHeapTable[0]) == static_cast<size_t>(HeapField::kCount));
+static_assert(sizeof(kWorkTable) / sizeof(kWorkTable[0]) == static_cast<size_t>(WorkField::kCount));
+
+// Offsets and strides of a region, computed once on the host and passed to the kernel by value.
+template <class Field>
+struct Layout {
+  static constexpr uint32_t kFields = static_cast<uint32_t>(Field::kCount);
+  static constexpr uint64_t kFieldAlign = 256;
+
+  uint64_t offset[kFields] = {};
+  uint64_t stride[kFields][4] = {};
+  uint64_t bytes = 0;
+
+  // Address of coordinate (i, j, k, m) of a field in the region that starts at base.
+  template <class T = uint8_t>
+  FLASHMOE_HD T* at(uint8_t* base, Field f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0, uint64_t m = 0) const {
+    const uint32_t x = static_cast<uint32_t>(f);
+    return reinterpret_cast<T*>(base + offset[x] + i * stride[x][0] + j * stride[x][1] + k * stride[x][2] +
+                                m * stride[x][3]);
+  }
+};
+
+template <class Field, size_t N>
+Layout<Field> make_layout(const FieldSpec<Field> (&table)[N], const Limits& limits) {
+  Layout<Field> layout;
+  for (uint32_t x = 0; x < N; ++x) {
+    const FieldShape shape = table[x].shape(limits);
+    uint64_t stride = shape.elem_bytes;
+    for (int d = 3; d >= 0; --d) {
+      layout.stride[x][d] = stride;
+      stride *= shape.dim[d];
+    }
+    layout.offset[x] = layout.bytes;
+    layout.bytes += align_up(stride, Layout<Field>::kFieldAlign);
+  }
+  return layout;
+}
+
+using HeapLayout = Layout<HeapField>;
+using WorkLayout = Layout<WorkField>;
+
+inline HeapLayout make_heap_layout(const Limits& limits) { return make_layout(kHeapTable, limits); }
+inline WorkLayout make_work_layout(const Limits& limits) { return make_layout(kWorkTable, limits); }
+
+// Slot of rank `source` among the peers of rank `home`: home itself has none.
+FLASHMOE_HD constexpr uint32_t peer_slot(uint32_t source, uint32_t home, uint32_t ranks) {
+  return (source + ranks - home) % ranks - 1;
+}
+
+}  // namespace flashmoe

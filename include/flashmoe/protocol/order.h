@@ -1,0 +1,41 @@
+// The order in which ready tasks are published: data, and a pure function of what is ready.
+#pragma once
+
+#include "flashmoe/protocol/task.h"
+
+namespace flashmoe {
+
+struct OrderPolicy {
+  // GEMM1 is held back until it trails GEMM0 by this many tasks, as long as GEMM0 tasks are ready: early return
+  // traffic starves dispatch, which shares the link. 0: never held back.
+  uint32_t gemm1_lag = 0;
+  // GEMM1 by column block over all ready tiles (COMET section 3.1.2) rather than tile by tile. Pays with `reduced`
+  // return: the first columns travel while the last are computed.
+  uint32_t gemm1_by_column = 0;
+  // Tasks published beyond those already asked for. 0 binds latest; a few hide the scheduler's latency.
+  uint32_t window = 0;
+};
+
+// What is ready and what was published, as the choice sees it.
+struct ReadyState {
+  bool reduce = false;
+  bool combine = false;
+  bool gemm1 = false;
+  bool gemm0 = false;
+  uint64_t gemm0_published = 0;
+  uint64_t gemm1_published = 0;
+};
+
+// Reduce first: a peer waits for it. Combine next: it is short and memory-bound, so it fills in between GEMMs.
+// GEMM1 before GEMM0, since it completes rows, unless the lag holds it back. Never kNone while something is ready.
+FLASHMOE_HD TaskKind choose(const OrderPolicy& policy, const ReadyState& ready) {
+  if (ready.reduce) return TaskKind::kReduce;
+  if (ready.combine) return TaskKind::kCombine;
+  const bool held = policy.gemm1_lag != 0 && ready.gemm0 &&
+                    ready.gemm1_published + policy.gemm1_lag > ready.gemm0_published;
+  if (ready.gemm1 && !held) return TaskKind::kGemm1;
+  if (ready.gemm0) return TaskKind::kGemm0;
+  return TaskKind::kNone;
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,51 @@
+// What the protocol asks of the machine it runs on.
+//
+// A Platform is a type with only static members. Protocol code is written for the kLanes lanes of one warp working
+// side by side: every lane calls every function, work is strided by lane(), and lanes meet in the collectives
+// below. On a GPU kLanes is 32; the CPU engine has 1; the tests run 4 and 8 lanes as threads (tests/cpp), so that
+// lane code is checked under ThreadSanitizer without lockstep.
+//
+//   static constexpr uint32_t kLanes;
+//   uint32_t lane();
+//   void     sync();                                    // all lanes; orders their memory accesses
+//   uint32_t ballot(bool);                              // bit i: lane i's predicate
+//   T        broadcast(T, uint32_t lane);               // uint32_t or uint64_t
+//   uint32_t popcount(uint32_t);
+//   uint32_t exclusive_scan(uint32_t v, uint32_t& total);
+//   uint32_t rank_among_equal(uint32_t key, bool active, bool& last);   // active lower lanes with the same key; last:
+//                                                       // this is the highest active lane with that key
+//   T        load_relaxed(const T*);                        // T: uint32_t or uint64_t
+//   T        load_acquire(const T*, Scope);
+//   void     store_relaxed(T*, T);
+//   void     store_release(T*, T, Scope);
+//   T        fetch_add(T*, T);                              // relaxed: tickets, claims
+//   T        fetch_add_acq_rel(T*, T);                      // at device scope: dependency counters
+//   uint64_t now_ns();                                  // monotonic, never 0
+//   void     backoff(uint32_t idle);                    // idle: consecutive idle steps of the one spin loop
+//   static constexpr bool kSleeps;                      // backoff gives the core away, so a step may take long
+#pragma once
+
+#include "flashmoe/protocol/base.h"
+
+namespace flashmoe {
+
+// Scope tags. kDevice: agents of one rank. kSystem: another rank may be the other side.
+struct DeviceScope {};
+struct SystemScope {};
+inline constexpr DeviceScope kDevice{};
+inline constexpr SystemScope kSystem{};
+
+// How many lower lanes satisfy the predicate; total: how many lanes do.
+template <class P>
+FLASHMOE_FN uint32_t count_before(bool predicate, uint32_t& total) {
+  const uint32_t lanes = P::ballot(predicate);
+  total = P::popcount(lanes);
+  return P::popcount(lanes & ((1u << P::lane()) - 1));
+}
+
+template <class P>
+FLASHMOE_FN uint32_t count_lanes(bool predicate) {
+  return P::popcount(P::ballot(predicate));
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,55 @@
+// Ready queue: the scheduler publishes task words, processors take them by ticket.
+//
+// Lives in device memory (L2). A slot is zero unless it holds a task that was published and not yet taken; a call
+// takes everything it publishes (its last words are one kStop per processor), so nothing is cleared between calls.
+// There are at least as many slots as tasks in a call, so a slot is never published twice in one call.
+#pragma once
+
+#include "flashmoe/protocol/fault.h"
+#include "flashmoe/protocol/wait.h"
+
+namespace flashmoe {
+
+// Publishes the words of the lanes with `has`, in lane order, behind `published`. All lanes of the OS warp. Release:
+// whoever takes the task sees everything the OS warp saw when it became ready.
+template <class P>
+FLASHMOE_FN uint32_t publish(const Call& c, uint64_t published, bool has, Task task) {
+  uint32_t total;
+  const uint32_t place = count_before<P>(has, total);
+  if (has) P::store_release(c.queue_slot(published + place), task.pack(), kDevice);
+  return total;
+}
+
+// A ticket for one task; taken ahead of need, so that the round trip hides under the current task.
+template <class P>
+FLASHMOE_FN uint64_t take_ticket(const Call& c) {
+  return P::fetch_add(&c.control()->queue_head.value, uint64_t{1});
+}
+
+// Waits for the ticket's task; kStop when the call ends or aborts. All lanes of the taking warp.
+template <class P>
+FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket) {
+  uint64_t* slot = c.queue_slot(ticket);
+  uint64_t word = 0;
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        // One lane looks: lanes that looked for themselves could see different values.
+        if (P::lane() == 0) word = P::load_acquire(slot, kDevice);
+        word = P::broadcast(word, 0);
+        return word != 0 ? Step::kDone : Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  if (end != WaitEnd::kDone) {
+    // The OS actor did not answer for a whole timeout: nobody else will report it.
+    if (end == WaitEnd::kExpired && P::lane() == 0) {
+      post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
+    }
+    return {TaskKind::kStop, 0, 0};
+  }
+  P::sync();  // what lane 0 acquired, every lane may read
+  if (P::lane() == 0) P::store_relaxed(slot, uint64_t{0});
+  return Task::unpack(word);
+}
+
+}  // namespace flashmoe

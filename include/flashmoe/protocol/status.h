@@ -1,0 +1,66 @@
+// What ranks tell one another about themselves: the call they believe in, that they are alive, what went wrong.
+#pragma once
+
+#include "flashmoe/protocol/base.h"
+
+namespace flashmoe {
+
+// One word per concern, written by the OS actor of the rank that owns it.
+struct alignas(64) Status {
+  uint64_t entered;    // epoch of the call this rank has begun
+  uint64_t left;       // epoch of the call whose last task this rank has published
+  uint64_t heartbeat;  // grows with every step of its OS actor
+  uint64_t progress;   // grows with every step that achieved something
+};
+
+enum class FaultKind : uint32_t {
+  kNone = 0,
+  kCallSignal = 1,    // a rank did not begin the call in time
+  kPacket = 2,        // a packet did not arrive in time
+  kReturn = 3,        // a return signal did not arrive in time
+  kLocal = 4,         // an actor of this rank did not progress in time
+  kDisagree = 5,      // a rank's call configuration differs from this rank's
+  kRouterValue = 6,   // a router logit is not finite
+  kDuplicateExpert = 7,  // given routing names one expert twice for one token
+  kExpertRange = 8,      // given routing names an expert that does not exist
+};
+
+enum class Actor : uint32_t { kOs = 0, kProcessor = 1 };
+
+struct alignas(64) FaultRecord {
+  uint64_t posted = 0;  // non-zero once the rest is written
+  FaultKind kind = FaultKind::kNone;
+  Actor actor = Actor::kOs;
+  uint32_t rank = 0;      // who found it
+  uint32_t awaited = 0;   // from whom it was awaited; kDisagree: who disagrees
+  uint32_t culprit = 0;   // who, as far as the finder could see, does not move
+  uint32_t index = 0;     // packet or return: block; router, routing: token
+  uint64_t expected = 0;  // epoch of the awaited signal; routing: E
+  uint64_t seen = 0;      // epoch it had; routing: the id
+  uint64_t epoch = 0;
+};
+static_assert(sizeof(FaultRecord) == 64);
+
+// What every rank must agree on in a call. The hash is compared on arrival; the values name the difference.
+struct alignas(64) CallConfig {
+  uint64_t hash;
+  uint32_t hidden, intermediate, experts, top_k, dtype, return_mode, activation;
+  uint32_t capacity_factor;  // bits of the fp32 factor, 0: dropless
+  uint32_t placement;        // hash of the expert -> rank map
+};
+static_assert(sizeof(CallConfig) == 64);
+
+// Words of a rank's own that its actors contend for, one cache line each.
+struct alignas(128) Control {
+  struct alignas(128) Line {
+    uint64_t value;
+  };
+  Line queue_head;   // tickets taken
+  Line list_tail;    // items pushed to the ready list
+  Line abort;        // non-zero: leave
+  Line fault_claim;  // the first to add writes the fault record
+  Line published;    // queue_tail between calls
+  Line list_head;    // drained items between calls
+};
+
+}  // namespace flashmoe

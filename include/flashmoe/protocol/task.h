@@ -1,0 +1,56 @@
+// Tasks, tiles and the entries they are made of. Every type here is shared by host, device and peers.
+#pragma once
+
+#include "flashmoe/protocol/base.h"
+
+namespace flashmoe {
+
+// The kinds of work a trace or a report distinguishes. Stop ends a processor.
+enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kReduce = 3, kCombine = 4, kStop = 5 };
+
+// A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
+// index: tile (GEMM0, GEMM1), source * max_blocks + block (Reduce), block (Combine).
+struct Task {
+  TaskKind kind = TaskKind::kNone;
+  uint32_t column = 0;
+  uint32_t index = 0;
+
+  // Non-zero for every kind but kNone: zero is an empty slot.
+  FLASHMOE_HD constexpr uint64_t pack() const {
+    return (static_cast<uint64_t>(kind) << 56) | (static_cast<uint64_t>(column & 0xffffffu) << 32) | index;
+  }
+  FLASHMOE_HD static constexpr Task unpack(uint64_t word) {
+    return {static_cast<TaskKind>(word >> 56), static_cast<uint32_t>(word >> 32) & 0xffffffu,
+            static_cast<uint32_t>(word)};
+  }
+};
+
+// One (token, k) pair of a packet, as the destination needs it.
+struct Entry {
+  uint32_t token;    // index at its home rank: names the row, and the place of the result
+  uint16_t k;        // which of the token's K choices
+  uint16_t ordinal;  // which of the token's entries on this destination, in ascending k: the staging slot
+  float weight;      // combine weight, applied in fp32 before the expert's row is rounded
+};
+static_assert(sizeof(Entry) == 12);
+
+// Consecutive entries of one packet that belong to one expert and one tile.
+struct Segment {
+  uint32_t packet;  // source * max_blocks + block
+  uint16_t first;   // index of the first entry within the packet
+  uint16_t count;
+};
+static_assert(sizeof(Segment) == 8);
+
+// Up to tile_rows rows of one local expert, from any sources. One cache line, so that the counters of two tiles,
+// which different processors bump, never share one.
+struct alignas(128) Tile {
+  uint32_t expert;      // local index
+  uint32_t rows;        // real rows
+  uint32_t segments;    // used slots of the tile's segment list
+  uint32_t remote;      // 1 if any row came from another rank
+  uint32_t gemm0_done;  // GEMM0 column blocks retired
+};
+static_assert(sizeof(Tile) == 128);
+
+}  // namespace flashmoe

@@ -1,0 +1,62 @@
+// The project's only spin loop. Every wait ends: its condition holds, the call is aborted, or nothing has progressed
+// for the call's timeout.
+#pragma once
+
+#include "flashmoe/protocol/call.h"
+
+namespace flashmoe {
+
+enum class Step : uint32_t { kIdle, kProgress, kDone };
+enum class WaitEnd : uint32_t { kDone, kAborted, kExpired };
+
+// Repeats `step` until it says kDone. Half-way through a timeout without progress here, `live.sample()` notes how far
+// the others are; at its end `live.moved()` says whether they have gone on since, and if so the timeout starts anew.
+// All lanes call it; `step` and `moved` return the same value in every lane.
+template <class P, class StepFn, class Liveness>
+FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
+  // A clock read costs more than a poll, and aborts and timeouts are rare: look every 64th idle step.
+  constexpr uint32_t kLookEvery = 64;
+  uint64_t armed = 0;  // when the current stretch of idle steps began; 0: not idle
+  bool sampled = false;
+  uint32_t idle = 0;
+  while (true) {
+    const Step s = step();
+    if (s == Step::kDone) return WaitEnd::kDone;
+    if (s == Step::kProgress) {
+      armed = 0;
+      idle = 0;
+      continue;
+    }
+    if (idle++ % kLookEvery == 0 || P::kSleeps) {
+      if (P::ballot(P::load_relaxed(&c.control()->abort.value) != 0)) return WaitEnd::kAborted;
+      const uint64_t now = P::broadcast(P::now_ns(), 0);
+      if (armed == 0) {
+        armed = now;
+        sampled = false;
+      }
+      const uint64_t waited = c.timeout_ns == 0 ? 0 : now - armed;
+      if (!sampled && waited > c.timeout_ns / 2) {
+        live.sample();
+        sampled = true;
+      }
+      if (sampled && waited > c.timeout_ns) {
+        if (!live.moved()) return WaitEnd::kExpired;
+        armed = now;
+        sampled = false;
+      }
+    }
+    P::backoff(idle);
+  }
+}
+
+// What a processor or a waiting stage asks: is the OS actor of this rank alive? That actor answers for all else.
+template <class P>
+struct OsLiveness {
+  const Call& c;
+  uint64_t heartbeat = 0;
+  FLASHMOE_FN uint64_t read() const { return P::broadcast(P::load_relaxed(&c.status(c.rank)->heartbeat), 0); }
+  FLASHMOE_FN void sample() { heartbeat = read(); }
+  FLASHMOE_FN bool moved() const { return read() != heartbeat; }
+};
+
+}  // namespace flashmoe

@@ -1,0 +1,21 @@
+"""FlashMoE: a Mixture-of-Experts layer over a group of ranks, with one-sided communication and no collective."""
+
+from .context import Context
+from .errors import CheckpointError, FlashMoEError, GroupError, HeapError, InvalidArgument, PeerTimeout
+from .ops import moe
+from .report import CallReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CallReport",
+    "CheckpointError",
+    "Context",
+    "FlashMoEError",
+    "GroupError",
+    "HeapError",
+    "InvalidArgument",
+    "PeerTimeout",
+    "__version__",
+    "moe",
+]

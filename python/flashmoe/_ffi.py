@@ -1,0 +1,54 @@
+"""The compiled library: loading it, and its errors as this package's exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+from typing import Any
+
+import scipy_openblas32
+import tvm_ffi
+
+from . import errors
+
+_LIBRARY = pathlib.Path(__file__).parent / "lib" / "libflashmoe.so"
+
+for _kind in (
+    errors.FlashMoEError,
+    errors.InvalidArgument,
+    errors.HeapError,
+    errors.GroupError,
+    errors.PeerTimeout,
+):
+    tvm_ffi.register_error(f"flashmoe.{_kind.__name__}", _kind)
+
+
+@functools.cache
+def library() -> Any:
+    """The loaded library. Raises `FlashMoEError` if it is not there or cannot be loaded."""
+    if not _LIBRARY.exists():
+        raise errors.FlashMoEError(
+            f"library: expected the compiled {_LIBRARY.name} in {_LIBRARY.parent}; install with: pip install ."
+        )
+    try:
+        # By path first: the loader then finds it by name wherever the two packages are installed.
+        ctypes.CDLL(str(pathlib.Path(scipy_openblas32.get_lib_dir()) / "libscipy_openblas.so"))
+        return tvm_ffi.load_module(str(_LIBRARY))
+    except (OSError, RuntimeError) as error:
+        raise errors.FlashMoEError(f"library: cannot load {_LIBRARY}: {error}") from error
+
+
+def layout_fields(limits: dict[str, int]) -> list[dict[str, Any]]:
+    """The fields of heap and workspace for these limits (the names of ``Limits`` in heap_layout.h).
+
+    Each is a dict of name, region ("heap" or "workspace"), shape, elem_bytes, bytes, writer and why.
+    """
+    return [
+        {key: list(value) if key == "shape" else value for key, value in row.items()}
+        for row in ({str(k): _plain(v) for k, v in row.items()} for row in library().layout_fields(limits))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, str) else value

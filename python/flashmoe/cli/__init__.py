@@ -1,0 +1,43 @@
+"""The ``flashmoe`` command: run a layer and check it, say what this machine can run, plan memory."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ..errors import FlashMoEError
+from . import info, memory, run
+from .render import print_error
+
+# The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
+# click.UsageError would not be it.
+_UsageError = typer.BadParameter.__base__
+
+app = typer.Typer(
+    help="A distributed Mixture-of-Experts layer: run it, check it, plan for it.",
+    add_completion=False,
+    rich_markup_mode="markdown",  # the mode that fills paragraphs
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.command)
+app.command("info")(info.command)
+app.command("memory")(memory.command)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line (default: the process's) and return its exit status.
+
+    0: done, and where results were checked they are right. 1: a check failed, or a plan does not fit.
+    2: the command could not run; one line on standard error says why. 130: interrupted.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return app(argv or ["--help"], prog_name="flashmoe", standalone_mode=False) or 0
+    except (FlashMoEError, _UsageError) as error:
+        message = error.format_message() if isinstance(error, _UsageError) else str(error)
+        print_error(message)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        print_error("interrupted")
+        return 130

@@ -1,0 +1,62 @@
+"""``flashmoe memory``: what a context would allocate, term by term, and whether it fits."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import memory, models
+from ..errors import HeapError, InvalidArgument
+from .render import console, print_error, show_memory_plan
+
+
+def command(
+    model: Annotated[
+        str | None, typer.Option(help="Shape of a published model, such as qwen3-30b-a3b.")
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden size H.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Intermediate size I of one expert.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts E in all.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts per token K.")] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks in the group.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    return_: Annotated[
+        str, typer.Option("--return", help="direct, reduced or auto (room for both).")
+    ] = "auto",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes that heap and workspace of one rank may take, such as 2GiB.  [default: the "
+            "heaps of all ranks must fit into the free space of /dev/shm]"
+        ),
+    ] = None,
+) -> int:
+    """Show every term of a context's memory, and refuse (exit status 1) what does not fit.
+
+    Sizes come from --model, or from --hidden, --intermediate, --experts and --top-k; given both, the latter
+    replace the model's.
+    """
+    sizes = _sizes(model, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
+    limit = None if budget is None else memory.parse_bytes(budget)
+    plan = memory.plan_memory(ranks=ranks, max_tokens=tokens, dtype=dtype, return_mode=return_, **sizes)
+    described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in sizes.items())
+    show_memory_plan(plan, f"{described}, {dtype}, return {return_}")
+    try:
+        memory.check_fits(plan, limit)
+    except HeapError as error:
+        print_error(str(error))
+        return 1
+    console.print("fits", style="bold green")
+    return 0
+
+
+def _sizes(model: str | None, **given: int | None) -> dict[str, int]:
+    """The four sizes: the model's, replaced by those given. Raises `InvalidArgument` if one is missing."""
+    shape = models.find(model) if model else None
+    sizes = {name: getattr(shape, name, None) if size is None else size for name, size in given.items()}
+    missing = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is None]
+    if missing:
+        raise InvalidArgument(f"sizes: expected --model, or all four sizes; missing {', '.join(missing)}")
+    return sizes

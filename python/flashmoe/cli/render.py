@@ -1,0 +1,224 @@
+"""How the commands look on a terminal. Nothing here computes more than a ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..memory import MemoryPlan, format_bytes
+from ..report import TASK_KINDS, CallReport, GroupReport
+
+if TYPE_CHECKING:
+    from .info import Check
+    from .verify import Verdict
+    from .workload import Workload
+
+console = Console(highlight=False)
+_errors = Console(stderr=True, highlight=False)
+
+CHART_HEIGHT = 6
+CHART_WIDTH = 64
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_RANK_COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "red", "bright_black")
+
+
+def print_error(message: str) -> None:
+    """One line, in red, on standard error, whatever the message contains."""
+    _errors.print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show a spinner and the time that has passed, for as long as the block runs; leave nothing behind."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+def show_workload(workload: Workload) -> None:
+    """The configuration of a run."""
+    layer, counts = workload.layer, [len(part) for part in workload.tokens]
+    mode = workload.limits["return_mode"]
+    tokens = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    normalised = "renormalized" if layer.renormalize else "not renormalized"
+    rows = {
+        "layer": workload.title,
+        "sizes": f"H {layer.hidden}, I {layer.intermediate}, E {layer.experts}, K {layer.top_k} "
+        f"({normalised}), {layer.activation}, {layer.dtype.name}",
+        "group": f"{_count(len(counts), 'rank')} of {tokens} tokens, cpu engine, return {mode}",
+        "data": "; ".join(workload.notes),
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table)
+
+
+def show_expert_load(group: GroupReport, placement: Sequence[int]) -> None:
+    """A column per expert, or per few neighbours where there are many; coloured by the rank that holds it."""
+    load, owners = group.expert_load, np.asarray(placement)
+    share = -(-len(load) // CHART_WIDTH)  # experts per column
+    starts = range(0, len(load), share)
+    columns = [load[start : start + share].max() for start in starts]
+    width = max(1, min(3, CHART_WIDTH // len(columns)))
+    top = max(*columns, 1)
+    console.print()
+    console.print(Text("Expert load", style="bold"), Text(f"({_count(group.pairs, 'token-expert pair')})"))
+    for row in reversed(range(CHART_HEIGHT)):
+        label = f"{top:,.0f}" if row == CHART_HEIGHT - 1 else "0" if row == 0 else ""
+        line = Text(f"{label:>8} ", style="dim")
+        for start, column in zip(starts, columns, strict=True):
+            eighths = int(np.clip(np.ceil(column / top * CHART_HEIGHT * 8 - row * 8), 0, 8))
+            bar = _EIGHTHS[eighths] * (width - (width > 1)) + " " * (width > 1)
+            line.append(bar, style=_RANK_COLOURS[owners[start] % len(_RANK_COLOURS)])
+        console.print(line)
+    per_column = "an expert" if share == 1 else f"the busiest of {share} experts"
+    legend = Text(f"{'':9}a column is {per_column} (0 to {len(load) - 1}); colour is its rank:")
+    for rank in sorted(set(placement))[: len(_RANK_COLOURS)]:
+        legend.append(f" {rank}", style=_RANK_COLOURS[rank])
+    console.print(legend)
+    console.print(
+        f"{'':9}busiest: expert {load.argmax()} with {load.max():,}, {group.load_imbalance:.2f} times "
+        f"the mean of {load.mean():,.1f}; least {load.min():,}"
+    )
+
+
+def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
+    """Three tables, a row per rank: what it computed, what it sent, where its time went."""
+    kinds = [kind for kind in TASK_KINDS if any(report.tasks.get(kind) for report in reports)]
+    _show_table(
+        "Tasks",
+        ["rank", "tokens", *kinds, "tiles", "rows/tile"],
+        [
+            [
+                rank,
+                f"{report.tokens:,}",
+                *(f"{report.tasks.get(kind, 0):,}" for kind in kinds),
+                f"{report.tiles:,}",
+                f"{report.tile_rows / report.tiles:.1f}" if report.tiles else "-",
+            ]
+            for rank, report in enumerate(reports)
+        ],
+    )
+    traffic = [
+        [
+            rank,
+            f"{report.rows_sent:,}",
+            f"{report.return_rows_sent:,}",
+            format_bytes(report.bytes_sent),
+            f"{report.padded_rows:,}",
+            format_bytes(report.padded_bytes),
+            f"{report.padded_bytes / report.bytes_sent:.1f}x" if report.bytes_sent else "-",
+        ]
+        for rank, report in enumerate(reports)
+    ]
+    if len(reports) > 1:
+        head = ["rank", "rows out", "rows back", "sent", "padded rows", "padded bytes", "padded/sent"]
+        _show_table("Sent to other ranks, and what a padded all-to-all would send", head, traffic)
+    phases = [kind for kind in dict.fromkeys(k for r in reports for k in r.phase_ns) if kind != "idle"]
+    _show_table(
+        "Milliseconds (phases: summed over the processors)",
+        ["rank", "wall", *phases, "processors", "idle"],
+        [
+            [
+                rank,
+                f"{report.wall_ns / 1e6:.2f}",
+                *(f"{report.phase_ns.get(phase, 0) / 1e6:.2f}" for phase in phases),
+                report.processors,
+                f"{report.idle_share:.0%}",
+            ]
+            for rank, report in enumerate(reports)
+        ],
+    )
+    rate = group.tokens / group.wall_ns * 1e9 if group.wall_ns else 0.0
+    console.print(
+        f"{_count(group.tokens, 'token')} in {group.wall_ns / 1e6:.2f} ms ({rate:,.0f} tokens/s), "
+        f"processors idle {group.idle_share:.0%} of the time"
+    )
+
+
+def show_files(files: Iterable[Path]) -> None:
+    """The files written, one line each."""
+    console.print()
+    hints = {".png": "who did what when", ".json": "the same, for ui.perfetto.dev"}
+    for file in files:
+        console.print(Text(f"wrote {file}"), Text(f"({hints[file.suffix]})", style="dim"), soft_wrap=True)
+
+
+def show_verdict(verdict: Verdict) -> None:
+    """PASS or FAIL, with the figures that say why."""
+    if verdict.misrouted:
+        console.print(f"{_count(verdict.misrouted, 'token')} routed to experts that are not their top-k")
+    comparison = "<=" if verdict.error <= verdict.bound else "is not <="
+    console.print(
+        Text("PASS", style="bold green") if verdict.passed else Text("FAIL", style="bold red"),
+        f"error {verdict.error:.2e} {comparison} {verdict.bound:.2e}, the bound that rounding to the dtype "
+        "explains (relative Frobenius norm, against float64)",
+        soft_wrap=True,
+    )
+
+
+def show_memory_plan(plan: MemoryPlan, described: str) -> None:
+    """Every term of a memory plan, largest first, with its formula and purpose."""
+    console.print(Text(f"{plan.ranks} ranks x {plan.max_tokens:,} tokens, {described}", style="bold"))
+    for region, meaning in (("heap", "mapped by the other ranks"), ("workspace", "private to the rank")):
+        console.print()
+        console.print(Text(f"{region}, per rank ({meaning})", style="bold"))
+        table = Table(box=None, pad_edge=False)
+        table.add_column("term", no_wrap=True)
+        table.add_column("bytes", justify="right", no_wrap=True)
+        table.add_column("formula", no_wrap=True)
+        table.add_column("what for")
+        terms = [term for term in plan.terms if term.region == region]
+        for term in sorted(terms, key=lambda term: -term.bytes):
+            cells = (term.name, format_bytes(term.bytes), term.formula, term.why)
+            table.add_row(*(Text(cell) for cell in cells))
+        total = sum(term.bytes for term in terms)
+        table.add_section()
+        table.add_row("total", format_bytes(total), style="bold")
+        console.print(table)
+    console.print()
+    console.print(
+        f"per rank {format_bytes(plan.heap_bytes + plan.workspace_bytes)}; heaps of all ranks "
+        f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"
+    )
+
+
+def show_checks(checks: Iterable[Check]) -> None:
+    """What the machine has, and what to do about the rest."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        mark = Text("yes", style="green") if check.present else Text("no", style="yellow")
+        table.add_row(mark, Text(check.name, style="bold"), Text(check.detail))
+        if check.remedy:
+            table.add_row("", "", Text(check.remedy, style="cyan"))
+    console.print(table)
+
+
+def _show_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table of right-aligned cells."""
+    table = Table(box=None, pad_edge=False)
+    for name in head:
+        table.add_column(name, justify="right", header_style="dim")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def _count(number: int, thing: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,168 @@
+"""``flashmoe run``: one layer, several ranks, one traced call, checked against the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from .. import models
+from ..errors import FlashMoEError, InvalidArgument
+from ..launch import run_ranks
+from ..report import CallReport, summarize
+from ..trace import write_perfetto, write_timeline
+from . import render
+from .verify import Verdict, verify
+from .workload import Request, Workload, file_workload, random_workload, shipped_workload
+
+ENGINES = ("auto", "cpu", "cuda")
+
+
+def command(
+    engine: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    ranks: Annotated[int, typer.Option(help="Ranks; each is a process of this machine.")] = 4,
+    layer: Annotated[Path | None, typer.Option(help="A .safetensors file or a checkpoint folder.")] = None,
+    model: Annotated[str | None, typer.Option(help="A random layer of this published shape.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Factor on the model's H and I.  [default: 1]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens per rank.  [default: 512, or the shipped 2048 split evenly]")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the layer's]")
+    ] = None,
+    return_: Annotated[str, typer.Option("--return", help="direct, reduced or auto.")] = "auto",
+    seed: Annotated[int | None, typer.Option(help="Of random weights and tokens.  [default: 0]")] = None,
+    skew: Annotated[
+        float | None,
+        typer.Option(help="The expert of popularity rank j gets tokens as j^-skew.  [default: 0, balanced]"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for timeline.png and trace.json.")] = Path("flashmoe-run"),
+) -> int:
+    """Run one MoE layer over several ranks and check the result.
+
+    Without --layer or --model: the small trained layer that the package ships, on 2048 hidden states that
+    really reached it, with the uneven routing they have. One warm-up call, then one traced call. Exit status
+    0 if result and routing are within the rounding error of the float64 reference, 1 if not.
+    """
+    _choose_engine(engine)
+    if layer is not None and model is not None:
+        raise InvalidArgument("--layer, --model: expected one of them, got both")
+    if ranks < 1 or (tokens is not None and tokens < 1):
+        raise InvalidArgument(f"--ranks, --tokens: expected at least 1, got {ranks}, {tokens}")
+    _refuse_idle_options(layer, model, scale=scale, skew=skew, seed=seed)
+    _make_folder(out)
+
+    request = Request(ranks, tokens, dtype, return_)
+    if model is not None:
+        shape = models.scaled(models.find(model), 1.0 if scale is None else scale)
+        workload = random_workload(shape, request, seed or 0, skew or 0.0)
+    elif layer is not None:
+        workload = file_workload(layer, request, seed or 0)
+    else:
+        workload = shipped_workload(request)
+    render.show_workload(workload)
+
+    with render.working(f"{ranks} ranks: warm-up and traced call"):
+        results, reports = _call(workload)
+    group = summarize(reports, workload.layer.experts)
+    render.show_expert_load(group, workload.placement)
+    render.show_ranks(reports, group)
+    with render.working("timeline and trace"):
+        files = _write_traces(out, workload, reports)
+    render.show_files(files)
+    with render.working("float64 reference"):
+        verdict = _verify(workload, results, reports)
+    render.show_verdict(verdict)
+    return 0 if verdict.passed else 1
+
+
+def _choose_engine(engine: str) -> None:
+    """Refuse engines that this version does not have; ``auto`` is ``cpu``."""
+    if engine not in ENGINES:
+        raise InvalidArgument(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
+    if engine == "cuda":
+        raise FlashMoEError("--engine cuda: this version has no CUDA engine yet; use --engine cpu")
+
+
+def _refuse_idle_options(layer: Path | None, model: str | None, **given: float | None) -> None:
+    """Raise `InvalidArgument` for an option that would have no effect on this workload."""
+    needs = {"scale": model, "skew": model, "seed": model or layer}
+    for name, value in given.items():
+        if value is not None and needs[name] is None:
+            raise InvalidArgument(
+                f"--{name}: has an effect only with --model{' or --layer' * (name == 'seed')}"
+            )
+
+
+def _make_folder(folder: Path) -> None:
+    """Create the output folder before any work is done for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f"--out: cannot make the folder {folder}: {error.strerror}") from error
+
+
+def _call(workload: Workload) -> tuple[list[np.ndarray], list[CallReport]]:
+    """Run the workload: every rank's result [T_p, H] and report of the traced call."""
+    layer = workload.layer
+    sizes = {name: size for name, size in workload.limits.items() if name != "ranks"}
+    sizes["placement"] = workload.placement
+    routing = {
+        "router": layer.router,
+        "top_k": layer.top_k,
+        "renormalize": layer.renormalize,
+        "activation": layer.activation,
+    }
+    per_rank = []
+    for rank, x in enumerate(workload.tokens):
+        local = [expert for expert, owner in enumerate(workload.placement) if owner == rank]
+        per_rank.append((sizes, x, layer.gate_up_proj[local], layer.down_proj[local], routing))
+    answers = run_ranks(len(workload.tokens), call_on_rank, per_rank)
+    return [y for y, _ in answers], [CallReport.from_dict(report) for _, report in answers]
+
+
+def call_on_rank(
+    rank: int,
+    ranks: int,
+    name: str,
+    sizes: dict[str, Any],
+    x: np.ndarray,
+    gate_up_proj: np.ndarray,
+    down_proj: np.ndarray,
+    routing: dict[str, Any],
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """In a rank's process: one warm-up call, one traced call; its result and report."""
+    from .. import Context, moe  # loads the engine's library, which only the ranks need
+
+    with Context(rank=rank, ranks=ranks, name=name, **sizes) as context:
+        moe(context, x, gate_up_proj, down_proj, **routing)
+        y = moe(context, x, gate_up_proj, down_proj, trace=True, **routing)
+        return y, context.last_call.to_dict()
+
+
+def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
+    """Write timeline.png and trace.json; their paths."""
+    layer, counts = workload.layer, [report.tokens for report in reports]
+    title = (
+        f"{workload.title}: H {layer.hidden}, I {layer.intermediate}, E {layer.experts}, K {layer.top_k}, "
+        f"{layer.dtype.name}; {len(reports)} ranks, {sum(counts)} tokens, {reports[0].return_mode} return"
+    )
+    events = [report.events for report in reports]
+    timeline, trace = folder / "timeline.png", folder / "trace.json"
+    write_timeline(timeline, events, title)
+    write_perfetto(trace, events)
+    return [timeline, trace]
+
+
+def _verify(workload: Workload, results: list[np.ndarray], reports: list[CallReport]) -> Verdict:
+    """Check the results of all ranks together."""
+    return verify(
+        workload.layer,
+        np.concatenate(workload.tokens),
+        np.concatenate(results),
+        np.concatenate([report.topk_ids for report in reports]),
+        placement=workload.placement,
+        return_mode=reports[0].return_mode,
+    )

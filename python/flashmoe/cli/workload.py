@@ -1,0 +1,128 @@
+"""What ``flashmoe run`` runs: the shipped layer, a checkpoint's, or a random one, and every rank's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import models
+from ..checkpoint import MoELayer, load_layer, shipped_layer
+from ..errors import InvalidArgument
+from ..memory import check_fits, plan_memory
+from .render import working
+
+DEFAULT_TOKENS = 512
+"""Tokens per rank where no hidden states set the number."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, whatever the layer."""
+
+    ranks: int
+    tokens: int | None
+    """Per rank; None for the source's own number."""
+    dtype: str | None
+    """None for the source's own."""
+    return_mode: str
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A layer and every rank's tokens."""
+
+    title: str
+    layer: MoELayer
+    tokens: list[np.ndarray]
+    """Hidden states of each rank: [T_p, H], the layer's dtype."""
+    placement: list[int]
+    """Expert -> rank: contiguous, as even as possible."""
+    limits: dict[str, Any]
+    """The sizes that `flashmoe.Context` takes."""
+    notes: list[str]
+    """What a reader must know about the data."""
+
+
+def random_workload(shape: models.ModelShape, request: Request, seed: int, skew: float) -> Workload:
+    """Random weights and tokens in a published shape."""
+    dtype, tokens = request.dtype or "bfloat16", request.tokens or DEFAULT_TOKENS
+    limits = _limits(shape, request, tokens, dtype)
+    with working(f"random weights of {shape.name}"):
+        layer, states = models.random_layer(shape, request.ranks * tokens, seed=seed, skew=skew, dtype=dtype)
+    notes = [f"random weights and tokens, seed {seed}, skew {skew:g}"]
+    if shape.shared:
+        notes.append(f"without the model's shared experts ({shape.shared})")
+    if shape.differs:
+        notes.append(f"plain softmax and top-k; not emulated: {shape.differs}")
+    return _deal(shape.name, layer, states, limits, notes)
+
+
+def file_workload(path: Path, request: Request, seed: int) -> Workload:
+    """A checkpoint's layer with random tokens."""
+    layer = _cast(load_layer(path), request.dtype)
+    tokens = request.tokens or DEFAULT_TOKENS
+    limits = _limits(layer, request, tokens, layer.dtype.name)
+    states = np.random.default_rng(seed).standard_normal((request.ranks * tokens, layer.hidden), np.float32)
+    notes = [f"weights from {path}; random tokens, seed {seed}"]
+    return _deal(layer.name, layer, states.astype(layer.dtype), limits, notes)
+
+
+def shipped_workload(request: Request) -> Workload:
+    """The shipped layer with the hidden states that reached it: the first ranks * tokens of them, or all."""
+    layer, states = shipped_layer()
+    wanted = len(states) if request.tokens is None else request.ranks * request.tokens
+    if wanted > len(states):
+        raise InvalidArgument(
+            f"--tokens: expected at most {len(states) // request.ranks} for {request.ranks} ranks (there are "
+            f"{len(states)} shipped hidden states), got {request.tokens}"
+        )
+    layer = _cast(layer, request.dtype)
+    limits = _limits(layer, request, -(-wanted // request.ranks), layer.dtype.name)
+    notes = ["trained weights and real hidden states, shipped with the package"]
+    title = f"tiny-qwen3-moe {layer.name}"
+    return _deal(title, layer, states[:wanted].astype(layer.dtype), limits, notes)
+
+
+def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, dtype: str) -> dict[str, Any]:
+    """The context's sizes, once they are known to fit into memory.
+
+    Checked for all ranks at once and before anything is made: a full /dev/shm kills whoever writes to it.
+    """
+    limits = {
+        "ranks": request.ranks,
+        "max_tokens": tokens,
+        "hidden": sized.hidden,
+        "intermediate": sized.intermediate,
+        "experts": sized.experts,
+        "top_k": sized.top_k,
+        "dtype": dtype,
+        "return_mode": request.return_mode,
+    }
+    check_fits(plan_memory(**limits))
+    return limits
+
+
+def _cast(layer: MoELayer, dtype: str | None) -> MoELayer:
+    """The layer in another dtype; as it is for None."""
+    if dtype is None:
+        return layer
+    if dtype not in models.DTYPES:
+        raise InvalidArgument(f"--dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
+    arrays = {name: getattr(layer, name) for name in ("router", "gate_up_proj", "down_proj")}
+    return replace(layer, **{name: array.astype(models.DTYPES[dtype]) for name, array in arrays.items()})
+
+
+def _deal(
+    title: str, layer: MoELayer, states: np.ndarray, limits: dict[str, Any], notes: list[str]
+) -> Workload:
+    """Deal tokens and experts out, contiguously and as evenly as possible."""
+    ranks = limits["ranks"]
+    owners = [
+        np.full(len(part), rank) for rank, part in enumerate(np.array_split(range(layer.experts), ranks))
+    ]
+    return Workload(
+        title, layer, np.array_split(states, ranks), np.concatenate(owners).tolist(), limits, notes
+    )

@@ -1,0 +1,219 @@
+"""`Context`: this process's membership in a group of ranks, and the memory that their calls share."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from . import _ffi, placement
+from .errors import FlashMoEError, InvalidArgument
+from .report import CallReport
+from .tensors import DTYPES
+
+RETURN_MODES = ("direct", "reduced", "auto")
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# What the C++ types hold: tokens 20 bits of a signal, tasks' columns 24 bits, an entry's k 16 bits.
+MAX_TOKENS = 2**20 - 1
+MAX_RANKS = 1024
+MAX_EXPERTS = 8192
+
+
+def _bounded(name: str, value: Any, low: int, high: int) -> int:
+    """`value` as an int in [low, high]; raises `InvalidArgument`."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = low - 1
+    if not low <= number <= high or number != value:
+        raise InvalidArgument(f"{name}: expected an integer in [{low}, {high}], got {value!r}")
+    return number
+
+
+def make_limits(
+    *,
+    ranks: int,
+    max_tokens: int,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    dtype: str,
+    placement_of_experts: Sequence[int],
+    return_mode: str,
+    processors: int,
+) -> dict[str, int]:
+    """The C++ ``Limits`` (heap_layout.h) of a context with these sizes."""
+    slots = {"direct": top_k, "reduced": ranks, "auto": max(top_k, ranks)}
+    return {
+        "ranks": ranks,
+        "max_tokens": max_tokens,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "experts": experts,
+        "max_local_experts": max(1, placement.most_local(placement_of_experts, ranks)),
+        "top_k": top_k,
+        "elem_bytes": ELEMENT_BYTES[dtype],
+        "return_slots": slots[return_mode],
+        "staging": int(return_mode != "direct"),
+        "processors": processors,
+    }
+
+
+class Context:
+    """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine.
+
+    The sizes are upper limits: calls may use any smaller T, H, I, E or K, and all layers of a model share one context.
+
+    Parameters
+    ----------
+    rank, ranks:
+        This process's rank and the number of ranks R, at most 1024.
+    name:
+        The group's name, the same on every rank and used by no other group of the machine at that time. Required if
+        ``ranks > 1``.
+    max_tokens:
+        Most tokens T of a rank in a call, at most 2**20 - 1.
+    hidden, intermediate, experts, top_k:
+        Largest H, I, E and K.
+    dtype:
+        Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    placement:
+        E ranks: who holds expert 0, 1, ... Default: contiguous shares, as even as possible.
+    return_mode:
+        ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
+        travel (COMET, section 3.1). ``"auto"``: per call, whichever sends fewer rows. It bounds what calls may use.
+    processors:
+        Threads that execute tasks. Default: this rank's share of the cores.
+    timeout:
+        Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never.
+
+    Raises
+    ------
+    InvalidArgument
+        A parameter is outside its domain.
+    HeapError
+        The heap does not fit into shared memory.
+    GroupError
+        The ranks disagree on the limits, or a rank number is taken twice.
+    PeerTimeout
+        A rank did not join in time.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        name: str | None = None,
+        max_tokens: int,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        dtype: str = "bfloat16",
+        placement: Sequence[int] | None = None,
+        return_mode: str = "auto",
+        processors: int | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self.ranks = _bounded("ranks", ranks, 1, MAX_RANKS)
+        self.rank = _bounded("rank", rank, 0, self.ranks - 1)
+        if self.ranks > 1 and (not name or "/" in name or len(name) > 200):
+            raise InvalidArgument(f"name: expected a group name without '/', got {name!r}")
+        self.name = name
+        self.experts = _bounded("experts", experts, 1, MAX_EXPERTS)
+        self.placement = _placement().checked(placement, self.experts, self.ranks)
+        if dtype not in DTYPES:
+            raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        if return_mode not in RETURN_MODES:
+            raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
+        if not (math.isfinite(timeout) and timeout >= 0):
+            raise InvalidArgument(f"timeout: expected seconds >= 0, got {timeout!r}")
+        if processors is None:
+            processors = max(1, (os.cpu_count() or 1) // self.ranks)
+        self.dtype = dtype
+        self.return_mode = return_mode
+        self.timeout = float(timeout)
+        self.processors = _bounded("processors", processors, 1, 1024)
+        self.limits = make_limits(
+            ranks=self.ranks,
+            max_tokens=_bounded("max_tokens", max_tokens, 1, MAX_TOKENS),
+            hidden=_bounded("hidden", hidden, 1, 2**20),
+            intermediate=_bounded("intermediate", intermediate, 1, 2**20),
+            experts=self.experts,
+            top_k=_bounded("top_k", top_k, 1, self.experts),
+            dtype=dtype,
+            placement_of_experts=self.placement,
+            return_mode=return_mode,
+            processors=self.processors,
+        )
+        self.last_call: CallReport | None = None
+        """Report of the last call, None before the first."""
+        self._perturbation = 0
+        library = _ffi.library()
+        self._handle = library.context_create(self.limits, self.rank, name or "", round(self.timeout * 1e9))
+        self._finalizer = weakref.finalize(self, library.context_close, self._handle)
+        heap, workspace = library.context_bytes(self._handle)
+        self.heap_bytes: int = heap
+        """Bytes of this rank's symmetric heap."""
+        self.workspace_bytes: int = workspace
+        """Bytes of this rank's private workspace, taken from the system as they are first used."""
+
+    @classmethod
+    def from_torch(cls, group: Any = None, **sizes: Any) -> Context:
+        """A context whose ranks are those of a ``torch.distributed`` process group (default: all).
+
+        Collective over `group`, which serves only to agree on the group's name. `sizes` are the keyword arguments of
+        `Context` but rank, ranks and name.
+        """
+        import secrets
+
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise InvalidArgument("group: expected torch.distributed to be initialised, got no process group")
+        names = [f"torch-{os.getpid()}-{secrets.token_hex(8)}"]
+        dist.broadcast_object_list(names, group=group, group_src=0)
+        return cls(rank=dist.get_rank(group), ranks=dist.get_world_size(group), name=names[0], **sizes)
+
+    def local_experts(self, placement: Sequence[int] | None = None) -> list[int]:
+        """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement."""
+        owners = self.placement if placement is None else placement
+        return _placement().local_experts(owners, self.rank)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Frees heap, workspace and threads. Other ranks of the group may still finish a call. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _checked_handle(self) -> int:
+        if self.closed:
+            raise FlashMoEError("context: it is closed")
+        return self._handle
+
+    def _set_tile(self, rows: int, columns: int) -> None:
+        """For tests: tiles of another shape, so that small problems have many. Same on every rank."""
+        _ffi.library().context_set_tile(self._checked_handle(), rows, columns)
+
+    def _perturb(self, seed: int) -> None:
+        """For tests: random delays at every atomic operation of the calls to come; 0 turns them off."""
+        self._perturbation = seed
+
+
+def _placement() -> Any:
+    # The module, where a parameter has its name.
+    return placement

@@ -1,0 +1,154 @@
+"""How much memory a context takes, before it is made.
+
+The terms are the rows of the C++ field tables that the engine itself allocates from, so plan and allocation
+cannot differ. All figures are per rank unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from . import _ffi
+from .errors import HeapError, InvalidArgument
+from .models import DTYPES
+
+SHARED_MEMORY = "/dev/shm"
+"""Where the CPU engine's symmetric heaps live: one file system for all ranks of the machine."""
+
+RETURN_MODES = ("auto", "direct", "reduced")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One array of a rank's memory."""
+
+    name: str
+    region: str
+    """``heap``: mapped by the other ranks; ``workspace``: private."""
+    shape: tuple[int, ...]
+    elem_bytes: int
+    bytes: int
+    """With alignment, hence at times a little more than the product of `shape` and `elem_bytes`."""
+    writer: str
+    """Which ranks write it."""
+    why: str
+    """Its coordinates in brackets, and its purpose."""
+
+    @property
+    def formula(self) -> str:
+        """The product that gives `bytes`, such as ``3 x 512 x 4,096 B``."""
+        factors = [f"{size:,}" for size in (*self.shape, self.elem_bytes) if size != 1]
+        return " x ".join(factors or ["1"]) + " B"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Everything a group of `ranks` contexts allocates."""
+
+    ranks: int
+    max_tokens: int
+    """Tokens per rank that it is made for."""
+    terms: tuple[Term, ...]
+
+    @property
+    def heap_bytes(self) -> int:
+        """Bytes of one rank's symmetric heap."""
+        return sum(term.bytes for term in self.terms if term.region == "heap")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of one rank's private workspace."""
+        return sum(term.bytes for term in self.terms if term.region == "workspace")
+
+
+def plan_memory(
+    *,
+    ranks: int,
+    max_tokens: int,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    dtype: str = "bfloat16",
+    return_mode: str = "auto",
+) -> MemoryPlan:
+    """The memory of a context with these limits (see `flashmoe.Context`) and the default placement.
+
+    Raises `InvalidArgument` for sizes no context can have.
+    """
+    sizes = {"ranks": ranks, "max_tokens": max_tokens, "hidden": hidden, "intermediate": intermediate}
+    for name, size in {**sizes, "experts": experts, "top_k": top_k}.items():
+        if size < 1:
+            raise InvalidArgument(f"{name}: expected at least 1, got {size}")
+    if top_k > experts:
+        raise InvalidArgument(f"top_k: expected at most experts={experts}, got {top_k}")
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if return_mode not in RETURN_MODES:
+        raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
+    slots = {"direct": top_k, "reduced": ranks, "auto": max(top_k, ranks)}
+    limits = {
+        **sizes,
+        "experts": experts,
+        "max_local_experts": -(-experts // ranks),
+        "top_k": top_k,
+        "elem_bytes": DTYPES[dtype].itemsize,
+        "return_slots": slots[return_mode],
+        "staging": int(return_mode != "direct"),
+    }
+    return MemoryPlan(ranks, max_tokens, tuple(_term(field) for field in _ffi.layout_fields(limits)))
+
+
+def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
+    """Refuse, with `HeapError`, a plan that does not fit.
+
+    Without a `budget`: the heaps of all ranks together must fit into the free space of `SHARED_MEMORY`, as
+    the CPU engine needs. With one: one rank's heap and workspace must fit into `budget` bytes.
+    """
+    if budget is not None:
+        needed = plan.heap_bytes + plan.workspace_bytes
+        if needed > budget:
+            raise HeapError(
+                f"memory: expected at most the budget of {format_bytes(budget)} per rank, got "
+                f"{format_bytes(plan.heap_bytes)} heap + {format_bytes(plan.workspace_bytes)} workspace; "
+                "lower tokens per rank"
+            )
+        return
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    needed = plan.ranks * plan.heap_bytes
+    if needed > free:
+        raise HeapError(
+            f"memory: expected at most the {format_bytes(free)} free in {SHARED_MEMORY}, got {plan.ranks} "
+            f"heaps of {format_bytes(plan.heap_bytes)}; lower tokens per rank, or enlarge {SHARED_MEMORY}"
+        )
+
+
+def format_bytes(count: float) -> str:
+    """A count of bytes with two or three digits and a binary unit, such as ``16.0 MiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    digits = 0 if units[0] == "B" or count >= 100 else 1
+    return f"{count:,.{digits}f} {units[0]}"
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes in a text such as ``512MiB``, ``2G`` or ``1000000``; units are powers of 1024."""
+    stripped = text.strip().upper().removesuffix("B").removesuffix("I")
+    power = "KMGT".find(stripped[-1:]) + 1 if stripped[-1:] else 0
+    number = stripped[:-1] if power else stripped
+    try:
+        count = float(number) * 1024**power
+    except ValueError:
+        count = -1.0
+    if not 0 < count < float("inf"):
+        raise InvalidArgument(f"budget: expected a size such as 512MiB or 2G, got {text!r}")
+    return int(count)
+
+
+def _term(field: dict[str, Any]) -> Term:
+    """A row of the C++ tables as a `Term`."""
+    return Term(**{**field, "shape": tuple(field["shape"])})

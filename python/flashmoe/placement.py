@@ -1,0 +1,36 @@
+"""Which rank holds which expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .errors import InvalidArgument
+
+
+def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
+    """The default: contiguous shares, as even as possible; the first ``experts % ranks`` ranks get one more."""
+    share, more = divmod(experts, ranks)
+    return tuple(rank for rank in range(ranks) for _ in range(share + (rank < more)))
+
+
+def checked(placement: Sequence[int] | None, experts: int, ranks: int) -> tuple[int, ...]:
+    """`placement` as a tuple of E ranks, the default if None. Raises `InvalidArgument`."""
+    if placement is None:
+        return contiguous(experts, ranks)
+    owners = tuple(int(rank) for rank in placement)
+    if len(owners) != experts:
+        raise InvalidArgument(f"placement: expected one rank for each of E={experts} experts, got {len(owners)}")
+    for expert, rank in enumerate(owners):
+        if not 0 <= rank < ranks:
+            raise InvalidArgument(f"placement: expected ranks in [0, {ranks}), got {rank} for expert {expert}")
+    return owners
+
+
+def local_experts(placement: Sequence[int], rank: int) -> list[int]:
+    """The experts of `rank`, ascending."""
+    return [expert for expert, owner in enumerate(placement) if owner == rank]
+
+
+def most_local(placement: Sequence[int], ranks: int) -> int:
+    """How many experts the rank with the most of them holds."""
+    return max(list(placement).count(rank) for rank in range(ranks))

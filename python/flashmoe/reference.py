@@ -1,0 +1,160 @@
+"""The definition of the operator, in float64: what every engine must compute, and nothing about how.
+
+It shares no code with the engines: numpy, one plain loop over the experts, all experts' weights in one place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceResult:
+    """The exact result of one rank's call: T tokens, hidden size H, K experts per token."""
+
+    y: np.ndarray
+    """float64 [T, H]."""
+    topk_ids: np.ndarray
+    """int64 [T, K]: the experts chosen, -1 where the capacity dropped the pair."""
+    topk_weights: np.ndarray
+    """float64 [T, K]: the weights of the pairs, of dropped ones too."""
+    dropped: int
+    """(token, k) pairs dropped."""
+    scale: float
+    """Root of the sum, over all pairs, of the squared norm of the pair's term in y. Terms may cancel in y; an
+    engine's error is relative to the terms, hence to this (see `flashmoe.tolerance`)."""
+
+
+def moe_reference(
+    x: np.ndarray,
+    gate_up_proj: np.ndarray,
+    down_proj: np.ndarray,
+    *,
+    router: np.ndarray | None = None,
+    topk_ids: np.ndarray | None = None,
+    topk_weights: np.ndarray | None = None,
+    top_k: int | None = None,
+    activation: str = "swiglu",
+    renormalize: bool = True,
+    router_bias: np.ndarray | None = None,
+    gate_up_bias: np.ndarray | None = None,
+    down_bias: np.ndarray | None = None,
+    capacity_factor: float | None = None,
+) -> ReferenceResult:
+    """Mixture of experts for the tokens of one rank, x [T, H], with the weights of all E experts.
+
+    Routing, unless ``topk_ids`` and ``topk_weights`` [T, K] are given; l, g over all E experts::
+
+        l[t] = router @ x[t] + router_bias                  g[t] = softmax(l[t])
+        S[t] = the top_k experts of largest l[t]; of equal ones the lower ids
+        w[t,e] = g[t,e] / C[t],  C[t] = sum of g[t,e] over S[t]     (renormalize; otherwise C[t] = 1)
+
+    Experts and combination (``act`` by element; swiglu: silu of the first I rows times the last I rows)::
+
+        f_e(x) = down_proj[e] @ act(gate_up_proj[e] @ x + gate_up_bias[e]) + down_bias[e]
+        y[t] = sum over e in S[t] of w[t,e] * f_e(x[t])
+
+    These are equations 5.1 (the expert), 5.2 (C) and 5.3 (the weighted sum) of the FlashDMoE thesis. The
+    capacity is that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert
+    accepts the first ceil(c T K / E) of this rank's tokens that chose it, in token order. The terms of the
+    others are left out of the sum; the weights that remain stay as they are.
+
+    Shapes: gate_up_proj [E, 2I, H] for ``swiglu``, else [E, I, H]; down_proj [E, H, I]; router [E, H];
+    router_bias [E]; gate_up_bias [E, 2I or I]; down_bias [E, H]. Any float dtype; all of it is computed in
+    float64.
+    """
+    x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
+    experts = gate_up_proj.shape[0]
+
+    if topk_ids is None:
+        logits = router_logits(x, router, router_bias)
+        topk_ids = choose(logits, top_k)
+        topk_weights = weigh(logits, topk_ids, renormalize)
+    weights = np.asarray(topk_weights, np.float64)
+    kept = np.array(topk_ids, np.int64)
+    if capacity_factor is not None:
+        capacity = math.ceil(capacity_factor * kept.size / experts)
+        for expert in range(experts):
+            tokens, choices = np.nonzero(kept == expert)
+            kept[tokens[capacity:], choices[capacity:]] = -1
+
+    y = np.zeros(x.shape)
+    squares = 0.0
+    for expert in range(experts):
+        tokens, choices = np.nonzero(kept == expert)
+        z = x[tokens] @ gate_up_proj[expert].T
+        if gate_up_bias is not None:
+            z += np.asarray(gate_up_bias[expert], np.float64)
+        f = activate(z, activation) @ down_proj[expert].T
+        if down_bias is not None:
+            f += np.asarray(down_bias[expert], np.float64)
+        terms = weights[tokens, choices, None] * f
+        y[tokens] += terms
+        squares += np.square(terms).sum()
+    return ReferenceResult(y, kept, weights, int((kept == -1).sum()), math.sqrt(squares))
+
+
+def router_logits(x: np.ndarray, router: np.ndarray, router_bias: np.ndarray | None = None) -> np.ndarray:
+    """float64 [T, E]: router @ x[t] + router_bias."""
+    logits = np.asarray(x, np.float64) @ np.asarray(router, np.float64).T
+    return logits if router_bias is None else logits + np.asarray(router_bias, np.float64)
+
+
+def choose(logits: np.ndarray, top_k: int) -> np.ndarray:
+    """ids [T, K] of the top_k experts by logit [T, E]; of equal ones the lower ids."""
+    return np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+
+
+def weigh(logits: np.ndarray, ids: np.ndarray, renormalize: bool = True) -> np.ndarray:
+    """Softmax of logits [T, E] at ids [T, K], divided by its sum over these if `renormalize`."""
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    chosen = np.take_along_axis(exponentials, ids, axis=1)
+    return chosen / (chosen if renormalize else exponentials).sum(axis=1, keepdims=True)
+
+
+def activate(z: np.ndarray, activation: str) -> np.ndarray:
+    """The activation of pre-activations z [..., I], or [..., 2I] for ``swiglu``; float64."""
+    if activation == "relu":
+        return np.maximum(z, 0.0)
+    if activation == "gelu":
+        return 0.5 * z * _erfc(-z / math.sqrt(2.0))  # = z (1 + erf(z / sqrt 2)) / 2, without its cancellation
+    if activation == "silu":
+        with np.errstate(over="ignore"):
+            return z / (1.0 + np.exp(-z))
+    if activation == "swiglu":
+        gate, up = np.split(z, 2, axis=-1)
+        return activate(gate, "silu") * up
+    raise ValueError(f"activation: expected relu, gelu, silu or swiglu, got {activation!r}")
+
+
+def check_topk(logits: np.ndarray, ids: np.ndarray, slack: float | np.ndarray = 0.0) -> np.ndarray:
+    """bool [T]: which tokens' `ids` [T, K] are a valid top-k of the float64 `logits` [T, E].
+
+    Valid: distinct, in order of descending logit, and no expert left out has a larger logit than one chosen.
+    An engine that computes logits in float32 may misjudge two that are nearly equal: `slack` (one number, or
+    one per token) is the difference up to which either order is accepted. With slack 0, equal logits must
+    come lower id first. A -1 (a pair that the capacity dropped) may stand for any expert left out.
+    """
+    slack = np.broadcast_to(slack, len(logits))
+    valid = [_is_topk(*row) for row in zip(logits, np.asarray(ids), slack, strict=True)]
+    return np.array(valid, dtype=bool)
+
+
+def _is_topk(logits: np.ndarray, ids: np.ndarray, slack: float) -> bool:
+    kept = ids[ids != -1]
+    if len(np.unique(kept)) < len(kept) or not ((kept >= 0) & (kept < len(logits))).all():
+        return False
+    left_out = np.setdiff1d(np.argsort(-logits, kind="stable"), kept, assume_unique=True)  # in that order
+    order = np.concatenate([kept, left_out[len(ids) - len(kept) :][:1]])  # a -1 was the largest of them
+    values = logits[order]
+    largest_after = np.maximum.accumulate(values[::-1])[::-1][1:]
+    if slack == 0.0:
+        ties_by_id = (values[:-1] != values[1:]) | (order[:-1] < order[1:])
+        return bool((values[:-1] >= largest_after).all() and ties_by_id.all())
+    return bool((values[:-1] >= largest_after - slack).all())
+
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])

@@ -1,0 +1,144 @@
+"""What one call did: a rank's `CallReport`, and the sums over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from .trace import Event
+
+TASK_KINDS = ("gate", "gemm0", "gemm1", "reduce", "combine")
+"""The kinds of task, in the order in which a token meets them."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallReport:
+    """One rank's account of one call. T is the number of its tokens, K the number of experts per token."""
+
+    tokens: int
+    """T."""
+    return_mode: str
+    """``direct`` or ``reduced``: what was used, never ``auto``."""
+    topk_ids: np.ndarray
+    """int32 [T, K]: the experts chosen, -1 where a capacity factor dropped the pair."""
+    topk_weights: np.ndarray
+    """float32 [T, K]: the weight of each chosen expert."""
+    dropped: int
+    """(token, k) pairs dropped by the capacity factor."""
+    tasks: dict[str, int]
+    """Tasks this rank executed, by kind (see `TASK_KINDS`)."""
+    tiles: int
+    """Tiles this rank formed: groups of rows that one expert computes together."""
+    tile_rows: int
+    """Real rows in those tiles, padding not counted."""
+    rows_sent: int
+    """Token rows written to other ranks by dispatch."""
+    return_rows_sent: int
+    """Result rows written to other ranks."""
+    bytes_sent: int
+    """Bytes of both kinds of row and of their metadata and signals, to other ranks."""
+    padded_rows: int
+    """Rows, both ways together, that an all-to-all padded to a common capacity would send to other ranks."""
+    padded_bytes: int
+    """Bytes of those rows."""
+    phase_ns: dict[str, int]
+    """Nanoseconds summed over the processors: by kind of task, and ``idle``."""
+    wall_ns: int
+    """Nanoseconds from this rank's entry into the call to its exit."""
+    processors: int
+    """Processors (threads or thread blocks that execute tasks) of this rank."""
+    events: list[Event] = field(default_factory=list)
+    """What each actor did when; empty unless the call was traced."""
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the processors' time in which they had no task, 0 to 1."""
+        total = sum(self.phase_ns.values())
+        return self.phase_ns.get("idle", 0) / total if total else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a dict of plain values and arrays; events as tuples."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain["events"] = [tuple(event) for event in self.events]
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> CallReport:
+        """The inverse of `to_dict`."""
+        return cls(**{**plain, "events": [Event(*event) for event in plain["events"]]})
+
+
+@dataclass(frozen=True, eq=False)
+class GroupReport:
+    """The accounts of one call of a whole group, added up."""
+
+    tokens: int
+    """Tokens of all ranks."""
+    pairs: int
+    """(token, k) pairs computed: dropped ones are not counted."""
+    dropped: int
+    """(token, k) pairs dropped."""
+    expert_load: np.ndarray
+    """int64 [E]: (token, k) pairs that each expert computed."""
+    rows_sent: int
+    """Rows that crossed between ranks, both ways."""
+    padded_rows: int
+    """Rows that a padded all-to-all would send, both ways."""
+    bytes_sent: int
+    """Bytes that crossed between ranks."""
+    padded_bytes: int
+    """Bytes that a padded all-to-all would send."""
+    wall_ns: int
+    """The slowest rank's nanoseconds."""
+    idle_share: float
+    """The share of all processors' time in which they had no task, 0 to 1."""
+
+    @property
+    def load_imbalance(self) -> float:
+        """The busiest expert's load over the mean load: 1 is perfectly even, 0 means no pair at all."""
+        mean = float(self.expert_load.mean()) if self.expert_load.size else 0.0
+        return float(self.expert_load.max()) / mean if mean else 0.0
+
+    @property
+    def padded_ratio(self) -> float:
+        """How many times the bytes sent a padded all-to-all would send; 1 if nothing crosses either way."""
+        if self.bytes_sent:
+            return self.padded_bytes / self.bytes_sent
+        return float("inf") if self.padded_bytes else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a dict of plain values, `expert_load` as a list."""
+        return {**asdict(self), "expert_load": self.expert_load.tolist()}
+
+
+def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
+    """Count the (token, k) pairs of every expert.
+
+    `topk_ids`: one int array [T_p, K] per rank, -1 for a dropped pair. Returns int64 [experts].
+    """
+    load = np.zeros(experts, np.int64)
+    for ids in topk_ids:
+        load += np.bincount(ids[ids >= 0], minlength=experts)
+    return load
+
+
+def summarize(reports: Sequence[CallReport], experts: int) -> GroupReport:
+    """Add up the reports of all ranks of one call of a layer with `experts` experts."""
+    load = expert_load([report.topk_ids for report in reports], experts)
+    idle = sum(report.phase_ns.get("idle", 0) for report in reports)
+    busy_and_idle = sum(sum(report.phase_ns.values()) for report in reports)
+    return GroupReport(
+        tokens=sum(report.tokens for report in reports),
+        pairs=int(load.sum()),
+        dropped=sum(report.dropped for report in reports),
+        expert_load=load,
+        rows_sent=sum(report.rows_sent + report.return_rows_sent for report in reports),
+        padded_rows=sum(report.padded_rows for report in reports),
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        padded_bytes=sum(report.padded_bytes for report in reports),
+        wall_ns=max((report.wall_ns for report in reports), default=0),
+        idle_share=idle / busy_and_idle if busy_and_idle else 0.0,
+    )

@@ -1,0 +1,222 @@
+"""How far an engine's result may be from the reference, derived from the roundings the operator prescribes.
+
+The operator rounds to its dtype (unit roundoff u) in four places, and computes in float32 (unit roundoff
+2^-24) between them:
+
+1. the activated intermediate, once per element;
+2. each weighted expert row, ``w * (down @ a + bias)``;
+3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
+4. the output, where it is the sum of at least two terms.
+
+**One rounding.** Round-to-nearest errs by a value uniform on +-ulp/2: variance ulp^2 / 12. Relative to the
+squared value that is at most u^2 / 3, whatever the mantissa.
+
+**One float32 dot product** of n products p_j adds them to a running sum s_j and rounds n times: its variance
+is u32^2 / 3 times the sum of the s_j^2. Averaged over the orders in which the products may come,
+
+    sum_j E[s_j^2] = (n + 1) (sum p^2 / 6 + (sum p)^2 / 3),
+
+which is n/2 squared results for products of random signs (a random walk, error ~ sqrt(n)) and n/3 for
+products of one sign. Engines that block or vectorise the sum have less.
+
+**A call** (`call_error`). Roundings of different elements are independent, so variances add, each carried to
+the output by the square of its derivative. They are computed from the very values of the call: cancellation
+in a dot product, in an activation or in the sum over experts, and subnormal float16, are accounted for rather
+than allowed for. With v_t the variance of token t's error, v their sum and m the largest,
+
+    P[ |error|^2 > v + 2 sqrt(s sum v_t^2) + 2 s m ] <= exp(-s)
+
+is the tail bound of Hsu, Kakade and Zhang (2012) for quadratic forms of sub-Gaussian variables (a uniform one
+is strictly sub-Gaussian), with nothing assumed about correlation inside a token. With s = 23, one false alarm
+in 10^10 checks, the bound is 7.5 rms for one token, 1.5 for 128 equal ones and 1.1 for 2048: tight enough to
+notice one more rounding of the pre-activations to bfloat16.
+
+**Domain.** Nothing may overflow; for float16 the limit is 65504, for the activated intermediate too. Values
+below the smallest normal number are in the domain of float16 (their ulp is fixed), but not of bfloat16 and
+float32, where engines may flush them to zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .reference import activate
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+_SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
+_VARIANCE32 = UNIT_ROUNDOFF["float32"] ** 2 / 3.0  # of one float32 rounding, relative to the squared value
+_FUNCTION_ROUNDINGS = 4.0  # how many float32 roundings exp or erf, and what is computed around it, are worth
+_TAIL = 23.0  # exp(-23) = 1e-10
+
+
+@dataclass(frozen=True)
+class CallError:
+    """The rounding error that one call's y may have: absolute Frobenius norms."""
+
+    rms: float
+    """Root mean square."""
+    bound: float
+    """Exceeded with a probability below 1e-10."""
+
+
+def error_bound(
+    dtype: str,
+    hidden: int,
+    intermediate: int,
+    top_k: int,
+    return_mode: str,
+    *,
+    activation: str = "swiglu",
+) -> float:
+    """Bound of `relative_error` from the sizes alone, for many tokens of data that are random in this sense:
+
+    dot products about as large as their products' norm, and terms of a token in unrelated directions. It adds
+    the variances of the roundings 1 to 4 and of the two dot products (n/2 each; the first counts once per
+    factor of the activation), each at the mantissa that is worst for it, u / sqrt 3. Mantissas are in fact
+    spread, which makes the error about two thirds of the bound; an engine whose roundings are one bit worse
+    exceeds it. `call_error` is sharper, and holds for any data.
+    """
+    several = top_k > 1
+    roundings = 2 + several + (several and return_mode == "reduced")
+    factors = 2 if activation == "swiglu" else 1
+    roundings32 = (factors * (hidden + 1) + (intermediate + 1) + several * (top_k + 1)) / 2
+    roundings32 += _FUNCTION_ROUNDINGS**2
+    return math.sqrt(roundings * UNIT_ROUNDOFF[dtype] ** 2 / 3.0 + roundings32 * _VARIANCE32)
+
+
+def relative_error(y: np.ndarray, expected: np.ndarray, scale: float) -> float:
+    """Frobenius norm of ``y - expected`` over `scale`, which is `ReferenceResult.scale`; 0 if both are 0.
+
+    That is the norm of the terms and not of their sum: where terms cancel, nothing that rounds each of them
+    could be accurate relative to what is left.
+    """
+    error = float(np.linalg.norm(np.asarray(y, np.float64) - expected))
+    return error / scale if scale > 0.0 else (0.0 if error == 0.0 else math.inf)
+
+
+def call_error(
+    x: np.ndarray,
+    gate_up_proj: np.ndarray,
+    down_proj: np.ndarray,
+    topk_ids: np.ndarray,
+    topk_weights: np.ndarray,
+    *,
+    return_mode: str,
+    placement: Sequence[int],
+    activation: str = "swiglu",
+    gate_up_bias: np.ndarray | None = None,
+    down_bias: np.ndarray | None = None,
+    weight_variance: np.ndarray | float = 0.0,
+) -> CallError:
+    """The error of one rank's y, from the values of the call, as the module's text derives it.
+
+    The dtype is that of `x`. `topk_ids` and `topk_weights` [T, K] are the reference's (-1: a dropped pair).
+    `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement` maps
+    each expert to its rank.
+    """
+    dtype = x.dtype.name
+    x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
+    biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
+    weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
+    owners = np.where(topk_ids >= 0, np.asarray(placement)[topk_ids], -1)
+    variance = np.zeros(x.shape)
+    squares = np.zeros(x.shape)
+    partial_sums = np.zeros((max(placement) + 1, *x.shape))  # by rank
+
+    for expert in np.unique(topk_ids[topk_ids >= 0]):
+        t, k = np.nonzero(topk_ids == expert)
+        b0, b1 = (0.0 if bias is None else bias[expert] for bias in biases)
+        z, z_variance = _linear(x[t], 0.0, gate_up_proj[expert], b0)
+        a, a_variance = _activated(z, z_variance, activation)
+        f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down_proj[expert], b1)
+        w, w_variance = topk_weights[t, k, None], weight_variance[t, k, None]
+        row = w * f
+        variance[t] += w**2 * f_variance + w_variance * f**2 + _rounding(row, dtype)
+        if dtype != "float32":
+            variance[t] += _VARIANCE32 * row**2  # the product, before that rounding
+        squares[t] += row**2
+        partial_sums[owners[t, k], t] += row
+
+    y = partial_sums.sum(axis=0)
+    rows_by_rank = np.stack([(owners == rank).sum(axis=1) for rank in range(len(partial_sums))])
+    several = rows_by_rank.sum(axis=0) > 1
+    variance[several] += _VARIANCE32 * (topk_ids.shape[1] + 1) * (squares / 6.0 + y**2 / 3.0)[several]
+    if return_mode == "reduced":
+        variance += np.where(rows_by_rank[..., None] > 1, _rounding(partial_sums, dtype), 0.0).sum(axis=0)
+        several = (rows_by_rank > 0).sum(axis=0) > 1
+    variance[several] += _rounding(y, dtype)[several]
+    return _tail_bound(variance.sum(axis=1))
+
+
+def router_error(
+    x: np.ndarray,
+    router: np.ndarray,
+    router_bias: np.ndarray | None,
+    topk_ids: np.ndarray,
+    topk_weights: np.ndarray,
+    *,
+    renormalize: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of a router evaluated in float32: slack [T] for `reference.check_topk`, variance [T, K] of the weights.
+
+    The slack is 8 standard deviations of the difference of the token's two least certain logits. The relative
+    error of a weight is that of its exponential less that of the sum which divides it.
+    """
+    bias = 0.0 if router_bias is None else np.asarray(router_bias, np.float64)
+    logits, variance = _linear(np.asarray(x, np.float64), 0.0, np.asarray(router, np.float64), bias)
+    slack = 8.0 * np.sqrt(2.0 * variance.max(axis=1, initial=0.0))
+
+    below_largest = logits - logits.max(axis=1, keepdims=True)
+    variance += _VARIANCE32 * (below_largest**2 + _FUNCTION_ROUNDINGS**2)  # the subtraction and exp
+    shares = np.exp(below_largest)
+    if renormalize:
+        chosen = np.zeros(shares.shape, bool)
+        np.put_along_axis(chosen, topk_ids, True, axis=1)
+        shares = np.where(chosen, shares, 0.0)
+    shares /= shares.sum(axis=1, keepdims=True)
+    relative = np.take_along_axis(variance * (1.0 - 2.0 * shares), topk_ids, axis=1)
+    relative += (variance * shares**2).sum(axis=1, keepdims=True)
+    relative += _VARIANCE32 * (2.0 + shares.shape[1] / 3.0)  # the sum itself, and up to two quotients
+    return slack, topk_weights**2 * relative + _SMALLEST_NORMAL["float32"] ** 2
+
+
+def _rounding(value: np.ndarray, dtype: str) -> np.ndarray:
+    """Variance of rounding `value` to `dtype`: ulp^2 / 12, and 0 for 0."""
+    magnitude = np.abs(value)
+    binade = np.exp2(np.floor(np.log2(np.maximum(magnitude, _SMALLEST_NORMAL[dtype]))))
+    return np.where(magnitude > 0.0, (2.0 * UNIT_ROUNDOFF[dtype] * binade) ** 2 / 12.0, 0.0)
+
+
+def _linear(
+    x: np.ndarray, variance: np.ndarray | float, matrix: np.ndarray, bias: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
+    """``matrix @ x[t] + bias`` in float32, for x of the given variance: values and their variances."""
+    values = x @ matrix.T + bias
+    of_sum = _VARIANCE32 * (x.shape[1] + 2)  # the bias is one more number to add
+    carried = (variance + of_sum / 6.0 * x**2) @ (matrix**2).T
+    return values, carried + of_sum / 6.0 * np.square(bias) + of_sum / 3.0 * values**2
+
+
+def _activated(z: np.ndarray, variance: np.ndarray, activation: str) -> tuple[np.ndarray, np.ndarray]:
+    """``act(z)`` in float32, for z of the given variance: values and their variances."""
+    if activation == "swiglu":
+        (gate, up), (gate_variance, up_variance) = np.split(z, 2, axis=1), np.split(variance, 2, axis=1)
+        silu, silu_variance = _activated(gate, gate_variance, "silu")
+        return silu * up, silu_variance * up**2 + silu**2 * up_variance
+    a = activate(z, activation)
+    step = 1e-6 * (1.0 + np.abs(z))
+    slope = (activate(z + step, activation) - a) / step
+    # In gelu, 1 + erf cancels for negative z: the error is relative to z. In silu, exp(-z) has a relative
+    # error that grows with |z|, and passes it on where it is not small beside 1.
+    size = {"relu": 0.0, "gelu": z, "silu": a * (1.0 + np.maximum(-z, 0.0))}[activation]
+    return a, variance * slope**2 + _VARIANCE32 * (_FUNCTION_ROUNDINGS * size) ** 2
+
+
+def _tail_bound(variance_by_token: np.ndarray) -> CallError:
+    v, largest = float(variance_by_token.sum()), float(variance_by_token.max(initial=0.0))
+    excess = 2.0 * math.sqrt(_TAIL * float((variance_by_token**2).sum())) + 2.0 * _TAIL * largest
+    return CallError(math.sqrt(v), math.sqrt(v + excess))

@@ -1,0 +1,188 @@
+"""What every actor did when, as a Chrome trace (for Perfetto) and as a picture.
+
+Both take `events_by_rank`: the list of each rank's `Event`s, rank 0 first. An actor is ``os`` (scheduler and
+subscriber) or ``processor N``: a thread of the CPU engine or a thread block of a GPU. Times of all ranks must
+come from one clock; they are shown from the earliest event on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import InvalidArgument
+
+
+class Event(NamedTuple):
+    """One span of one actor's time."""
+
+    actor: str
+    """``os`` or ``processor N``."""
+    kind: str
+    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``."""
+    start_ns: int
+    """Nanoseconds of CLOCK_MONOTONIC, which processes of one machine share."""
+    end_ns: int
+    """Nanoseconds, not before `start_ns`."""
+    index: int
+    """The tile, or the token block, that the task works on."""
+    column: int
+    """The block of columns; 0 where the kind has none."""
+
+
+# Colours by kind: the picture's (hex) and Chrome's (its reserved names). Sending is warm, computing cold,
+# returning green, and waiting pale enough that a busy rank looks full and an idle one empty.
+_COLOURS = {
+    "gate": ("#8c6bb1", "vsync_highlight_color"),
+    "dispatch": ("#f28e2b", "thread_state_iowait"),
+    "gemm0": ("#2c6fbb", "thread_state_running"),
+    "gemm1": ("#7fb8e6", "thread_state_runnable"),
+    "reduce": ("#b5cf6b", "rail_animation"),
+    "combine": ("#3a9e5c", "good"),
+    "wait": ("#e3e3e3", "grey"),
+}
+_OTHER_COLOUR = ("#d4508b", "bad")
+
+
+def write_perfetto(path: str | Path, events_by_rank: Sequence[Sequence[Event]]) -> None:
+    """Write Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
+
+    A rank is a process, an actor a thread, a task a span named by its kind with `index` and `column` as
+    arguments; times in microseconds.
+    """
+    origin = _span(events_by_rank)[0]
+    records: list[dict[str, Any]] = []
+    for rank, events in enumerate(events_by_rank):
+        threads = {actor: number for number, actor in enumerate(_actors(events))}
+        records.append(_metadata(rank, 0, "process_name", name=f"rank {rank}"))
+        records.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
+        for actor, thread in threads.items():
+            records.append(_metadata(rank, thread, "thread_name", name=actor))
+            records.append(_metadata(rank, thread, "thread_sort_index", sort_index=thread))
+        for event in events:
+            records.append(
+                {
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": threads[event.actor],
+                    "name": event.kind,
+                    "cname": _colour(event.kind)[1],
+                    "ts": (event.start_ns - origin) / 1000,
+                    "dur": (event.end_ns - event.start_ns) / 1000,
+                    "args": {"index": event.index, "column": event.column},
+                }
+            )
+    document = {"traceEvents": records, "displayTimeUnit": "ns"}
+    Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+
+
+def write_timeline(path: str | Path, events_by_rank: Sequence[Sequence[Event]], title: str = "") -> None:
+    """Draw a PNG: one panel per rank, one row per actor, time to the right, colour by kind of task.
+
+    Readable from a handful of rows to a few hundred: rows shrink, and only as many are labelled as fit.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and drawing is optional
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    origin, end = _span(events_by_rank)
+    unit, unit_ns = _time_unit(end - origin)
+    actors = [_actors(events) for events in events_by_rank]
+    rows = [max(1, len(names)) for names in actors]
+    row_inches = min(0.22, max(0.035, 18 / sum(rows)))
+    head, foot, gap = 0.95, 0.55, 0.12  # inches: title and legend, time axis, between panels
+    height = head + foot + row_inches * sum(rows) + gap * (len(rows) - 1)
+    figure = Figure(figsize=(14, height), dpi=110)
+    FigureCanvasAgg(figure)
+    top = height - head
+    for rank, (events, names) in enumerate(zip(events_by_rank, actors, strict=True)):
+        panel = row_inches * rows[rank]
+        axes = figure.add_axes((0.1, (top - panel) / height, 0.885, panel / height))
+        _draw_rank(axes, events, names, origin, unit_ns, row_inches)
+        axes.set_xlim(0, (end - origin) / unit_ns)
+        figure.text(0.008, (top - panel / 2) / height, f"rank {rank}", fontweight="bold", va="center")
+        axes.tick_params(labelbottom=rank == len(rows) - 1, bottom=rank == len(rows) - 1)
+        top -= panel + gap
+    axes.set_xlabel(f"time since the first event ({unit})")
+    kinds = {event.kind for events in events_by_rank for event in events}
+    ordered = [kind for kind in _COLOURS if kind in kinds] + sorted(kinds - _COLOURS.keys())
+    figure.legend(
+        handles=[Patch(facecolor=_colour(kind)[0], label=kind) for kind in ordered],
+        loc="upper center",
+        bbox_to_anchor=(0.5425, 1 - 0.42 / height),
+        ncols=len(ordered),
+        frameon=False,
+        handlelength=1.2,
+    )
+    figure.text(0.5425, 1 - 0.3 / height, title, ha="center", va="center", fontsize=12)
+    figure.savefig(Path(path), format="png")
+
+
+def _draw_rank(
+    axes: Any, events: Sequence[Event], names: Sequence[str], origin: int, unit_ns: int, row_inches: float
+) -> None:
+    """Fill one panel: a rectangle per event, one collection per kind, so that 100,000 events stay quick."""
+    from matplotlib.collections import PolyCollection
+
+    rows = {actor: row for row, actor in enumerate(names)}
+    rectangles: dict[str, list[list[tuple[float, float]]]] = {}
+    for event in events:
+        left, right = (event.start_ns - origin) / unit_ns, (event.end_ns - origin) / unit_ns
+        top, bottom = rows[event.actor] - 0.42, rows[event.actor] + 0.42
+        corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+        rectangles.setdefault(event.kind, []).append(corners)
+    # Waits first, so that a task within one covers it. Edges of the fill's colour keep a short task visible.
+    for kind in sorted(rectangles, key=lambda kind: kind != "wait"):
+        colour = _colour(kind)[0]
+        edges = "none" if kind == "wait" else colour
+        axes.add_collection(
+            PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.3)
+        )
+    stride = max(1, round(0.15 / row_inches))  # a label is 0.15 inch high
+    # os, then every processor whose number the stride divides, but for 0, whose label would cover that of os.
+    labelled = [
+        row for row in range(len(names)) if stride == 1 or row == 0 or (row > 1 and row % stride == 1)
+    ]
+    axes.set_yticks(labelled, [names[row] for row in labelled], fontsize=7.5)
+    axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#bbbbbb", linewidth=0.4)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _span(events_by_rank: Sequence[Sequence[Event]]) -> tuple[int, int]:
+    """Start of the first event and end of the last, nanoseconds."""
+    events = [event for rank in events_by_rank for event in rank]
+    if not events:
+        raise InvalidArgument("events_by_rank: expected at least one event; was the call traced?")
+    return min(event.start_ns for event in events), max(event.end_ns for event in events)
+
+
+def _actors(events: Sequence[Event]) -> list[str]:
+    """The actors, ``os`` first, processors by number (2 before 10)."""
+
+    def order(actor: str) -> tuple[bool, list[tuple[int, str]]]:
+        pieces = re.split(r"(\d+)", actor)
+        return actor != "os", [(int(piece) if piece.isdigit() else -1, piece) for piece in pieces]
+
+    return sorted({event.actor for event in events}, key=order)
+
+
+def _time_unit(span_ns: int) -> tuple[str, int]:
+    """The unit that keeps the axis below a few thousand: (name, nanoseconds)."""
+    return ("µs", 1_000) if span_ns < 5_000_000 else ("ms", 1_000_000)
+
+
+def _colour(kind: str) -> tuple[str, str]:
+    """(hex, Chrome's name) of a kind of task."""
+    return _COLOURS.get(kind, _OTHER_COLOUR)
+
+
+def _metadata(rank: int, thread: int, what: str, **args: Any) -> dict[str, Any]:
+    """A record that names or sorts a process or a thread."""
+    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": args}

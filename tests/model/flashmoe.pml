@@ -1,0 +1,703 @@
+/*
+ * The protocol of docs/protocol.md (both return modes) for two ranks with one expert each, for Spin.
+ * docs/model_checking.md says what the abstractions are and why they lose nothing.
+ *
+ * One step of an agent is one atomic block. A step that writes to a heap and signals does both at once: whoever is
+ * signalled may run arbitrarily late, so a slow wire shows nothing that a slow reader does not.
+ */
+
+#ifndef BLOCKS
+#define BLOCKS 1 /* token blocks of rank 0, at most; each call chooses how many it has, 0 included */
+#endif
+#ifndef BLOCKS1
+#define BLOCKS1 1 /* of rank 1; not above BLOCKS */
+#endif
+#ifndef PAIRS
+#define PAIRS 2 /* (token, k) pairs of a block; each goes to either rank, or is dropped */
+#endif
+#ifndef ROWS
+#define ROWS 2 /* rows of a tile */
+#endif
+#ifndef COLUMNS0
+#define COLUMNS0 1 /* GEMM0 tasks of a tile */
+#endif
+#ifndef COLUMNS1
+#define COLUMNS1 1 /* GEMM1 tasks of a tile */
+#endif
+#ifndef PROCESSORS0
+#define PROCESSORS0 1 /* processors of rank 0 */
+#endif
+#ifndef PROCESSORS1
+#define PROCESSORS1 1
+#endif
+#ifndef WINDOW
+#define WINDOW 1 /* words that the scheduler publishes ahead of the tickets taken */
+#endif
+#ifdef REDUCED /* return mode `reduced`; otherwise `direct` */
+#define REDUCE_TASKS (PACKETS * COLUMNS1)
+#else
+#define REDUCE_TASKS 0
+#endif
+
+#define RANKS 2
+#define PACKETS (RANKS * BLOCKS)
+#define ENTRIES ((BLOCKS + BLOCKS1) * PAIRS)
+#define TILES ((ENTRIES + ROWS - 1) / ROWS)
+#define TASKS (TILES * (COLUMNS0 + COLUMNS1) + REDUCE_TASKS + BLOCKS)
+#define LIST (TILES + REDUCE_TASKS)
+#define BLOCKS_MOST(r) ((r) == 0 -> BLOCKS : BLOCKS1)
+#define PROCESSORS(r) ((r) == 0 -> PROCESSORS0 : PROCESSORS1)
+#if PROCESSORS0 > PROCESSORS1
+#define STOPS PROCESSORS0
+#else
+#define STOPS PROCESSORS1
+#endif
+#ifdef BUG_QUEUE_WITHOUT_STOPS
+#define SLOTS TASKS
+#else
+#define SLOTS (TASKS + STOPS)
+#endif
+
+#if TILES != 2
+#error "the options of os() are written out for two tiles"
+#endif
+
+/* Epochs 1 2 3 4 1 2 ...: a rank forgets what it holds of epoch e when it ends call e, which changes no comparison
+ * with an epoch yet to come, so four names stand for any number of calls. 0 is older than every call. */
+#define NEXT(e) ((e) % 4 + 1)
+#define IN_FLIGHT 8 /* added to the epoch of a payload until a release that covers it is visible */
+
+/* What a signal leaves of IN_FLIGHT on the payload that its sender knows of. */
+#ifdef BUG_MISSING_RELEASE
+#define AT_SIGNAL IN_FLIGHT
+#else
+#define AT_SIGNAL 0
+#endif
+
+/* Writes that a processor's fetch-add on a packet's counter orders before the signal: its own and, since the
+ * counters acquire and release, those of every processor that counted before it. */
+#ifdef BUG_RELAXED_COUNTER
+#define COVERS STOPS
+#define COVERED(id) covered[n * PACKETS + id]
+#else
+#define COVERS 1
+#define COVERED(id) covered[id]
+#endif
+
+#ifdef BUG_EPOCH_REUSE
+#define COPY(e) 0
+#else
+#define COPY(e) ((e) & 1)
+#endif
+#define CALL(e, p) (((e) & 1) * RANKS + (p))
+#define PACKET(e, p, b) (COPY(e) * PACKETS + (p) * BLOCKS + (b))
+#ifdef REDUCED
+#define RETURN_ROWS RANKS /* of a block, which counts as one token: what each rank sums */
+#else
+#define RETURN_ROWS PAIRS
+#endif
+#define RETURN(b, slot, c) (((b) * RETURN_ROWS + (slot)) * COLUMNS1 + (c))
+#define COUNTER(packet, c) ((packet) * COUNTERS + (c))
+#ifdef REDUCED
+#define COUNTERS COLUMNS1 /* pending counters of a packet: one per column */
+#else
+#define COUNTERS 1
+#endif
+
+/* Task words: kind and index. Zero is an empty slot. */
+#define GEMM0 16
+#define GEMM1 32
+#define REDUCE 48
+#define COMBINE 64
+#define STOP 80
+#define KIND(w) ((w) & 112)
+#define INDEX(w) ((w) & 15)
+
+typedef Rank {
+	byte epoch;
+
+	/* Symmetric heap: written by the rank that the index names, read here. */
+	byte call_epoch[2 * RANKS];
+	byte call_blocks[2 * RANKS];
+	byte packet_epoch[2 * PACKETS];
+	byte packet_count[2 * PACKETS];
+	byte entries[2 * PACKETS];     /* payload: epoch */
+	byte entry_pairs[2 * PACKETS]; /* the pairs that the entries name, one bit each */
+	byte rows[PACKETS];            /* payload: epoch */
+	byte return_epoch[PACKETS];    /* [q][b] */
+	byte return_rows[BLOCKS * RETURN_ROWS * COLUMNS1]; /* payload: epoch */
+
+	/* Own memory. */
+	byte routed[RANKS * BLOCKS];   /* [q][b] pairs of own block b that rank q got */
+	byte consumed[RANKS];          /* packets of each source that tiles were formed from */
+	byte entry[ENTRIES];           /* entries in tile order: tile t is entry[t * ROWS ...] */
+	byte filled;
+	byte done0[TILES];             /* dependency counters ... */
+	byte pending[PACKETS * COUNTERS];
+	byte reduced[PACKETS];         /* ... each reset by whoever completes it */
+	byte covered[COVERS * PACKETS]; /* return rows whose writes are ordered before the next fetch-add */
+	byte list[LIST];               /* the ready list: GEMM1 of a tile, Reduce of a packet's column */
+	byte list_head;
+	byte list_tail;
+	byte queue[SLOTS];             /* the ready queue */
+	byte head;                     /* tickets taken */
+	byte tail;                     /* words published */
+	byte published0[TILES];
+	byte published1[TILES];
+	byte ready1;                   /* drained from the ready list, not yet published: tiles ... */
+	byte ready_reduce;             /* ... and Reduce tasks */
+	byte reduces;                  /* Reduce tasks that the consumed packets will cause and that are not published */
+	byte combines;                 /* published combines */
+	bool ended;                    /* the stop words are published */
+	byte stopped;                  /* processors that left the call */
+
+	/* What was executed, for the assertions alone. */
+	byte executed0;
+	byte executed1;
+	byte executed_reduce;
+	byte executed_combine;
+}
+Rank rank[RANKS];
+
+#define me rank[r]
+#define you rank[1 - r]
+
+/* Scratch of one atomic block; no part of the state. */
+hidden byte i, j, p_, b_, k_, c_, q_, id, bits, count, last, pushes;
+
+#define ANNOUNCED(p) (me.call_epoch[CALL(me.epoch, p)] == me.epoch)
+#define BLOCKS_OF(p) me.call_blocks[CALL(me.epoch, p)]
+#define ARRIVED(p, b) (me.packet_epoch[PACKET(me.epoch, p, b)] == me.epoch)
+#define CONSUMABLE(p) (ANNOUNCED(p) && me.consumed[p] < BLOCKS_OF(p) && ARRIVED(p, me.consumed[p]))
+#define ALL_CONSUMED (ANNOUNCED(0) && me.consumed[0] == BLOCKS_OF(0) && ANNOUNCED(1) && me.consumed[1] == BLOCKS_OF(1))
+#ifdef BUG_UNFLUSHED_TILES
+#define FLUSHED false
+#else
+#define FLUSHED ALL_CONSUMED
+#endif
+#define TILE_READY(t) (me.filled >= ((t) + 1) * ROWS || (FLUSHED && me.filled > (t) * ROWS))
+#define ROOM (me.tail < me.head + WINDOW) /* not tail - head < WINDOW: tickets run ahead of words */
+#define LISTED(t) ((me.ready1 >> (t)) & 1)
+#define RETURNED(q, b) (me.return_epoch[(q) * BLOCKS + (b)] == me.epoch)
+#define PUBLISHED(t) (!TILE_READY(t) || me.published0[t] == COLUMNS0 && me.published1[t] == COLUMNS1)
+#ifdef BUG_LOST_STOP
+#define STOPS_OF(r) (PROCESSORS(r) - 1)
+#else
+#define STOPS_OF(r) PROCESSORS(r)
+#endif
+#define USED_TILES ((me.filled + ROWS - 1) / ROWS)
+#define ALL_PUBLISHED (ALL_CONSUMED && PUBLISHED(0) && PUBLISHED(1) && me.reduces == 0 && me.combines == (1 << BLOCKS_OF(r)) - 1)
+
+#define ALL_PAIRS ((1 << PAIRS) - 1)
+#define ROUTED(q, b) me.routed[(q) * BLOCKS + (b)]
+#define COMBINABLE(b) (ANNOUNCED(r) && (b) < me.consumed[r] && !((me.combines >> (b)) & 1) \
+	&& (ROUTED(0, b) == 0 || RETURNED(0, b)) && (ROUTED(1, b) == 0 || RETURNED(1, b)))
+
+inline publish(word) {
+	assert(me.queue[me.tail % SLOTS] == 0);
+	me.queue[me.tail % SLOTS] = word;
+	me.tail++
+}
+
+/* A payload must be of this call, and a release that covers its write must have been seen. */
+#define check(payload) assert((payload) == me.epoch)
+
+/* A call begins and announces itself, with any number of blocks. No peer is two calls away. */
+inline begin_call() {
+	select(blocks : 0 .. BLOCKS_MOST(r));
+	me.epoch = NEXT(me.epoch);
+	d_step {
+		assert(you.epoch == me.epoch || NEXT(you.epoch) == me.epoch || you.epoch == NEXT(me.epoch));
+		for (q_ : 0 .. RANKS - 1) {
+			rank[q_].call_blocks[CALL(me.epoch, r)] = blocks;
+			rank[q_].call_epoch[CALL(me.epoch, r)] = me.epoch
+		}
+		blocks = 0
+	}
+}
+
+/* Packets of own block b, by its routing. */
+inline dispatch(b) {
+	for (q_ : 0 .. RANKS - 1) {
+		bits = ROUTED(q_, b);
+		j = PACKET(me.epoch, r, b);
+		count = 0;
+		for (k_ : 0 .. PAIRS - 1) {
+			count = count + ((bits >> k_) & 1)
+		}
+		if
+		:: bits ->
+			rank[q_].entry_pairs[j] = bits;
+			rank[q_].entries[j] = me.epoch + AT_SIGNAL;
+			if
+			:: q_ != r -> rank[q_].rows[r * BLOCKS + b] = me.epoch + AT_SIGNAL
+			:: else /* own rows are read from the input */
+			fi
+		:: else /* an empty packet is its signal alone */
+		fi;
+		rank[q_].packet_count[j] = count;
+		rank[q_].packet_epoch[j] = me.epoch
+	}
+}
+
+/* The next packet of source p enters the tiles. */
+inline consume(p) {
+	j = PACKET(me.epoch, p, me.consumed[p]);
+	if
+	:: me.packet_count[j] > 0 ->
+		check(me.entries[j]);
+		for (k_ : 0 .. PAIRS - 1) {
+			if
+			:: (me.entry_pairs[j] >> k_) & 1 ->
+				me.entry[me.filled] = (p * BLOCKS + me.consumed[p]) * PAIRS + k_;
+				me.filled++
+			:: else
+			fi
+		}
+#ifdef REDUCED
+		me.reduces = me.reduces + COLUMNS1
+#endif
+	:: else
+	fi;
+	me.consumed[p]++
+}
+
+/* Entry i of the tiles, as source, block and pair; what a GEMM reads of it is of this call. */
+inline read_entry() {
+	k_ = me.entry[i] % PAIRS;
+	b_ = me.entry[i] / PAIRS % BLOCKS;
+	p_ = me.entry[i] / PAIRS / BLOCKS;
+	j = PACKET(me.epoch, p_, b_);
+	check(me.entries[j]);
+	assert((me.entry_pairs[j] >> k_) & 1)
+}
+
+inline read_gemm0(t) {
+	for (i : (t) * ROWS .. (t) * ROWS + ROWS - 1) {
+		if
+		:: i < me.filled ->
+			read_entry();
+			if
+			:: p_ != r -> check(me.rows[p_ * BLOCKS + b_])
+			:: else
+			fi
+		:: else
+		fi
+	}
+}
+
+inline read_gemm1(t) {
+	for (c_ : 0 .. COLUMNS0 - 1) {
+		assert((me.executed0 >> ((t) * COLUMNS0 + c_)) & 1)
+	}
+	for (i : (t) * ROWS .. (t) * ROWS + ROWS - 1) {
+		if
+		:: i < me.filled -> read_entry()
+		:: else
+		fi
+	}
+}
+
+inline read_reduce(packet, c) {
+	count = 0;
+	for (i : 0 .. me.filled - 1) {
+		if
+		:: me.entry[i] / PAIRS == packet ->
+			read_entry();
+			assert((me.executed1 >> (i / ROWS * COLUMNS1 + c)) & 1);
+			count++
+		:: else
+		fi
+	}
+	assert(count == me.packet_count[j])
+}
+
+inline read_combine(b) {
+	for (k_ : 0 .. RETURN_ROWS - 1) {
+		for (c_ : 0 .. COLUMNS1 - 1) {
+#ifdef REDUCED
+			if
+			:: ROUTED(k_, b) -> check(me.return_rows[RETURN(b, k_, c_)])
+			:: else
+			fi
+#else
+			if
+			:: ((ROUTED(0, b) | ROUTED(1, b)) >> k_) & 1 -> check(me.return_rows[RETURN(b, k_, c_)])
+			:: else /* dropped */
+			fi
+#endif
+		}
+	}
+}
+
+/* All that a task reads, read now. */
+inline read(word) {
+	d_step {
+		if
+		:: KIND(word) == GEMM0 -> read_gemm0(INDEX(word) / COLUMNS0)
+		:: KIND(word) == GEMM1 -> read_gemm1(INDEX(word) / COLUMNS1)
+		:: KIND(word) == REDUCE -> read_reduce(INDEX(word) / COLUMNS1, INDEX(word) % COLUMNS1)
+		:: KIND(word) == COMBINE -> read_combine(INDEX(word))
+		fi
+	}
+}
+
+inline once(done, task) {
+	assert(!((done >> (task)) & 1));
+	done = done | (1 << (task))
+}
+
+/* A return row is written at its home; the writer knows of it. */
+inline write_return(home, packet, b, slot, c) {
+	j = RETURN(b, slot, c);
+	assert(rank[home].return_rows[j] != me.epoch && rank[home].return_rows[j] < IN_FLIGHT);
+	rank[home].return_rows[j] = me.epoch + IN_FLIGHT;
+	me.COVERED(packet) = me.COVERED(packet) | (1 << (slot * COLUMNS1 + c))
+}
+
+/* Block b of rank `home` has got everything: the signal releases what its sender knows of. */
+inline signal_return(home, packet, b) {
+	for (k_ : 0 .. RETURN_ROWS * COLUMNS1 - 1) {
+		if
+		:: (me.COVERED(packet) >> k_) & 1 ->
+			rank[home].return_rows[RETURN(b, 0, 0) + k_] = me.epoch + AT_SIGNAL
+		:: else
+		fi
+	}
+	for (c_ : 0 .. COVERS - 1) {
+		me.covered[c_ * PACKETS + packet] = 0
+	}
+	rank[home].return_epoch[r * BLOCKS + b] = me.epoch
+}
+
+/* One more of `counter`; if that is `all`, it was the last and the counter is zero again. */
+inline bump(counter, all) {
+	counter++;
+	last = counter == all;
+#ifndef BUG_COUNTER_KEPT
+	if
+	:: last -> counter = 0
+	:: else
+	fi
+#endif
+}
+
+/* An item for the ready list. */
+inline reserve(item) {
+	push[pushes] = item;
+	pushes++
+}
+
+inline retire_gemm0(t) {
+	bump(me.done0[t], COLUMNS0);
+	if
+	:: last -> reserve(GEMM1 + t)
+	:: else
+	fi
+}
+
+/* `direct` writes the rows home and signals with the last of a packet; `reduced` has them staged and wakes Reduce. */
+inline retire_gemm1(t, c) {
+	for (i : (t) * ROWS .. (t) * ROWS + ROWS - 1) {
+		if
+		:: i < me.filled ->
+			read_entry();
+			count = me.packet_count[j];
+			id = p_ * BLOCKS + b_;
+#ifdef REDUCED
+			bump(me.pending[COUNTER(id, c)], count);
+			if
+			:: last -> reserve(REDUCE + id * COLUMNS1 + c)
+			:: else
+			fi
+#else
+			write_return(p_, id, b_, k_, c);
+			bump(me.pending[id], count * COLUMNS1);
+			if
+			:: last -> signal_return(p_, id, b_)
+			:: else
+			fi
+#endif
+		:: else
+		fi
+	}
+}
+
+inline retire_reduce(packet, c) {
+	write_return((packet) / BLOCKS, packet, (packet) % BLOCKS, r, c);
+	bump(me.reduced[packet], COLUMNS1);
+	if
+	:: last -> signal_return((packet) / BLOCKS, packet, (packet) % BLOCKS)
+	:: else
+	fi
+}
+
+#define forget(word) word = ((word) == me.epoch -> 0 : word)
+
+/* The kernel ends. Nothing was cleared, and nothing needs to be; then this rank's heap forgets the call (see NEXT). */
+inline end_call() {
+	assert(me.executed0 == (1 << (USED_TILES * COLUMNS0)) - 1);
+	assert(me.executed1 == (1 << (USED_TILES * COLUMNS1)) - 1);
+#ifdef REDUCED
+	for (i : 0 .. PACKETS - 1) {
+		bits = (i % BLOCKS < BLOCKS_OF(i / BLOCKS) && me.packet_count[PACKET(me.epoch, i / BLOCKS, i % BLOCKS)] > 0);
+		assert(((me.executed_reduce >> (i * COLUMNS1)) & ((1 << COLUMNS1) - 1)) == bits * ((1 << COLUMNS1) - 1))
+	}
+#endif
+	assert(me.executed_combine == (1 << BLOCKS_OF(r)) - 1);
+	assert(me.head == me.tail && me.list_head == me.list_tail && me.ready1 == 0 && me.ready_reduce == 0);
+	for (i : 0 .. SLOTS - 1) {
+		assert(me.queue[i] == 0)
+	}
+	for (i : 0 .. PACKETS * COUNTERS - 1) {
+		assert(me.pending[i] == 0)
+	}
+	for (i : 0 .. PACKETS - 1) {
+		assert(me.reduced[i] == 0)
+	}
+	for (i : 0 .. COVERS * PACKETS - 1) {
+		assert(me.covered[i] == 0)
+	}
+	for (i : 0 .. TILES - 1) {
+		assert(me.done0[i] == 0);
+		me.published0[i] = 0;
+		me.published1[i] = 0
+	}
+	for (i : 0 .. LIST - 1) {
+		assert(me.list[i] == 0)
+	}
+	for (i : 0 .. ENTRIES - 1) {
+		me.entry[i] = 0
+	}
+	me.filled = 0;
+	me.head = 0; /* all slots are zero, so where the rings start is of no consequence */
+	me.tail = 0;
+	me.list_head = 0;
+	me.list_tail = 0;
+	me.combines = 0;
+	me.ended = false;
+	me.executed0 = 0;
+	me.executed1 = 0;
+	me.executed_reduce = 0;
+	me.executed_combine = 0;
+	for (i : 0 .. RANKS - 1) {
+		me.consumed[i] = 0;
+		me.call_blocks[CALL(me.epoch, i)] = 0;
+		forget(me.call_epoch[CALL(me.epoch, i)])
+	}
+	for (i : 0 .. PACKETS - 1) {
+		j = PACKET(me.epoch, i / BLOCKS, i % BLOCKS);
+		if
+		:: me.packet_epoch[j] == me.epoch ->
+			me.packet_epoch[j] = 0;
+			me.packet_count[j] = 0
+		:: else
+		fi;
+		if
+		:: me.entries[j] == me.epoch ->
+			me.entries[j] = 0;
+			me.entry_pairs[j] = 0
+		:: else
+		fi;
+		forget(me.rows[i]);
+		forget(me.return_epoch[i])
+	}
+	for (i : 0 .. BLOCKS * RETURN_ROWS * COLUMNS1 - 1) {
+		forget(me.return_rows[i])
+	}
+	for (i : 0 .. PACKETS - 1) {
+		me.routed[i] = 0
+	}
+}
+
+/* Subscriber and scheduler. Where several options are open it takes any: every order policy is one of its runs. */
+#define PUBLISH0(t) \
+	d_step { \
+		ROOM && TILE_READY(t) && me.published0[t] < COLUMNS0 -> \
+		publish(GEMM0 + (t) * COLUMNS0 + me.published0[t]); \
+		me.published0[t]++ \
+	}
+#define PUBLISH1(t) \
+	d_step { \
+		ROOM && LISTED(t) -> \
+		publish(GEMM1 + (t) * COLUMNS1 + me.published1[t]); \
+		me.published1[t]++; \
+		me.ready1 = (me.published1[t] == COLUMNS1 -> me.ready1 & ~(1 << (t)) : me.ready1) \
+	}
+#define PUBLISH_REDUCE(task) \
+	d_step { \
+		ROOM && ((me.ready_reduce >> (task)) & 1) -> \
+		publish(REDUCE + (task)); \
+		me.ready_reduce = me.ready_reduce & ~(1 << (task)); \
+		me.reduces-- \
+	}
+#define PUBLISH_COMBINE(b) \
+	d_step { \
+		ROOM && COMBINABLE(b) -> \
+		publish(COMBINE + (b)); \
+		me.combines = me.combines | (1 << (b)) \
+	}
+
+proctype os(byte r) {
+	byte blocks;
+	atomic { begin_call() }
+	do
+	:: d_step { CONSUMABLE(0) -> consume(0) }
+	:: d_step { CONSUMABLE(1) -> consume(1) }
+	:: d_step {
+			me.list[me.list_head % LIST] != 0 ->
+			id = me.list[me.list_head % LIST];
+			if
+			:: KIND(id) == GEMM1 -> me.ready1 = me.ready1 | (1 << INDEX(id))
+			:: KIND(id) == REDUCE -> me.ready_reduce = me.ready_reduce | (1 << INDEX(id))
+			fi;
+			me.list[me.list_head % LIST] = 0;
+			me.list_head++
+		}
+	:: PUBLISH0(0)
+	:: PUBLISH0(1)
+	:: PUBLISH1(0)
+	:: PUBLISH1(1)
+	:: PUBLISH_COMBINE(0)
+#if BLOCKS > 1
+	:: PUBLISH_COMBINE(1)
+#endif
+#ifdef REDUCED
+	:: PUBLISH_REDUCE(0)
+	:: PUBLISH_REDUCE(1)
+#endif
+#if REDUCE_TASKS > 2
+	:: PUBLISH_REDUCE(2)
+	:: PUBLISH_REDUCE(3)
+#endif
+	:: d_step {
+			ALL_PUBLISHED && !me.ended ->
+			for (i : 1 .. STOPS_OF(r)) {
+				publish(STOP)
+			}
+			me.ended = true
+		}
+	:: me.stopped == PROCESSORS(r) ->
+progress:
+		atomic {
+			me.stopped = 0;
+			d_step { end_call() };
+			begin_call()
+		}
+	od
+}
+
+#define NONE 255
+
+#define ASK me.head++; ticket = me.head - 1
+
+#define STORE(lane) \
+	d_step { \
+		push[lane] -> \
+		assert(me.list[(position + lane) % LIST] == 0); \
+		me.list[(position + lane) % LIST] = push[lane]; \
+		push[lane] = 0; \
+		position = (STORED -> 0 : position) \
+	}
+#define STORED (push[0] == 0 && push[1] == 0)
+
+proctype processor(byte r, n) {
+	byte call = 4; /* the last call it was launched for */
+	byte block = n;
+	byte to0, to1;
+	byte ticket = NONE;
+	byte word;
+	byte push[2];  /* items for the ready list, at most one per row of a tile ... */
+	byte position; /* ... and their reserved places in it */
+
+	do
+	:: atomic {
+			me.epoch != call ->
+			call = me.epoch;
+			do
+			:: block < BLOCKS_OF(r) ->
+				select(to0 : 0 .. ALL_PAIRS);
+				select(to1 : 0 .. ALL_PAIRS);
+				ROUTED(0, block) = to0;
+				d_step {
+					ROUTED(1, block) = to1 & ~to0;
+					dispatch(block);
+					block = block + PROCESSORS(r)
+				}
+			:: else -> break
+			od;
+			block = n;
+			to0 = 0;
+			to1 = 0
+		}
+		do
+		:: STORE(0)
+#ifdef REDUCED
+		:: STORE(1)
+#endif
+		:: d_step { STORED && ticket == NONE -> ASK }
+		:: atomic {
+				STORED && ticket != NONE && me.queue[ticket % SLOTS] != 0 ->
+				word = me.queue[ticket % SLOTS];
+				me.queue[ticket % SLOTS] = 0;
+				ticket = NONE;
+				if
+				:: word == STOP ->
+					word = 0;
+					me.stopped++;
+					break
+				:: else
+				fi;
+				read(word); /* a task reads as early as this ... */
+				if
+				:: ASK /* under this task, or after it */
+				:: true
+				fi
+			}
+			atomic {
+				read(word); /* ... and as late as this */
+				d_step {
+					if
+					:: KIND(word) == GEMM0 ->
+						once(me.executed0, INDEX(word));
+						retire_gemm0(INDEX(word) / COLUMNS0)
+					:: KIND(word) == GEMM1 ->
+						once(me.executed1, INDEX(word));
+						retire_gemm1(INDEX(word) / COLUMNS1, INDEX(word) % COLUMNS1)
+#ifdef REDUCED
+					:: KIND(word) == REDUCE ->
+						once(me.executed_reduce, INDEX(word));
+						retire_reduce(INDEX(word) / COLUMNS1, INDEX(word) % COLUMNS1)
+#endif
+					:: KIND(word) == COMBINE ->
+						once(me.executed_combine, INDEX(word))
+					fi;
+					word = 0;
+					if
+					:: pushes ->
+						position = me.list_tail;
+						me.list_tail = me.list_tail + pushes;
+						pushes = 0
+					:: else
+					fi
+				}
+			}
+		od
+	od
+}
+
+init {
+	byte n;
+	atomic {
+		rank[0].epoch = 4;
+		rank[1].epoch = 4;
+		run os(0);
+		run os(1);
+		for (n : 0 .. PROCESSORS0 - 1) {
+			run processor(0, n)
+		}
+		for (n : 0 .. PROCESSORS1 - 1) {
+			run processor(1, n)
+		}
+	}
+}

@@ -1,0 +1,320 @@
+"""Calls of a group of ranks for the tests: the inputs, how ranks make them, the check of what they get."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import flashmoe
+import ml_dtypes
+import numpy as np
+from flashmoe.launch import RankPool
+from flashmoe.reference import ReferenceResult, check_topk, choose, moe_reference, router_logits, weigh
+from flashmoe.report import CallReport
+from flashmoe.tolerance import call_error, router_error
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+PATIENCE = 20.0
+"""Seconds without progress after which a rank gives up."""
+
+
+@dataclass(eq=False)
+class Problem:
+    """One call of a group: each rank's tokens and routing, the weights of all experts, the options."""
+
+    x: list[np.ndarray]
+    gate_up_proj: np.ndarray
+    down_proj: np.ndarray
+    router: np.ndarray | None = None
+    router_bias: np.ndarray | None = None
+    top_k: int | None = None
+    topk_ids: list[np.ndarray] | None = None
+    topk_weights: list[np.ndarray] | None = None
+    gate_up_bias: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
+    placement: list[int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """activation, renormalize, capacity_factor, return_mode"""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.x)
+
+    @property
+    def dtype(self) -> str:
+        return self.down_proj.dtype.name
+
+    def owners(self) -> list[int]:
+        """The rank of each expert; by default contiguous shares, the first ones larger by one."""
+        if self.placement is not None:
+            return self.placement
+        share, rest = divmod(len(self.down_proj), self.ranks)
+        return [rank for rank in range(self.ranks) for _ in range(share + (rank < rest))]
+
+    def limits(self) -> dict[str, Any]:
+        """A context's sizes, as small as this call allows."""
+        experts, hidden, intermediate = self.down_proj.shape
+        return {
+            "max_tokens": max(1, *(len(x) for x in self.x)),
+            "hidden": hidden,
+            "intermediate": intermediate,
+            "experts": experts,
+            "top_k": self.topk_ids[0].shape[1] if self.topk_ids else self.top_k,
+            "dtype": self.dtype,
+            "timeout": PATIENCE,
+        }
+
+    def arguments(self, rank: int) -> dict[str, Any]:
+        """Rank's arguments of `flashmoe.moe`."""
+        mine = [expert for expert, owner in enumerate(self.owners()) if owner == rank]
+        arguments = {"x": self.x[rank], "placement": self.placement, **self.options}
+        for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
+            array = getattr(self, name)
+            arguments[name] = None if array is None else array[mine]
+        if self.topk_ids is None:
+            arguments |= {"router": self.router, "router_bias": self.router_bias, "top_k": self.top_k}
+        else:
+            arguments |= {"topk_ids": self.topk_ids[rank], "topk_weights": self.topk_weights[rank]}
+        return arguments
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What one rank got from one call."""
+
+    y: np.ndarray
+    report: CallReport
+    reference: ReferenceResult | None = None
+    """Set by `check`."""
+
+
+def random_problem(
+    seed: int,
+    tokens: list[int],
+    *,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    dtype: str = "float32",
+    fused: bool = True,
+    skew: float = 0.0,
+    scale: float = 1.0,
+    biases: tuple[bool, bool, bool] = (False, False, False),
+    placement: list[int] | None = None,
+    **options: Any,
+) -> Problem:
+    """Normal inputs with results about as large as `scale`; `biases`: of the router, gate_up_proj, down_proj.
+
+    `skew` spreads the experts' mean logits: from 0, all equally likely, to 50, nearly all tokens to the same
+    ones. With a capacity, tokens whose top-k is beyond float32's judgement are left out: it decides who else
+    is dropped.
+    """
+    rng = np.random.default_rng(seed)
+    kind = DTYPES[dtype]
+
+    def normal(*shape: int, size: float = 1.0) -> np.ndarray:
+        return (size * rng.standard_normal(shape)).astype(kind)
+
+    rows = intermediate * (2 if options.get("activation", "swiglu") == "swiglu" else 1)
+    preference = skew * rng.permutation(np.linspace(0.0, 1.0, experts))
+    x = [normal(count, hidden, size=scale) for count in tokens]
+    problem = Problem(
+        x=x,
+        gate_up_proj=normal(experts, rows, hidden, size=hidden**-0.5),
+        down_proj=normal(experts, hidden, intermediate, size=intermediate**-0.5),
+        gate_up_bias=normal(experts, rows, size=scale) if biases[1] else None,
+        down_bias=normal(experts, hidden, size=scale) if biases[2] else None,
+        placement=placement,
+        options=options,
+    )
+    if fused:
+        problem.top_k = top_k
+        problem.router = normal(experts, hidden, size=2.0 / (scale * hidden**0.5))
+        if biases[0]:
+            problem.router_bias = (preference + 0.5 * rng.standard_normal(experts)).astype(kind)
+        elif skew:
+            for tokens_of_rank in x:
+                tokens_of_rank[:, 0] = np.abs(tokens_of_rank[:, 0]) + kind(scale)
+            problem.router[:, 0] += (preference / scale).astype(kind)
+        if options.get("capacity_factor") is not None:
+            problem.x = [tokens_of_rank[_is_certain(problem, tokens_of_rank)] for tokens_of_rank in x]
+    else:
+        logits = [preference + rng.gumbel(size=(count, experts)) for count in tokens]
+        problem.topk_ids = [choose(of_rank, top_k).astype(np.int32) for of_rank in logits]
+        problem.topk_weights = [rng.uniform(-1.0, 2.0, (count, top_k)).astype(np.float32) for count in tokens]
+    return problem
+
+
+def _is_certain(problem: Problem, x: np.ndarray) -> np.ndarray:
+    """bool [T]: the k-th and the next logit differ by more than float32 may misjudge."""
+    logits = router_logits(x, problem.router, problem.router_bias)
+    ids = choose(logits, problem.top_k)
+    slack, _ = router_error(x, problem.router, problem.router_bias, ids, weigh(logits, ids), renormalize=True)
+    falling = np.concatenate([-np.sort(-logits, axis=1), np.full((len(x), 1), -np.inf)], axis=1)
+    return falling[:, problem.top_k - 1] - falling[:, problem.top_k] > 2.0 * slack
+
+
+def check(problem: Problem, outcomes: list[Outcome]) -> None:
+    """Every rank's y is within the bound of the reference, and its routing and drops are the reference's."""
+    for rank, outcome in enumerate(outcomes):
+        x, y, report = problem.x[rank], outcome.y, outcome.report
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        assert report.tokens == len(x)
+        if problem.topk_ids is None:
+            ids, weights, variance = _fused_routing(problem, x, report)
+        else:
+            ids, weights, variance = problem.topk_ids[rank], problem.topk_weights[rank], 0.0
+        experts = {
+            "activation": problem.options.get("activation", "swiglu"),
+            "gate_up_bias": problem.gate_up_bias,
+            "down_bias": problem.down_bias,
+        }
+        arrays = x, problem.gate_up_proj, problem.down_proj
+        capacity_factor = problem.options.get("capacity_factor")
+        expected = moe_reference(
+            *arrays, topk_ids=ids, topk_weights=weights, capacity_factor=capacity_factor, **experts
+        )
+        np.testing.assert_array_equal(report.topk_ids, expected.topk_ids)
+        assert report.dropped == expected.dropped
+        kept = expected.topk_ids >= 0
+        weight_error = np.abs(report.topk_weights - weights)
+        assert (weight_error <= 8.0 * np.sqrt(variance))[kept].all()
+
+        allowed = call_error(
+            *arrays,
+            expected.topk_ids,
+            weights,
+            weight_variance=variance,
+            return_mode=report.return_mode,
+            placement=problem.owners(),
+            **experts,
+        )
+        error = np.linalg.norm(y.astype(np.float64) - expected.y)
+        assert error <= allowed.bound, f"rank {rank}: error {error:.3e}, {allowed}, {expected.scale=:.3e}"
+        outcome.reference = expected
+
+
+def _fused_routing(problem: Problem, x: np.ndarray, report: CallReport) -> tuple[np.ndarray, ...]:
+    """ids, weights and their variance, by a float64 router.
+
+    Where two logits are too close for float32 to tell apart, in the order that the engine reports.
+    """
+    logits = router_logits(x, problem.router, problem.router_bias)
+    renormalize = problem.options.get("renormalize", True)
+    ids = choose(logits, problem.top_k)
+    bias = problem.router_bias
+    slack, _ = router_error(x, problem.router, bias, ids, weigh(logits, ids), renormalize=renormalize)
+    assert check_topk(logits, report.topk_ids, slack).all()
+    for t in np.nonzero(((report.topk_ids != ids) & (report.topk_ids >= 0)).any(axis=1))[0]:
+        dropped = [expert for expert in ids[t] if expert not in report.topk_ids[t]]
+        ids[t] = [dropped.pop(0) if expert < 0 else expert for expert in report.topk_ids[t]]
+    weights = weigh(logits, ids, renormalize)
+    return ids, weights, router_error(x, problem.router, bias, ids, weights, renormalize=renormalize)[1]
+
+
+class Ranks:
+    """Eight processes, and in them contexts which many calls of different shapes share."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def call(
+        self,
+        problem: Problem,
+        limits: dict[str, Any] | None = None,
+        *,
+        keep: bool = True,
+        **how: Any,
+    ) -> list[Outcome]:
+        """Make the call, in a context of these limits (default: tight) that later calls find again if `keep`.
+
+        `how`: the further arguments of `_call`. After a failure all processes are new.
+        """
+        return self.calls([problem], limits, keep=keep, **how)[0]
+
+    def calls(
+        self,
+        problems: list[Problem],
+        limits: dict[str, Any] | None = None,
+        *,
+        keep: bool = False,
+        **how: Any,
+    ) -> list[list[Outcome]]:
+        """Make several calls, one after the other, in one context; the outcomes of each."""
+        ranks = problems[0].ranks
+        limits = problems[0].limits() if limits is None else limits
+        key = (ranks, *sorted(limits.items()))
+        name = self._names.setdefault(key, self._new_name()) if keep else self._new_name()
+        arguments = [
+            (name, limits, keep, [problem.arguments(rank) for problem in problems], how)
+            for rank in range(ranks)
+        ]
+        try:
+            by_rank = self._pool.call(_call, arguments, ranks=ranks, timeout=6 * PATIENCE)
+        except BaseException:
+            self.close()
+            self._start()
+            raise
+        return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _start(self) -> None:
+        self._pool = RankPool(8)
+        self._names: dict[tuple, str] = {}
+
+    @staticmethod
+    def _new_name() -> str:
+        return f"test-{secrets.token_hex(6)}"
+
+
+_contexts: dict[str, flashmoe.Context] = {}  # of this process, if it is a rank
+
+
+def _call(
+    rank: int,
+    ranks: int,
+    _: str,
+    name: str,
+    limits: dict[str, Any],
+    keep: bool,
+    calls: list[dict[str, Any]],
+    how: dict[str, Any],
+) -> list[Outcome]:
+    """In a rank: make `calls` in the context `name`."""
+    context = _contexts.get(name)
+    if context is None:
+        context = flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits)
+    if keep:
+        _contexts[name] = context
+    try:
+        return _in_context(context, calls, **how)
+    finally:
+        if not keep:
+            context.close()
+
+
+def _in_context(
+    context: flashmoe.Context,
+    calls: list[dict[str, Any]],
+    *,
+    perturb: list[int] = (0,),
+    tile: tuple[int, int] = (0, 0),
+    repeat: int = 1,
+) -> list[Outcome]:
+    """`perturb`: seeds of disturbed schedules, one per call in turn (0: undisturbed).
+    `tile`: rows and columns of a tile (0: the engine's choice).
+    `repeat`: how often each call is made; the last one counts.
+    """
+    outcomes = []
+    context._set_tile(*tile)
+    for index, arguments in enumerate(calls):
+        context._perturb(perturb[index % len(perturb)])
+        for _ in range(repeat):
+            y = flashmoe.moe(context, **arguments)
+        outcomes.append(Outcome(y.copy(), context.last_call))
+    return outcomes

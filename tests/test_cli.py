@@ -1,0 +1,292 @@
+"""The command line: what it prints, what it writes, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flashmoe import memory
+from flashmoe.cli import main, run
+
+TINY = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
+
+
+@pytest.fixture
+def shipped(tmp_path) -> Path:
+    """A copy of the shipped checkpoint, to be damaged."""
+    with resources.as_file(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe") as folder:
+        return Path(shutil.copytree(folder, tmp_path / "checkpoint"))
+
+
+def run_failing(capsys, *arguments: str) -> str:
+    """Run a command that cannot run; its one line of error."""
+    assert main([*arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def corrupt(monkeypatch, change) -> None:
+    """Make `flashmoe run` see results that went through `change(y, report)`."""
+    run_ranks = run.run_ranks
+
+    def corrupted(*arguments):
+        answers = run_ranks(*arguments)
+        change(*answers[0])
+        return answers
+
+    monkeypatch.setattr(run, "run_ranks", corrupted)
+
+
+# ---- flashmoe run ----------------------------------------------------------------------------------------
+
+
+def test_run_passes_and_writes_its_files(tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    assert main(["run", *TINY, "--skew", "1", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "PASS" in printed and "FAIL" not in printed
+    assert "H 24, I 72, E 8, K 2" in printed
+    assert "18 tokens in " in printed
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    records = json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert {record["pid"] for record in records} == {0, 1}
+    assert {"gate", "gemm0", "gemm1", "combine"} <= {r["name"] for r in records if r["ph"] == "X"}
+
+
+def test_run_of_the_shipped_layer(tmp_path, capsys):
+    assert main(["run", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "tiny-qwen3-moe" in printed and "2,048 tokens in " in printed
+    assert "(8,192 token-expert pairs)" in printed
+    assert "PASS" in printed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mode", ["direct", "reduced"])
+def test_run_of_every_dtype_and_return_mode(tmp_path, capsys, dtype, mode):
+    options = ["--dtype", dtype, "--return", mode, "--tokens", "40", "--ranks", "3"]
+    assert main(["run", *options, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert dtype in printed and f"return {mode}" in printed
+
+
+def test_run_of_a_checkpoint_folder(tmp_path, shipped, capsys):
+    assert main(["run", "--layer", str(shipped), "--tokens", "5", "--out", str(tmp_path)]) == 0
+    assert "random tokens, seed 0" in capsys.readouterr().out
+
+
+def test_run_on_one_rank_and_one_token(tmp_path, capsys):
+    assert main(["run", *TINY, "--ranks", "1", "--tokens", "1", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 token in " in printed and "all-to-all" not in printed
+
+
+def test_run_says_what_is_not_emulated(tmp_path, capsys):
+    options = ["--model", "deepseek-v3", "--scale", "0.001", "--tokens", "4", "--ranks", "2"]
+    assert main(["run", *options, "--out", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "not emulated: sigmoid" in printed and "without the model's shared experts" in printed
+
+
+def test_run_fails_on_a_wrong_result(tmp_path, capsys, monkeypatch):
+    def scale_one_element(y, report):
+        y[0, 0] = y[0, 0] * 2 + 1
+
+    corrupt(monkeypatch, scale_one_element)
+    assert main(["run", *TINY, "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL" in printed and "PASS" not in printed
+
+
+def test_run_fails_on_nan(tmp_path, capsys, monkeypatch):
+    def spoil(y, report):
+        y[3, 2] = np.nan
+
+    corrupt(monkeypatch, spoil)
+    assert main(["run", *TINY, "--out", str(tmp_path)]) == 1
+    assert "FAIL error nan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("expert", ["other", -1, 99])
+def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
+    def reroute(y, report):
+        ids = report["topk_ids"]
+        ids[0, 1] = min(set(range(8)) - set(ids[0].tolist())) if expert == "other" else expert
+
+    corrupt(monkeypatch, reroute)
+    try:
+        status = main(["run", *TINY, "--out", str(tmp_path)])
+    except (ValueError, IndexError):
+        pytest.fail("a wrong expert id must not end in a traceback")
+    assert status == 1
+    printed = capsys.readouterr().out
+    assert "FAIL" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--engine", "cuda"], "this version has no CUDA engine"),
+        (["--engine", "tpu"], "--engine: expected one of auto, cpu, cuda, got 'tpu'"),
+        (["--model", "gpt-5"], "expected one of flashmoe-paper"),
+        (["--layer", "/nonexistent"], "/nonexistent"),
+        (["--layer", ".", "--model", "olmoe"], "expected one of them, got both"),
+        (["--ranks", "0"], "expected at least 1"),
+        (["--ranks", "two"], "--ranks"),
+        (["--tokens", "0"], "expected at least 1"),
+        (["--tokens", "513"], "expected at most 512 for 4 ranks"),
+        (["--dtype", "int8"], "expected one of float32, float16, bfloat16, got 'int8'"),
+        (["--return", "both"], "expected one of auto, direct, reduced, got 'both'"),
+        (["--model", "olmoe", "--scale", "0"], "expected 0 < scale <= 1, got 0"),
+        (["--model", "olmoe", "--scale", "0.01", "--skew", "-1"], "skew: expected at least 0"),
+        (["--skew", "1"], "--skew: has an effect only with --model"),
+        (["--seed", "1"], "--seed: has an effect only with --model or --layer"),
+        (["--out", "/dev/null/folder"], "cannot make the folder"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_run_refuses_bad_arguments_in_one_line(tmp_path, monkeypatch, capsys, options, reason):
+    monkeypatch.chdir(tmp_path)
+    assert reason in run_failing(capsys, "run", *options)
+
+
+def test_run_refuses_what_does_not_fit_before_making_it(tmp_path, capsys):
+    options = ["--model", "mixtral-8x7b", "--tokens", "4000000000", "--out", str(tmp_path)]
+    assert "free in /dev/shm" in run_failing(capsys, "run", *options)
+
+
+def test_run_refuses_a_truncated_layer(tmp_path, shipped, capsys):
+    file = shipped / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "model.safetensors" in run_failing(capsys, "run", "--layer", str(shipped), "--out", str(tmp_path))
+
+
+def test_run_refuses_a_layer_with_a_broken_header(tmp_path, shipped, capsys):
+    file = shipped / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[:8] = b"\xff" * 8
+    file.write_bytes(data)
+    assert "model.safetensors" in run_failing(capsys, "run", "--layer", str(shipped), "--out", str(tmp_path))
+
+
+# ---- flashmoe memory -------------------------------------------------------------------------------------
+
+
+def test_memory_explains_every_term(capsys):
+    assert main(["memory", "--model", "qwen3-30b-a3b", "--tokens", "64"]) == 0
+    printed = capsys.readouterr().out
+    plan = memory.plan_memory(
+        ranks=4, max_tokens=64, hidden=2048, intermediate=768, experts=128, top_k=8, return_mode="auto"
+    )
+    for term in plan.terms:
+        assert term.name in printed and memory.format_bytes(term.bytes) in printed
+    assert "3 x 64 x 4,096 B" in printed  # rows: 3 peers, 64 tokens, H bfloat16
+    assert "fits" in printed
+
+
+def test_memory_depends_on_sizes_and_return_mode():
+    sizes = {"max_tokens": 128, "hidden": 256, "intermediate": 128, "experts": 16, "top_k": 4}
+    direct = memory.plan_memory(ranks=2, **sizes, return_mode="direct")
+    reduced = memory.plan_memory(ranks=2, **sizes, return_mode="reduced")
+    assert direct.heap_bytes > reduced.heap_bytes  # K = 4 return rows per token, or R = 2
+    assert direct.workspace_bytes < reduced.workspace_bytes  # which stages what it sums
+    wide = memory.plan_memory(ranks=2, **sizes, return_mode="direct", dtype="float32")
+    assert 1.8 < wide.heap_bytes / direct.heap_bytes <= 2
+
+
+def test_memory_refuses_what_exceeds_the_budget(capsys):
+    assert main(["memory", "--model", "mixtral-8x7b", "--budget", "1MiB"]) == 1
+    captured = capsys.readouterr()
+    assert "budget of 1.0 MiB" in captured.err and captured.err.count("\n") == 1
+    assert "fits" not in captured.out
+    assert main(["memory", "--model", "mixtral-8x7b", "--tokens", "8", "--budget", "10G"]) == 0
+
+
+def test_memory_refuses_what_exceeds_shared_memory(capsys, monkeypatch):
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 << 20, 1 << 20, 1 << 20)
+    )
+    assert main(["memory", "--model", "qwen3-30b-a3b"]) == 1
+    assert "1.0 MiB free in /dev/shm" in capsys.readouterr().err
+
+
+def test_memory_of_given_sizes(capsys):
+    sizes = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--top-k", "2"]
+    assert main(["memory", *sizes, "--tokens", "16", "--ranks", "1"]) == 0
+    assert "hidden 64, intermediate 32, experts 4, top k 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "missing --hidden, --intermediate, --experts, --top-k"),
+        (["--hidden", "8"], "missing --intermediate"),
+        (["--model", "olmoe", "--top-k", "65"], "top_k: expected at most experts=64, got 65"),
+        (["--model", "olmoe", "--ranks", "0"], "ranks: expected at least 1"),
+        (["--model", "olmoe", "--tokens", "-1"], "max_tokens: expected at least 1"),
+        (["--model", "olmoe", "--budget", "much"], "expected a size such as 512MiB or 2G, got 'much'"),
+        (["--model", "olmoe", "--dtype", "fp8"], "dtype: expected one of"),
+    ],
+)
+def test_memory_refuses_bad_arguments_in_one_line(capsys, options, reason):
+    assert reason in run_failing(capsys, "memory", *options)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1", 1), ("1000000", 10**6), ("512MiB", 512 << 20), ("2G", 2 << 30), ("1.5 kb", 1536), ("1t", 1 << 40)],
+)
+def test_parse_bytes(text, count):
+    assert memory.parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (150 << 20, "150 MiB"), (3 << 40, "3.0 TiB")],
+)
+def test_format_bytes(count, text):
+    assert memory.format_bytes(count) == text
+
+
+# ---- flashmoe info, and the rest -------------------------------------------------------------------------
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for name in (
+        "engine library",
+        "BLAS",
+        "shared memory",
+        "cores",
+        "PyTorch",
+        "NVIDIA GPU",
+        "nvcc",
+        "NVSHMEM",
+    ):
+        assert name in printed
+
+
+def test_info_names_the_remedy(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("flashmoe.cli.info._version", lambda package: None)
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for package in ("scipy-openblas32", "nvidia-cuda-nvcc", "nvidia-nvshmem-cu13"):
+        assert f"pip install {package}" in printed
+
+
+def test_help(capsys):
+    assert main([]) == 0
+    assert main(["run", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory" in printed and "--skew" in printed
+
+
+def test_unknown_command(capsys):
+    assert "bogus" in run_failing(capsys, "bogus")

@@ -1,0 +1,78 @@
+"""Any call that the interface allows agrees with the reference, on every rank.
+
+FLASHMOE_EXAMPLES sets the number of examples. They are new in each run; a failure prints how to repeat it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from problems import ACTIVATIONS, DTYPES, check, random_problem
+
+EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500"))
+LIMITS = {"max_tokens": 300, "hidden": 160, "intermediate": 160, "experts": 64, "top_k": 64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example: the arguments of `random_problem`, and how to run it."""
+
+    problem: dict
+    fresh_context: bool
+    perturb: int
+    tile: tuple[int, int]
+
+
+@st.composite
+def cases(draw) -> Case:
+    ranks = draw(st.integers(1, 8), label="ranks")
+    experts = draw(st.integers(1, 64), label="experts")
+    size = st.one_of(st.integers(1, 96), st.integers(97, 160))
+    anywhere = st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts)
+    problem = {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "tokens": draw(st.lists(st.integers(0, 300), min_size=ranks, max_size=ranks)),
+        "hidden": draw(size),
+        "intermediate": draw(size),
+        "experts": experts,
+        "top_k": draw(st.one_of(st.integers(1, min(4, experts)), st.integers(1, experts))),
+        "dtype": draw(st.sampled_from(list(DTYPES))),
+        "fused": draw(st.booleans()),
+        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
+        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
+        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        "placement": draw(st.none() | anywhere),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "renormalize": draw(st.booleans()),
+        "capacity_factor": draw(st.none() | st.floats(0.01, 4.0)),
+        "return_mode": draw(st.sampled_from(["direct", "reduced", "auto", None])),
+    }
+    return Case(
+        problem,
+        fresh_context=draw(st.integers(0, 7)) == 7,
+        perturb=draw(st.just(0) | st.integers(1, 2**31 - 1)),
+        tile=draw(st.just((0, 0)) | st.tuples(st.integers(4, 128), st.integers(4, 200))),
+    )
+
+
+@pytest.mark.timeout(0)
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(case=cases())
+def test_every_rank_agrees_with_the_reference(ranks, case):
+    problem = random_problem(**case.problem)
+    limits = problem.limits() if case.fresh_context else problem.limits() | LIMITS
+    outcomes = ranks.call(
+        problem, limits, keep=not case.fresh_context, perturb=[case.perturb], tile=case.tile
+    )
+    check(problem, outcomes)

@@ -1,0 +1,125 @@
+"""The error bounds hold, are not loose, and notice an implementation that rounds once too often.
+
+The implementation here is a plain numpy one that rounds where the operator says; the engine has to meet the
+same bounds in test_properties.py.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flashmoe.reference import (
+    ReferenceResult,
+    activate,
+    check_topk,
+    choose,
+    moe_reference,
+    router_logits,
+    weigh,
+)
+from flashmoe.tolerance import CallError, call_error, error_bound, relative_error, router_error
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+T, H, I, E, K, RANKS = 2048, 48, 40, 6, 3, 2
+PLACEMENT = [e % RANKS for e in range(E)]
+
+
+def rounded(values, dtype):
+    return values.astype(np.float32).astype(dtype).astype(np.float32)
+
+
+def serial_dot(a, b):
+    """a @ b.T in float32, one product after the other: the order with the largest error."""
+    total = np.zeros((len(a), len(b)), np.float32)
+    for j in range(a.shape[1]):
+        total += a[:, j, None] * b[None, :, j]
+    return total
+
+
+def rounding_moe(x, gate_up, down, ids, weights, activation, return_mode, dtype, spoil=None):
+    """The operator with its roundings; `spoil` is a dtype to which an accumulator is rounded in addition."""
+    x, gate_up, down = (array.astype(np.float32) for array in (x, gate_up, down))
+    weights = weights.astype(np.float32)
+    rows = np.zeros((len(x), ids.shape[1], x.shape[1]), np.float32)
+    for expert in range(len(gate_up)):
+        t, k = np.nonzero(ids == expert)
+        z = serial_dot(x[t], gate_up[expert])
+        if spoil is not None:
+            z = rounded(z, spoil)
+        a = rounded(activate(z, activation), dtype)
+        rows[t, k] = rounded(weights[t, k, None] * serial_dot(a, down[expert]), dtype)
+    if return_mode == "reduced":
+        owners = np.array(PLACEMENT)[ids][..., None]
+        rows = np.stack([rounded((rows * (owners == r)).sum(axis=1), dtype) for r in range(RANKS)], axis=1)
+    return rows.sum(axis=1, dtype=np.float32).astype(dtype)
+
+
+def example(dtype, activation, tokens):
+    rng = np.random.default_rng(7)
+    factors = 2 if activation == "swiglu" else 1
+    x = rng.standard_normal((tokens, H)).astype(DTYPES[dtype])
+    gate_up = (rng.standard_normal((E, factors * I, H)) / np.sqrt(H)).astype(DTYPES[dtype])
+    down = (rng.standard_normal((E, H, I)) / np.sqrt(I)).astype(DTYPES[dtype])
+    logits = rng.standard_normal((tokens, E))
+    ids = choose(logits, K)
+    return x, gate_up, down, ids, weigh(logits, ids).astype(np.float32)
+
+
+def measure(dtype, activation, return_mode, spoil=None, tokens=T) -> tuple[float, CallError, ReferenceResult]:
+    inputs = example(dtype, activation, tokens)
+    *arrays, ids, weights = inputs
+    reference = moe_reference(*arrays, topk_ids=ids, topk_weights=weights, activation=activation)
+    expected = call_error(*inputs, return_mode=return_mode, placement=PLACEMENT, activation=activation)
+    y = rounding_moe(*inputs, activation, return_mode, DTYPES[dtype], spoil)
+    return float(np.linalg.norm(y.astype(np.float64) - reference.y)), expected, reference
+
+
+@pytest.mark.parametrize("return_mode", ["direct", "reduced"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "swiglu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bounds_hold_and_are_tight(dtype, activation, return_mode):
+    error, expected, reference = measure(dtype, activation, return_mode)
+    assert expected.bound < 1.4 * expected.rms
+    if dtype == "float32":  # the model takes the mantissas that are worst
+        assert 0.5 * expected.rms < error < expected.rms
+    else:
+        assert 0.95 * expected.rms < error < 1.05 * expected.rms
+    bound = error_bound(dtype, H, I, K, return_mode, activation=activation)
+    assert bound / 2.0 < error / reference.scale < bound
+
+
+@pytest.mark.parametrize("return_mode", ["direct", "reduced"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_more_rounding_exceeds_the_bound(dtype, return_mode):
+    error, expected, _ = measure(dtype, "swiglu", return_mode, spoil=DTYPES[dtype], tokens=4 * T)
+    assert error > 1.1 * expected.bound
+
+
+def test_float32_through_half_precision_exceeds_the_bounds():
+    error, expected, reference = measure("float32", "swiglu", "direct", spoil=np.float16)
+    assert error > 100 * expected.bound
+    assert error / reference.scale > 100 * error_bound("float32", H, I, K, "direct")
+
+
+def test_relative_error_of_nothing():
+    nothing = np.zeros((0, 4))
+    assert relative_error(nothing, nothing, 0.0) == 0.0
+    assert relative_error(np.ones((1, 4)), np.zeros((1, 4)), 0.0) == np.inf
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_router_in_float32_stays_within_its_error(renormalize):
+    rng = np.random.default_rng(11)
+    x, router = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, H), (32, H)))
+    logits = router_logits(x, router)
+    ids = choose(logits, K)
+    weights = weigh(logits, ids, renormalize)
+    slack, variance = router_error(x, router, None, ids, weights, renormalize=renormalize)
+
+    logits32 = serial_dot(x, router)
+    assert check_topk(logits, choose(logits32, K), slack).all()
+    chosen = np.exp(logits32 - logits32.max(axis=1, keepdims=True))
+    of_ids = np.take_along_axis(chosen, ids, axis=1)
+    weights32 = of_ids / (of_ids if renormalize else chosen).sum(axis=1, keepdims=True)
+    error = (weights32 - weights) / np.sqrt(variance)
+    assert 0.2 < np.sqrt(np.mean(error**2)) < 1.0
+    assert np.abs(error).max() < 8.0

@@ -1,0 +1,157 @@
+"""Compile every CUDA source for Hopper and refuse what would be slow without failing.
+
+    python tools/compile_cuda.py
+
+No GPU is needed. A kernel that spills registers, keeps a stack frame, or whose wgmma instructions ptxas
+serializes still computes the right result, only far slower; so each of these is an error here. Objects and
+the compiler's output go to build-cuda/.
+
+nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "csrc" / "cuda"
+OUTPUT = ROOT / "build-cuda"
+FLAGS = [
+    *("-gencode", "arch=compute_90a,code=sm_90a"),
+    *("-std=c++20", "-O3", "-Xptxas", "-v", "-Werror", "all-warnings"),
+    *("-I", str(ROOT / "include"), "-I", str(ROOT / "csrc")),
+]
+# All of one release: left to itself, pip pairs nvcc with the newest front end, whose PTX its ptxas rejects.
+PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in PACKAGES)
+
+# C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.
+ADVISORY = re.compile(r"\(C75\d\d\).*|Potential Performance Loss.*")
+PROPERTIES = re.compile(r"Function properties for (\S+)")
+STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers")
+SMEM = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass
+class Function:
+    """What ptxas reports of one kernel, or of one device function that was not inlined."""
+
+    symbol: str
+    registers: int | None = None  # None: a device function, counted in its callers
+    smem: int = 0  # static shared memory
+    stack: int = 0
+    spills: int = 0  # bytes stored and loaded
+
+    @property
+    def faults(self) -> list[str]:
+        faults = []
+        if self.spills:
+            faults.append(f"spills {self.spills} bytes")
+        if self.stack:
+            faults.append(f"keeps a stack frame of {self.stack} bytes")
+        return faults
+
+
+def find_nvcc() -> Path | None:
+    """The machine's nvcc, else the one that pip installed."""
+    if home := os.environ.get("CUDA_HOME"):
+        return Path(home) / "bin" / "nvcc"
+    if found := shutil.which("nvcc"):
+        return Path(found)
+    return next(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/nvcc"), None)
+
+
+def parse(log: str) -> tuple[list[Function], list[str]]:
+    """Functions and advisories in the output of `ptxas -v`."""
+    functions: list[Function] = []
+    advisories = []
+    for line in log.splitlines():
+        if match := ADVISORY.search(line):
+            advisories.append(match[0])
+        elif match := PROPERTIES.search(line):
+            functions.append(Function(match[1]))
+        elif functions and (match := STACK.search(line)):
+            functions[-1].stack = int(match[1])
+            functions[-1].spills = int(match[2]) + int(match[3])
+        elif functions and (match := USED.search(line)):
+            functions[-1].registers = int(match[1])
+            if smem := SMEM.search(line):
+                functions[-1].smem = int(smem[1])
+    return functions, advisories
+
+
+def readable(symbols: list[str]) -> list[str]:
+    """Kernel names without mangling, parameters and return type, where c++filt is there to help."""
+    if not symbols or not shutil.which("c++filt"):
+        return symbols
+    names = subprocess.run(
+        ["c++filt", "--no-params", *symbols], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [name.removeprefix("void ") for name in names]
+
+
+def compile_source(nvcc: Path, source: Path) -> tuple[int, str]:
+    """Compile one file; returns nvcc's exit status and what it printed."""
+    stem = OUTPUT / source.relative_to(SOURCES).with_suffix("")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(nvcc), *FLAGS, "-c", str(source), "-o", f"{stem}.o"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    stem.with_suffix(".log").write_text(done.stdout)
+    return done.returncode, done.stdout
+
+
+def report(source: Path, status: int, log: str) -> int:
+    """Print one source's table; returns the number of faults."""
+    print(f"\n{source.relative_to(ROOT)}")
+    if status:
+        print(log.rstrip())
+        print(f"  FAILED: nvcc exited with {status}")
+        return 1
+    functions, advisories = parse(log)
+    faults = [f"ptxas: {advisory}" for advisory in advisories]
+    if functions:
+        print(f"  {'registers':>9} {'smem':>7} {'stack':>6} {'spills':>7}  kernel")
+    for function, name in zip(functions, readable([f.symbol for f in functions]), strict=True):
+        registers = "-" if function.registers is None else function.registers
+        print(f"  {registers:>9} {function.smem:>7} {function.stack:>6} {function.spills:>7}  {name}")
+        faults += [f"{name} {fault}" for fault in function.faults]
+    for fault in faults:
+        print(f"  FAILED: {fault}")
+    return len(faults)
+
+
+def main() -> int:
+    sources = sorted(SOURCES.rglob("*.cu"))
+    if not sources:
+        print("no csrc/cuda/*.cu: nothing to compile")
+        return 0
+    nvcc = find_nvcc()
+    if nvcc is None:
+        names = ", ".join(str(source.relative_to(ROOT)) for source in sources)
+        if os.environ.get("CI"):
+            print(f"FAILED: no nvcc to compile {names}. Install one:\n    {INSTALL}", file=sys.stderr)
+            return 1
+        print(f"SKIPPED, no nvcc: {names}. To compile them:\n    {INSTALL}")
+        return 0
+
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release [^\n]*", version)
+    print(f"nvcc {release[0] if release else '(version unknown)'}")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda source: compile_source(nvcc, source), sources))
+    faults = sum(report(source, *result) for source, result in zip(sources, results, strict=True))
+    print(f"\nsources compiled for sm_90a: {len(sources)}, faults: {faults}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
