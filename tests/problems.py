@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from flashmoe.tolerance import call_error, router_error
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+DEFAULT_TILE = (128, 256)
+"""The engine's rows and columns of a tile."""
 PATIENCE = 20.0
 """Seconds without progress after which a rank gives up."""
 
@@ -63,13 +66,14 @@ class Problem:
             "experts": experts,
             "top_k": self.topk_ids[0].shape[1] if self.topk_ids else self.top_k,
             "dtype": self.dtype,
+            "placement": self.owners(),
             "timeout": PATIENCE,
         }
 
     def arguments(self, rank: int) -> dict[str, Any]:
         """Rank's arguments of `flashmoe.moe`."""
         mine = [expert for expert, owner in enumerate(self.owners()) if owner == rank]
-        arguments = {"x": self.x[rank], "placement": self.placement, **self.options}
+        arguments = {"x": self.x[rank], "placement": self.owners(), **self.options}
         for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
             array = getattr(self, name)
             arguments[name] = None if array is None else array[mine]
@@ -246,7 +250,7 @@ class Ranks:
         """Make several calls, one after the other, in one context; the outcomes of each."""
         ranks = problems[0].ranks
         limits = problems[0].limits() if limits is None else limits
-        key = (ranks, *sorted(limits.items()))
+        key = (ranks, str(limits))
         name = self._names.setdefault(key, self._new_name()) if keep else self._new_name()
         arguments = [
             (name, limits, keep, [problem.arguments(rank) for problem in problems], how)
@@ -273,6 +277,9 @@ class Ranks:
 
 
 _contexts: dict[str, flashmoe.Context] = {}  # of this process, if it is a rank
+_tiles: dict[
+    str, tuple[int, int]
+] = {}  # theirs, where set: setting it clears the workspace, which hides bugs
 
 
 def _call(
@@ -286,35 +293,27 @@ def _call(
     how: dict[str, Any],
 ) -> list[Outcome]:
     """In a rank: make `calls` in the context `name`."""
-    context = _contexts.get(name)
-    if context is None:
-        context = flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits)
-    if keep:
-        _contexts[name] = context
-    try:
-        return _in_context(context, calls, **how)
-    finally:
-        if not keep:
-            context.close()
+    if not keep:
+        with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits) as context:
+            return _in_context(context, calls, **how)
+    if name not in _contexts:
+        _contexts[name] = flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits)
+    return _in_context(_contexts[name], calls, **how)
 
 
 def _in_context(
     context: flashmoe.Context,
     calls: list[dict[str, Any]],
     *,
-    perturb: list[int] = (0,),
-    tile: tuple[int, int] = (0, 0),
-    repeat: int = 1,
+    perturb: Sequence[int] = (0,),
+    tile: tuple[int, int] = DEFAULT_TILE,
 ) -> list[Outcome]:
-    """`perturb`: seeds of disturbed schedules, one per call in turn (0: undisturbed).
-    `tile`: rows and columns of a tile (0: the engine's choice).
-    `repeat`: how often each call is made; the last one counts.
-    """
+    """`perturb`: seeds of disturbed schedules, one per call in turn, 0 for none. `tile`: rows and columns."""
     outcomes = []
-    context._set_tile(*tile)
+    if _tiles.get(context.name, DEFAULT_TILE) != tile:
+        context._set_tile(*tile)
+        _tiles[context.name] = tile
     for index, arguments in enumerate(calls):
         context._perturb(perturb[index % len(perturb)])
-        for _ in range(repeat):
-            y = flashmoe.moe(context, **arguments)
-        outcomes.append(Outcome(y.copy(), context.last_call))
+        outcomes.append(Outcome(flashmoe.moe(context, **arguments), context.last_call))
     return outcomes

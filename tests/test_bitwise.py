@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems import DTYPES, check, random_problem
+from problems import DEFAULT_TILE, DTYPES, check, random_problem
 
 SIZES = {"hidden": 72, "intermediate": 88, "experts": 12, "top_k": 3, "scale": 1.0}
 SMALL_TILES = (8, 16)
@@ -19,7 +19,7 @@ def bits(outcomes):
     ]
 
 
-@pytest.mark.parametrize("tile", [(0, 0), SMALL_TILES], ids=["default tiles", "small tiles"])
+@pytest.mark.parametrize("tile", [DEFAULT_TILE, SMALL_TILES], ids=["default tiles", "small tiles"])
 @pytest.mark.parametrize("return_mode", ["direct", "reduced"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fifty_disturbed_schedules(ranks, dtype, return_mode, tile):

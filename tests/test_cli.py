@@ -6,6 +6,7 @@ import json
 import shutil
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,13 @@ def shipped(tmp_path) -> Path:
     """A copy of the shipped checkpoint, to be damaged."""
     with resources.as_file(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe") as folder:
         return Path(shutil.copytree(folder, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def small_shared_memory(monkeypatch) -> None:
+    """A /dev/shm with 1 MiB free."""
+    usage = SimpleNamespace(total=2 << 20, used=1 << 20, free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
 
 
 def run_failing(capsys, *arguments: str) -> str:
@@ -119,13 +127,9 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
         ids[0, 1] = min(set(range(8)) - set(ids[0].tolist())) if expert == "other" else expert
 
     corrupt(monkeypatch, reroute)
-    try:
-        status = main(["run", *TINY, "--out", str(tmp_path)])
-    except (ValueError, IndexError):
-        pytest.fail("a wrong expert id must not end in a traceback")
-    assert status == 1
+    assert main(["run", *TINY, "--out", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert "FAIL" in printed
+    assert "FAIL" in printed and "1 token routed to experts that are not" in printed
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
         (["--tokens", "0"], "expected at least 1"),
         (["--tokens", "513"], "expected at most 512 for 4 ranks"),
         (["--dtype", "int8"], "expected one of float32, float16, bfloat16, got 'int8'"),
-        (["--return", "both"], "expected one of auto, direct, reduced, got 'both'"),
+        (["--return", "both"], "expected one of direct, reduced, auto, got 'both'"),
         (["--model", "olmoe", "--scale", "0"], "expected 0 < scale <= 1, got 0"),
         (["--model", "olmoe", "--scale", "0.01", "--skew", "-1"], "skew: expected at least 0"),
         (["--skew", "1"], "--skew: has an effect only with --model"),
@@ -155,9 +159,9 @@ def test_run_refuses_bad_arguments_in_one_line(tmp_path, monkeypatch, capsys, op
     assert reason in run_failing(capsys, "run", *options)
 
 
-def test_run_refuses_what_does_not_fit_before_making_it(tmp_path, capsys):
-    options = ["--model", "mixtral-8x7b", "--tokens", "4000000000", "--out", str(tmp_path)]
-    assert "free in /dev/shm" in run_failing(capsys, "run", *options)
+def test_run_refuses_what_does_not_fit_before_making_it(tmp_path, capsys, small_shared_memory):
+    options = ["--model", "mixtral-8x7b", "--tokens", "1000000", "--out", str(tmp_path)]
+    assert "1.0 MiB free in /dev/shm" in run_failing(capsys, "run", *options)
 
 
 def test_run_refuses_a_truncated_layer(tmp_path, shipped, capsys):
@@ -207,10 +211,7 @@ def test_memory_refuses_what_exceeds_the_budget(capsys):
     assert main(["memory", "--model", "mixtral-8x7b", "--tokens", "8", "--budget", "10G"]) == 0
 
 
-def test_memory_refuses_what_exceeds_shared_memory(capsys, monkeypatch):
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 << 20, 1 << 20, 1 << 20)
-    )
+def test_memory_refuses_what_exceeds_shared_memory(capsys, small_shared_memory):
     assert main(["memory", "--model", "qwen3-30b-a3b"]) == 1
     assert "1.0 MiB free in /dev/shm" in capsys.readouterr().err
 
@@ -226,9 +227,9 @@ def test_memory_of_given_sizes(capsys):
     [
         ([], "missing --hidden, --intermediate, --experts, --top-k"),
         (["--hidden", "8"], "missing --intermediate"),
-        (["--model", "olmoe", "--top-k", "65"], "top_k: expected at most experts=64, got 65"),
-        (["--model", "olmoe", "--ranks", "0"], "ranks: expected at least 1"),
-        (["--model", "olmoe", "--tokens", "-1"], "max_tokens: expected at least 1"),
+        (["--model", "olmoe", "--top-k", "65"], "top_k: expected an integer in [1, 64], got 65"),
+        (["--model", "olmoe", "--ranks", "0"], "ranks: expected an integer in [1, "),
+        (["--model", "olmoe", "--tokens", "-1"], "max_tokens: expected an integer in [1, "),
         (["--model", "olmoe", "--budget", "much"], "expected a size such as 512MiB or 2G, got 'much'"),
         (["--model", "olmoe", "--dtype", "fp8"], "dtype: expected one of"),
     ],

@@ -127,6 +127,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.order = o.order;
   call_.config = make_config(layer, o);
   experts_.resize(std::max(call_.local_experts, 1u));
+  combined_.resize(ceil_div(call_.max_blocks, 32u));
   column_next_.resize(call_.gemm1_columns);
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
@@ -156,7 +157,8 @@ void Context::run_actors() {
   }
   wake_.notify_all();
   Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003);
-  run_os<CpuPlatform>(call_, {sources_.data(), experts_.data(), column_next_.data(), seen_.data()});
+  run_os<CpuPlatform>(call_, {sources_.data(), experts_.data(), combined_.data(), {column_next_.data(), gemm1_tiles_},
+                              seen_.data()});
   Perturbation::seed(0);
   std::unique_lock lock(mutex_);
   done_.wait(lock, [&] { return running_ == 0; });

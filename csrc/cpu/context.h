@@ -77,7 +77,8 @@ class Context {
   std::vector<uint32_t> owner_, by_owner_, owner_base_;
   std::vector<Source> sources_;
   std::vector<TileFormer<CpuPlatform>::Expert> experts_;
-  std::vector<uint32_t> column_next_;
+  std::vector<uint32_t> combined_, column_next_;
+  uint32_t gemm1_tiles_[Scheduler<CpuPlatform>::kGroups][CpuPlatform::kLanes];
   std::vector<Status> seen_;
 
   std::vector<ActorTrace> traces_;

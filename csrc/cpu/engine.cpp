@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu/gemm.h"
 
 namespace flashmoe::cpu {
 namespace {
@@ -33,8 +32,10 @@ class Timed {
 }  // namespace
 
 bool Engine::dispatch(uint32_t b) {
-  scratch_.resize(2 * size_t{c_.experts} + c_.ranks);
-  const PacketScratch s{scratch_.data(), scratch_.data() + c_.experts, scratch_.data() + 2 * size_t{c_.experts}};
+  const size_t pairs = size_t{c_.block_tokens()} * c_.top_k;
+  scratch_.resize(pairs + 2 * size_t{c_.experts} + c_.ranks);
+  uint32_t* const count = scratch_.data() + pairs;
+  const PacketScratch s{scratch_.data(), count, count + c_.experts, count + 2 * size_t{c_.experts}};
   {
     const Timed timed(trace_, Phase::kGate, b);
     if (!route(b)) return false;
@@ -64,7 +65,7 @@ bool Engine::route(uint32_t b) {
   float* a = room(a_, size_t{rows} * c_.hidden);
   widen(a, token_row(c_.rank, first), layer_.dtype, uint64_t{tokens} * c_.hidden);
   float* logits = room(out_, size_t{rows} * c_.experts);
-  gemm(logits, a, tokens, layer_.router, c_.hidden, layer_.dtype, c_.experts, c_.hidden, wide_);
+  gemm(logits, a, tokens, layer_.router, c_.hidden, layer_.dtype, c_.experts, c_.hidden, gemm_);
   add_bias(logits, tokens, layer_.router_bias, 0, c_.experts);
   return choose_experts(b, logits);
 }
@@ -159,7 +160,7 @@ void Engine::gemm0(uint32_t tile, uint32_t n) {
     float* out = room(to, size_t{rows} * count);
     const uint64_t row = t.expert * weight_rows + first_row;
     gemm(out, a, t.rows, static_cast<const uint8_t*>(layer_.gate_up) + bytes(row * c_.hidden), c_.hidden, layer_.dtype,
-         count, c_.hidden, wide_);
+         count, c_.hidden, gemm_);
     add_bias(out, t.rows, layer_.gate_up_bias, row, count);
     return out;
   };
@@ -183,7 +184,7 @@ void Engine::gemm1(uint32_t tile, uint32_t n) {
   float* out = room(out_, size_t{rows} * count);
   const uint64_t weight_row = uint64_t{t.expert} * c_.hidden + first;
   gemm(out, a, t.rows, static_cast<const uint8_t*>(layer_.down) + bytes(weight_row * c_.intermediate), c_.intermediate,
-       layer_.dtype, count, c_.intermediate, wide_);
+       layer_.dtype, count, c_.intermediate, gemm_);
   add_bias(out, t.rows, layer_.down_bias, weight_row, count);
   for_each_row(tile, [&](uint32_t row, uint32_t home, const Entry& entry) {
     float* values = out + size_t{row} * count;

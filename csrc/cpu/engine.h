@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "cpu/gemm.h"
 #include "cpu/layer.h"
 #include "cpu/platform.h"
 #include "cpu/trace.h"
@@ -51,8 +52,9 @@ class Engine {
   const Layer& layer_;
   const Limits& limits_;
   ActorTrace& trace_;
-  // Buffers: operand rows, results (gate and up), widened weights, a bias, packet scratch, router scores.
-  std::vector<float> a_, out_, up_, wide_, bias_, scores_;
+  // Buffers: operand rows, results (gate and up), a bias, router scores, packet scratch.
+  std::vector<float> a_, out_, up_, bias_, scores_;
+  GemmBuffers gemm_;
   std::vector<uint32_t> scratch_;
 };
 

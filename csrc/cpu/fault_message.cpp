@@ -10,7 +10,7 @@ namespace {
 
 using Kind = Error::Kind;
 
-std::string awaited(const FaultRecord& r) {
+std::string awaited(const Fault& r) {
   switch (r.kind) {
     case FaultKind::kCallSignal:
       return concat("the call signal of rank ", r.awaited, " (expected epoch ", r.expected, ", seen ", r.seen, ")");
@@ -23,7 +23,7 @@ std::string awaited(const FaultRecord& r) {
   }
 }
 
-Error timeout_error(const Call& c, const Group& group, const FaultRecord& r) {
+Error timeout_error(const Call& c, const Group& group, const Fault& r) {
   const uint32_t guilty = r.culprit;
   const uint64_t entered = CpuPlatform::load_acquire(&c.status(guilty)->entered, kSystem);
   std::string state = group.obituary(guilty);
@@ -45,7 +45,7 @@ const char* activation_name(uint32_t v) {
   return v < 4 ? kNames[v] : "?";
 }
 
-Error disagreement_error(const Call& c, const FaultRecord& r) {
+Error disagreement_error(const Call& c, const Fault& r) {
   // Each rank's own copy of its configuration lies in its own heap.
   const uint32_t a = r.rank, b = r.awaited;
   const CallConfig& mine = *c.call_config(a, a);
@@ -69,7 +69,7 @@ Error disagreement_error(const Call& c, const FaultRecord& r) {
   return {Kind::kGroup, concat("ranks disagree on call ", r.epoch, ": ", what)};
 }
 
-Error describe(const Call& c, const Group& group, const FaultRecord& r) {
+Error describe(const Call& c, const Group& group, const Fault& r) {
   switch (r.kind) {
     case FaultKind::kDisagree: return disagreement_error(c, r);
     case FaultKind::kRouterValue:
@@ -91,7 +91,7 @@ Error fault_error(const Call& c, const Group& group) {
   for (uint32_t i = 0; i < c.ranks; ++i) {
     const uint32_t p = (c.rank + i) % c.ranks;
     const FaultRecord* r = c.fault(c.rank, p);
-    if (CpuPlatform::load_acquire(&r->posted, kSystem) != 0) return describe(c, group, *r);
+    if (CpuPlatform::load_acquire(&r->posted, kSystem) != 0) return describe(c, group, r->fault);
   }
   return {Kind::kOther, "the call was aborted without a fault record"};
 }

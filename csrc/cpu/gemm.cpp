@@ -2,7 +2,7 @@
 
 #include <cblas.h>
 
-#include <cstring>
+#include <algorithm>
 #include <mutex>
 #include <random>
 #include <unordered_map>
@@ -19,44 +19,55 @@ void use_one_blas_thread() {
   (void)done;
 }
 
-void sgemm(float* out, const float* a, uint32_t rows, const float* w, uint64_t w_stride, uint32_t n, uint32_t k) {
-  scipy_cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, static_cast<blasint>(rows), static_cast<blasint>(n),
+// out_t[n, rows] = (a[rows, k] * w[n, k]^T)^T. This way round the rows are the BLAS's first dimension (it counts in
+// columns), which kernels cut into the larger pieces.
+void sgemm(float* out_t, const float* a, uint32_t rows, const float* w, uint64_t w_stride, uint32_t n, uint32_t k) {
+  scipy_cblas_sgemm(CblasColMajor, CblasTrans, CblasNoTrans, static_cast<blasint>(rows), static_cast<blasint>(n),
                     static_cast<blasint>(k), 1.0f, a, static_cast<blasint>(k), w, static_cast<blasint>(w_stride), 0.0f,
-                    out, static_cast<blasint>(n));
+                    out_t, static_cast<blasint>(rows));
 }
 
-// The most rows a probe tries; a longer tile is computed in pieces of this many.
-constexpr uint32_t kPiece = 128;
+// Which numbers of rows a call may have: the multiples of `unit` up to `most`.
+struct CallSizes {
+  uint32_t unit, most;
+};
 
-// Whether every multiple of g rows up to kPiece gives each row the bits it has among kPiece rows shifted by one place.
-bool rows_are_independent(uint32_t g, const std::vector<float>& a, const std::vector<float>& w, uint32_t n, uint32_t k) {
-  std::vector<float> whole(size_t{kPiece} * n), part(whole.size());
-  sgemm(whole.data(), a.data(), kPiece, w.data(), k, n, k);
-  for (uint32_t rows = g; rows <= kPiece; rows += g) {
-    const uint32_t shift = kPiece - rows == 0 ? 0 : 1;
-    sgemm(part.data(), a.data() + size_t{shift} * k, rows, w.data(), k, n, k);
-    if (std::memcmp(part.data(), whole.data() + size_t{shift} * n, size_t{rows} * n * sizeof(float)) != 0) return false;
+// Whether every row has the same bits in every place of every such call. `a` has 2 * most rows: a window that moves down
+// it by one row shows each row in two neighbouring places; that all neighbours agree makes all places alike.
+bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n, uint32_t k) {
+  std::vector<float> unit(size_t{sizes.unit} * n), here(size_t{sizes.most} * n), next(here.size());
+  sgemm(unit.data(), a.data(), sizes.unit, w.data(), k, n, k);
+  for (uint32_t rows = sizes.unit; rows <= sizes.most; rows += sizes.unit) {
+    sgemm(here.data(), a.data(), rows, w.data(), k, n, k);
+    sgemm(next.data(), a.data() + k, rows, w.data(), k, n, k);
+    for (uint32_t j = 0; j < n; ++j) {
+      const float* const column = here.data() + size_t{j} * rows;
+      if (column[0] != unit[size_t{j} * sizes.unit]) return false;
+      if (!std::equal(column + 1, column + rows, next.data() + size_t{j} * rows)) return false;
+    }
   }
   return true;
 }
 
-uint32_t probe(uint32_t n, uint32_t k) {
+CallSizes probe(uint32_t n, uint32_t k) {
+  constexpr CallSizes kCandidates[] = {{16, 128}, {16, 16}, {8, 8}, {4, 4}, {2, 2}};
   std::mt19937 random(7);
   std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
-  std::vector<float> a(size_t{kPiece} * k), w(size_t{n} * k);
+  std::vector<float> a(size_t{2 * kCandidates[0].most} * k), w(size_t{n} * k);
   for (float& v : a) v = uniform(random);
   for (float& v : w) v = uniform(random);
-  for (const uint32_t g : {8u, 16u, 32u, 64u}) {
-    if (rows_are_independent(g, a, w, n, k)) return g;
+  for (const CallSizes sizes : kCandidates) {
+    if (places_are_alike(sizes, a, w, n, k)) return sizes;
   }
-  return 1;
+  return {1, 1};
 }
 
-uint32_t granularity(uint32_t n, uint32_t k) {
+CallSizes call_sizes(uint32_t n, uint32_t k) {
+  use_one_blas_thread();
   static std::mutex mutex;
-  static std::unordered_map<uint64_t, uint32_t> known;
+  static std::unordered_map<uint64_t, CallSizes> known;
   const std::lock_guard lock(mutex);
-  const auto [it, fresh] = known.try_emplace(uint64_t{n} << 32 | k, 0);
+  const auto [it, fresh] = known.try_emplace(uint64_t{n} << 32 | k);
   if (fresh) it->second = probe(n, k);
   return it->second;
 }
@@ -64,26 +75,30 @@ uint32_t granularity(uint32_t n, uint32_t k) {
 }  // namespace
 
 uint32_t padded_rows(uint32_t rows, uint32_t n, uint32_t k) {
-  use_one_blas_thread();
-  const uint32_t g = granularity(n, k);
-  return (rows + g - 1) / g * g;
+  const uint32_t unit = call_sizes(n, k).unit;
+  return (rows + unit - 1) / unit * unit;
 }
 
 void gemm(float* out, const float* a, uint32_t rows, const void* w, uint64_t w_stride, DType t, uint32_t n, uint32_t k,
-          std::vector<float>& wide) {
-  const uint32_t padded = padded_rows(rows, n, k);
-  const float* wf = static_cast<const float*>(w);
+          GemmBuffers& buffers) {
+  const float* weights = static_cast<const float*>(w);
   if (t != DType::kFloat32) {
-    wide.resize(size_t{n} * k);
+    buffers.weights.resize(size_t{n} * k);
     for (uint32_t i = 0; i < n; ++i) {
-      widen(wide.data() + size_t{i} * k, static_cast<const uint16_t*>(w) + i * w_stride, t, k);
+      widen(buffers.weights.data() + size_t{i} * k, static_cast<const uint16_t*>(w) + i * w_stride, t, k);
     }
-    wf = wide.data();
+    weights = buffers.weights.data();
     w_stride = k;
   }
-  const uint32_t step = granularity(n, k) == 1 ? 1 : kPiece;
-  for (uint32_t r = 0; r < padded; r += step) {
-    sgemm(out + size_t{r} * n, a + size_t{r} * k, std::min(step, padded - r), wf, w_stride, n, k);
+  const CallSizes sizes = call_sizes(n, k);
+  buffers.piece.resize(size_t{sizes.most} * n);
+  for (uint32_t r = 0; r < rows; r += sizes.most) {
+    const uint32_t real = std::min(sizes.most, rows - r);
+    const uint32_t count = (real + sizes.unit - 1) / sizes.unit * sizes.unit;
+    sgemm(buffers.piece.data(), a + size_t{r} * k, count, weights, w_stride, n, k);
+    for (uint32_t i = 0; i < real; ++i) {
+      for (uint32_t j = 0; j < n; ++j) out[size_t{r + i} * n + j] = buffers.piece[size_t{j} * count + i];
+    }
   }
 }
 

@@ -11,18 +11,24 @@ namespace flashmoe::cpu {
 // Rows a tile may have at most.
 inline constexpr uint32_t kMaxTileRows = 1024;
 
-// out[rows, n] = a[rows, k] * w[n, k]^T, all accumulation in fp32. `a` has room for padded_rows(rows, n, k) rows,
-// whose surplus is ignored; so has `out`. w is of type t with rows w_stride elements apart. Single-threaded.
-// `wide` holds w in fp32 where t is narrower.
-void gemm(float* out, const float* a, uint32_t rows, const void* w, uint64_t w_stride, DType t, uint32_t n, uint32_t k,
-          std::vector<float>& wide);
+// Buffers of a caller of gemm, grown as needed.
+struct GemmBuffers {
+  std::vector<float> weights;  // w in fp32 where its type is narrower
+  std::vector<float> piece;    // results of one BLAS call, transposed
+};
 
-// `rows` rounded up to what gemm computes for this shape.
+// out[rows, n] = a[rows, k] * w[n, k]^T, all accumulation in fp32. `a` has room for padded_rows(rows, n, k) rows, whose
+// surplus may hold anything. w is of type t with rows w_stride elements apart. Single-threaded.
+void gemm(float* out, const float* a, uint32_t rows, const void* w, uint64_t w_stride, DType t, uint32_t n, uint32_t k,
+          GemmBuffers& buffers);
+
+// `rows` rounded up to what gemm reads of `a` for this shape.
 //
 // A row of a tile must come out the same whatever its place in the tile and however many rows the tile has, or the
-// result would depend on timing. BLAS libraries promise no such thing. So a shape (n, k) is probed once, on random
-// data: the granularity is the smallest g for which every multiple of g rows, in every place, gives each row the same
-// bits. That is 8 or 16 for OpenBLAS's AVX2 kernels; if nothing holds, every row is computed alone.
+// result would depend on timing. BLAS libraries promise no such thing: OpenBLAS's AVX2 kernel adds up the products of
+// rows 6 to 11 of every 12 in another order than those of rows 0 to 5. So each shape (n, k) is probed once, on random
+// data, for the call sizes that treat all places alike: any multiple of 16 rows if the library is that kind, else calls
+// of exactly 16, 8, 4, 2 or 1 rows. (Exactly 16 for the AVX2 kernel, at about half the speed of calls of 128.)
 uint32_t padded_rows(uint32_t rows, uint32_t n, uint32_t k);
 
 }  // namespace flashmoe::cpu

@@ -66,6 +66,18 @@ struct CpuMemory {
     Perturbation::point();
     std::atomic_ref(*p).store(v, std::memory_order_release);
   }
+  template <class T, class Scope>
+  static T poll(const T* p, Scope scope) {
+    return load_acquire(p, scope);
+  }
+  template <class T>
+  static void post(T* p, T v) {
+    store_release(p, v, kDevice);
+  }
+  template <class Scope>
+  static void acquire_fence(Scope) {}
+  template <class Scope>
+  static void release_fence(Scope) {}
   template <class T>
   static T fetch_add(T* p, T v) {
     Perturbation::point();

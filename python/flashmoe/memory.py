@@ -6,18 +6,22 @@ cannot differ. All figures are per rank unless said otherwise.
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from typing import Any
 
 from . import _ffi
+from .context import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS, RETURN_MODES, make_limits
 from .errors import HeapError, InvalidArgument
-from .models import DTYPES
+from .placement import contiguous
+from .tensors import DTYPES
+
+MAX_WIDTH = 2**20
+"""Largest H and I of a context."""
 
 SHARED_MEMORY = "/dev/shm"
 """Where the CPU engine's symmetric heaps live: one file system for all ranks of the machine."""
-
-RETURN_MODES = ("auto", "direct", "reduced")
 
 
 @dataclass(frozen=True)
@@ -78,26 +82,28 @@ def plan_memory(
 
     Raises `InvalidArgument` for sizes no context can have.
     """
-    sizes = {"ranks": ranks, "max_tokens": max_tokens, "hidden": hidden, "intermediate": intermediate}
-    for name, size in {**sizes, "experts": experts, "top_k": top_k}.items():
-        if size < 1:
-            raise InvalidArgument(f"{name}: expected at least 1, got {size}")
-    if top_k > experts:
-        raise InvalidArgument(f"top_k: expected at most experts={experts}, got {top_k}")
+    bounds = {
+        "ranks": (ranks, MAX_RANKS),
+        "max_tokens": (max_tokens, MAX_TOKENS),
+        "hidden": (hidden, MAX_WIDTH),
+        "intermediate": (intermediate, MAX_WIDTH),
+        "experts": (experts, MAX_EXPERTS),
+        "top_k": (top_k, experts),
+    }
+    for name, (size, most) in bounds.items():
+        if not 1 <= size <= most:
+            raise InvalidArgument(f"{name}: expected an integer in [1, {most}], got {size}")
     if dtype not in DTYPES:
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if return_mode not in RETURN_MODES:
         raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
-    slots = {"direct": top_k, "reduced": ranks, "auto": max(top_k, ranks)}
-    limits = {
-        **sizes,
-        "experts": experts,
-        "max_local_experts": -(-experts // ranks),
-        "top_k": top_k,
-        "elem_bytes": DTYPES[dtype].itemsize,
-        "return_slots": slots[return_mode],
-        "staging": int(return_mode != "direct"),
-    }
+    limits = make_limits(
+        **{name: size for name, (size, _) in bounds.items()},
+        dtype=dtype,
+        placement_of_experts=contiguous(experts, ranks),
+        return_mode=return_mode,
+        processors=max(1, (os.cpu_count() or 1) // ranks),
+    )
     return MemoryPlan(ranks, max_tokens, tuple(_term(field) for field in _ffi.layout_fields(limits)))
 
 

@@ -117,11 +117,12 @@ class GroupReport:
 def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
     """Count the (token, k) pairs of every expert.
 
-    `topk_ids`: one int array [T_p, K] per rank, -1 for a dropped pair. Returns int64 [experts].
+    `topk_ids`: one int array [T_p, K] per rank; what names no expert, such as the -1 of a dropped pair, is
+    not counted. Returns int64 [experts].
     """
     load = np.zeros(experts, np.int64)
     for ids in topk_ids:
-        load += np.bincount(ids[ids >= 0], minlength=experts)
+        load += np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts)
     return load
 
 

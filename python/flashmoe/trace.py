@@ -102,7 +102,7 @@ def write_timeline(path: str | Path, events_by_rank: Sequence[Sequence[Event]], 
         panel = row_inches * rows[rank]
         axes = figure.add_axes((0.1, (top - panel) / height, 0.885, panel / height))
         _draw_rank(axes, events, names, origin, unit_ns, row_inches)
-        axes.set_xlim(0, (end - origin) / unit_ns)
+        axes.set_xlim(0, max(end - origin, 1) / unit_ns)
         figure.text(0.008, (top - panel / 2) / height, f"rank {rank}", fontweight="bold", va="center")
         axes.tick_params(labelbottom=rank == len(rows) - 1, bottom=rank == len(rows) - 1)
         top -= panel + gap
@@ -139,7 +139,7 @@ def _draw_rank(
         colour = _colour(kind)[0]
         edges = "none" if kind == "wait" else colour
         axes.add_collection(
-            PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.3)
+            PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.7)
         )
     stride = max(1, round(0.15 / row_inches))  # a label is 0.15 inch high
     # os, then every processor whose number the stride divides, but for 0, whose label would cover that of os.

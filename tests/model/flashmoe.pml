@@ -52,14 +52,14 @@
 #else
 #define STOPS PROCESSORS1
 #endif
-#ifdef BUG_QUEUE_WITHOUT_STOPS
+#ifdef BUG_SHORT_QUEUE /* no room for the stop words */
 #define SLOTS TASKS
 #else
 #define SLOTS (TASKS + STOPS)
 #endif
 
-#if TILES != 2
-#error "the options of os() are written out for two tiles"
+#if TILES != 2 || REDUCE_TASKS > 4 || ROWS > 2
+#error "the options of os() and the items that a processor holds are written out for less"
 #endif
 
 /* Epochs 1 2 3 4 1 2 ...: a rank forgets what it holds of epoch e when it ends call e, which changes no comparison
@@ -84,7 +84,7 @@
 #define COVERED(id) covered[id]
 #endif
 
-#ifdef BUG_EPOCH_REUSE
+#ifdef BUG_EPOCH_REUSE /* packets of all epochs share one copy */
 #define COPY(e) 0
 #else
 #define COPY(e) ((e) & 1)
@@ -93,16 +93,12 @@
 #define PACKET(e, p, b) (COPY(e) * PACKETS + (p) * BLOCKS + (b))
 #ifdef REDUCED
 #define RETURN_ROWS RANKS /* of a block, which counts as one token: what each rank sums */
+#define COUNTERS COLUMNS1 /* pending counters of a packet */
 #else
 #define RETURN_ROWS PAIRS
-#endif
-#define RETURN(b, slot, c) (((b) * RETURN_ROWS + (slot)) * COLUMNS1 + (c))
-#define COUNTER(packet, c) ((packet) * COUNTERS + (c))
-#ifdef REDUCED
-#define COUNTERS COLUMNS1 /* pending counters of a packet: one per column */
-#else
 #define COUNTERS 1
 #endif
+#define RETURN(b, slot, c) (((b) * RETURN_ROWS + (slot)) * COLUMNS1 + (c))
 
 /* Task words: kind and index. Zero is an empty slot. */
 #define GEMM0 16
@@ -132,10 +128,10 @@ typedef Rank {
 	byte consumed[RANKS];          /* packets of each source that tiles were formed from */
 	byte entry[ENTRIES];           /* entries in tile order: tile t is entry[t * ROWS ...] */
 	byte filled;
-	byte done0[TILES];             /* dependency counters ... */
-	byte pending[PACKETS * COUNTERS];
-	byte reduced[PACKETS];         /* ... each reset by whoever completes it */
-	byte covered[COVERS * PACKETS]; /* return rows whose writes are ordered before the next fetch-add */
+	byte done0[TILES];             /* dependency counters, reset by whoever completes them: of a tile's GEMM1, ... */
+	byte pending[PACKETS * COUNTERS]; /* ... of a packet's Reduce or, with `direct`, its return signal, ... */
+	byte reduced[PACKETS];         /* ... and, with `reduced`, of the return signal */
+	byte covered[COVERS * PACKETS]; /* return rows whose writes the next fetch-add is ordered behind */
 	byte list[LIST];               /* the ready list: GEMM1 of a tile, Reduce of a packet's column */
 	byte list_head;
 	byte list_tail;
@@ -170,7 +166,7 @@ hidden byte i, j, p_, b_, k_, c_, q_, id, bits, count, last, pushes;
 #define ARRIVED(p, b) (me.packet_epoch[PACKET(me.epoch, p, b)] == me.epoch)
 #define CONSUMABLE(p) (ANNOUNCED(p) && me.consumed[p] < BLOCKS_OF(p) && ARRIVED(p, me.consumed[p]))
 #define ALL_CONSUMED (ANNOUNCED(0) && me.consumed[0] == BLOCKS_OF(0) && ANNOUNCED(1) && me.consumed[1] == BLOCKS_OF(1))
-#ifdef BUG_UNFLUSHED_TILES
+#ifdef BUG_UNFLUSHED_TILES /* the call's tasks are counted without the partial tiles */
 #define FLUSHED false
 #else
 #define FLUSHED ALL_CONSUMED
@@ -180,19 +176,21 @@ hidden byte i, j, p_, b_, k_, c_, q_, id, bits, count, last, pushes;
 #define LISTED(t) ((me.ready1 >> (t)) & 1)
 #define RETURNED(q, b) (me.return_epoch[(q) * BLOCKS + (b)] == me.epoch)
 #define PUBLISHED(t) (!TILE_READY(t) || me.published0[t] == COLUMNS0 && me.published1[t] == COLUMNS1)
-#ifdef BUG_LOST_STOP
+#ifdef BUG_LOST_TERMINATION /* a processor without its stop word */
 #define STOPS_OF(r) (PROCESSORS(r) - 1)
 #else
 #define STOPS_OF(r) PROCESSORS(r)
 #endif
 #define USED_TILES ((me.filled + ROWS - 1) / ROWS)
-#define ALL_PUBLISHED (ALL_CONSUMED && PUBLISHED(0) && PUBLISHED(1) && me.reduces == 0 && me.combines == (1 << BLOCKS_OF(r)) - 1)
+#define ALL_PUBLISHED (ALL_CONSUMED && PUBLISHED(0) && PUBLISHED(1) && me.reduces == 0 \
+	&& me.combines == (1 << BLOCKS_OF(r)) - 1)
 
 #define ALL_PAIRS ((1 << PAIRS) - 1)
 #define ROUTED(q, b) me.routed[(q) * BLOCKS + (b)]
 #define COMBINABLE(b) (ANNOUNCED(r) && (b) < me.consumed[r] && !((me.combines >> (b)) & 1) \
 	&& (ROUTED(0, b) == 0 || RETURNED(0, b)) && (ROUTED(1, b) == 0 || RETURNED(1, b)))
 
+/* Behind the last word; its slot was taken and cleared long ago. */
 inline publish(word) {
 	assert(me.queue[me.tail % SLOTS] == 0);
 	me.queue[me.tail % SLOTS] = word;
@@ -298,6 +296,8 @@ inline read_gemm1(t) {
 	}
 }
 
+#ifdef REDUCED
+/* All of the packet is staged. */
 inline read_reduce(packet, c) {
 	count = 0;
 	for (i : 0 .. me.filled - 1) {
@@ -311,6 +311,7 @@ inline read_reduce(packet, c) {
 	}
 	assert(count == me.packet_count[j])
 }
+#endif
 
 inline read_combine(b) {
 	for (k_ : 0 .. RETURN_ROWS - 1) {
@@ -330,18 +331,21 @@ inline read_combine(b) {
 	}
 }
 
-/* All that a task reads, read now. */
+/* All that a task reads. */
 inline read(word) {
 	d_step {
 		if
 		:: KIND(word) == GEMM0 -> read_gemm0(INDEX(word) / COLUMNS0)
 		:: KIND(word) == GEMM1 -> read_gemm1(INDEX(word) / COLUMNS1)
+#ifdef REDUCED
 		:: KIND(word) == REDUCE -> read_reduce(INDEX(word) / COLUMNS1, INDEX(word) % COLUMNS1)
+#endif
 		:: KIND(word) == COMBINE -> read_combine(INDEX(word))
 		fi
 	}
 }
 
+/* A task is executed, for the first time. */
 inline once(done, task) {
 	assert(!((done >> (task)) & 1));
 	done = done | (1 << (task))
@@ -405,7 +409,7 @@ inline retire_gemm1(t, c) {
 			count = me.packet_count[j];
 			id = p_ * BLOCKS + b_;
 #ifdef REDUCED
-			bump(me.pending[COUNTER(id, c)], count);
+			bump(me.pending[id * COUNTERS + c], count);
 			if
 			:: last -> reserve(REDUCE + id * COLUMNS1 + c)
 			:: else
@@ -588,8 +592,7 @@ progress:
 }
 
 #define NONE 255
-
-#define ASK me.head++; ticket = me.head - 1
+#define ASK ticket = me.head; me.head++
 
 #define STORE(lane) \
 	d_step { \
@@ -601,6 +604,7 @@ progress:
 	}
 #define STORED (push[0] == 0 && push[1] == 0)
 
+/* Dispatches its blocks, then takes and executes tasks until it takes a stop word. */
 proctype processor(byte r, n) {
 	byte call = 4; /* the last call it was launched for */
 	byte block = n;
@@ -632,7 +636,7 @@ proctype processor(byte r, n) {
 		}
 		do
 		:: STORE(0)
-#ifdef REDUCED
+#if ROWS > 1 && defined(REDUCED)
 		:: STORE(1)
 #endif
 		:: d_step { STORED && ticket == NONE -> ASK }

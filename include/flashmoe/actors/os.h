@@ -10,10 +10,11 @@ namespace flashmoe {
 // Memory of the OS actor: shared memory on a GPU. Uninitialised.
 template <class P>
 struct OsScratch {
-  Source* sources;                         // [R]
+  Source* sources;                          // [R]
   typename TileFormer<P>::Expert* experts;  // [El]
-  uint32_t* column_next;                   // [gemm1_columns]
-  Status* seen;                            // [R] the peers' status when last sampled
+  uint32_t* combined;                       // [blocks / 32, rounded up]
+  typename Scheduler<P>::Memory scheduler;
+  Status* seen;  // [R] the peers' status when last sampled
 };
 
 // Tells every rank, itself too, that this call has begun and what this rank believes it to be. All lanes.
@@ -74,8 +75,8 @@ class GroupLiveness {
 template <class P>
 FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   announce<P>(c);
-  Subscriber<P> subscriber(c, scratch.sources, scratch.experts);
-  Scheduler<P> scheduler(c, subscriber, scratch.column_next);
+  Subscriber<P> subscriber(c, scratch.sources, scratch.experts, scratch.combined);
+  Scheduler<P> scheduler(c, subscriber, scratch.scheduler);
   GroupLiveness<P> group(c, scratch.seen);
   Status* own = c.status(c.rank);
   // Plain reads of own words: nobody else writes them.
@@ -83,6 +84,7 @@ FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   const WaitEnd end = wait_until<P>(
       c,
       [&] {
+        scheduler.look();
         const bool arrived = subscriber.step();
         Step s = scheduler.step();
         if (s == Step::kIdle && arrived) s = Step::kProgress;
@@ -95,9 +97,9 @@ FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
       },
       group);
   if (end == WaitEnd::kExpired && P::lane() == 0) {
-    FaultRecord record = subscriber.missing();
-    record.culprit = group.culprit(record.awaited);
-    post_fault<P>(c, record);
+    Fault fault = subscriber.missing();
+    fault.culprit = group.culprit(fault.awaited);
+    post_fault<P>(c, fault);
   }
   return end == WaitEnd::kDone;
 }

@@ -16,7 +16,8 @@ template <class P>
 FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
   bool last = false;
   if (P::lane() == 0) last = P::fetch_add_acq_rel(&c.tile(tile)->gemm0_done, 1u) + 1 == c.gemm0_columns;
-  push_ready<P>(c, last, {TaskKind::kGemm1, 0, tile});
+  // The column's place tells the scheduler whether any row goes to another rank.
+  push_ready<P>(c, last, {TaskKind::kGemm1, c.tile(tile)->remote, tile});
 }
 
 // The last of what this rank owes to block b of rank p has been written there.
@@ -59,6 +60,17 @@ FLASHMOE_FN void retire_reduce(const Call& c, uint32_t packet) {
   signal_return<P>(c, p, b);
 }
 
+// Waits for the ticket's task and looks up what it refers to. All lanes.
+template <class P>
+FLASHMOE_FN Task next_task(const Call& c, uint64_t ticket) {
+  Task task = wait_task<P>(c, ticket);
+  if (task.kind == TaskKind::kGemm0) {
+    const uint32_t l = task.index % c.local_experts, ordinal = task.index / c.local_experts;
+    task.index = *c.workspace<uint32_t>(WorkField::kExpertTiles, l, ordinal);
+  }
+  return task;
+}
+
 // Runs one processor of a call to its end. The engine supplies dispatch(b), gemm0, gemm1, reduce, combine; each returns
 // when every write of the task is ordered before this warp's next release.
 template <class P, class Engine>
@@ -69,7 +81,7 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine) {
   while (true) {
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
-    const Task task = wait_task<P>(c, P::broadcast(ticket, 0));
+    const Task task = next_task<P>(c, P::broadcast(ticket, 0));
     switch (task.kind) {
       case TaskKind::kGemm0:
         engine.gemm0(task.index, task.column);

@@ -13,24 +13,40 @@ namespace flashmoe {
 template <class P>
 class Scheduler {
  public:
-  // column_next: [gemm1_columns] in shared memory, uninitialised; used by gemm1_by_column.
-  FLASHMOE_FN Scheduler(const Call& call, Subscriber<P>& subscriber, uint32_t* column_next)
-      : c_(call), sub_(subscriber), column_next_(column_next) {
+  // Shared memory, uninitialised.
+  struct Memory {
+    uint32_t* column_next;           // [gemm1_columns] for gemm1_by_column: tiles published of each column
+    uint32_t (*tiles)[P::kLanes];    // [kGroups] the tiles next in line for GEMM1, loaded kLanes at a time
+  };
+  // GEMM1 tiles wait in two groups; remote homes go first, since their rows have a way to go.
+  static constexpr uint32_t kGroups = 2;
+
+  FLASHMOE_FN Scheduler(const Call& call, Subscriber<P>& subscriber, const Memory& memory)
+      : c_(call), sub_(subscriber), memory_(memory) {
     published_ = P::broadcast(P::load_relaxed(&c_.control()->published.value), 0);
     drained_ = P::broadcast(P::load_relaxed(&c_.control()->list_head.value), 0);
-    for (uint32_t i = P::lane(); i < c_.gemm1_columns; i += P::kLanes) column_next_[i] = 0;
+    for (uint32_t i = P::lane(); i < c_.gemm1_columns; i += P::kLanes) memory_.column_next[i] = 0;
     P::sync();
   }
 
-  // Publishes what the window allows; kDone once the call's last word is published. All lanes.
+  // Starts the loads of a step, so that they are under way during the subscriber's. All lanes.
+  FLASHMOE_FN void look() {
+    taken_ = P::load_relaxed(&c_.control()->queue_head.value);
+    word_ = look_ready<P>(c_, drained_);
+  }
+
+  // Publishes what the window allows; kDone once the call's last word is published. All lanes, after look().
   FLASHMOE_FN Step step() {
     bool moved = drain();
-    int64_t room = static_cast<int64_t>(P::broadcast(P::load_relaxed(&c_.control()->queue_head.value), 0) +
-                                        c_.order.window - published_);
+    int64_t room = static_cast<int64_t>(P::broadcast(taken_, 0) + c_.order.window - published_);
+    bool fenced = false;
     while (room > 0) {
-      const uint32_t n = publish_some(static_cast<uint32_t>(min_of<int64_t>(room, P::kLanes)));
-      if (n == 0) break;
-      room -= n;
+      const TaskKind kind = choose(c_.order, ready());
+      if (kind == TaskKind::kNone) break;
+      // One fence for the step: nothing that later tasks of it refer to is written in between.
+      if (!fenced) P::release_fence(kDevice);
+      fenced = true;
+      room -= publish_some(kind, static_cast<uint32_t>(min_of<int64_t>(room, P::kLanes)));
       moved = true;
     }
     if (sub_.complete() && tasks_ == tasks_of_call()) {
@@ -41,9 +57,6 @@ class Scheduler {
   }
 
  private:
-  // GEMM1 tiles wait in two groups; remote homes go first, since their rows have a way to go.
-  static constexpr uint32_t kGroups = 2;
-
   // `reduced` returns by packet, not by tile, and column order goes over all tiles: both have but the second group.
   FLASHMOE_FN bool one_group() const { return c_.reduced() || c_.order.gemm1_by_column; }
 
@@ -53,52 +66,61 @@ class Scheduler {
     return sub_.former().tiles() * per_tile + reduces + c_.blocks();
   }
 
-  // Moves what retiring processors pushed into the groups it is published from.
+  // Moves what retiring processors pushed to where it is published from. What the items refer to is acquired by the
+  // release_fence before they are published: it fences both ways, and the OS warp itself does not look.
   FLASHMOE_FN bool drain() {
     bool moved = false;
     while (true) {
-      Task task;
-      const uint32_t n = drain_ready<P>(c_, drained_, task);
+      const uint32_t n = take_ready<P>(c_, drained_, word_);
       if (n == 0) break;
       drained_ += n;
       moved = true;
-      const bool mine = P::lane() < n;
+      const Task task = Task::unpack(P::lane() < n ? word_ : 0);
       for (uint32_t g = 0; g < kGroups; ++g) {
-        const bool in_group =
-            mine && task.kind == TaskKind::kGemm1 && (one_group() || !c_.tile(task.index)->remote) == (g == 1);
-        uint32_t total;
-        const uint32_t place = group_[g].ready + count_before<P>(in_group, total);
-        if (in_group) *gemm1_tile(g, place) = task.index;
-        group_[g].ready += total;
+        const bool remote = task.column != 0 && !one_group();
+        append(group_[g].ready, task.kind == TaskKind::kGemm1 && remote == (g == 0), [&](uint32_t place) {
+          *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, g, place) = task.index;
+        });
       }
-      const bool reduce = mine && task.kind == TaskKind::kReduce;
-      uint32_t total;
-      const uint32_t place = reduces_ready_ + count_before<P>(reduce, total);
-      if (reduce) *reduce_task(place) = task.pack();
-      reduces_ready_ += total;
-      P::sync();
+      append(reduces_ready_, task.kind == TaskKind::kReduce, [&](uint32_t place) {
+        *c_.workspace<uint64_t>(WorkField::kReduceTasks, place) = task.pack();
+      });
       if (n < P::kLanes) break;
+      word_ = look_ready<P>(c_, drained_);
     }
+    P::sync();
     return moved;
   }
 
-  // Publishes up to `limit` (<= kLanes) tasks of the kind the policy chooses; returns how many.
-  FLASHMOE_FN uint32_t publish_some(uint32_t limit) {
-    ReadyState ready;
-    ready.reduce = reduces_published_ < reduces_ready_;
-    ready.combine = combines_published_ < sub_.combines();
-    ready.gemm1 = gemm1_published_ < uint64_t{group_[0].ready + group_[1].ready} * c_.gemm1_columns;
-    ready.gemm0 = tile_ != kNoTile || sub_.former().ready() > 0;
-    ready.gemm0_published = gemm0_published_;
-    ready.gemm1_published = gemm1_published_;
+  // Calls store(place) in the lanes with `has`, at consecutive places behind `end`, which moves on.
+  template <class Store>
+  FLASHMOE_FN static void append(uint32_t& end, bool has, Store&& store) {
+    uint32_t total;
+    const uint32_t place = end + count_before<P>(has, total);
+    if (has) store(place);
+    end += total;
+  }
+
+  FLASHMOE_FN ReadyState ready() const {
+    ReadyState r;
+    r.reduce = reduces_published_ < reduces_ready_;
+    r.combine = combines_published_ < sub_.combines();
+    r.gemm1 = gemm1_published_ < uint64_t{group_[0].ready + group_[1].ready} * c_.gemm1_columns;
+    r.gemm0 = ordinal_ != kNoTile || sub_.former().ready() > 0;
+    r.gemm0_published = gemm0_published_;
+    r.gemm1_published = gemm1_published_;
+    return r;
+  }
+
+  // Publishes up to `limit` (<= kLanes) tasks of a kind that is ready; returns how many.
+  FLASHMOE_FN uint32_t publish_some(TaskKind kind, uint32_t limit) {
     Task task;
     bool has = false;
-    switch (choose(c_.order, ready)) {
+    switch (kind) {
       case TaskKind::kReduce: has = next_reduce(limit, task); break;
       case TaskKind::kCombine: has = next_combine(limit, task); break;
       case TaskKind::kGemm1: has = c_.order.gemm1_by_column ? next_column(limit, task) : next_gemm1(limit, task); break;
-      case TaskKind::kGemm0: has = next_gemm0(limit, task); break;
-      default: return 0;
+      default: has = next_gemm0(limit, task); break;
     }
     const uint32_t n = publish<P>(c_, published_, has, task);
     published_ += n;
@@ -111,7 +133,7 @@ class Scheduler {
   FLASHMOE_FN bool next_reduce(uint32_t limit, Task& task) {
     const uint32_t n = min_of(limit, reduces_ready_ - reduces_published_);
     const bool has = P::lane() < n;
-    if (has) task = Task::unpack(*reduce_task(reduces_published_ + P::lane()));
+    if (has) task = Task::unpack(*c_.workspace<uint64_t>(WorkField::kReduceTasks, reduces_published_ + P::lane()));
     reduces_published_ += n;
     return has;
   }
@@ -127,24 +149,25 @@ class Scheduler {
     return has;
   }
 
-  // Expert by expert, so that an expert's weights are read while they are in the L2; a tile's columns side by side.
+  // Expert by expert, so that an expert's weights are read while they are in the L2; a tile's columns side by side. The
+  // processor looks the tile up: the scheduler would wait for the load.
   FLASHMOE_FN bool next_gemm0(uint32_t limit, Task& task) {
     uint32_t filled = 0;
     bool has = false;
     while (filled < limit) {
-      if (tile_ == kNoTile) {
+      if (ordinal_ == kNoTile) {
         if (sub_.former().ready() == 0) break;
-        tile_ = sub_.former().take(expert_);
+        ordinal_ = sub_.former().take(expert_);
         column_ = 0;
       }
       const uint32_t n = min_of(limit - filled, c_.gemm0_columns - column_);
       if (P::lane() >= filled && P::lane() < filled + n) {
-        task = {TaskKind::kGemm0, column_ + P::lane() - filled, tile_};
+        task = {TaskKind::kGemm0, column_ + P::lane() - filled, ordinal_ * c_.local_experts + expert_};
         has = true;
       }
       filled += n;
       column_ += n;
-      if (column_ == c_.gemm0_columns) tile_ = kNoTile;
+      if (column_ == c_.gemm0_columns) ordinal_ = kNoTile;
     }
     gemm0_published_ += filled;
     return has;
@@ -156,12 +179,13 @@ class Scheduler {
     bool has = false;
     for (uint32_t g = 0; g < kGroups; ++g) {
       Group& group = group_[g];
-      const uint64_t left = uint64_t{group.ready} * c_.gemm1_columns - group.published;
+      load_tiles(g);
+      const uint64_t left = uint64_t{group.loaded_end} * c_.gemm1_columns - group.published;
       const uint32_t n = static_cast<uint32_t>(min_of<uint64_t>(limit - filled, left));
       if (P::lane() >= filled && P::lane() < filled + n) {
         const uint64_t i = group.published + P::lane() - filled;
         task = {TaskKind::kGemm1, static_cast<uint32_t>(i % c_.gemm1_columns),
-                *gemm1_tile(g, static_cast<uint32_t>(i / c_.gemm1_columns))};
+                memory_.tiles[g][i / c_.gemm1_columns - group.loaded_begin]};
         has = true;
       }
       group.published += n;
@@ -171,17 +195,29 @@ class Scheduler {
     return has;
   }
 
+  // Makes sure that the group's next tile, if it has one, is among those in shared memory.
+  FLASHMOE_FN void load_tiles(uint32_t g) {
+    Group& group = group_[g];
+    if (group.published < uint64_t{group.loaded_end} * c_.gemm1_columns || group.loaded_end == group.ready) return;
+    group.loaded_begin = group.loaded_end;
+    group.loaded_end = min_of(group.ready, group.loaded_begin + P::kLanes);
+    const uint32_t i = group.loaded_begin + P::lane();
+    P::sync();
+    if (i < group.loaded_end) memory_.tiles[g][P::lane()] = *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, g, i);
+    P::sync();
+  }
+
   // Column block by column block over all ready tiles: the lowest column that has a tile left.
   FLASHMOE_FN bool next_column(uint32_t limit, Task& task) {
-    const uint32_t ready = group_[0].ready + group_[1].ready;
+    const uint32_t ready = group_[1].ready;
     uint32_t column = 0;
-    while (column_next_[column] == ready) ++column;
-    const uint32_t first = column_next_[column];
+    while (memory_.column_next[column] == ready) ++column;
+    const uint32_t first = memory_.column_next[column];
     const uint32_t n = min_of(limit, ready - first);
     const bool has = P::lane() < n;
-    if (has) task = {TaskKind::kGemm1, column, *gemm1_tile(1, first + P::lane())};
+    if (has) task = {TaskKind::kGemm1, column, *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, 1, first + P::lane())};
     P::sync();
-    if (P::lane() == 0) column_next_[column] = first + n;
+    if (P::lane() == 0) memory_.column_next[column] = first + n;
     P::sync();
     gemm1_published_ += n;
     return has;
@@ -189,6 +225,7 @@ class Scheduler {
 
   // One stop word per processor, behind every task: the queue and the list are empty when the last is taken.
   FLASHMOE_FN void end_call() {
+    P::release_fence(kDevice);
     for (uint32_t base = 0; base < c_.processors; base += P::kLanes) {
       published_ += publish<P>(c_, published_, base + P::lane() < c_.processors, {TaskKind::kStop, 0, 0});
     }
@@ -198,27 +235,24 @@ class Scheduler {
     P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
   }
 
-  FLASHMOE_FN uint32_t* gemm1_tile(uint32_t group, uint32_t i) const {
-    return c_.workspace<uint32_t>(WorkField::kGemm1Tiles, group, i);
-  }
-  FLASHMOE_FN uint64_t* reduce_task(uint32_t i) const { return c_.workspace<uint64_t>(WorkField::kReduceTasks, i); }
-
   struct Group {
-    uint32_t ready = 0;
-    uint64_t published = 0;  // tasks
+    uint32_t ready = 0;                          // tiles
+    uint64_t published = 0;                      // tasks
+    uint32_t loaded_begin = 0, loaded_end = 0;   // which tiles are in shared memory
   };
 
   const Call& c_;
   Subscriber<P>& sub_;
-  uint32_t* column_next_;
+  const Memory memory_;
   Group group_[kGroups];
-  uint64_t published_;  // words ever published in this context
-  uint64_t drained_;    // items ever drained from the ready list
-  uint64_t tasks_ = 0;  // published in this call
+  uint64_t taken_ = 0, word_ = 0;  // what look() saw
+  uint64_t published_;             // words ever published in this context
+  uint64_t drained_;               // items ever drained from the ready list
+  uint64_t tasks_ = 0;             // published in this call
   uint64_t gemm0_published_ = 0, gemm1_published_ = 0;
   uint32_t reduces_ready_ = 0, reduces_published_ = 0;
   uint32_t combines_published_ = 0;
-  uint32_t expert_ = 0, tile_ = kNoTile, column_ = 0;  // where GEMM0 publishing stands
+  uint32_t expert_ = 0, ordinal_ = kNoTile, column_ = 0;  // where GEMM0 publishing stands
 };
 
 }  // namespace flashmoe

@@ -20,10 +20,11 @@ struct Source {
 template <class P>
 class Subscriber {
  public:
-  // sources: [R], experts: [El], both in shared memory, uninitialised.
-  FLASHMOE_FN Subscriber(const Call& call, Source* sources, typename TileFormer<P>::Expert* experts)
-      : c_(call), sources_(sources), former_(call, experts) {
+  // sources: [R], experts: [El], combined: bits [blocks]; in shared memory, uninitialised.
+  FLASHMOE_FN Subscriber(const Call& call, Source* sources, typename TileFormer<P>::Expert* experts, uint32_t* combined)
+      : c_(call), sources_(sources), combined_(combined), former_(call, experts) {
     for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) sources_[p] = {Source::kUnheard, 0};
+    for (uint32_t w = P::lane(); w < ceil_div(c_.blocks(), 32u); w += P::kLanes) combined_[w] = 0;
     P::sync();
   }
 
@@ -50,32 +51,32 @@ class Subscriber {
   FLASHMOE_FN uint32_t combines() const { return combines_; }
 
   // What is missing, for a wait that expired. One lane.
-  FLASHMOE_FN FaultRecord missing() const {
-    FaultRecord r{.kind = FaultKind::kLocal, .actor = Actor::kOs, .awaited = c_.rank};
+  FLASHMOE_FN Fault missing() const {
+    Fault r{.kind = FaultKind::kLocal, .actor = Actor::kOs, .awaited = c_.rank};
     for (uint32_t p = 0; p < c_.ranks; ++p) {
       const Source& s = sources_[p];
       if (s.blocks == Source::kUnheard) {
-        return expected(r, FaultKind::kCallSignal, p, 0, *c_.call_signal(c_.rank, p));
+        return expected(r, FaultKind::kCallSignal, p, 0, c_.call_signal(c_.rank, p));
       }
       if (s.next < s.blocks) {
-        return expected(r, FaultKind::kPacket, p, s.next, *c_.packet_signal(c_.rank, p, s.next));
+        return expected(r, FaultKind::kPacket, p, s.next, c_.packet_signal(c_.rank, p, s.next));
       }
     }
     for (uint32_t b = 0; b < c_.blocks(); ++b) {
       for (uint32_t q = 0; q < c_.ranks; ++q) {
-        if (owes(q, b)) return expected(r, FaultKind::kReturn, q, b, *c_.return_signal(c_.rank, q, b));
+        if (owes(q, b)) return expected(r, FaultKind::kReturn, q, b, c_.return_signal(c_.rank, q, b));
       }
     }
     return r;
   }
 
  private:
-  FLASHMOE_FN FaultRecord expected(FaultRecord r, FaultKind kind, uint32_t from, uint32_t index, uint64_t seen) const {
+  FLASHMOE_FN Fault expected(Fault r, FaultKind kind, uint32_t from, uint32_t index, const uint64_t* signal) const {
     r.kind = kind;
     r.awaited = from;
     r.index = index;
     r.expected = c_.epoch;
-    r.seen = Signal::epoch(seen);
+    r.seen = Signal::epoch(P::load_relaxed(signal));
     return r;
   }
 
@@ -122,13 +123,14 @@ class Subscriber {
       if (i < c_.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard) {
         const uint32_t b = sources_[p].next + P::lane() % width;
         if (b < sources_[p].blocks) {
-          const uint64_t word = P::load_acquire(c_.packet_signal(c_.rank, p, b), kSystem);
+          const uint64_t word = P::poll(c_.packet_signal(c_.rank, p, b), kSystem);
           arrived = Signal::epoch(word) == c_.epoch;
           entries = Signal::payload(word);
         }
       }
       const uint32_t present = P::ballot(arrived);
       if (present == 0) continue;
+      P::acquire_fence(kSystem);
       P::sync();
       for (uint32_t g = 0; g < per_load && base + g < c_.ranks; ++g) {
         moved |= consume_from((c_.rank + base + g) % c_.ranks, g * width, width, present, entries);
@@ -139,58 +141,63 @@ class Subscriber {
 
   // Consumes the arrived packets of source p, whose signals lanes [lane, lane + width) hold.
   FLASHMOE_FN bool consume_from(uint32_t p, uint32_t lane, uint32_t width, uint32_t present, uint32_t entries) {
+    const uint32_t filled = P::ballot(entries != 0) >> lane;
     uint32_t n = 0;
-    for (; n < width && (present >> (lane + n) & 1u); ++n) {
-      const uint32_t in_packet = P::broadcast(entries, lane + n);
-      if (in_packet == 0) continue;
-      former_.consume(p, sources_[p].next + n);
-      ++packets_;
+    while (n < width && (present >> (lane + n) & 1u)) ++n;
+    if (n == 0) return false;
+    const uint32_t next = sources_[p].next;
+    for (uint32_t i = 0; i < n; i += TileFormer<P>::kBatch) {
+      former_.consume(p, next + i, min_of(n - i, TileFormer<P>::kBatch), filled >> i);
     }
-    const uint32_t next = sources_[p].next + n;
-    finished_ += n != 0 && next == sources_[p].blocks;
+    for (uint32_t i = 0; i < n; ++i) packets_ += filled >> i & 1u;
+    finished_ += next + n == sources_[p].blocks;
     P::sync();
-    if (P::lane() == 0) sources_[p].next = next;
+    if (P::lane() == 0) sources_[p].next = next + n;
     P::sync();
-    return n != 0;
+    return true;
   }
 
+  // Whether rank q got entries of own block b and has not returned them.
   FLASHMOE_FN bool owes(uint32_t q, uint32_t b) const {
-    return (c_.awaited(b)[q / 32] >> (q % 32) & 1u) &&
-           Signal::epoch(P::load_acquire(c_.return_signal(c_.rank, q, b), kSystem)) != c_.epoch;
+    const bool returned = Signal::epoch(P::poll(c_.return_signal(c_.rank, q, b), kSystem)) == c_.epoch;
+    return (c_.awaited(b)[q / 32] >> (q % 32) & 1u) && !returned;
   }
 
-  // Own blocks whose every return has arrived. A step looks at a few loads' worth of blocks and goes on from there in
-  // the next, so that a step stays short however many blocks there are.
+  // Own blocks whose every return has arrived. A step looks at kLanes blocks and goes on from there in the next, so that
+  // it stays short however many blocks there are.
   FLASHMOE_FN bool find_combines() {
-    constexpr uint32_t kLoads = 4;
     const uint32_t dispatched = sources_[c_.rank].blocks == Source::kUnheard ? 0 : sources_[c_.rank].next;
     if (combines_ == dispatched) return false;
-    bool moved = false;
-    for (uint32_t n = 0; n < kLoads; ++n) {
-      const uint32_t b = scan_ + P::lane();
-      uint64_t* const combined = c_.workspace<uint64_t>(WorkField::kCombined, b < dispatched ? b : 0);
-      bool ready = b < dispatched && *combined != c_.epoch;
-      for (uint32_t q = 0; q < c_.ranks && ready; ++q) ready = !owes(q, b);
-      uint32_t total;
-      const uint32_t place = combines_ + count_before<P>(ready, total);
-      if (ready) {
-        *combined = c_.epoch;
-        *c_.workspace<uint32_t>(WorkField::kCombineTasks, place) = b;
-      }
-      combines_ += total;
-      moved |= total != 0;
-      scan_ += P::kLanes;
-      if (scan_ >= dispatched) {
-        scan_ = 0;
-        break;
-      }
+    const uint32_t b = scan_ + P::lane();
+    bool ready = b < dispatched && !(combined_[b / 32] >> (b % 32) & 1u);
+    if (ready) {
+      for (uint32_t q = 0; q < c_.ranks; ++q) ready &= !owes(q, b);
+    }
+    scan_ = scan_ + P::kLanes < dispatched ? scan_ + P::kLanes : 0;
+    uint32_t total;
+    const uint32_t place = combines_ + count_before<P>(ready, total);
+    if (total == 0) return false;
+    P::acquire_fence(kSystem);
+    mark_combined(b, ready);
+    if (ready) *c_.workspace<uint32_t>(WorkField::kCombineTasks, place) = b;
+    combines_ += total;
+    return true;
+  }
+
+  // Sets the bits of the lanes' blocks, which are consecutive; lane 0 writes the one or two words.
+  FLASHMOE_FN void mark_combined(uint32_t b, bool ready) {
+    const uint64_t bits = uint64_t{P::ballot(ready)} << (P::broadcast(b, 0) % 32);
+    P::sync();
+    if (P::lane() == 0) {
+      combined_[b / 32] |= static_cast<uint32_t>(bits);
+      if (bits >> 32) combined_[b / 32 + 1] |= static_cast<uint32_t>(bits >> 32);
     }
     P::sync();
-    return moved;
   }
 
   const Call& c_;
   Source* sources_;
+  uint32_t* combined_;  // bit b: combine(b) has been made ready
   TileFormer<P> former_;
   uint32_t heard_ = 0;     // sources whose call signal has arrived
   uint32_t finished_ = 0;  // sources all of whose packets are consumed

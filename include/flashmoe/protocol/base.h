@@ -9,9 +9,12 @@
 // instantiated with has device members.
 #define FLASHMOE_HD __host__ __device__ inline
 #define FLASHMOE_FN __device__ inline
+// Loops over small arrays that must stay in registers.
+#define FLASHMOE_UNROLL _Pragma("unroll")
 #else
 #define FLASHMOE_HD inline
 #define FLASHMOE_FN inline
+#define FLASHMOE_UNROLL
 #endif
 
 namespace flashmoe {

@@ -8,15 +8,14 @@ namespace flashmoe {
 
 // Called by one lane. Only the first fault of a rank is recorded: what follows from it would hide it.
 template <class P>
-FLASHMOE_FN void post_fault(const Call& c, FaultRecord record) {
+FLASHMOE_FN void post_fault(const Call& c, Fault fault) {
   if (P::fetch_add(&c.control()->fault_claim.value, uint64_t{1}) == 0) {
-    record.rank = c.rank;
-    record.epoch = c.epoch;
+    fault.rank = c.rank;
+    fault.epoch = c.epoch;
     for (uint32_t i = 0; i < c.ranks; ++i) {
       const uint32_t q = (c.rank + i) % c.ranks;  // own heap first: the host reads it there
       FaultRecord* to = c.fault(q, c.rank);
-      record.posted = 0;
-      *to = record;
+      to->fault = fault;
       P::store_release(&to->posted, uint64_t{1}, kSystem);
     }
   }
@@ -28,7 +27,7 @@ template <class P>
 FLASHMOE_FN bool peer_faulted(const Call& c) {
   bool found = false;
   for (uint32_t p = P::lane(); p < c.ranks; p += P::kLanes) {
-    found |= P::load_acquire(&c.fault(c.rank, p)->posted, kSystem) != 0;
+    found |= P::poll(&c.fault(c.rank, p)->posted, kSystem) != 0;
   }
   const bool any = P::ballot(found) != 0;
   if (any && P::lane() == 0) P::store_release(&c.control()->abort.value, uint64_t{1}, kDevice);

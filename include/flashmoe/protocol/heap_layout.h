@@ -39,6 +39,10 @@ struct Limits {
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(max_local_experts, max_rows());
   }
+  // A token chooses an expert at most once.
+  FLASHMOE_HD constexpr uint64_t max_tiles_per_expert() const {
+    return static_cast<uint64_t>(ranks) * max_tokens / tile_rows + 1;
+  }
   FLASHMOE_HD constexpr uint32_t gemm0_columns() const { return ceil_div(max_of(intermediate, 1u), tile_columns); }
   FLASHMOE_HD constexpr uint32_t gemm1_columns() const { return ceil_div(max_of(hidden, 1u), tile_columns); }
   FLASHMOE_HD constexpr uint64_t max_reduces() const {
@@ -72,7 +76,7 @@ enum class HeapField : uint32_t {
 
 enum class WorkField : uint32_t {
   kControl, kQueue, kReadyList, kTiles, kSegments, kPending, kReduceDone, kRouting, kWeights, kAwaited, kPrefix,
-  kPrefixSignal, kTileNext, kGemm1Tiles, kReduceTasks, kCombineTasks, kCombined, kHidden, kStaging, kCount
+  kPrefixSignal, kExpertTiles, kGemm1Tiles, kReduceTasks, kCombineTasks, kHidden, kStaging, kCount
 };
 
 template <class Field>
@@ -164,9 +168,9 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[b][expert] pairs routed to the expert by the tokens up to block b (capacity factor only)"},
     {WorkField::kPrefixSignal, "capacity_signal", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; }, "[b] the prefix of block b is written"},
-    {WorkField::kTileNext, "tile_next", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_tiles(), 1, 1, 1}, 4}; },
-     "links of the ready tiles of one expert (OS warp only)"},
+    {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_local_experts, l.max_tiles_per_expert(), 1, 1}, 4}; },
+     "[expert][i] the expert's i-th tile, in the order in which they closed"},
     {WorkField::kGemm1Tiles, "gemm1_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{2, l.max_tiles(), 1, 1}, 4}; },
      "[remote homes, local homes] tiles ready for GEMM1, in order of readiness (OS warp only)"},
@@ -174,9 +178,6 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{l.max_reduces(), 1, 1, 1}, 8}; }, "ready reduces (OS warp only)"},
     {WorkField::kCombineTasks, "combine_tasks", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 4}; }, "ready combines (OS warp only)"},
-    {WorkField::kCombined, "combined", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; },
-     "[b] epoch in which combine(b) was made ready (OS warp only)"},
     {WorkField::kHidden, "hidden", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};

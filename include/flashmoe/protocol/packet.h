@@ -1,8 +1,8 @@
 // Packets: the (token, k) pairs of one token block, sorted by destination rank and local expert, written into the
 // destinations' heaps.
 //
-// Run by one warp per token block; its scratch lives in shared memory. On a GPU the two passes over 62 tokens x K = 8
-// (T = 8192 on 132 SMs) are 16 steps each.
+// Run by one warp per token block. Device memory is read once, into scratch in shared memory; on a GPU the two passes
+// over 62 tokens x K = 8 (T = 8192 on 132 SMs) are then 16 steps of shared-memory work each.
 #pragma once
 
 #include "flashmoe/protocol/fault.h"
@@ -10,7 +10,16 @@
 
 namespace flashmoe {
 
+// A (token, k) pair's expert and the rank that owns it, in one word.
+struct Pair {
+  static constexpr uint32_t kDropped = 0xffffffffu;
+  FLASHMOE_HD static constexpr uint32_t make(uint32_t expert, uint32_t owner) { return owner << 16 | expert; }
+  FLASHMOE_HD static constexpr uint32_t expert(uint32_t pair) { return pair & 0xffffu; }
+  FLASHMOE_HD static constexpr uint32_t owner(uint32_t pair) { return pair >> 16; }
+};
+
 struct PacketScratch {
+  uint32_t* pairs;    // [tokens of the block * K]
   uint32_t* count;    // [E] pairs of the block routed to the expert
   uint32_t* start;    // [E] index of the expert's next entry within its packet
   uint32_t* entries;  // [R] entries of the packet for each rank
@@ -25,60 +34,67 @@ FLASHMOE_HD bool goes_to(const Call& c, uint32_t token, uint32_t q) {
   return false;
 }
 
-// Calls visit(token, k, expert, place, last) for the pairs of block b, lanes side by side, tokens ascending. place is
-// the number of earlier pairs of the block with the same expert, counted in `counter`, which the pass advances.
+// Calls visit(i, pair, place) for the pairs i = (token of block b) * K + k that are not dropped, lanes side by side,
+// tokens ascending. place is the number of earlier pairs with the same expert, counted in `counter`, which the pass
+// advances.
 template <class P, class Visit>
-FLASHMOE_FN void for_each_pair(const Call& c, uint32_t b, uint32_t* counter, Visit&& visit) {
-  const uint32_t first = b << c.log2_block;
-  const uint32_t pairs = c.tokens_in_block(b) * c.top_k;
-  for (uint32_t base = 0; base < pairs; base += P::kLanes) {
+FLASHMOE_FN void for_each_pair(const Call& c, uint32_t b, const uint32_t* pairs, uint32_t* counter, Visit&& visit) {
+  const uint32_t n = c.tokens_in_block(b) * c.top_k;
+  for (uint32_t base = 0; base < n; base += P::kLanes) {
     const uint32_t i = base + P::lane();
-    const uint32_t token = first + i / c.top_k;
-    const uint32_t k = i % c.top_k;
-    const int32_t expert = i < pairs ? c.routing(token)[k] : -1;
-    const bool active = expert >= 0;
+    const uint32_t pair = i < n ? pairs[i] : Pair::kDropped;
+    const bool active = pair != Pair::kDropped;
     bool last = false;
-    const uint32_t rank = P::rank_among_equal(static_cast<uint32_t>(expert), active, last);
-    const uint32_t place = active ? counter[expert] + rank : 0;
+    const uint32_t rank = P::rank_among_equal(pair, active, last);
+    const uint32_t place = active ? counter[Pair::expert(pair)] + rank : 0;
     P::sync();
-    if (active && last) counter[expert] = place + 1;
+    if (active && last) counter[Pair::expert(pair)] = place + 1;
     P::sync();
-    if (active) visit(token, k, static_cast<uint32_t>(expert), place);
+    if (active) visit(i, pair, place);
   }
 }
 
-// Given routing is not trusted: an expert out of range or twice in one token would write outside its packet.
 template <class P>
-FLASHMOE_FN bool check_routing(const Call& c, uint32_t b) {
+FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int32_t expert) {
+  post_fault<P>(c, {.kind = kind,
+                    .actor = Actor::kProcessor,
+                    .awaited = c.rank,
+                    .culprit = c.rank,
+                    .index = token,
+                    .expected = c.experts,
+                    .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
+}
+
+// Reads the block's routing into pairs. Given routing is not trusted: an expert out of range, or twice in one token,
+// would write outside its packet. False if there is one.
+template <class P>
+FLASHMOE_FN bool load_pairs(const Call& c, uint32_t b, uint32_t* pairs) {
   const uint32_t first = b << c.log2_block;
-  bool good = true;
-  for (uint32_t t = P::lane(); t < c.tokens_in_block(b) && good; t += P::kLanes) {
-    const int32_t* ids = c.routing(first + t);
-    for (uint32_t k = 0; k < c.top_k && good; ++k) {
-      FaultKind kind = FaultKind::kNone;
-      if (ids[k] < 0 || static_cast<uint32_t>(ids[k]) >= c.experts) kind = FaultKind::kExpertRange;
-      for (uint32_t j = 0; j < k && kind == FaultKind::kNone; ++j) {
-        if (ids[j] == ids[k]) kind = FaultKind::kDuplicateExpert;
-      }
-      if (kind != FaultKind::kNone) {
-        good = false;
-        post_fault<P>(c, {.kind = kind,
-                          .actor = Actor::kProcessor,
-                          .awaited = c.rank,
-                          .culprit = c.rank,
-                          .index = first + t,
-                          .expected = c.experts,
-                          .seen = static_cast<uint64_t>(static_cast<uint32_t>(ids[k]))});
-      }
+  const uint32_t n = c.tokens_in_block(b) * c.top_k;
+  bool in_range = true;
+  for (uint32_t i = P::lane(); i < n; i += P::kLanes) {
+    const int32_t expert = c.routing(first + i / c.top_k)[i % c.top_k];
+    const bool good = expert >= 0 && static_cast<uint32_t>(expert) < c.experts;
+    pairs[i] = good ? Pair::make(static_cast<uint32_t>(expert), c.owner[expert]) : Pair::kDropped;
+    if (!good) bad_routing<P>(c, FaultKind::kExpertRange, first + i / c.top_k, expert);
+    in_range &= good;
+  }
+  P::sync();
+  bool distinct = true;
+  for (uint32_t i = P::lane(); i < n; i += P::kLanes) {
+    for (uint32_t j = i - i % c.top_k; j < i; ++j) distinct &= pairs[j] != pairs[i];
+    if (!distinct) {
+      bad_routing<P>(c, FaultKind::kDuplicateExpert, first + i / c.top_k, static_cast<int32_t>(Pair::expert(pairs[i])));
+      break;
     }
   }
-  return P::ballot(!good) == 0;
+  return P::ballot(!in_range || !distinct) == 0;
 }
 
 // Capacity (GShard section 2.2): of the pairs this rank routes to an expert, the first `capacity` in token order stay.
 // The count of earlier blocks is handed from block to block. False if the wait for it was aborted.
 template <class P>
-FLASHMOE_FN bool drop_over_capacity(const Call& c, uint32_t b, uint32_t* count) {
+FLASHMOE_FN bool drop_over_capacity(const Call& c, uint32_t b, const PacketScratch& s) {
   const uint32_t* before = nullptr;
   if (b > 0) {
     const WaitEnd end = wait_until<P>(
@@ -93,45 +109,45 @@ FLASHMOE_FN bool drop_over_capacity(const Call& c, uint32_t b, uint32_t* count) 
     before = c.capacity_prefix(b - 1);
   }
   for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) {
-    c.capacity_prefix(b)[e] = count[e] + (before ? before[e] : 0);
-    count[e] = 0;
+    c.capacity_prefix(b)[e] = s.count[e] + (before ? before[e] : 0);
+    s.count[e] = 0;
   }
   P::sync();
   if (P::lane() == 0) P::store_release(c.capacity_signal(b), Signal::make(c.epoch, 0), kDevice);
-  for_each_pair<P>(c, b, count, [&](uint32_t token, uint32_t k, uint32_t expert, uint32_t place) {
-    if ((before ? before[expert] : 0) + place >= c.capacity) c.routing(token)[k] = -1;
+  const uint32_t first = b << c.log2_block;
+  for_each_pair<P>(c, b, s.pairs, s.count, [&](uint32_t i, uint32_t pair, uint32_t place) {
+    if ((before ? before[Pair::expert(pair)] : 0) + place < c.capacity) return;
+    s.pairs[i] = Pair::kDropped;
+    c.routing(first + i / c.top_k)[i % c.top_k] = -1;
   });
-  // Recount what stayed: a prefix of the pairs in token order.
+  // What stayed is a prefix of the pairs in token order.
   for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) {
     const uint32_t earlier = before ? before[e] : 0;
-    count[e] = min_of(count[e], c.capacity > earlier ? c.capacity - earlier : 0u);
+    s.count[e] = min_of(s.count[e], c.capacity > earlier ? c.capacity - earlier : 0u);
   }
   P::sync();
   return true;
 }
 
-// Turns counts into the packets' sizes and offsets; writes the offsets of every packet that has entries.
+// Turns counts into the packets' sizes and offsets. A packet without entries is its signal alone: it has no offsets.
 template <class P>
 FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s) {
   for (uint32_t q = 0; q < c.ranks; ++q) {
     const uint32_t* experts = c.by_owner + c.owner_base[q];
     const uint32_t owned = c.owned(q);
-    uint16_t* offsets = c.packet_offsets(q, c.rank, b);
     uint32_t entries = 0;
     for (uint32_t base = 0; base < owned; base += P::kLanes) {
       const uint32_t l = base + P::lane();
       uint32_t total;
       const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[experts[l]] : 0, total);
-      if (l < owned) {
-        s.start[experts[l]] = start;
-        offsets[l] = static_cast<uint16_t>(start);
-      }
+      if (l < owned) s.start[experts[l]] = start;
       entries += total;
     }
-    if (P::lane() == 0) {
-      offsets[owned] = static_cast<uint16_t>(entries);
-      s.entries[q] = entries;
-    }
+    if (P::lane() == 0) s.entries[q] = entries;
+    if (entries == 0) continue;
+    uint16_t* offsets = c.packet_offsets(q, c.rank, b);
+    for (uint32_t l = P::lane(); l < owned; l += P::kLanes) offsets[l] = static_cast<uint16_t>(s.start[experts[l]]);
+    if (P::lane() == 0) offsets[owned] = static_cast<uint16_t>(entries);
   }
   P::sync();
 }
@@ -140,21 +156,20 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
 template <class P>
 FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PacketScratch& s) {
   const uint32_t first = b << c.log2_block;
-  for_each_pair<P>(c, b, s.start, [&](uint32_t token, uint32_t k, uint32_t expert, uint32_t place) {
-    const uint32_t q = c.owner[expert];
-    const int32_t* ids = c.routing(token);
+  for_each_pair<P>(c, b, s.pairs, s.start, [&](uint32_t i, uint32_t pair, uint32_t place) {
+    const uint32_t token = first + i / c.top_k, k = i % c.top_k;
     uint32_t ordinal = 0;
-    for (uint32_t j = 0; j < k; ++j) ordinal += ids[j] >= 0 && c.owner[ids[j]] == q;
-    c.packet_entries(q, c.rank, first)[place] = {token, static_cast<uint16_t>(k), static_cast<uint16_t>(ordinal),
-                                                 c.weights(token)[k]};
+    for (uint32_t j = i - k; j < i; ++j) ordinal += s.pairs[j] != Pair::kDropped && Pair::owner(s.pairs[j]) == Pair::owner(pair);
+    c.packet_entries(Pair::owner(pair), c.rank, first)[place] = {token, static_cast<uint16_t>(k),
+                                                                 static_cast<uint16_t>(ordinal), c.weights(token)[k]};
   });
   if (!c.reduced()) return;
   for (uint32_t q = 0; q < c.ranks; ++q) {
     if (s.entries[q] == 0) continue;
     for (uint32_t t = P::lane(); t < c.tokens_in_block(b); t += P::kLanes) {
-      const int32_t* ids = c.routing(first + t);
+      const uint32_t* pairs = s.pairs + t * c.top_k;
       uint32_t n = 0;
-      for (uint32_t k = 0; k < c.top_k; ++k) n += ids[k] >= 0 && c.owner[ids[k]] == q;
+      for (uint32_t k = 0; k < c.top_k; ++k) n += pairs[k] != Pair::kDropped && Pair::owner(pairs[k]) == q;
       c.packet_counts(q, c.rank, first)[t] = static_cast<uint16_t>(n);
     }
   }
@@ -163,11 +178,10 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PacketScratch& s
 // Everything of block b but the rows and the signals. False if the call is over (bad routing, abort).
 template <class P>
 FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s) {
-  if (!check_routing<P>(c, b)) return false;
   for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) s.count[e] = 0;
-  P::sync();
-  for_each_pair<P>(c, b, s.count, [](uint32_t, uint32_t, uint32_t, uint32_t) {});
-  if (c.capacity != 0 && !drop_over_capacity<P>(c, b, s.count)) return false;
+  if (!load_pairs<P>(c, b, s.pairs)) return false;
+  for_each_pair<P>(c, b, s.pairs, s.count, [](uint32_t, uint32_t, uint32_t) {});
+  if (c.capacity != 0 && !drop_over_capacity<P>(c, b, s)) return false;
   place_experts<P>(c, b, s);
   write_entries<P>(c, b, s);
   for (uint32_t w = P::lane(); w < ceil_div(c.ranks, 32u); w += P::kLanes) {

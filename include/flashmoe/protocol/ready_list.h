@@ -20,17 +20,20 @@ FLASHMOE_FN void push_ready(const Call& c, bool has, Task task) {
   if (has) P::store_release(c.list_slot(base + place), task.pack(), kDevice);
 }
 
-// All lanes of the OS warp; lane i gets the i-th item behind `head`, if it and all before it are there. Returns how
-// many there were.
+// All lanes of the OS warp; lane i looks at the i-th item behind `head`, without acquiring it.
 template <class P>
-FLASHMOE_FN uint32_t drain_ready(const Call& c, uint64_t head, Task& task) {
-  uint64_t* slot = c.list_slot(head + P::lane());
-  const uint64_t word = P::load_acquire(slot, kDevice);
-  const uint32_t present = P::ballot(word != 0);
+FLASHMOE_FN uint64_t look_ready(const Call& c, uint64_t head) {
+  return P::poll(c.list_slot(head + P::lane()), kDevice);
+}
+
+// Takes the items that the lanes' `words` of look_ready(head) hold, up to the first empty one; returns how many. A
+// fence must follow before what they refer to is read or published.
+template <class P>
+FLASHMOE_FN uint32_t take_ready(const Call& c, uint64_t head, uint64_t word) {
+  const uint32_t missing = ~P::ballot(word != 0);
   uint32_t count = 0;
-  while (count < P::kLanes && (present >> count & 1u)) ++count;
-  task = Task::unpack(word);
-  if (P::lane() < count) P::store_relaxed(slot, uint64_t{0});
+  while (count < P::kLanes && !(missing >> count & 1u)) ++count;
+  if (P::lane() < count) P::store_relaxed(c.list_slot(head + P::lane()), uint64_t{0});
   return count;
 }
 

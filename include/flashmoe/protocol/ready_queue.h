@@ -10,13 +10,13 @@
 
 namespace flashmoe {
 
-// Publishes the words of the lanes with `has`, in lane order, behind `published`. All lanes of the OS warp. Release:
-// whoever takes the task sees everything the OS warp saw when it became ready.
+// Publishes the words of the lanes with `has`, in lane order, behind `published`; returns how many. All lanes of the OS
+// warp, after a release_fence: whoever takes a task sees everything the OS warp saw when it became ready.
 template <class P>
 FLASHMOE_FN uint32_t publish(const Call& c, uint64_t published, bool has, Task task) {
   uint32_t total;
   const uint32_t place = count_before<P>(has, total);
-  if (has) P::store_release(c.queue_slot(published + place), task.pack(), kDevice);
+  if (has) P::post(c.queue_slot(published + place), task.pack());
   return total;
 }
 

@@ -27,8 +27,7 @@ enum class FaultKind : uint32_t {
 
 enum class Actor : uint32_t { kOs = 0, kProcessor = 1 };
 
-struct alignas(64) FaultRecord {
-  uint64_t posted = 0;  // non-zero once the rest is written
+struct Fault {
   FaultKind kind = FaultKind::kNone;
   Actor actor = Actor::kOs;
   uint32_t rank = 0;      // who found it
@@ -38,6 +37,11 @@ struct alignas(64) FaultRecord {
   uint64_t expected = 0;  // epoch of the awaited signal; routing: E
   uint64_t seen = 0;      // epoch it had; routing: the id
   uint64_t epoch = 0;
+};
+
+struct alignas(64) FaultRecord {
+  uint64_t posted;  // non-zero once `fault` is written; polled
+  Fault fault;
 };
 static_assert(sizeof(FaultRecord) == 64);
 

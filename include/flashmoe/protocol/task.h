@@ -9,7 +9,8 @@ namespace flashmoe {
 enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kReduce = 3, kCombine = 4, kStop = 5 };
 
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-// index: tile (GEMM0, GEMM1), source * max_blocks + block (Reduce), block (Combine).
+// index: ordinal * El + local expert (GEMM0: the expert's ordinal-th tile), tile (GEMM1), source * max_blocks + block
+// (Reduce), block (Combine).
 struct Task {
   TaskKind kind = TaskKind::kNone;
   uint32_t column = 0;

@@ -1,8 +1,9 @@
 // Tile formation: the entries of arriving packets become tiles of one expert each, whatever their source.
 //
-// State: per local expert one open tile and a list of full tiles not yet published. It lives in shared memory of the OS
-// block and only the OS warp touches it, lane per expert, without atomics. A tile's segments are posted stores to device
-// memory as they come, its descriptor one more when it closes; processors read both after acquiring a task.
+// State: per local expert one open tile, and how many have been closed and taken. It lives in shared memory of the OS
+// block and only the OS warp touches it, lane per expert, without atomics. A tile's segments are posted stores to
+// device memory as they come, its descriptor and its place among the expert's tiles two more when it closes; the OS
+// warp never reads them back, processors do after acquiring a task.
 #pragma once
 
 #include "flashmoe/protocol/call.h"
@@ -15,40 +16,48 @@ template <class P>
 class TileFormer {
  public:
   struct Expert {
-    uint32_t open;         // id of the open tile, kNoTile: none
-    uint32_t rows;         // of the open tile
-    uint32_t segments;     // of the open tile
-    uint32_t remote;       // the open tile has rows of another rank
-    uint32_t first_ready;  // tiles ready for GEMM0, linked by tile_next; kNoTile: none
-    uint32_t last_ready;
+    uint32_t open;      // id of the open tile, kNoTile: none
+    uint32_t rows;      // of the open tile
+    uint32_t segments;  // of the open tile
+    uint32_t remote;    // the open tile has rows of another rank
+    uint32_t closed;    // tiles ready for GEMM0 so far
+    uint32_t taken;     // of those, published
   };
+  // Packets consumed together: their offsets, which come from device memory, are loaded side by side.
+  static constexpr uint32_t kBatch = 8;
 
   // experts: [El], uninitialised.
   FLASHMOE_FN TileFormer(const Call& call, Expert* experts) : c_(call), experts_(experts) {
-    for (uint32_t l = P::lane(); l < c_.local_experts; l += P::kLanes) {
-      experts_[l] = {kNoTile, 0, 0, 0, kNoTile, kNoTile};
-    }
+    for (uint32_t l = P::lane(); l < c_.local_experts; l += P::kLanes) experts_[l] = {kNoTile, 0, 0, 0, 0, 0};
     P::sync();
   }
 
-  // Appends the entries of packet (p, b) to the open tiles of their experts. All lanes.
-  FLASHMOE_FN void consume(uint32_t p, uint32_t b) {
-    const uint16_t* offsets = c_.packet_offsets(c_.rank, p, b);
+  // Appends the entries of packets (p, b) .. (p, b + n - 1), n <= kBatch, to the open tiles of their experts. Bit i of
+  // `filled` says whether packet b + i has entries: one without has no offsets either. All lanes.
+  FLASHMOE_FN void consume(uint32_t p, uint32_t b, uint32_t n, uint32_t filled) {
     for (uint32_t base = 0; base < c_.local_experts; base += P::kLanes) {
       const uint32_t l = base + P::lane();
-      uint32_t next = 0, end = 0;
-      if (l < c_.local_experts) {
-        next = offsets[l];
-        end = offsets[l + 1];
-      }
-      while (P::ballot(next < end)) {
-        open_tiles(l, next < end);
-        bool full = false;
-        if (next < end) {
-          next += append(experts_[l], p, b, next, end - next);
-          full = experts_[l].rows == c_.tile_rows;
+      uint32_t next[kBatch], end[kBatch];
+      FLASHMOE_UNROLL
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        next[i] = end[i] = 0;
+        if (i < n && (filled >> i & 1u) && l < c_.local_experts) {
+          const uint16_t* offsets = c_.packet_offsets(c_.rank, p, b + i);
+          next[i] = offsets[l];
+          end[i] = offsets[l + 1];
         }
-        close_tiles(l, full);
+      }
+      FLASHMOE_UNROLL
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        while (P::ballot(next[i] < end[i])) {
+          open_tiles(l, next[i] < end[i]);
+          bool full = false;
+          if (next[i] < end[i]) {
+            next[i] += append(experts_[l], p, b + i, next[i], end[i] - next[i]);
+            full = experts_[l].rows == c_.tile_rows;
+          }
+          close_tiles(l, full);
+        }
       }
     }
     P::sync();
@@ -67,27 +76,28 @@ class TileFormer {
   FLASHMOE_FN uint32_t tiles() const { return tiles_; }
   FLASHMOE_FN uint32_t ready() const { return ready_; }
 
-  // Takes a ready tile, of local expert `l` or of the next one that has any; l is left at its expert. All lanes, with
-  // the same l. Precondition: ready() > 0.
+  // Takes a ready tile, of local expert `l` or of the next one that has any; l is left at its expert. Returns its
+  // ordinal among the expert's tiles. All lanes, with the same l. Precondition: ready() > 0.
   FLASHMOE_FN uint32_t take(uint32_t& l) {
-    while (experts_[l].first_ready == kNoTile) l = find_ready(l);
-    Expert& x = experts_[l];
-    const uint32_t tile = x.first_ready;
-    P::sync();
-    if (P::lane() == 0) x.first_ready = tile == x.last_ready ? kNoTile : *link(tile);
+    if (experts_[l].taken == experts_[l].closed) l = find_ready(l);
+    const uint32_t ordinal = experts_[l].taken;
     --ready_;
     P::sync();
-    return tile;
+    if (P::lane() == 0) experts_[l].taken = ordinal + 1;
+    P::sync();
+    return ordinal;
   }
 
  private:
-  FLASHMOE_FN uint32_t* link(uint32_t tile) const { return c_.workspace<uint32_t>(WorkField::kTileNext, tile); }
-
   // The first expert after l, cyclically, with a ready tile; kLanes experts per step.
   FLASHMOE_FN uint32_t find_ready(uint32_t l) const {
-    for (uint32_t base = 1; base <= c_.local_experts; base += P::kLanes) {
+    for (uint32_t base = 1; base < c_.local_experts; base += P::kLanes) {
       const uint32_t i = base + P::lane();
-      const bool has = i <= c_.local_experts && experts_[(l + i) % c_.local_experts].first_ready != kNoTile;
+      bool has = false;
+      if (i < c_.local_experts) {
+        const Expert& x = experts_[(l + i) % c_.local_experts];
+        has = x.taken != x.closed;
+      }
       const uint32_t found = P::ballot(has);
       if (found == 0) continue;
       uint32_t lane = 0;
@@ -119,17 +129,12 @@ class TileFormer {
     return taken;
   }
 
-  // Writes the descriptors of the closing tiles and puts them behind their experts' ready tiles.
+  // Writes the descriptors of the closing tiles and puts them behind their experts' other tiles.
   FLASHMOE_FN void close_tiles(uint32_t l, bool closing) {
     if (closing) {
       Expert& x = experts_[l];
       *c_.tile(x.open) = Tile{l, x.rows, x.segments, x.remote, 0};
-      if (x.first_ready == kNoTile) {
-        x.first_ready = x.open;
-      } else {
-        *link(x.last_ready) = x.open;
-      }
-      x.last_ready = x.open;
+      *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, x.closed++) = x.open;
       x.open = kNoTile;
     }
     ready_ += count_lanes<P>(closing);

@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib import metadata
 
+from .. import __version__
 from ..memory import SHARED_MEMORY, format_bytes
 from .render import console, show_checks
 
@@ -27,9 +28,7 @@ class Check:
 
 def command() -> int:
     """Show what this machine can run, and the command that adds what is missing."""
-    console.print(
-        f"flashmoe {_version('flashmoe')}, Python {platform.python_version()}, {platform.machine()}"
-    )
+    console.print(f"flashmoe {__version__}, Python {platform.python_version()}, {platform.machine()}")
     console.print()
     console.print("cpu engine", style="bold")
     show_checks([_library(), _blas(), _shared_memory(), _cores(), _torch()])

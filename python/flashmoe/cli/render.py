@@ -75,14 +75,14 @@ def show_expert_load(group: GroupReport, placement: Sequence[int]) -> None:
     console.print(Text("Expert load", style="bold"), Text(f"({_count(group.pairs, 'token-expert pair')})"))
     for row in reversed(range(CHART_HEIGHT)):
         label = f"{top:,.0f}" if row == CHART_HEIGHT - 1 else "0" if row == 0 else ""
-        line = Text(f"{label:>8} ", style="dim")
+        line = Text.assemble((f"{label:>8} ", "dim"))
         for start, column in zip(starts, columns, strict=True):
             eighths = int(np.clip(np.ceil(column / top * CHART_HEIGHT * 8 - row * 8), 0, 8))
             bar = _EIGHTHS[eighths] * (width - (width > 1)) + " " * (width > 1)
             line.append(bar, style=_RANK_COLOURS[owners[start] % len(_RANK_COLOURS)])
         console.print(line)
     per_column = "an expert" if share == 1 else f"the busiest of {share} experts"
-    legend = Text(f"{'':9}a column is {per_column} (0 to {len(load) - 1}); colour is its rank:")
+    legend = Text(f"{'':9}a column: {per_column} (0 to {len(load) - 1}), in the colour of rank")
     for rank in sorted(set(placement))[: len(_RANK_COLOURS)]:
         legend.append(f" {rank}", style=_RANK_COLOURS[rank])
     console.print(legend)
@@ -124,7 +124,9 @@ def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
     if len(reports) > 1:
         head = ["rank", "rows out", "rows back", "sent", "padded rows", "padded bytes", "padded/sent"]
         _show_table("Sent to other ranks, and what a padded all-to-all would send", head, traffic)
-    phases = [kind for kind in dict.fromkeys(k for r in reports for k in r.phase_ns) if kind != "idle"]
+    phases = [
+        kind for kind in reports[0].phase_ns if kind != "idle" and any(r.phase_ns[kind] for r in reports)
+    ]
     _show_table(
         "Milliseconds (phases: summed over the processors)",
         ["rank", "wall", *phases, "processors", "idle"],
@@ -142,7 +144,7 @@ def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
     rate = group.tokens / group.wall_ns * 1e9 if group.wall_ns else 0.0
     console.print(
         f"{_count(group.tokens, 'token')} in {group.wall_ns / 1e6:.2f} ms ({rate:,.0f} tokens/s), "
-        f"processors idle {group.idle_share:.0%} of the time"
+        f"{reports[0].return_mode} return, {group.idle_share:.0%} idle"
     )
 
 
@@ -161,9 +163,10 @@ def show_verdict(verdict: Verdict) -> None:
     comparison = "<=" if verdict.error <= verdict.bound else "is not <="
     console.print(
         Text("PASS", style="bold green") if verdict.passed else Text("FAIL", style="bold red"),
-        f"error {verdict.error:.2e} {comparison} {verdict.bound:.2e}, the bound that rounding to the dtype "
-        "explains (relative Frobenius norm, against float64)",
-        soft_wrap=True,
+        f"error {verdict.error:.2e} {comparison} bound {verdict.bound:.2e}",
+    )
+    console.print(
+        Text("relative Frobenius norm, against float64; the bound is what rounding explains", style="dim")
     )
 
 

@@ -11,6 +11,7 @@ import typer
 from .. import models
 from ..errors import FlashMoEError, InvalidArgument
 from ..launch import run_ranks
+from ..placement import local_experts
 from ..report import CallReport, summarize
 from ..trace import write_perfetto, write_timeline
 from . import render
@@ -117,7 +118,7 @@ def _call(workload: Workload) -> tuple[list[np.ndarray], list[CallReport]]:
     }
     per_rank = []
     for rank, x in enumerate(workload.tokens):
-        local = [expert for expert, owner in enumerate(workload.placement) if owner == rank]
+        local = local_experts(workload.placement, rank)
         per_rank.append((sizes, x, layer.gate_up_proj[local], layer.down_proj[local], routing))
     answers = run_ranks(len(workload.tokens), call_on_rank, per_rank)
     return [y for y, _ in answers], [CallReport.from_dict(report) for _, report in answers]

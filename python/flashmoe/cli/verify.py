@@ -45,8 +45,9 @@ def verify(
     top-k, and computes their weights and everything after that itself.
     """
     logits = router_logits(x, layer.router)
-    if not ((topk_ids >= 0) & (topk_ids < layer.experts)).all():  # nothing to compute a reference with
-        return Verdict(float("nan"), float("nan"), int((~check_topk(logits, topk_ids)).sum()))
+    experts_exist = ((topk_ids >= 0) & (topk_ids < layer.experts)).all(axis=1)
+    if not experts_exist.all():  # a reference cannot be computed with them
+        return Verdict(float("nan"), float("nan"), int((~experts_exist).sum()))
     weights = weigh(logits, topk_ids, layer.renormalize)
     slack, weight_variance = router_error(
         x, layer.router, None, topk_ids, weights, renormalize=layer.renormalize

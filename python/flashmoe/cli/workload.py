@@ -12,6 +12,7 @@ from .. import models
 from ..checkpoint import MoELayer, load_layer, shipped_layer
 from ..errors import InvalidArgument
 from ..memory import check_fits, plan_memory
+from ..placement import contiguous
 from .render import working
 
 DEFAULT_TOKENS = 512
@@ -38,8 +39,8 @@ class Workload:
     layer: MoELayer
     tokens: list[np.ndarray]
     """Hidden states of each rank: [T_p, H], the layer's dtype."""
-    placement: list[int]
-    """Expert -> rank: contiguous, as even as possible."""
+    placement: tuple[int, ...]
+    """Expert -> rank."""
     limits: dict[str, Any]
     """The sizes that `flashmoe.Context` takes."""
     notes: list[str]
@@ -120,9 +121,5 @@ def _deal(
 ) -> Workload:
     """Deal tokens and experts out, contiguously and as evenly as possible."""
     ranks = limits["ranks"]
-    owners = [
-        np.full(len(part), rank) for rank, part in enumerate(np.array_split(range(layer.experts), ranks))
-    ]
-    return Workload(
-        title, layer, np.array_split(states, ranks), np.concatenate(owners).tolist(), limits, notes
-    )
+    placement = contiguous(layer.experts, ranks)
+    return Workload(title, layer, np.array_split(states, ranks), placement, limits, notes)

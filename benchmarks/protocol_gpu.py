@@ -1,0 +1,58 @@
+"""The protocol alone on one GPU: tasks per microsecond, and the gap between two tasks of a busy processor.
+
+    python benchmarks/protocol_gpu.py [--out benchmarks/results/protocol_gpu.json]
+
+Builds csrc/cuda/protocol_bench.cu with nvcc, runs it, adds what is needed to reproduce the figures, prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "csrc" / "cuda" / "protocol_bench.cu"
+NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]
+
+
+def output(*command: str) -> str:
+    """What a command prints, empty if it fails or does not exist."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/protocol_gpu.json")
+    parser.add_argument("--commit", default=output("git", "rev-parse", "HEAD"), help="where git is not at hand")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        binary = f"{folder}/protocol_bench"
+        subprocess.run([*NVCC, str(SOURCE), "-o", binary], check=True)
+        result = json.loads(subprocess.run([binary], check=True, capture_output=True, text=True).stdout)
+    clocks = "clocks.sm,clocks.mem,clocks.max.sm,driver_version"
+    result |= {
+        "commit": args.commit,
+        "command": "python " + " ".join(sys.argv),
+        "nvidia_smi": {clocks: output("nvidia-smi", f"--query-gpu={clocks}", "--format=csv,noheader")},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{result['device']}, {result['sms']} SMs")
+    print(f"{'shape':>20} {'tasks':>7} {'tasks/us':>9} {'kernel us':>10} {'gap ns p50':>11} {'p99':>6}")
+    for row in result["shapes"]:
+        gap = row["busy_gap_ns"]
+        print(
+            f"{row['shape']:>20} {row['tasks']:>7} {row['tasks_per_us']['median']:>9} {row['kernel_us']:>10}"
+            f" {gap['median']:>11} {gap['p99']:>6}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""`MoE`: the layer as a PyTorch module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import ops
+from .checkpoint import MoELayer
+from .context import MAX_EXPERTS, Context, _bounded
+from .errors import InvalidArgument
+from .tensors import DTYPES
+from .torch_op import context_id
+
+__all__ = ["Experts", "MoE", "Router"]
+
+
+class Router(torch.nn.Module):
+    """The router's parameters: `weight` [E, H] and, if asked for, `bias` [E]. The same on every rank."""
+
+    def __init__(self, hidden: int, experts: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(experts, hidden, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(experts, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws new random weights and clears the bias."""
+        _reset(self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{list(self.weight.shape)}, bias={self.bias is not None}, {self.weight.dtype}"
+
+
+class Experts(torch.nn.Module):
+    """The parameters of this rank's El experts, by ascending expert id.
+
+    `gate_up_proj` [El, 2I, H], an expert's gate rows before its up rows, or [El, I, H] where the activation
+    has no gate; `down_proj` [El, H, I]; with biases `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias`
+    [El, H].
+
+    ``load_state_dict`` takes each of them for these El experts, as ``state_dict`` gives it, or for all E, as
+    a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        total: int,
+        rows: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.ids = list(ids)
+        """Ids of this rank's experts, ascending."""
+        self.total = total
+        """E: the experts of all ranks."""
+        local = len(self.ids)
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(local, *shape, dtype=dtype))
+
+        self.gate_up_proj = parameter(rows, hidden)
+        self.down_proj = parameter(hidden, intermediate)
+        self.gate_up_proj_bias = parameter(rows) if bias else None
+        self.down_proj_bias = parameter(hidden) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws new random weights and clears the biases."""
+        _reset(self.gate_up_proj, self.gate_up_proj_bias)
+        _reset(self.down_proj, self.down_proj_bias)
+
+    def extra_repr(self) -> str:
+        shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
+        return f"{shapes}, bias={self.down_proj_bias is not None}, {self.down_proj.dtype}, of E={self.total}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # `state_dict` is load_state_dict's own copy: entries may be replaced.
+        local = len(self.ids)
+        for name, parameter in self.named_parameters(recurse=False):
+            given = state_dict.get(prefix + name)
+            if given is None or given.ndim != parameter.ndim:
+                continue  # torch reports it
+            if len(given) not in (local, self.total):
+                expected = f"El={local} or E={self.total} experts"
+                raise InvalidArgument(f"{prefix}{name}: expected {expected}, got {list(given.shape)}")
+            if len(given) != local:
+                state_dict[prefix + name] = given[self.ids]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class MoE(torch.nn.Module):
+    """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
+
+    Inference only: version 0.1 computes no gradients. Parameters and tokens may require them, as in a model
+    that has not been frozen, but a backward pass that reaches the layer raises `NotImplementedError`.
+
+    The layer runs `flashmoe.moe`, which see, as ``torch.ops.flashmoe.moe``, also under
+    ``torch.compile(fullgraph=True)``. ``ctx.last_call`` is the report of the last call.
+
+    Parameters are named and shaped as in ``Qwen3MoeSparseMoeBlock`` of Transformers 5, so that such a block's
+    ``state_dict()`` loads as it is. That holds all E experts; each rank keeps its own El (see `Experts`):
+
+    ============================== ======================================================================
+    ``gate.weight``                [E, H]
+    ``experts.gate_up_proj``       [El, 2I, H], gate rows first; [El, I, H] unless ``activation="swiglu"``
+    ``experts.down_proj``          [El, H, I]
+    ``gate.bias``                  [E], with `router_bias`
+    ``experts.gate_up_proj_bias``  [El, 2I] or [El, I], with `expert_bias`
+    ``experts.down_proj_bias``     [El, H], with `expert_bias`
+    ============================== ======================================================================
+
+    Initial values are random, also the router's, and differ from rank to rank: load weights before use. Where
+    checkpoint files hold a tensor per expert and projection, `flashmoe.checkpoint.load_layer` reads them and
+    `from_layer` takes what it returns.
+
+    Copies made by `copy.deepcopy` share the context.
+
+    Parameters
+    ----------
+    ctx:
+        The context; it must outlive the calls. Any number of layers may share one.
+    hidden, intermediate, experts, top_k:
+        H, I, E and K of this layer, within the context's limits.
+    activation, renormalize, placement, capacity_factor, return_mode:
+        As in `flashmoe.moe`.
+    router_bias:
+        Whether the router has a bias.
+    expert_bias:
+        Whether both projections of every expert have one.
+    dtype:
+        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's.
+
+    Raises
+    ------
+    InvalidArgument
+        A parameter is outside its domain.
+    HeapError
+        The layer exceeds the context's limits.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        *,
+        activation: str = "swiglu",
+        renormalize: bool = True,
+        placement: Sequence[int] | None = None,
+        router_bias: bool = False,
+        expert_bias: bool = False,
+        capacity_factor: float | None = None,
+        return_mode: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ctx = ctx
+        self._context_id = context_id(ctx)
+        dtype = getattr(torch, ctx.dtype) if dtype is None else dtype
+        dtype_name = str(dtype).removeprefix("torch.")
+        if not isinstance(dtype, torch.dtype) or dtype_name not in DTYPES:
+            known = ", ".join(f"torch.{name}" for name in DTYPES)
+            raise InvalidArgument(f"dtype: expected one of {known}, got {dtype!r}")
+        if activation not in ops.ACTIVATIONS:
+            known = ", ".join(ops.ACTIVATIONS)
+            raise InvalidArgument(f"activation: expected one of {known}, got {activation!r}")
+        sizes = {
+            "tokens": 0,
+            "hidden": _bounded("hidden", hidden, 1, 2**20),
+            "intermediate": _bounded("intermediate", intermediate, 1, 2**20),
+            "experts": _bounded("experts", experts, 1, MAX_EXPERTS),
+            "top_k": _bounded("top_k", top_k, 1, experts),
+        }
+        self.top_k = sizes["top_k"]
+        self.activation = activation
+        self.renormalize = bool(renormalize)
+        self.placement = None if placement is None else [int(rank) for rank in placement]
+        self.capacity_factor = ops._capacity(capacity_factor) or None
+        self.return_mode = return_mode
+        mode = ops._return_mode(ctx, return_mode, self.top_k)
+        mine = ctx.local_experts(ops._owners(ctx, self.placement, experts))
+        ops._check_limits(ctx, sizes, dtype_name, len(mine), mode)
+
+        self.gate = Router(hidden, experts, bias=router_bias, dtype=dtype)
+        rows = 2 * intermediate if activation == "swiglu" else intermediate
+        self.experts = Experts(mine, experts, rows, hidden, intermediate, bias=expert_bias, dtype=dtype)
+
+    @classmethod
+    def from_layer(
+        cls,
+        ctx: Context,
+        layer: MoELayer,
+        *,
+        placement: Sequence[int] | None = None,
+        capacity_factor: float | None = None,
+        return_mode: str | None = None,
+    ) -> MoE:
+        """A module with a copy of `layer`'s router and of those of its experts that are this rank's.
+
+        `layer` comes from `flashmoe.checkpoint.load_layer` and decides the sizes, `activation`, `renormalize`
+        and the dtype. The other parameters and the errors are those of the class.
+        """
+        with torch.device("meta"):  # the parameters are about to be replaced
+            module = cls(
+                ctx,
+                layer.hidden,
+                layer.intermediate,
+                layer.experts,
+                layer.top_k,
+                activation=layer.activation,
+                renormalize=layer.renormalize,
+                placement=placement,
+                capacity_factor=capacity_factor,
+                return_mode=return_mode,
+                dtype=getattr(torch, layer.dtype.name),
+            )
+        mine = module.experts.ids
+        weights = {
+            "gate.weight": layer.router.copy(),
+            "experts.gate_up_proj": layer.gate_up_proj[mine],
+            "experts.down_proj": layer.down_proj[mine],
+        }
+        module.load_state_dict({name: _tensor(array) for name, array in weights.items()}, assign=True)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for this rank's tokens.
+
+        Parameters
+        ----------
+        x: [..., H]
+            Of the parameters' dtype, in host memory. Copied if the tokens do not lie one after the other.
+
+        Returns
+        -------
+        [..., H], contiguous.
+
+        Raises
+        ------
+        InvalidArgument, HeapError, GroupError, PeerTimeout, FlashMoEError
+            As `flashmoe.moe`.
+        """
+        hidden = self.gate.weight.shape[1]
+        if x.ndim == 0 or x.shape[-1] != hidden:
+            raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
+        y = torch.ops.flashmoe.moe(
+            self._context_id,
+            x.reshape(-1, hidden).contiguous(),
+            self.experts.gate_up_proj,
+            self.experts.down_proj,
+            router=self.gate.weight,
+            top_k=self.top_k,
+            activation=self.activation,
+            renormalize=self.renormalize,
+            router_bias=self.gate.bias,
+            gate_up_bias=self.experts.gate_up_proj_bias,
+            down_bias=self.experts.down_proj_bias,
+            placement=self.placement,
+            capacity_factor=self.capacity_factor,
+            return_mode=self.return_mode,
+        )
+        return y.reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        return (
+            f"top_k={self.top_k}, activation={self.activation!r}, renormalize={self.renormalize}, "
+            f"rank {self.ctx.rank} of {self.ctx.ranks}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        memo[id(self.ctx)] = self.ctx
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+
+def _reset(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+    """Weights as `torch.nn.Linear` draws them, uniform within 1 / sqrt(inputs); a bias of zeros."""
+    bound = weight.shape[-1] ** -0.5
+    torch.nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        torch.nn.init.zeros_(bias)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    """The same memory as a tensor, also of bfloat16, which torch does not take from NumPy."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

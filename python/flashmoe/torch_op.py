@@ -1,0 +1,134 @@
+"""``torch.ops.flashmoe.moe``: `flashmoe.moe` as a PyTorch operator, for `flashmoe.nn` and ``torch.compile``.
+
+Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, in that order, but
+for two: the context is the integer that `context_id` gives, since an operator takes tensors and plain values;
+and there is no ``trace``.
+
+The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the
+ranks must make the same calls in the same order, so that a compiler may neither drop a call whose result this
+rank does not use, nor merge two equal calls, nor swap two independent ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .context import Context
+from .errors import FlashMoEError, InvalidArgument
+from .ops import moe as call
+
+_ids: weakref.WeakKeyDictionary[Context, int] = weakref.WeakKeyDictionary()
+_contexts: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+_next_id = itertools.count(1)
+
+
+def context_id(ctx: Context) -> int:
+    """The number that stands for `ctx` in calls of the operator: the same each time, and never another's.
+
+    It does not keep the context alive; calls with the number of a context that is gone raise `FlashMoEError`.
+    """
+    if not isinstance(ctx, Context):
+        raise InvalidArgument(f"ctx: expected a flashmoe.Context, got {type(ctx).__name__}")
+    if ctx not in _ids:
+        _ids[ctx] = next(_next_id)
+        _contexts[_ids[ctx]] = ctx
+    return _ids[ctx]
+
+
+def _context(number: int) -> Context:
+    ctx = _contexts.get(number)
+    if ctx is None:
+        raise FlashMoEError(
+            f"context: expected the context_id of a live Context, got {number}: it is gone, or never was"
+        )
+    return ctx
+
+
+# The annotations become the operator's schema. No parameter is keyword-only: autograd refuses such tensors.
+def _moe(
+    context: int,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    router: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    top_k: int | None = None,
+    activation: str = "swiglu",
+    renormalize: bool = True,
+    router_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    placement: Sequence[int] | None = None,
+    capacity_factor: float | None = None,
+    return_mode: str | None = None,
+) -> Tensor:
+    return call(
+        _context(context),
+        x,
+        gate_up_proj,
+        down_proj,
+        router=router,
+        topk_ids=topk_ids,
+        topk_weights=topk_weights,
+        top_k=top_k,
+        activation=activation,
+        renormalize=renormalize,
+        router_bias=router_bias,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        placement=placement,
+        capacity_factor=capacity_factor,
+        return_mode=return_mode,
+    )
+
+
+def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    raise NotImplementedError(
+        "flashmoe.moe: FlashMoE 0.1 has no backward pass; call the layer under torch.no_grad(), "
+        "or detach its input and freeze its weights"
+    )
+
+
+moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
+
+# The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
+# formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
+moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
+
+
+@moe.register_fake
+def _(context: int, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """y, [T, H], contiguous, of x's dtype: the checks of the arguments are left to the call."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@moe_backward.register_fake
+def _(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(each) for each in inputs]
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.positions = [position for position, each in enumerate(inputs) if isinstance(each, Tensor)]
+    ctx.save_for_backward(*(inputs[position] for position in ctx.positions))
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """One gradient per argument of the call, None for those that need none."""
+    needed = ctx.needs_input_grad
+    saved = zip(ctx.positions, ctx.saved_tensors, strict=True)
+    inputs = {position: tensor for position, tensor in saved if needed[position]}
+    gradients = dict(zip(inputs, moe_backward(grad, list(inputs.values())), strict=True))
+    return tuple(gradients.get(position) for position in range(len(needed)))
+
+
+moe.register_autograd(_gradients, setup_context=_save_inputs)
+
+if hasattr(moe, "register_effect"):  # not in older PyTorch
+    moe.register_effect(torch.library.EffectType.ORDERED)

@@ -1,0 +1,402 @@
+// A group of ranks in one process that runs the whole protocol with an engine that computes nothing: rows are words that
+// name their token and call, and every task checks each word it reads and that it runs once.
+#pragma once
+
+#include <atomic>
+#include <barrier>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "flashmoe/actors/os.h"
+#include "flashmoe/actors/processor.h"
+#include "flashmoe/protocol/packet.h"
+#include "problem.h"
+#include "warp_platform.h"
+
+namespace flashmoe::test {
+
+// Zeroed memory of exactly the size a layout asks for: one byte more is AddressSanitizer's.
+class Region {
+ public:
+  explicit Region(uint64_t bytes) : base_(static_cast<uint8_t*>(std::aligned_alloc(256, bytes))) {
+    std::memset(base_.get(), 0, bytes);
+  }
+  uint8_t* base() const { return base_.get(); }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* p) const { std::free(p); }
+  };
+  std::unique_ptr<uint8_t, Free> base_;
+};
+
+// Bits that are set once: which columns of something were done.
+class Once {
+ public:
+  explicit Once(size_t n) : bits_(n) {}
+  void mark(size_t i, uint32_t column) {
+    const uint32_t before = bits_[i].fetch_or(1u << column, std::memory_order_relaxed);
+    CHECK((before >> column & 1u) == 0);
+  }
+  // Whether exactly columns [0, n) were marked; forgets them.
+  bool whole(size_t i, uint32_t n) { return bits_[i].exchange(0, std::memory_order_relaxed) == (1u << n) - 1; }
+  size_t size() const { return bits_.size(); }
+
+ private:
+  std::vector<std::atomic<uint32_t>> bits_;
+};
+
+// What is checked on one rank's behalf, by whichever rank does the work.
+struct Ledger {
+  explicit Ledger(const Limits& l)
+      : contributed(uint64_t{l.max_tokens} * l.top_k), combined(l.max_tokens), gemm0(l.max_tiles()) {}
+  Once contributed;  // [token, k] at the token's home: columns that its expert wrote
+  Once combined;     // [token]
+  Once gemm0;        // [tile]: columns computed
+};
+
+// The engine of one processor. `ledgers` are the ranks'.
+template <class P>
+class AbstractEngine {
+ public:
+  AbstractEngine(const Call& call, const Limits& limits, std::vector<Ledger>& ledgers)
+      : c_(call), limits_(limits), ledgers_(ledgers), scratch_(2 * limits.experts + limits.ranks) {}
+
+  void set_problem(const Problem& x) { x_ = &x; }
+
+  bool dispatch(uint32_t b) {
+    const Problem::OfRank& mine = x_->of[c_.rank];
+    const uint32_t first = b << c_.log2_block, end = first + c_.tokens_in_block(b);
+    for (uint32_t t = first + P::lane(); t < end; t += P::kLanes) {
+      std::copy_n(&mine.ids[t * c_.top_k], c_.top_k, c_.routing(t));
+      std::copy_n(&mine.weights[t * c_.top_k], c_.top_k, c_.weights(t));
+    }
+    P::sync();
+    const PacketScratch s{scratch_.data(), scratch_.data() + c_.experts, scratch_.data() + 2 * c_.experts};
+    if (!build_packets<P>(c_, b, s)) return false;
+    for (uint32_t t = first + P::lane(); t < end; t += P::kLanes) {
+      for (uint32_t q = 0; q < c_.ranks; ++q) {
+        if (q == c_.rank || !goes_to(c_, t, q)) continue;
+        uint64_t* row = words(c_.dispatched_row(q, c_.rank, t));
+        for (uint32_t i = 0; i < c_.hidden; ++i) row[i] = x_->row_word(c_.rank, t, i);
+      }
+    }
+    signal_packets<P>(c_, b, s);
+    return true;
+  }
+
+  void gemm0(uint32_t tile, uint32_t n) {
+    const Tile& t = *c_.tile(tile);
+    const uint32_t expert = c_.by_owner[c_.owner_base[c_.rank] + t.expert];
+    bool remote = false;
+    const uint32_t rows = for_each_row(tile, [&](uint32_t row, uint32_t p, const Entry& entry) {
+      remote |= p != c_.rank;
+      if (row % P::kLanes != P::lane()) return;
+      const Problem::OfRank& source = x_->of[p];
+      CHECK(entry.token < source.tokens && entry.k < c_.top_k);
+      const uint32_t pair = entry.token * c_.top_k + entry.k;
+      CHECK_EQ(source.routed[pair], static_cast<int32_t>(expert));
+      CHECK_EQ(source.weights[pair], entry.weight);
+      CHECK_EQ(x_->entries(p, entry.token, c_.rank, entry.k), entry.ordinal);
+      if (p != c_.rank) {  // own rows are not sent
+        const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, entry.token));
+        for (uint32_t i = 0; i < c_.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
+      }
+      uint64_t* hidden = words(c_.hidden_row(tile, row));
+      for_column(n, c_.intermediate, [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
+    });
+    if (P::lane() == 0) {
+      CHECK(rows != 0 && rows <= c_.tile_rows);
+      CHECK_EQ(rows, t.rows);
+      CHECK_EQ(uint32_t{remote}, t.remote);
+      ledgers_[c_.rank].gemm0.mark(tile, n);
+    }
+    P::sync();
+  }
+
+  void gemm1(uint32_t tile, uint32_t n) {
+    for_each_row(tile, [&](uint32_t row, uint32_t home, const Entry& entry) {
+      if (row % P::kLanes != P::lane()) return;
+      const uint64_t* hidden = words(c_.hidden_row(tile, row));
+      for (uint32_t i = 0; i < c_.intermediate; ++i) {
+        CHECK_EQ(hidden[i], x_->hidden_word(home, entry.token, entry.k, i));
+      }
+      uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal, limits_.max_tokens)
+                                        : c_.return_row(home, entry.token, entry.k));
+      for_column(n, c_.hidden,
+                 [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
+      ledgers_[home].contributed.mark(entry.token * c_.top_k + entry.k, n);
+    });
+    P::sync();
+  }
+
+  void reduce(uint32_t packet, uint32_t n) {
+    const uint32_t p = c_.packet_source(packet), b = c_.packet_block(packet);
+    const uint32_t first = c_.packet_first_token(p, b);
+    const uint16_t* counts = c_.packet_counts(c_.rank, p, first);
+    for (uint32_t t = P::lane(); t < c_.packet_tokens(p, b); t += P::kLanes) {
+      CHECK_EQ(x_->entries(p, first + t, c_.rank, c_.top_k), counts[t]);
+      if (counts[t] == 0) continue;
+      uint64_t* to = words(c_.return_row(p, first + t, c_.rank));
+      for_column(n, c_.hidden, [&](uint32_t i) {
+        to[i] = 0;
+        for (uint32_t j = 0; j < counts[t]; ++j) {
+          to[i] += words(c_.staged_row(p, first + t, j, limits_.max_tokens))[i];
+        }
+      });
+    }
+    P::sync();
+  }
+
+  // Sums wrap around, hence are exact: a contribution that is missing, doubled or stale shows.
+  void combine(uint32_t b) {
+    const uint32_t first = b << c_.log2_block;
+    for (uint32_t t = first + P::lane(); t < first + c_.tokens_in_block(b); t += P::kLanes) {
+      for (uint32_t i = 0; i < c_.hidden; ++i) {
+        uint64_t sum = 0, expected = 0;
+        for (uint32_t k = 0; k < c_.top_k; ++k) {
+          if (x_->owner_of(c_.rank, t, k) == ~0u) continue;
+          expected += x_->contribution(c_.rank, t, k, x_->of[c_.rank].weights[t * c_.top_k + k], i);
+          if (!c_.reduced()) sum += words(c_.return_row(c_.rank, t, k))[i];
+        }
+        for (uint32_t q = 0; q < c_.ranks && c_.reduced(); ++q) {
+          if (goes_to(c_, t, q)) sum += words(c_.return_row(c_.rank, t, q))[i];
+        }
+        CHECK_EQ(sum, expected);
+      }
+      ledgers_[c_.rank].combined.mark(t, 0);
+    }
+    P::sync();
+  }
+
+ private:
+  static uint64_t* words(uint8_t* row) { return reinterpret_cast<uint64_t*>(row); }
+
+  // Calls visit(i) for the words of column block n of `total`.
+  template <class Visit>
+  void for_column(uint32_t n, uint32_t total, Visit&& visit) const {
+    const uint32_t first = n * limits_.tile_columns;
+    for (uint32_t i = first; i < min_of(first + limits_.tile_columns, total); ++i) visit(i);
+  }
+
+  // Calls visit(row, packet's source, entry) for each row of a tile; returns how many there are.
+  template <class Visit>
+  uint32_t for_each_row(uint32_t tile, Visit&& visit) const {
+    uint32_t row = 0;
+    for (uint32_t i = 0; i < c_.tile(tile)->segments; ++i) {
+      const Segment s = c_.segments(tile)[i];
+      const uint32_t p = c_.packet_source(s.packet), b = c_.packet_block(s.packet);
+      const Entry* entries = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b)) + s.first;
+      for (uint32_t j = 0; j < s.count; ++j) visit(row++, p, entries[j]);
+    }
+    return row;
+  }
+
+  const Call& c_;
+  const Limits& limits_;
+  std::vector<Ledger>& ledgers_;
+  const Problem* x_ = nullptr;
+  std::vector<uint32_t> scratch_;
+};
+
+// The rank whose actor this thread is.
+inline thread_local uint32_t this_rank = 0;
+
+// One rank: its workspace and its actors. The heaps are the group's.
+template <class P>
+class Rank {
+ public:
+  Rank(uint32_t rank, const Limits& limits, uint8_t* const* heaps, std::vector<Ledger>& ledgers)
+      : limits_(limits),
+        ledger_(ledgers[rank]),
+        work_(make_work_layout(limits).bytes),
+        sources_(limits.ranks),
+        experts_(limits.max_local_experts),
+        column_next_(limits.gemm1_columns()),
+        seen_(limits.ranks),
+        actors_(static_cast<ptrdiff_t>((limits.processors + 1) * P::kLanes)) {
+    call.rank = rank;
+    call.ranks = limits.ranks;
+    call.processors = limits.processors;
+    call.tile_rows = limits.tile_rows;
+    call.heaps = heaps;
+    call.work = work_.base();
+    call.heap_layout = make_heap_layout(limits);
+    call.work_layout = make_work_layout(limits);
+    call.max_blocks = limits.max_blocks();
+    call.element_bytes = limits.elem_bytes;
+    call.queue_mask = limits.queue_capacity() - 1;
+    call.list_mask = limits.list_capacity() - 1;
+    for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, limits_, ledgers);
+  }
+
+  Call call;  // timeout_ns and what a test wants to spoil may be set; the rest follows the problem
+  uint64_t perturbation = 0;
+
+  // Runs the calls on this rank's actors, each checked to its end; stops after one that was aborted. Returns how many
+  // succeeded.
+  uint32_t run(const std::vector<Problem>& problems) {
+    std::vector<std::thread> threads;
+    succeeded_ = 0;
+    for (uint32_t actor = 0; actor <= limits_.processors; ++actor) {
+      threads.emplace_back([&, actor] {
+        this_rank = call.rank;
+        run_warp<P>([&] { run_actor(actor, problems); });
+      });
+    }
+    for (std::thread& t : threads) t.join();
+    return succeeded_;
+  }
+
+  // Makes the call ready to run. One thread.
+  void prepare(const Problem& x) {
+    const Problem::OfRank& mine = x.of[call.rank];
+    call.epoch = x.epoch;
+    call.tokens = mine.tokens;
+    call.log2_block = mine.log2_block;
+    call.capacity = mine.capacity;
+    call.order = mine.order;
+    call.hidden = x.hidden;
+    call.intermediate = x.intermediate;
+    call.experts = x.experts;
+    call.top_k = x.top_k;
+    call.return_mode = x.return_mode;
+    call.gemm0_columns = ceil_div(x.intermediate, limits_.tile_columns);
+    call.gemm1_columns = ceil_div(x.hidden, limits_.tile_columns);
+    call.owner = x.owner.data();
+    call.by_owner = x.by_owner.data();
+    call.owner_base = x.owner_base.data();
+    call.local_experts = call.owned(call.rank);
+    call.config.hash = mix(x.epoch, 0);  // another one in every call: a configuration of an earlier call disagrees
+    for (AbstractEngine<P>& e : engines_) e.set_problem(x);
+  }
+
+ private:
+  void run_actor(uint32_t actor, const std::vector<Problem>& problems) {
+    const bool leader = actor == 0 && P::lane() == 0;
+    for (const Problem& x : problems) {
+      if (leader) prepare(x);
+      meet();
+      if (perturbation != 0) {
+        cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor * P::kLanes + P::lane()) | 1);
+      }
+      if (actor == 0) {
+        const bool ok = run_os<P>(call, {sources_.data(), experts_.data(), column_next_.data(), seen_.data()});
+        if (leader) aborted_ = !ok;
+      } else {
+        run_processor<P>(call, actor - 1, engines_[actor - 1]);
+      }
+      cpu::Perturbation::seed(0);
+      meet();
+      if (aborted_) return;
+      if (leader) {
+        check_end(x);
+        ++succeeded_;
+      }
+    }
+  }
+
+  void meet() {
+    if constexpr (requires { P::blocking([] {}); }) {
+      P::blocking([&] { actors_.arrive_and_wait(); });
+    } else {
+      actors_.arrive_and_wait();
+    }
+  }
+
+  // After a call: everything was done once, and everything that the next call takes to be empty is.
+  void check_end(const Problem& x) {
+    const Control& control = *call.control();
+    CHECK_EQ(control.queue_head.value, control.published.value);
+    CHECK_EQ(control.list_tail.value, control.list_head.value);
+    CHECK_EQ(control.abort.value, 0u);
+    CHECK_EQ(control.fault_claim.value, 0u);
+    CHECK(all_zero<uint64_t>(WorkField::kQueue, limits_.queue_capacity()));
+    CHECK(all_zero<uint64_t>(WorkField::kReadyList, limits_.list_capacity()));
+    const uint64_t packets = uint64_t{limits_.ranks} * limits_.max_blocks();
+    CHECK(all_zero<uint32_t>(WorkField::kPending, packets * (limits_.staging ? limits_.gemm1_columns() : 1)));
+    CHECK(all_zero<uint32_t>(WorkField::kReduceDone, limits_.staging * packets));
+    for (uint32_t t = 0; t < limits_.max_tokens; ++t) {
+      CHECK(ledger_.combined.whole(t, t < call.tokens ? 1 : 0));
+      for (uint32_t k = 0; t < call.tokens && k < call.top_k; ++k) {
+        const bool kept = x.owner_of(call.rank, t, k) != ~0u;
+        CHECK(ledger_.contributed.whole(t * call.top_k + k, kept ? call.gemm1_columns : 0));
+      }
+    }
+    // Tiles are numbered from 0, and all but one per expert are full.
+    const uint32_t tiles = expected_tiles(x);
+    for (uint32_t tile = 0; tile < ledger_.gemm0.size(); ++tile) {
+      CHECK(ledger_.gemm0.whole(tile, tile < tiles ? call.gemm0_columns : 0));
+    }
+  }
+
+  uint32_t expected_tiles(const Problem& x) const {
+    std::vector<uint32_t> rows(x.experts);
+    for (const Problem::OfRank& source : x.of) {
+      for (const int32_t expert : source.routed) {
+        if (expert >= 0 && x.owner[expert] == call.rank) ++rows[expert];
+      }
+    }
+    uint32_t tiles = 0;
+    for (const uint32_t n : rows) tiles += ceil_div(n, call.tile_rows);
+    return tiles;
+  }
+
+  template <class T>
+  bool all_zero(WorkField field, uint64_t n) const {
+    const T* first = call.work_layout.template at<T>(call.work, field);
+    return std::all_of(first, first + n, [](T v) { return v == 0; });
+  }
+
+  const Limits limits_;
+  Ledger& ledger_;
+  Region work_;
+  std::vector<Source> sources_;
+  std::vector<typename TileFormer<P>::Expert> experts_;
+  std::vector<uint32_t> column_next_;
+  std::vector<Status> seen_;
+  std::deque<AbstractEngine<P>> engines_;
+  std::barrier<> actors_;
+  bool aborted_ = false;
+  uint32_t succeeded_ = 0;
+};
+
+template <class P>
+class AbstractGroup {
+ public:
+  explicit AbstractGroup(const Limits& limits) : heap_bytes(make_heap_layout(limits).bytes) {
+    for (uint32_t p = 0; p < limits.ranks; ++p) {
+      regions_.emplace_back(heap_bytes);
+      heaps_.push_back(regions_.back().base());
+      ledgers_.emplace_back(limits);
+    }
+    for (uint32_t p = 0; p < limits.ranks; ++p) {
+      ranks_.push_back(std::make_unique<Rank<P>>(p, limits, heaps_.data(), ledgers_));
+    }
+  }
+
+  const uint64_t heap_bytes;
+  uint8_t* heap(uint32_t p) const { return heaps_[p]; }
+  Rank<P>& rank(uint32_t p) { return *ranks_[p]; }
+
+  // Runs the calls on all ranks and checks that every one succeeds on every rank.
+  void run(const std::vector<Problem>& problems) {
+    std::vector<std::thread> threads;
+    for (auto& r : ranks_) {
+      threads.emplace_back([&, rank = r.get()] { CHECK_EQ(rank->run(problems), problems.size()); });
+    }
+    for (std::thread& t : threads) t.join();
+  }
+
+ private:
+  std::vector<Region> regions_;
+  std::vector<uint8_t*> heaps_;
+  std::vector<Ledger> ledgers_;
+  std::vector<std::unique_ptr<Rank<P>>> ranks_;
+};
+
+}  // namespace flashmoe::test

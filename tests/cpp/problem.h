@@ -1,0 +1,141 @@
+// What the ranks of a group compute in one call, and what must come of it: random sizes, placement and routing, known to
+// the test in full, so that every word that arrives anywhere can be checked.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "flashmoe/protocol/call.h"
+
+namespace flashmoe::test {
+
+inline uint64_t mix(uint64_t h) { return h; }
+
+// A word that names all its arguments.
+template <class... Rest>
+uint64_t mix(uint64_t h, uint64_t v, Rest... rest) {
+  h = (h ^ v) + 0x9e3779b97f4a7c15u;  // a round of splitmix64
+  h = (h ^ (h >> 30)) * 0xbf58476d1ce4e5b9u;
+  h = (h ^ (h >> 27)) * 0x94d049bb133111ebu;
+  return mix(h ^ (h >> 31), rest...);
+}
+
+struct Problem {
+  struct OfRank {
+    uint32_t tokens = 0;
+    uint32_t log2_block = 3;
+    uint32_t capacity = 0;
+    OrderPolicy order;
+    std::vector<int32_t> ids;     // [T, K]
+    std::vector<float> weights;   // [T, K]
+    std::vector<int32_t> routed;  // [T, K] ids, -1 where capacity drops the pair
+  };
+
+  Epoch epoch = 0;
+  uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  ReturnMode return_mode = ReturnMode::kDirect;
+  std::vector<uint32_t> owner, by_owner, owner_base;
+  std::vector<OfRank> of;
+
+  // The owner of the expert that (token, k) of rank p goes to; nobody's number where it was dropped.
+  uint32_t owner_of(uint32_t p, uint32_t token, uint32_t k) const {
+    const int32_t expert = of[p].routed[token * top_k + k];
+    return expert < 0 ? ~0u : owner[expert];
+  }
+  // How many of the token's first k choices rank q computes.
+  uint32_t entries(uint32_t p, uint32_t token, uint32_t q, uint32_t k) const {
+    uint32_t n = 0;
+    for (uint32_t j = 0; j < k; ++j) n += owner_of(p, token, j) == q;
+    return n;
+  }
+
+  // Word i of: a token's row; its activation for choice k; what choice k contributes to its output.
+  uint64_t row_word(uint32_t p, uint32_t token, uint32_t i) const { return mix(1, epoch, p, token, i); }
+  uint64_t hidden_word(uint32_t p, uint32_t token, uint32_t k, uint32_t i) const {
+    return mix(2, epoch, p, token, k, of[p].routed[token * top_k + k], i);
+  }
+  uint64_t contribution(uint32_t p, uint32_t token, uint32_t k, float weight, uint32_t i) const {
+    return mix(3, epoch, p, token, k, std::bit_cast<uint32_t>(weight), i);
+  }
+
+  void place(const std::vector<uint32_t>& owners, uint32_t ranks) {
+    owner = owners;
+    by_owner.resize(owner.size());
+    std::iota(by_owner.begin(), by_owner.end(), 0);
+    std::stable_sort(by_owner.begin(), by_owner.end(), [&](uint32_t a, uint32_t b) { return owner[a] < owner[b]; });
+    owner_base.clear();
+    for (uint32_t q = 0; q <= ranks; ++q) {
+      owner_base.push_back(static_cast<uint32_t>(std::count_if(owner.begin(), owner.end(), [&](uint32_t o) { return o < q; })));
+    }
+  }
+
+  // Of the pairs a rank routes to an expert, the first `capacity` in token order stay.
+  void drop(uint32_t p) {
+    OfRank& r = of[p];
+    r.routed = r.ids;
+    std::vector<uint32_t> used(experts);
+    for (int32_t& id : r.routed) {
+      if (r.capacity != 0 && used[id]++ >= r.capacity) id = -1;
+    }
+  }
+};
+
+// Draws the calls of a test. Limits bound every size; everything else varies from call to call.
+class Problems {
+ public:
+  Problems(const Limits& limits, uint64_t seed) : l_(limits), random_(seed) {}
+
+  std::vector<Problem> draw(uint32_t calls) {
+    std::vector<Problem> all;
+    for (uint32_t i = 0; i < calls; ++i) all.push_back(draw_one(i + 1));
+    return all;
+  }
+
+ private:
+  uint32_t below(uint32_t n) { return static_cast<uint32_t>(random_() % n); }
+  template <class T>
+  T one_of(std::initializer_list<T> list) {
+    return list.begin()[below(static_cast<uint32_t>(list.size()))];
+  }
+
+  Problem draw_one(Epoch epoch) {
+    Problem x;
+    x.epoch = epoch;
+    x.hidden = 1 + below(l_.hidden);
+    x.intermediate = 1 + below(l_.intermediate);
+    x.experts = l_.experts;
+    x.top_k = 1 + below(l_.top_k);
+    x.return_mode = one_of({ReturnMode::kDirect, ReturnMode::kReduced});
+    std::vector<uint32_t> owners(x.experts);
+    const bool uneven = below(3) == 0;  // then ranks without any expert occur
+    for (uint32_t e = 0; e < x.experts; ++e) owners[e] = uneven ? below(l_.ranks) : e % l_.ranks;
+    x.place(owners, l_.ranks);
+    const uint32_t popular = below(3) == 0 ? x.top_k : x.experts;  // all tokens want the same few experts
+    const bool capacity = below(3) == 0;
+    for (uint32_t p = 0; p < l_.ranks; ++p) {
+      Problem::OfRank r;
+      r.tokens = one_of({0u, 1u, l_.max_tokens, below(l_.max_tokens + 1), below(l_.max_tokens + 1)});
+      r.log2_block = 3 + below(3);
+      r.capacity = capacity ? 1 + below(l_.max_tokens) : 0;
+      r.order = {one_of({0u, 3u, 1000u}), below(2), one_of({0u, 1u, 9u})};
+      std::vector<int32_t> choice(popular);
+      std::iota(choice.begin(), choice.end(), 0);
+      for (uint32_t t = 0; t < r.tokens; ++t) {
+        std::shuffle(choice.begin(), choice.end(), random_);
+        r.ids.insert(r.ids.end(), choice.begin(), choice.begin() + x.top_k);
+        for (uint32_t k = 0; k < x.top_k; ++k) r.weights.push_back(static_cast<float>(1 + below(1000)) / 1000.0f);
+      }
+      x.of.push_back(std::move(r));
+      x.drop(p);
+    }
+    return x;
+  }
+
+  const Limits l_;
+  std::mt19937_64 random_;
+};
+
+}  // namespace flashmoe::test

@@ -1,0 +1,67 @@
+// Whole calls of the protocol with warps of 1, 4 and 8 lanes: random routing, changing sizes, both return modes,
+// capacity, every order policy. What is checked is in abstract_group.h; under ThreadSanitizer, races between lanes too.
+#include "abstract_group.h"
+
+namespace flashmoe::test {
+namespace {
+
+template <class P>
+void run(const char* name, Limits limits, uint32_t calls, uint64_t seed) {
+  AbstractGroup<P> group(limits);
+  for (uint32_t p = 0; p < limits.ranks; ++p) group.rank(p).perturbation = seed % 2 == 0 ? seed + p : 0;
+  group.run(Problems(limits, seed).draw(calls));
+  std::printf("%s: %u ranks, %u processors, %u calls\n", name, limits.ranks, limits.processors, calls);
+  std::fflush(stdout);
+}
+
+Limits limits(uint32_t ranks, uint32_t processors) {
+  Limits l;
+  l.ranks = ranks;
+  l.processors = processors;
+  l.max_tokens = 40;
+  l.hidden = 5;
+  l.intermediate = 4;
+  l.experts = 7;
+  l.max_local_experts = 7;
+  l.top_k = 3;
+  l.elem_bytes = 8;
+  l.return_slots = max_of(ranks, l.top_k);
+  l.staging = 1;
+  l.tile_rows = 6;
+  l.tile_columns = 2;
+  return l;
+}
+
+// So small that queue and ready list have fewer slots than a warp has lanes.
+Limits smallest() {
+  Limits l = limits(1, 1);
+  l.max_tokens = l.hidden = l.intermediate = l.experts = l.max_local_experts = l.top_k = l.return_slots = 1;
+  return l;
+}
+
+// More experts than lanes, more ranks than lanes.
+Limits wide() {
+  Limits l = limits(5, 1);
+  l.max_tokens = 20;
+  l.experts = l.max_local_experts = 19;
+  l.top_k = 6;
+  l.return_slots = 6;
+  return l;
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  for (const uint64_t seed : {1, 2, 3, 4}) {
+    run<flashmoe::cpu::CpuPlatform>("1 lane", limits(4, 3), 50, seed);
+    run<flashmoe::cpu::CpuPlatform>("1 lane", wide(), 50, seed);
+    run<WarpPlatform<4>>("4 lanes", limits(2, 2), 10, seed);
+    run<WarpPlatform<8>>("8 lanes", limits(2, 1), 10, seed);
+  }
+  run<WarpPlatform<4>>("4 lanes", limits(3, 1), 15, 5);
+  run<WarpPlatform<4>>("4 lanes", wide(), 10, 6);
+  run<WarpPlatform<8>>("8 lanes", smallest(), 30, 7);
+  run<WarpPlatform<8>>("8 lanes", smallest(), 30, 8);
+}

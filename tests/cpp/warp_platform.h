@@ -1,0 +1,132 @@
+// A Platform whose lanes are threads: what the protocol does with a warp, under ThreadSanitizer and without lockstep.
+//
+// Stricter than a GPU in two ways. Lanes run at their own pace between collectives. And only sync() orders memory: ballot,
+// broadcast and the scans exchange values by relaxed atomics alone, which ThreadSanitizer does not take for order, as
+// CUDA's shuffles and votes promise none. Code that passes data from lane to lane without a sync() is reported.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cpu/platform.h"
+
+namespace flashmoe::test {
+
+template <uint32_t Lanes>
+class WarpPlatform : public cpu::CpuMemory {
+ public:
+  static constexpr uint32_t kLanes = Lanes;
+
+  // Runs body() on every lane of a new warp; returns when all lanes have.
+  template <class Body>
+  static void run_warp(Body&& body) {
+    Warp warp;
+    std::vector<std::thread> lanes;
+    for (uint32_t i = 0; i < Lanes; ++i) {
+      lanes.emplace_back([&, i] {
+        self() = {&warp, i, 0};
+        body();
+      });
+    }
+    for (std::thread& t : lanes) t.join();
+  }
+
+  static uint32_t lane() { return self().lane; }
+
+  static void sync() { exchange(Op::kSync, 0, std::memory_order_release, std::memory_order_acquire); }
+
+  static uint32_t ballot(bool predicate) {
+    const auto all = exchange(Op::kBallot, predicate);
+    uint32_t bits = 0;
+    for (uint32_t i = 0; i < Lanes; ++i) bits |= all[i] << i;
+    return bits;
+  }
+
+  static uint32_t broadcast(uint32_t v, uint32_t from) { return exchange(Op::kBroadcast, v)[from]; }
+  static uint64_t broadcast(uint64_t v, uint32_t from) {
+    const uint64_t high = broadcast(static_cast<uint32_t>(v >> 32), from);
+    return high << 32 | broadcast(static_cast<uint32_t>(v), from);
+  }
+
+  static uint32_t exclusive_scan(uint32_t v, uint32_t& total) {
+    const auto all = exchange(Op::kScan, v);
+    uint32_t before = 0;
+    total = 0;
+    for (uint32_t i = 0; i < Lanes; ++i) {
+      if (i == lane()) before = total;
+      total += all[i];
+    }
+    return before;
+  }
+
+  static uint32_t rank_among_equal(uint32_t key, bool active, bool& last) {
+    const uint32_t actives = ballot(active);
+    const auto keys = exchange(Op::kMatch, key);
+    uint32_t rank = 0;
+    last = active;
+    for (uint32_t i = 0; i < Lanes; ++i) {
+      if (!(actives >> i & 1u) || keys[i] != key) continue;
+      if (i < lane()) ++rank;
+      if (i > lane()) last = false;
+    }
+    return rank;
+  }
+
+ private:
+  enum class Op : uint32_t { kSync, kBallot, kBroadcast, kScan, kMatch };
+
+  // A lane's word: number of the meeting (24 bits) | op (8) | value (32): value and announcement in one store, so a
+  // relaxed one will do. Two words by the parity of the meeting: who writes the one of n + 2 has met all lanes in n + 1,
+  // hence all lanes have left n.
+  struct alignas(64) Slot {
+    std::atomic<uint64_t> word[2] = {};
+  };
+  using Warp = std::array<Slot, Lanes>;
+  struct Self {
+    Warp* warp = nullptr;
+    uint32_t lane = 0;
+    uint32_t meeting = 0;
+  };
+  static Self& self() {
+    thread_local Self me;
+    return me;
+  }
+
+  static std::array<uint32_t, Lanes> exchange(Op op, uint32_t value,
+                                              std::memory_order store = std::memory_order_relaxed,
+                                              std::memory_order load = std::memory_order_relaxed) {
+    Self& me = self();
+    me.meeting = (me.meeting + 1) & 0xffffffu;
+    Warp& warp = *me.warp;
+    const uint64_t mine = uint64_t{me.meeting} << 40 | static_cast<uint64_t>(op) << 32 | value;
+    warp[me.lane].word[me.meeting & 1].store(mine, store);
+    std::array<uint32_t, Lanes> all;
+    for (uint32_t i = 0; i < Lanes; ++i) {
+      const std::atomic<uint64_t>& theirs = warp[i].word[me.meeting & 1];
+      uint64_t word = theirs.load(load);
+      const uint64_t patience = word >> 40 == me.meeting ? 0 : cpu::monotonic_ns() + 60'000'000'000;
+      for (; word >> 40 != me.meeting; word = theirs.load(load)) {
+        CHECK(cpu::monotonic_ns() < patience);  // lane i never came: not every lane calls this collective
+        std::this_thread::yield();
+      }
+      CHECK_EQ(word >> 32 & 0xffu, static_cast<uint32_t>(op));  // lanes met in different collectives
+      all[i] = static_cast<uint32_t>(word);
+    }
+    return all;
+  }
+};
+
+// Platforms without a notion of it have warps of one lane: the thread that calls.
+template <class P, class Body>
+void run_warp(Body&& body) {
+  if constexpr (requires { P::run_warp(body); }) {
+    P::run_warp(body);
+  } else {
+    body();
+  }
+}
+
+}  // namespace flashmoe::test

@@ -1,0 +1,672 @@
+"""What a caller or a peer does wrong ends in the documented error, which names it, and leaves nothing behind.
+
+A rank that waits for a peer gives up within TIMEOUT, plus the MARGIN that a busy machine may need to run it.
+Every group of these tests ends with its processes gone and none of its shared memory left.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import multiprocessing
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import flashmoe.checkpoint
+import flashmoe.launch
+import ml_dtypes
+import numpy as np
+import pytest
+from flashmoe import FlashMoEError, GroupError, HeapError, InvalidArgument, PeerTimeout
+from problems import random_problem
+
+TIMEOUT = 2.0
+MARGIN = 10.0
+SIZES = {"hidden": 16, "intermediate": 12, "experts": 6, "top_k": 2, "dtype": "float32"}
+LIMITS = {**SIZES, "max_tokens": 20, "timeout": TIMEOUT}
+
+# A server that has imported the package once forks each rank: starting one takes milliseconds, not seconds.
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["flashmoe"])
+
+
+# ---- groups of processes that go wrong ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank's part ended: its exception, None if it got through, and the time (CLOCK_MONOTONIC)."""
+
+    error: Exception | None
+    at: float
+
+
+class Group:
+    """The processes of one test. A rank joins, says so, waits for `go`, calls, and tells how that ended."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.name = f"fault-{secrets.token_hex(6)}"
+        self._processes: list[multiprocessing.Process] = []
+        self._pipes: dict[int, Any] = {}
+
+    def start(self, rank: int, *, calls: int = 1, limits: dict | None = None, **problem: Any) -> None:
+        """Start a rank that makes `calls` calls, with changes to its limits and to `_live`'s problem."""
+        pipe, theirs = _FORKSERVER.Pipe()
+        limits = {"rank": rank, "ranks": self.ranks, "name": self.name, **LIMITS, **(limits or {})}
+        process = _FORKSERVER.Process(target=_live, args=(theirs, limits, calls, problem), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._pipes[rank] = pipe
+
+    def hear(self, rank: int) -> Any:
+        """The next message of a rank; a test that waits for TIMEOUT + MARGIN has failed."""
+        assert self._pipes[rank].poll(TIMEOUT + MARGIN), f"rank {rank} says nothing"
+        return self._pipes[rank].recv()
+
+    def go(self) -> float:
+        """Wait until every rank has joined, and let them call; the time."""
+        for rank in self._pipes:
+            assert self.hear(rank) == "joined"
+        for pipe in self._pipes.values():
+            pipe.send("go")
+        return time.monotonic()
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
+        """Send a signal to a rank's process; the time."""
+        os.kill(self._processes[rank].pid, number)
+        return time.monotonic()
+
+    def errors(self, *ranks: int, since: float) -> list[Exception]:
+        """What these ranks raised, each in time; then they close their context and exit by themselves."""
+        failures = [self.hear(rank) for rank in ranks]
+        for failure in failures:
+            assert failure.at - since < TIMEOUT + MARGIN
+        for rank in ranks:
+            self._pipes[rank].send("close")
+            self._processes[rank].join(MARGIN)
+            assert self._processes[rank].exitcode == 0
+        return [failure.error for failure in failures]
+
+    def segments(self) -> list[str]:
+        return glob.glob(f"/dev/shm/*{self.name}*")
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        assert self.segments() == []
+
+
+def _live(pipe: Any, limits: dict[str, Any], calls: int, problem: dict[str, Any]) -> None:
+    """A rank's process. `problem`: changes to SIZES, `tokens` of each rank, and `spoil`, a value to put into one
+    of its arguments: (argument, index, value)."""
+    try:
+        context = flashmoe.Context(**limits)
+    except Exception as error:
+        pipe.send(Failure(error, time.monotonic()))
+        pipe.recv()
+        return
+    pipe.send("joined")
+    pipe.recv()
+    try:
+        for turn in range(calls):
+            _call(context, turn, **{"tokens": 16, "spoil": None, "fused": False, **SIZES, **problem})
+        failure = Failure(None, time.monotonic())
+    except Exception as error:
+        failure = Failure(error, time.monotonic())
+    if calls:
+        pipe.send(failure)
+    pipe.recv()  # "close", or the end of the test
+    context.close()
+
+
+def _call(context: flashmoe.Context, seed: int, tokens: int, spoil: tuple | None, **sizes: Any) -> None:
+    arguments = random_problem(seed, [tokens] * context.ranks, **sizes).arguments(context.rank)
+    if spoil is not None:
+        name, index, value = spoil
+        arguments[name][index] = value
+    flashmoe.moe(context, **arguments)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group(3)
+    yield group
+    group.end()
+
+
+def expect(errors: list[Exception], kind: type[Exception], pattern: str) -> None:
+    """All errors are of this kind and say this."""
+    for error in errors:
+        assert type(error) is kind, repr(error)
+        assert re.search(pattern, str(error)), str(error)
+
+
+# ---- a peer is missing -------------------------------------------------------------------------------------
+
+
+def test_a_rank_never_joins(group):
+    since = time.monotonic()
+    group.start(0)
+    group.start(1)
+    while len(group.segments()) < 2:  # what the fixture looks for at the end is really there now
+        assert time.monotonic() - since < MARGIN
+    expect(group.errors(0, 1, since=time.monotonic()), PeerTimeout, r"rank 2 did not join within 2 s")
+
+
+def test_a_rank_is_killed_before_it_joins(group):
+    for rank in (0, 1):
+        group.start(rank)
+    while len(group.segments()) < 2:
+        time.sleep(0.001)
+    since = group.kill(1)
+    (error,) = group.errors(0, since=since)
+    expect([error], PeerTimeout, r"rank [12] did not (join|finish joining) within 2 s")
+
+
+def test_a_rank_never_calls(group):
+    for rank in range(3):
+        group.start(rank, calls=0 if rank == 1 else 1)
+    errors = group.errors(0, 2, since=group.go())
+    expect(
+        errors,
+        PeerTimeout,
+        r"rank 1 holds up call 1: it has not begun call 1 .* waited 2 s for the call signal",
+    )
+
+
+def test_a_rank_leaves_after_some_calls(group):
+    for rank in range(3):
+        group.start(rank, calls=2 if rank == 1 else 5)
+    since = group.go()
+    assert group.errors(1, since=since) == [None]
+    errors = group.errors(0, 2, since=since)
+    expect(errors, PeerTimeout, r"rank 1 holds up call 3: its process \d+ is gone; .* waited 2 s for ")
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.1, 0.2, 0.4])
+def test_a_rank_is_killed_at_any_moment_of_many_calls(group, delay):
+    for rank in range(3):
+        group.start(rank, calls=10**9)
+    group.go()
+    time.sleep(delay)
+    errors = group.errors(0, 2, since=group.kill(1))
+    expect(
+        errors, PeerTimeout, r"rank 1 holds up call \d+: its process \d+ is gone; .* waited 2 s for .* rank"
+    )
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.4])
+def test_a_rank_is_stopped_at_any_moment_of_many_calls(group, delay):
+    for rank in range(3):
+        group.start(rank, calls=10**9)
+    group.go()
+    time.sleep(delay)
+    errors = group.errors(0, 2, since=group.kill(1, signal.SIGSTOP))
+    expect(errors, PeerTimeout, r"rank 1 holds up call \d+: it has (not )?begun .* waited 2 s for .* rank")
+    group.kill(1, signal.SIGCONT)  # the late one is told as well
+    expect(group.errors(1, since=time.monotonic()), PeerTimeout, r"rank 1 holds up call")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_fails_in_the_middle_of_a_long_call(group, number):
+    """Rank 1 holds all experts: the call takes it seconds, for which the others wait without complaint."""
+    large = {"hidden": 1024, "intermediate": 1024, "experts": 4, "top_k": 4, "placement": [1] * 4}
+    limits = {**large, "max_tokens": 2000, "processors": 1}
+    for rank in range(3):
+        group.start(rank, limits=limits, tokens=2000, **large)
+    group.go()
+    time.sleep(0.5)
+    errors = group.errors(0, 2, since=group.kill(1, number))
+    expect(errors, PeerTimeout, r"rank 1 holds up call 1: it")
+
+
+def test_a_rank_raises_before_it_calls(group):
+    for rank in range(3):
+        group.start(rank, **({"activation": "tanh"} if rank == 1 else {}))
+    since = group.go()
+    expect(group.errors(1, since=since), InvalidArgument, r"activation: expected .*, got 'tanh'")
+    expect(group.errors(0, 2, since=since), PeerTimeout, r"rank 1 holds up call 1: ")
+
+
+# ---- ranks disagree ----------------------------------------------------------------------------------------
+
+# What rank 1 is told differently, and the message; `{}` stands for the two values in either order.
+DISAGREEMENTS_IN_LIMITS = {
+    "hidden": ({"hidden": 8}, "hidden: {}", 16, 8),
+    "experts": ({"experts": 9}, "experts: {}", 6, 9),
+    "top_k": ({"top_k": 3}, "top_k: {}", 2, 3),
+    "tokens": ({"max_tokens": 21}, "max_tokens: {}", 20, 21),
+    "dtype": ({"dtype": "bfloat16"}, r"\(dtype\): {}", 4, 2),
+    "placement": ({"placement": [0] * 6}, r"\(placement\): {}", 2, 6),
+    "return mode": ({"return_mode": "direct"}, r"\(return_mode\): {}", 3, 2),
+    "number of ranks": ({"ranks": 4}, "ranks: {}", 3, 4),
+}
+
+
+def either_order(pattern: str, usual: object, of_rank_1: object) -> str:
+    """`pattern` where `{}` says what two ranks have, one of them rank 1."""
+    one = f"rank [02] has {usual}, rank 1 has {of_rank_1}"
+    other = f"rank 1 has {of_rank_1}, rank [02] has {usual}"
+    return pattern.format(f"({one}|{other})")
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS_IN_LIMITS)
+def test_contexts_disagree(group, what):
+    """A rank that differs from none which it has met yet sees at least that one of them failed."""
+    limits, pattern, usual, of_rank_1 = DISAGREEMENTS_IN_LIMITS[what]
+    for rank in range(3):
+        group.start(rank, limits=limits if rank == 1 else None)
+    errors = group.errors(0, 1, 2, since=time.monotonic())
+    disagreement = either_order(pattern, usual, of_rank_1)
+    expect(errors, GroupError, rf"{disagreement}|rank \d failed to join")
+    assert any(re.search(disagreement, str(error)) for error in errors)
+
+
+DISAGREEMENTS_IN_CALLS = {
+    "hidden": ({"hidden": 8}, "hidden size H: {}", 16, 8),
+    "intermediate": ({"intermediate": 5}, "intermediate size I: {}", 12, 5),
+    "experts": ({"experts": 5}, "experts E: {}", 6, 5),
+    "top_k": ({"top_k": 1}, "top_k K: {}", 2, 1),
+    "dtype": ({"dtype": "float16"}, "dtype: {}", "float32", "float16"),
+    "return mode": ({"return_mode": "reduced"}, "return_mode: {}", "direct", "reduced"),
+    "activation": ({"activation": "relu"}, "activation: {}", "swiglu", "relu"),
+    "capacity": ({"capacity_factor": 2.0}, "capacity_factor: {}", 0, 2),
+    "placement": (
+        {"placement": [0, 2, 1, 1, 0, 2]},
+        "rank . and rank . place the experts differently",
+        "",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS_IN_CALLS)
+def test_calls_disagree(group, what):
+    changes, pattern, usual, of_rank_1 = DISAGREEMENTS_IN_CALLS[what]
+    for rank in range(3):
+        group.start(rank, **(changes if rank == 1 else {}))
+    errors = group.errors(0, 1, 2, since=group.go())
+    expect(errors, GroupError, f"ranks disagree on call 1: .*{either_order(pattern, usual, of_rank_1)}")
+
+
+def test_two_processes_claim_one_rank(group):
+    group.start(0)
+    while not group.segments():
+        time.sleep(0.001)
+    with pytest.raises(GroupError, match=rf"already has a rank 0 .*{group.name}"):
+        flashmoe.Context(rank=0, ranks=3, name=group.name, **LIMITS)
+    expect(group.errors(0, since=time.monotonic()), PeerTimeout, "rank 1 did not join")
+
+
+# ---- a fault is final, and every rank hears of it ----------------------------------------------------------
+
+NOT_FINITE = "router: expected finite logits, got NaN or infinity for token 3"
+BAD_VALUES = {
+    "NaN in x": (("x", (3, 5), np.nan), NOT_FINITE),
+    "infinity in x": (("x", (3, 5), np.inf), NOT_FINITE),
+    "duplicate ids": (
+        ("topk_ids", 3, 4),
+        "topk_ids: expected distinct experts .* got expert 4 twice for token 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_VALUES)
+def test_values_that_only_the_call_sees_are_reported_by_every_rank(group, what):
+    spoil, pattern = BAD_VALUES[what]
+    for rank in range(3):
+        group.start(rank, fused=spoil[0] == "x", spoil=spoil if rank == 1 else None)
+    expect(group.errors(0, 1, 2, since=group.go()), InvalidArgument, f"{pattern}.* of rank 1")
+
+
+@pytest.mark.parametrize("where", ["router", "router_bias"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_router_that_is_not_finite(where, value):
+    problem = random_problem(1, [8], biases=(True, False, False), **SIZES)
+    getattr(problem, where)[2] = value
+    context = flashmoe.Context(**problem.limits())
+    with context, pytest.raises(InvalidArgument, match="router: expected finite logits, got NaN or infinity"):
+        flashmoe.moe(context, **problem.arguments(0))
+
+
+def test_calls_after_a_fault_are_refused():
+    problem = random_problem(1, [8], fused=False, **SIZES)
+    good = problem.arguments(0)
+    twice = np.zeros_like(good["topk_ids"])
+    with flashmoe.Context(**problem.limits()) as context:
+        flashmoe.moe(context, **good)
+        with pytest.raises(InvalidArgument, match="distinct"):
+            flashmoe.moe(context, **good | {"topk_ids": twice})
+        for _ in range(2):
+            with pytest.raises(FlashMoEError, match="earlier call failed"):
+                flashmoe.moe(context, **good)
+
+
+def test_calls_after_close_are_refused():
+    problem = random_problem(1, [8], **SIZES)
+    context = flashmoe.Context(**problem.limits())
+    assert not context.closed
+    context.close()
+    context.close()
+    assert context.closed
+    with pytest.raises(FlashMoEError, match="closed"):
+        flashmoe.moe(context, **problem.arguments(0))
+
+
+def test_given_routing_passes_nan_on_to_its_own_token_only():
+    problem = random_problem(1, [8], fused=False, **SIZES)
+    problem.x[0][3, 5] = np.nan
+    with flashmoe.Context(**problem.limits()) as context:
+        y = flashmoe.moe(context, **problem.arguments(0))
+    assert np.isnan(y[3]).all()
+    assert np.isfinite(np.delete(y, 3, axis=0)).all()
+
+
+# ---- arguments outside their domain ------------------------------------------------------------------------
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+# T=8, H=16, I=12, E=6, K=2. A call with a router ("fused") or with ids ("given"): what is wrong, the message.
+BAD_ARGUMENTS = {
+    "x of one dimension": ("fused", {"x": zeros(16)}, r"x: expected \[T, H\], got \[16\]"),
+    "x of another width": ("fused", {"x": zeros(8, 15)}, r"(down|gate_up)_proj: expected .*H=15.*, got "),
+    "x of float64":
+        ("fused", {"x": zeros(8, 16, dtype=np.float64)}, r"x: expected .*, got \[8, 16\] float64"),
+    "x a list": ("fused", {"x": [[0.0] * 16] * 8}, r"x: expected .*, got list"),
+    "x None": ("fused", {"x": None}, r"x: expected .*, got NoneType"),
+    "x of bfloat16":
+        ("fused", {"x": zeros(8, 16, dtype=ml_dtypes.bfloat16)}, r"gate_up_proj: expected bfloat16"),
+    "gate_up_proj without up rows":
+        ("fused", {"gate_up_proj": zeros(6, 12, 16)}, r"gate_up_proj: expected \[El=6, 2I"),
+    "gate_up_proj of fewer experts":
+        ("fused", {"gate_up_proj": zeros(5, 24, 16)}, r"gate_up_proj: expected \[El=6, "),
+    "gate_up_proj of two dimensions":
+        ("fused", {"gate_up_proj": zeros(24, 16)}, r"gate_up_proj: expected \[El, "),
+    "gate_up_proj of float16":
+        ("fused", {"gate_up_proj": zeros(6, 24, 16, dtype=np.float16)}, r"gate_up_proj: .*float16"),
+    "gate_up_proj None": ("fused", {"gate_up_proj": None}, r"gate_up_proj: expected .*, got NoneType"),
+    "down_proj transposed":
+        ("fused", {"down_proj": zeros(6, 12, 16)}, r"(down|gate_up)_proj: expected \[El=6, "),
+    "down_proj of fewer experts":
+        ("fused", {"down_proj": zeros(5, 16, 12)}, r"down_proj: expected \[El=6, H=16"),
+    "down_proj of float64":
+        ("fused", {"down_proj": zeros(6, 16, 12, dtype=np.float64)}, r"down_proj: .*float64"),
+    "router of another width":
+        ("fused", {"router": zeros(6, 15)}, r"router: expected \[E=6, H=16\] float32, got \[6, 15\]"),
+    "router of one dimension": ("fused", {"router": zeros(6)}, r"router: expected \[E, H\], got \[6\]"),
+    "router of float16":
+        ("fused", {"router": zeros(6, 16, dtype=np.float16)}, r"router: expected float32.*float16"),
+    "router_bias of another size":
+        ("fused", {"router_bias": zeros(5)}, r"router_bias: expected \[E=6\] float32, got \[5\]"),
+    "router_bias without router":
+        ("given", {"router_bias": zeros(6)}, r"router_bias: expected router with it"),
+    "gate_up_bias of another size":
+        ("fused", {"gate_up_bias": zeros(6, 12)}, r"gate_up_bias: expected \[El=6, 2I=24\]"),
+    "down_bias of another size":
+        ("fused", {"down_bias": zeros(6, 12)}, r"down_bias: expected \[El=6, H=16\]"),
+    "down_bias of float16":
+        ("fused", {"down_bias": zeros(6, 16, dtype=np.float16)}, r"down_bias: expected float32"),
+    "no routing": ("fused", {"router": None, "top_k": None}, r"topk_ids: expected .*router"),
+    "two routings": ("given", {"router": zeros(6, 16), "top_k": 2}, r"router: expected either .*, got both"),
+    "router and ids":
+        ("fused", {"topk_ids": zeros(8, 2, dtype=np.int32)}, r"router: expected either .*, got both"),
+    "ids without weights": ("given", {"topk_weights": None}, r"topk_weights: expected .*, got None"),
+    "weights without ids": ("given", {"topk_ids": None}, r"topk_ids: expected .*, got None"),
+    "ids of fewer tokens":
+        ("given", {"topk_ids": zeros(7, 2, dtype=np.int32)}, r"topk_ids: expected \[T=8, K=2\].*\[7, 2\]"),
+    "ids of one dimension":
+        ("given", {"topk_ids": zeros(8, dtype=np.int32)}, r"topk_ids: expected \[T, K\].*\[8\]"),
+    "ids of float32":
+        ("given", {"topk_ids": zeros(8, 2)}, r"topk_ids: expected .* int32 or int64, got .*float32"),
+    "ids of no column": ("given", {"topk_ids": zeros(8, 0, dtype=np.int32)}, r"top.k.*: expected .*, got 0"),
+    "an id too large":
+        ("given", {"topk_ids": np.full((8, 2), [0, 6])}, r"topk_ids: expected ids in \[0, E=6\), got 6"),
+    "a negative id":
+        ("given", {"topk_ids": np.full((8, 2), [-1, 2])}, r"topk_ids: expected ids in \[0, E=6\), got -1"),
+    "an id beyond 32 bits":
+        ("given", {"topk_ids": np.full((8, 2), [0, 2**32])}, r"topk_ids: .*, got 4294967296"),
+    "weights of fewer experts":
+        ("given", {"topk_weights": zeros(8, 1)}, r"topk_weights: expected \[T=8, K=2\]"),
+    "weights of float64":
+        ("given", {"topk_weights": zeros(8, 2, dtype=np.float64)}, r"topk_weights: expected .*float64"),
+    "router without top_k": ("fused", {"top_k": None}, r"top_k: expected an integer with router, got None"),
+    "top_k above E": ("fused", {"top_k": 7}, r"top_k: expected an integer in \[1, E=6\], got 7"),
+    "top_k of 0": ("fused", {"top_k": 0}, r"top_k: expected .*, got 0"),
+    "top_k of 2.5": ("fused", {"top_k": 2.5}, r"top_k: expected .*, got 2\.5"),
+    "top_k unlike the ids": ("given", {"top_k": 3}, r"top_k: expected 2, .*, got 3"),
+    "unknown activation":
+        ("fused", {"activation": "tanh"}, r"activation: expected one of relu, .*, got 'tanh'"),
+    "ungated activation, gated weights":
+        ("fused", {"activation": "relu"}, r"gate_up_proj: expected \[El=6, I=12, H=16\]"),
+    "negative capacity": ("fused", {"capacity_factor": -1.0}, r"capacity_factor: expected .*, got -1\.0"),
+    "capacity of 0": ("fused", {"capacity_factor": 0.0}, r"capacity_factor: expected .*, got 0\.0"),
+    "capacity NaN": ("fused", {"capacity_factor": math.nan}, r"capacity_factor: expected .*, got nan"),
+    "capacity infinite": ("fused", {"capacity_factor": math.inf}, r"capacity_factor: expected .*, got inf"),
+    "capacity a word": ("fused", {"capacity_factor": "all"}, r"capacity_factor: expected .*, got 'all'"),
+    "placement on a rank that is not":
+        ("fused", {"placement": [0, 0, 1, 0, 0, 0]}, r"placement: .*, got 1 for expert 2"),
+    "placement on rank -1":
+        ("fused", {"placement": [0, 0, 0, 0, 0, -1]}, r"placement: .*, got -1 for expert 5"),
+    "placement of fewer experts": ("fused", {"placement": [0] * 5}, r"placement: expected .*E=6.*, got 5"),
+    "placement of words": ("fused", {"placement": ["a"] * 6}, r"placement: expected .*'a'"),
+    "placement of fractions": ("fused", {"placement": [0.5] * 6}, r"placement: expected .*0\.5"),
+    "placement a number": ("fused", {"placement": 0}, r"placement: expected .*, got 0"),
+    "unknown return mode":
+        ("fused", {"return_mode": "ring"}, r"return_mode: expected one of direct, .*, got 'ring'"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[tuple[flashmoe.Context, dict[str, dict[str, Any]]]]:
+    """A context of one rank, and the arguments of a good call with a router and of one with given routing."""
+    problems = {how: random_problem(1, [8], fused=how == "fused", **SIZES) for how in ("fused", "given")}
+    with flashmoe.Context(**LIMITS) as context:
+        yield context, {how: problem.arguments(0) | {"placement": None} for how, problem in problems.items()}
+
+
+@pytest.mark.parametrize("what", BAD_ARGUMENTS)
+def test_bad_argument(calls, what):
+    """It is refused by name, and the context stays good."""
+    context, good = calls
+    how, changes, pattern = BAD_ARGUMENTS[what]
+    with pytest.raises(InvalidArgument, match=f"^{pattern}"):
+        flashmoe.moe(context, **good[how] | changes)
+    assert flashmoe.moe(context, **good[how]).shape == (8, 16)
+
+
+@pytest.mark.parametrize("argument", ["x", "gate_up_proj", "down_proj", "router", "topk_ids", "topk_weights"])
+def test_strided_argument(calls, argument):
+    context, good = calls
+    how = "given" if argument.startswith("topk") else "fused"
+    array = good[how][argument]
+    spread = np.repeat(array, 2, axis=-1)[..., ::2]
+    assert not spread.flags.c_contiguous
+    with pytest.raises(InvalidArgument, match=f"^{argument}: expected a contiguous tensor"):
+        flashmoe.moe(context, **good[how] | {argument: spread})
+
+
+@pytest.mark.parametrize("argument", ["x", "gate_up_proj", "router", "topk_ids", "topk_weights"])
+def test_read_only_argument_is_as_good(calls, argument):
+    context, good = calls
+    how = "given" if argument.startswith("topk") else "fused"
+    frozen = good[how][argument].copy()
+    frozen.setflags(write=False)
+    expected = flashmoe.moe(context, **good[how])
+    np.testing.assert_array_equal(flashmoe.moe(context, **good[how] | {argument: frozen}), expected)
+
+
+# What is larger than the context's memory was made for: sizes of a call, and the message.
+TOO_LARGE = {
+    "tokens": ({"tokens": 21}, "max_tokens: expected at most 20, .*, got 21"),
+    "hidden": ({"hidden": 17}, "hidden: expected at most 16, .*, got 17"),
+    "intermediate": ({"intermediate": 13}, "intermediate: expected at most 12, .*, got 13"),
+    "experts": ({"experts": 7}, "experts: expected at most 6, .*, got 7"),
+    "top_k": ({"top_k": 3}, "top_k: expected at most 2, .*, got 3"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_call_above_the_limits(calls, what):
+    context, good = calls
+    changes, pattern = TOO_LARGE[what]
+    sizes = {"tokens": 8, **SIZES, **changes}
+    problem = random_problem(1, [sizes.pop("tokens")], **sizes)
+    with pytest.raises(HeapError, match=f"^{pattern}"):
+        flashmoe.moe(context, **problem.arguments(0))
+    assert flashmoe.moe(context, **good["fused"]).shape == (8, 16)
+
+
+def test_wider_type_than_the_context_is_made_for():
+    problem = random_problem(1, [8], **SIZES)
+    context = flashmoe.Context(**LIMITS | {"dtype": "bfloat16"})
+    with context, pytest.raises(HeapError, match=r"bytes.*: expected at most 2, .*, got 4"):
+        flashmoe.moe(context, **problem.arguments(0))
+
+
+def test_return_mode_that_the_context_excludes():
+    problem = random_problem(1, [8], **SIZES)
+    context = flashmoe.Context(**LIMITS, return_mode="direct")
+    with context, pytest.raises(InvalidArgument, match="return_mode: expected 'direct', .*, got 'reduced'"):
+        flashmoe.moe(context, **problem.arguments(0), return_mode="reduced")
+
+
+BAD_LIMITS = {
+    "ranks of 0": ({"ranks": 0}, r"ranks: expected an integer in \[1, 1024\], got 0"),
+    "rank out of range":
+        ({"rank": 2, "ranks": 2, "name": "x"}, r"rank: expected an integer in \[0, 1\], got 2"),
+    "negative rank": ({"rank": -1, "ranks": 2, "name": "x"}, r"rank: expected .*, got -1"),
+    "no name": ({"ranks": 2}, r"name: expected a group name .*, got None"),
+    "a path for a name": ({"ranks": 2, "name": "../x"}, r"name: expected a group name .*, got '\.\./x'"),
+    "a name too long": ({"ranks": 2, "name": "x" * 300}, r"name: expected a group name"),
+    "no tokens": ({"max_tokens": 0}, r"max_tokens: expected an integer in \[1, \d+\], got 0"),
+    "tokens beyond 20 bits": ({"max_tokens": 2**20}, r"max_tokens: expected .*, got 1048576"),
+    "hidden of 0": ({"hidden": 0}, r"hidden: expected .*, got 0"),
+    "intermediate of 1.5": ({"intermediate": 1.5}, r"intermediate: expected .*, got 1\.5"),
+    "experts of None": ({"experts": None}, r"experts: expected .*, got None"),
+    "top_k above experts": ({"top_k": 7}, r"top_k: expected an integer in \[1, 6\], got 7"),
+    "unknown dtype": ({"dtype": "float64"}, r"dtype: expected one of float32, .*, got 'float64'"),
+    "unknown return mode": ({"return_mode": "ring"}, r"return_mode: expected one of .*, got 'ring'"),
+    "placement on a rank that is not":
+        ({"placement": [0, 0, 0, 3, 0, 0]}, r"placement: expected .*, got 3 for expert 3"),
+    "placement of fewer experts": ({"placement": [0] * 5}, r"placement: expected .*, got 5"),
+    "no processors": ({"processors": 0}, r"processors: expected .*, got 0"),
+    "negative timeout": ({"timeout": -1.0}, r"timeout: expected .*, got -1\.0"),
+    "timeout NaN": ({"timeout": math.nan}, r"timeout: expected .*, got nan"),
+    "timeout None": ({"timeout": None}, r"timeout: expected .*, got None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_LIMITS)
+def test_bad_limit(what):
+    changes, pattern = BAD_LIMITS[what]
+    with pytest.raises(InvalidArgument, match=f"^{pattern}"):
+        flashmoe.Context(**LIMITS | changes)
+
+
+# ---- shared memory is full ---------------------------------------------------------------------------------
+
+
+def test_heap_larger_than_shared_memory():
+    name = f"fault-{secrets.token_hex(6)}"
+    free = shutil.disk_usage("/dev/shm").free
+    huge = {"hidden": 2**20, "max_tokens": max(1000, free // 2**22 + 1), "experts": 6, "top_k": 2}
+    with pytest.raises(HeapError) as refused:
+        flashmoe.Context(rank=0, ranks=2, name=name, **LIMITS | huge)
+    numbers = [int(number) for number in re.findall(r"\d+", str(refused.value))]
+    assert numbers[0] > free >= 0.5 * numbers[1] > 0  # asked for, and free a moment later
+    assert glob.glob(f"/dev/shm/*{name}*") == []
+
+
+_IN_A_FULL_FOLDER = """
+import json, os, sys
+import flashmoe.checkpoint
+import flashmoe.launch
+limits = json.loads(sys.argv[1])
+with open("/dev/shm/filler", "wb") as filler:
+    filler.write(bytes(8 * 2**20 - 2**17))  # 128 KiB of 8 MiB stay free
+try:
+    flashmoe.Context(rank=0, ranks=2, name="full", **limits)
+except flashmoe.HeapError as error:
+    print(json.dumps([str(error), os.listdir("/dev/shm")]))
+"""
+
+
+def test_shared_memory_is_full():
+    """In a mount namespace of its own, a real tmpfs of 8 MiB: an error, where a store would be a SIGBUS."""
+    namespace = ["unshare", "-m", "sh", "-c"]
+    mount = "mount -t tmpfs -o size=8m tmpfs /dev/shm"
+    if shutil.which("unshare") is None or subprocess.run([*namespace, mount], capture_output=True).returncode:
+        pytest.skip("this user may not mount a tmpfs in a namespace of its own")
+    limits = json.dumps(LIMITS | {"max_tokens": 2000})
+    python = subprocess.run(
+        [*namespace, f'{mount} && exec "$@"', "sh", sys.executable, "-c", _IN_A_FULL_FOLDER, limits],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert python.returncode == 0, python.stderr
+    message, left = json.loads(python.stdout)
+    wanted, free = map(int, re.search(r"expected (\d+) bytes .*, got (\d+)", message).groups())
+    assert wanted > free == 2**17
+    assert left == ["filler"]
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A small good one, whose bytes a test may spoil."""
+    from safetensors.numpy import save_file
+
+    tensors = {
+        "model.layers.0.mlp.gate.weight": zeros(4, 8),
+        "model.layers.0.mlp.experts.gate_up_proj": zeros(4, 12, 8),
+        "model.layers.0.mlp.experts.down_proj": zeros(4, 8, 6),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    flashmoe.checkpoint.load_layer(path, top_k=2)
+    return path, tensors
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_truncated_checkpoint(checkpoint, kept):
+    path, _ = checkpoint
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(flashmoe.CheckpointError, match=f"path: expected a complete .* file at {path}"):
+        flashmoe.checkpoint.load_layer(path, top_k=2)
+
+
+def test_checkpoint_of_something_else(checkpoint):
+    path, _ = checkpoint
+    path.write_bytes(b"PK\x03\x04" + bytes(500))
+    with pytest.raises(flashmoe.CheckpointError, match="path: expected a complete safetensors file"):
+        flashmoe.checkpoint.load_layer(path, top_k=2)
+
+
+@pytest.mark.parametrize(("shape", "pattern"), [((4, 6, 8), "down_proj"), ((4, 8, 5), "gate_up_proj")])
+def test_mislabelled_checkpoint(checkpoint, shape, pattern):
+    """A tensor under the name of another: it is what its shape says, not what its name says."""
+    from safetensors.numpy import save_file
+
+    path, tensors = checkpoint
+    save_file(tensors | {"model.layers.0.mlp.experts.down_proj": zeros(*shape)}, path)
+    with pytest.raises(flashmoe.CheckpointError, match=rf"{pattern}: expected shape"):
+        flashmoe.checkpoint.load_layer(path, top_k=2)

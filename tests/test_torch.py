@@ -1,0 +1,472 @@
+"""The layer in PyTorch: the operator, the module, and contexts over a process group."""
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import flashmoe
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from flashmoe import torch_op
+from flashmoe.checkpoint import shipped_layer
+from flashmoe.launch import RankPool
+from flashmoe.nn import MoE
+from flashmoe.torch_op import context_id
+from problems import DTYPES, PATIENCE, Outcome, check, random_problem
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+SIZES = {"hidden": 40, "intermediate": 24, "experts": 8, "top_k": 3}
+QWEN3_MOE_BLOCK = {  # Qwen3MoeSparseMoeBlock.state_dict() in Transformers 5
+    "gate.weight": ("experts", "hidden"),
+    "experts.gate_up_proj": ("experts", "gate_and_up", "hidden"),
+    "experts.down_proj": ("experts", "hidden", "intermediate"),
+}
+
+
+def tensor(array):
+    """The array as a tensor over the same memory."""
+    if array is None or array.dtype.name != "bfloat16":
+        return None if array is None else torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+
+
+def bits(array):
+    """A tensor's or an array's values as bytes."""
+    if isinstance(array, torch.Tensor):
+        array = array.detach().view(torch.uint8).numpy()
+    return array.tobytes()
+
+
+def as_tensors(arguments):
+    return {
+        name: tensor(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
+    }
+
+
+def block_state(problem):
+    """The problem's weights of all experts, as Transformers names them."""
+    arrays = problem.router, problem.gate_up_proj, problem.down_proj
+    return {name: tensor(array) for name, array in zip(QWEN3_MOE_BLOCK, arrays, strict=True)}
+
+
+@pytest.fixture
+def problem():
+    return random_problem(1, [17], **SIZES)
+
+
+@pytest.fixture
+def ctx():
+    with flashmoe.Context(max_tokens=64, dtype="float32", timeout=PATIENCE, **SIZES) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+def layer(ctx, problem):
+    layer = MoE(ctx, **SIZES)
+    layer.load_state_dict(block_state(problem))
+    return layer
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A list that grows by one with each call of the operator."""
+    calls, call = [], torch_op.call
+
+    def count(*args, **kwargs):
+        calls.append(None)
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(torch_op, "call", count)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as pool:
+        yield pool
+
+
+# The operator
+
+OPERATOR_CALLS = {
+    "router": {},
+    "router and biases": {"biases": (True, True, True)},
+    "given routing": {"fused": False},
+    "given routing and biases": {"fused": False, "biases": (False, True, True), "activation": "relu"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16 with a capacity": {"dtype": "float16", "fused": False, "capacity_factor": 1.0},
+    "not renormalized": {"renormalize": False, "return_mode": "direct", "placement": [0] * 8},
+    "no tokens": {"tokens": [0]},
+}
+
+
+@pytest.mark.parametrize("case", OPERATOR_CALLS)
+def test_operator_passes_opcheck(ctx, case):
+    problem = random_problem(2, **{"tokens": [17], **SIZES, **OPERATOR_CALLS[case]})
+    arguments = as_tensors(problem.arguments(0))
+    torch.library.opcheck(torch.ops.flashmoe.moe.default, (context_id(ctx),), arguments)
+
+
+def test_operator_passes_opcheck_with_gradients(ctx, problem):
+    arguments = as_tensors(problem.arguments(0))
+    for name in ("x", "gate_up_proj", "down_proj", "router"):
+        arguments[name].requires_grad_()
+    # Not test_aot_dispatch_dynamic: it runs the backward pass.
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.flashmoe.moe.default, (context_id(ctx),), arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("device", ["fake", "meta"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operator_on_tensors_without_values(ctx, counted, dtype, device):
+    problem = random_problem(3, [17], dtype=dtype, **SIZES)
+    arguments = as_tensors(problem.arguments(0))
+    mode = FakeTensorMode() if device == "fake" else torch.device("meta")
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            arguments[name] = mode.from_tensor(value) if device == "fake" else value.to("meta")
+    with mode:
+        y = torch.ops.flashmoe.moe(context_id(ctx), **arguments)
+    assert (y.shape, y.dtype, y.device) == (arguments["x"].shape, arguments["x"].dtype, arguments["x"].device)
+    assert y.is_contiguous()
+    assert not counted
+
+
+def test_context_numbers(problem):
+    arguments = as_tensors(problem.arguments(0))
+    limits = problem.limits()
+    first, second = flashmoe.Context(**limits), flashmoe.Context(**limits)
+    numbers = [context_id(first), context_id(second)]
+    assert numbers == [context_id(first), context_id(second)] and numbers[0] != numbers[1]
+    first.close()
+    with pytest.raises(flashmoe.FlashMoEError, match="context: it is closed"):
+        torch.ops.flashmoe.moe(numbers[0], **arguments)
+    del first, second
+    gc.collect()
+    for number in (*numbers, 0, -1):
+        with pytest.raises(flashmoe.FlashMoEError, match=f"context: expected .* live Context, got {number}"):
+            torch.ops.flashmoe.moe(number, **arguments)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"ctx: expected a flashmoe\.Context, got int"):
+        context_id(7)
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["router", "given routing"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_and_arrays_give_the_same_bits(ctx, dtype, fused):
+    problem = random_problem(4, [33], dtype=dtype, fused=fused, biases=(fused, True, True), **SIZES)
+    arguments = problem.arguments(0)
+    expected = flashmoe.moe(ctx, **arguments)
+    for each in (expected, flashmoe.moe(ctx, **as_tensors(arguments))):
+        assert bits(each) == bits(expected)
+    if not fused:
+        wide = {**as_tensors(arguments), "topk_ids": tensor(arguments["topk_ids"].astype(np.int64))}
+        assert bits(flashmoe.moe(ctx, **wide)) == bits(expected)
+    y = flashmoe.moe(ctx, **as_tensors(arguments))
+    assert isinstance(y, torch.Tensor) and str(y.dtype) == f"torch.{dtype}" and y.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_read_only_arrays_are_read_and_not_written(ctx, dtype):
+    problem = random_problem(5, [33], dtype=dtype, biases=(True, True, True), **SIZES)
+    arguments = problem.arguments(0)
+    expected = flashmoe.moe(ctx, **arguments)
+    arrays = [value for value in arguments.values() if isinstance(value, np.ndarray)]
+    before = [bits(array) for array in arrays]
+    for array in arrays:
+        array.flags.writeable = False
+    y = flashmoe.moe(ctx, **arguments)
+    assert bits(y) == bits(expected)
+    assert y.flags.writeable
+    assert [bits(array) for array in arrays] == before
+    assert not any(array.flags.writeable for array in arrays)
+
+
+@pytest.mark.parametrize("name", ["x", "gate_up_proj", "down_proj", "router", "topk_ids", "topk_weights"])
+def test_strided_tensors_are_refused(ctx, name):
+    problem = random_problem(6, [33], fused=not name.startswith("topk"), **SIZES)
+    arguments = as_tensors(problem.arguments(0))
+    arguments[name] = arguments[name].transpose(-1, -2).contiguous().transpose(-1, -2)
+    message = rf"{name}: expected a contiguous tensor, got a strided one; call \.contiguous\(\) on it"
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        flashmoe.moe(ctx, **arguments)
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        torch.ops.flashmoe.moe(context_id(ctx), **arguments)
+    arguments[name] = arguments[name].contiguous()
+    flashmoe.moe(ctx, **arguments)  # the context is still usable
+
+
+# The module
+
+
+def test_parameters_are_those_of_the_block_in_transformers(ctx):
+    sizes = {**SIZES, "gate_and_up": 2 * SIZES["intermediate"]}
+    expected = {name: tuple(sizes[size] for size in shape) for name, shape in QWEN3_MOE_BLOCK.items()}
+    assert {name: tuple(each.shape) for name, each in MoE(ctx, **SIZES).state_dict().items()} == expected
+
+
+def test_biases_and_experts_without_a_gate(ctx):
+    options = {"activation": "gelu", "router_bias": True, "expert_bias": True}
+    problem = random_problem(7, [17], biases=(True, True, True), activation="gelu", **SIZES)
+    layer = MoE(ctx, **SIZES, **options)
+    biases = {
+        "gate.bias": problem.router_bias,
+        "experts.gate_up_proj_bias": problem.gate_up_bias,
+        "experts.down_proj_bias": problem.down_bias,
+    }
+    layer.load_state_dict(block_state(problem) | {name: tensor(array) for name, array in biases.items()})
+    assert bits(layer(tensor(problem.x[0]))) == bits(flashmoe.moe(ctx, **problem.arguments(0)))
+
+
+def test_module_passes_its_options_on(ctx, problem):
+    options = {"renormalize": False, "capacity_factor": 0.5, "return_mode": "reduced", "placement": [0] * 8}
+    layer = MoE(ctx, **SIZES, **options)
+    layer.load_state_dict(block_state(problem))
+    y = layer(tensor(problem.x[0]))
+    assert ctx.last_call.dropped > 0 and ctx.last_call.return_mode == "reduced"
+    assert bits(y) == bits(flashmoe.moe(ctx, **{**problem.arguments(0), **options}))
+
+
+def test_shipped_layer_as_a_module():
+    layer, hidden_states = shipped_layer()
+    x = hidden_states[:300]
+    limits = {name: getattr(layer, name) for name in SIZES}
+    with flashmoe.Context(max_tokens=300, dtype=layer.dtype.name, **limits) as ctx:
+        module = MoE.from_layer(ctx, layer)
+        options = {name: getattr(layer, name) for name in ("top_k", "activation", "renormalize")}
+        y = flashmoe.moe(ctx, x, layer.gate_up_proj, layer.down_proj, router=layer.router, **options)
+        assert bits(module(tensor(x))) == bits(y)
+        before = bits(layer.router), bits(layer.gate_up_proj), bits(layer.down_proj)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()  # it is a copy
+        assert (bits(layer.router), bits(layer.gate_up_proj), bits(layer.down_proj)) == before
+        assert not module(tensor(x)).any()
+
+
+def test_any_leading_dimensions(layer, problem):
+    x = tensor(problem.x[0])[:12]
+    y = layer(x)
+    for shape in [(3, 4, 40), (2, 3, 2, 40), (12, 1, 40)]:
+        assert bits(layer(x.reshape(shape))) == bits(y)
+        assert layer(x.reshape(shape)).shape == shape
+    strided = x.reshape(3, 4, 40).transpose(0, 1)
+    assert torch.equal(layer(strided), y.reshape(3, 4, 40).transpose(0, 1))
+    assert layer(x[:0]).shape == (0, 40)
+    assert layer(x.reshape(3, 4, 40)[:, :0]).shape == (3, 0, 40)
+    assert torch.equal(layer(x[5]), layer(x[5:6])[0])
+    with torch.inference_mode():
+        assert bits(layer(x.clone())) == bits(y)
+    for wrong in (x.reshape(24, 20), x.reshape(6, 80), torch.tensor(0.0)):
+        with pytest.raises(flashmoe.InvalidArgument, match=r"x: expected \[\.\.\., H=40\], got"):
+            layer(wrong)
+
+
+def test_copies_share_the_context(layer, problem):
+    x = tensor(problem.x[0])
+    twin = copy.deepcopy(layer)
+    assert twin.ctx is layer.ctx
+    assert bits(twin(x)) == bits(layer(x))
+    with torch.no_grad():
+        twin.experts.down_proj.zero_()
+    assert not twin(x).any() and layer(x).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hidden": 41}, flashmoe.HeapError, "hidden: expected at most 40, the context's limit, got 41"),
+        ({"hidden": 0}, flashmoe.InvalidArgument, "hidden: expected an integer in .*, got 0"),
+        ({"top_k": 9}, flashmoe.InvalidArgument, "top_k: expected an integer in .1, 8., got 9"),
+        ({"activation": "tanh"}, flashmoe.InvalidArgument, "activation: expected one of .*, got 'tanh'"),
+        ({"placement": [0] * 7}, flashmoe.InvalidArgument, "placement: expected one rank for each of E=8"),
+        ({"capacity_factor": 0}, flashmoe.InvalidArgument, "capacity_factor: expected a number > 0"),
+        ({"return_mode": "fast"}, flashmoe.InvalidArgument, "return_mode: expected one of .*, got 'fast'"),
+        ({"dtype": torch.float64}, flashmoe.InvalidArgument, "dtype: expected one of .*, got torch.float64"),
+        ({"dtype": "float32"}, flashmoe.InvalidArgument, "dtype: expected one of .*, got 'float32'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_wrong_options_are_refused_at_once(ctx, options, error, message):
+    with pytest.raises(error, match=message):
+        MoE(ctx, **{**SIZES, **options})
+
+
+# Gradients and compilation
+
+
+def compiled(layer, backend):
+    torch._dynamo.reset()
+    return torch.compile(layer, fullgraph=True, backend=backend)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"], ids=lambda backend: backend or "eager")
+@pytest.mark.parametrize("wanted", ["x", "parameters", "both"])
+def test_gradients_are_asked_for_in_vain(layer, problem, wanted, backend):
+    x = tensor(problem.x[0])
+    with torch.no_grad():
+        expected = layer(x)
+    assert not expected.requires_grad
+    layer.requires_grad_(wanted != "x")
+    x.requires_grad_(wanted != "parameters")
+    y = (layer if backend is None else compiled(layer, backend))(x)
+    assert y.requires_grad and bits(y) == bits(expected)
+    with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
+        y.sum().backward()
+    assert x.grad is None and all(each.grad is None for each in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_gives_the_bits_of_eager(ctx, counted, backend, dtype):
+    problem = random_problem(8, [32], dtype=dtype, biases=(True, True, True), **SIZES)
+    layer = MoE(ctx, **SIZES, router_bias=True, expert_bias=True, dtype=getattr(torch, dtype))
+    layer.load_state_dict(block_state(problem), strict=False)
+    x = tensor(problem.x[0]).reshape(4, 8, 40)
+    with torch.no_grad():
+        fast = compiled(layer, backend)
+        for tokens in (x, x[:, :5], x[:1], x.transpose(0, 1), x):  # the second recompiles for any size
+            expected = layer(tokens)
+            calls = len(counted)
+            assert bits(fast(tokens)) == bits(expected)
+            assert len(counted) == calls + 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiler_keeps_every_call(layer, counted, problem, backend):
+    def forward(x):
+        layer(x)  # unused here, but other ranks' tokens may need this rank's experts
+        return layer(x) + layer(x)
+
+    x = tensor(problem.x[0])
+    expected = 2 * layer(x)
+    for mode in (torch.no_grad, torch.enable_grad):
+        counted.clear()
+        with mode():
+            assert torch.equal(compiled(forward, backend)(x), expected)
+        assert len(counted) == 3
+
+
+# Ranks
+
+
+def _load_and_run(rank, ranks, name, limits, options, states, x):
+    """For each state dict: what a new module computes with it, its own state dict's shapes, or its error."""
+    results = []
+    with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits) as ctx:
+        for state in states:
+            layer = MoE(ctx, **SIZES, **options)
+            state = {key: tensor(array) for key, array in state.items()}
+            untouched = dict(state)
+            try:
+                layer.load_state_dict(state)
+            except flashmoe.InvalidArgument as error:
+                results.append(str(error))
+                continue
+            assert all(state[key] is untouched[key] for key in untouched)
+            own = layer.state_dict()
+            again = MoE(ctx, **SIZES, **options)
+            again.load_state_dict(own)
+            with torch.no_grad():
+                y, repeated = layer(tensor(x)), again(tensor(x))
+            assert bits(y) == bits(repeated)
+            results.append((y.numpy(), {key: tuple(each.shape) for key, each in own.items()}))
+    return results
+
+
+@pytest.mark.parametrize("placement", [None, [1, 0, 0, 1, 1, 0, 1, 1]], ids=["contiguous", "given"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_state_dict_of_all_experts_is_sliced(pool, ranks, placement):
+    tokens = [13, 0, 21][:ranks]
+    problem = random_problem(9, tokens, placement=placement, return_mode="direct", **SIZES)
+    arrays = problem.router, problem.gate_up_proj, problem.down_proj
+    state = dict(zip(QWEN3_MOE_BLOCK, arrays, strict=True))
+    short = {**state, "experts.down_proj": problem.down_proj[:7]}
+    arguments = (problem.limits(), {"placement": placement, "return_mode": "direct"}, [short, state])
+    results = pool.call(_load_and_run, [(*arguments, problem.x[rank]) for rank in range(ranks)], ranks=ranks)
+    whole = replace(problem, x=[np.concatenate(problem.x)], placement=None)
+    with flashmoe.Context(**whole.limits()) as ctx:
+        expected = flashmoe.moe(ctx, **whole.arguments(0))
+    assert bits(np.concatenate([each[1][0] for each in results])) == bits(expected)
+    for rank, (error, (_, shapes)) in enumerate(results):
+        local = problem.owners().count(rank)
+        message = rf"experts.down_proj: expected El={local} or E=8 experts, got [7, 40, 24]"
+        assert error == message
+        assert shapes["gate.weight"] == (8, 40)
+        assert shapes["experts.gate_up_proj"] == (local, 48, 40)
+        assert shapes["experts.down_proj"] == (local, 40, 24)
+
+
+def _from_torch(rank, ranks, _, folder, members, arguments, limits):
+    """Call the layer in the process group of the ranks `members`; None for the others."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    try:
+        group = None if members is None else dist.new_group(members)
+        if members is not None and rank not in members:
+            return None
+        with flashmoe.Context.from_torch(group, **limits) as ctx:
+            y = flashmoe.moe(ctx, **as_tensors(arguments))
+            return ctx.rank, ctx.ranks, ctx.name, y.numpy(), ctx.last_call
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "members"),
+    [(2, None), (4, None), (4, [1, 3]), (4, [3, 0, 2])],
+    ids=["2 ranks", "4 ranks", "1 and 3 of 4", "0, 2 and 3 of 4"],
+)
+def test_context_from_a_process_group(pool, tmp_path, ranks, members):
+    # torch orders the ranks of a group by their rank in the world
+    group = list(range(ranks)) if members is None else sorted(members)
+    problem = random_problem(10, [9, 14, 0, 5][: len(group)], **SIZES)
+    position = {rank: index for index, rank in enumerate(group)}
+    arguments = [
+        (str(tmp_path), members, problem.arguments(position.get(rank, 0)), problem.limits())
+        for rank in range(ranks)
+    ]
+    results = pool.call(_from_torch, arguments, ranks=ranks, timeout=6 * PATIENCE)
+    assert [rank for rank, result in enumerate(results) if result is not None] == group
+    results = [result for result in results if result is not None]
+    assert [result[:2] for result in results] == [(index, len(group)) for index in range(len(group))]
+    assert len({result[2] for result in results}) == 1
+    check(problem, [Outcome(y, report) for *_, y, report in results])
+
+
+def test_context_without_a_process_group():
+    with pytest.raises(flashmoe.InvalidArgument, match=r"expected torch\.distributed to be initialised"):
+        flashmoe.Context.from_torch(max_tokens=1, **SIZES)
+
+
+def run_program(program):
+    return subprocess.run([sys.executable, "-c", program], timeout=120, check=True, capture_output=True)
+
+
+def test_package_does_not_import_torch():
+    run_program("import sys, flashmoe, flashmoe.launch, flashmoe.cli; assert 'torch' not in sys.modules")
+
+
+def test_package_works_without_torch():
+    run_program("""
+import sys
+sys.modules["torch"] = None  # importing it raises ImportError
+import flashmoe
+from flashmoe.checkpoint import shipped_layer
+
+layer, x = shipped_layer()
+sizes = {name: getattr(layer, name) for name in ("hidden", "intermediate", "experts", "top_k")}
+with flashmoe.Context(max_tokens=9, **sizes) as ctx:
+    y = flashmoe.moe(
+        ctx, x[:9], layer.gate_up_proj, layer.down_proj, router=layer.router, top_k=layer.top_k
+    )
+assert y.shape == (9, layer.hidden) and y.any()
+""")
