@@ -32,6 +32,10 @@ EDGES = {
     "one expert, probability 1": ([50, 40], {"experts": 1, "top_k": 1, "renormalize": False}),
     "capacity below one token": ([50, 40], {"capacity_factor": 1e-6}),
     "capacity of all": ([50, 40], {"capacity_factor": 1e6, "skew": 50.0}),
+    "capacity that is a whole number": (
+        [20, 40],
+        {"experts": 2, "top_k": 1, "capacity_factor": 0.1, "skew": 50.0},
+    ),
     "capacity dropping most": ([50, 40, 0], {"capacity_factor": 0.5, "skew": 50.0}),
     "larger sizes": ([300, 200], {"hidden": 515, "intermediate": 387, "experts": 5, "top_k": 3}),
     "sizes of powers of two": ([256, 256], {"hidden": 256, "intermediate": 512, "experts": 8}),

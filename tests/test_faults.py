@@ -110,8 +110,11 @@ class Group:
 
 
 def _live(pipe: Any, limits: dict[str, Any], calls: int, problem: dict[str, Any]) -> None:
-    """A rank's process. `problem`: changes to SIZES, `tokens` of each rank, and `spoil`, a value to put into one
-    of its arguments: (argument, index, value)."""
+    """A rank's process.
+
+    `problem`: changes to SIZES, the `tokens` of each rank, and `spoil` = (argument, index, value), a value to put
+    into an argument of this rank.
+    """
     try:
         context = flashmoe.Context(**limits)
     except Exception as error:
@@ -542,7 +545,7 @@ def test_wider_type_than_the_context_is_made_for():
 def test_return_mode_that_the_context_excludes():
     problem = random_problem(1, [8], **SIZES)
     context = flashmoe.Context(**LIMITS, return_mode="direct")
-    with context, pytest.raises(InvalidArgument, match="return_mode: expected 'direct', .*, got 'reduced'"):
+    with context, pytest.raises(InvalidArgument, match=r"return_mode: expected 'direct', .*, got 'reduced'"):
         flashmoe.moe(context, **problem.arguments(0), return_mode="reduced")
 
 

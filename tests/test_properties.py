@@ -53,7 +53,7 @@ def cases(draw) -> Case:
         "placement": draw(st.none() | anywhere),
         "activation": draw(st.sampled_from(ACTIVATIONS)),
         "renormalize": draw(st.booleans()),
-        "capacity_factor": draw(st.none() | st.floats(0.01, 4.0)),
+        "capacity_factor": draw(st.none() | st.floats(0.01, 4.0) | st.integers(1, 20).map(lambda n: n / 10)),
         "return_mode": draw(st.sampled_from(["direct", "reduced", "auto", None])),
     }
     return Case(

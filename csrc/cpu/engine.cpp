@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 
 namespace flashmoe::cpu {
@@ -35,10 +36,15 @@ bool Engine::dispatch(uint32_t b) {
   const size_t pairs = size_t{c_.block_tokens()} * c_.top_k;
   scratch_.resize(pairs + 2 * size_t{c_.experts} + c_.ranks);
   uint32_t* const count = scratch_.data() + pairs;
-  const PacketScratch s{scratch_.data(), count, count + c_.experts, count + 2 * size_t{c_.experts}};
+  const PacketScratch s{.pairs = scratch_.data(),
+                        .weights = room(weights_, pairs),
+                        .count = count,
+                        .start = count + c_.experts,
+                        .entries = count + 2 * size_t{c_.experts},
+                        .owner = c_.owner};
   {
     const Timed timed(trace_, Phase::kGate, b);
-    if (!route(b)) return false;
+    if (!route(b, s)) return false;
   }
   const Timed timed(trace_, Phase::kDispatch, b);
   if (!build_packets<CpuPlatform>(c_, b, s)) return false;
@@ -50,15 +56,13 @@ bool Engine::dispatch(uint32_t b) {
   return true;
 }
 
-// Fills routing and weights of the block, from the given ones or by the router.
-bool Engine::route(uint32_t b) {
+// Fills ids and weights of the block, from the given ones or by the router.
+bool Engine::route(uint32_t b, const PacketScratch& s) {
   const uint32_t first = b << c_.log2_block;
   const uint32_t tokens = c_.tokens_in_block(b);
   if (layer_.router == nullptr) {
-    for (uint32_t t = first; t < first + tokens; ++t) {
-      std::memcpy(c_.routing(t), layer_.topk_ids + uint64_t{t} * c_.top_k, c_.top_k * sizeof(int32_t));
-      std::memcpy(c_.weights(t), layer_.topk_weights + uint64_t{t} * c_.top_k, c_.top_k * sizeof(float));
-    }
+    std::copy_n(layer_.topk_ids + uint64_t{first} * c_.top_k, tokens * c_.top_k, s.ids);
+    std::copy_n(layer_.topk_weights + uint64_t{first} * c_.top_k, tokens * c_.top_k, s.weights);
     return true;
   }
   const uint32_t rows = padded_rows(tokens, c_.experts, c_.hidden);
@@ -67,40 +71,38 @@ bool Engine::route(uint32_t b) {
   float* logits = room(out_, size_t{rows} * c_.experts);
   gemm(logits, a, tokens, layer_.router, c_.hidden, layer_.dtype, c_.experts, c_.hidden, gemm_);
   add_bias(logits, tokens, layer_.router_bias, 0, c_.experts);
-  return choose_experts(b, logits);
+  for (uint32_t t = 0; t < tokens; ++t) {
+    if (choose_experts(logits + size_t{t} * c_.experts, s.ids + t * c_.top_k, s.weights + t * c_.top_k)) continue;
+    post_fault<CpuPlatform>(c_, {.kind = FaultKind::kRouterValue,
+                                 .actor = Actor::kProcessor,
+                                 .awaited = c_.rank,
+                                 .culprit = c_.rank,
+                                 .index = first + t});
+    return false;
+  }
+  return true;
 }
 
-// Softmax over all experts, the K largest (ties: the lower expert), optionally renormalised to sum 1.
-bool Engine::choose_experts(uint32_t b, const float* logits) {
-  const uint32_t first = b << c_.log2_block;
-  for (uint32_t t = 0; t < c_.tokens_in_block(b); ++t, logits += c_.experts) {
-    const float* const end = logits + c_.experts;
-    if (!std::all_of(logits, end, [](float v) { return std::isfinite(v); })) {
-      post_fault<CpuPlatform>(c_, {.kind = FaultKind::kRouterValue,
-                                   .actor = Actor::kProcessor,
-                                   .awaited = c_.rank,
-                                   .culprit = c_.rank,
-                                   .index = first + t});
-      return false;
-    }
-    const float largest = *std::max_element(logits, end);
-    float sum = 0.0f;
-    for (const float* l = logits; l < end; ++l) sum += std::exp(*l - largest);
+// Softmax over all experts, the K largest (ties: the lower expert), optionally renormalised to sum 1. False if a logit
+// is not finite.
+bool Engine::choose_experts(const float* logits, int32_t* ids, float* weights) {
+  const float* const end = logits + c_.experts;
+  if (!std::all_of(logits, end, [](float v) { return std::isfinite(v); })) return false;
+  const float largest = *std::max_element(logits, end);
+  float sum = 0.0f;
+  for (const float* l = logits; l < end; ++l) sum += std::exp(*l - largest);
 
-    scores_.assign(logits, end);
-    int32_t* ids = c_.routing(first + t);
-    float* weights = c_.weights(first + t);
-    float chosen = 0.0f;
-    for (uint32_t k = 0; k < c_.top_k; ++k) {
-      const auto best = std::max_element(scores_.begin(), scores_.end());  // the first of equals
-      ids[k] = static_cast<int32_t>(best - scores_.begin());
-      weights[k] = std::exp(*best - largest) / sum;
-      chosen += weights[k];
-      *best = -std::numeric_limits<float>::infinity();
-    }
-    if (!layer_.renormalize) continue;
-    for (uint32_t k = 0; k < c_.top_k; ++k) weights[k] /= chosen;
+  scores_.assign(logits, end);
+  float chosen = 0.0f;
+  for (uint32_t k = 0; k < c_.top_k; ++k) {
+    const auto best = std::max_element(scores_.begin(), scores_.end());  // the first of equals
+    ids[k] = static_cast<int32_t>(best - scores_.begin());
+    weights[k] = std::exp(*best - largest) / sum;
+    chosen += weights[k];
+    *best = -std::numeric_limits<float>::infinity();
   }
+  if (!layer_.renormalize) return true;
+  for (uint32_t k = 0; k < c_.top_k; ++k) weights[k] /= chosen;
   return true;
 }
 

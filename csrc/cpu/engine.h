@@ -30,8 +30,8 @@ class Engine {
   void combine(uint32_t b);
 
  private:
-  bool route(uint32_t b);
-  bool choose_experts(uint32_t b, const float* logits);
+  bool route(uint32_t b, const PacketScratch& s);
+  bool choose_experts(const float* logits, int32_t* ids, float* weights);
   void copy_rows(uint32_t b);
   // Calls visit(row, packet's source, entry) for each row of a tile.
   template <class Visit>
@@ -52,8 +52,8 @@ class Engine {
   const Layer& layer_;
   const Limits& limits_;
   ActorTrace& trace_;
-  // Buffers: operand rows, results (gate and up), a bias, router scores, packet scratch.
-  std::vector<float> a_, out_, up_, bias_, scores_;
+  // Buffers: operand rows, results (gate and up), a bias, router scores, combine weights, packet scratch.
+  std::vector<float> a_, out_, up_, bias_, scores_, weights_;
   GemmBuffers gemm_;
   std::vector<uint32_t> scratch_;
 };

@@ -99,9 +99,9 @@ struct Ring {
     barrier_arrive(&full[n % kSlots]);
   }
   __device__ bool is_full(uint32_t n) { return barrier_test(&full[n % kSlots], n / kSlots & 1u); }
-  // All lanes.
-  __device__ uint64_t get(uint32_t n) {
-    barrier_wait(&full[n % kSlots], n / kSlots & 1u);
+  // All lanes; `there`: is_full(n) has been seen.
+  __device__ uint64_t get(uint32_t n, bool there = false) {
+    if (!there) barrier_wait(&full[n % kSlots], n / kSlots & 1u);
     const uint64_t w = word[n % kSlots];
     P::sync();
     if (P::lane() == 0) barrier_arrive(&empty[n % kSlots]);
@@ -111,7 +111,9 @@ struct Ring {
 
 struct Shared {
   Ring next, done;
-  uint32_t pairs[kMaxPairs], count[kMaxExperts], start[kMaxExperts], entries[1];
+  int32_t ids[kMaxPairs];
+  float weights[kMaxPairs];
+  uint32_t count[kMaxExperts], start[kMaxExperts], owner[kMaxExperts], entries[1];
   // OS warp of block 0.
   TileFormer<P>::Expert experts[kMaxExperts];
   Source sources[1];
@@ -146,14 +148,13 @@ __device__ void retire_tasks(const Call& c, Shared& s) {
 }
 
 __device__ bool dispatch_block(const Call& c, const BenchArgs& args, Shared& s, uint32_t b) {
-  const uint32_t first = b << c.log2_block;
+  const PacketScratch scratch{.ids = s.ids, .weights = s.weights, .count = s.count, .start = s.start, .entries = s.entries, .owner = s.owner};
+  const int32_t* ids = args.topk_ids + uint64_t{b << c.log2_block} * c.top_k;
   for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.top_k; i += P::kLanes) {
-    const uint32_t token = first + i / c.top_k;
-    c.routing(token)[i % c.top_k] = args.topk_ids[token * c.top_k + i % c.top_k];
-    c.weights(token)[i % c.top_k] = 1.0f;
+    s.ids[i] = ids[i];
+    s.weights[i] = 1.0f;
   }
   P::sync();
-  const PacketScratch scratch{s.pairs, s.count, s.start, s.entries};
   if (!build_packets<P>(c, b, scratch)) return false;
   signal_packets<P>(c, b, scratch);
   return true;
@@ -185,8 +186,9 @@ __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
   int64_t ended = 0;
   for (uint32_t n = 0;; ++n) {
     const bool waiting = s.next.is_full(n);
-    const Task task = Task::unpack(s.next.get(n));
+    const Task task = Task::unpack(s.next.get(n, waiting));
     const int64_t begun = clock64();
+    s.done.wait_empty(n);  // here and not at the end, where the next task may be waiting
     if (task.kind != TaskKind::kStop) {
       last = P::now_ns();
       if (tasks++ == 0) first = last;
@@ -197,7 +199,6 @@ __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
       execute(c, args, task);
       ended = clock64();
     }
-    s.done.wait_empty(n);
     if (P::lane() == 0) s.done.put(n, task.pack());
     if (task.kind == TaskKind::kStop) break;
   }
@@ -216,6 +217,7 @@ __global__ void __launch_bounds__(kThreads, 1) protocol_kernel(const __grid_cons
     s.next.init();
     s.done.init();
   }
+  for (uint32_t e = threadIdx.x; e < c.experts; e += kThreads) s.owner[e] = c.owner[e];
   __syncthreads();
   switch (threadIdx.x / P::kLanes) {
     case kTakerWarp: take_tasks(c, s); break;

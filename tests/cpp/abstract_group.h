@@ -59,25 +59,46 @@ struct Ledger {
   Once gemm0;        // [tile]: columns computed
 };
 
+// What build_packets works in.
+class PacketMemory {
+ public:
+  explicit PacketMemory(const Limits& l)
+      : ids_(kMaxTokenBlock * l.top_k), weights_(ids_.size()), count_(l.experts), start_(l.experts), entries_(l.ranks) {}
+  PacketScratch of(const Call& c) {
+    return {.ids = ids_.data(),
+            .weights = weights_.data(),
+            .count = count_.data(),
+            .start = start_.data(),
+            .entries = entries_.data(),
+            .owner = c.owner};
+  }
+
+ private:
+  std::vector<int32_t> ids_;
+  std::vector<float> weights_;
+  std::vector<uint32_t> count_, start_, entries_;
+};
+
 // The engine of one processor. `ledgers` are the ranks'.
 template <class P>
 class AbstractEngine {
  public:
   AbstractEngine(const Call& call, const Limits& limits, std::vector<Ledger>& ledgers)
-      : c_(call), limits_(limits), ledgers_(ledgers), scratch_(2 * limits.experts + limits.ranks) {}
+      : c_(call), limits_(limits), ledgers_(ledgers), scratch_(limits) {}
 
   void set_problem(const Problem& x) { x_ = &x; }
 
   bool dispatch(uint32_t b) {
     const Problem::OfRank& mine = x_->of[c_.rank];
     const uint32_t first = b << c_.log2_block, end = first + c_.tokens_in_block(b);
-    for (uint32_t t = first + P::lane(); t < end; t += P::kLanes) {
-      std::copy_n(&mine.ids[t * c_.top_k], c_.top_k, c_.routing(t));
-      std::copy_n(&mine.weights[t * c_.top_k], c_.top_k, c_.weights(t));
+    const PacketScratch s = scratch_.of(c_);
+    for (uint32_t i = P::lane(); i < (end - first) * c_.top_k; i += P::kLanes) {
+      s.ids[i] = mine.ids[first * c_.top_k + i];
+      s.weights[i] = mine.weights[first * c_.top_k + i];
     }
     P::sync();
-    const PacketScratch s{scratch_.data(), scratch_.data() + c_.experts, scratch_.data() + 2 * c_.experts};
     if (!build_packets<P>(c_, b, s)) return false;
+    P::sync();  // the routing that goes_to reads
     for (uint32_t t = first + P::lane(); t < end; t += P::kLanes) {
       for (uint32_t q = 0; q < c_.ranks; ++q) {
         if (q == c_.rank || !goes_to(c_, t, q)) continue;
@@ -101,7 +122,7 @@ class AbstractEngine {
       const uint32_t pair = entry.token * c_.top_k + entry.k;
       CHECK_EQ(source.routed[pair], static_cast<int32_t>(expert));
       CHECK_EQ(source.weights[pair], entry.weight);
-      CHECK_EQ(x_->entries(p, entry.token, c_.rank, entry.k), entry.ordinal);
+      if (c_.reduced()) CHECK_EQ(x_->entries(p, entry.token, c_.rank, entry.k), entry.ordinal);
       if (p != c_.rank) {  // own rows are not sent
         const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, entry.token));
         for (uint32_t i = 0; i < c_.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
@@ -200,7 +221,7 @@ class AbstractEngine {
   const Limits& limits_;
   std::vector<Ledger>& ledgers_;
   const Problem* x_ = nullptr;
-  std::vector<uint32_t> scratch_;
+  PacketMemory scratch_;
 };
 
 // The rank whose actor this thread is.
@@ -216,6 +237,7 @@ class Rank {
         work_(make_work_layout(limits).bytes),
         sources_(limits.ranks),
         experts_(limits.max_local_experts),
+        combined_(ceil_div(limits.max_blocks(), 32u)),
         column_next_(limits.gemm1_columns()),
         seen_(limits.ranks),
         actors_(static_cast<ptrdiff_t>((limits.processors + 1) * P::kLanes)) {
@@ -285,7 +307,11 @@ class Rank {
         cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor * P::kLanes + P::lane()) | 1);
       }
       if (actor == 0) {
-        const bool ok = run_os<P>(call, {sources_.data(), experts_.data(), column_next_.data(), seen_.data()});
+        const bool ok = run_os<P>(call, {sources_.data(),
+                                         experts_.data(),
+                                         combined_.data(),
+                                         {column_next_.data(), gemm1_tiles_},
+                                         seen_.data()});
         if (leader) aborted_ = !ok;
       } else {
         run_processor<P>(call, actor - 1, engines_[actor - 1]);
@@ -357,7 +383,8 @@ class Rank {
   Region work_;
   std::vector<Source> sources_;
   std::vector<typename TileFormer<P>::Expert> experts_;
-  std::vector<uint32_t> column_next_;
+  std::vector<uint32_t> combined_, column_next_;
+  uint32_t gemm1_tiles_[Scheduler<P>::kGroups][P::kLanes];
   std::vector<Status> seen_;
   std::deque<AbstractEngine<P>> engines_;
   std::barrier<> actors_;

@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "check.h"
 #include "flashmoe/protocol/call.h"
 
 namespace flashmoe::test {
@@ -83,10 +84,13 @@ struct Problem {
   }
 };
 
-// Draws the calls of a test. Limits bound every size; everything else varies from call to call.
+// Draws the calls of a test. Limits bound every size; everything else varies from call to call. Any rank may get all
+// experts, so max_local_experts is to be E.
 class Problems {
  public:
-  Problems(const Limits& limits, uint64_t seed) : l_(limits), random_(seed) {}
+  Problems(const Limits& limits, uint64_t seed) : l_(limits), random_(seed) {
+    CHECK_EQ(limits.max_local_experts, limits.experts);
+  }
 
   std::vector<Problem> draw(uint32_t calls) {
     std::vector<Problem> all;

@@ -312,14 +312,14 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
   for (Problem::OfRank& r : x.of) r.tokens = tokens;
   for (uint32_t q = 0; q < ranks; ++q) group.rank(q).prepare(x);
 
-  std::vector<uint32_t> scratch(2 * l.experts + ranks);
-  const PacketScratch s{scratch.data(), scratch.data() + l.experts, scratch.data() + 2 * l.experts};
+  PacketMemory scratch(l);
   const Call& home = group.rank(0).call;
+  const PacketScratch s = scratch.of(home);
   for (uint32_t q = 0; q < ranks; ++q) announce<cpu::CpuPlatform>(group.rank(q).call);
   uint32_t routings = 0;
   Routings all(tokens, l.top_k, l.experts);
   for (bool more = all.distinct() || all.next(); more; more = all.next(), ++routings) {
-    std::copy(all.ids().begin(), all.ids().end(), home.routing(0));
+    std::copy(all.ids().begin(), all.ids().end(), s.ids);
     CHECK(build_packets<cpu::CpuPlatform>(home, 0, s));
     Claims claims(home, l);
     uint32_t returned = 0;
@@ -457,6 +457,7 @@ class Observer {
 void check_real_calls(uint32_t ranks, uint64_t seed) {
   Limits l = small(ranks, 24, 3, 3, ReturnMode::kReduced);
   l.processors = 2;
+  l.max_local_experts = l.experts;  // placement is drawn, too
   l.return_slots = max_of(ranks, l.top_k);
   const std::vector<Problem> problems = Problems(l, seed).draw(40);
   AbstractGroup<TurnPlatform> group(l);

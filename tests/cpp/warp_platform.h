@@ -1,13 +1,15 @@
 // A Platform whose lanes are threads: what the protocol does with a warp, under ThreadSanitizer and without lockstep.
 //
-// Stricter than a GPU in two ways. Lanes run at their own pace between collectives. And only sync() orders memory: ballot,
-// broadcast and the scans exchange values by relaxed atomics alone, which ThreadSanitizer does not take for order, as
-// CUDA's shuffles and votes promise none. Code that passes data from lane to lane without a sync() is reported.
+// It promises no more than CUDA does, so that ThreadSanitizer reports what relies on more. Lanes run at their own pace
+// between collectives. Only sync() orders their memory accesses: ballot, broadcast and the scans exchange values by relaxed
+// atomics. A poll is relaxed, and acquired by the polling lane's next fence. (That a post releases only what came before
+// the last release_fence is not modelled: it is a release store.)
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "check.h"
@@ -27,7 +29,7 @@ class WarpPlatform : public cpu::CpuMemory {
     std::vector<std::thread> lanes;
     for (uint32_t i = 0; i < Lanes; ++i) {
       lanes.emplace_back([&, i] {
-        self() = {&warp, i, 0};
+        self() = {.warp = &warp, .lane = i};
         body();
       });
     }
@@ -35,6 +37,22 @@ class WarpPlatform : public cpu::CpuMemory {
   }
 
   static uint32_t lane() { return self().lane; }
+
+  template <class Scope>
+  static uint64_t poll(const uint64_t* p, Scope) {
+    self().polled.insert(p);
+    return load_relaxed(p);
+  }
+  // ThreadSanitizer knows no fences, but loads.
+  template <class Scope>
+  static void acquire_fence(Scope scope) {
+    for (const uint64_t* p : self().polled) load_acquire(p, scope);
+    self().polled.clear();
+  }
+  template <class Scope>
+  static void release_fence(Scope scope) {
+    acquire_fence(scope);
+  }
 
   static void sync() { exchange(Op::kSync, 0, std::memory_order_release, std::memory_order_acquire); }
 
@@ -89,6 +107,7 @@ class WarpPlatform : public cpu::CpuMemory {
     Warp* warp = nullptr;
     uint32_t lane = 0;
     uint32_t meeting = 0;
+    std::unordered_set<const uint64_t*> polled{};  // since the last fence
   };
   static Self& self() {
     thread_local Self me;

@@ -106,7 +106,7 @@ class Scheduler {
     r.reduce = reduces_published_ < reduces_ready_;
     r.combine = combines_published_ < sub_.combines();
     r.gemm1 = gemm1_published_ < uint64_t{group_[0].ready + group_[1].ready} * c_.gemm1_columns;
-    r.gemm0 = ordinal_ != kNoTile || sub_.former().ready() > 0;
+    r.gemm0 = ordinal_ != kNone || sub_.former().ready() > 0;
     r.gemm0_published = gemm0_published_;
     r.gemm1_published = gemm1_published_;
     return r;
@@ -155,7 +155,7 @@ class Scheduler {
     uint32_t filled = 0;
     bool has = false;
     while (filled < limit) {
-      if (ordinal_ == kNoTile) {
+      if (ordinal_ == kNone) {
         if (sub_.former().ready() == 0) break;
         ordinal_ = sub_.former().take(expert_);
         column_ = 0;
@@ -167,7 +167,7 @@ class Scheduler {
       }
       filled += n;
       column_ += n;
-      if (column_ == c_.gemm0_columns) ordinal_ = kNoTile;
+      if (column_ == c_.gemm0_columns) ordinal_ = kNone;
     }
     gemm0_published_ += filled;
     return has;
@@ -235,6 +235,8 @@ class Scheduler {
     P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
   }
 
+  static constexpr uint32_t kNone = 0xffffffffu;
+
   struct Group {
     uint32_t ready = 0;                          // tiles
     uint64_t published = 0;                      // tasks
@@ -252,7 +254,7 @@ class Scheduler {
   uint64_t gemm0_published_ = 0, gemm1_published_ = 0;
   uint32_t reduces_ready_ = 0, reduces_published_ = 0;
   uint32_t combines_published_ = 0;
-  uint32_t expert_ = 0, ordinal_ = kNoTile, column_ = 0;  // where GEMM0 publishing stands
+  uint32_t expert_ = 0, ordinal_ = kNone, column_ = 0;  // where GEMM0 publishing stands
 };
 
 }  // namespace flashmoe

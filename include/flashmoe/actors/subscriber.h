@@ -142,14 +142,13 @@ class Subscriber {
   // Consumes the arrived packets of source p, whose signals lanes [lane, lane + width) hold.
   FLASHMOE_FN bool consume_from(uint32_t p, uint32_t lane, uint32_t width, uint32_t present, uint32_t entries) {
     const uint32_t filled = P::ballot(entries != 0) >> lane;
-    uint32_t n = 0;
-    while (n < width && (present >> (lane + n) & 1u)) ++n;
+    const uint32_t n = min_of(lowest_bit<P>(~(present >> lane)), width);
     if (n == 0) return false;
     const uint32_t next = sources_[p].next;
     for (uint32_t i = 0; i < n; i += TileFormer<P>::kBatch) {
       former_.consume(p, next + i, min_of(n - i, TileFormer<P>::kBatch), filled >> i);
     }
-    for (uint32_t i = 0; i < n; ++i) packets_ += filled >> i & 1u;
+    packets_ += P::popcount(filled << (32 - n));
     finished_ += next + n == sources_[p].blocks;
     P::sync();
     if (P::lane() == 0) sources_[p].next = next + n;

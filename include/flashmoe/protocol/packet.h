@@ -1,8 +1,8 @@
 // Packets: the (token, k) pairs of one token block, sorted by destination rank and local expert, written into the
 // destinations' heaps.
 //
-// Run by one warp per token block. Device memory is read once, into scratch in shared memory; on a GPU the two passes
-// over 62 tokens x K = 8 (T = 8192 on 132 SMs) are then 16 steps of shared-memory work each.
+// Run by one warp per token block, on routing that the gate left in shared memory; on a GPU the two passes over 62
+// tokens x K = 8 (T = 8192 on 132 SMs) are then 16 steps of shared-memory work each.
 #pragma once
 
 #include "flashmoe/protocol/fault.h"
@@ -18,11 +18,17 @@ struct Pair {
   FLASHMOE_HD static constexpr uint32_t owner(uint32_t pair) { return pair >> 16; }
 };
 
+// Shared memory of the warp. The gate fills ids and weights; build_packets turns ids into pairs in place.
 struct PacketScratch {
-  uint32_t* pairs;    // [tokens of the block * K]
+  union {
+    int32_t* ids;     // [tokens of the block * K] chosen expert
+    uint32_t* pairs;  // [tokens of the block * K]
+  };
+  float* weights;     // [tokens of the block * K]
   uint32_t* count;    // [E] pairs of the block routed to the expert
   uint32_t* start;    // [E] index of the expert's next entry within its packet
   uint32_t* entries;  // [R] entries of the packet for each rank
+  const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
 // Whether rank q needs the row of this token (its drops already marked).
@@ -65,30 +71,34 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
                     .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
 }
 
-// Reads the block's routing into pairs. Given routing is not trusted: an expert out of range, or twice in one token,
-// would write outside its packet. False if there is one.
+// Turns ids into pairs. Given routing is not trusted: an expert out of range, or twice in one token, would write outside
+// its packet. False if there is one.
 template <class P>
-FLASHMOE_FN bool load_pairs(const Call& c, uint32_t b, uint32_t* pairs) {
+FLASHMOE_FN bool make_pairs(const Call& c, uint32_t b, const PacketScratch& s) {
   const uint32_t first = b << c.log2_block;
   const uint32_t n = c.tokens_in_block(b) * c.top_k;
-  bool in_range = true;
+  uint32_t bad = n;  // some pair out of range
+  int32_t bad_id = 0;
   for (uint32_t i = P::lane(); i < n; i += P::kLanes) {
-    const int32_t expert = c.routing(first + i / c.top_k)[i % c.top_k];
-    const bool good = expert >= 0 && static_cast<uint32_t>(expert) < c.experts;
-    pairs[i] = good ? Pair::make(static_cast<uint32_t>(expert), c.owner[expert]) : Pair::kDropped;
-    if (!good) bad_routing<P>(c, FaultKind::kExpertRange, first + i / c.top_k, expert);
-    in_range &= good;
+    const int32_t id = s.ids[i];
+    const bool good = id >= 0 && static_cast<uint32_t>(id) < c.experts;
+    if (!good) {
+      bad = i;
+      bad_id = id;
+    }
+    s.pairs[i] = good ? Pair::make(static_cast<uint32_t>(id), s.owner[id]) : Pair::kDropped;
   }
   P::sync();
-  bool distinct = true;
+  uint32_t twice = n;  // some pair whose expert the token already has
   for (uint32_t i = P::lane(); i < n; i += P::kLanes) {
-    for (uint32_t j = i - i % c.top_k; j < i; ++j) distinct &= pairs[j] != pairs[i];
-    if (!distinct) {
-      bad_routing<P>(c, FaultKind::kDuplicateExpert, first + i / c.top_k, static_cast<int32_t>(Pair::expert(pairs[i])));
-      break;
-    }
+    for (uint32_t j = i - i % c.top_k; j < i; ++j) twice = s.pairs[j] == s.pairs[i] ? i : twice;
   }
-  return P::ballot(!in_range || !distinct) == 0;
+  if (bad < n) bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.top_k, bad_id);
+  if (bad == n && twice < n) {
+    bad_routing<P>(c, FaultKind::kDuplicateExpert, first + twice / c.top_k,
+                   static_cast<int32_t>(Pair::expert(s.pairs[twice])));
+  }
+  return P::ballot(bad < n || twice < n) == 0;
 }
 
 // Capacity (GShard section 2.2): of the pairs this rank routes to an expert, the first `capacity` in token order stay.
@@ -114,11 +124,8 @@ FLASHMOE_FN bool drop_over_capacity(const Call& c, uint32_t b, const PacketScrat
   }
   P::sync();
   if (P::lane() == 0) P::store_release(c.capacity_signal(b), Signal::make(c.epoch, 0), kDevice);
-  const uint32_t first = b << c.log2_block;
   for_each_pair<P>(c, b, s.pairs, s.count, [&](uint32_t i, uint32_t pair, uint32_t place) {
-    if ((before ? before[Pair::expert(pair)] : 0) + place < c.capacity) return;
-    s.pairs[i] = Pair::kDropped;
-    c.routing(first + i / c.top_k)[i % c.top_k] = -1;
+    if ((before ? before[Pair::expert(pair)] : 0) + place >= c.capacity) s.pairs[i] = Pair::kDropped;
   });
   // What stayed is a prefix of the pairs in token order.
   for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) {
@@ -129,27 +136,42 @@ FLASHMOE_FN bool drop_over_capacity(const Call& c, uint32_t b, const PacketScrat
   return true;
 }
 
-// Turns counts into the packets' sizes and offsets. A packet without entries is its signal alone: it has no offsets.
+// Turns counts into the packets' sizes and offsets. (Those of a packet without entries are written too, and not read.)
 template <class P>
 FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s) {
   for (uint32_t q = 0; q < c.ranks; ++q) {
     const uint32_t* experts = c.by_owner + c.owner_base[q];
     const uint32_t owned = c.owned(q);
+    uint16_t* offsets = c.packet_offsets(q, c.rank, b);
     uint32_t entries = 0;
     for (uint32_t base = 0; base < owned; base += P::kLanes) {
       const uint32_t l = base + P::lane();
+      const uint32_t expert = l < owned ? experts[l] : 0;
       uint32_t total;
-      const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[experts[l]] : 0, total);
-      if (l < owned) s.start[experts[l]] = start;
+      const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[expert] : 0, total);
+      if (l < owned) {
+        s.start[expert] = start;
+        offsets[l] = static_cast<uint16_t>(start);
+      }
       entries += total;
     }
-    if (P::lane() == 0) s.entries[q] = entries;
-    if (entries == 0) continue;
-    uint16_t* offsets = c.packet_offsets(q, c.rank, b);
-    for (uint32_t l = P::lane(); l < owned; l += P::kLanes) offsets[l] = static_cast<uint16_t>(s.start[experts[l]]);
-    if (P::lane() == 0) offsets[owned] = static_cast<uint16_t>(entries);
+    if (P::lane() == 0) {
+      offsets[owned] = static_cast<uint16_t>(entries);
+      s.entries[q] = entries;
+    }
   }
   P::sync();
+}
+
+// Keeps the block's routing for its combine and for the report.
+template <class P>
+FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const PacketScratch& s) {
+  const uint32_t first = b << c.log2_block;
+  for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.top_k; i += P::kLanes) {
+    const uint32_t token = first + i / c.top_k, k = i % c.top_k;
+    c.routing(token)[k] = s.pairs[i] == Pair::kDropped ? -1 : static_cast<int32_t>(Pair::expert(s.pairs[i]));
+    c.weights(token)[k] = s.weights[i];
+  }
 }
 
 // Writes the entries of every packet of block b, and for `reduced` how many each token has on each rank.
@@ -159,9 +181,9 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PacketScratch& s
   for_each_pair<P>(c, b, s.pairs, s.start, [&](uint32_t i, uint32_t pair, uint32_t place) {
     const uint32_t token = first + i / c.top_k, k = i % c.top_k;
     uint32_t ordinal = 0;
-    for (uint32_t j = i - k; j < i; ++j) ordinal += s.pairs[j] != Pair::kDropped && Pair::owner(s.pairs[j]) == Pair::owner(pair);
+    for (uint32_t j = c.reduced() ? i - k : i; j < i; ++j) ordinal += s.pairs[j] != Pair::kDropped && Pair::owner(s.pairs[j]) == Pair::owner(pair);
     c.packet_entries(Pair::owner(pair), c.rank, first)[place] = {token, static_cast<uint16_t>(k),
-                                                                 static_cast<uint16_t>(ordinal), c.weights(token)[k]};
+                                                                 static_cast<uint16_t>(ordinal), s.weights[i]};
   });
   if (!c.reduced()) return;
   for (uint32_t q = 0; q < c.ranks; ++q) {
@@ -175,15 +197,16 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PacketScratch& s
   }
 }
 
-// Everything of block b but the rows and the signals. False if the call is over (bad routing, abort).
+// Everything of block b but the rows and the signals, from the ids and weights of its gate. False if the call is over (bad routing, abort).
 template <class P>
 FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s) {
   for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) s.count[e] = 0;
-  if (!load_pairs<P>(c, b, s.pairs)) return false;
+  if (!make_pairs<P>(c, b, s)) return false;
   for_each_pair<P>(c, b, s.pairs, s.count, [](uint32_t, uint32_t, uint32_t) {});
   if (c.capacity != 0 && !drop_over_capacity<P>(c, b, s)) return false;
   place_experts<P>(c, b, s);
   write_entries<P>(c, b, s);
+  record_routing<P>(c, b, s);
   for (uint32_t w = P::lane(); w < ceil_div(c.ranks, 32u); w += P::kLanes) {
     uint32_t bits = 0;
     for (uint32_t q = w * 32; q < min_of(c.ranks, w * 32 + 32); ++q) bits |= (s.entries[q] != 0 ? 1u : 0u) << (q % 32);

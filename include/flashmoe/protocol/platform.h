@@ -51,6 +51,12 @@ FLASHMOE_FN uint32_t count_before(bool predicate, uint32_t& total) {
   return P::popcount(lanes & ((1u << P::lane()) - 1));
 }
 
+// Index of the lowest set bit; 32 if there is none.
+template <class P>
+FLASHMOE_FN uint32_t lowest_bit(uint32_t bits) {
+  return P::popcount((bits & (0u - bits)) - 1u);
+}
+
 template <class P>
 FLASHMOE_FN uint32_t count_lanes(bool predicate) {
   return P::popcount(P::ballot(predicate));

@@ -30,9 +30,7 @@ FLASHMOE_FN uint64_t look_ready(const Call& c, uint64_t head) {
 // fence must follow before what they refer to is read or published.
 template <class P>
 FLASHMOE_FN uint32_t take_ready(const Call& c, uint64_t head, uint64_t word) {
-  const uint32_t missing = ~P::ballot(word != 0);
-  uint32_t count = 0;
-  while (count < P::kLanes && !(missing >> count & 1u)) ++count;
+  const uint32_t count = min_of(lowest_bit<P>(~P::ballot(word != 0)), P::kLanes);
   if (P::lane() < count) P::store_relaxed(c.list_slot(head + P::lane()), uint64_t{0});
   return count;
 }

@@ -30,7 +30,7 @@ struct Task {
 struct Entry {
   uint32_t token;    // index at its home rank: names the row, and the place of the result
   uint16_t k;        // which of the token's K choices
-  uint16_t ordinal;  // which of the token's entries on this destination, in ascending k: the staging slot
+  uint16_t ordinal;  // `reduced`: which of the token's entries on this destination, in ascending k
   float weight;      // combine weight, applied in fp32 before the expert's row is rounded
 };
 static_assert(sizeof(Entry) == 12);

@@ -10,14 +10,12 @@
 
 namespace flashmoe {
 
-inline constexpr uint32_t kNoTile = 0xffffffffu;
-
 template <class P>
 class TileFormer {
  public:
   struct Expert {
-    uint32_t open;      // id of the open tile, kNoTile: none
-    uint32_t rows;      // of the open tile
+    uint32_t open;      // id of the open tile
+    uint32_t rows;      // of the open tile, 0: none is open
     uint32_t segments;  // of the open tile
     uint32_t remote;    // the open tile has rows of another rank
     uint32_t closed;    // tiles ready for GEMM0 so far
@@ -28,7 +26,7 @@ class TileFormer {
 
   // experts: [El], uninitialised.
   FLASHMOE_FN TileFormer(const Call& call, Expert* experts) : c_(call), experts_(experts) {
-    for (uint32_t l = P::lane(); l < c_.local_experts; l += P::kLanes) experts_[l] = {kNoTile, 0, 0, 0, 0, 0};
+    for (uint32_t l = P::lane(); l < c_.local_experts; l += P::kLanes) experts_[l] = {};
     P::sync();
   }
 
@@ -37,28 +35,27 @@ class TileFormer {
   FLASHMOE_FN void consume(uint32_t p, uint32_t b, uint32_t n, uint32_t filled) {
     for (uint32_t base = 0; base < c_.local_experts; base += P::kLanes) {
       const uint32_t l = base + P::lane();
+      const bool mine = l < c_.local_experts;
       uint32_t next[kBatch], end[kBatch];
       FLASHMOE_UNROLL
       for (uint32_t i = 0; i < kBatch; ++i) {
         next[i] = end[i] = 0;
-        if (i < n && (filled >> i & 1u) && l < c_.local_experts) {
+        if (i < n && (filled >> i & 1u) && mine) {
           const uint16_t* offsets = c_.packet_offsets(c_.rank, p, b + i);
           next[i] = offsets[l];
           end[i] = offsets[l + 1];
         }
       }
+      Expert x = mine ? experts_[l] : Expert{};  // in registers for the batch
       FLASHMOE_UNROLL
       for (uint32_t i = 0; i < kBatch; ++i) {
         while (P::ballot(next[i] < end[i])) {
-          open_tiles(l, next[i] < end[i]);
-          bool full = false;
-          if (next[i] < end[i]) {
-            next[i] += append(experts_[l], p, b + i, next[i], end[i] - next[i]);
-            full = experts_[l].rows == c_.tile_rows;
-          }
-          close_tiles(l, full);
+          open_tile(x, next[i] < end[i]);
+          if (next[i] < end[i]) next[i] += append(x, p, b + i, next[i], end[i] - next[i]);
+          close_tile(x, l, x.rows == c_.tile_rows);
         }
       }
+      if (mine) experts_[l] = x;
     }
     P::sync();
   }
@@ -67,7 +64,10 @@ class TileFormer {
   FLASHMOE_FN void flush() {
     for (uint32_t base = 0; base < c_.local_experts; base += P::kLanes) {
       const uint32_t l = base + P::lane();
-      close_tiles(l, l < c_.local_experts && experts_[l].open != kNoTile);
+      const bool mine = l < c_.local_experts;
+      Expert x = mine ? experts_[l] : Expert{};
+      close_tile(x, l, x.rows != 0);
+      if (mine) experts_[l] = x;
     }
     P::sync();
   }
@@ -99,24 +99,20 @@ class TileFormer {
         has = x.taken != x.closed;
       }
       const uint32_t found = P::ballot(has);
-      if (found == 0) continue;
-      uint32_t lane = 0;
-      while (!(found >> lane & 1u)) ++lane;
-      return (l + base + lane) % c_.local_experts;
+      if (found != 0) return (l + base + lowest_bit<P>(found)) % c_.local_experts;
     }
     return l;
   }
 
   // Gives the lanes' experts that want one an open tile; ids are handed out in lane order.
-  FLASHMOE_FN void open_tiles(uint32_t l, bool wanted) {
-    const bool fresh = wanted && experts_[l].open == kNoTile;
+  FLASHMOE_FN void open_tile(Expert& x, bool wanted) {
+    const bool fresh = wanted && x.rows == 0;
     uint32_t total;
     const uint32_t id = tiles_ + count_before<P>(fresh, total);
     tiles_ += total;
     if (!fresh) return;
-    Expert& x = experts_[l];
     x.open = id;
-    x.rows = x.segments = x.remote = 0;
+    x.segments = x.remote = 0;
   }
 
   // Puts as many of `available` entries as fit into the open tile. Returns how many.
@@ -130,12 +126,11 @@ class TileFormer {
   }
 
   // Writes the descriptors of the closing tiles and puts them behind their experts' other tiles.
-  FLASHMOE_FN void close_tiles(uint32_t l, bool closing) {
+  FLASHMOE_FN void close_tile(Expert& x, uint32_t l, bool closing) {
     if (closing) {
-      Expert& x = experts_[l];
       *c_.tile(x.open) = Tile{l, x.rows, x.segments, x.remote, 0};
       *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, x.closed++) = x.open;
-      x.open = kNoTile;
+      x.rows = 0;
     }
     ready_ += count_lanes<P>(closing);
   }
