@@ -201,7 +201,7 @@ CallOptions options_of(const Sizes& s, double capacity_factor, const ffi::Array<
   o.experts = size(s, "experts");
   o.top_k = size(s, "top_k");
   o.return_mode = static_cast<ReturnMode>(size(s, "return_mode"));
-  o.capacity_factor = static_cast<float>(capacity_factor);
+  o.capacity_factor = capacity_factor;
   for (const int64_t q : placement) o.placement.push_back(static_cast<uint32_t>(q));
   o.order.gemm1_lag = size(s, "gemm1_lag");
   o.order.gemm1_by_column = size(s, "gemm1_by_column");

@@ -73,14 +73,16 @@ class Problem:
     def arguments(self, rank: int) -> dict[str, Any]:
         """Rank's arguments of `flashmoe.moe`."""
         mine = [expert for expert, owner in enumerate(self.owners()) if owner == rank]
-        arguments = {"x": self.x[rank], "placement": self.owners(), **self.options}
+        arguments = {"x": self.x[rank], **self.options}
         for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
             array = getattr(self, name)
             arguments[name] = None if array is None else array[mine]
         if self.topk_ids is None:
             arguments |= {"router": self.router, "router_bias": self.router_bias, "top_k": self.top_k}
+            arguments["placement"] = self.placement
         else:
             arguments |= {"topk_ids": self.topk_ids[rank], "topk_weights": self.topk_weights[rank]}
+            arguments["placement"] = self.owners()  # it says how many experts there are
         return arguments
 
 
@@ -225,36 +227,26 @@ class Ranks:
     def __init__(self) -> None:
         self._start()
 
-    def call(
-        self,
-        problem: Problem,
-        limits: dict[str, Any] | None = None,
-        *,
-        keep: bool = True,
-        **how: Any,
-    ) -> list[Outcome]:
-        """Make the call, in a context of these limits (default: tight) that later calls find again if `keep`.
-
-        `how`: the further arguments of `_call`. After a failure all processes are new.
-        """
-        return self.calls([problem], limits, keep=keep, **how)[0]
+    def call(self, problem: Problem, limits: dict[str, Any] | None = None, **how: Any) -> list[Outcome]:
+        """Make one call; see `calls`."""
+        return self.calls([problem], limits, **how)[0]
 
     def calls(
-        self,
-        problems: list[Problem],
-        limits: dict[str, Any] | None = None,
-        *,
-        keep: bool = False,
-        **how: Any,
+        self, problems: list[Problem], limits: dict[str, Any] | None = None, *, keep: bool = False, **how: Any
     ) -> list[list[Outcome]]:
-        """Make several calls, one after the other, in one context; the outcomes of each."""
+        """Make several calls, one after the other, in one context; the outcomes of each, by rank.
+
+        The context has these limits (default: as tight as the first problem allows); with `keep`, later calls
+        with the same limits and number of ranks find it again. `how`: see `_in_context`. After a failure all
+        processes and contexts are new.
+        """
         ranks = problems[0].ranks
         limits = problems[0].limits() if limits is None else limits
-        key = (ranks, str(limits))
-        name = self._names.setdefault(key, self._new_name()) if keep else self._new_name()
+        name = f"test-{secrets.token_hex(6)}"
+        if keep:
+            name = self._names.setdefault((ranks, str(limits)), name)
         arguments = [
-            (name, limits, keep, [problem.arguments(rank) for problem in problems], how)
-            for rank in range(ranks)
+            (name, limits, keep, [problem.arguments(rank) for problem in problems], how) for rank in range(ranks)
         ]
         try:
             by_rank = self._pool.call(_call, arguments, ranks=ranks, timeout=6 * PATIENCE)
@@ -262,7 +254,7 @@ class Ranks:
             self.close()
             self._start()
             raise
-        return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+        return [list(of_call) for of_call in zip(*by_rank, strict=True)]
 
     def close(self) -> None:
         self._pool.close()
@@ -271,15 +263,9 @@ class Ranks:
         self._pool = RankPool(8)
         self._names: dict[tuple, str] = {}
 
-    @staticmethod
-    def _new_name() -> str:
-        return f"test-{secrets.token_hex(6)}"
-
 
 _contexts: dict[str, flashmoe.Context] = {}  # of this process, if it is a rank
-_tiles: dict[
-    str, tuple[int, int]
-] = {}  # theirs, where set: setting it clears the workspace, which hides bugs
+_tiles: dict[str, tuple[int, int]] = {}  # theirs; set only on change, as that takes a fresh workspace
 
 
 def _call(

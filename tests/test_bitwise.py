@@ -41,13 +41,11 @@ def test_direct_return_does_not_depend_on_the_number_of_ranks(ranks, dtype):
     results = set()
     for cuts in divisions:
         problem = split(whole, cuts)
-        outcomes = ranks.call(problem, keep=False)
+        outcomes = ranks.call(problem)
         check(problem, outcomes)
         y, ids, weights = (
             np.concatenate(arrays).tobytes()
-            for arrays in zip(
-                *((o.y, o.report.topk_ids, o.report.topk_weights) for o in outcomes), strict=True
-            )
+            for arrays in zip(*((o.y, o.report.topk_ids, o.report.topk_weights) for o in outcomes), strict=True)
         )
         results.add((y, ids, weights))
     assert len(results) == 1
@@ -57,7 +55,7 @@ def test_direct_return_does_not_depend_on_the_number_of_ranks(ranks, dtype):
 def test_direct_return_does_not_depend_on_the_placement(ranks, dtype):
     problem = random_problem(3, [50, 70, 90], dtype=dtype, return_mode="direct", **SIZES)
     placements = [None, [2] * 12, [2, 1, 0] * 4, [0, 2] * 6]
-    results = [ranks.call(replace(problem, placement=placement), keep=False) for placement in placements]
+    results = [ranks.call(replace(problem, placement=placement)) for placement in placements]
     assert len({tuple(bits(outcomes)) for outcomes in results}) == 1
 
 

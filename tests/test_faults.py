@@ -112,8 +112,8 @@ class Group:
 def _live(pipe: Any, limits: dict[str, Any], calls: int, problem: dict[str, Any]) -> None:
     """A rank's process.
 
-    `problem`: changes to SIZES, the `tokens` of each rank, and `spoil` = (argument, index, value), a value to put
-    into an argument of this rank.
+    `problem`: changes to SIZES, the `tokens` of each rank, and `spoil` = (argument, index, value), a value to
+    put into an argument of this rank.
     """
     try:
         context = flashmoe.Context(**limits)

@@ -27,7 +27,7 @@ CallConfig make_config(const Layer& layer, const CallOptions& o) {
   config.dtype = static_cast<uint32_t>(layer.dtype);
   config.return_mode = static_cast<uint32_t>(o.return_mode);
   config.activation = static_cast<uint32_t>(layer.activation);
-  config.capacity_factor = std::bit_cast<uint32_t>(o.capacity_factor);
+  config.capacity_factor = o.capacity_factor;
   config.placement = static_cast<uint32_t>(hash_bytes(o.placement.data(), o.placement.size() * sizeof(uint32_t)));
   config.hash = hash_bytes(&config, sizeof(config));  // the field itself is still 0
   return config;
@@ -116,10 +116,8 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.element_bytes = element_bytes(layer.dtype);
   call_.log2_block = log2_token_block(o.tokens, call_.processors, limits_.entries_per_token());
   // GShard's capacity, per source rank: ceil(factor * T * K / E).
-  call_.capacity =
-      o.capacity_factor > 0.0f
-          ? static_cast<uint32_t>(std::ceil(static_cast<double>(o.capacity_factor) * o.tokens * o.top_k / o.experts))
-          : 0;
+  const double capacity = std::ceil(o.capacity_factor * o.tokens * o.top_k / o.experts);
+  call_.capacity = static_cast<uint32_t>(std::min(capacity, 0x1p31));
   call_.return_mode = o.return_mode;
   call_.tile_rows = limits_.tile_rows;
   call_.gemm0_columns = ceil_div(o.intermediate, limits_.tile_columns);
@@ -157,8 +155,9 @@ void Context::run_actors() {
   }
   wake_.notify_all();
   Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003);
-  run_os<CpuPlatform>(call_, {sources_.data(), experts_.data(), combined_.data(), {column_next_.data(), gemm1_tiles_},
-                              seen_.data()});
+  run_os<CpuPlatform>(call_, {.subscriber = {sources_.data(), combined_.data(), {experts_.data(), ranges_}},
+                              .scheduler = {column_next_.data(), gemm0_tiles_, gemm1_tiles_},
+                              .seen = seen_.data()});
   Perturbation::seed(0);
   std::unique_lock lock(mutex_);
   done_.wait(lock, [&] { return running_ == 0; });
@@ -196,7 +195,7 @@ CallReport Context::report(const CallOptions& o, uint64_t wall_ns) const {
     r.dropped += static_cast<uint64_t>(std::count(ids, ids + o.top_k, -1));
   }
   r.tiles = r.count[static_cast<uint32_t>(Phase::kGemm0)] / call_.gemm0_columns;
-  for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->rows;
+  for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
   // Rows that this rank's experts produced for other ranks, as they travelled: per entry, or summed per token.
   for (uint32_t p = 0; p < call_.ranks; ++p) {
     if (p == call_.rank) continue;

@@ -17,7 +17,7 @@ namespace flashmoe::cpu {
 struct CallOptions {
   uint32_t tokens = 0, hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   ReturnMode return_mode = ReturnMode::kDirect;
-  float capacity_factor = 0.0f;       // 0: dropless
+  double capacity_factor = 0.0;       // 0: dropless
   std::vector<uint32_t> placement;    // [E] owner rank of each expert
   OrderPolicy order;
   bool record_events = false;
@@ -78,6 +78,8 @@ class Context {
   std::vector<Source> sources_;
   std::vector<TileFormer<CpuPlatform>::Expert> experts_;
   std::vector<uint32_t> combined_, column_next_;
+  uint32_t ranges_[TileFormer<CpuPlatform>::kBatch][CpuPlatform::kLanes];
+  uint32_t gemm0_tiles_[CpuPlatform::kLanes];
   uint32_t gemm1_tiles_[Scheduler<CpuPlatform>::kGroups][CpuPlatform::kLanes];
   std::vector<Status> seen_;
 

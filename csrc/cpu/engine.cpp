@@ -127,7 +127,7 @@ template <class Visit>
 void Engine::for_each_row(uint32_t tile, Visit&& visit) const {
   const Segment* segments = c_.segments(tile);
   uint32_t row = 0;
-  for (uint32_t i = 0; i < c_.tile(tile)->segments; ++i) {
+  for (uint32_t i = 0; i < c_.tile(tile)->shape.segments; ++i) {
     const Segment s = segments[i];
     const uint32_t p = c_.packet_source(s.packet);
     const Entry* entries =
@@ -148,7 +148,7 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
 
 void Engine::gemm0(uint32_t tile, uint32_t n) {
   const Timed timed(trace_, Phase::kGemm0, tile, n);
-  const Tile& t = *c_.tile(tile);
+  const Tile::Shape& t = c_.tile(tile)->shape;
   const auto [first, count] = columns(n, c_.intermediate);
   const uint32_t rows = padded_rows(t.rows, count, c_.hidden);
   float* a = room(a_, size_t{rows} * c_.hidden);
@@ -176,7 +176,7 @@ void Engine::gemm0(uint32_t tile, uint32_t n) {
 
 void Engine::gemm1(uint32_t tile, uint32_t n) {
   const Timed timed(trace_, Phase::kGemm1, tile, n);
-  const Tile& t = *c_.tile(tile);
+  const Tile::Shape& t = c_.tile(tile)->shape;
   const auto [first, count] = columns(n, c_.hidden);
   const uint32_t rows = padded_rows(t.rows, count, c_.intermediate);
   float* a = room(a_, size_t{rows} * c_.intermediate);

@@ -1,7 +1,5 @@
 #include "cpu/fault_message.h"
 
-#include <bit>
-
 #include "cpu/platform.h"
 #include "cpu/text.h"
 
@@ -62,7 +60,7 @@ Error disagreement_error(const Call& c, const Fault& r) {
   text("dtype", dtype_name(mine.dtype), dtype_name(theirs.dtype));
   text("activation", activation_name(mine.activation), activation_name(theirs.activation));
   text("return_mode", mine.return_mode ? "reduced" : "direct", theirs.return_mode ? "reduced" : "direct");
-  number("capacity_factor", std::bit_cast<float>(mine.capacity_factor), std::bit_cast<float>(theirs.capacity_factor));
+  number("capacity_factor", mine.capacity_factor, theirs.capacity_factor);
   if (mine.placement != theirs.placement && mine.experts == theirs.experts) {
     what += concat(what.empty() ? "" : "; ", "placement: rank ", a, " and rank ", b, " place the experts differently");
   }

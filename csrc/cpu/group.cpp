@@ -26,8 +26,9 @@ using Kind = Error::Kind;
 
 // The first page of a segment: who the rank is and how far it has come. The heap follows.
 struct ControlPage {
-  enum State : uint32_t { kCreated = 0, kReady = 1, kMapped = 2, kFailed = 3 };
+  enum State : uint32_t { kCreated = 0, kReady = 1, kSawAll = 2, kFailed = 3 };
   uint32_t state;
+  uint32_t seen_by;  // ranks that have opened this segment
   uint32_t rank;
   int32_t pid;
   Limits limits;
@@ -96,8 +97,8 @@ class Mapping {
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd) : fd_(fd) {}
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&&) = delete;
   ~FileDescriptor() {
     if (fd_ >= 0) close(fd_);
   }
@@ -107,23 +108,26 @@ class FileDescriptor {
   int fd_;
 };
 
+// Joining, as seen by one rank: create the own segment; open every peer's, whose control page says what it is; once
+// every rank has opened all, nobody needs a name any more. Only then are limits compared and heaps mapped, so that ranks
+// which disagree all see with whom.
 class ProcessGroup final : public Group {
  public:
   ProcessGroup(const std::string& name, uint32_t rank, const Limits& limits, uint64_t heap_bytes, uint64_t timeout_ns)
-      : name_(name), rank_(rank), limits_(limits), bytes_(kPageBytes + heap_bytes), pages_(limits.ranks) {
-    const uint64_t deadline = timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns;
-    timeout_s_ = static_cast<double>(timeout_ns) * 1e-9;
+      : name_(name), rank_(rank), limits_(limits), bytes_(kPageBytes + heap_bytes), timeout_ns_(timeout_ns),
+        deadline_(timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns), pages_(limits.ranks) {
     create_own();
     try {
+      std::vector<FileDescriptor> files;
+      for (uint32_t p = 0; p < limits.ranks; ++p) files.push_back(p == rank ? FileDescriptor(-1) : open_peer(p));
+      set_state(ControlPage::kSawAll);
+      for (uint32_t p = 0; p < limits.ranks; ++p) await_state(p, ControlPage::kSawAll);
+      for (uint32_t p = 0; p < limits.ranks; ++p) check_agreement(p);
       for (uint32_t p = 0; p < limits.ranks; ++p) {
-        if (p != rank) map_peer(p, deadline);
+        if (p != rank) pages_[p] = Mapping(files[p].get(), bytes_);
       }
-      set_state(ControlPage::kMapped);
-      for (uint32_t p = 0; p < limits.ranks; ++p) await_state(p, ControlPage::kMapped, deadline);
-    } catch (...) {
-      set_state(ControlPage::kFailed);
-      // The whole group has failed: nobody can use any of its names any more, and their owners may be dead.
-      for (uint32_t p = 0; p < limits.ranks; ++p) shm_unlink(segment_name(name, p).c_str());
+    } catch (const Error& e) {
+      leave(e);
       throw;
     }
     shm_unlink(segment_name(name, rank).c_str());
@@ -177,52 +181,69 @@ class ProcessGroup final : public Group {
     if (const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes_)); error != 0) refuse(std::strerror(error));
   }
 
-  // First the control page alone: the rest of the segment may not be there yet, or be of another size.
-  void map_peer(uint32_t p, uint64_t deadline) {
+  // Opens a peer's segment and maps its control page: the rest may not be there yet, or be of another size.
+  FileDescriptor open_peer(uint32_t p) {
     const std::string path = segment_name(name_, p);
     while (true) {
-      const FileDescriptor fd(shm_open(path.c_str(), O_RDWR, 0600));
+      FileDescriptor file(shm_open(path.c_str(), O_RDWR, 0600));
       struct stat info;
-      if (fd.get() >= 0 && fstat(fd.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) >= kPageBytes) {
-        pages_[p] = Mapping(fd.get(), kPageBytes);
-        await_state(p, ControlPage::kReady, deadline);
-        const std::string differs = difference(limits_, rank_, page(p)->limits, p);
-        if (!differs.empty()) throw Error(Kind::kGroup, concat("group '", name_, "' disagrees on ", differs));
-        pages_[p] = Mapping(fd.get(), bytes_);
-        return;
+      if (file.get() >= 0 && fstat(file.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) >= kPageBytes) {
+        pages_[p] = Mapping(file.get(), kPageBytes);
+        await_state(p, ControlPage::kReady);
+        std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
+        // Whom to wait for depends on this; everything else can be compared when all are there.
+        if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
+        return file;
       }
-      pause_until(deadline, p, "did not join");
+      pause(p, "did not join");
     }
   }
 
-  void await_state(uint32_t p, ControlPage::State wanted, uint64_t deadline) {
+  void check_agreement(uint32_t p) const {
+    const std::string differs = difference(limits_, rank_, page(p)->limits, p);
+    if (!differs.empty()) throw Error(Kind::kGroup, concat("group '", name_, "' disagrees on ", differs));
+  }
+
+  void await_state(uint32_t p, ControlPage::State wanted) const {
     while (true) {
       const uint32_t state = std::atomic_ref(page(p)->state).load(std::memory_order_acquire);
-      // A rank that has failed says why itself; if it failed over a difference with this rank, say the same.
       if (state == ControlPage::kFailed) {
-        const std::string differs = difference(limits_, rank_, page(p)->limits, p);
-        if (!differs.empty()) throw Error(Kind::kGroup, concat("group '", name_, "' disagrees on ", differs));
-      }
-      if (state == ControlPage::kFailed) {
+        check_agreement(p);
         throw Error(Kind::kGroup, concat("group '", name_, "': rank ", p, " failed to join (rank ", rank_, " saw it)"));
       }
       if (state >= wanted) return;
-      pause_until(deadline, p, "did not finish joining");
+      pause(p, "did not finish joining");
     }
   }
 
-  void pause_until(uint64_t deadline, uint32_t p, const char* what) const {
-    if (monotonic_ns() > deadline) {
-      throw Error(Kind::kPeerTimeout, concat("group '", name_, "': rank ", p, " ", what, " within ", timeout_s_, " s (rank ", rank_, " waited)"));
+  void pause(uint32_t p, const char* what) const {
+    if (monotonic_ns() > deadline_) {
+      throw Error(Kind::kPeerTimeout, concat("group '", name_, "': rank ", p, " ", what, " within ",
+                                             static_cast<double>(timeout_ns_) * 1e-9, " s (rank ", rank_, " waited)"));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  // Tells the peers that this rank gives up, and cleans up.
+  void leave(const Error& e) {
+    set_state(ControlPage::kFailed);
+    if (e.kind == Kind::kPeerTimeout) {
+      // Somebody is missing for good: nobody can use any name of the group, and owners may be dead.
+      for (uint32_t p = 0; p < limits_.ranks; ++p) shm_unlink(segment_name(name_, p).c_str());
+      return;
+    }
+    // The peers must still be able to see why.
+    auto seen_by = [&] { return std::atomic_ref(page(rank_)->seen_by).load(std::memory_order_relaxed); };
+    while (seen_by() + 1 < limits_.ranks && monotonic_ns() < deadline_) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    shm_unlink(segment_name(name_, rank_).c_str());
   }
 
   const std::string name_;
   const uint32_t rank_;
   const Limits limits_;
-  const uint64_t bytes_;
-  double timeout_s_ = 0;
+  const uint64_t bytes_, timeout_ns_, deadline_;
   std::vector<Mapping> pages_;
 };
 

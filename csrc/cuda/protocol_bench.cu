@@ -119,6 +119,8 @@ struct Shared {
   Source sources[1];
   uint32_t combined[kMaxBlocks / 32];
   uint32_t column_next[kMaxColumns];
+  uint32_t ranges[TileFormer<P>::kBatch][P::kLanes];
+  uint32_t gemm0_tiles[P::kLanes];
   uint32_t gemm1_tiles[Scheduler<P>::kGroups][P::kLanes];
   Status seen[1];
 };
@@ -167,8 +169,8 @@ __device__ void execute(const Call& c, const BenchArgs& args, const Task& task) 
   if (P::lane() != 0) return;
   // Relaxed adds without a result: the SM does not wait for them.
   switch (task.kind) {
-    case TaskKind::kGemm0: P::fetch_add(&args.checks->gemm0_rows, uint64_t{c.tile(task.index)->rows}); break;
-    case TaskKind::kGemm1: P::fetch_add(&args.checks->gemm1_rows, uint64_t{c.tile(task.index)->rows}); break;
+    case TaskKind::kGemm0: P::fetch_add(&args.checks->gemm0_rows, uint64_t{c.tile(task.index)->shape.rows}); break;
+    case TaskKind::kGemm1: P::fetch_add(&args.checks->gemm1_rows, uint64_t{c.tile(task.index)->shape.rows}); break;
     case TaskKind::kCombine:
       P::fetch_add(&args.checks->combined_tokens, uint64_t{c.tokens_in_block(task.index)});
       break;
@@ -224,7 +226,11 @@ __global__ void __launch_bounds__(kThreads, 1) protocol_kernel(const __grid_cons
     case kExecutorWarp: run_tasks(c, args, s); break;
     case kRetirerWarp: retire_tasks(c, s); break;
     case kOsWarp:
-      if (blockIdx.x == 0) run_os<P>(c, {s.sources, s.experts, s.combined, {s.column_next, s.gemm1_tiles}, s.seen});
+      if (blockIdx.x == 0) {
+        run_os<P>(c, {.subscriber = {s.sources, s.combined, {s.experts, s.ranges}},
+                      .scheduler = {s.column_next, s.gemm0_tiles, s.gemm1_tiles},
+                      .seen = s.seen});
+      }
       break;
     default: break;
   }

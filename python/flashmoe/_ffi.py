@@ -8,29 +8,28 @@ import pathlib
 from typing import Any
 
 import scipy_openblas32
-import tvm_ffi
 
 from . import errors
 
 _LIBRARY = pathlib.Path(__file__).parent / "lib" / "libflashmoe.so"
 
-for _kind in (
-    errors.FlashMoEError,
-    errors.InvalidArgument,
-    errors.HeapError,
-    errors.GroupError,
-    errors.PeerTimeout,
-):
-    tvm_ffi.register_error(f"flashmoe.{_kind.__name__}", _kind)
-
-
 @functools.cache
 def library() -> Any:
     """The loaded library. Raises `FlashMoEError` if it is not there or cannot be loaded."""
+    import tvm_ffi  # not sooner: it imports PyTorch where that is installed, which takes seconds
+
     if not _LIBRARY.exists():
         raise errors.FlashMoEError(
             f"library: expected the compiled {_LIBRARY.name} in {_LIBRARY.parent}; install with: pip install ."
         )
+    for kind in (
+        errors.FlashMoEError,
+        errors.InvalidArgument,
+        errors.HeapError,
+        errors.GroupError,
+        errors.PeerTimeout,
+    ):
+        tvm_ffi.register_error(f"flashmoe.{kind.__name__}", kind)
     try:
         # By path first: the loader then finds it by name wherever the two packages are installed.
         ctypes.CDLL(str(pathlib.Path(scipy_openblas32.get_lib_dir()) / "libscipy_openblas.so"))

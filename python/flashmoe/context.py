@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from . import _ffi, placement
+from . import _ffi
+from . import placement as placements
 from .errors import FlashMoEError, InvalidArgument
 from .report import CallReport
 from .tensors import DTYPES
@@ -54,7 +55,7 @@ def make_limits(
         "hidden": hidden,
         "intermediate": intermediate,
         "experts": experts,
-        "max_local_experts": max(1, placement.most_local(placement_of_experts, ranks)),
+        "max_local_experts": max(1, placements.most_local(placement_of_experts, ranks)),
         "top_k": top_k,
         "elem_bytes": ELEMENT_BYTES[dtype],
         "return_slots": slots[return_mode],
@@ -126,12 +127,12 @@ class Context:
             raise InvalidArgument(f"name: expected a group name without '/', got {name!r}")
         self.name = name
         self.experts = _bounded("experts", experts, 1, MAX_EXPERTS)
-        self.placement = _placement().checked(placement, self.experts, self.ranks)
+        self.placement = placements.checked(placement, self.experts, self.ranks)
         if dtype not in DTYPES:
             raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         if return_mode not in RETURN_MODES:
             raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
-        if not (math.isfinite(timeout) and timeout >= 0):
+        if not isinstance(timeout, int | float) or not (math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument(f"timeout: expected seconds >= 0, got {timeout!r}")
         if processors is None:
             processors = max(1, (os.cpu_count() or 1) // self.ranks)
@@ -183,7 +184,7 @@ class Context:
     def local_experts(self, placement: Sequence[int] | None = None) -> list[int]:
         """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement."""
         owners = self.placement if placement is None else placement
-        return _placement().local_experts(owners, self.rank)
+        return placements.local_experts(owners, self.rank)
 
     @property
     def closed(self) -> bool:
@@ -213,7 +214,3 @@ class Context:
         """For tests: random delays at every atomic operation of the calls to come; 0 turns them off."""
         self._perturbation = seed
 
-
-def _placement() -> Any:
-    # The module, where a parameter has its name.
-    return placement

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tvm_ffi
 
 from . import _ffi
 from . import placement as placements
 from .context import RETURN_MODES, Context
 from .errors import FlashMoEError, HeapError, InvalidArgument
 from .report import TASK_KINDS, CallReport
-from .tensors import DTYPES, Operand, dtype_name, empty_like, operand
+from .tensors import DTYPES, Operand, as_view, dtype_name, empty_like, operand
 from .trace import Event
 
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
@@ -88,6 +87,9 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not depend
     on timing, and with ``"direct"`` not on R either.
 
+    Inference only: gradients do not flow through it. Inside ``torch.compile`` use `flashmoe.nn.MoE` or
+    ``torch.ops.flashmoe.moe``, which call this.
+
     Raises
     ------
     InvalidArgument
@@ -141,8 +143,8 @@ def moe(
         capacity,
         list(owners),
         {name: each.view for name, each in tensors.items()},
-        tvm_ffi.from_dlpack(ids),
-        tvm_ffi.from_dlpack(weights),
+        as_view(ids),
+        as_view(weights),
     )
     ctx.last_call = _report(ctx, raw, sizes, mode, tensors["x"].dtype, ids, weights)
     return out

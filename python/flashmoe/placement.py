@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from .errors import InvalidArgument
@@ -17,9 +18,12 @@ def checked(placement: Sequence[int] | None, experts: int, ranks: int) -> tuple[
     """`placement` as a tuple of E ranks, the default if None. Raises `InvalidArgument`."""
     if placement is None:
         return contiguous(experts, ranks)
-    owners = tuple(int(rank) for rank in placement)
+    try:
+        owners = tuple(operator.index(rank) for rank in placement)
+    except TypeError:
+        raise InvalidArgument(f"placement: expected E={experts} rank numbers, got {placement!r}") from None
     if len(owners) != experts:
-        raise InvalidArgument(f"placement: expected one rank for each of E={experts} experts, got {len(owners)}")
+        raise InvalidArgument(f"placement: expected a rank for each of E={experts} experts, got {len(owners)}")
     for expert, rank in enumerate(owners):
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"placement: expected ranks in [0, {ranks}), got {rank} for expert {expert}")

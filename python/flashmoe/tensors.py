@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-import tvm_ffi
 
 from .errors import InvalidArgument
+
+if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
+    import tvm_ffi
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Element types of the layer's tensors, in the order of ``DType`` in csrc/cpu/types.h."""
@@ -55,7 +57,14 @@ def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> O
         tensor = tensor.detach() if hasattr(tensor, "detach") else tensor
     if not contiguous:
         raise InvalidArgument(f"{name}: expected a contiguous tensor, got a strided one; call .contiguous() on it")
-    return Operand(tvm_ffi.from_dlpack(tensor), shape, dtype)
+    return Operand(as_view(tensor), shape, dtype)
+
+
+def as_view(tensor: Any) -> tvm_ffi.Tensor:
+    """The tensor's memory as the library takes it."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(tensor)
 
 
 def _writeable(array: np.ndarray) -> np.ndarray:

@@ -43,7 +43,9 @@ class Once {
     CHECK((before >> column & 1u) == 0);
   }
   // Whether exactly columns [0, n) were marked; forgets them.
-  bool whole(size_t i, uint32_t n) { return bits_[i].exchange(0, std::memory_order_relaxed) == (1u << n) - 1; }
+  bool whole(size_t i, uint32_t n) {
+    return bits_[i].exchange(0, std::memory_order_relaxed) == (1u << n) - 1;
+  }
   size_t size() const { return bits_.size(); }
 
  private:
@@ -63,7 +65,11 @@ struct Ledger {
 class PacketMemory {
  public:
   explicit PacketMemory(const Limits& l)
-      : ids_(kMaxTokenBlock * l.top_k), weights_(ids_.size()), count_(l.experts), start_(l.experts), entries_(l.ranks) {}
+      : ids_(kMaxTokenBlock * l.top_k),
+        weights_(ids_.size()),
+        count_(l.experts),
+        start_(l.experts),
+        entries_(l.ranks) {}
   PacketScratch of(const Call& c) {
     return {.ids = ids_.data(),
             .weights = weights_.data(),
@@ -111,7 +117,7 @@ class AbstractEngine {
   }
 
   void gemm0(uint32_t tile, uint32_t n) {
-    const Tile& t = *c_.tile(tile);
+    const Tile::Shape t = c_.tile(tile)->shape;
     const uint32_t expert = c_.by_owner[c_.owner_base[c_.rank] + t.expert];
     bool remote = false;
     const uint32_t rows = for_each_row(tile, [&](uint32_t row, uint32_t p, const Entry& entry) {
@@ -128,7 +134,8 @@ class AbstractEngine {
         for (uint32_t i = 0; i < c_.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
       }
       uint64_t* hidden = words(c_.hidden_row(tile, row));
-      for_column(n, c_.intermediate, [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
+      for_column(n, c_.intermediate,
+                 [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
     });
     if (P::lane() == 0) {
       CHECK(rows != 0 && rows <= c_.tile_rows);
@@ -208,7 +215,7 @@ class AbstractEngine {
   template <class Visit>
   uint32_t for_each_row(uint32_t tile, Visit&& visit) const {
     uint32_t row = 0;
-    for (uint32_t i = 0; i < c_.tile(tile)->segments; ++i) {
+    for (uint32_t i = 0; i < c_.tile(tile)->shape.segments; ++i) {
       const Segment s = c_.segments(tile)[i];
       const uint32_t p = c_.packet_source(s.packet), b = c_.packet_block(s.packet);
       const Entry* entries = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b)) + s.first;
@@ -293,7 +300,8 @@ class Rank {
     call.by_owner = x.by_owner.data();
     call.owner_base = x.owner_base.data();
     call.local_experts = call.owned(call.rank);
-    call.config.hash = mix(x.epoch, 0);  // another one in every call: a configuration of an earlier call disagrees
+    call.config.hash =
+        mix(x.epoch, 0);  // another one in every call: a configuration of an earlier call disagrees
     for (AbstractEngine<P>& e : engines_) e.set_problem(x);
   }
 
@@ -307,11 +315,10 @@ class Rank {
         cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor * P::kLanes + P::lane()) | 1);
       }
       if (actor == 0) {
-        const bool ok = run_os<P>(call, {sources_.data(),
-                                         experts_.data(),
-                                         combined_.data(),
-                                         {column_next_.data(), gemm1_tiles_},
-                                         seen_.data()});
+        const bool ok =
+            run_os<P>(call, {.subscriber = {sources_.data(), combined_.data(), {experts_.data(), ranges_}},
+                             .scheduler = {column_next_.data(), gemm0_tiles_, gemm1_tiles_},
+                             .seen = seen_.data()});
         if (leader) aborted_ = !ok;
       } else {
         run_processor<P>(call, actor - 1, engines_[actor - 1]);
@@ -357,6 +364,7 @@ class Rank {
     const uint32_t tiles = expected_tiles(x);
     for (uint32_t tile = 0; tile < ledger_.gemm0.size(); ++tile) {
       CHECK(ledger_.gemm0.whole(tile, tile < tiles ? call.gemm0_columns : 0));
+      CHECK_EQ(call.tile(tile)->gemm0_done, 0u);
     }
   }
 
@@ -384,6 +392,8 @@ class Rank {
   std::vector<Source> sources_;
   std::vector<typename TileFormer<P>::Expert> experts_;
   std::vector<uint32_t> combined_, column_next_;
+  uint32_t ranges_[TileFormer<P>::kBatch][P::kLanes];
+  uint32_t gemm0_tiles_[P::kLanes];
   uint32_t gemm1_tiles_[Scheduler<P>::kGroups][P::kLanes];
   std::vector<Status> seen_;
   std::deque<AbstractEngine<P>> engines_;

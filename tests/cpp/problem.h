@@ -13,7 +13,9 @@
 
 namespace flashmoe::test {
 
-inline uint64_t mix(uint64_t h) { return h; }
+inline uint64_t mix(uint64_t h) {
+  return h;
+}
 
 // A word that names all its arguments.
 template <class... Rest>
@@ -66,10 +68,12 @@ struct Problem {
     owner = owners;
     by_owner.resize(owner.size());
     std::iota(by_owner.begin(), by_owner.end(), 0);
-    std::stable_sort(by_owner.begin(), by_owner.end(), [&](uint32_t a, uint32_t b) { return owner[a] < owner[b]; });
+    std::stable_sort(by_owner.begin(), by_owner.end(),
+                     [&](uint32_t a, uint32_t b) { return owner[a] < owner[b]; });
     owner_base.clear();
     for (uint32_t q = 0; q <= ranks; ++q) {
-      owner_base.push_back(static_cast<uint32_t>(std::count_if(owner.begin(), owner.end(), [&](uint32_t o) { return o < q; })));
+      owner_base.push_back(static_cast<uint32_t>(
+          std::count_if(owner.begin(), owner.end(), [&](uint32_t o) { return o < q; })));
     }
   }
 
@@ -130,7 +134,8 @@ class Problems {
       for (uint32_t t = 0; t < r.tokens; ++t) {
         std::shuffle(choice.begin(), choice.end(), random_);
         r.ids.insert(r.ids.end(), choice.begin(), choice.begin() + x.top_k);
-        for (uint32_t k = 0; k < x.top_k; ++k) r.weights.push_back(static_cast<float>(1 + below(1000)) / 1000.0f);
+        for (uint32_t k = 0; k < x.top_k; ++k)
+          r.weights.push_back(static_cast<float>(1 + below(1000)) / 1000.0f);
       }
       x.of.push_back(std::move(r));
       x.drop(p);

@@ -63,8 +63,8 @@ class Claims {
     for (uint32_t at = 0; at < limits_.ranks; ++at) {
       for (uint64_t i = 0; i < call_.heap_layout.bytes; ++i) {
         if (writer_[at][i] != kNobody && writer_[at][i] != rule.writer_[at][i]) {
-          report(concat("byte ", i, " of rank ", at, "'s heap is written by rank ", writer_[at][i], ", but belongs to ",
-                        rule.writer_[at][i]));
+          report(concat("byte ", i, " of rank ", at, "'s heap is written by rank ", writer_[at][i],
+                        ", but belongs to ", rule.writer_[at][i]));
         }
       }
     }
@@ -85,7 +85,8 @@ class Claims {
 
 // The writer of coordinate (i, j) of a field in the heap of rank `at`, by the table's rule. return_rows by `owner_of`.
 template <class OwnerOf>
-uint32_t writer(const FieldSpec<HeapField>& s, const Limits& l, uint32_t at, uint64_t i, uint64_t j, OwnerOf&& owner_of) {
+uint32_t writer(const FieldSpec<HeapField>& s, const Limits& l, uint32_t at, uint64_t i, uint64_t j,
+                OwnerOf&& owner_of) {
   switch (s.writer) {
     case Writer::kSelf: return at;
     case Writer::kRank0: return static_cast<uint32_t>(i);
@@ -138,10 +139,12 @@ void claim_accessors(Claims& claims, const Call& c, const Limits& l, OwnerOf&& o
     }
     for (uint32_t t = 0; t < l.max_tokens; ++t) {
       claims.claim(q, HeapField::kPacketCounts, c.packet_counts(q, p, t), 2, p);
-      claims.claim(q, HeapField::kPacketEntries, c.packet_entries(q, p, t), sizeof(Entry) * l.entries_per_token(), p);
+      claims.claim(q, HeapField::kPacketEntries, c.packet_entries(q, p, t),
+                   sizeof(Entry) * l.entries_per_token(), p);
       if (q != p) claims.claim(q, HeapField::kRows, c.dispatched_row(q, p, t), row, p);
       for (uint32_t slot = 0; slot < l.return_slots; ++slot) {
-        if (owner_of(q, t, slot) == p) claims.claim(q, HeapField::kReturnRows, c.return_row(q, t, slot), row, p);
+        if (owner_of(q, t, slot) == p)
+          claims.claim(q, HeapField::kReturnRows, c.return_row(q, t, slot), row, p);
       }
     }
   }
@@ -188,7 +191,9 @@ Limits small(uint32_t ranks, uint32_t tokens, uint32_t local_experts, uint32_t t
 }
 
 // `reduced`: the slot is the rank.
-uint32_t slot_is_rank(uint32_t, uint32_t, uint32_t slot) { return slot; }
+uint32_t slot_is_rank(uint32_t, uint32_t, uint32_t slot) {
+  return slot;
+}
 // `direct`: some expert's owner; which one must not matter.
 auto scattered(uint32_t ranks) {
   return [ranks](uint32_t home, uint32_t token, uint32_t k) { return (home + 2 * token + k) % ranks; };
@@ -233,7 +238,8 @@ void check_broken() {
   for (const bool reduced : {false, true}) {
     const Limits l = small(3, 24, 2, 3, reduced ? ReturnMode::kReduced : ReturnMode::kDirect);
     const auto conflict = [&](const Table& table, const HeapLayout& layout) {
-      return reduced ? find_conflict(l, table, layout, slot_is_rank) : find_conflict(l, table, layout, scattered(3));
+      return reduced ? find_conflict(l, table, layout, slot_is_rank)
+                     : find_conflict(l, table, layout, scattered(3));
     };
     const HeapLayout whole = make_heap_layout(l);
     CHECK_EQ(conflict(heap_table(), whole), "");
@@ -270,7 +276,8 @@ void check_broken_layouts() {
 // Routings of T tokens to K distinct of E experts, in odometer order.
 class Routings {
  public:
-  Routings(uint32_t tokens, uint32_t top_k, uint32_t experts) : k_(top_k), e_(experts), ids_(tokens * top_k) {}
+  Routings(uint32_t tokens, uint32_t top_k, uint32_t experts)
+      : k_(top_k), e_(experts), ids_(tokens * top_k) {}
   const std::vector<int32_t>& ids() const { return ids_; }
   bool next() {
     do {
@@ -448,9 +455,9 @@ class Observer {
   AbstractGroup<TurnPlatform>& group_;
   const Limits limits_;
   const std::vector<Problem>& problems_;
-  std::vector<std::vector<uint8_t>> seen_;                        // [heap] as of the last turn
-  std::vector<Claims> observed_;                                  // [epoch - 1]
-  std::set<std::tuple<uint32_t, uint32_t, HeapField>> bytes_;     // (heap, writer, field) with a change
+  std::vector<std::vector<uint8_t>> seen_;                     // [heap] as of the last turn
+  std::vector<Claims> observed_;                               // [epoch - 1]
+  std::set<std::tuple<uint32_t, uint32_t, HeapField>> bytes_;  // (heap, writer, field) with a change
   uint64_t changes_ = 0;
 };
 
@@ -464,8 +471,8 @@ void check_real_calls(uint32_t ranks, uint64_t seed) {
   Observer observer(group, l, problems);
   group.run(problems);
   observer.check();
-  std::printf("%u ranks, %zu calls: %llu bytes seen to change, each by its only writer\n", ranks, problems.size(),
-              static_cast<unsigned long long>(observer.changes()));
+  std::printf("%u ranks, %zu calls: %llu bytes seen to change, each by its only writer\n", ranks,
+              problems.size(), static_cast<unsigned long long>(observer.changes()));
 }
 
 }  // namespace
@@ -478,7 +485,8 @@ int main() {
   check_broken_layouts();
   uint32_t routings = 0;
   for (const ReturnMode mode : {ReturnMode::kDirect, ReturnMode::kReduced}) {
-    routings += check_all_routings(2, 1, mode) + check_all_routings(2, 2, mode) + check_all_routings(3, 2, mode);
+    routings +=
+        check_all_routings(2, 1, mode) + check_all_routings(2, 2, mode) + check_all_routings(3, 2, mode);
   }
   std::printf("%u routings without a conflict\n", routings);
   check_real_calls(2, 1);

@@ -10,9 +10,7 @@ namespace flashmoe {
 // Memory of the OS actor: shared memory on a GPU. Uninitialised.
 template <class P>
 struct OsScratch {
-  Source* sources;                          // [R]
-  typename TileFormer<P>::Expert* experts;  // [El]
-  uint32_t* combined;                       // [blocks / 32, rounded up]
+  typename Subscriber<P>::Memory subscriber;
   typename Scheduler<P>::Memory scheduler;
   Status* seen;  // [R] the peers' status when last sampled
 };
@@ -75,7 +73,7 @@ class GroupLiveness {
 template <class P>
 FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   announce<P>(c);
-  Subscriber<P> subscriber(c, scratch.sources, scratch.experts, scratch.combined);
+  Subscriber<P> subscriber(c, scratch.subscriber);
   Scheduler<P> scheduler(c, subscriber, scratch.scheduler);
   GroupLiveness<P> group(c, scratch.seen);
   Status* own = c.status(c.rank);

@@ -15,9 +15,12 @@ namespace flashmoe {
 template <class P>
 FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
   bool last = false;
-  if (P::lane() == 0) last = P::fetch_add_acq_rel(&c.tile(tile)->gemm0_done, 1u) + 1 == c.gemm0_columns;
+  if (P::lane() == 0) {
+    last = P::fetch_add_acq_rel(&c.tile(tile)->gemm0_done, 1u) + 1 == c.gemm0_columns;
+    if (last) P::store_relaxed(&c.tile(tile)->gemm0_done, 0u);
+  }
   // The column's place tells the scheduler whether any row goes to another rank.
-  push_ready<P>(c, last, {TaskKind::kGemm1, c.tile(tile)->remote, tile});
+  push_ready<P>(c, last, {TaskKind::kGemm1, c.tile(tile)->shape.remote, tile});
 }
 
 // The last of what this rank owes to block b of rank p has been written there.
@@ -28,7 +31,7 @@ FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t b) {
 
 template <class P>
 FLASHMOE_FN void retire_gemm1(const Call& c, uint32_t tile, uint32_t column) {
-  const uint32_t segments = c.tile(tile)->segments;
+  const uint32_t segments = c.tile(tile)->shape.segments;
   for (uint32_t base = 0; base < segments; base += P::kLanes) {
     const uint32_t i = base + P::lane();
     bool complete = false;

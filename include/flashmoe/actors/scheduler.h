@@ -15,8 +15,9 @@ class Scheduler {
  public:
   // Shared memory, uninitialised.
   struct Memory {
-    uint32_t* column_next;           // [gemm1_columns] for gemm1_by_column: tiles published of each column
-    uint32_t (*tiles)[P::kLanes];    // [kGroups] the tiles next in line for GEMM1, loaded kLanes at a time
+    uint32_t* column_next;               // [gemm1_columns] for gemm1_by_column: tiles published of each column
+    uint32_t* gemm0_tiles;               // [kLanes] the tiles next in line for GEMM0
+    uint32_t (*gemm1_tiles)[P::kLanes];  // [kGroups] the tiles next in line for GEMM1
   };
   // GEMM1 tiles wait in two groups; remote homes go first, since their rows have a way to go.
   static constexpr uint32_t kGroups = 2;
@@ -43,9 +44,13 @@ class Scheduler {
     while (room > 0) {
       const TaskKind kind = choose(c_.order, ready());
       if (kind == TaskKind::kNone) break;
-      // One fence for the step: nothing that later tasks of it refer to is written in between.
-      if (!fenced) P::release_fence(kDevice);
-      fenced = true;
+      // One fence for the step: nothing that later tasks of it refer to is written in between. And a lane posts what
+      // other lanes polled: each fences its own, then they meet.
+      if (!fenced) {
+        P::release_fence(kDevice);
+        P::sync();
+        fenced = true;
+      }
       room -= publish_some(kind, static_cast<uint32_t>(min_of<int64_t>(room, P::kLanes)));
       moved = true;
     }
@@ -106,7 +111,7 @@ class Scheduler {
     r.reduce = reduces_published_ < reduces_ready_;
     r.combine = combines_published_ < sub_.combines();
     r.gemm1 = gemm1_published_ < uint64_t{group_[0].ready + group_[1].ready} * c_.gemm1_columns;
-    r.gemm0 = ordinal_ != kNone || sub_.former().ready() > 0;
+    r.gemm0 = gemm0_next_ < gemm0_end_ || sub_.former().ready() > 0;
     r.gemm0_published = gemm0_published_;
     r.gemm1_published = gemm1_published_;
     return r;
@@ -150,26 +155,20 @@ class Scheduler {
   }
 
   // Expert by expert, so that an expert's weights are read while they are in the L2; a tile's columns side by side. The
-  // processor looks the tile up: the scheduler would wait for the load.
+  // tile is named by its place among its expert's: to look up its id, the scheduler would wait for a load.
   FLASHMOE_FN bool next_gemm0(uint32_t limit, Task& task) {
-    uint32_t filled = 0;
-    bool has = false;
-    while (filled < limit) {
-      if (ordinal_ == kNone) {
-        if (sub_.former().ready() == 0) break;
-        ordinal_ = sub_.former().take(expert_);
-        column_ = 0;
-      }
-      const uint32_t n = min_of(limit - filled, c_.gemm0_columns - column_);
-      if (P::lane() >= filled && P::lane() < filled + n) {
-        task = {TaskKind::kGemm0, column_ + P::lane() - filled, ordinal_ * c_.local_experts + expert_};
-        has = true;
-      }
-      filled += n;
-      column_ += n;
-      if (column_ == c_.gemm0_columns) ordinal_ = kNone;
+    if (gemm0_next_ == gemm0_end_) {
+      gemm0_next_ = 0;
+      gemm0_end_ = sub_.former().take(expert_, memory_.gemm0_tiles) * c_.gemm0_columns;
     }
-    gemm0_published_ += filled;
+    const uint32_t n = min_of(limit, gemm0_end_ - gemm0_next_);
+    const bool has = P::lane() < n;
+    if (has) {
+      const uint32_t i = gemm0_next_ + P::lane();
+      task = {TaskKind::kGemm0, i % c_.gemm0_columns, memory_.gemm0_tiles[i / c_.gemm0_columns]};
+    }
+    gemm0_next_ += n;
+    gemm0_published_ += n;
     return has;
   }
 
@@ -185,7 +184,7 @@ class Scheduler {
       if (P::lane() >= filled && P::lane() < filled + n) {
         const uint64_t i = group.published + P::lane() - filled;
         task = {TaskKind::kGemm1, static_cast<uint32_t>(i % c_.gemm1_columns),
-                memory_.tiles[g][i / c_.gemm1_columns - group.loaded_begin]};
+                memory_.gemm1_tiles[g][i / c_.gemm1_columns - group.loaded_begin]};
         has = true;
       }
       group.published += n;
@@ -203,7 +202,7 @@ class Scheduler {
     group.loaded_end = min_of(group.ready, group.loaded_begin + P::kLanes);
     const uint32_t i = group.loaded_begin + P::lane();
     P::sync();
-    if (i < group.loaded_end) memory_.tiles[g][P::lane()] = *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, g, i);
+    if (i < group.loaded_end) memory_.gemm1_tiles[g][P::lane()] = *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, g, i);
     P::sync();
   }
 
@@ -226,6 +225,7 @@ class Scheduler {
   // One stop word per processor, behind every task: the queue and the list are empty when the last is taken.
   FLASHMOE_FN void end_call() {
     P::release_fence(kDevice);
+    P::sync();
     for (uint32_t base = 0; base < c_.processors; base += P::kLanes) {
       published_ += publish<P>(c_, published_, base + P::lane() < c_.processors, {TaskKind::kStop, 0, 0});
     }
@@ -234,8 +234,6 @@ class Scheduler {
     P::store_relaxed(&c_.control()->list_head.value, drained_);
     P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
   }
-
-  static constexpr uint32_t kNone = 0xffffffffu;
 
   struct Group {
     uint32_t ready = 0;                          // tiles
@@ -254,7 +252,8 @@ class Scheduler {
   uint64_t gemm0_published_ = 0, gemm1_published_ = 0;
   uint32_t reduces_ready_ = 0, reduces_published_ = 0;
   uint32_t combines_published_ = 0;
-  uint32_t expert_ = 0, ordinal_ = kNone, column_ = 0;  // where GEMM0 publishing stands
+  uint32_t expert_ = 0;                      // where the next GEMM0 tiles are taken from
+  uint32_t gemm0_next_ = 0, gemm0_end_ = 0;  // tasks of the tiles taken
 };
 
 }  // namespace flashmoe

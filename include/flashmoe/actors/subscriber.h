@@ -20,9 +20,15 @@ struct Source {
 template <class P>
 class Subscriber {
  public:
-  // sources: [R], experts: [El], combined: bits [blocks]; in shared memory, uninitialised.
-  FLASHMOE_FN Subscriber(const Call& call, Source* sources, typename TileFormer<P>::Expert* experts, uint32_t* combined)
-      : c_(call), sources_(sources), combined_(combined), former_(call, experts) {
+  // Shared memory, uninitialised.
+  struct Memory {
+    Source* sources;     // [R]
+    uint32_t* combined;  // [blocks / 32, rounded up]
+    typename TileFormer<P>::Memory former;
+  };
+
+  FLASHMOE_FN Subscriber(const Call& call, const Memory& memory)
+      : c_(call), sources_(memory.sources), combined_(memory.combined), former_(call, memory.former) {
     for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) sources_[p] = {Source::kUnheard, 0};
     for (uint32_t w = P::lane(); w < ceil_div(c_.blocks(), 32u); w += P::kLanes) combined_[w] = 0;
     P::sync();
@@ -82,6 +88,7 @@ class Subscriber {
 
   FLASHMOE_FN bool hear_calls() {
     bool moved = false;
+    P::sync();  // other lanes may still be reading sources_ in the step before: votes order no memory
     for (uint32_t base = 0; base < c_.ranks; base += P::kLanes) {
       const uint32_t p = base + P::lane();
       bool fresh = false, empty = false;
@@ -132,6 +139,7 @@ class Subscriber {
       if (present == 0) continue;
       P::acquire_fence(kSystem);
       P::sync();
+      FLASHMOE_NO_UNROLL
       for (uint32_t g = 0; g < per_load && base + g < c_.ranks; ++g) {
         moved |= consume_from((c_.rank + base + g) % c_.ranks, g * width, width, present, entries);
       }
@@ -145,6 +153,7 @@ class Subscriber {
     const uint32_t n = min_of(lowest_bit<P>(~(present >> lane)), width);
     if (n == 0) return false;
     const uint32_t next = sources_[p].next;
+    FLASHMOE_NO_UNROLL
     for (uint32_t i = 0; i < n; i += TileFormer<P>::kBatch) {
       former_.consume(p, next + i, min_of(n - i, TileFormer<P>::kBatch), filled >> i);
     }

@@ -11,10 +11,12 @@
 #define FLASHMOE_FN __device__ inline
 // Loops over small arrays that must stay in registers.
 #define FLASHMOE_UNROLL _Pragma("unroll")
+#define FLASHMOE_NO_UNROLL _Pragma("unroll 1")
 #else
 #define FLASHMOE_HD inline
 #define FLASHMOE_FN inline
 #define FLASHMOE_UNROLL
+#define FLASHMOE_NO_UNROLL
 #endif
 
 namespace flashmoe {

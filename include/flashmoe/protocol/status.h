@@ -48,9 +48,9 @@ static_assert(sizeof(FaultRecord) == 64);
 // What every rank must agree on in a call. The hash is compared on arrival; the values name the difference.
 struct alignas(64) CallConfig {
   uint64_t hash;
+  double capacity_factor;  // 0: dropless
   uint32_t hidden, intermediate, experts, top_k, dtype, return_mode, activation;
-  uint32_t capacity_factor;  // bits of the fp32 factor, 0: dropless
-  uint32_t placement;        // hash of the expert -> rank map
+  uint32_t placement;  // hash of the expert -> rank map
 };
 static_assert(sizeof(CallConfig) == 64);
 

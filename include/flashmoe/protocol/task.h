@@ -46,11 +46,15 @@ static_assert(sizeof(Segment) == 8);
 // Up to tile_rows rows of one local expert, from any sources. One cache line, so that the counters of two tiles,
 // which different processors bump, never share one.
 struct alignas(128) Tile {
-  uint32_t expert;      // local index
-  uint32_t rows;        // real rows
-  uint32_t segments;    // used slots of the tile's segment list
-  uint32_t remote;      // 1 if any row came from another rank
-  uint32_t gemm0_done;  // GEMM0 column blocks retired
+  // Written at once, when the tile closes.
+  struct alignas(16) Shape {
+    uint32_t expert;    // local index
+    uint32_t rows;      // real rows
+    uint32_t segments;  // used slots of the tile's segment list
+    uint32_t remote;    // 1 if any row came from another rank
+  };
+  Shape shape;
+  uint32_t gemm0_done;  // GEMM0 column blocks retired; zero between calls
 };
 static_assert(sizeof(Tile) == 128);
 

@@ -24,8 +24,13 @@ class TileFormer {
   // Packets consumed together: their offsets, which come from device memory, are loaded side by side.
   static constexpr uint32_t kBatch = 8;
 
-  // experts: [El], uninitialised.
-  FLASHMOE_FN TileFormer(const Call& call, Expert* experts) : c_(call), experts_(experts) {
+  // Shared memory, uninitialised.
+  struct Memory {
+    Expert* experts;                 // [El]
+    uint32_t (*ranges)[P::kLanes];   // [kBatch] each lane's entries of the batch's packets: first, and end << 16
+  };
+
+  FLASHMOE_FN TileFormer(const Call& call, const Memory& memory) : c_(call), experts_(memory.experts), ranges_(memory.ranges) {
     for (uint32_t l = P::lane(); l < c_.local_experts; l += P::kLanes) experts_[l] = {};
     P::sync();
   }
@@ -36,23 +41,17 @@ class TileFormer {
     for (uint32_t base = 0; base < c_.local_experts; base += P::kLanes) {
       const uint32_t l = base + P::lane();
       const bool mine = l < c_.local_experts;
-      uint32_t next[kBatch], end[kBatch];
-      FLASHMOE_UNROLL
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        next[i] = end[i] = 0;
-        if (i < n && (filled >> i & 1u) && mine) {
-          const uint16_t* offsets = c_.packet_offsets(c_.rank, p, b + i);
-          next[i] = offsets[l];
-          end[i] = offsets[l + 1];
-        }
-      }
+      load_ranges(p, b, n, mine ? filled : 0, l);
       Expert x = mine ? experts_[l] : Expert{};  // in registers for the batch
-      FLASHMOE_UNROLL
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        while (P::ballot(next[i] < end[i])) {
-          open_tile(x, next[i] < end[i]);
-          if (next[i] < end[i]) next[i] += append(x, p, b + i, next[i], end[i] - next[i]);
-          close_tile(x, l, x.rows == c_.tile_rows);
+      // Not unrolled: a warp alone on its SM is held up by fetching code, not by this arithmetic.
+      FLASHMOE_NO_UNROLL
+      for (uint32_t i = 0; i < n; ++i) {
+        uint32_t next = ranges_[i][P::lane()] & 0xffffu;
+        const uint32_t end = ranges_[i][P::lane()] >> 16;
+        while (P::ballot(next < end)) {
+          open(x, next < end);
+          if (next < end) next += append(x, p, b + i, next, end - next);
+          close(x, l, x.rows == c_.tile_rows);
         }
       }
       if (mine) experts_[l] = x;
@@ -62,11 +61,12 @@ class TileFormer {
 
   // No more packets: the partial tiles are ready as they are. All lanes.
   FLASHMOE_FN void flush() {
+    FLASHMOE_NO_UNROLL
     for (uint32_t base = 0; base < c_.local_experts; base += P::kLanes) {
       const uint32_t l = base + P::lane();
       const bool mine = l < c_.local_experts;
       Expert x = mine ? experts_[l] : Expert{};
-      close_tile(x, l, x.rows != 0);
+      close(x, l, x.rows != 0);
       if (mine) experts_[l] = x;
     }
     P::sync();
@@ -76,43 +76,61 @@ class TileFormer {
   FLASHMOE_FN uint32_t tiles() const { return tiles_; }
   FLASHMOE_FN uint32_t ready() const { return ready_; }
 
-  // Takes a ready tile, of local expert `l` or of the next one that has any; l is left at its expert. Returns its
-  // ordinal among the expert's tiles. All lanes, with the same l. Precondition: ready() > 0.
-  FLASHMOE_FN uint32_t take(uint32_t& l) {
-    if (experts_[l].taken == experts_[l].closed) l = find_ready(l);
-    const uint32_t ordinal = experts_[l].taken;
-    --ready_;
+  // Takes up to kLanes ready tiles, expert by expert from local expert `l` on, cyclically; l moves on with them. Leaves
+  // each one's place among all, ordinal * El + expert, in tiles[], and returns how many. All lanes, with the same l.
+  FLASHMOE_FN uint32_t take(uint32_t& l, uint32_t* tiles) {
+    uint32_t taken = 0;
+    // One round more than it takes to see every expert: the last may start in the middle of the first's.
+    for (uint32_t seen = 0; ready_ > 0 && taken < P::kLanes && seen < c_.local_experts + P::kLanes; seen += P::kLanes) {
+      const uint32_t base = l - l % P::kLanes;
+      const uint32_t mine = base + P::lane();
+      uint32_t ready = 0, first = 0;
+      if (mine >= l && mine < c_.local_experts) {
+        first = experts_[mine].taken;
+        ready = experts_[mine].closed - first;
+      }
+      uint32_t total;
+      const uint32_t place = taken + P::exclusive_scan(ready, total);
+      const uint32_t room = place < P::kLanes ? min_of(ready, P::kLanes - place) : 0;
+      for (uint32_t i = 0; i < room; ++i) tiles[place + i] = (first + i) * c_.local_experts + mine;
+      if (room > 0) experts_[mine].taken = first + room;
+      const uint32_t n = min_of(total, P::kLanes - taken);
+      ready_ -= n;
+      taken += n;
+      // Full: go on with the first expert that has tiles left. Else with the next kLanes experts.
+      const uint32_t left = P::ballot(room < ready);
+      l = left != 0 ? base + lowest_bit<P>(left) : base + P::kLanes;
+      if (l >= c_.local_experts) l = 0;
+    }
     P::sync();
-    if (P::lane() == 0) experts_[l].taken = ordinal + 1;
-    P::sync();
-    return ordinal;
+    return taken;
   }
 
  private:
-  // The first expert after l, cyclically, with a ready tile; kLanes experts per step.
-  FLASHMOE_FN uint32_t find_ready(uint32_t l) const {
-    for (uint32_t base = 1; base < c_.local_experts; base += P::kLanes) {
-      const uint32_t i = base + P::lane();
-      bool has = false;
-      if (i < c_.local_experts) {
-        const Expert& x = experts_[(l + i) % c_.local_experts];
-        has = x.taken != x.closed;
+  // Every lane's own column of ranges_: the loads of a batch are independent, and under way together.
+  FLASHMOE_FN void load_ranges(uint32_t p, uint32_t b, uint32_t n, uint32_t filled, uint32_t l) {
+    uint32_t range[kBatch];
+    FLASHMOE_UNROLL
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      range[i] = 0;
+      if (i < n && (filled >> i & 1u)) {
+        const uint16_t* offsets = c_.packet_offsets(c_.rank, p, b + i);
+        range[i] = offsets[l] | static_cast<uint32_t>(offsets[l + 1]) << 16;
       }
-      const uint32_t found = P::ballot(has);
-      if (found != 0) return (l + base + lowest_bit<P>(found)) % c_.local_experts;
     }
-    return l;
+    FLASHMOE_UNROLL
+    for (uint32_t i = 0; i < kBatch; ++i) ranges_[i][P::lane()] = range[i];
   }
 
-  // Gives the lanes' experts that want one an open tile; ids are handed out in lane order.
-  FLASHMOE_FN void open_tile(Expert& x, bool wanted) {
+  // Gives the lanes' experts that want one an open tile; ids are handed out in lane order. All lanes.
+  FLASHMOE_FN void open(Expert& x, bool wanted) {
     const bool fresh = wanted && x.rows == 0;
     uint32_t total;
     const uint32_t id = tiles_ + count_before<P>(fresh, total);
     tiles_ += total;
-    if (!fresh) return;
-    x.open = id;
-    x.segments = x.remote = 0;
+    x.open = fresh ? id : x.open;
+    x.segments = fresh ? 0 : x.segments;
+    x.remote = fresh ? 0 : x.remote;
   }
 
   // Puts as many of `available` entries as fit into the open tile. Returns how many.
@@ -121,22 +139,24 @@ class TileFormer {
     c_.segments(x.open)[x.segments++] = {c_.packet_id(p, b), static_cast<uint16_t>(first),
                                          static_cast<uint16_t>(taken)};
     x.rows += taken;
-    if (p != c_.rank) x.remote = 1;
+    x.remote |= p != c_.rank;
     return taken;
   }
 
-  // Writes the descriptors of the closing tiles and puts them behind their experts' other tiles.
-  FLASHMOE_FN void close_tile(Expert& x, uint32_t l, bool closing) {
-    if (closing) {
-      *c_.tile(x.open) = Tile{l, x.rows, x.segments, x.remote, 0};
-      *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, x.closed++) = x.open;
-      x.rows = 0;
-    }
-    ready_ += count_lanes<P>(closing);
+  // Writes the shapes of the closing tiles and puts them behind their experts' other tiles. All lanes.
+  FLASHMOE_FN void close(Expert& x, uint32_t l, bool closing) {
+    const uint32_t closed = count_lanes<P>(closing);
+    if (closed == 0) return;
+    ready_ += closed;
+    if (!closing) return;
+    c_.tile(x.open)->shape = {l, x.rows, x.segments, x.remote};
+    *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, x.closed++) = x.open;
+    x.rows = 0;
   }
 
   const Call& c_;
   Expert* experts_;
+  uint32_t (*ranges_)[P::kLanes];
   uint32_t tiles_ = 0;
   uint32_t ready_ = 0;
 };

@@ -1,0 +1,162 @@
+// What the protocol costs on the CPU engine: whole calls at R = 1 against the same GEMMs in a plain loop.
+//
+//   cpu_overhead FILE PROCESSORS REPEATS      (benchmarks/cpu_overhead.py writes FILE and reads the printed JSON)
+#include <cblas.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <thread>
+
+#include "cpu/context.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+struct Problem {
+  uint32_t tokens, hidden, intermediate, experts, top_k;
+  std::vector<float> x, router, gate_up, down;
+};
+
+Problem read_problem(const char* path) {
+  std::ifstream in(path, std::ios::binary);
+  Problem p{};
+  in.read(reinterpret_cast<char*>(&p), 5 * sizeof(uint32_t));
+  auto read = [&](std::vector<float>& v, size_t n) {
+    v.resize(n);
+    in.read(reinterpret_cast<char*>(v.data()), static_cast<std::streamsize>(n * sizeof(float)));
+  };
+  read(p.x, size_t{p.tokens} * p.hidden);
+  read(p.router, size_t{p.experts} * p.hidden);
+  read(p.gate_up, size_t{p.experts} * 2 * p.intermediate * p.hidden);
+  read(p.down, size_t{p.experts} * p.hidden * p.intermediate);
+  if (!in) {
+    std::fprintf(stderr, "%s: too short\n", path);
+    std::exit(1);
+  }
+  return p;
+}
+
+double median_ms(int repeats, const std::function<void()>& run) {
+  std::vector<double> ms;
+  for (int i = 0; i < repeats + 2; ++i) {
+    const uint64_t start = monotonic_ns();
+    run();
+    if (i >= 2) ms.push_back(static_cast<double>(monotonic_ns() - start) * 1e-6);
+  }
+  std::nth_element(ms.begin(), ms.begin() + repeats / 2, ms.end());
+  return ms[static_cast<size_t>(repeats) / 2];
+}
+
+// The layer's GEMMs on ready inputs, nothing else: experts' rows in chunks of a tile, taken in turn by the threads; BLAS
+// calls of `call_rows` rows.
+class PlainLoop {
+ public:
+  PlainLoop(const Problem& p, const Context& c, uint32_t threads, uint32_t call_rows)
+      : p_(p), threads_(threads), call_rows_(call_rows) {
+    std::vector<uint32_t> rows(p.experts, 0);
+    for (uint32_t t = 0; t < p.tokens; ++t) {
+      for (uint32_t k = 0; k < p.top_k; ++k) ++rows[static_cast<uint32_t>(c.routing(t)[k])];
+    }
+    for (uint32_t t = 0; t < p.tokens; t += kTile) jobs_.push_back({p.experts, std::min(kTile, p.tokens - t)});
+    for (uint32_t e = 0; e < p.experts; ++e) {
+      for (uint32_t r = 0; r < rows[e]; r += kTile) jobs_.push_back({e, std::min(kTile, rows[e] - r)});
+    }
+  }
+
+  void run() {
+    std::atomic<size_t> next = 0;
+    std::vector<std::thread> threads;
+    for (uint32_t i = 0; i < threads_; ++i) threads.emplace_back([&] { work(next); });
+    for (std::thread& t : threads) t.join();
+  }
+
+ private:
+  static constexpr uint32_t kTile = 128;
+  struct Job {
+    uint32_t expert, rows;  // expert == experts: the router
+  };
+
+  void work(std::atomic<size_t>& next) const {
+    std::vector<float> in(size_t{kTile} * std::max(p_.hidden, p_.intermediate), 0.5f);
+    std::vector<float> out(size_t{kTile} * std::max({p_.hidden, p_.intermediate, p_.experts}));
+    for (size_t i = next++; i < jobs_.size(); i = next++) {
+      const auto [e, rows] = jobs_[i];
+      if (e == p_.experts) {
+        multiply(out.data(), p_.x.data(), rows, p_.router.data(), p_.experts, p_.hidden);
+        continue;
+      }
+      const float* gate_up = p_.gate_up.data() + size_t{e} * 2 * p_.intermediate * p_.hidden;
+      multiply(out.data(), in.data(), rows, gate_up, p_.intermediate, p_.hidden);
+      multiply(out.data(), in.data(), rows, gate_up + size_t{p_.intermediate} * p_.hidden, p_.intermediate, p_.hidden);
+      const float* down = p_.down.data() + size_t{e} * p_.hidden * p_.intermediate;
+      multiply(out.data(), in.data(), rows, down, p_.hidden, p_.intermediate);
+    }
+  }
+
+  void multiply(float* out, const float* a, uint32_t rows, const float* w, uint32_t n, uint32_t k) const {
+    for (uint32_t r = 0; r < rows; r += call_rows_) {
+      const auto m = static_cast<blasint>(std::min(call_rows_, rows - r));
+      scipy_cblas_sgemm(CblasColMajor, CblasTrans, CblasNoTrans, m, static_cast<blasint>(n), static_cast<blasint>(k), 1.0f,
+                        a + size_t{r} * k, static_cast<blasint>(k), w, static_cast<blasint>(k), 0.0f, out, m);
+    }
+  }
+
+  const Problem& p_;
+  const uint32_t threads_, call_rows_;
+  std::vector<Job> jobs_;
+};
+
+int run(const char* path, uint32_t processors, int repeats) {
+  const Problem p = read_problem(path);
+  Limits limits;
+  limits.max_tokens = p.tokens;
+  limits.hidden = p.hidden;
+  limits.intermediate = p.intermediate;
+  limits.experts = limits.max_local_experts = p.experts;
+  limits.top_k = limits.return_slots = p.top_k;
+  limits.elem_bytes = 4;
+  limits.processors = processors;
+  Context context(make_single_rank_group(make_heap_layout(limits).bytes), 0, limits, 30'000'000'000);
+
+  std::vector<float> out(p.x.size());
+  Layer layer;
+  layer.x = p.x.data();
+  layer.router = p.router.data();
+  layer.gate_up = p.gate_up.data();
+  layer.down = p.down.data();
+  layer.out = out.data();
+  CallOptions options;
+  options.tokens = p.tokens;
+  options.hidden = p.hidden;
+  options.intermediate = p.intermediate;
+  options.experts = p.experts;
+  options.top_k = p.top_k;
+  options.placement.assign(p.experts, 0);
+  options.order.window = processors;
+
+  const double engine = median_ms(repeats, [&] { context.call(layer, options); });
+  const uint32_t unit = padded_rows(1, p.intermediate, p.hidden);
+  PlainLoop same(p, context, processors, unit), free(p, context, processors, 128);
+  const double same_ms = median_ms(repeats, [&] { same.run(); });
+  const double free_ms = median_ms(repeats, [&] { free.run(); });
+  const double again = median_ms(repeats, [&] { context.call(layer, options); });
+  std::printf("{\"processors\": %u, \"blas_call_rows\": %u, \"engine_ms\": %.3f, \"engine_again_ms\": %.3f, "
+              "\"same_gemms_ms\": %.3f, \"gemms_of_128_rows_ms\": %.3f, \"blas_core\": \"%s\"}\n",
+              processors, unit, engine, again, same_ms, free_ms, scipy_openblas_get_corename());
+  return 0;
+}
+
+}  // namespace
+}  // namespace flashmoe::cpu
+
+int main(int argc, char** argv) {
+  if (argc != 4) {
+    std::fprintf(stderr, "usage: cpu_overhead FILE PROCESSORS REPEATS\n");
+    return 2;
+  }
+  return flashmoe::cpu::run(argv[1], static_cast<uint32_t>(std::atoi(argv[2])), std::atoi(argv[3]));
+}

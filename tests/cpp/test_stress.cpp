@@ -1,0 +1,230 @@
+// The CPU engine under stress: 10,000 calls of four ranks with two processors each, of ever other shapes and options, some
+// with a perturbed schedule; every twentieth is compared with a reference in fp64, on every rank.
+//
+//   test_stress [calls]
+#include <atomic>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "cpu/context.h"
+#include "reference.h"
+
+namespace flashmoe::test {
+namespace {
+
+using namespace flashmoe::cpu;
+
+constexpr uint32_t kRanks = 4;
+constexpr uint32_t kMaxTokens = 40;
+constexpr uint32_t kCallsPerGroup = 500;
+constexpr uint32_t kVerifyEvery = 20;
+
+Limits limits() {
+  Limits l;
+  l.ranks = kRanks;
+  l.max_tokens = kMaxTokens;
+  l.hidden = 24;
+  l.intermediate = 24;
+  l.experts = 12;
+  l.max_local_experts = 12;
+  l.top_k = 4;
+  l.elem_bytes = 4;
+  l.return_slots = 4;
+  l.staging = 1;
+  l.processors = 2;
+  return l;
+}
+
+// Random numbers of a type, in its memory, and as the doubles that they are.
+struct Tensor {
+  Tensor() = default;
+  template <class Random>
+  Tensor(uint64_t rows, uint32_t columns, DType t, Random& random) {
+    std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+    std::vector<float> values(rows * columns);
+    for (float& v : values) v = uniform(random);
+    bytes.resize(values.size() * element_bytes(t));
+    narrow(bytes.data(), values.data(), t, values.size());
+    widen(values.data(), bytes.data(), t, values.size());
+    matrix = {columns, {values.begin(), values.end()}};
+  }
+  std::vector<uint8_t> bytes;
+  Matrix matrix;
+};
+
+// One call on all ranks: drawn from its number, computed by each rank on its own thread, compared.
+struct Work {
+  Work(uint64_t number, const Limits& l) {
+    std::mt19937_64 random(number);
+    const auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
+    dtype = static_cast<DType>(below(3));
+    layer.hidden = 4 * (1 + below(l.hidden / 4));
+    layer.intermediate = 4 * (1 + below(l.intermediate / 4));
+    layer.experts = 1 + below(l.experts);
+    layer.top_k = 1 + below(min_of(l.top_k, layer.experts));
+    layer.activation = static_cast<Activation>(below(4));
+    layer.renormalize = below(2) == 0;
+    const bool gated = layer.activation == Activation::kSwiGlu;
+    gate_up =
+        Tensor(uint64_t{layer.experts} * layer.intermediate * (gated ? 2 : 1), layer.hidden, dtype, random);
+    down = Tensor(uint64_t{layer.experts} * layer.hidden, layer.intermediate, dtype, random);
+    if (below(2) == 0) router = Tensor(layer.experts, layer.hidden, dtype, random);
+    layer.gate_up = gate_up.matrix;
+    layer.down = down.matrix;
+    layer.router = router.matrix;
+
+    options.hidden = layer.hidden;
+    options.intermediate = layer.intermediate;
+    options.experts = layer.experts;
+    options.top_k = layer.top_k;
+    options.return_mode = below(2) == 0 ? ReturnMode::kDirect : ReturnMode::kReduced;
+    options.capacity_factor = below(3) == 0 ? 0.25f * static_cast<float>(1 + below(6)) : 0.0f;
+    options.order = {4 * below(3), below(2), below(4)};
+    options.perturbation = below(4) == 0 ? random() | 1 : 0;
+    // Experts of a rank need not be neighbours, and a rank may have none.
+    for (uint32_t e = 0; e < layer.experts; ++e) {
+      options.placement.push_back(number % 3 == 0 ? below(kRanks) : e % kRanks);
+    }
+    for (uint32_t p = 0; p < kRanks; ++p) {
+      std::vector<uint8_t>& g = local_gate_up[p];
+      std::vector<uint8_t>& d = local_down[p];
+      const size_t g_bytes = gate_up.bytes.size() / layer.experts,
+                   d_bytes = down.bytes.size() / layer.experts;
+      for (uint32_t e = 0; e < layer.experts; ++e) {
+        if (options.placement[e] != p) continue;
+        g.insert(g.end(), &gate_up.bytes[e * g_bytes], &gate_up.bytes[e * g_bytes] + g_bytes);
+        d.insert(d.end(), &down.bytes[e * d_bytes], &down.bytes[e * d_bytes] + d_bytes);
+      }
+      tokens[p] = below(4) == 0 ? below(2) : below(kMaxTokens + 1);
+      x[p] = Tensor(tokens[p], layer.hidden, dtype, random);
+      out[p].assign(x[p].bytes.size(), 0xff);  // NaN, so that a row that is not written shows
+      std::vector<int32_t> all(layer.experts);
+      std::iota(all.begin(), all.end(), 0);
+      for (uint32_t t = 0; t < tokens[p]; ++t) {
+        std::shuffle(all.begin(), all.end(), random);
+        ids[p].insert(ids[p].end(), all.begin(), all.begin() + layer.top_k);
+        for (uint32_t k = 0; k < layer.top_k; ++k)
+          weights[p].push_back(static_cast<float>(1 + below(8)) / 8.0f);
+      }
+    }
+  }
+
+  bool routed() const { return !router.bytes.empty(); }
+
+  void run(uint32_t p, Context& context) {
+    Layer l;
+    l.dtype = dtype;
+    l.activation = layer.activation;
+    l.renormalize = layer.renormalize;
+    l.x = x[p].bytes.data();
+    l.gate_up = local_gate_up[p].data();
+    l.down = local_down[p].data();
+    if (routed()) {
+      l.router = router.bytes.data();
+    } else {
+      l.topk_ids = ids[p].data();
+      l.topk_weights = weights[p].data();
+    }
+    l.out = out[p].data();
+    CallOptions o = options;
+    o.tokens = tokens[p];
+    context.call(l, o);
+  }
+
+  // Whether the call could be compared: not if a choice of the router hangs by a rounding error.
+  bool verify(uint32_t p) const {
+    const uint32_t k = layer.top_k, h = layer.hidden;
+    std::vector<int32_t> chosen = ids[p];
+    std::vector<double> weight(weights[p].begin(), weights[p].end());
+    for (uint32_t t = 0; t < tokens[p] && routed(); ++t) {
+      if (!route(layer, x[p].matrix.row(t), &chosen[t * k], &weight[t * k])) return false;
+    }
+    drop(p, chosen);
+    std::vector<float> got(uint64_t{tokens[p]} * h);
+    widen(got.data(), out[p].data(), dtype, got.size());
+    // Four roundings to the type on a value's way, of relative size 2^-8 at most (bf16), and fp32 accumulation.
+    const double tolerance = dtype == DType::kBFloat16 ? 0.02 : dtype == DType::kFloat16 ? 0.0025 : 1e-5;
+    for (uint32_t t = 0; t < tokens[p]; ++t) {
+      std::vector<double> expected(h), scale(h);
+      for (uint32_t i = t * k; i < (t + 1) * k; ++i) {
+        if (chosen[i] < 0) continue;
+        add_expert(layer, static_cast<uint32_t>(chosen[i]), weight[i], x[p].matrix.row(t), expected.data(),
+                   scale.data());
+      }
+      for (uint32_t j = 0; j < h; ++j) {
+        CHECK(std::fabs(got[t * h + j] - expected[j]) <= tolerance * scale[j] + 1e-6);
+      }
+    }
+    return true;
+  }
+
+  // GShard's capacity: of the pairs a rank routes to an expert, the first in token order stay.
+  void drop(uint32_t p, std::vector<int32_t>& chosen) const {
+    if (options.capacity_factor == 0.0f) return;
+    const double share =
+        static_cast<double>(options.capacity_factor) * tokens[p] * layer.top_k / layer.experts;
+    std::vector<double> used(layer.experts);
+    for (int32_t& id : chosen) {
+      if (used[static_cast<size_t>(id)]++ >= std::ceil(share)) id = -1;
+    }
+  }
+
+  DType dtype;
+  ReferenceLayer layer;
+  Tensor gate_up, down, router;
+  CallOptions options;
+  uint32_t tokens[kRanks];
+  Tensor x[kRanks];
+  std::vector<uint8_t> local_gate_up[kRanks], local_down[kRanks], out[kRanks];
+  std::vector<int32_t> ids[kRanks];
+  std::vector<float> weights[kRanks];
+};
+
+struct Counts {
+  std::atomic<uint32_t> calls = 0, verified = 0, undecided = 0;
+};
+
+// Calls [first, first + n) on a new group, whose tiles are all of one size. Ranks run as far ahead of one another as the
+// protocol lets them: nothing here makes them wait but every twentieth call's comparison.
+void run_group(uint32_t first, uint32_t n, uint32_t tile_rows, uint32_t tile_columns, Counts& counts) {
+  const Limits l = limits();
+  std::vector<std::unique_ptr<Group>> groups = make_thread_groups(kRanks, make_heap_layout(l).bytes);
+  std::vector<std::thread> ranks;
+  for (uint32_t p = 0; p < kRanks; ++p) {
+    ranks.emplace_back([&, p] {
+      Context context(std::move(groups[p]), p, l, 120'000'000'000);
+      context.set_tile(tile_rows, tile_columns);
+      for (uint32_t i = first; i < first + n; ++i) {
+        Work work(i, l);  // each rank draws the same call for itself
+        work.run(p, context);
+        if (p == 0) ++counts.calls;
+        if (i % kVerifyEvery == 0) ++(work.verify(p) ? counts.verified : counts.undecided);
+      }
+    });
+  }
+  for (std::thread& t : ranks) t.join();
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main(int argc, char** argv) {
+  using namespace flashmoe::test;
+  const uint32_t calls = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 10'000;
+  struct Tile {
+    uint32_t rows, columns;
+  };
+  constexpr Tile kTiles[] = {{4, 8}, {1, 24}, {7, 5}, {128, 256}};
+  Counts counts;
+  for (uint32_t first = 0, i = 0; first < calls; first += kCallsPerGroup, ++i) {
+    const Tile t = kTiles[i % std::size(kTiles)];
+    run_group(first, std::min(kCallsPerGroup, calls - first), t.rows, t.columns, counts);
+  }
+  std::printf("%u calls on %u ranks; outputs verified: %u, left undecided by near ties of the router: %u\n",
+              counts.calls.load(), kRanks, counts.verified.load(), counts.undecided.load());
+  CHECK_EQ(counts.calls.load(), calls);
+  CHECK(counts.verified.load() > counts.undecided.load());
+}

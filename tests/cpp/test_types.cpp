@@ -1,0 +1,180 @@
+// Element types against a reference of another kind, exhaustively where there is an end; and GEMM rows that must not
+// depend on where in a tile they stand.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "cpu/gemm.h"
+#include "cpu/types.h"
+
+namespace flashmoe::test {
+namespace {
+
+using namespace flashmoe::cpu;
+
+// A 16-bit float: 1 sign bit, the rest exponent and `mantissa` bits of mantissa.
+struct Format {
+  const char* name;
+  int mantissa;
+  DType type;
+  int bias() const { return (1 << (14 - mantissa)) - 1; }
+  uint16_t infinity() const { return static_cast<uint16_t>(0x7fff >> mantissa << mantissa); }
+};
+constexpr Format kBf16{"bfloat16", 7, DType::kBFloat16}, kFp16{"float16", 10, DType::kFloat16};
+
+// The value of a finite pattern, by the definition of the format.
+double value(const Format& f, uint16_t pattern) {
+  const int exponent = (pattern & 0x7fff) >> f.mantissa;
+  const int fraction = pattern & ((1 << f.mantissa) - 1);
+  const double magnitude = exponent == 0
+                               ? std::ldexp(fraction, 1 - f.bias() - f.mantissa)
+                               : std::ldexp((1 << f.mantissa) + fraction, exponent - f.bias() - f.mantissa);
+  return pattern & 0x8000 ? -magnitude : magnitude;
+}
+
+// The pattern nearest to v, ties to even: by bisection over the values, which ascend with the pattern. What is half a
+// step or more beyond the largest finite value is infinite; its step's end is the value of infinity's pattern.
+uint16_t nearest(const Format& f, float v) {
+  const double magnitude = std::fabs(static_cast<double>(v));
+  uint16_t low = 0, high = f.infinity();
+  while (high - low > 1) {
+    const auto middle = static_cast<uint16_t>((low + high) / 2);
+    (value(f, middle) <= magnitude ? low : high) = middle;
+  }
+  const double half = (value(f, low) + value(f, high)) / 2;
+  const bool up = magnitude > half || (magnitude == half && low % 2 != 0);
+  return static_cast<uint16_t>((up ? high : low) | (std::signbit(v) ? 0x8000 : 0));
+}
+
+float widened(const Format& f, uint16_t pattern) {
+  float v;
+  widen(&v, &pattern, f.type, 1);
+  return v;
+}
+
+uint16_t narrowed(const Format& f, float v) {
+  uint16_t pattern;
+  narrow(&pattern, &v, f.type, 1);
+  return pattern;
+}
+
+bool is_nan(const Format& f, uint16_t pattern) {
+  return (pattern & 0x7fff) > f.infinity();
+}
+
+void check_format(const Format& f) {
+  uint32_t nans = 0;
+  for (uint32_t i = 0; i < 0x10000; ++i) {
+    const auto pattern = static_cast<uint16_t>(i);
+    const float v = widened(f, pattern);
+    if (is_nan(f, pattern)) {
+      CHECK(std::isnan(v));
+      CHECK(is_nan(f, narrowed(f, v)));
+      CHECK_EQ(narrowed(f, v) & 0x8000, pattern & 0x8000);
+      ++nans;
+      continue;
+    }
+    if ((pattern & 0x7fff) == f.infinity()) {
+      CHECK(std::isinf(v));
+    } else {
+      CHECK_EQ(static_cast<double>(v), value(f, pattern));
+    }
+    CHECK_EQ(std::signbit(v), (pattern & 0x8000) != 0);
+    CHECK_EQ(narrowed(f, v), pattern);
+  }
+  CHECK_EQ(nans, 2u * ((1u << f.mantissa) - 1));
+
+  // The midpoint between each value and the next, and the floats next to it: where rounding changes its mind.
+  uint32_t midpoints = 0;
+  for (uint16_t pattern = 0; pattern < f.infinity(); ++pattern) {
+    const double exact = (value(f, pattern) + value(f, static_cast<uint16_t>(pattern + 1))) / 2;
+    const auto middle = static_cast<float>(exact);
+    CHECK_EQ(static_cast<double>(middle), exact);
+    ++midpoints;
+    for (const float v : {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, INFINITY)}) {
+      CHECK_EQ(narrowed(f, v), nearest(f, v));
+      CHECK_EQ(narrowed(f, -v), nearest(f, -v));
+    }
+    CHECK_EQ(narrowed(f, middle) % 2, 0);
+  }
+
+  std::mt19937 random(1);
+  for (uint32_t i = 0; i < 300'000; ++i) {
+    const auto v = std::bit_cast<float>(static_cast<uint32_t>(random()));
+    if (std::isnan(v)) {
+      CHECK(is_nan(f, narrowed(f, v)));
+    } else if (std::isinf(v)) {
+      CHECK_EQ(narrowed(f, v) & 0x7fff, f.infinity());
+    } else {
+      CHECK_EQ(narrowed(f, v), nearest(f, v));
+    }
+  }
+  std::printf("%s: 65536 patterns, %u midpoints\n", f.name, midpoints);
+}
+
+// ---- GEMM ----------------------------------------------------------------------------------------------------------
+
+float dot(const float* a, const float* b, uint32_t k) {
+  double sum = 0;
+  for (uint32_t i = 0; i < k; ++i) sum += static_cast<double>(a[i]) * b[i];
+  return static_cast<float>(sum);
+}
+
+// Every tile size from 1 to 128, a row at every place that the windows give it: always the bits it has alone.
+void check_rows(uint32_t n, uint32_t k, DType t) {
+  constexpr uint32_t kRows = 200;
+  std::mt19937 random(n * 1000 + k);
+  std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+  std::vector<float> a(size_t{kRows + kMaxTileRows} * k, NAN);  // surplus rows may hold anything
+  std::vector<float> w(size_t{n} * k);
+  for (size_t i = 0; i < size_t{kRows} * k; ++i) a[i] = uniform(random);
+  for (float& v : w) v = uniform(random);
+  std::vector<uint8_t> weights(w.size() * element_bytes(t));
+  narrow(weights.data(), w.data(), t, w.size());
+  widen(w.data(), weights.data(), t, w.size());
+
+  GemmBuffers buffers;
+  std::vector<float> out(size_t{kRows + kMaxTileRows} * n), alone(size_t{kRows} * n);
+  const auto multiply = [&](uint32_t first, uint32_t rows) {
+    const uint32_t padded = padded_rows(rows, n, k);
+    CHECK(padded >= rows && padded <= rows + kMaxTileRows);
+    gemm(out.data(), a.data() + size_t{first} * k, rows, weights.data(), k, t, n, k, buffers);
+  };
+  for (uint32_t r = 0; r < kRows; ++r) {
+    multiply(r, 1);
+    std::copy_n(out.begin(), n, alone.begin() + size_t{r} * n);
+    for (uint32_t j = 0; j < n; ++j) {
+      const float exact = dot(&a[size_t{r} * k], &w[size_t{j} * k], k);
+      CHECK(std::fabs(out[j] - exact) <= 1e-6f * static_cast<float>(k));
+    }
+  }
+  for (uint32_t rows = 1; rows <= 128; ++rows) {
+    for (const uint32_t first :
+         {0u, 1u, static_cast<uint32_t>(random()) % (kRows - rows + 1), kRows - rows}) {
+      multiply(first, rows);
+      CHECK(std::memcmp(out.data(), &alone[size_t{first} * n], size_t{rows} * n * sizeof(float)) == 0);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  check_format(kBf16);
+  check_format(kFp16);
+  struct Shape {
+    uint32_t n, k;
+  };
+  constexpr Shape kShapes[] = {{1, 1},   {1, 64},  {2, 3},   {3, 100}, {5, 17},  {8, 8},
+                               {16, 32}, {17, 64}, {24, 40}, {64, 16}, {64, 96}, {100, 33}};
+  for (const Shape s : kShapes) check_rows(s.n, s.k, DType::kFloat32);
+  check_rows(40, 24, DType::kBFloat16);
+  check_rows(40, 24, DType::kFloat16);
+  std::printf("%zu GEMM shapes: rows have the same bits at every place\n", std::size(kShapes) + 2);
+}

@@ -1,0 +1,346 @@
+// Waits end, and calls that cannot succeed end everywhere, naming the rank that is to blame.
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "abstract_group.h"
+#include "cpu/text.h"
+
+namespace flashmoe::test {
+namespace {
+
+using cpu::CpuPlatform;
+constexpr uint64_t kMs = 1'000'000;
+// Until a wait expires that is to expire. A thread of this process that gets no core for half of it is taken for dead,
+// rightly; on a busy machine that can be tens of milliseconds.
+constexpr uint64_t kPatience = 1500 * kMs;
+// Of waits that something else is to end.
+constexpr uint64_t kForever = 120'000 * kMs;
+
+// ---- wait_until ----------------------------------------------------------------------------------------------------
+
+struct Waiter {
+  Waiter() {
+    call.work = control.base();
+    call.timeout_ns = 20 * kMs;
+  }
+  Region control{sizeof(Control)};  // the workspace's first field
+  Call call;
+};
+
+// Says that the others moved, for so many timeouts.
+struct Moving {
+  uint32_t more;
+  uint32_t samples = 0;
+  void sample() { ++samples; }
+  bool moved() { return more != 0 && more-- != 0; }
+};
+
+void check_wait() {
+  Waiter w;
+  const auto idle = [] { return Step::kIdle; };
+  for (const uint32_t rearmed : {0u, 3u}) {
+    Moving others{rearmed};
+    const uint64_t start = cpu::monotonic_ns();
+    CHECK(wait_until<CpuPlatform>(w.call, idle, others) == WaitEnd::kExpired);
+    CHECK(cpu::monotonic_ns() - start >= (rearmed + 1) * w.call.timeout_ns);
+    CHECK_EQ(others.samples, rearmed + 1);  // a new look for each stretch
+  }
+
+  // Steps that progress, a third of a timeout apart, keep the wait alive for two timeouts and more.
+  Moving none{0};
+  uint64_t last = cpu::monotonic_ns();
+  uint32_t steps = 0;
+  const auto now_and_then = [&] {
+    const uint64_t now = cpu::monotonic_ns();
+    if (now - last < w.call.timeout_ns / 3) return Step::kIdle;
+    last = now;
+    return ++steps == 7 ? Step::kDone : Step::kProgress;
+  };
+  w.call.timeout_ns = kPatience / 5;
+  CHECK(wait_until<CpuPlatform>(w.call, now_and_then, none) == WaitEnd::kDone);
+
+  w.call.timeout_ns = 0;  // none: only the abort ends it
+  std::thread aborter([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CpuPlatform::store_release(&w.call.control()->abort.value, uint64_t{1}, kDevice);
+  });
+  CHECK(wait_until<CpuPlatform>(w.call, idle, none) == WaitEnd::kAborted);
+  aborter.join();
+}
+
+// ---- Groups --------------------------------------------------------------------------------------------------------
+
+Limits three_ranks() {
+  Limits l;
+  l.ranks = 3;
+  l.processors = 1;
+  l.max_tokens = 8;
+  l.hidden = 4;
+  l.intermediate = 4;
+  l.experts = l.max_local_experts = 3;
+  l.top_k = 1;
+  l.elem_bytes = 8;
+  l.return_slots = 3;
+  l.staging = 1;
+  l.tile_rows = 128;
+  l.tile_columns = 2;
+  return l;
+}
+
+// Expert e lives on rank e. Every token of rank 0 goes to rank 1, of rank 1 to itself, of rank 2 to rank 1: what rank 1
+// computes waits, in a partial tile, for rank 2's packet.
+Problem all_to_rank_1() {
+  Problem x;
+  x.epoch = 1;
+  x.hidden = x.intermediate = 4;
+  x.experts = 3;
+  x.top_k = 1;
+  x.place({0, 1, 2}, 3);
+  for (uint32_t p = 0; p < 3; ++p) {
+    Problem::OfRank r;
+    r.tokens = 8;
+    r.ids.assign(8, 1);
+    r.weights.assign(8, 1.0f);
+    x.of.push_back(r);
+    x.drop(p);
+  }
+  return x;
+}
+
+const FaultRecord& record(const Call& c, uint32_t at, uint32_t by) {
+  return *c.fault(at, by);
+}
+
+// Whoever posted a fault posted the same one to every rank.
+void check_posted_everywhere(const Call& c) {
+  for (uint32_t by = 0; by < c.ranks; ++by) {
+    for (uint32_t at = 0; at < c.ranks; ++at) {
+      CHECK_EQ(record(c, at, by).posted, record(c, by, by).posted);
+      CHECK(std::memcmp(&record(c, at, by).fault, &record(c, by, by).fault, sizeof(Fault)) == 0);
+    }
+  }
+}
+
+// Runs one call of the group on `present` ranks, in which rank `impatient` is the first whose wait expires. Every
+// present rank must leave its call without success, long before its own timeout.
+template <class P>
+void run_faulty(AbstractGroup<P>& group, const std::vector<Problem>& problems, std::vector<uint32_t> present,
+                uint32_t impatient) {
+  std::vector<std::thread> threads;
+  for (const uint32_t p : present) {
+    group.rank(p).call.timeout_ns = p == impatient ? kPatience : kForever;
+    threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run(problems), 0u); });
+  }
+  const uint64_t start = cpu::monotonic_ns();
+  for (std::thread& t : threads) t.join();
+  const uint64_t took = cpu::monotonic_ns() - start;
+  CHECK(took > kPatience && took < kForever / 2);
+}
+
+void check_fault(const FaultRecord& r, FaultKind kind, uint32_t rank, uint32_t awaited, uint32_t culprit) {
+  const auto show = [](FaultKind kind, uint32_t rank, uint32_t awaited, uint32_t culprit) {
+    return cpu::concat("kind ", static_cast<uint32_t>(kind), ", found by ", rank, ", awaited ", awaited,
+                       ", culprit ", culprit);
+  };
+  CHECK_EQ(r.posted, 1u);
+  CHECK_EQ(show(r.fault.kind, r.fault.rank, r.fault.awaited, r.fault.culprit),
+           show(kind, rank, awaited, culprit));
+  CHECK_EQ(r.fault.epoch, 1u);
+}
+
+// Rank 2 never enters the call. Whichever of the others notices first names it; the other leaves by that record.
+void check_absent_rank() {
+  const std::vector<Problem> problems{all_to_rank_1()};
+  for (const uint32_t finder : {0u, 1u}) {
+    AbstractGroup<CpuPlatform> group(three_ranks());
+    run_faulty(group, problems, {0, 1}, finder);
+    const Call& c = group.rank(finder).call;
+    check_fault(record(c, finder, finder), FaultKind::kCallSignal, finder, 2, 2);
+    CHECK_EQ(record(c, 1 - finder, 1 - finder).posted, 0u);
+    check_posted_everywhere(c);
+
+    // It comes late: it sees the record and leaves at once.
+    group.rank(2).call.timeout_ns = kForever;
+    CHECK_EQ(group.rank(2).run(problems), 0u);
+    CHECK_EQ(record(c, 2, 2).posted, 0u);
+  }
+}
+
+// Stops the threads that are about to store to certain words, until they are released.
+class Parking {
+ public:
+  void watch(const void* word) { words_.push_back(word); }
+  void pass(const void* word) {
+    if (std::find(words_.begin(), words_.end(), word) == words_.end()) return;
+    std::unique_lock lock(mutex_);
+    ++parked_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return released_; });
+  }
+  void await_parked(uint32_t n) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return parked_ == n; });
+  }
+  void release() {
+    const std::lock_guard lock(mutex_);
+    released_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::vector<const void*> words_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint32_t parked_ = 0;
+  bool released_ = false;
+};
+
+struct ParkingPlatform : CpuPlatform {
+  static inline Parking* parking = nullptr;
+  template <class T>
+  static void store_relaxed(T* p, T v) {
+    parking->pass(p);
+    CpuPlatform::store_relaxed(p, v);
+  }
+  template <class T, class Scope>
+  static void store_release(T* p, T v, Scope scope) {
+    parking->pass(p);
+    CpuPlatform::store_release(p, v, scope);
+  }
+};
+
+// Rank 2 stops in the middle of the call: its processor has sent its packet to rank 0 and not to rank 1, its OS actor
+// stands still. Rank 1 awaits that packet and rank 0 awaits rank 1, yet both must name rank 2.
+void check_stopped_rank() {
+  const std::vector<Problem> problems{all_to_rank_1()};
+  for (const uint32_t finder : {0u, 1u}) {
+    AbstractGroup<ParkingPlatform> group(three_ranks());
+    Parking parking;
+    ParkingPlatform::parking = &parking;
+    group.rank(2).prepare(problems[0]);
+    const Call& stopped = group.rank(2).call;
+    parking.watch(stopped.packet_signal(1, 2, 0));
+    parking.watch(&stopped.status(2)->heartbeat);
+    group.rank(2).call.timeout_ns = kForever;
+    std::thread rank_2([&] { CHECK_EQ(group.rank(2).run(problems), 0u); });
+    parking.await_parked(2);
+
+    run_faulty(group, problems, {0, 1}, finder);
+    const Call& c = group.rank(finder).call;
+    if (finder == 0) {
+      check_fault(record(c, 0, 0), FaultKind::kReturn, 0, 1, 2);
+    } else {
+      check_fault(record(c, 1, 1), FaultKind::kPacket, 1, 2, 2);
+    }
+    check_posted_everywhere(c);
+    // Its processors then wait for tasks that will not come: the peer's record wakes them, too.
+    parking.release();
+    rank_2.join();
+  }
+}
+
+// A rank that moves is not to blame, and is waited for: rank 2's OS actor steps, slowly, and rank 0 is patient as long
+// as it does.
+void check_slow_rank() {
+  const std::vector<Problem> problems{all_to_rank_1()};
+  AbstractGroup<CpuPlatform> group(three_ranks());
+  for (uint32_t p = 0; p < 3; ++p) group.rank(p).call.timeout_ns = kPatience;
+  std::vector<std::thread> threads;
+  for (uint32_t p = 0; p < 2; ++p) {
+    threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run(problems), 1u); });
+  }
+  // Stands in for an OS actor that achieves something every now and then, for two timeouts.
+  Status* status = group.rank(2).call.heap_layout.at<Status>(group.heap(2), HeapField::kStatus);
+  for (uint64_t i = 1; i <= 30; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    CpuPlatform::store_relaxed(&status->progress, i);
+  }
+  CHECK_EQ(group.rank(2).run(problems), 1u);
+  for (std::thread& t : threads) t.join();
+}
+
+// The OS actor never runs: nobody but the processor can notice.
+void check_dead_os_actor() {
+  AbstractGroup<CpuPlatform> group(three_ranks());
+  const Problem x = all_to_rank_1();
+  group.rank(1).prepare(x);
+  Call& c = group.rank(1).call;
+  c.timeout_ns = 50 * kMs;
+  const Task task = wait_task<CpuPlatform>(c, take_ticket<CpuPlatform>(c));
+  CHECK(task.kind == TaskKind::kStop);
+  check_fault(record(c, 1, 1), FaultKind::kLocal, 1, 1, 1);
+  CHECK(record(c, 1, 1).fault.actor == Actor::kProcessor);
+  check_posted_everywhere(c);
+}
+
+// Many threads find a fault at once: one record, whole, the same everywhere.
+void check_first_fault_only() {
+  for (uint32_t round = 0; round < 50; ++round) {
+    AbstractGroup<CpuPlatform> group(three_ranks());
+    const Problem x = all_to_rank_1();
+    group.rank(0).prepare(x);
+    const Call& c = group.rank(0).call;
+    std::vector<std::thread> finders;
+    for (uint32_t i = 0; i < 4; ++i) {
+      finders.emplace_back([&c, i] {
+        post_fault<CpuPlatform>(c,
+                                {.kind = FaultKind::kExpertRange, .culprit = 0, .index = i, .seen = 100 + i});
+      });
+    }
+    for (std::thread& t : finders) t.join();
+    const Fault first = record(c, 0, 0).fault;
+    CHECK_EQ(first.seen, 100u + first.index);
+    check_posted_everywhere(c);
+    post_fault<CpuPlatform>(c, {.kind = FaultKind::kLocal, .index = 9});
+    CHECK(std::memcmp(&record(c, 0, 0).fault, &first, sizeof(Fault)) == 0);
+    CHECK_EQ(CpuPlatform::load_relaxed(&c.control()->abort.value), 1u);
+  }
+}
+
+// Faults that need no timeout: they end every rank's call although none has one.
+void check_spoilt_calls() {
+  struct Case {
+    FaultKind kind;
+    std::vector<int32_t> ids;  // of rank 1's first token
+  };
+  for (const Case& spoilt : {Case{FaultKind::kExpertRange, {3, 0}}, Case{FaultKind::kExpertRange, {0, -1}},
+                             Case{FaultKind::kDuplicateExpert, {2, 2}}}) {
+    Limits l = three_ranks();
+    l.top_k = 2;
+    Problem x = all_to_rank_1();
+    x.top_k = 2;
+    for (uint32_t p = 0; p < 3; ++p) {
+      x.of[p].ids.clear();
+      for (uint32_t t = 0; t < 8; ++t) x.of[p].ids.insert(x.of[p].ids.end(), {0, 1});
+      x.of[p].weights.assign(16, 1.0f);
+      x.drop(p);
+    }
+    std::copy(spoilt.ids.begin(), spoilt.ids.end(), x.of[1].ids.begin());
+    AbstractGroup<CpuPlatform> group(l);
+    const std::vector<Problem> problems{x};
+    std::vector<std::thread> threads;
+    for (uint32_t p = 0; p < 3; ++p) {
+      threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run(problems), 0u); });
+    }
+    for (std::thread& t : threads) t.join();
+    const Call& c = group.rank(0).call;
+    check_fault(record(c, 0, 1), spoilt.kind, 1, 1, 1);
+    CHECK_EQ(record(c, 0, 1).fault.index, 0u);
+    check_posted_everywhere(c);
+  }
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  check_wait();
+  check_absent_rank();
+  check_stopped_rank();
+  check_slow_rank();
+  check_dead_os_actor();
+  check_first_fault_only();
+  check_spoilt_calls();
+}
