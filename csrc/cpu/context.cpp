@@ -42,6 +42,17 @@ uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries
   return static_cast<uint32_t>(std::countr_zero(block));
 }
 
+// A processor's events, and what lies between them as waits; the OS actor's as they are.
+void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t start_ns, uint64_t end_ns) {
+  uint64_t last = start_ns;
+  for (const Event& e : trace.events) {
+    if (trace.actor != 0 && e.start_ns > last) to.push_back({trace.actor, Phase::kWait, last, e.start_ns, 0, 0});
+    to.push_back(e);
+    last = e.end_ns;
+  }
+  if (trace.actor != 0 && end_ns > last) to.push_back({trace.actor, Phase::kWait, last, end_ns, 0, 0});
+}
+
 }  // namespace
 
 Context::Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
@@ -155,9 +166,11 @@ void Context::run_actors() {
   }
   wake_.notify_all();
   Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003);
+  const uint64_t start = monotonic_ns();
   run_os<CpuPlatform>(call_, {.subscriber = {sources_.data(), combined_.data(), {experts_.data(), ranges_}},
                               .scheduler = {column_next_.data(), gemm0_tiles_, gemm1_tiles_},
                               .seen = seen_.data()});
+  traces_[0].add(Phase::kSchedule, start, monotonic_ns(), 0, 0);
   Perturbation::seed(0);
   std::unique_lock lock(mutex_);
   done_.wait(lock, [&] { return running_ == 0; });
@@ -170,17 +183,17 @@ CallReport Context::call(const Layer& layer, const CallOptions& options) {
   prepare(layer, options);
   const uint64_t start = monotonic_ns();
   run_actors();
-  const uint64_t wall_ns = monotonic_ns() - start;
+  const uint64_t end = monotonic_ns();
   if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) != 0) {
     broken_ = true;
     throw fault_error(call_, *group_);
   }
-  return report(options, wall_ns);
+  return report(options, start, end);
 }
 
-CallReport Context::report(const CallOptions& o, uint64_t wall_ns) const {
+CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end_ns) const {
   CallReport r;
-  r.wall_ns = wall_ns;
+  r.wall_ns = end_ns - start_ns;
   for (const ActorTrace& t : traces_) {
     for (uint32_t p = 0; p < kPhases; ++p) {
       r.ns[p] += t.ns[p];
@@ -188,7 +201,7 @@ CallReport Context::report(const CallOptions& o, uint64_t wall_ns) const {
     }
     r.rows_sent += t.rows_sent;
     r.entries_sent += t.entries_sent;
-    r.events.insert(r.events.end(), t.events.begin(), t.events.end());
+    if (o.record_events) append_events(r.events, t, start_ns, end_ns);
   }
   for (uint32_t t = 0; t < o.tokens; ++t) {
     const int32_t* ids = call_.routing(t);

@@ -63,7 +63,7 @@ class Context {
   void place(const std::vector<uint32_t>& placement);
   void processor_loop(uint32_t id);
   void run_actors();
-  CallReport report(const CallOptions& options, uint64_t wall_ns) const;
+  CallReport report(const CallOptions& options, uint64_t start_ns, uint64_t end_ns) const;
 
   std::unique_ptr<Group> group_;
   Limits limits_;

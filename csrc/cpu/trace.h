@@ -8,7 +8,7 @@
 namespace flashmoe::cpu {
 
 // Order and names are those of python/flashmoe/trace.py.
-enum class Phase : uint32_t { kGate, kDispatch, kGemm0, kGemm1, kReduce, kCombine, kWait, kCount };
+enum class Phase : uint32_t { kGate, kDispatch, kGemm0, kGemm1, kReduce, kCombine, kWait, kSchedule, kCount };
 inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kCount);
 
 struct Event {

@@ -18,7 +18,7 @@ from .trace import Event
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
 """In the order of ``Activation`` in csrc/cpu/types.h."""
 
-_PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait")
+_PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule")
 _ENTRY_BYTES = 12
 _SIGNAL_BYTES = 8
 
@@ -326,7 +326,7 @@ def _report(
     ns = dict(zip(_PHASES, raw["ns"], strict=True))
     count = dict(zip(_PHASES, raw["count"], strict=True))
     tasks = {kind: int(count[kind]) for kind in TASK_KINDS}
-    phase_ns = {kind: int(spent) for kind, spent in ns.items() if kind != "wait"}
+    phase_ns = {kind: int(spent) for kind, spent in ns.items() if kind not in ("wait", "schedule")}
     phase_ns["idle"] = max(0, int(raw["wall_ns"]) * ctx.processors - sum(phase_ns.values()))
     rows_sent, returned = int(raw["rows_sent"]), int(raw["return_rows_sent"])
     padded = _padded_rows(ctx, sizes, ids)

@@ -22,7 +22,7 @@ class Event(NamedTuple):
     actor: str
     """``os`` or ``processor N``."""
     kind: str
-    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``."""
+    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of the OS, ``schedule``."""
     start_ns: int
     """Nanoseconds of CLOCK_MONOTONIC, which processes of one machine share."""
     end_ns: int
@@ -43,6 +43,7 @@ _COLOURS = {
     "reduce": ("#b5cf6b", "rail_animation"),
     "combine": ("#3a9e5c", "good"),
     "wait": ("#e3e3e3", "grey"),
+    "schedule": ("#b8a9c9", "thread_state_unknown"),
 }
 _OTHER_COLOUR = ("#d4508b", "bad")
 

@@ -1,5 +1,5 @@
-// A group of ranks in one process that runs the whole protocol with an engine that computes nothing: rows are words that
-// name their token and call, and every task checks each word it reads and that it runs once.
+// A group of ranks in one process that runs the whole protocol with an engine that computes nothing: rows are
+// words that name their token and call, and every task checks each word it reads and that it runs once.
 #pragma once
 
 #include <atomic>
@@ -43,9 +43,7 @@ class Once {
     CHECK((before >> column & 1u) == 0);
   }
   // Whether exactly columns [0, n) were marked; forgets them.
-  bool whole(size_t i, uint32_t n) {
-    return bits_[i].exchange(0, std::memory_order_relaxed) == (1u << n) - 1;
-  }
+  bool whole(size_t i, uint32_t n) { return bits_[i].exchange(0, std::memory_order_relaxed) == (1u << n) - 1; }
   size_t size() const { return bits_.size(); }
 
  private:
@@ -134,8 +132,7 @@ class AbstractEngine {
         for (uint32_t i = 0; i < c_.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
       }
       uint64_t* hidden = words(c_.hidden_row(tile, row));
-      for_column(n, c_.intermediate,
-                 [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
+      for_column(n, c_.intermediate, [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
     });
     if (P::lane() == 0) {
       CHECK(rows != 0 && rows <= c_.tile_rows);
@@ -266,8 +263,8 @@ class Rank {
   Call call;  // timeout_ns and what a test wants to spoil may be set; the rest follows the problem
   uint64_t perturbation = 0;
 
-  // Runs the calls on this rank's actors, each checked to its end; stops after one that was aborted. Returns how many
-  // succeeded.
+  // Runs the calls on this rank's actors, each checked to its end; stops after one that was aborted. Returns
+  // how many succeeded.
   uint32_t run(const std::vector<Problem>& problems) {
     std::vector<std::thread> threads;
     succeeded_ = 0;
@@ -300,8 +297,7 @@ class Rank {
     call.by_owner = x.by_owner.data();
     call.owner_base = x.owner_base.data();
     call.local_experts = call.owned(call.rank);
-    call.config.hash =
-        mix(x.epoch, 0);  // another one in every call: a configuration of an earlier call disagrees
+    call.config.hash = mix(x.epoch, 0);  // another one in every call: a configuration of an earlier call disagrees
     for (AbstractEngine<P>& e : engines_) e.set_problem(x);
   }
 
@@ -315,10 +311,9 @@ class Rank {
         cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor * P::kLanes + P::lane()) | 1);
       }
       if (actor == 0) {
-        const bool ok =
-            run_os<P>(call, {.subscriber = {sources_.data(), combined_.data(), {experts_.data(), ranges_}},
-                             .scheduler = {column_next_.data(), gemm0_tiles_, gemm1_tiles_},
-                             .seen = seen_.data()});
+        const bool ok = run_os<P>(call, {.subscriber = {sources_.data(), combined_.data(), {experts_.data(), ranges_}},
+                                         .scheduler = {column_next_.data(), gemm0_tiles_, gemm1_tiles_},
+                                         .seen = seen_.data()});
         if (leader) aborted_ = !ok;
       } else {
         run_processor<P>(call, actor - 1, engines_[actor - 1]);

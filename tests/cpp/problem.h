@@ -1,5 +1,5 @@
-// What the ranks of a group compute in one call, and what must come of it: random sizes, placement and routing, known to
-// the test in full, so that every word that arrives anywhere can be checked.
+// What the ranks of a group compute in one call, and what must come of it: random sizes, placement and
+// routing, known to the test in full, so that every word that arrives anywhere can be checked.
 #pragma once
 
 #include <algorithm>
@@ -68,12 +68,11 @@ struct Problem {
     owner = owners;
     by_owner.resize(owner.size());
     std::iota(by_owner.begin(), by_owner.end(), 0);
-    std::stable_sort(by_owner.begin(), by_owner.end(),
-                     [&](uint32_t a, uint32_t b) { return owner[a] < owner[b]; });
+    std::stable_sort(by_owner.begin(), by_owner.end(), [&](uint32_t a, uint32_t b) { return owner[a] < owner[b]; });
     owner_base.clear();
     for (uint32_t q = 0; q <= ranks; ++q) {
-      owner_base.push_back(static_cast<uint32_t>(
-          std::count_if(owner.begin(), owner.end(), [&](uint32_t o) { return o < q; })));
+      owner_base.push_back(
+          static_cast<uint32_t>(std::count_if(owner.begin(), owner.end(), [&](uint32_t o) { return o < q; })));
     }
   }
 
@@ -88,8 +87,8 @@ struct Problem {
   }
 };
 
-// Draws the calls of a test. Limits bound every size; everything else varies from call to call. Any rank may get all
-// experts, so max_local_experts is to be E.
+// Draws the calls of a test. Limits bound every size; everything else varies from call to call. Any rank may
+// get all experts, so max_local_experts is to be E.
 class Problems {
  public:
   Problems(const Limits& limits, uint64_t seed) : l_(limits), random_(seed) {
@@ -134,8 +133,7 @@ class Problems {
       for (uint32_t t = 0; t < r.tokens; ++t) {
         std::shuffle(choice.begin(), choice.end(), random_);
         r.ids.insert(r.ids.end(), choice.begin(), choice.begin() + x.top_k);
-        for (uint32_t k = 0; k < x.top_k; ++k)
-          r.weights.push_back(static_cast<float>(1 + below(1000)) / 1000.0f);
+        for (uint32_t k = 0; k < x.top_k; ++k) r.weights.push_back(static_cast<float>(1 + below(1000)) / 1000.0f);
       }
       x.of.push_back(std::move(r));
       x.drop(p);

@@ -1,4 +1,5 @@
-// No byte of any heap has two writers: from the layout, for small configurations; and in real calls, as observed.
+// No byte of any heap has two writers: from the layout, for small configurations; and in real calls, as
+// observed.
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -15,7 +16,7 @@ namespace {
 using cpu::concat;
 constexpr uint32_t kNobody = ~0u;
 
-// ---- Who may write where -------------------------------------------------------------------------------------------
+// ---- Who may write where ----------------------------------------------------------------------------------
 
 struct Table {
   FieldSpec<HeapField> fields[HeapLayout::kFields];
@@ -29,7 +30,8 @@ Table heap_table() {
   return t;
 }
 
-// Who wrote each byte of the heaps. Reports, rather than fails: layouts that are wrong on purpose must be found out.
+// Who wrote each byte of the heaps. Reports, rather than fails: layouts that are wrong on purpose must be
+// found out.
 class Claims {
  public:
   Claims(const Call& call, const Limits& limits, const Table& table = heap_table())
@@ -63,8 +65,8 @@ class Claims {
     for (uint32_t at = 0; at < limits_.ranks; ++at) {
       for (uint64_t i = 0; i < call_.heap_layout.bytes; ++i) {
         if (writer_[at][i] != kNobody && writer_[at][i] != rule.writer_[at][i]) {
-          report(concat("byte ", i, " of rank ", at, "'s heap is written by rank ", writer_[at][i],
-                        ", but belongs to ", rule.writer_[at][i]));
+          report(concat("byte ", i, " of rank ", at, "'s heap is written by rank ", writer_[at][i], ", but belongs to ",
+                        rule.writer_[at][i]));
         }
       }
     }
@@ -83,7 +85,8 @@ class Claims {
   std::string conflict_;
 };
 
-// The writer of coordinate (i, j) of a field in the heap of rank `at`, by the table's rule. return_rows by `owner_of`.
+// The writer of coordinate (i, j) of a field in the heap of rank `at`, by the table's rule. return_rows by
+// `owner_of`.
 template <class OwnerOf>
 uint32_t writer(const FieldSpec<HeapField>& s, const Limits& l, uint32_t at, uint64_t i, uint64_t j,
                 OwnerOf&& owner_of) {
@@ -122,7 +125,8 @@ void claim_table(Claims& claims, const Table& table, const Call& c, const Limits
   }
 }
 
-// Everything that the protocol lets rank `c.rank` write in the call's epoch, through the accessors that it uses.
+// Everything that the protocol lets rank `c.rank` write in the call's epoch, through the accessors that it
+// uses.
 template <class OwnerOf>
 void claim_accessors(Claims& claims, const Call& c, const Limits& l, OwnerOf&& owner_of) {
   const uint32_t p = c.rank;
@@ -139,19 +143,17 @@ void claim_accessors(Claims& claims, const Call& c, const Limits& l, OwnerOf&& o
     }
     for (uint32_t t = 0; t < l.max_tokens; ++t) {
       claims.claim(q, HeapField::kPacketCounts, c.packet_counts(q, p, t), 2, p);
-      claims.claim(q, HeapField::kPacketEntries, c.packet_entries(q, p, t),
-                   sizeof(Entry) * l.entries_per_token(), p);
+      claims.claim(q, HeapField::kPacketEntries, c.packet_entries(q, p, t), sizeof(Entry) * l.entries_per_token(), p);
       if (q != p) claims.claim(q, HeapField::kRows, c.dispatched_row(q, p, t), row, p);
       for (uint32_t slot = 0; slot < l.return_slots; ++slot) {
-        if (owner_of(q, t, slot) == p)
-          claims.claim(q, HeapField::kReturnRows, c.return_row(q, t, slot), row, p);
+        if (owner_of(q, t, slot) == p) claims.claim(q, HeapField::kReturnRows, c.return_row(q, t, slot), row, p);
       }
     }
   }
 }
 
-// The first conflict of a layout, if any. Two calls in a row, since a rank may be one call ahead of another: what has a
-// copy for each parity has one writer even so.
+// The first conflict of a layout, if any. Two calls in a row, since a rank may be one call ahead of another:
+// what has a copy for each parity has one writer even so.
 template <class OwnerOf>
 std::string find_conflict(const Limits& l, const Table& table, const HeapLayout& layout, OwnerOf&& owner_of) {
   std::vector<std::vector<uint8_t>> memory(l.ranks, std::vector<uint8_t>(layout.bytes + 256));
@@ -217,7 +219,7 @@ void check_layouts() {
   std::printf("%u layouts without a conflict\n", layouts);
 }
 
-// ---- The checker must find what is wrong ---------------------------------------------------------------------------
+// ---- The checker must find what is wrong ------------------------------------------------------------------
 
 // The table's entry of a field that has lost coordinate D.
 template <HeapField F, int D>
@@ -238,8 +240,7 @@ void check_broken() {
   for (const bool reduced : {false, true}) {
     const Limits l = small(3, 24, 2, 3, reduced ? ReturnMode::kReduced : ReturnMode::kDirect);
     const auto conflict = [&](const Table& table, const HeapLayout& layout) {
-      return reduced ? find_conflict(l, table, layout, slot_is_rank)
-                     : find_conflict(l, table, layout, scattered(3));
+      return reduced ? find_conflict(l, table, layout, slot_is_rank) : find_conflict(l, table, layout, scattered(3));
     };
     const HeapLayout whole = make_heap_layout(l);
     CHECK_EQ(conflict(heap_table(), whole), "");
@@ -271,13 +272,12 @@ void check_broken_layouts() {
   check_broken<HeapField::kReturnRows, 1>();
 }
 
-// ---- `direct`: all routings of a tiny configuration ----------------------------------------------------------------
+// ---- `direct`: all routings of a tiny configuration -------------------------------------------------------
 
 // Routings of T tokens to K distinct of E experts, in odometer order.
 class Routings {
  public:
-  Routings(uint32_t tokens, uint32_t top_k, uint32_t experts)
-      : k_(top_k), e_(experts), ids_(tokens * top_k) {}
+  Routings(uint32_t tokens, uint32_t top_k, uint32_t experts) : k_(top_k), e_(experts), ids_(tokens * top_k) {}
   const std::vector<int32_t>& ids() const { return ids_; }
   bool next() {
     do {
@@ -301,7 +301,8 @@ class Routings {
   std::vector<int32_t> ids_;
 };
 
-// Packs each routing at its home as a call does, and has each rank claim what the entries that it finds tell it to write.
+// Packs each routing at its home as a call does, and has each rank claim what the entries that it finds tell
+// it to write.
 uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
   const Limits l = small(ranks, tokens, 2, 2, mode);
   AbstractGroup<cpu::CpuPlatform> group(l);
@@ -346,10 +347,10 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
   return routings;
 }
 
-// ---- Real calls, observed ------------------------------------------------------------------------------------------
+// ---- Real calls, observed ---------------------------------------------------------------------------------
 
-// Actors run one at a time and take turns where they would wait, so that what changed during a turn was written by the
-// rank whose turn it was.
+// Actors run one at a time and take turns where they would wait, so that what changed during a turn was
+// written by the rank whose turn it was.
 class Turns {
  public:
   static void begin() {
@@ -389,8 +390,9 @@ struct TurnPlatform : cpu::CpuPlatform {
   }
 };
 
-// Notes which rank changed which byte in which call. A byte that is overwritten with its own value goes unnoticed; but
-// rows are hashes and signals hold the epoch, so over some calls every place is seen to change.
+// Notes which rank changed which byte in which call. A byte that is overwritten with its own value goes
+// unnoticed; but rows are hashes and signals hold the epoch, so over some calls every place is seen to
+// change.
 class Observer {
  public:
   Observer(AbstractGroup<TurnPlatform>& group, const Limits& limits, const std::vector<Problem>& problems)
@@ -471,8 +473,8 @@ void check_real_calls(uint32_t ranks, uint64_t seed) {
   Observer observer(group, l, problems);
   group.run(problems);
   observer.check();
-  std::printf("%u ranks, %zu calls: %llu bytes seen to change, each by its only writer\n", ranks,
-              problems.size(), static_cast<unsigned long long>(observer.changes()));
+  std::printf("%u ranks, %zu calls: %llu bytes seen to change, each by its only writer\n", ranks, problems.size(),
+              static_cast<unsigned long long>(observer.changes()));
 }
 
 }  // namespace
@@ -485,8 +487,7 @@ int main() {
   check_broken_layouts();
   uint32_t routings = 0;
   for (const ReturnMode mode : {ReturnMode::kDirect, ReturnMode::kReduced}) {
-    routings +=
-        check_all_routings(2, 1, mode) + check_all_routings(2, 2, mode) + check_all_routings(3, 2, mode);
+    routings += check_all_routings(2, 1, mode) + check_all_routings(2, 2, mode) + check_all_routings(3, 2, mode);
   }
   std::printf("%u routings without a conflict\n", routings);
   check_real_calls(2, 1);

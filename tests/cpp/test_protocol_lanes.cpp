@@ -1,5 +1,6 @@
-// Whole calls of the protocol with warps of 1, 4 and 8 lanes: random routing, changing sizes, both return modes,
-// capacity, every order policy. What is checked is in abstract_group.h; under ThreadSanitizer, races between lanes too.
+// Whole calls of the protocol with warps of 1, 4 and 8 lanes: random routing, changing sizes, both return
+// modes, capacity, every order policy. What is checked is in abstract_group.h; under ThreadSanitizer, races
+// between lanes too.
 #include "abstract_group.h"
 
 namespace flashmoe::test {

@@ -1,5 +1,6 @@
-// The CPU engine under stress: 10,000 calls of four ranks with two processors each, of ever other shapes and options, some
-// with a perturbed schedule; every twentieth is compared with a reference in fp64, on every rank.
+// The CPU engine under stress: 10,000 calls of four ranks with two processors each, of ever other shapes and
+// options, some with a perturbed schedule; every twentieth is compared with a reference in fp64, on every
+// rank.
 //
 //   test_stress [calls]
 #include <atomic>
@@ -68,8 +69,7 @@ struct Work {
     layer.activation = static_cast<Activation>(below(4));
     layer.renormalize = below(2) == 0;
     const bool gated = layer.activation == Activation::kSwiGlu;
-    gate_up =
-        Tensor(uint64_t{layer.experts} * layer.intermediate * (gated ? 2 : 1), layer.hidden, dtype, random);
+    gate_up = Tensor(uint64_t{layer.experts} * layer.intermediate * (gated ? 2 : 1), layer.hidden, dtype, random);
     down = Tensor(uint64_t{layer.experts} * layer.hidden, layer.intermediate, dtype, random);
     if (below(2) == 0) router = Tensor(layer.experts, layer.hidden, dtype, random);
     layer.gate_up = gate_up.matrix;
@@ -91,8 +91,7 @@ struct Work {
     for (uint32_t p = 0; p < kRanks; ++p) {
       std::vector<uint8_t>& g = local_gate_up[p];
       std::vector<uint8_t>& d = local_down[p];
-      const size_t g_bytes = gate_up.bytes.size() / layer.experts,
-                   d_bytes = down.bytes.size() / layer.experts;
+      const size_t g_bytes = gate_up.bytes.size() / layer.experts, d_bytes = down.bytes.size() / layer.experts;
       for (uint32_t e = 0; e < layer.experts; ++e) {
         if (options.placement[e] != p) continue;
         g.insert(g.end(), &gate_up.bytes[e * g_bytes], &gate_up.bytes[e * g_bytes] + g_bytes);
@@ -106,8 +105,7 @@ struct Work {
       for (uint32_t t = 0; t < tokens[p]; ++t) {
         std::shuffle(all.begin(), all.end(), random);
         ids[p].insert(ids[p].end(), all.begin(), all.begin() + layer.top_k);
-        for (uint32_t k = 0; k < layer.top_k; ++k)
-          weights[p].push_back(static_cast<float>(1 + below(8)) / 8.0f);
+        for (uint32_t k = 0; k < layer.top_k; ++k) weights[p].push_back(static_cast<float>(1 + below(8)) / 8.0f);
       }
     }
   }
@@ -145,7 +143,8 @@ struct Work {
     drop(p, chosen);
     std::vector<float> got(uint64_t{tokens[p]} * h);
     widen(got.data(), out[p].data(), dtype, got.size());
-    // Four roundings to the type on a value's way, of relative size 2^-8 at most (bf16), and fp32 accumulation.
+    // Four roundings to the type on a value's way, of relative size 2^-8 at most (bf16), and fp32
+    // accumulation.
     const double tolerance = dtype == DType::kBFloat16 ? 0.02 : dtype == DType::kFloat16 ? 0.0025 : 1e-5;
     for (uint32_t t = 0; t < tokens[p]; ++t) {
       std::vector<double> expected(h), scale(h);
@@ -164,8 +163,7 @@ struct Work {
   // GShard's capacity: of the pairs a rank routes to an expert, the first in token order stay.
   void drop(uint32_t p, std::vector<int32_t>& chosen) const {
     if (options.capacity_factor == 0.0f) return;
-    const double share =
-        static_cast<double>(options.capacity_factor) * tokens[p] * layer.top_k / layer.experts;
+    const double share = static_cast<double>(options.capacity_factor) * tokens[p] * layer.top_k / layer.experts;
     std::vector<double> used(layer.experts);
     for (int32_t& id : chosen) {
       if (used[static_cast<size_t>(id)]++ >= std::ceil(share)) id = -1;
@@ -187,8 +185,8 @@ struct Counts {
   std::atomic<uint32_t> calls = 0, verified = 0, undecided = 0;
 };
 
-// Calls [first, first + n) on a new group, whose tiles are all of one size. Ranks run as far ahead of one another as the
-// protocol lets them: nothing here makes them wait but every twentieth call's comparison.
+// Calls [first, first + n) on a new group, whose tiles are all of one size. Ranks run as far ahead of one
+// another as the protocol lets them: nothing here makes them wait but every twentieth call's comparison.
 void run_group(uint32_t first, uint32_t n, uint32_t tile_rows, uint32_t tile_columns, Counts& counts) {
   const Limits l = limits();
   std::vector<std::unique_ptr<Group>> groups = make_thread_groups(kRanks, make_heap_layout(l).bytes);

@@ -1,5 +1,5 @@
-// Element types against a reference of another kind, exhaustively where there is an end; and GEMM rows that must not
-// depend on where in a tile they stand.
+// Element types against a reference of another kind, exhaustively where there is an end; and GEMM rows that
+// must not depend on where in a tile they stand.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -30,14 +30,14 @@ constexpr Format kBf16{"bfloat16", 7, DType::kBFloat16}, kFp16{"float16", 10, DT
 double value(const Format& f, uint16_t pattern) {
   const int exponent = (pattern & 0x7fff) >> f.mantissa;
   const int fraction = pattern & ((1 << f.mantissa) - 1);
-  const double magnitude = exponent == 0
-                               ? std::ldexp(fraction, 1 - f.bias() - f.mantissa)
-                               : std::ldexp((1 << f.mantissa) + fraction, exponent - f.bias() - f.mantissa);
+  const double magnitude = exponent == 0 ? std::ldexp(fraction, 1 - f.bias() - f.mantissa)
+                                         : std::ldexp((1 << f.mantissa) + fraction, exponent - f.bias() - f.mantissa);
   return pattern & 0x8000 ? -magnitude : magnitude;
 }
 
-// The pattern nearest to v, ties to even: by bisection over the values, which ascend with the pattern. What is half a
-// step or more beyond the largest finite value is infinite; its step's end is the value of infinity's pattern.
+// The pattern nearest to v, ties to even: by bisection over the values, which ascend with the pattern. What
+// is half a step or more beyond the largest finite value is infinite; its step's end is the value of
+// infinity's pattern.
 uint16_t nearest(const Format& f, float v) {
   const double magnitude = std::fabs(static_cast<double>(v));
   uint16_t low = 0, high = f.infinity();
@@ -116,7 +116,7 @@ void check_format(const Format& f) {
   std::printf("%s: 65536 patterns, %u midpoints\n", f.name, midpoints);
 }
 
-// ---- GEMM ----------------------------------------------------------------------------------------------------------
+// ---- GEMM -------------------------------------------------------------------------------------------------
 
 float dot(const float* a, const float* b, uint32_t k) {
   double sum = 0;
@@ -153,8 +153,7 @@ void check_rows(uint32_t n, uint32_t k, DType t) {
     }
   }
   for (uint32_t rows = 1; rows <= 128; ++rows) {
-    for (const uint32_t first :
-         {0u, 1u, static_cast<uint32_t>(random()) % (kRows - rows + 1), kRows - rows}) {
+    for (const uint32_t first : {0u, 1u, static_cast<uint32_t>(random()) % (kRows - rows + 1), kRows - rows}) {
       multiply(first, rows);
       CHECK(std::memcmp(out.data(), &alone[size_t{first} * n], size_t{rows} * n * sizeof(float)) == 0);
     }

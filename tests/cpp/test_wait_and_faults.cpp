@@ -11,13 +11,13 @@ namespace {
 
 using cpu::CpuPlatform;
 constexpr uint64_t kMs = 1'000'000;
-// Until a wait expires that is to expire. A thread of this process that gets no core for half of it is taken for dead,
-// rightly; on a busy machine that can be tens of milliseconds.
+// Until a wait expires that is to expire. A thread of this process that gets no core for half of it is taken
+// for dead, rightly; on a busy machine that can be tens of milliseconds.
 constexpr uint64_t kPatience = 1500 * kMs;
 // Of waits that something else is to end.
 constexpr uint64_t kForever = 120'000 * kMs;
 
-// ---- wait_until ----------------------------------------------------------------------------------------------------
+// ---- wait_until -------------------------------------------------------------------------------------------
 
 struct Waiter {
   Waiter() {
@@ -69,7 +69,7 @@ void check_wait() {
   aborter.join();
 }
 
-// ---- Groups --------------------------------------------------------------------------------------------------------
+// ---- Groups -----------------------------------------------------------------------------------------------
 
 Limits three_ranks() {
   Limits l;
@@ -88,8 +88,8 @@ Limits three_ranks() {
   return l;
 }
 
-// Expert e lives on rank e. Every token of rank 0 goes to rank 1, of rank 1 to itself, of rank 2 to rank 1: what rank 1
-// computes waits, in a partial tile, for rank 2's packet.
+// Expert e lives on rank e. Every token of rank 0 goes to rank 1, of rank 1 to itself, of rank 2 to rank 1:
+// what rank 1 computes waits, in a partial tile, for rank 2's packet.
 Problem all_to_rank_1() {
   Problem x;
   x.epoch = 1;
@@ -122,8 +122,8 @@ void check_posted_everywhere(const Call& c) {
   }
 }
 
-// Runs one call of the group on `present` ranks, in which rank `impatient` is the first whose wait expires. Every
-// present rank must leave its call without success, long before its own timeout.
+// Runs one call of the group on `present` ranks, in which rank `impatient` is the first whose wait expires.
+// Every present rank must leave its call without success, long before its own timeout.
 template <class P>
 void run_faulty(AbstractGroup<P>& group, const std::vector<Problem>& problems, std::vector<uint32_t> present,
                 uint32_t impatient) {
@@ -140,16 +140,16 @@ void run_faulty(AbstractGroup<P>& group, const std::vector<Problem>& problems, s
 
 void check_fault(const FaultRecord& r, FaultKind kind, uint32_t rank, uint32_t awaited, uint32_t culprit) {
   const auto show = [](FaultKind kind, uint32_t rank, uint32_t awaited, uint32_t culprit) {
-    return cpu::concat("kind ", static_cast<uint32_t>(kind), ", found by ", rank, ", awaited ", awaited,
-                       ", culprit ", culprit);
+    return cpu::concat("kind ", static_cast<uint32_t>(kind), ", found by ", rank, ", awaited ", awaited, ", culprit ",
+                       culprit);
   };
   CHECK_EQ(r.posted, 1u);
-  CHECK_EQ(show(r.fault.kind, r.fault.rank, r.fault.awaited, r.fault.culprit),
-           show(kind, rank, awaited, culprit));
+  CHECK_EQ(show(r.fault.kind, r.fault.rank, r.fault.awaited, r.fault.culprit), show(kind, rank, awaited, culprit));
   CHECK_EQ(r.fault.epoch, 1u);
 }
 
-// Rank 2 never enters the call. Whichever of the others notices first names it; the other leaves by that record.
+// Rank 2 never enters the call. Whichever of the others notices first names it; the other leaves by that
+// record.
 void check_absent_rank() {
   const std::vector<Problem> problems{all_to_rank_1()};
   for (const uint32_t finder : {0u, 1u}) {
@@ -210,8 +210,8 @@ struct ParkingPlatform : CpuPlatform {
   }
 };
 
-// Rank 2 stops in the middle of the call: its processor has sent its packet to rank 0 and not to rank 1, its OS actor
-// stands still. Rank 1 awaits that packet and rank 0 awaits rank 1, yet both must name rank 2.
+// Rank 2 stops in the middle of the call: its processor has sent its packet to rank 0 and not to rank 1, its
+// OS actor stands still. Rank 1 awaits that packet and rank 0 awaits rank 1, yet both must name rank 2.
 void check_stopped_rank() {
   const std::vector<Problem> problems{all_to_rank_1()};
   for (const uint32_t finder : {0u, 1u}) {
@@ -240,8 +240,8 @@ void check_stopped_rank() {
   }
 }
 
-// A rank that moves is not to blame, and is waited for: rank 2's OS actor steps, slowly, and rank 0 is patient as long
-// as it does.
+// A rank that moves is not to blame, and is waited for: rank 2's OS actor steps, slowly, and rank 0 is
+// patient as long as it does.
 void check_slow_rank() {
   const std::vector<Problem> problems{all_to_rank_1()};
   AbstractGroup<CpuPlatform> group(three_ranks());
@@ -284,8 +284,7 @@ void check_first_fault_only() {
     std::vector<std::thread> finders;
     for (uint32_t i = 0; i < 4; ++i) {
       finders.emplace_back([&c, i] {
-        post_fault<CpuPlatform>(c,
-                                {.kind = FaultKind::kExpertRange, .culprit = 0, .index = i, .seen = 100 + i});
+        post_fault<CpuPlatform>(c, {.kind = FaultKind::kExpertRange, .culprit = 0, .index = i, .seen = 100 + i});
       });
     }
     for (std::thread& t : finders) t.join();

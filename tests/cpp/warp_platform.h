@@ -1,9 +1,10 @@
-// A Platform whose lanes are threads: what the protocol does with a warp, under ThreadSanitizer and without lockstep.
+// A Platform whose lanes are threads: what the protocol does with a warp, under ThreadSanitizer and without
+// lockstep.
 //
-// It promises no more than CUDA does, so that ThreadSanitizer reports what relies on more. Lanes run at their own pace
-// between collectives. Only sync() orders their memory accesses: ballot, broadcast and the scans exchange values by relaxed
-// atomics. A poll is relaxed, and acquired by the polling lane's next fence. (That a post releases only what came before
-// the last release_fence is not modelled: it is a release store.)
+// It promises no more than CUDA does, so that ThreadSanitizer reports what relies on more. Lanes run at their
+// own pace between collectives. Only sync() orders their memory accesses: ballot, broadcast and the scans
+// exchange values by relaxed atomics. A poll is relaxed, and acquired by the polling lane's next fence. (That
+// a post releases only what came before the last release_fence is not modelled: it is a release store.)
 #pragma once
 
 #include <array>
@@ -96,9 +97,9 @@ class WarpPlatform : public cpu::CpuMemory {
  private:
   enum class Op : uint32_t { kSync, kBallot, kBroadcast, kScan, kMatch };
 
-  // A lane's word: number of the meeting (24 bits) | op (8) | value (32): value and announcement in one store, so a
-  // relaxed one will do. Two words by the parity of the meeting: who writes the one of n + 2 has met all lanes in n + 1,
-  // hence all lanes have left n.
+  // A lane's word: number of the meeting (24 bits) | op (8) | value (32): value and announcement in one
+  // store, so a relaxed one will do. Two words by the parity of the meeting: who writes the one of n + 2 has
+  // met all lanes in n + 1, hence all lanes have left n.
   struct alignas(64) Slot {
     std::atomic<uint64_t> word[2] = {};
   };

@@ -2,7 +2,7 @@
 //
 // Lives in device memory (L2). A slot is zero unless it holds a task that was published and not yet taken; a call
 // takes everything it publishes (its last words are one kStop per processor), so nothing is cleared between calls.
-// There are at least as many slots as tasks in a call, so a slot is never published twice in one call.
+// There are at least as many slots as tasks and stop words in a call, so a slot is never published twice in one call.
 #pragma once
 
 #include "flashmoe/protocol/fault.h"
