@@ -262,15 +262,16 @@ uint8_t* device_zeros(uint64_t bytes) {
 
 struct Shape {
   const char* name;
-  uint32_t tokens, experts, top_k, gemm0_columns, gemm1_columns;
+  uint32_t tokens, experts, top_k, log2_block, gemm0_columns, gemm1_columns;
 };
 
-// The columns are those of 128 x 256 tiles: ceil(2I / 256) or ceil(I / 256), and ceil(H / 256).
+// Token blocks: about one per SM, but not so small that there are many packets for little work. The columns are those of
+// 128 x 256 tiles: ceil(2I / 256) or ceil(I / 256), and ceil(H / 256).
 constexpr Shape kShapes[] = {
-    {"qwen3-30b-a3b", 8192, 128, 8, 6, 8},
-    {"paper-E64", 16384, 64, 2, 8, 8},
-    {"mixtral-8x7b", 8192, 8, 2, 112, 16},
-    {"qwen3-30b-a3b-1024", 1024, 128, 8, 6, 8},
+    {"qwen3-30b-a3b", 8192, 128, 8, 6, 6, 8},
+    {"paper-E64", 16384, 64, 2, 7, 8, 8},
+    {"mixtral-8x7b", 8192, 8, 2, 6, 112, 16},
+    {"qwen3-30b-a3b-1024", 1024, 128, 8, 6, 6, 8},
 };
 
 class Bench {
@@ -295,7 +296,7 @@ class Bench {
     call_.intermediate = limits.intermediate;
     call_.experts = call_.local_experts = shape.experts;
     call_.top_k = shape.top_k;
-    call_.log2_block = 6;  // 128 blocks of 8192 tokens: about one per SM; kMaxPairs pairs at K = 8
+    call_.log2_block = shape.log2_block;
     call_.gemm0_columns = shape.gemm0_columns;
     call_.gemm1_columns = shape.gemm1_columns;
     call_.processors = processors;
