@@ -80,6 +80,7 @@ class TileFormer {
   // each one's place among all, ordinal * El + expert, in tiles[], and returns how many. All lanes, with the same l.
   FLASHMOE_FN uint32_t take(uint32_t& l, uint32_t* tiles) {
     uint32_t taken = 0;
+    P::sync();  // tiles[] may still be being read
     // One round more than it takes to see every expert: the last may start in the middle of the first's.
     for (uint32_t seen = 0; ready_ > 0 && taken < P::kLanes && seen < c_.local_experts + P::kLanes; seen += P::kLanes) {
       const uint32_t base = l - l % P::kLanes;
