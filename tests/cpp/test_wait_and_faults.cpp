@@ -11,61 +11,86 @@ namespace {
 
 using cpu::CpuPlatform;
 constexpr uint64_t kMs = 1'000'000;
-// Until a wait expires that is to expire. A thread of this process that gets no core for half of it is taken
-// for dead, rightly; on a busy machine that can be tens of milliseconds.
+// Until a wait expires that is to expire. A thread that gets no core for half of it is taken for dead, rightly: long
+// enough for that not to happen on a busy machine.
 constexpr uint64_t kPatience = 1500 * kMs;
 // Of waits that something else is to end.
 constexpr uint64_t kForever = 120'000 * kMs;
 
 // ---- wait_until -------------------------------------------------------------------------------------------
 
+// A clock that only waiting moves: whatever this machine is busy with, the test sees the same times.
+struct ClockPlatform : CpuPlatform {
+  static inline uint64_t clock = kMs;
+  static uint64_t now_ns() { return clock; }
+  static void backoff(uint32_t) { clock += kMs; }
+};
+
 struct Waiter {
   Waiter() {
     call.work = control.base();
-    call.timeout_ns = 20 * kMs;
+    call.timeout_ns = 100 * kMs;
   }
   Region control{sizeof(Control)};  // the workspace's first field
   Call call;
 };
 
-// Says that the others moved, for so many timeouts.
-struct Moving {
-  uint32_t more;
+// Says that the others moved, for so many stretches, if they had the time to.
+struct Others {
+  uint32_t stretches = 0;
   uint32_t samples = 0;
-  void sample() { ++samples; }
-  bool moved() { return more != 0 && more-- != 0; }
+  uint64_t sampled = 0;
+  void sample() {
+    ++samples;
+    sampled = ClockPlatform::clock;
+  }
+  bool moved() {
+    CHECK(ClockPlatform::clock - sampled >= 50 * kMs);
+    return stretches != 0 && stretches-- != 0;
+  }
 };
 
 void check_wait() {
-  Waiter w;
+  const Waiter w;
   const auto idle = [] { return Step::kIdle; };
   for (const uint32_t rearmed : {0u, 3u}) {
-    Moving others{rearmed};
-    const uint64_t start = cpu::monotonic_ns();
-    CHECK(wait_until<CpuPlatform>(w.call, idle, others) == WaitEnd::kExpired);
-    CHECK(cpu::monotonic_ns() - start >= (rearmed + 1) * w.call.timeout_ns);
+    Others others{rearmed};
+    const uint64_t start = ClockPlatform::clock;
+    CHECK(wait_until<ClockPlatform>(w.call, idle, others) == WaitEnd::kExpired);
+    const uint64_t took = ClockPlatform::clock - start;
+    CHECK(took >= (rearmed + 1) * 100 * kMs && took <= (rearmed + 1) * 105 * kMs);
     CHECK_EQ(others.samples, rearmed + 1);  // a new look for each stretch
   }
 
-  // Steps that progress, a third of a timeout apart, keep the wait alive for two timeouts and more.
-  Moving none{0};
-  uint64_t last = cpu::monotonic_ns();
+  // Progress once per 99 ms keeps a wait alive that lasts 100.
+  Others none;
   uint32_t steps = 0;
   const auto now_and_then = [&] {
-    const uint64_t now = cpu::monotonic_ns();
-    if (now - last < w.call.timeout_ns / 3) return Step::kIdle;
-    last = now;
-    return ++steps == 7 ? Step::kDone : Step::kProgress;
+    if (++steps % 99 != 0) return Step::kIdle;
+    return steps == 9 * 99 ? Step::kDone : Step::kProgress;
   };
-  w.call.timeout_ns = kPatience / 5;
-  CHECK(wait_until<CpuPlatform>(w.call, now_and_then, none) == WaitEnd::kDone);
+  CHECK(wait_until<ClockPlatform>(w.call, now_and_then, none) == WaitEnd::kDone);
 
+  // A waiter that was itself stopped for ten timeouts has no right to judge before it gave the others time.
+  for (const uint32_t stopped_at : {10u, 49u, 60u}) {
+    Others others;
+    uint32_t step = 0;
+    const auto stopped = [&] {
+      if (++step == stopped_at) ClockPlatform::clock += 1000 * kMs;
+      return Step::kIdle;
+    };
+    CHECK(wait_until<ClockPlatform>(w.call, stopped, others) == WaitEnd::kExpired);
+  }
+}
+
+void check_abort() {
+  Waiter w;
   w.call.timeout_ns = 0;  // none: only the abort ends it
   std::thread aborter([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CpuPlatform::store_release(&w.call.control()->abort.value, uint64_t{1}, kDevice);
   });
-  CHECK(wait_until<CpuPlatform>(w.call, idle, none) == WaitEnd::kAborted);
+  CHECK(wait_until<CpuPlatform>(w.call, [] { return Step::kIdle; }, Others{}) == WaitEnd::kAborted);
   aborter.join();
 }
 
@@ -336,6 +361,7 @@ void check_spoilt_calls() {
 int main() {
   using namespace flashmoe::test;
   check_wait();
+  check_abort();
   check_absent_rank();
   check_stopped_rank();
   check_slow_rank();
