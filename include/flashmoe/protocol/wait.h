@@ -10,14 +10,14 @@ enum class Step : uint32_t { kIdle, kProgress, kDone };
 enum class WaitEnd : uint32_t { kDone, kAborted, kExpired };
 
 // Repeats `step` until it says kDone. Half-way through a timeout without progress here, `live.sample()` notes how far
-// the others are; at its end `live.moved()` says whether they have gone on since, and if so the timeout starts anew.
+// the others are; half a timeout later `live.moved()` says whether they have gone on since, and if so all starts anew.
 // All lanes call it; `step` and `moved` return the same value in every lane.
 template <class P, class StepFn, class Liveness>
 FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
   // A clock read costs more than a poll, and aborts and timeouts are rare: look every 64th idle step.
   constexpr uint32_t kLookEvery = 64;
-  uint64_t armed = 0;  // when the current stretch of idle steps began; 0: not idle
-  bool sampled = false;
+  uint64_t armed = 0;    // when the current stretch of idle steps began; 0: not idle
+  uint64_t sampled = 0;  // when the others were sampled in it; 0: not yet
   uint32_t idle = 0;
   while (true) {
     const Step s = step();
@@ -30,19 +30,23 @@ FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
     if (idle++ % kLookEvery == 0 || P::kSleeps) {
       if (P::ballot(P::load_relaxed(&c.control()->abort.value) != 0)) return WaitEnd::kAborted;
       const uint64_t now = P::broadcast(P::now_ns(), 0);
+      const uint64_t half = c.timeout_ns / 2;
       if (armed == 0) {
         armed = now;
-        sampled = false;
+        sampled = 0;
       }
-      const uint64_t waited = c.timeout_ns == 0 ? 0 : now - armed;
-      if (!sampled && waited > c.timeout_ns / 2) {
-        live.sample();
-        sampled = true;
-      }
-      if (sampled && waited > c.timeout_ns) {
+      if (half == 0) {
+        // No timeout.
+      } else if (sampled == 0) {
+        if (now - armed > half) {
+          live.sample();
+          sampled = now;
+        }
+      } else if (now - sampled > half) {
+        // Half a timeout since the sample, not since arming: this thread itself may have been stopped for long.
         if (!live.moved()) return WaitEnd::kExpired;
         armed = now;
-        sampled = false;
+        sampled = 0;
       }
     }
     P::backoff(idle);
