@@ -36,6 +36,10 @@ EDGES = {
         [20, 40],
         {"experts": 2, "top_k": 1, "capacity_factor": 0.1, "skew": 50.0},
     ),
+    "capacity that is whole if T K is multiplied first": (
+        [121],
+        {"experts": 11, "top_k": 5, "capacity_factor": 0.2, "renormalize": False},
+    ),
     "capacity dropping most": ([50, 40, 0], {"capacity_factor": 0.5, "skew": 50.0}),
     "many tokens, hence a sharp bound": ([2000, 1500], {}),
     "larger sizes": ([300, 200], {"hidden": 515, "intermediate": 387, "experts": 5, "top_k": 3}),
