@@ -154,7 +154,9 @@ int64_t context_create(Sizes sizes, int64_t rank, ffi::String name, int64_t time
   });
 }
 
-void context_close(int64_t handle) { registry().remove(handle); }
+void context_close(int64_t handle) {
+  registry().remove(handle);
+}
 
 ffi::Array<int64_t> context_bytes(int64_t handle) {
   return guarded([&] {

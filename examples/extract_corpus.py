@@ -56,9 +56,7 @@ def read_novels(data_folder: Path) -> dict[str, str]:
 
 def main() -> None:
     """Write the novels, in the order of `NOVELS`, to one UTF-8 file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data_folder", type=Path, help="the package's data folder, holding Rdata.rdb")
     parser.add_argument("output", type=Path, help="the text file to write")
     arguments = parser.parse_args()

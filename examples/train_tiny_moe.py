@@ -47,9 +47,7 @@ class Corpus:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, help="a UTF-8 text file")
     parser.add_argument("--output", type=Path, default=Path("python/flashmoe/assets/tiny-qwen3-moe"))
     parser.add_argument("--log", type=Path, default=Path("benchmarks/results/train_tiny_moe.json"))
@@ -165,12 +163,8 @@ def learning_rate_factor(step: int, steps: int, warmup: int = 100) -> float:
 def train(model: Qwen3MoeForCausalLM, corpus: Corpus, arguments: argparse.Namespace) -> list[dict]:
     """Train in place, leave the model at its best validation step, and return the history."""
     generator = torch.Generator().manual_seed(arguments.seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, arguments.steps)
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, arguments.steps))
     history, best_loss, best_state = [], math.inf, None
     began = time.monotonic()
     model.train()

@@ -320,9 +320,7 @@ def test_one_expert_of_another_shape(write, projection, shape):
 
 
 def test_gate_and_up_of_different_shapes(write):
-    wide = {
-        f"{BLOCK}.experts.{i}.up_proj.weight": random_array(INTERMEDIATE + 2, HIDDEN) for i in range(EXPERTS)
-    }
+    wide = {f"{BLOCK}.experts.{i}.up_proj.weight": random_array(INTERMEDIATE + 2, HIDDEN) for i in range(EXPERTS)}
     with refused(f"{BLOCK}.experts", "expected gate and up projections", "got"):
         load_layer(write(per_expert() | wide))
 
@@ -387,9 +385,7 @@ def test_renormalize_that_is_no_boolean(write):
         load_layer(write(fused(), without(CONFIG, norm_topk_prob="yes")))
 
 
-@pytest.mark.parametrize(
-    ("gated", "hidden_act"), [(True, "gelu"), (True, ["silu"]), (False, "relu2"), (False, None)]
-)
+@pytest.mark.parametrize(("gated", "hidden_act"), [(True, "gelu"), (True, ["silu"]), (False, "relu2"), (False, None)])
 def test_activation_the_layer_cannot_express(write, gated, hidden_act):
     with refused("activation", "expected", "got", repr(hidden_act)):
         load_layer(write(fused(gated=gated), without(CONFIG, hidden_act=hidden_act)))

@@ -119,9 +119,7 @@ def test_environment_of_the_parent_stays(monkeypatch):
 
 
 def test_exception_comes_back_with_its_traceback(pool):
-    with pytest.raises(
-        RankFailed, match=r"rank 1: InvalidArgument: x: expected \[T, H=8\], got \[4, 7\]"
-    ) as caught:
+    with pytest.raises(RankFailed, match=r"rank 1: InvalidArgument: x: expected \[T, H=8\], got \[4, 7\]") as caught:
         pool.call(fail_on_rank_1, [()] * 3)
     assert list(caught.value.errors) == [1]
     error = caught.value.errors[1]

@@ -43,9 +43,7 @@ def bits(array):
 
 
 def as_tensors(arguments):
-    return {
-        name: tensor(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
-    }
+    return {name: tensor(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
 
 
 def block_arrays(problem):
@@ -451,8 +449,7 @@ def test_context_from_a_process_group(pool, tmp_path, ranks, members):
     problem = random_problem(10, [9, 14, 0, 5][: len(group)], **SIZES)
     position = {rank: index for index, rank in enumerate(group)}
     arguments = [
-        (str(tmp_path), members, problem.arguments(position.get(rank, 0)), problem.limits())
-        for rank in range(ranks)
+        (str(tmp_path), members, problem.arguments(position.get(rank, 0)), problem.limits()) for rank in range(ranks)
     ]
     results = pool.call(_from_torch, arguments, ranks=ranks, timeout=6 * PATIENCE)
     assert [rank for rank, result in enumerate(results) if result is not None] == group

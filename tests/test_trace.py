@@ -48,9 +48,7 @@ def test_perfetto(tmp_path):
     records = json.loads(path.read_text())["traceEvents"]
 
     named = {
-        (record["pid"], record["tid"]): record["args"]["name"]
-        for record in records
-        if record["name"] == "thread_name"
+        (record["pid"], record["tid"]): record["args"]["name"] for record in records if record["name"] == "thread_name"
     }
     assert named == {(0, 0): "os", (0, 1): "processor 2", (0, 2): "processor 10", (1, 0): "processor 0"}
     processes = [record for record in records if record["name"] == "process_name"]

@@ -92,8 +92,8 @@ void Context::make_workspace() {
 
 void Context::set_tile(uint32_t rows, uint32_t columns) {
   if (rows == 0 || rows > kMaxTileRows || columns == 0) {
-    throw Error(Error::Kind::kInvalidArgument, concat("tile: expected rows in [1, ", kMaxTileRows,
-                                                      "] and columns >= 1, got ", rows, " x ", columns));
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("tile: expected rows in [1, ", kMaxTileRows, "] and columns >= 1, got ", rows, " x ", columns));
   }
   limits_.tile_rows = rows;
   limits_.tile_columns = columns;

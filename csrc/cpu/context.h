@@ -17,11 +17,11 @@ namespace flashmoe::cpu {
 struct CallOptions {
   uint32_t tokens = 0, hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   ReturnMode return_mode = ReturnMode::kDirect;
-  double capacity_factor = 0.0;       // 0: dropless
-  std::vector<uint32_t> placement;    // [E] owner rank of each expert
+  double capacity_factor = 0.0;     // 0: dropless
+  std::vector<uint32_t> placement;  // [E] owner rank of each expert
   OrderPolicy order;
   bool record_events = false;
-  uint64_t perturbation = 0;          // seed of schedule perturbation, 0: none
+  uint64_t perturbation = 0;  // seed of schedule perturbation, 0: none
 };
 
 // What a call did on this rank. Times are sums over processors.

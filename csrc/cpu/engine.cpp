@@ -5,7 +5,6 @@
 #include <cstring>
 #include <limits>
 
-
 namespace flashmoe::cpu {
 namespace {
 
@@ -130,8 +129,7 @@ void Engine::for_each_row(uint32_t tile, Visit&& visit) const {
   for (uint32_t i = 0; i < c_.tile(tile)->shape.segments; ++i) {
     const Segment s = segments[i];
     const uint32_t p = c_.packet_source(s.packet);
-    const Entry* entries =
-        c_.packet_entries(c_.rank, p, c_.packet_first_token(p, c_.packet_block(s.packet))) + s.first;
+    const Entry* entries = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, c_.packet_block(s.packet))) + s.first;
     for (uint32_t j = 0; j < s.count; ++j) visit(row++, p, entries[j]);
   }
 }

@@ -13,7 +13,8 @@ std::string awaited(const Fault& r) {
     case FaultKind::kCallSignal:
       return concat("the call signal of rank ", r.awaited, " (expected epoch ", r.expected, ", seen ", r.seen, ")");
     case FaultKind::kPacket:
-      return concat("packet ", r.index, " of rank ", r.awaited, " (expected epoch ", r.expected, ", seen ", r.seen, ")");
+      return concat("packet ", r.index, " of rank ", r.awaited, " (expected epoch ", r.expected, ", seen ", r.seen,
+                    ")");
     case FaultKind::kReturn:
       return concat("the return signal of rank ", r.awaited, " for token block ", r.index, " (expected epoch ",
                     r.expected, ", seen ", r.seen, ")");
@@ -71,14 +72,15 @@ Error describe(const Call& c, const Group& group, const Fault& r) {
   switch (r.kind) {
     case FaultKind::kDisagree: return disagreement_error(c, r);
     case FaultKind::kRouterValue:
-      return {Kind::kInvalidArgument, concat("router: expected finite logits, got NaN or infinity for token ", r.index,
-                                             " of rank ", r.rank)};
+      return {Kind::kInvalidArgument,
+              concat("router: expected finite logits, got NaN or infinity for token ", r.index, " of rank ", r.rank)};
     case FaultKind::kDuplicateExpert:
       return {Kind::kInvalidArgument, concat("topk_ids: expected distinct experts per token, got expert ", r.seen,
                                              " twice for token ", r.index, " of rank ", r.rank)};
     case FaultKind::kExpertRange:
-      return {Kind::kInvalidArgument, concat("topk_ids: expected ids in [0, E=", r.expected, "), got ",
-                                             static_cast<int32_t>(r.seen), " for token ", r.index, " of rank ", r.rank)};
+      return {Kind::kInvalidArgument,
+              concat("topk_ids: expected ids in [0, E=", r.expected, "), got ", static_cast<int32_t>(r.seen),
+                     " for token ", r.index, " of rank ", r.rank)};
     default: return timeout_error(c, group, r);
   }
 }

@@ -34,7 +34,8 @@ struct CallSizes {
 
 // Whether every row has the same bits in every place of every such call. `a` has 2 * most rows: a window that moves down
 // it by one row shows each row in two neighbouring places; that all neighbours agree makes all places alike.
-bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n, uint32_t k) {
+bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n,
+                      uint32_t k) {
   std::vector<float> unit(size_t{sizes.unit} * n), here(size_t{sizes.most} * n), next(here.size());
   sgemm(unit.data(), a.data(), sizes.unit, w.data(), k, n, k);
   for (uint32_t rows = sizes.unit; rows <= sizes.most; rows += sizes.unit) {

@@ -36,7 +36,9 @@ struct ControlPage {
 constexpr uint64_t kPageBytes = 4096;
 static_assert(sizeof(ControlPage) <= kPageBytes);
 
-std::string segment_name(const std::string& group, uint32_t rank) { return concat("/flashmoe-", group, "-", rank); }
+std::string segment_name(const std::string& group, uint32_t rank) {
+  return concat("/flashmoe-", group, "-", rank);
+}
 
 // The difference between two ranks' limits that no call could bridge, as a message; empty if there is none.
 std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, uint32_t peer) {
@@ -73,8 +75,8 @@ class Mapping {
  public:
   Mapping() = default;
   Mapping(int fd, uint64_t bytes) : bytes_(bytes) {
-    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED,
-                   fd, 0);
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                   fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) throw Error(Kind::kHeap, concat("heap: cannot map ", bytes, " bytes: ", std::strerror(errno)));
     base_ = static_cast<uint8_t*>(p);
   }
@@ -114,8 +116,13 @@ class FileDescriptor {
 class ProcessGroup final : public Group {
  public:
   ProcessGroup(const std::string& name, uint32_t rank, const Limits& limits, uint64_t heap_bytes, uint64_t timeout_ns)
-      : name_(name), rank_(rank), limits_(limits), bytes_(kPageBytes + heap_bytes), timeout_ns_(timeout_ns),
-        deadline_(timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns), pages_(limits.ranks) {
+      : name_(name),
+        rank_(rank),
+        limits_(limits),
+        bytes_(kPageBytes + heap_bytes),
+        timeout_ns_(timeout_ns),
+        deadline_(timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns),
+        pages_(limits.ranks) {
     create_own();
     try {
       std::vector<FileDescriptor> files;
@@ -141,16 +148,15 @@ class ProcessGroup final : public Group {
 
  private:
   ControlPage* page(uint32_t p) const { return reinterpret_cast<ControlPage*>(pages_[p].base()); }
-  void set_state(ControlPage::State s) {
-    std::atomic_ref(page(rank_)->state).store(s, std::memory_order_release);
-  }
+  void set_state(ControlPage::State s) { std::atomic_ref(page(rank_)->state).store(s, std::memory_order_release); }
 
   void create_own() {
     const std::string path = segment_name(name_, rank_);
     const FileDescriptor fd(shm_open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600));
     if (fd.get() < 0) {
       if (errno == EEXIST) {
-        throw Error(Kind::kGroup, concat("rank: group '", name_, "' already has a rank ", rank_, " (shared memory ", path, " exists)"));
+        throw Error(Kind::kGroup, concat("rank: group '", name_, "' already has a rank ", rank_, " (shared memory ",
+                                         path, " exists)"));
       }
       throw Error(Kind::kHeap, concat("heap: cannot create shared memory ", path, ": ", std::strerror(errno)));
     }
@@ -164,7 +170,7 @@ class ProcessGroup final : public Group {
     ControlPage* own = page(rank_);
     own->rank = rank_;
     own->pid = getpid();
-      own->limits = limits_;
+    own->limits = limits_;
     set_state(ControlPage::kReady);
   }
 

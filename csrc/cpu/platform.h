@@ -20,7 +20,8 @@ class Perturbation {
   static void seed(uint64_t value) { state() = value; }
   static void point() {
     uint64_t& s = state();
-    if (s == 0) [[likely]] return;
+    if (s == 0) [[likely]]
+      return;
     s ^= s << 13;  // xorshift64: never 0 once seeded
     s ^= s >> 7;
     s ^= s << 17;

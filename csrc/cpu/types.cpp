@@ -82,13 +82,16 @@ void accumulate(float* acc, const void* from, DType t, uint64_t n) {
 }
 
 namespace {
-inline float silu(float v) { return v / (1.0f + std::exp(-v)); }
+inline float silu(float v) {
+  return v / (1.0f + std::exp(-v));
+}
 }  // namespace
 
 void activate(float* out, const float* gate, const float* up, Activation a, uint64_t n) {
   switch (a) {
     case Activation::kRelu:
-      for (uint64_t i = 0; i < n; ++i) out[i] = gate[i] > 0.0f ? gate[i] : (gate[i] < 0.0f ? 0.0f : gate[i]);  // NaN stays NaN
+      for (uint64_t i = 0; i < n; ++i)
+        out[i] = gate[i] > 0.0f ? gate[i] : (gate[i] < 0.0f ? 0.0f : gate[i]);  // NaN stays NaN
       return;
     case Activation::kGelu:
       for (uint64_t i = 0; i < n; ++i) out[i] = 0.5f * gate[i] * std::erfc(gate[i] * -0.70710678118654752f);

@@ -10,7 +10,9 @@ namespace flashmoe::cpu {
 enum class DType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 enum class Activation : uint32_t { kRelu = 0, kGelu = 1, kSilu = 2, kSwiGlu = 3 };
 
-inline uint32_t element_bytes(DType t) { return t == DType::kFloat32 ? 4 : 2; }
+inline uint32_t element_bytes(DType t) {
+  return t == DType::kFloat32 ? 4 : 2;
+}
 
 inline float bf16_to_float(uint16_t h) {
   const uint32_t bits = static_cast<uint32_t>(h) << 16;

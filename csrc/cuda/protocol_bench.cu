@@ -150,7 +150,8 @@ __device__ void retire_tasks(const Call& c, Shared& s) {
 }
 
 __device__ bool dispatch_block(const Call& c, const BenchArgs& args, Shared& s, uint32_t b) {
-  const PacketScratch scratch{.ids = s.ids, .weights = s.weights, .count = s.count, .start = s.start, .entries = s.entries, .owner = s.owner};
+  const PacketScratch scratch{
+      .ids = s.ids, .weights = s.weights, .count = s.count, .start = s.start, .entries = s.entries, .owner = s.owner};
   const int32_t* ids = args.topk_ids + uint64_t{b << c.log2_block} * c.top_k;
   for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.top_k; i += P::kLanes) {
     s.ids[i] = ids[i];
@@ -212,8 +213,8 @@ __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) protocol_kernel(const __grid_constant__ Call c,
-                                                               const __grid_constant__ BenchArgs args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    protocol_kernel(const __grid_constant__ Call c, const __grid_constant__ BenchArgs args) {
   __shared__ Shared s;
   if (threadIdx.x == 0) {
     s.next.init();
@@ -412,7 +413,8 @@ int run_all() {
   int khz = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
   const auto processors = static_cast<uint32_t>(device.multiProcessorCount);
-  std::printf("{\"device\": \"%s\", \"sms\": %u, \"clock_ghz\": %.3f, \"shapes\": [", device.name, processors, khz * 1e-6);
+  std::printf("{\"device\": \"%s\", \"sms\": %u, \"clock_ghz\": %.3f, \"shapes\": [", device.name, processors,
+              khz * 1e-6);
   constexpr int kCalls = 50, kWarmUp = 5;
   constexpr uint32_t kBusyCycles = 8000;  // about 4 us: a short task, the next one is ready long before its end
   for (size_t i = 0; i < std::size(kShapes); ++i) {
@@ -428,12 +430,13 @@ int run_all() {
     bench.run(kBusyCycles);
     const std::vector<uint32_t> gaps = bench.gaps();
     const double ns = 1e6 / khz;
-    std::printf("%s\n {\"shape\": \"%s\", \"tasks\": %llu, \"tasks_per_us\": {\"median\": %.1f, \"min\": %.1f, \"max\": %.1f},"
-                " \"taken_span_us\": %.1f, \"kernel_us\": %.1f,"
-                " \"busy_gap_ns\": {\"n\": %zu, \"median\": %.0f, \"p99\": %.0f, \"max\": %.0f}}",
-                i ? "," : "", kShapes[i].name, static_cast<unsigned long long>(bench.tasks()), quantile(rate, 0.5),
-                quantile(rate, 0.0), quantile(rate, 1.0), quantile(span, 0.5), quantile(kernel, 0.5), gaps.size(),
-                quantile(gaps, 0.5) * ns, quantile(gaps, 0.99) * ns, quantile(gaps, 1.0) * ns);
+    std::printf(
+        "%s\n {\"shape\": \"%s\", \"tasks\": %llu, \"tasks_per_us\": {\"median\": %.1f, \"min\": %.1f, \"max\": %.1f},"
+        " \"taken_span_us\": %.1f, \"kernel_us\": %.1f,"
+        " \"busy_gap_ns\": {\"n\": %zu, \"median\": %.0f, \"p99\": %.0f, \"max\": %.0f}}",
+        i ? "," : "", kShapes[i].name, static_cast<unsigned long long>(bench.tasks()), quantile(rate, 0.5),
+        quantile(rate, 0.0), quantile(rate, 1.0), quantile(span, 0.5), quantile(kernel, 0.5), gaps.size(),
+        quantile(gaps, 0.5) * ns, quantile(gaps, 0.99) * ns, quantile(gaps, 1.0) * ns);
   }
   std::printf("\n]}\n");
   return 0;
@@ -442,4 +445,6 @@ int run_all() {
 }  // namespace
 }  // namespace flashmoe
 
-int main() { return flashmoe::run_all(); }
+int main() {
+  return flashmoe::run_all();
+}

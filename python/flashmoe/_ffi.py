@@ -13,6 +13,7 @@ from . import errors
 
 _LIBRARY = pathlib.Path(__file__).parent / "lib" / "libflashmoe.so"
 
+
 @functools.cache
 def library() -> Any:
     """The loaded library. Raises `FlashMoEError` if it is not there or cannot be loaded."""

@@ -315,9 +315,7 @@ def _check_one_dtype(name: str, *arrays: np.ndarray) -> None:
         raise _error(f"{name} dtype", "one dtype", f"mixed {', '.join(found)}")
 
 
-def _check_shapes(
-    block: str, router: np.ndarray, gate_up_proj: np.ndarray, down_proj: np.ndarray, gated: bool
-) -> None:
+def _check_shapes(block: str, router: np.ndarray, gate_up_proj: np.ndarray, down_proj: np.ndarray, gated: bool) -> None:
     """Raise unless router [E, H], gate_up_proj [E, 2I or I, H] and down_proj [E, H, I] fit together."""
     experts, hidden = router.shape
     if down_proj.ndim != 3 or down_proj.shape[:2] != (experts, hidden) or down_proj.shape[2] == 0:

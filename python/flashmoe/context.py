@@ -213,4 +213,3 @@ class Context:
     def _perturb(self, seed: int) -> None:
         """For tests: random delays at every atomic operation of the calls to come; 0 turns them off."""
         self._perturbation = seed
-

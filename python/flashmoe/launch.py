@@ -164,9 +164,7 @@ class _Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.pipe, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(
-            target=_serve, args=(theirs,), name=f"flashmoe rank {rank}", daemon=True
-        )
+        self.process = _SPAWN.Process(target=_serve, args=(theirs,), name=f"flashmoe rank {rank}", daemon=True)
         self.process.start()
         theirs.close()  # the child holds the only other end, so its death reads as an end of file
 
@@ -194,9 +192,7 @@ class _Worker:
         self.process.join()
 
 
-def _collect(
-    workers: Sequence[_Worker], timeout: float | None
-) -> tuple[dict[int, Any], dict[int, BaseException]]:
+def _collect(workers: Sequence[_Worker], timeout: float | None) -> tuple[dict[int, Any], dict[int, BaseException]]:
     """Await one answer of each worker: (results, errors), both by rank. Kills who is overdue."""
     started = time.monotonic()
     deadline = None if timeout is None else started + timeout

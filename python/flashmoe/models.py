@@ -79,9 +79,7 @@ MODELS = (
     ModelShape("gpt-oss-20b", 2880, 2880, 32, 4, differs=_GPT_OSS),
     ModelShape("gpt-oss-120b", 2880, 2880, 128, 4, differs=_GPT_OSS),
     ModelShape("glm-4.5-air", 4096, 1408, 128, 8, shared="1, I=1408", differs=_SIGMOID),
-    ModelShape(
-        "kimi-k2", 7168, 2048, 384, 8, shared="1, I=2048", differs=f"{_SIGMOID}, weights scaled by 2.827"
-    ),
+    ModelShape("kimi-k2", 7168, 2048, 384, 8, shared="1, I=2048", differs=f"{_SIGMOID}, weights scaled by 2.827"),
     ModelShape("llama-4-scout", 5120, 8192, 16, 1, shared="1, I=8192", differs=_LLAMA4),
     ModelShape("llama-4-maverick", 5120, 8192, 128, 1, shared="1, I=8192", differs=_LLAMA4),
 )

@@ -10,7 +10,7 @@ import numpy as np
 from . import _ffi
 from . import placement as placements
 from .context import RETURN_MODES, Context
-from .errors import FlashMoEError, HeapError, InvalidArgument
+from .errors import HeapError, InvalidArgument
 from .report import TASK_KINDS, CallReport
 from .tensors import DTYPES, Operand, as_view, dtype_name, empty_like, operand
 from .trace import Event
@@ -84,8 +84,8 @@ def moe(
     Returns
     -------
     [T, H], of x's library and type. Intermediate activations and each weighted expert row are rounded to that type,
-    with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not depend
-    on timing, and with ``"direct"`` not on R either.
+    with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
+    depend on timing, and with ``"direct"`` not on R either.
 
     Inference only: gradients do not flow through it. Inside ``torch.compile`` use `flashmoe.nn.MoE` or
     ``torch.ops.flashmoe.moe``, which call this.
@@ -133,7 +133,8 @@ def moe(
         "return_mode": RETURN_MODES.index(mode),
         # With `reduced`, column by column: the first columns travel while the last are computed.
         "gemm1_by_column": int(mode == "reduced"),
-        "window": ctx.processors,
+        # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
+        "window": 16 * ctx.processors,
         "trace": int(bool(trace)),
         "perturbation": ctx._perturbation,
     }

@@ -139,14 +139,10 @@ def _draw_rank(
     for kind in sorted(rectangles, key=lambda kind: kind != "wait"):
         colour = _colour(kind)[0]
         edges = "none" if kind == "wait" else colour
-        axes.add_collection(
-            PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.7)
-        )
+        axes.add_collection(PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.7))
     stride = max(1, round(0.15 / row_inches))  # a label is 0.15 inch high
     # os, then every processor whose number the stride divides, but for 0, whose label would cover that of os.
-    labelled = [
-        row for row in range(len(names)) if stride == 1 or row == 0 or (row > 1 and row % stride == 1)
-    ]
+    labelled = [row for row in range(len(names)) if stride == 1 or row == 0 or (row > 1 and row % stride == 1)]
     axes.set_yticks(labelled, [names[row] for row in labelled], fontsize=7.5)
     axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)

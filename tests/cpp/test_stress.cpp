@@ -1,6 +1,6 @@
-// The CPU engine under stress: 10,000 calls of four ranks with two processors each, of ever other shapes and
-// options, some with a perturbed schedule; every twentieth is compared with a reference in fp64, on every
-// rank.
+// The CPU engine under stress: 10,000 calls on four ranks of two processors each, in changing shapes and with
+// changing options, a quarter of them on a perturbed schedule. Every twentieth is compared with a reference in
+// fp64, on every rank.
 //
 //   test_stress [calls]
 #include <atomic>

@@ -61,8 +61,8 @@ class GroupLiveness {
  private:
   FLASHMOE_FN Status read(uint32_t p) const {
     const Status* s = c_.status(p);
-    return {P::load_acquire(&s->entered, kSystem), P::load_acquire(&s->left, kSystem),
-            P::load_relaxed(&s->heartbeat), P::load_relaxed(&s->progress)};
+    return {P::load_acquire(&s->entered, kSystem), P::load_acquire(&s->left, kSystem), P::load_relaxed(&s->heartbeat),
+            P::load_relaxed(&s->progress)};
   }
 
   const Call& c_;

@@ -83,13 +83,11 @@ class Scheduler {
       const Task task = Task::unpack(P::lane() < n ? word_ : 0);
       for (uint32_t g = 0; g < kGroups; ++g) {
         const bool remote = task.column != 0 && !one_group();
-        append(group_[g].ready, task.kind == TaskKind::kGemm1 && remote == (g == 0), [&](uint32_t place) {
-          *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, g, place) = task.index;
-        });
+        append(group_[g].ready, task.kind == TaskKind::kGemm1 && remote == (g == 0),
+               [&](uint32_t place) { *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, g, place) = task.index; });
       }
-      append(reduces_ready_, task.kind == TaskKind::kReduce, [&](uint32_t place) {
-        *c_.workspace<uint64_t>(WorkField::kReduceTasks, place) = task.pack();
-      });
+      append(reduces_ready_, task.kind == TaskKind::kReduce,
+             [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kReduceTasks, place) = task.pack(); });
       if (n < P::kLanes) break;
       word_ = look_ready<P>(c_, drained_);
     }
@@ -236,9 +234,9 @@ class Scheduler {
   }
 
   struct Group {
-    uint32_t ready = 0;                          // tiles
-    uint64_t published = 0;                      // tasks
-    uint32_t loaded_begin = 0, loaded_end = 0;   // which tiles are in shared memory
+    uint32_t ready = 0;                         // tiles
+    uint64_t published = 0;                     // tasks
+    uint32_t loaded_begin = 0, loaded_end = 0;  // which tiles are in shared memory
   };
 
   const Call& c_;

@@ -10,7 +10,7 @@
 #define FLASHMOE_HD __host__ __device__ inline
 #define FLASHMOE_FN __device__ inline
 // Loops over small arrays that must stay in registers.
-#define FLASHMOE_UNROLL _Pragma("unroll")
+#define FLASHMOE_UNROLL    _Pragma("unroll")
 #define FLASHMOE_NO_UNROLL _Pragma("unroll 1")
 #else
 #define FLASHMOE_HD inline

@@ -41,9 +41,7 @@ struct Call {
 
   FLASHMOE_HD uint32_t block_tokens() const { return 1u << log2_block; }
   FLASHMOE_HD uint32_t blocks() const { return (tokens + block_tokens() - 1) >> log2_block; }
-  FLASHMOE_HD uint32_t tokens_in_block(uint32_t b) const {
-    return min_of(block_tokens(), tokens - (b << log2_block));
-  }
+  FLASHMOE_HD uint32_t tokens_in_block(uint32_t b) const { return min_of(block_tokens(), tokens - (b << log2_block)); }
   FLASHMOE_HD uint32_t parity() const { return static_cast<uint32_t>(epoch & 1); }
   FLASHMOE_HD bool reduced() const { return return_mode == ReturnMode::kReduced; }
   FLASHMOE_HD uint32_t owned(uint32_t q) const { return owner_base[q + 1] - owner_base[q]; }

@@ -15,13 +15,13 @@ inline constexpr uint32_t kMaxTokenBlock = 128;
 // The largest call a context serves. Equal on every rank of a group, except where noted.
 struct Limits {
   uint32_t ranks = 1;
-  uint32_t max_tokens = 0;        // per rank
-  uint32_t hidden = 0;            // H
-  uint32_t experts = 0;           // E
-  uint32_t max_local_experts = 0; // the most any rank holds
-  uint32_t top_k = 0;             // K
+  uint32_t max_tokens = 0;         // per rank
+  uint32_t hidden = 0;             // H
+  uint32_t experts = 0;            // E
+  uint32_t max_local_experts = 0;  // the most any rank holds
+  uint32_t top_k = 0;              // K
   uint32_t elem_bytes = 0;
-  uint32_t return_slots = 0;      // return rows per token: K (direct), R (reduced), the larger where both may occur
+  uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
   // Of this rank alone: they size its workspace, which no peer addresses.
   uint32_t intermediate = 0;  // I
   uint32_t staging = 0;       // 1 if `reduced` may occur
@@ -57,11 +57,11 @@ struct Limits {
 
 // Who writes a field of another rank's heap.
 enum class Writer : uint32_t {
-  kSelf,     // only the rank whose heap it is
-  kRank0,    // the rank that the first coordinate names
-  kRank1,    // the rank that the second coordinate names
-  kPeer0,    // first coordinate is peer_slot(writer, home)
-  kReturn,   // coordinate (token, slot): `reduced`: rank slot; `direct`: owner of the expert of (token, k = slot)
+  kSelf,    // only the rank whose heap it is
+  kRank0,   // the rank that the first coordinate names
+  kRank1,   // the rank that the second coordinate names
+  kPeer0,   // first coordinate is peer_slot(writer, home)
+  kReturn,  // coordinate (token, slot): `reduced`: rank slot; `direct`: owner of the expert of (token, k = slot)
 };
 
 struct FieldShape {
@@ -70,13 +70,40 @@ struct FieldShape {
 };
 
 enum class HeapField : uint32_t {
-  kStatus, kFault, kCallConfig, kCallSignal, kPacketSignal, kPacketOffsets, kPacketCounts, kPacketEntries,
-  kReturnSignal, kRows, kReturnRows, kCount
+  kStatus,
+  kFault,
+  kCallConfig,
+  kCallSignal,
+  kPacketSignal,
+  kPacketOffsets,
+  kPacketCounts,
+  kPacketEntries,
+  kReturnSignal,
+  kRows,
+  kReturnRows,
+  kCount
 };
 
 enum class WorkField : uint32_t {
-  kControl, kQueue, kReadyList, kTiles, kSegments, kPending, kReduceDone, kRouting, kWeights, kAwaited, kPrefix,
-  kPrefixSignal, kExpertTiles, kGemm1Tiles, kReduceTasks, kCombineTasks, kHidden, kStaging, kCount
+  kControl,
+  kQueue,
+  kReadyList,
+  kTiles,
+  kSegments,
+  kPending,
+  kReduceDone,
+  kRouting,
+  kWeights,
+  kAwaited,
+  kPrefix,
+  kPrefixSignal,
+  kExpertTiles,
+  kGemm1Tiles,
+  kReduceTasks,
+  kCombineTasks,
+  kHidden,
+  kStaging,
+  kCount
 };
 
 template <class Field>
@@ -98,8 +125,7 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      [](const Limits&) { return FieldShape{{1, 1, 1, 1}, sizeof(Status)}; },
      "epoch entered, heartbeat and progress, which peers read when a wait is about to expire"},
     {HeapField::kFault, "fault", Writer::kRank0,
-     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, sizeof(FaultRecord)}; },
-     "what rank p found wrong"},
+     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, sizeof(FaultRecord)}; }, "what rank p found wrong"},
     {HeapField::kCallConfig, "call_config", Writer::kRank1,
      [](const Limits& l) { return FieldShape{{2, l.ranks, 1, 1}, sizeof(CallConfig)}; },
      "[parity][p] what rank p believes the call to be"},
@@ -122,9 +148,7 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      [](const Limits& l) { return FieldShape{{l.ranks, l.max_blocks(), 1, 1}, 8}; },
      "[q][b] rank q has returned all it owes to block b"},
     {HeapField::kRows, "rows", Writer::kPeer0,
-     [](const Limits& l) {
-       return FieldShape{{l.ranks - 1, l.max_tokens, row_pitch(l.hidden, l.elem_bytes), 1}, 1};
-     },
+     [](const Limits& l) { return FieldShape{{l.ranks - 1, l.max_tokens, row_pitch(l.hidden, l.elem_bytes), 1}, 1}; },
      "[peer][token][H] dispatched token rows; each crosses once, own rows are read from the input"},
     {HeapField::kReturnRows, "return_rows", Writer::kReturn,
      [](const Limits& l) {
@@ -148,9 +172,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{l.max_tiles(), l.tile_rows, 1, 1}, sizeof(Segment)}; },
      "[tile][i] which entries a tile is made of"},
     {WorkField::kPending, "pending", Writer::kSelf,
-     [](const Limits& l) {
-       return FieldShape{{l.ranks, l.max_blocks(), l.staging ? l.gemm1_columns() : 1, 1}, 4};
-     },
+     [](const Limits& l) { return FieldShape{{l.ranks, l.max_blocks(), l.staging ? l.gemm1_columns() : 1, 1}, 4}; },
      "[p][b][c] entries of packet (p, b) whose GEMM1 columns are done"},
     {WorkField::kReduceDone, "reduce_done", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.staging * l.ranks, l.max_blocks(), 1, 1}, 4}; },
@@ -185,8 +207,9 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[tile][row][I] activations between the two GEMMs"},
     {WorkField::kStaging, "staging", Writer::kSelf,
      [](const Limits& l) {
-       return FieldShape{{l.staging * l.ranks * uint64_t{l.max_tokens}, l.entries_per_token(),
-                          row_pitch(l.hidden, l.elem_bytes), 1}, 1};
+       return FieldShape{
+           {l.staging * l.ranks * uint64_t{l.max_tokens}, l.entries_per_token(), row_pitch(l.hidden, l.elem_bytes), 1},
+           1};
      },
      "[p][token][ordinal][H] weighted expert rows that Reduce sums (reduced return only)"},
 };
@@ -232,8 +255,12 @@ Layout<Field> make_layout(const FieldSpec<Field> (&table)[N], const Limits& limi
 using HeapLayout = Layout<HeapField>;
 using WorkLayout = Layout<WorkField>;
 
-inline HeapLayout make_heap_layout(const Limits& limits) { return make_layout(kHeapTable, limits); }
-inline WorkLayout make_work_layout(const Limits& limits) { return make_layout(kWorkTable, limits); }
+inline HeapLayout make_heap_layout(const Limits& limits) {
+  return make_layout(kHeapTable, limits);
+}
+inline WorkLayout make_work_layout(const Limits& limits) {
+  return make_layout(kWorkTable, limits);
+}
 
 // Slot of rank `source` among the peers of rank `home`: home itself has none.
 FLASHMOE_HD constexpr uint32_t peer_slot(uint32_t source, uint32_t home, uint32_t ranks) {

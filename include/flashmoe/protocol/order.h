@@ -31,8 +31,8 @@ struct ReadyState {
 FLASHMOE_HD TaskKind choose(const OrderPolicy& policy, const ReadyState& ready) {
   if (ready.reduce) return TaskKind::kReduce;
   if (ready.combine) return TaskKind::kCombine;
-  const bool held = policy.gemm1_lag != 0 && ready.gemm0 &&
-                    ready.gemm1_published + policy.gemm1_lag > ready.gemm0_published;
+  const bool held =
+      policy.gemm1_lag != 0 && ready.gemm0 && ready.gemm1_published + policy.gemm1_lag > ready.gemm0_published;
   if (ready.gemm1 && !held) return TaskKind::kGemm1;
   if (ready.gemm0) return TaskKind::kGemm0;
   return TaskKind::kNone;

@@ -24,10 +24,10 @@ struct PacketScratch {
     int32_t* ids;     // [tokens of the block * K] chosen expert
     uint32_t* pairs;  // [tokens of the block * K]
   };
-  float* weights;     // [tokens of the block * K]
-  uint32_t* count;    // [E] pairs of the block routed to the expert
-  uint32_t* start;    // [E] index of the expert's next entry within its packet
-  uint32_t* entries;  // [R] entries of the packet for each rank
+  float* weights;         // [tokens of the block * K]
+  uint32_t* count;        // [E] pairs of the block routed to the expert
+  uint32_t* start;        // [E] index of the expert's next entry within its packet
+  uint32_t* entries;      // [R] entries of the packet for each rank
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
@@ -181,7 +181,8 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PacketScratch& s
   for_each_pair<P>(c, b, s.pairs, s.start, [&](uint32_t i, uint32_t pair, uint32_t place) {
     const uint32_t token = first + i / c.top_k, k = i % c.top_k;
     uint32_t ordinal = 0;
-    for (uint32_t j = c.reduced() ? i - k : i; j < i; ++j) ordinal += s.pairs[j] != Pair::kDropped && Pair::owner(s.pairs[j]) == Pair::owner(pair);
+    for (uint32_t j = c.reduced() ? i - k : i; j < i; ++j)
+      ordinal += s.pairs[j] != Pair::kDropped && Pair::owner(s.pairs[j]) == Pair::owner(pair);
     c.packet_entries(Pair::owner(pair), c.rank, first)[place] = {token, static_cast<uint16_t>(k),
                                                                  static_cast<uint16_t>(ordinal), s.weights[i]};
   });

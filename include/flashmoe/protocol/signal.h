@@ -16,9 +16,7 @@ struct Signal {
     return (epoch << kPayloadBits) | (payload & kPayloadMask);
   }
   FLASHMOE_HD static constexpr Epoch epoch(uint64_t word) { return word >> kPayloadBits; }
-  FLASHMOE_HD static constexpr uint32_t payload(uint64_t word) {
-    return static_cast<uint32_t>(word & kPayloadMask);
-  }
+  FLASHMOE_HD static constexpr uint32_t payload(uint64_t word) { return static_cast<uint32_t>(word & kPayloadMask); }
 };
 
 // The payload of call_signal: how many tokens the source has and how it cuts them into blocks.

@@ -15,12 +15,12 @@ struct alignas(64) Status {
 
 enum class FaultKind : uint32_t {
   kNone = 0,
-  kCallSignal = 1,    // a rank did not begin the call in time
-  kPacket = 2,        // a packet did not arrive in time
-  kReturn = 3,        // a return signal did not arrive in time
-  kLocal = 4,         // an actor of this rank did not progress in time
-  kDisagree = 5,      // a rank's call configuration differs from this rank's
-  kRouterValue = 6,   // a router logit is not finite
+  kCallSignal = 1,       // a rank did not begin the call in time
+  kPacket = 2,           // a packet did not arrive in time
+  kReturn = 3,           // a return signal did not arrive in time
+  kLocal = 4,            // an actor of this rank did not progress in time
+  kDisagree = 5,         // a rank's call configuration differs from this rank's
+  kRouterValue = 6,      // a router logit is not finite
   kDuplicateExpert = 7,  // given routing names one expert twice for one token
   kExpertRange = 8,      // given routing names an expert that does not exist
 };

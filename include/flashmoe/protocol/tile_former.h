@@ -26,11 +26,12 @@ class TileFormer {
 
   // Shared memory, uninitialised.
   struct Memory {
-    Expert* experts;                 // [El]
-    uint32_t (*ranges)[P::kLanes];   // [kBatch] each lane's entries of the batch's packets: first, and end << 16
+    Expert* experts;                // [El]
+    uint32_t (*ranges)[P::kLanes];  // [kBatch] each lane's entries of the batch's packets: first, and end << 16
   };
 
-  FLASHMOE_FN TileFormer(const Call& call, const Memory& memory) : c_(call), experts_(memory.experts), ranges_(memory.ranges) {
+  FLASHMOE_FN TileFormer(const Call& call, const Memory& memory)
+      : c_(call), experts_(memory.experts), ranges_(memory.ranges) {
     for (uint32_t l = P::lane(); l < c_.local_experts; l += P::kLanes) experts_[l] = {};
     P::sync();
   }

@@ -8,34 +8,34 @@ namespace flashmoe::sm90 {
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
 // One pair of overloads (32 and 64 bits) per instruction; "memory" keeps the compiler from moving plain accesses across.
-#define FLASHMOE_LOAD(name, ptx, tag)                                                 \
-  static __device__ __forceinline__ uint32_t name(const uint32_t* p tag) {            \
-    uint32_t v;                                                                       \
-    asm volatile(ptx ".u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");                 \
-    return v;                                                                         \
-  }                                                                                   \
-  static __device__ __forceinline__ uint64_t name(const uint64_t* p tag) {            \
-    uint64_t v;                                                                       \
-    asm volatile(ptx ".u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");                 \
-    return v;                                                                         \
+#define FLASHMOE_LOAD(name, ptx, tag)                                      \
+  static __device__ __forceinline__ uint32_t name(const uint32_t* p tag) { \
+    uint32_t v;                                                            \
+    asm volatile(ptx ".u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");      \
+    return v;                                                              \
+  }                                                                        \
+  static __device__ __forceinline__ uint64_t name(const uint64_t* p tag) { \
+    uint64_t v;                                                            \
+    asm volatile(ptx ".u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");      \
+    return v;                                                              \
   }
-#define FLASHMOE_STORE(name, ptx, tag)                                                \
-  static __device__ __forceinline__ void name(uint32_t* p, uint32_t v tag) {          \
-    asm volatile(ptx ".u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");                   \
-  }                                                                                   \
-  static __device__ __forceinline__ void name(uint64_t* p, uint64_t v tag) {          \
-    asm volatile(ptx ".u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");                   \
+#define FLASHMOE_STORE(name, ptx, tag)                                       \
+  static __device__ __forceinline__ void name(uint32_t* p, uint32_t v tag) { \
+    asm volatile(ptx ".u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");          \
+  }                                                                          \
+  static __device__ __forceinline__ void name(uint64_t* p, uint64_t v tag) { \
+    asm volatile(ptx ".u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");          \
   }
-#define FLASHMOE_ADD(name, ptx)                                                       \
-  static __device__ __forceinline__ uint32_t name(uint32_t* p, uint32_t v) {          \
-    uint32_t old;                                                                     \
-    asm volatile(ptx ".u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");   \
-    return old;                                                                       \
-  }                                                                                   \
-  static __device__ __forceinline__ uint64_t name(uint64_t* p, uint64_t v) {          \
-    uint64_t old;                                                                     \
-    asm volatile(ptx ".u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");   \
-    return old;                                                                       \
+#define FLASHMOE_ADD(name, ptx)                                                     \
+  static __device__ __forceinline__ uint32_t name(uint32_t* p, uint32_t v) {        \
+    uint32_t old;                                                                   \
+    asm volatile(ptx ".u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory"); \
+    return old;                                                                     \
+  }                                                                                 \
+  static __device__ __forceinline__ uint64_t name(uint64_t* p, uint64_t v) {        \
+    uint64_t old;                                                                   \
+    asm volatile(ptx ".u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory"); \
+    return old;                                                                     \
   }
 #define FLASHMOE_TAG(type) , type
 

@@ -44,9 +44,7 @@ def _library() -> Check:
 
         _ffi.layout_fields({})
     except Exception as error:
-        return Check(
-            "engine library", False, f"cannot be loaded: {error}", "pip install --force-reinstall flashmoe"
-        )
+        return Check("engine library", False, f"cannot be loaded: {error}", "pip install --force-reinstall flashmoe")
     return Check("engine library", True, "loads")
 
 
@@ -77,9 +75,7 @@ def _torch() -> Check:
     """Read from the package's metadata: importing torch takes seconds and is not needed to know it."""
     version = _version("torch")
     if version is None:
-        return Check(
-            "PyTorch", False, "optional: for torch tensors and flashmoe.nn", "pip install 'flashmoe[torch]'"
-        )
+        return Check("PyTorch", False, "optional: for torch tensors and flashmoe.nn", "pip install 'flashmoe[torch]'")
     return Check("PyTorch", True, version)
 
 

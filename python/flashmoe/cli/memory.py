@@ -12,9 +12,7 @@ from .render import console, print_error, show_memory_plan
 
 
 def command(
-    model: Annotated[
-        str | None, typer.Option(help="Shape of a published model, such as qwen3-30b-a3b.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Shape of a published model, such as qwen3-30b-a3b.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size H.")] = None,
     intermediate: Annotated[int | None, typer.Option(help="Intermediate size I of one expert.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts E in all.")] = None,
@@ -22,9 +20,7 @@ def command(
     ranks: Annotated[int, typer.Option(help="Ranks in the group.")] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    return_: Annotated[
-        str, typer.Option("--return", help="direct, reduced or auto (room for both).")
-    ] = "auto",
+    return_: Annotated[str, typer.Option("--return", help="direct, reduced or auto (room for both).")] = "auto",
     budget: Annotated[
         str | None,
         typer.Option(

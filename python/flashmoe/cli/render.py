@@ -124,9 +124,7 @@ def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
     if len(reports) > 1:
         head = ["rank", "rows out", "rows back", "sent", "padded rows", "padded bytes", "padded/sent"]
         _show_table("Sent to other ranks, and what a padded all-to-all would send", head, traffic)
-    phases = [
-        kind for kind in reports[0].phase_ns if kind != "idle" and any(r.phase_ns[kind] for r in reports)
-    ]
+    phases = [kind for kind in reports[0].phase_ns if kind != "idle" and any(r.phase_ns[kind] for r in reports)]
     _show_table(
         "Milliseconds (phases: summed over the processors)",
         ["rank", "wall", *phases, "processors", "idle"],
@@ -165,9 +163,7 @@ def show_verdict(verdict: Verdict) -> None:
         Text("PASS", style="bold green") if verdict.passed else Text("FAIL", style="bold red"),
         f"error {verdict.error:.2e} {comparison} bound {verdict.bound:.2e}",
     )
-    console.print(
-        Text("relative Frobenius norm, against float64; the bound is what rounding explains", style="dim")
-    )
+    console.print(Text("relative Frobenius norm, against float64; the bound is what rounding explains", style="dim"))
 
 
 def show_memory_plan(plan: MemoryPlan, described: str) -> None:

@@ -30,9 +30,7 @@ def command(
     tokens: Annotated[
         int | None, typer.Option(help="Tokens per rank.  [default: 512, or the shipped 2048 split evenly]")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the layer's]")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the layer's]")] = None,
     return_: Annotated[str, typer.Option("--return", help="direct, reduced or auto.")] = "auto",
     seed: Annotated[int | None, typer.Option(help="Of random weights and tokens.  [default: 0]")] = None,
     skew: Annotated[
@@ -92,9 +90,7 @@ def _refuse_idle_options(layer: Path | None, model: str | None, **given: float |
     needs = {"scale": model, "skew": model, "seed": model or layer}
     for name, value in given.items():
         if value is not None and needs[name] is None:
-            raise InvalidArgument(
-                f"--{name}: has an effect only with --model{' or --layer' * (name == 'seed')}"
-            )
+            raise InvalidArgument(f"--{name}: has an effect only with --model{' or --layer' * (name == 'seed')}")
 
 
 def _make_folder(folder: Path) -> None:

@@ -49,9 +49,7 @@ def verify(
     if not experts_exist.all():  # a reference cannot be computed with them
         return Verdict(float("nan"), float("nan"), int((~experts_exist).sum()))
     weights = weigh(logits, topk_ids, layer.renormalize)
-    slack, weight_variance = router_error(
-        x, layer.router, None, topk_ids, weights, renormalize=layer.renormalize
-    )
+    slack, weight_variance = router_error(x, layer.router, None, topk_ids, weights, renormalize=layer.renormalize)
     valid = check_topk(logits, topk_ids, slack)
     reference = moe_reference(
         x,

@@ -116,9 +116,7 @@ def _cast(layer: MoELayer, dtype: str | None) -> MoELayer:
     return replace(layer, **{name: array.astype(models.DTYPES[dtype]) for name, array in arrays.items()})
 
 
-def _deal(
-    title: str, layer: MoELayer, states: np.ndarray, limits: dict[str, Any], notes: list[str]
-) -> Workload:
+def _deal(title: str, layer: MoELayer, states: np.ndarray, limits: dict[str, Any], notes: list[str]) -> Workload:
     """Deal tokens and experts out, contiguously and as evenly as possible."""
     ranks = limits["ranks"]
     placement = contiguous(layer.experts, ranks)
