@@ -40,19 +40,20 @@ Problem read_problem(const char* path) {
   return p;
 }
 
-double median_ms(int repeats, const std::function<void()>& run) {
-  std::vector<double> ms;
-  for (int i = 0; i < repeats + 2; ++i) {
-    const uint64_t start = monotonic_ns();
-    run();
-    if (i >= 2) ms.push_back(static_cast<double>(monotonic_ns() - start) * 1e-6);
-  }
-  std::nth_element(ms.begin(), ms.begin() + repeats / 2, ms.end());
-  return ms[static_cast<size_t>(repeats) / 2];
+double milliseconds(const std::function<void()>& run) {
+  const uint64_t start = monotonic_ns();
+  run();
+  return static_cast<double>(monotonic_ns() - start) * 1e-6;
 }
 
-// The layer's GEMMs on ready inputs, nothing else: experts' rows in chunks of a tile, taken in turn by the threads; BLAS
-// calls of `call_rows` rows.
+double median(std::vector<double> v) {
+  const auto middle = v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2);
+  std::nth_element(v.begin(), middle, v.end());
+  return *middle;
+}
+
+// The layer's GEMMs on ready inputs and nothing else, as the yardstick has them: all experts' rows gathered beforehand,
+// chunks of a tile taken in turn by the threads, BLAS calls of `call_rows` rows, results left as the BLAS writes them.
 class PlainLoop {
  public:
   PlainLoop(const Problem& p, const Context& c, uint32_t threads, uint32_t call_rows)
@@ -61,10 +62,18 @@ class PlainLoop {
     for (uint32_t t = 0; t < p.tokens; ++t) {
       for (uint32_t k = 0; k < p.top_k; ++k) ++rows[static_cast<uint32_t>(c.routing(t)[k])];
     }
-    for (uint32_t t = 0; t < p.tokens; t += kTile) jobs_.push_back({p.experts, std::min(kTile, p.tokens - t)});
+    for (uint32_t t = 0; t < p.tokens; t += kTile) jobs_.push_back({p.experts, t, std::min(kTile, p.tokens - t)});
+    size_t first = 0;
     for (uint32_t e = 0; e < p.experts; ++e) {
-      for (uint32_t r = 0; r < rows[e]; r += kTile) jobs_.push_back({e, std::min(kTile, rows[e] - r)});
+      for (uint32_t r = 0; r < rows[e]; r += kTile) jobs_.push_back({e, first + r, std::min(kTile, rows[e] - r)});
+      first += rows[e];
     }
+    gathered_.assign(first * p.hidden, 0.5f);
+    gate_.resize(first * p.intermediate);
+    up_.resize(first * p.intermediate);
+    hidden_.assign(first * p.intermediate, 0.5f);
+    out_.resize(first * p.hidden);
+    logits_.resize(size_t{p.tokens} * p.experts);
   }
 
   void run() {
@@ -77,23 +86,23 @@ class PlainLoop {
  private:
   static constexpr uint32_t kTile = 128;
   struct Job {
-    uint32_t expert, rows;  // expert == experts: the router
+    uint32_t expert;  // == experts: the router
+    size_t first;     // row
+    uint32_t rows;
   };
 
-  void work(std::atomic<size_t>& next) const {
-    std::vector<float> in(size_t{kTile} * std::max(p_.hidden, p_.intermediate), 0.5f);
-    std::vector<float> out(size_t{kTile} * std::max({p_.hidden, p_.intermediate, p_.experts}));
+  void work(std::atomic<size_t>& next) {
+    const uint32_t h = p_.hidden, inner = p_.intermediate;
     for (size_t i = next++; i < jobs_.size(); i = next++) {
-      const auto [e, rows] = jobs_[i];
+      const auto [e, first, rows] = jobs_[i];
       if (e == p_.experts) {
-        multiply(out.data(), p_.x.data(), rows, p_.router.data(), p_.experts, p_.hidden);
+        multiply(&logits_[first * p_.experts], &p_.x[first * h], rows, p_.router.data(), p_.experts, h);
         continue;
       }
-      const float* gate_up = p_.gate_up.data() + size_t{e} * 2 * p_.intermediate * p_.hidden;
-      multiply(out.data(), in.data(), rows, gate_up, p_.intermediate, p_.hidden);
-      multiply(out.data(), in.data(), rows, gate_up + size_t{p_.intermediate} * p_.hidden, p_.intermediate, p_.hidden);
-      const float* down = p_.down.data() + size_t{e} * p_.hidden * p_.intermediate;
-      multiply(out.data(), in.data(), rows, down, p_.hidden, p_.intermediate);
+      const float* gate_up = &p_.gate_up[size_t{e} * 2 * inner * h];
+      multiply(&gate_[first * inner], &gathered_[first * h], rows, gate_up, inner, h);
+      multiply(&up_[first * inner], &gathered_[first * h], rows, gate_up + size_t{inner} * h, inner, h);
+      multiply(&out_[first * h], &hidden_[first * inner], rows, &p_.down[size_t{e} * h * inner], h, inner);
     }
   }
 
@@ -101,13 +110,15 @@ class PlainLoop {
     for (uint32_t r = 0; r < rows; r += call_rows_) {
       const auto m = static_cast<blasint>(std::min(call_rows_, rows - r));
       scipy_cblas_sgemm(CblasColMajor, CblasTrans, CblasNoTrans, m, static_cast<blasint>(n), static_cast<blasint>(k),
-                        1.0f, a + size_t{r} * k, static_cast<blasint>(k), w, static_cast<blasint>(k), 0.0f, out, m);
+                        1.0f, a + size_t{r} * k, static_cast<blasint>(k), w, static_cast<blasint>(k), 0.0f,
+                        out + size_t{r} * n, m);
     }
   }
 
   const Problem& p_;
   const uint32_t threads_, call_rows_;
   std::vector<Job> jobs_;
+  std::vector<float> gathered_, gate_, up_, hidden_, out_, logits_;
 };
 
 int run(const char* path, uint32_t processors, int repeats) {
@@ -138,16 +149,24 @@ int run(const char* path, uint32_t processors, int repeats) {
   options.placement.assign(p.experts, 0);
   options.order.window = 16 * processors;  // as python/flashmoe/ops.py has it
 
-  const double engine = median_ms(repeats, [&] { context.call(layer, options); });
+  context.call(layer, options);  // the plain loops need its routing
   const uint32_t unit = padded_rows(1, p.intermediate, p.hidden);
   PlainLoop same(p, context, processors, unit), free(p, context, processors, 128);
-  const double same_ms = median_ms(repeats, [&] { same.run(); });
-  const double free_ms = median_ms(repeats, [&] { free.run(); });
-  const double again = median_ms(repeats, [&] { context.call(layer, options); });
+  // In turn, so that whatever else the machine does falls on all three alike.
+  std::vector<double> engine_ms, same_ms, free_ms, over_same, over_free;
+  for (int i = 0; i < repeats; ++i) {
+    engine_ms.push_back(milliseconds([&] { context.call(layer, options); }));
+    same_ms.push_back(milliseconds([&] { same.run(); }));
+    free_ms.push_back(milliseconds([&] { free.run(); }));
+    over_same.push_back(engine_ms.back() / same_ms.back() - 1);
+    over_free.push_back(engine_ms.back() / free_ms.back() - 1);
+  }
   std::printf(
-      "{\"processors\": %u, \"blas_call_rows\": %u, \"engine_ms\": %.3f, \"engine_again_ms\": %.3f, "
-      "\"same_gemms_ms\": %.3f, \"gemms_of_128_rows_ms\": %.3f, \"blas_core\": \"%s\"}\n",
-      processors, unit, engine, again, same_ms, free_ms, scipy_openblas_get_corename());
+      "{\"processors\": %u, \"repeats\": %d, \"blas_core\": \"%s\", \"blas_call_rows\": %u, \"engine_ms\": %.3f, "
+      "\"same_gemms_ms\": %.3f, \"gemms_of_128_rows_ms\": %.3f, \"overhead_over_same_gemms\": %.4f, "
+      "\"overhead_over_gemms_of_128_rows\": %.4f}\n",
+      processors, repeats, scipy_openblas_get_corename(), unit, median(engine_ms), median(same_ms), median(free_ms),
+      median(over_same), median(over_free));
   return 0;
 }
 

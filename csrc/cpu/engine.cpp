@@ -166,7 +166,7 @@ void Engine::gemm0(uint32_t tile, uint32_t n) {
   };
   float* gate = project(out_, first);
   const float* up = gated ? project(up_, c_.intermediate + first) : nullptr;
-  activate(gate, gate, up, layer_.activation, uint64_t{t.rows} * count);
+  activate(gate, up, layer_.activation, uint64_t{t.rows} * count);
   for (uint32_t r = 0; r < t.rows; ++r) {
     narrow(c_.hidden_row(tile, r) + bytes(first), gate + size_t{r} * count, layer_.dtype, count);
   }

@@ -3,6 +3,7 @@
 #include <cblas.h>
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <random>
 #include <unordered_map>
@@ -73,6 +74,30 @@ CallSizes call_sizes(uint32_t n, uint32_t k) {
   return it->second;
 }
 
+// out[i, j] = in[j, i] for i < rows, j < n; rows of `in` are `stride` apart. By squares of four, which the compiler turns
+// into shuffles.
+void transpose(float* out, const float* in, uint32_t rows, uint32_t stride, uint32_t n) {
+  constexpr uint32_t kSide = 4;
+  uint32_t i = 0;
+  for (; i + kSide <= rows; i += kSide) {
+    uint32_t j = 0;
+    for (; j + kSide <= n; j += kSide) {
+      float square[kSide][kSide];
+      for (uint32_t y = 0; y < kSide; ++y) std::memcpy(square[y], in + size_t{j + y} * stride + i, sizeof(square[y]));
+      for (uint32_t x = 0; x < kSide; ++x) {
+        const float column[kSide] = {square[0][x], square[1][x], square[2][x], square[3][x]};
+        std::memcpy(out + size_t{i + x} * n + j, column, sizeof(column));
+      }
+    }
+    for (; j < n; ++j) {
+      for (uint32_t x = 0; x < kSide; ++x) out[size_t{i + x} * n + j] = in[size_t{j} * stride + i + x];
+    }
+  }
+  for (; i < rows; ++i) {
+    for (uint32_t j = 0; j < n; ++j) out[size_t{i} * n + j] = in[size_t{j} * stride + i];
+  }
+}
+
 }  // namespace
 
 uint32_t padded_rows(uint32_t rows, uint32_t n, uint32_t k) {
@@ -97,9 +122,7 @@ void gemm(float* out, const float* a, uint32_t rows, const void* w, uint64_t w_s
     const uint32_t real = std::min(sizes.most, rows - r);
     const uint32_t count = (real + sizes.unit - 1) / sizes.unit * sizes.unit;
     sgemm(buffers.piece.data(), a + size_t{r} * k, count, weights, w_stride, n, k);
-    for (uint32_t i = 0; i < real; ++i) {
-      for (uint32_t j = 0; j < n; ++j) out[size_t{r + i} * n + j] = buffers.piece[size_t{j} * count + i];
-    }
+    transpose(out + size_t{r} * n, buffers.piece.data(), real, count, n);
   }
 }
 

@@ -98,7 +98,7 @@ struct CpuMemory {
     if (idle < 64) {
       std::this_thread::yield();
     } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(idle < 1024 ? 20 : 200));
+      std::this_thread::sleep_for(std::chrono::microseconds(idle < 96 ? 20 : 200));
     }
   }
 };

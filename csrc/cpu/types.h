@@ -39,7 +39,8 @@ void narrow(void* to, const float* from, DType t, uint64_t n);
 // acc[i] += from[i]
 void accumulate(float* acc, const void* from, DType t, uint64_t n);
 
-// out[i] = activation(gate[i]), times up[i] for SwiGLU. up may be null otherwise.
-void activate(float* out, const float* gate, const float* up, Activation a, uint64_t n);
+// x[i] = activation(x[i]), times up[i] for SwiGLU. up may be null otherwise. (In place: with a separate output, the
+// compiler's check for overlap would choose the scalar loop.)
+void activate(float* x, const float* up, Activation a, uint64_t n);
 
 }  // namespace flashmoe::cpu
