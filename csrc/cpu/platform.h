@@ -95,10 +95,10 @@ struct CpuMemory {
   // There may be more threads than cores: give the core away soon, and then for longer.
   static constexpr bool kSleeps = true;
   static void backoff(uint32_t idle) {
-    if (idle < 64) {
+    if (idle < 16) {
       std::this_thread::yield();
     } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(idle < 96 ? 20 : 200));
+      std::this_thread::sleep_for(std::chrono::microseconds(idle < 64 ? 20 : 200));
     }
   }
 };

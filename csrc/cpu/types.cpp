@@ -54,15 +54,18 @@ void widen(float* to, const void* from, DType t, uint64_t n) {
   }
 }
 
-void narrow(void* to, const float* from, DType t, uint64_t n) {
+void narrow(void* to, const float* from, DType t, uint64_t n, float scale) {
+  auto* f = static_cast<float*>(to);
   auto* h = static_cast<uint16_t*>(to);
   switch (t) {
-    case DType::kFloat32: std::memcpy(to, from, n * 4); return;
+    case DType::kFloat32:
+      for (uint64_t i = 0; i < n; ++i) f[i] = from[i] * scale;
+      return;
     case DType::kBFloat16:
-      for (uint64_t i = 0; i < n; ++i) h[i] = float_to_bf16(from[i]);
+      for (uint64_t i = 0; i < n; ++i) h[i] = float_to_bf16(from[i] * scale);
       return;
     case DType::kFloat16:
-      for (uint64_t i = 0; i < n; ++i) h[i] = float_to_half(from[i]);
+      for (uint64_t i = 0; i < n; ++i) h[i] = float_to_half(from[i] * scale);
       return;
   }
 }
@@ -89,7 +92,8 @@ namespace {
 // a call per element; this vectorises, and gives the same bits on every machine and in every place of a row, which
 // vector and scalar versions of a library's need not. Argument reduction and coefficients: Cephes, expf.
 inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+  x = x > -87.0f ? x : -87.0f;  // one instruction each, written this way; a NaN is clamped, its SiLU still NaN
+  x = x < 88.0f ? x : 88.0f;
   constexpr float kRound = 0x1.8p23f;  // adding it leaves the nearest integer in the last bits
   const float shifted = x * 1.44269504088896341f + kRound;
   const float n = shifted - kRound;

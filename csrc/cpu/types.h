@@ -34,8 +34,8 @@ uint16_t float_to_half(float f);
 
 // n elements of type t to fp32.
 void widen(float* to, const void* from, DType t, uint64_t n);
-// n fp32 values to type t, round to nearest even.
-void narrow(void* to, const float* from, DType t, uint64_t n);
+// n fp32 values, times scale, to type t, round to nearest even.
+void narrow(void* to, const float* from, DType t, uint64_t n, float scale = 1.0f);
 // acc[i] += from[i]
 void accumulate(float* acc, const void* from, DType t, uint64_t n);
 
