@@ -23,7 +23,7 @@ def checked(placement: Sequence[int] | None, experts: int, ranks: int) -> tuple[
     except TypeError:
         raise InvalidArgument(f"placement: expected E={experts} rank numbers, got {placement!r}") from None
     if len(owners) != experts:
-        raise InvalidArgument(f"placement: expected a rank for each of E={experts} experts, got {len(owners)}")
+        raise InvalidArgument(f"placement: expected one rank for each of E={experts} experts, got {len(owners)}")
     for expert, rank in enumerate(owners):
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"placement: expected ranks in [0, {ranks}), got {rank} for expert {expert}")
