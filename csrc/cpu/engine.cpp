@@ -148,27 +148,27 @@ void Engine::gemm0(uint32_t tile, uint32_t n) {
   const Timed timed(trace_, Phase::kGemm0, tile, n);
   const Tile::Shape& t = c_.tile(tile)->shape;
   const auto [first, count] = columns(n, c_.intermediate);
-  const uint32_t rows = std::max(padded_rows(t.rows, count, c_.hidden), padded_rows(t.rows, 2 * count, c_.hidden));
+  const bool gated = layer_.activation == Activation::kSwiGlu;
+  // Where one block has all columns, gate and up rows are neighbours: one GEMM.
+  const bool together = gated && count == c_.intermediate;
+  const uint32_t pitch = together ? 2 * count : count;
+  const uint32_t rows = padded_rows(t.rows, pitch, c_.hidden);
   float* a = room(a_, size_t{rows} * c_.hidden);
   for_each_row(tile, [&](uint32_t row, uint32_t source, const Entry& entry) {
     widen(a + size_t{row} * c_.hidden, token_row(source, entry.token), layer_.dtype, c_.hidden);
   });
 
-  const bool gated = layer_.activation == Activation::kSwiGlu;
   const uint64_t weight_rows = uint64_t{c_.intermediate} * (gated ? 2 : 1);
-  auto project = [&](std::vector<float>& to, uint64_t first_row, uint32_t columns) {
-    float* out = room(to, size_t{rows} * columns);
+  auto project = [&](std::vector<float>& to, uint64_t first_row) {
+    float* out = room(to, size_t{rows} * pitch);
     const uint64_t row = t.expert * weight_rows + first_row;
     gemm(out, a, t.rows, static_cast<const uint8_t*>(layer_.gate_up) + bytes(row * c_.hidden), c_.hidden, layer_.dtype,
-         columns, c_.hidden, gemm_);
-    add_bias(out, t.rows, layer_.gate_up_bias, row, columns);
+         pitch, c_.hidden, gemm_);
+    add_bias(out, t.rows, layer_.gate_up_bias, row, pitch);
     return out;
   };
-  // Where one block has all columns, gate and up rows are neighbours: one GEMM.
-  const bool together = gated && count == c_.intermediate;
-  const uint32_t pitch = together ? 2 * count : count;
-  float* gate = project(out_, first, pitch);
-  const float* up = together ? gate + count : (gated ? project(up_, c_.intermediate + first, count) : nullptr);
+  float* gate = project(out_, first);
+  const float* up = together ? gate + count : (gated ? project(up_, c_.intermediate + first) : nullptr);
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
     activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, layer_.activation, count);

@@ -12,7 +12,7 @@ from . import placement as placements
 from .context import RETURN_MODES, Context
 from .errors import HeapError, InvalidArgument
 from .report import TASK_KINDS, CallReport
-from .tensors import DTYPES, Operand, as_view, dtype_name, empty_like, operand
+from .tensors import DTYPES, Operand, as_view, empty_like, operand
 from .trace import Event
 
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
@@ -370,6 +370,3 @@ def _events(flat: Sequence[int]) -> list[Event]:
         Event("os" if actor == 0 else f"processor {actor - 1}", _PHASES[phase], start, end, index, column)
         for actor, phase, start, end, index, column in rows
     ]
-
-
-__all__ = ["ACTIVATIONS", "dtype_name", "moe"]
