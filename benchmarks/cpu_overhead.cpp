@@ -147,7 +147,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   options.experts = p.experts;
   options.top_k = p.top_k;
   options.placement.assign(p.experts, 0);
-  options.order.window = 16 * processors;  // as python/flashmoe/ops.py has it
+  options.order = {.raster = 4, .window = 16 * processors};  // as python/flashmoe/ops.py has it
 
   context.call(layer, options);  // the plain loops need its routing
   const uint32_t unit = padded_rows(1, p.intermediate, p.hidden);

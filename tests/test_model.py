@@ -19,12 +19,17 @@ TWO_PROCESSORS = ["PROCESSORS0=2"]
 ONE_ROW_TILES = ["PAIRS=1", "ROWS=1"]
 
 CONFIGURATIONS = {
-    "direct, two processors": TWO_PROCESSORS,
-    "direct, two columns": ["COLUMNS0=2", "COLUMNS1=2"],
+    "direct": [],
+    "direct, two processors": [*ONE_ROW_TILES, *TWO_PROCESSORS],
+    "direct, two columns and groups": ["COLUMNS0=2", "COLUMNS1=2", "GROUPS=2", *ONE_ROW_TILES],
     "direct, two blocks": ["BLOCKS=2", "PAIRS=1"],
-    "reduced": ["REDUCED"],
+    "direct, two formers": ["EXPERTS=2", "BLOCKS1=0", "ROWS=1"],
+    "direct, rows computed before their source is closed": ["LATE_CLOSE", *ONE_ROW_TILES],
+    "direct, a rank without experts": ["IDLE_RANK", *TWO_PROCESSORS],
+    "reduced, two formers": ["REDUCED", "EXPERTS=2", "BLOCKS1=0", "ROWS=1"],
     "reduced, two processors": ["REDUCED", *ONE_ROW_TILES, *TWO_PROCESSORS],
-    "reduced, two columns": ["REDUCED", *ONE_ROW_TILES, "COLUMNS1=2"],
+    "reduced, a rank without experts": ["REDUCED", "IDLE_RANK"],
+    "reduced, two columns and groups": ["REDUCED", "IDLE_RANK", "COLUMNS1=2", "GROUPS=2", *ONE_ROW_TILES],
 }
 
 MODES = {"direct": ONE_ROW_TILES, "reduced": ["REDUCED", *ONE_ROW_TILES]}
@@ -36,6 +41,8 @@ BUGS = {
     "EPOCH_REUSE": ([], DEADLOCK),
     "LOST_TERMINATION": ([], DEADLOCK),
     "UNFLUSHED_TILES": ([], DEADLOCK),
+    "EARLY_CLOSE": ([], r"assertion violated .*\.return_rows\[.*\.epoch"),
+    "EAGER_RETURN": (["IDLE_RANK"], DEADLOCK),
     "COUNTER_KEPT": ([], r"assertion violated .*\.pending\["),
     "SHORT_QUEUE": (TWO_PROCESSORS, r"assertion violated .*\.queue\["),
 }

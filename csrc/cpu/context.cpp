@@ -18,7 +18,7 @@ uint64_t hash_bytes(const void* data, size_t n) {
   return h;
 }
 
-CallConfig make_config(const Layer& layer, const CallOptions& o) {
+CallConfig make_config(const Layer& layer, const CallOptions& o, const Call& call, uint32_t columns_per_task) {
   CallConfig config{};
   config.hidden = o.hidden;
   config.intermediate = o.intermediate;
@@ -29,6 +29,11 @@ CallConfig make_config(const Layer& layer, const CallOptions& o) {
   config.activation = static_cast<uint32_t>(layer.activation);
   config.capacity_factor = o.capacity_factor;
   config.placement = static_cast<uint32_t>(hash_bytes(o.placement.data(), o.placement.size() * sizeof(uint32_t)));
+  uint32_t ends[kMaxGroups] = {};  // in elements
+  for (uint32_t g = 0; g < call.groups; ++g) {
+    ends[g] = std::min(call.group_first[g + 1] * columns_per_task, o.hidden);
+  }
+  config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
   config.hash = hash_bytes(&config, sizeof(config));  // the field itself is still 0
   return config;
 }
@@ -96,7 +101,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
                 concat("tile: expected rows in [1, ", kMaxTileRows, "] and columns >= 1, got ", rows, " x ", columns));
   }
   limits_.tile_rows = rows;
-  limits_.tile_columns = columns;
+  limits_.gemm0_columns_per_task = limits_.gemm1_columns_per_task = columns;
   make_workspace();
 }
 
@@ -112,6 +117,14 @@ void Context::place(const std::vector<uint32_t>& placement) {
   call_.by_owner = by_owner_.data();
   call_.owner_base = owner_base_.data();
   call_.local_experts = owner_base_[call_.rank + 1] - owner_base_[call_.rank];
+}
+
+// Spreads GEMM1's columns evenly; no group is without any.
+void Context::cut_into_groups(uint32_t groups) {
+  call_.groups = std::clamp(groups, 1u, std::min(kMaxGroups, call_.gemm1_columns));
+  for (uint32_t g = 0; g <= call_.groups; ++g) {
+    call_.group_first[g] = static_cast<uint16_t>(call_.gemm1_columns * g / call_.groups);
+  }
 }
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
@@ -131,13 +144,12 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.capacity = static_cast<uint32_t>(std::min(capacity, 0x1p31));
   call_.return_mode = o.return_mode;
   call_.tile_rows = limits_.tile_rows;
-  call_.gemm0_columns = ceil_div(o.intermediate, limits_.tile_columns);
-  call_.gemm1_columns = ceil_div(o.hidden, limits_.tile_columns);
+  call_.gemm0_columns = ceil_div(o.intermediate, limits_.gemm0_columns_per_task);
+  call_.gemm1_columns = ceil_div(o.hidden, limits_.gemm1_columns_per_task);
+  cut_into_groups(o.groups);
   call_.order = o.order;
-  call_.config = make_config(layer, o);
+  call_.config = make_config(layer, o, call_, limits_.gemm1_columns_per_task);
   experts_.resize(std::max(call_.local_experts, 1u));
-  combined_.resize(ceil_div(call_.max_blocks, 32u));
-  column_next_.resize(call_.gemm1_columns);
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
 
@@ -167,9 +179,9 @@ void Context::run_actors() {
   wake_.notify_all();
   Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003);
   const uint64_t start = monotonic_ns();
-  run_os<CpuPlatform>(call_, {.subscriber = {sources_.data(), combined_.data(), {experts_.data(), ranges_}},
-                              .scheduler = {column_next_.data(), gemm0_tiles_, gemm1_tiles_},
-                              .seen = seen_.data()});
+  run_os<CpuPlatform>(
+      call_,
+      {.subscriber = {sources_.data(), {experts_.data(), 0, 1}}, .scheduler = &scheduler_, .seen = seen_.data()});
   traces_[0].add(Phase::kSchedule, start, monotonic_ns(), 0, 0);
   Perturbation::seed(0);
   std::unique_lock lock(mutex_);

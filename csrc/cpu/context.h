@@ -19,6 +19,7 @@ struct CallOptions {
   ReturnMode return_mode = ReturnMode::kDirect;
   double capacity_factor = 0.0;     // 0: dropless
   std::vector<uint32_t> placement;  // [E] owner rank of each expert
+  uint32_t groups = 1;              // return groups, as far as GEMM1 has columns for them
   OrderPolicy order;
   bool record_events = false;
   uint64_t perturbation = 0;  // seed of schedule perturbation, 0: none
@@ -61,6 +62,7 @@ class Context {
   void make_workspace();
   void prepare(const Layer& layer, const CallOptions& options);
   void place(const std::vector<uint32_t>& placement);
+  void cut_into_groups(uint32_t groups);
   void processor_loop(uint32_t id);
   void run_actors();
   CallReport report(const CallOptions& options, uint64_t start_ns, uint64_t end_ns) const;
@@ -76,11 +78,8 @@ class Context {
   // Placement tables and OS scratch, as Call and OsScratch point to them.
   std::vector<uint32_t> owner_, by_owner_, owner_base_;
   std::vector<Source> sources_;
-  std::vector<TileFormer<CpuPlatform>::Expert> experts_;
-  std::vector<uint32_t> combined_, column_next_;
-  uint32_t ranges_[TileFormer<CpuPlatform>::kBatch][CpuPlatform::kLanes];
-  uint32_t gemm0_tiles_[CpuPlatform::kLanes];
-  uint32_t gemm1_tiles_[Scheduler<CpuPlatform>::kGroups][CpuPlatform::kLanes];
+  std::vector<FormedExpert> experts_;
+  Scheduler<CpuPlatform>::Memory scheduler_;
   std::vector<Status> seen_;
 
   std::vector<ActorTrace> traces_;

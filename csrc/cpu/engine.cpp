@@ -33,13 +33,15 @@ class Timed {
 
 bool Engine::dispatch(uint32_t b) {
   const size_t pairs = size_t{c_.block_tokens()} * c_.top_k;
-  scratch_.resize(pairs + 2 * size_t{c_.experts} + c_.ranks);
-  uint32_t* const count = scratch_.data() + pairs;
-  const PacketScratch s{.pairs = scratch_.data(),
+  words_.resize(pairs + c_.ranks + 1);
+  halves_.resize(3 * size_t{c_.experts});
+  const PacketScratch s{.pairs = words_.data(),
                         .weights = room(weights_, pairs),
-                        .count = count,
-                        .start = count + c_.experts,
-                        .entries = count + 2 * size_t{c_.experts},
+                        .place = halves_.data(),
+                        .count = halves_.data() + c_.experts,
+                        .start = halves_.data() + 2 * size_t{c_.experts},
+                        .entries = words_.data() + pairs,
+                        .bad = words_.data() + pairs + c_.ranks,
                         .owner = c_.owner};
   {
     const Timed timed(trace_, Phase::kGate, b);
@@ -122,18 +124,6 @@ const uint8_t* Engine::token_row(uint32_t source, uint32_t token) const {
   return c_.dispatched_row(c_.rank, source, token);
 }
 
-template <class Visit>
-void Engine::for_each_row(uint32_t tile, Visit&& visit) const {
-  const Segment* segments = c_.segments(tile);
-  uint32_t row = 0;
-  for (uint32_t i = 0; i < c_.tile(tile)->shape.segments; ++i) {
-    const Segment s = segments[i];
-    const uint32_t p = c_.packet_source(s.packet);
-    const Entry* entries = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, c_.packet_block(s.packet))) + s.first;
-    for (uint32_t j = 0; j < s.count; ++j) visit(row++, p, entries[j]);
-  }
-}
-
 // rows[r, :] += bias[first, first + columns)
 void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns) {
   if (bias == nullptr) return;
@@ -147,16 +137,17 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
 void Engine::gemm0(uint32_t tile, uint32_t n) {
   const Timed timed(trace_, Phase::kGemm0, tile, n);
   const Tile::Shape& t = c_.tile(tile)->shape;
-  const auto [first, count] = columns(n, c_.intermediate);
+  const auto [first, count] = gemm0_columns(n);
   const bool gated = layer_.activation == Activation::kSwiGlu;
   // Where one block has all columns, gate and up rows are neighbours: one GEMM.
   const bool together = gated && count == c_.intermediate;
   const uint32_t pitch = together ? 2 * count : count;
   const uint32_t rows = padded_rows(t.rows, pitch, c_.hidden);
   float* a = room(a_, size_t{rows} * c_.hidden);
-  for_each_row(tile, [&](uint32_t row, uint32_t source, const Entry& entry) {
-    widen(a + size_t{row} * c_.hidden, token_row(source, entry.token), layer_.dtype, c_.hidden);
-  });
+  const Row* row_of = c_.tile_row(tile, 0);
+  for (uint32_t r = 0; r < t.rows; ++r) {
+    widen(a + size_t{r} * c_.hidden, token_row(row_of[r].source, row_of[r].token), layer_.dtype, c_.hidden);
+  }
 
   const uint64_t weight_rows = uint64_t{c_.intermediate} * (gated ? 2 : 1);
   auto project = [&](std::vector<float>& to, uint64_t first_row) {
@@ -179,7 +170,7 @@ void Engine::gemm0(uint32_t tile, uint32_t n) {
 void Engine::gemm1(uint32_t tile, uint32_t n) {
   const Timed timed(trace_, Phase::kGemm1, tile, n);
   const Tile::Shape& t = c_.tile(tile)->shape;
-  const auto [first, count] = columns(n, c_.hidden);
+  const auto [first, count] = gemm1_columns(n, n + 1);
   const uint32_t rows = padded_rows(t.rows, count, c_.intermediate);
   float* a = room(a_, size_t{rows} * c_.intermediate);
   for (uint32_t r = 0; r < t.rows; ++r) {
@@ -190,17 +181,19 @@ void Engine::gemm1(uint32_t tile, uint32_t n) {
   gemm(out, a, t.rows, static_cast<const uint8_t*>(layer_.down) + bytes(weight_row * c_.intermediate), c_.intermediate,
        layer_.dtype, count, c_.intermediate, gemm_);
   add_bias(out, t.rows, layer_.down_bias, weight_row, count);
-  for_each_row(tile, [&](uint32_t row, uint32_t home, const Entry& entry) {
-    uint8_t* to = c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal, limits_.max_tokens)
-                               : c_.return_row(home, entry.token, entry.k);
-    narrow(to + bytes(first), out + size_t{row} * count, layer_.dtype, count, entry.weight);
-  });
+  for (uint32_t r = 0; r < t.rows; ++r) {
+    const Row row = *c_.tile_row(tile, r);
+    uint8_t* to = c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal, limits_.max_tokens)
+                               : c_.return_row(row.source, row.token, row.k);
+    narrow(to + bytes(first), out + size_t{r} * count, layer_.dtype, count, row.weight);
+  }
 }
 
 void Engine::reduce(uint32_t packet, uint32_t n) {
   const Timed timed(trace_, Phase::kReduce, packet, n);
   const uint32_t p = c_.packet_source(packet), b = c_.packet_block(packet);
-  const auto [first, count] = columns(n, c_.hidden);
+  if (c_.packet_size(p, b) == 0) return;
+  const auto [first, count] = gemm1_columns(n, n + 1);
   const uint32_t first_token = c_.packet_first_token(p, b);
   const uint16_t* entries = c_.packet_counts(c_.rank, p, first_token);
   float* sum = room(out_, count);
@@ -214,19 +207,20 @@ void Engine::reduce(uint32_t packet, uint32_t n) {
   }
 }
 
-void Engine::combine(uint32_t b) {
-  const Timed timed(trace_, Phase::kCombine, b);
-  const uint32_t first = b << c_.log2_block;
-  float* sum = room(out_, c_.hidden);
-  for (uint32_t t = first; t < first + c_.tokens_in_block(b); ++t) {
-    std::fill_n(sum, c_.hidden, 0.0f);
+void Engine::combine(uint32_t b, uint32_t g) {
+  const Timed timed(trace_, Phase::kCombine, b, g);
+  const uint32_t first_token = b << c_.log2_block;
+  const auto [first, count] = gemm1_columns(c_.group_first[g], c_.group_first[g + 1]);
+  float* sum = room(out_, count);
+  for (uint32_t t = first_token; t < first_token + c_.tokens_in_block(b); ++t) {
+    std::fill_n(sum, count, 0.0f);
     const int32_t* ids = c_.routing(t);
     const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
     for (uint32_t slot = 0; slot < slots; ++slot) {
       const bool used = c_.reduced() ? goes_to(c_, t, slot) : ids[slot] >= 0;
-      if (used) accumulate(sum, c_.return_row(c_.rank, t, slot), layer_.dtype, c_.hidden);
+      if (used) accumulate(sum, c_.return_row(c_.rank, t, slot) + bytes(first), layer_.dtype, count);
     }
-    narrow(static_cast<uint8_t*>(layer_.out) + bytes(uint64_t{t} * c_.hidden), sum, layer_.dtype, c_.hidden);
+    narrow(static_cast<uint8_t*>(layer_.out) + bytes(uint64_t{t} * c_.hidden + first), sum, layer_.dtype, count);
   }
 }
 

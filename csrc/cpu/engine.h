@@ -26,26 +26,26 @@ class Engine {
   void gemm1(uint32_t tile, uint32_t n);
   // Sums this rank's rows for each token of the packet, columns of block n, and writes the sum home.
   void reduce(uint32_t packet, uint32_t n);
-  // out[block b] = sum of the returned rows
-  void combine(uint32_t b);
+  // out[block b, columns of return group g] = sum of the returned rows
+  void combine(uint32_t b, uint32_t g);
 
  private:
   bool route(uint32_t b, const PacketScratch& s);
   bool choose_experts(const float* logits, int32_t* ids, float* weights);
   void copy_rows(uint32_t b);
-  // Calls visit(row, packet's source, entry) for each row of a tile.
-  template <class Visit>
-  void for_each_row(uint32_t tile, Visit&& visit) const;
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns);
   uint64_t bytes(uint64_t elements) const { return elements * c_.element_bytes; }
-  // Columns [first, first + count) of block n of `total`.
+  // Columns [first, first + count), those of blocks [begin, end) of a GEMM.
   struct Columns {
     uint32_t first, count;
   };
-  Columns columns(uint32_t n, uint32_t total) const {
-    const uint32_t first = n * limits_.tile_columns;
-    return {first, min_of(limits_.tile_columns, total - first)};
+  static Columns columns(uint32_t begin, uint32_t end, uint32_t each, uint32_t total) {
+    return {begin * each, min_of(end * each, total) - begin * each};
+  }
+  Columns gemm0_columns(uint32_t n) const { return columns(n, n + 1, limits_.gemm0_columns_per_task, c_.intermediate); }
+  Columns gemm1_columns(uint32_t begin, uint32_t end) const {
+    return columns(begin, end, limits_.gemm1_columns_per_task, c_.hidden);
   }
 
   const Call& c_;
@@ -55,7 +55,8 @@ class Engine {
   // Buffers: operand rows, results (gate and up), a bias, router scores, combine weights, packet scratch.
   std::vector<float> a_, out_, up_, bias_, scores_, weights_;
   GemmBuffers gemm_;
-  std::vector<uint32_t> scratch_;
+  std::vector<uint32_t> words_;
+  std::vector<uint16_t> halves_;
 };
 
 }  // namespace flashmoe::cpu

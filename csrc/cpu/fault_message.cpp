@@ -16,7 +16,7 @@ std::string awaited(const Fault& r) {
       return concat("packet ", r.index, " of rank ", r.awaited, " (expected epoch ", r.expected, ", seen ", r.seen,
                     ")");
     case FaultKind::kReturn:
-      return concat("the return signal of rank ", r.awaited, " for token block ", r.index, " (expected epoch ",
+      return concat("the return signal of rank ", r.awaited, " for group ", r.index, " of the columns (expected epoch ",
                     r.expected, ", seen ", r.seen, ")");
     default: return concat("the ", r.actor == Actor::kOs ? "processors" : "OS actor", " of rank ", r.awaited);
   }
@@ -64,6 +64,9 @@ Error disagreement_error(const Call& c, const Fault& r) {
   number("capacity_factor", mine.capacity_factor, theirs.capacity_factor);
   if (mine.placement != theirs.placement && mine.experts == theirs.experts) {
     what += concat(what.empty() ? "" : "; ", "placement: rank ", a, " and rank ", b, " place the experts differently");
+  }
+  if (what.empty() && mine.groups != theirs.groups) {
+    what = concat("return groups: rank ", a, " and rank ", b, " cut the columns differently");
   }
   return {Kind::kGroup, concat("ranks disagree on call ", r.epoch, ": ", what)};
 }

@@ -107,6 +107,9 @@ struct CpuPlatform : CpuMemory {
   static constexpr uint32_t kLanes = 1;
   static uint32_t lane() { return 0; }
   static void sync() {}
+  static uint32_t workers() { return 1; }
+  static uint32_t worker() { return 0; }
+  static void team_sync() {}
   static uint32_t ballot(bool p) { return p ? 1 : 0; }
   template <class T>
   static T broadcast(T v, uint32_t) {

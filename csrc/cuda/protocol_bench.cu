@@ -3,11 +3,13 @@
 // Answers two questions. How many tasks per microsecond pass from ready to taken? How long does a processor that was
 // busy when its next task became ready stand still between the two?
 //
-// Roles. Every block is a processor, of the first three warps; the fourth is the OS actor in block 0, and idle elsewhere:
+// Roles. Every block is a processor, of the first three warps, and a former of every gridDim.x-th expert, in the
+// fourth; the fifth is the OS actor in block 0, and idle elsewhere:
 //   warp 0  taker     takes a ticket and waits for its task while the executor still works on the previous one
 //   warp 1  executor  dispatches its token blocks, then runs tasks
 //   warp 2  retirer   bumps the counters of the tasks that are done, while the executor is at the next
-//   warp 3  OS        block 0 only: no SM is given up for it
+//   warp 3  former    forms the tiles of its experts
+//   warp 4  OS        block 0 only: no SM is given up for it
 // Pipelines. taker -> executor and executor -> retirer: rings of two task words in shared memory; full[i] and empty[i]
 // count one arrival each.
 #include <cuda_runtime.h>
@@ -20,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "flashmoe/actors/former.h"
 #include "flashmoe/actors/os.h"
 #include "flashmoe/actors/processor.h"
 #include "flashmoe/protocol/packet.h"
@@ -30,12 +33,11 @@ namespace {
 
 using P = sm90::Platform;
 
-constexpr uint32_t kTakerWarp = 0, kExecutorWarp = 1, kRetirerWarp = 2, kOsWarp = 3;
-constexpr uint32_t kThreads = 128;
+constexpr uint32_t kTakerWarp = 0, kExecutorWarp = 1, kRetirerWarp = 2, kFormerWarp = 3, kOsWarp = 4;
+constexpr uint32_t kThreads = 160;
 constexpr uint32_t kMaxExperts = 512;
+constexpr uint32_t kMaxServed = 16;  // experts per former
 constexpr uint32_t kMaxPairs = 64 * 8;
-constexpr uint32_t kMaxBlocks = 4096;
-constexpr uint32_t kMaxColumns = 64;
 constexpr uint32_t kStamps = 1024;  // recorded tasks per processor and call
 
 // What one processor saw; times of one SM's clock in cycles, of the global timer in nanoseconds.
@@ -113,15 +115,14 @@ struct Shared {
   Ring next, done;
   int32_t ids[kMaxPairs];
   float weights[kMaxPairs];
-  uint32_t count[kMaxExperts], start[kMaxExperts], owner[kMaxExperts], entries[1];
+  uint16_t place[kMaxExperts], count[kMaxExperts], start[kMaxExperts];
+  uint32_t owner[kMaxExperts], entries[1], bad;
+  // Former.
+  FormedExpert experts[kMaxServed];
+  Source formed[1];
   // OS warp of block 0.
-  TileFormer<P>::Expert experts[kMaxExperts];
   Source sources[1];
-  uint32_t combined[kMaxBlocks / 32];
-  uint32_t column_next[kMaxColumns];
-  uint32_t ranges[TileFormer<P>::kBatch][P::kLanes];
-  uint32_t gemm0_tiles[P::kLanes];
-  uint32_t gemm1_tiles[Scheduler<P>::kGroups][P::kLanes];
+  Scheduler<P>::Memory scheduler;
   Status seen[1];
 };
 
@@ -130,7 +131,7 @@ __device__ void take_tasks(const Call& c, Shared& s) {
     s.next.wait_empty(n);
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
-    const Task task = next_task<P>(c, P::broadcast(ticket, 0));
+    const Task task = wait_task<P>(c, P::broadcast(ticket, 0));
     if (P::lane() == 0) s.next.put(n, task.pack());
     if (task.kind == TaskKind::kStop) return;
   }
@@ -142,7 +143,7 @@ __device__ void retire_tasks(const Call& c, Shared& s) {
     switch (task.kind) {
       case TaskKind::kGemm0: retire_gemm0<P>(c, task.index); break;
       case TaskKind::kGemm1: retire_gemm1<P>(c, task.index, task.column); break;
-      case TaskKind::kReduce: retire_reduce<P>(c, task.index); break;
+      case TaskKind::kReduce: retire_reduce<P>(c, task.index, task.column); break;
       case TaskKind::kStop: return;
       default: break;
     }
@@ -150,14 +151,20 @@ __device__ void retire_tasks(const Call& c, Shared& s) {
 }
 
 __device__ bool dispatch_block(const Call& c, const BenchArgs& args, Shared& s, uint32_t b) {
-  const PacketScratch scratch{
-      .ids = s.ids, .weights = s.weights, .count = s.count, .start = s.start, .entries = s.entries, .owner = s.owner};
+  const PacketScratch scratch{.ids = s.ids,
+                              .weights = s.weights,
+                              .place = s.place,
+                              .count = s.count,
+                              .start = s.start,
+                              .entries = s.entries,
+                              .bad = &s.bad,
+                              .owner = s.owner};
   const int32_t* ids = args.topk_ids + uint64_t{b << c.log2_block} * c.top_k;
   for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.top_k; i += P::kLanes) {
     s.ids[i] = ids[i];
     s.weights[i] = 1.0f;
   }
-  P::sync();
+  P::team_sync();
   if (!build_packets<P>(c, b, scratch)) return false;
   signal_packets<P>(c, b, scratch);
   return true;
@@ -226,11 +233,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     case kTakerWarp: take_tasks(c, s); break;
     case kExecutorWarp: run_tasks(c, args, s); break;
     case kRetirerWarp: retire_tasks(c, s); break;
+    case kFormerWarp: run_former<P>(c, s.formed, {s.experts, blockIdx.x, gridDim.x}); break;
     case kOsWarp:
       if (blockIdx.x == 0) {
-        run_os<P>(c, {.subscriber = {s.sources, s.combined, {s.experts, s.ranges}},
-                      .scheduler = {s.column_next, s.gemm0_tiles, s.gemm1_tiles},
-                      .seen = s.seen});
+        run_os<P>(c, {.subscriber = {s.sources, {}}, .scheduler = &s.scheduler, .seen = s.seen});
       }
       break;
     default: break;
@@ -285,10 +291,14 @@ class Bench {
     // Rows are never touched: the smallest that have the wanted number of columns.
     limits.hidden = shape.gemm1_columns;
     limits.intermediate = shape.gemm0_columns;
-    limits.tile_columns = 1;
+    limits.gemm0_columns_per_task = limits.gemm1_columns_per_task = 1;
     limits.elem_bytes = 2;
     limits.return_slots = shape.top_k;
     limits.processors = processors;
+    if (ceil_div(shape.experts, processors) > kMaxServed) {
+      std::fprintf(stderr, "%s: more experts than formers serve\n", shape.name);
+      std::exit(1);
+    }
 
     std::vector<uint32_t> owner(shape.experts, 0), by_owner(shape.experts), owner_base{0, shape.experts};
     for (uint32_t e = 0; e < shape.experts; ++e) by_owner[e] = e;
@@ -300,7 +310,9 @@ class Bench {
     call_.log2_block = shape.log2_block;
     call_.gemm0_columns = shape.gemm0_columns;
     call_.gemm1_columns = shape.gemm1_columns;
+    call_.group_first[1] = static_cast<uint16_t>(shape.gemm1_columns);
     call_.processors = processors;
+    call_.order.raster = 8;
     call_.order.window = processors;
     call_.timeout_ns = 2'000'000'000;
     call_.owner = device_copy(owner);

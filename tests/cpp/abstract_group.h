@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "flashmoe/actors/former.h"
 #include "flashmoe/actors/os.h"
 #include "flashmoe/actors/processor.h"
 #include "flashmoe/protocol/packet.h"
@@ -55,32 +56,37 @@ struct Ledger {
   explicit Ledger(const Limits& l)
       : contributed(uint64_t{l.max_tokens} * l.top_k), combined(l.max_tokens), gemm0(l.max_tiles()) {}
   Once contributed;  // [token, k] at the token's home: columns that its expert wrote
-  Once combined;     // [token]
+  Once combined;     // [token]: return groups
   Once gemm0;        // [tile]: columns computed
 };
 
 // What build_packets works in.
 class PacketMemory {
  public:
-  explicit PacketMemory(const Limits& l)
+  PacketMemory(const Limits& l, uint32_t workers)
       : ids_(kMaxTokenBlock * l.top_k),
         weights_(ids_.size()),
+        place_(workers * l.experts),
         count_(l.experts),
         start_(l.experts),
         entries_(l.ranks) {}
   PacketScratch of(const Call& c) {
     return {.ids = ids_.data(),
             .weights = weights_.data(),
+            .place = place_.data(),
             .count = count_.data(),
             .start = start_.data(),
             .entries = entries_.data(),
+            .bad = &bad_,
             .owner = c.owner};
   }
 
  private:
   std::vector<int32_t> ids_;
   std::vector<float> weights_;
-  std::vector<uint32_t> count_, start_, entries_;
+  std::vector<uint16_t> place_, count_, start_;
+  std::vector<uint32_t> entries_;
+  uint32_t bad_ = 0;
 };
 
 // The engine of one processor. `ledgers` are the ranks'.
@@ -88,22 +94,24 @@ template <class P>
 class AbstractEngine {
  public:
   AbstractEngine(const Call& call, const Limits& limits, std::vector<Ledger>& ledgers)
-      : c_(call), limits_(limits), ledgers_(ledgers), scratch_(limits) {}
+      : c_(call), limits_(limits), ledgers_(ledgers), scratch_(limits, P::workers()) {}
 
   void set_problem(const Problem& x) { x_ = &x; }
 
+  // All workers of the processor's team.
   bool dispatch(uint32_t b) {
+    const uint32_t thread = P::worker() * P::kLanes + P::lane(), threads = P::workers() * P::kLanes;
     const Problem::OfRank& mine = x_->of[c_.rank];
     const uint32_t first = b << c_.log2_block, end = first + c_.tokens_in_block(b);
     const PacketScratch s = scratch_.of(c_);
-    for (uint32_t i = P::lane(); i < (end - first) * c_.top_k; i += P::kLanes) {
+    for (uint32_t i = thread; i < (end - first) * c_.top_k; i += threads) {
       s.ids[i] = mine.ids[first * c_.top_k + i];
       s.weights[i] = mine.weights[first * c_.top_k + i];
     }
-    P::sync();
+    P::team_sync();
     if (!build_packets<P>(c_, b, s)) return false;
-    P::sync();  // the routing that goes_to reads
-    for (uint32_t t = first + P::lane(); t < end; t += P::kLanes) {
+    P::team_sync();  // the routing that goes_to reads
+    for (uint32_t t = first + thread; t < end; t += threads) {
       for (uint32_t q = 0; q < c_.ranks; ++q) {
         if (q == c_.rank || !goes_to(c_, t, q)) continue;
         uint64_t* row = words(c_.dispatched_row(q, c_.rank, t));
@@ -118,7 +126,7 @@ class AbstractEngine {
     const Tile::Shape t = c_.tile(tile)->shape;
     const uint32_t expert = c_.by_owner[c_.owner_base[c_.rank] + t.expert];
     bool remote = false;
-    const uint32_t rows = for_each_row(tile, [&](uint32_t row, uint32_t p, const Entry& entry) {
+    for_each_row(tile, [&](uint32_t row, uint32_t p, const Row& entry) {
       remote |= p != c_.rank;
       if (row % P::kLanes != P::lane()) return;
       const Problem::OfRank& source = x_->of[p];
@@ -132,11 +140,11 @@ class AbstractEngine {
         for (uint32_t i = 0; i < c_.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
       }
       uint64_t* hidden = words(c_.hidden_row(tile, row));
-      for_column(n, c_.intermediate, [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
+      for_columns(n, n + 1, limits_.gemm0_columns_per_task, c_.intermediate,
+                  [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
     });
     if (P::lane() == 0) {
-      CHECK(rows != 0 && rows <= c_.tile_rows);
-      CHECK_EQ(rows, t.rows);
+      CHECK(t.rows != 0 && t.rows <= c_.tile_rows);
       CHECK_EQ(uint32_t{remote}, t.remote);
       ledgers_[c_.rank].gemm0.mark(tile, n);
     }
@@ -144,7 +152,7 @@ class AbstractEngine {
   }
 
   void gemm1(uint32_t tile, uint32_t n) {
-    for_each_row(tile, [&](uint32_t row, uint32_t home, const Entry& entry) {
+    for_each_row(tile, [&](uint32_t row, uint32_t home, const Row& entry) {
       if (row % P::kLanes != P::lane()) return;
       const uint64_t* hidden = words(c_.hidden_row(tile, row));
       for (uint32_t i = 0; i < c_.intermediate; ++i) {
@@ -152,8 +160,8 @@ class AbstractEngine {
       }
       uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal, limits_.max_tokens)
                                         : c_.return_row(home, entry.token, entry.k));
-      for_column(n, c_.hidden,
-                 [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
+      for_gemm1_columns(n, n + 1,
+                        [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
       ledgers_[home].contributed.mark(entry.token * c_.top_k + entry.k, n);
     });
     P::sync();
@@ -162,12 +170,16 @@ class AbstractEngine {
   void reduce(uint32_t packet, uint32_t n) {
     const uint32_t p = c_.packet_source(packet), b = c_.packet_block(packet);
     const uint32_t first = c_.packet_first_token(p, b);
+    if (c_.packet_size(p, b) == 0) {
+      for (uint32_t t = 0; t < c_.packet_tokens(p, b); ++t) CHECK_EQ(x_->entries(p, first + t, c_.rank, c_.top_k), 0u);
+      return;
+    }
     const uint16_t* counts = c_.packet_counts(c_.rank, p, first);
     for (uint32_t t = P::lane(); t < c_.packet_tokens(p, b); t += P::kLanes) {
       CHECK_EQ(x_->entries(p, first + t, c_.rank, c_.top_k), counts[t]);
       if (counts[t] == 0) continue;
       uint64_t* to = words(c_.return_row(p, first + t, c_.rank));
-      for_column(n, c_.hidden, [&](uint32_t i) {
+      for_gemm1_columns(n, n + 1, [&](uint32_t i) {
         to[i] = 0;
         for (uint32_t j = 0; j < counts[t]; ++j) {
           to[i] += words(c_.staged_row(p, first + t, j, limits_.max_tokens))[i];
@@ -178,10 +190,10 @@ class AbstractEngine {
   }
 
   // Sums wrap around, hence are exact: a contribution that is missing, doubled or stale shows.
-  void combine(uint32_t b) {
+  void combine(uint32_t b, uint32_t g) {
     const uint32_t first = b << c_.log2_block;
     for (uint32_t t = first + P::lane(); t < first + c_.tokens_in_block(b); t += P::kLanes) {
-      for (uint32_t i = 0; i < c_.hidden; ++i) {
+      for_gemm1_columns(c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
         uint64_t sum = 0, expected = 0;
         for (uint32_t k = 0; k < c_.top_k; ++k) {
           if (x_->owner_of(c_.rank, t, k) == ~0u) continue;
@@ -192,8 +204,8 @@ class AbstractEngine {
           if (goes_to(c_, t, q)) sum += words(c_.return_row(c_.rank, t, q))[i];
         }
         CHECK_EQ(sum, expected);
-      }
-      ledgers_[c_.rank].combined.mark(t, 0);
+      });
+      ledgers_[c_.rank].combined.mark(t, g);
     }
     P::sync();
   }
@@ -201,24 +213,30 @@ class AbstractEngine {
  private:
   static uint64_t* words(uint8_t* row) { return reinterpret_cast<uint64_t*>(row); }
 
-  // Calls visit(i) for the words of column block n of `total`.
+  // Calls visit(i) for the words of column blocks [begin, end) of `total`.
   template <class Visit>
-  void for_column(uint32_t n, uint32_t total, Visit&& visit) const {
-    const uint32_t first = n * limits_.tile_columns;
-    for (uint32_t i = first; i < min_of(first + limits_.tile_columns, total); ++i) visit(i);
+  static void for_columns(uint32_t begin, uint32_t end, uint32_t each, uint32_t total, Visit&& visit) {
+    for (uint32_t i = begin * each; i < min_of(end * each, total); ++i) visit(i);
+  }
+  template <class Visit>
+  void for_gemm1_columns(uint32_t begin, uint32_t end, Visit&& visit) const {
+    for_columns(begin, end, limits_.gemm1_columns_per_task, c_.hidden, visit);
   }
 
-  // Calls visit(row, packet's source, entry) for each row of a tile; returns how many there are.
+  // Calls visit(row, source, entry) for each row of a tile, whose segments must say the same.
   template <class Visit>
-  uint32_t for_each_row(uint32_t tile, Visit&& visit) const {
+  void for_each_row(uint32_t tile, Visit&& visit) const {
+    const Tile::Shape t = c_.tile(tile)->shape;
     uint32_t row = 0;
-    for (uint32_t i = 0; i < c_.tile(tile)->shape.segments; ++i) {
+    for (uint32_t i = 0; i < t.segments; ++i) {
       const Segment s = c_.segments(tile)[i];
-      const uint32_t p = c_.packet_source(s.packet), b = c_.packet_block(s.packet);
-      const Entry* entries = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b)) + s.first;
-      for (uint32_t j = 0; j < s.count; ++j) visit(row++, p, entries[j]);
+      CHECK(s.count != 0);
+      for (uint32_t end = row + s.count; row < end; ++row) {
+        CHECK_EQ(uint32_t{c_.tile_row(tile, row)->source}, s.source);
+        visit(row, s.source, *c_.tile_row(tile, row));
+      }
     }
-    return row;
+    CHECK_EQ(row, t.rows);
   }
 
   const Call& c_;
@@ -231,20 +249,20 @@ class AbstractEngine {
 // The rank whose actor this thread is.
 inline thread_local uint32_t this_rank = 0;
 
-// One rank: its workspace and its actors. The heaps are the group's.
+// One rank: its workspace and its actors. The heaps are the group's. The OS actor forms the tiles itself, or `formers`
+// actors of their own do.
 template <class P>
 class Rank {
  public:
-  Rank(uint32_t rank, const Limits& limits, uint8_t* const* heaps, std::vector<Ledger>& ledgers)
+  Rank(uint32_t rank, const Limits& limits, uint32_t formers, uint8_t* const* heaps, std::vector<Ledger>& ledgers)
       : limits_(limits),
+        formers_(formers),
         ledger_(ledgers[rank]),
         work_(make_work_layout(limits).bytes),
-        sources_(limits.ranks),
-        experts_(limits.max_local_experts),
-        combined_(ceil_div(limits.max_blocks(), 32u)),
-        column_next_(limits.gemm1_columns()),
+        sources_(formers + 1, std::vector<Source>(limits.ranks)),
+        experts_(formers + 1, std::vector<FormedExpert>(limits.max_local_experts)),
         seen_(limits.ranks),
-        actors_(static_cast<ptrdiff_t>((limits.processors + 1) * P::kLanes)) {
+        actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers) * P::kLanes)) {
     call.rank = rank;
     call.ranks = limits.ranks;
     call.processors = limits.processors;
@@ -268,10 +286,11 @@ class Rank {
   uint32_t run(const std::vector<Problem>& problems) {
     std::vector<std::thread> threads;
     succeeded_ = 0;
-    for (uint32_t actor = 0; actor <= limits_.processors; ++actor) {
+    for (uint32_t actor = 0; actor <= limits_.processors + formers_; ++actor) {
       threads.emplace_back([&, actor] {
         this_rank = call.rank;
-        run_warp<P>([&] { run_actor(actor, problems); });
+        const auto body = [&] { run_actor(actor, problems); };
+        is_processor(actor) ? run_team<P>(body) : run_warp<P>(body);
       });
     }
     for (std::thread& t : threads) t.join();
@@ -291,8 +310,12 @@ class Rank {
     call.experts = x.experts;
     call.top_k = x.top_k;
     call.return_mode = x.return_mode;
-    call.gemm0_columns = ceil_div(x.intermediate, limits_.tile_columns);
-    call.gemm1_columns = ceil_div(x.hidden, limits_.tile_columns);
+    call.gemm0_columns = ceil_div(x.intermediate, limits_.gemm0_columns_per_task);
+    call.gemm1_columns = ceil_div(x.hidden, limits_.gemm1_columns_per_task);
+    call.groups = min_of(x.groups, call.gemm1_columns);
+    for (uint32_t g = 0; g <= call.groups; ++g) {
+      call.group_first[g] = static_cast<uint16_t>(call.gemm1_columns * g / call.groups);
+    }
     call.owner = x.owner.data();
     call.by_owner = x.by_owner.data();
     call.owner_base = x.owner_base.data();
@@ -302,21 +325,29 @@ class Rank {
   }
 
  private:
+  // Actor 0 is the OS actor; processors and formers follow.
+  bool is_processor(uint32_t actor) const { return actor != 0 && actor <= limits_.processors; }
+
   void run_actor(uint32_t actor, const std::vector<Problem>& problems) {
     const bool leader = actor == 0 && P::lane() == 0;
     for (const Problem& x : problems) {
       if (leader) prepare(x);
       meet();
       if (perturbation != 0) {
-        cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor * P::kLanes + P::lane()) | 1);
+        cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor, P::worker() * P::kLanes + P::lane()) | 1);
       }
       if (actor == 0) {
-        const bool ok = run_os<P>(call, {.subscriber = {sources_.data(), combined_.data(), {experts_.data(), ranges_}},
-                                         .scheduler = {column_next_.data(), gemm0_tiles_, gemm1_tiles_},
+        const bool ok = run_os<P>(call, {.subscriber = {sources_[0].data(), {experts_[0].data(), 0, formers_ == 0}},
+                                         .scheduler = &scheduler_,
                                          .seen = seen_.data()});
         if (leader) aborted_ = !ok;
-      } else {
+      } else if (!is_processor(actor)) {
+        const uint32_t id = actor - limits_.processors - 1;
+        run_former<P>(call, sources_[id + 1].data(), {experts_[id + 1].data(), id, formers_});
+      } else if (P::worker() == 0) {
         run_processor<P>(call, actor - 1, engines_[actor - 1]);
+      } else {
+        help_dispatch(actor - 1);
       }
       cpu::Perturbation::seed(0);
       meet();
@@ -325,6 +356,12 @@ class Rank {
         check_end(x);
         ++succeeded_;
       }
+    }
+  }
+
+  void help_dispatch(uint32_t processor) {
+    for (uint32_t b = processor; b < call.blocks(); b += call.processors) {
+      if (!engines_[processor].dispatch(b)) return;
     }
   }
 
@@ -345,11 +382,12 @@ class Rank {
     CHECK_EQ(control.fault_claim.value, 0u);
     CHECK(all_zero<uint64_t>(WorkField::kQueue, limits_.queue_capacity()));
     CHECK(all_zero<uint64_t>(WorkField::kReadyList, limits_.list_capacity()));
-    const uint64_t packets = uint64_t{limits_.ranks} * limits_.max_blocks();
-    CHECK(all_zero<uint32_t>(WorkField::kPending, packets * (limits_.staging ? limits_.gemm1_columns() : 1)));
-    CHECK(all_zero<uint32_t>(WorkField::kReduceDone, limits_.staging * packets));
+    CHECK_EQ(control.tiles.value, 0u);
+    const uint64_t counters = limits_.staging ? max_of(limits_.gemm1_columns(), kMaxGroups) : kMaxGroups;
+    CHECK(all_zero<uint64_t>(WorkField::kPending, limits_.ranks * counters));
+    CHECK(all_zero<uint32_t>(WorkField::kReduceDone, uint64_t{limits_.staging} * limits_.ranks * kMaxGroups));
     for (uint32_t t = 0; t < limits_.max_tokens; ++t) {
-      CHECK(ledger_.combined.whole(t, t < call.tokens ? 1 : 0));
+      CHECK(ledger_.combined.whole(t, t < call.tokens ? call.groups : 0));
       for (uint32_t k = 0; t < call.tokens && k < call.top_k; ++k) {
         const bool kept = x.owner_of(call.rank, t, k) != ~0u;
         CHECK(ledger_.contributed.whole(t * call.top_k + k, kept ? call.gemm1_columns : 0));
@@ -382,14 +420,13 @@ class Rank {
   }
 
   const Limits limits_;
+  const uint32_t formers_;
   Ledger& ledger_;
   Region work_;
-  std::vector<Source> sources_;
-  std::vector<typename TileFormer<P>::Expert> experts_;
-  std::vector<uint32_t> combined_, column_next_;
-  uint32_t ranges_[TileFormer<P>::kBatch][P::kLanes];
-  uint32_t gemm0_tiles_[P::kLanes];
-  uint32_t gemm1_tiles_[Scheduler<P>::kGroups][P::kLanes];
+  // [OS actor, formers ...]
+  std::vector<std::vector<Source>> sources_;
+  std::vector<std::vector<FormedExpert>> experts_;
+  typename Scheduler<P>::Memory scheduler_;
   std::vector<Status> seen_;
   std::deque<AbstractEngine<P>> engines_;
   std::barrier<> actors_;
@@ -400,14 +437,14 @@ class Rank {
 template <class P>
 class AbstractGroup {
  public:
-  explicit AbstractGroup(const Limits& limits) : heap_bytes(make_heap_layout(limits).bytes) {
+  explicit AbstractGroup(const Limits& limits, uint32_t formers = 0) : heap_bytes(make_heap_layout(limits).bytes) {
     for (uint32_t p = 0; p < limits.ranks; ++p) {
       regions_.emplace_back(heap_bytes);
       heaps_.push_back(regions_.back().base());
       ledgers_.emplace_back(limits);
     }
     for (uint32_t p = 0; p < limits.ranks; ++p) {
-      ranks_.push_back(std::make_unique<Rank<P>>(p, limits, heaps_.data(), ledgers_));
+      ranks_.push_back(std::make_unique<Rank<P>>(p, limits, formers, heaps_.data(), ledgers_));
     }
   }
 

@@ -39,6 +39,7 @@ struct Problem {
 
   Epoch epoch = 0;
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  uint32_t groups = 1;  // return groups, as far as there are columns for them
   ReturnMode return_mode = ReturnMode::kDirect;
   std::vector<uint32_t> owner, by_owner, owner_base;
   std::vector<OfRank> of;
@@ -115,6 +116,7 @@ class Problems {
     x.intermediate = 1 + below(l_.intermediate);
     x.experts = l_.experts;
     x.top_k = 1 + below(l_.top_k);
+    x.groups = 1 + below(kMaxGroups);
     x.return_mode = one_of({ReturnMode::kDirect, ReturnMode::kReduced});
     std::vector<uint32_t> owners(x.experts);
     const bool uneven = below(3) == 0;  // then ranks without any expert occur
@@ -127,7 +129,7 @@ class Problems {
       r.tokens = one_of({0u, 1u, l_.max_tokens, below(l_.max_tokens + 1), below(l_.max_tokens + 1)});
       r.log2_block = 3 + below(3);
       r.capacity = capacity ? 1 + below(l_.max_tokens) : 0;
-      r.order = {one_of({0u, 3u, 1000u}), below(2), one_of({0u, 1u, 9u})};
+      r.order = {one_of({0u, 3u, 1000u}), one_of({1u, 2u, kMaxRaster}), one_of({0u, 1u, 9u})};
       std::vector<int32_t> choice(popular);
       std::iota(choice.begin(), choice.end(), 0);
       for (uint32_t t = 0; t < r.tokens; ++t) {

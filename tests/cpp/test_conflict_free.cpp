@@ -139,7 +139,9 @@ void claim_accessors(Claims& claims, const Call& c, const Limits& l, OwnerOf&& o
     for (uint32_t b = 0; b < l.max_blocks(); ++b) {
       claims.claim(q, HeapField::kPacketSignal, c.packet_signal(q, p, b), 8, p);
       claims.claim(q, HeapField::kPacketOffsets, c.packet_offsets(q, p, b), 2 * (l.max_local_experts + 1), p);
-      claims.claim(q, HeapField::kReturnSignal, c.return_signal(q, p, b), 8, p);
+    }
+    for (uint32_t g = 0; g < kMaxGroups; ++g) {
+      claims.claim(q, HeapField::kReturnSignal, c.return_signal(q, p, g), 8, p);
     }
     for (uint32_t t = 0; t < l.max_tokens; ++t) {
       claims.claim(q, HeapField::kPacketCounts, c.packet_counts(q, p, t), 2, p);
@@ -188,7 +190,7 @@ Limits small(uint32_t ranks, uint32_t tokens, uint32_t local_experts, uint32_t t
   l.staging = mode == ReturnMode::kReduced;
   l.intermediate = 2;
   l.tile_rows = 3;
-  l.tile_columns = 2;
+  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 2;
   return l;
 }
 
@@ -320,7 +322,7 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
   for (Problem::OfRank& r : x.of) r.tokens = tokens;
   for (uint32_t q = 0; q < ranks; ++q) group.rank(q).prepare(x);
 
-  PacketMemory scratch(l);
+  PacketMemory scratch(l, 1);
   const Call& home = group.rank(0).call;
   const PacketScratch s = scratch.of(home);
   for (uint32_t q = 0; q < ranks; ++q) announce<cpu::CpuPlatform>(group.rank(q).call);

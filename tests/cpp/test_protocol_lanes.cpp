@@ -1,17 +1,18 @@
-// Whole calls of the protocol with warps of 1, 4 and 8 lanes: random routing, changing sizes, both return
-// modes, capacity, every order policy. What is checked is in abstract_group.h; under ThreadSanitizer, races
-// between lanes too.
+// Whole calls of the protocol with warps of 1 to 8 lanes, teams of 1 to 3 warps, and tiles formed by the OS actor or by
+// formers: random routing, changing sizes, both return modes, capacity, every order policy. What is checked is in
+// abstract_group.h; under ThreadSanitizer, races between lanes and warps too.
 #include "abstract_group.h"
 
 namespace flashmoe::test {
 namespace {
 
 template <class P>
-void run(const char* name, Limits limits, uint32_t calls, uint64_t seed) {
-  AbstractGroup<P> group(limits);
+void run(const char* name, Limits limits, uint32_t calls, uint64_t seed, uint32_t formers = 0) {
+  AbstractGroup<P> group(limits, formers);
   for (uint32_t p = 0; p < limits.ranks; ++p) group.rank(p).perturbation = seed % 2 == 0 ? seed + p : 0;
   group.run(Problems(limits, seed).draw(calls));
-  std::printf("%s: %u ranks, %u processors, %u calls\n", name, limits.ranks, limits.processors, calls);
+  std::printf("%s: %u ranks, %u processors, %u formers, %u calls\n", name, limits.ranks, limits.processors, formers,
+              calls);
   std::fflush(stdout);
 }
 
@@ -20,7 +21,7 @@ Limits limits(uint32_t ranks, uint32_t processors) {
   l.ranks = ranks;
   l.processors = processors;
   l.max_tokens = 40;
-  l.hidden = 5;
+  l.hidden = 9;
   l.intermediate = 4;
   l.experts = 7;
   l.max_local_experts = 7;
@@ -29,7 +30,7 @@ Limits limits(uint32_t ranks, uint32_t processors) {
   l.return_slots = max_of(ranks, l.top_k);
   l.staging = 1;
   l.tile_rows = 6;
-  l.tile_columns = 2;
+  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 2;
   return l;
 }
 
@@ -60,7 +61,11 @@ int main() {
     run<flashmoe::cpu::CpuPlatform>("1 lane", wide(), 50, seed);
     run<WarpPlatform<4>>("4 lanes", limits(2, 2), 10, seed);
     run<WarpPlatform<8>>("8 lanes", limits(2, 1), 10, seed);
+    // As on a GPU: tiles formed beside the OS actor, packets built by several warps. 7 experts do not divide evenly.
+    run<flashmoe::cpu::CpuPlatform>("1 lane", limits(3, 2), 50, seed, 3);
+    run<WarpPlatform<2, 3>>("3 warps of 2 lanes", limits(2, 1), 10, seed, 2);
   }
+  run<WarpPlatform<4, 2>>("2 warps of 4 lanes", limits(2, 2), 10, 9, 8);  // more formers than experts
   run<WarpPlatform<4>>("4 lanes", limits(3, 1), 15, 5);
   run<WarpPlatform<4>>("4 lanes", wide(), 10, 6);
   run<WarpPlatform<8>>("8 lanes", smallest(), 30, 7);

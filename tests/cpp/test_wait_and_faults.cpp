@@ -31,7 +31,7 @@ struct Waiter {
     call.work = control.base();
     call.timeout_ns = 100 * kMs;
   }
-  Region control{sizeof(Control)};  // the workspace's first field
+  Region control{align_up<uint64_t>(sizeof(Control), 256)};  // the workspace's first field
   Call call;
 };
 
@@ -109,7 +109,7 @@ Limits three_ranks() {
   l.return_slots = 3;
   l.staging = 1;
   l.tile_rows = 128;
-  l.tile_columns = 2;
+  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 2;
   return l;
 }
 

@@ -9,6 +9,7 @@
 
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <thread>
 #include <unordered_set>
 #include <vector>
@@ -18,26 +19,25 @@
 
 namespace flashmoe::test {
 
-template <uint32_t Lanes>
+template <uint32_t Lanes, uint32_t Workers = 1>
 class WarpPlatform : public cpu::CpuMemory {
  public:
   static constexpr uint32_t kLanes = Lanes;
 
-  // Runs body() on every lane of a new warp; returns when all lanes have.
+  // Runs body() on every lane of a new warp, or of a new team of warps; returns when all lanes have.
   template <class Body>
   static void run_warp(Body&& body) {
-    Warp warp;
-    std::vector<std::thread> lanes;
-    for (uint32_t i = 0; i < Lanes; ++i) {
-      lanes.emplace_back([&, i] {
-        self() = {.warp = &warp, .lane = i};
-        body();
-      });
-    }
-    for (std::thread& t : lanes) t.join();
+    run<1>(body);
+  }
+  template <class Body>
+  static void run_team(Body&& body) {
+    run<Workers>(body);
   }
 
   static uint32_t lane() { return self().lane; }
+  static uint32_t workers() { return Workers; }
+  static uint32_t worker() { return self().worker; }
+  static void team_sync() { self().team->arrive_and_wait(); }
 
   template <class Scope>
   static uint64_t poll(const uint64_t* p, Scope) {
@@ -106,13 +106,28 @@ class WarpPlatform : public cpu::CpuMemory {
   using Warp = std::array<Slot, Lanes>;
   struct Self {
     Warp* warp = nullptr;
-    uint32_t lane = 0;
+    std::barrier<>* team = nullptr;
+    uint32_t lane = 0, worker = 0;
     uint32_t meeting = 0;
     std::unordered_set<const uint64_t*> polled{};  // since the last fence
   };
   static Self& self() {
     thread_local Self me;
     return me;
+  }
+
+  template <uint32_t Warps, class Body>
+  static void run(Body&& body) {
+    std::array<Warp, Warps> warps;
+    std::barrier<> team(Warps * Lanes);
+    std::vector<std::thread> lanes;
+    for (uint32_t i = 0; i < Warps * Lanes; ++i) {
+      lanes.emplace_back([&, i] {
+        self() = {.warp = &warps[i / Lanes], .team = &team, .lane = i % Lanes, .worker = i / Lanes};
+        body();
+      });
+    }
+    for (std::thread& t : lanes) t.join();
   }
 
   static std::array<uint32_t, Lanes> exchange(Op op, uint32_t value,
@@ -146,6 +161,15 @@ void run_warp(Body&& body) {
     P::run_warp(body);
   } else {
     body();
+  }
+}
+
+template <class P, class Body>
+void run_team(Body&& body) {
+  if constexpr (requires { P::run_team(body); }) {
+    P::run_team(body);
+  } else {
+    run_warp<P>(body);
   }
 }
 

@@ -1,5 +1,5 @@
 /*
- * The protocol of docs/protocol.md (both return modes) for two ranks with one expert each, for Spin.
+ * The protocol of docs/protocol.md (both return modes) for two ranks with one or two experts each, for Spin.
  * docs/model_checking.md says what the abstractions are and why they lose nothing.
  *
  * One step of an agent is one atomic block. A step that writes to a heap and signals does both at once: whoever is
@@ -18,11 +18,22 @@
 #ifndef ROWS
 #define ROWS 2 /* rows of a tile */
 #endif
+#ifndef EXPERTS
+#define EXPERTS 1 /* of a rank, each with a former of its own; pair k of a block goes to a rank's expert k % EXPERTS */
+#endif
+#ifdef IDLE_RANK /* rank 1 has no expert */
+#define EXPERTS_OF(r) ((r) == 0 -> EXPERTS : 0)
+#else
+#define EXPERTS_OF(r) EXPERTS
+#endif
 #ifndef COLUMNS0
 #define COLUMNS0 1 /* GEMM0 tasks of a tile */
 #endif
 #ifndef COLUMNS1
 #define COLUMNS1 1 /* GEMM1 tasks of a tile */
+#endif
+#ifndef GROUPS
+#define GROUPS 1 /* return groups, of COLUMNS1 / GROUPS columns each */
 #endif
 #ifndef PROCESSORS0
 #define PROCESSORS0 1 /* processors of rank 0 */
@@ -41,10 +52,12 @@
 
 #define RANKS 2
 #define PACKETS (RANKS * BLOCKS)
-#define ENTRIES ((BLOCKS + BLOCKS1) * PAIRS)
-#define TILES ((ENTRIES + ROWS - 1) / ROWS)
-#define TASKS (TILES * (COLUMNS0 + COLUMNS1) + REDUCE_TASKS + BLOCKS)
-#define LIST (TILES + REDUCE_TASKS)
+#define ENTRIES ((BLOCKS + BLOCKS1) * PAIRS / EXPERTS)   /* of an expert */
+#define EXPERT_TILES ((ENTRIES + ROWS - 1) / ROWS)
+#define TILES (EXPERTS * EXPERT_TILES)
+#define COMBINES (BLOCKS * GROUPS)
+#define TASKS (TILES * (COLUMNS0 + COLUMNS1) + REDUCE_TASKS + COMBINES)
+#define LIST (TILES + RANKS * COLUMNS1)
 #define BLOCKS_MOST(r) ((r) == 0 -> BLOCKS : BLOCKS1)
 #define PROCESSORS(r) ((r) == 0 -> PROCESSORS0 : PROCESSORS1)
 #if PROCESSORS0 > PROCESSORS1
@@ -58,7 +71,7 @@
 #define SLOTS (TASKS + STOPS)
 #endif
 
-#if TILES != 2 || REDUCE_TASKS > 4 || ROWS > 2
+#if TILES != 2 || REDUCE_TASKS > 4 || COMBINES > 2 || ROWS > 2
 #error "the options of os() and the items that a processor holds are written out for less"
 #endif
 
@@ -74,14 +87,14 @@
 #define AT_SIGNAL 0
 #endif
 
-/* Writes that a processor's fetch-add on a packet's counter orders before the signal: its own and, since the
- * counters acquire and release, those of every processor that counted before it. */
+/* Writes that a fetch-add on a counter of (source, group) orders before the signal: those of who adds and, since the
+ * counters acquire and release, those of everyone who added before. Formers write nothing, but may be the last. */
 #ifdef BUG_RELAXED_COUNTER
-#define COVERS STOPS
-#define COVERED(id) covered[n * PACKETS + id]
+#define COVERS (STOPS + 1)
+#define COVERED(p, g) covered[(n * RANKS + (p)) * GROUPS + (g)]
 #else
 #define COVERS 1
-#define COVERED(id) covered[id]
+#define COVERED(p, g) covered[(p) * GROUPS + (g)]
 #endif
 
 #ifdef BUG_EPOCH_REUSE /* packets of all epochs share one copy */
@@ -93,12 +106,19 @@
 #define PACKET(e, p, b) (COPY(e) * PACKETS + (p) * BLOCKS + (b))
 #ifdef REDUCED
 #define RETURN_ROWS RANKS /* of a block, which counts as one token: what each rank sums */
-#define COUNTERS COLUMNS1 /* pending counters of a packet */
+#define COUNTERS COLUMNS1 /* pending counters of a source */
+#define SLOT_OF(c) (c)
 #else
 #define RETURN_ROWS PAIRS
-#define COUNTERS 1
+#define COUNTERS GROUPS
+#define SLOT_OF(c) GROUP_OF(c)
 #endif
 #define RETURN(b, slot, c) (((b) * RETURN_ROWS + (slot)) * COLUMNS1 + (c))
+#define GROUP_OF(c) ((c) * GROUPS / COLUMNS1)
+
+/* Pending: (row, column) products to compute, and above them the experts that have seen the source's last packet. */
+#define SEEN 16
+#define COMPLETE (SEEN * EXPERTS)
 
 /* Task words: kind and index. Zero is an empty slot. */
 #define GEMM0 16
@@ -120,19 +140,19 @@ typedef Rank {
 	byte entries[2 * PACKETS];     /* payload: epoch */
 	byte entry_pairs[2 * PACKETS]; /* the pairs that the entries name, one bit each */
 	byte rows[PACKETS];            /* payload: epoch */
-	byte return_epoch[PACKETS];    /* [q][b] */
+	byte return_epoch[RANKS * GROUPS]; /* [q][g] */
 	byte return_rows[BLOCKS * RETURN_ROWS * COLUMNS1]; /* payload: epoch */
 
 	/* Own memory. */
 	byte routed[RANKS * BLOCKS];   /* [q][b] pairs of own block b that rank q got */
-	byte consumed[RANKS];          /* packets of each source that tiles were formed from */
-	byte entry[ENTRIES];           /* entries in tile order: tile t is entry[t * ROWS ...] */
-	byte filled;
+	byte consumed[EXPERTS * RANKS]; /* [x][p] packets that expert x has tiles of; one more once it has closed p */
+	byte entry[EXPERTS * ENTRIES]; /* [x] entries in tile order: its i-th tile is entry[x * ENTRIES + i * ROWS ...] */
+	byte filled[EXPERTS];
 	byte done0[TILES];             /* dependency counters, reset by whoever completes them: of a tile's GEMM1, ... */
-	byte pending[PACKETS * COUNTERS]; /* ... of a packet's Reduce or, with `direct`, its return signal, ... */
-	byte reduced[PACKETS];         /* ... and, with `reduced`, of the return signal */
-	byte covered[COVERS * PACKETS]; /* return rows whose writes the next fetch-add is ordered behind */
-	byte list[LIST];               /* the ready list: GEMM1 of a tile, Reduce of a packet's column */
+	byte pending[RANKS * COUNTERS]; /* ... of a source's Reduces or, with `direct`, its return signals, ... */
+	byte reduced[RANKS * GROUPS];  /* ... and, with `reduced`, of the return signals */
+	byte covered[COVERS * RANKS * GROUPS]; /* return rows whose writes the next fetch-add is ordered behind */
+	byte list[LIST];               /* the ready list: GEMM1 of a tile, Reduce of a source's column */
 	byte list_head;
 	byte list_tail;
 	byte queue[SLOTS];             /* the ready queue */
@@ -142,7 +162,7 @@ typedef Rank {
 	byte published1[TILES];
 	byte ready1;                   /* drained from the ready list, not yet published: tiles ... */
 	byte ready_reduce;             /* ... and Reduce tasks */
-	byte reduces;                  /* Reduce tasks that the consumed packets will cause and that are not published */
+	byte reduces;                  /* published Reduce tasks */
 	byte combines;                 /* published combines */
 	bool ended;                    /* the stop words are published */
 	byte stopped;                  /* processors that left the call */
@@ -164,31 +184,49 @@ hidden byte i, j, p_, b_, k_, c_, q_, id, bits, count, last, pushes;
 #define ANNOUNCED(p) (me.call_epoch[CALL(me.epoch, p)] == me.epoch)
 #define BLOCKS_OF(p) me.call_blocks[CALL(me.epoch, p)]
 #define ARRIVED(p, b) (me.packet_epoch[PACKET(me.epoch, p, b)] == me.epoch)
-#define CONSUMABLE(p) (ANNOUNCED(p) && me.consumed[p] < BLOCKS_OF(p) && ARRIVED(p, me.consumed[p]))
-#define ALL_CONSUMED (ANNOUNCED(0) && me.consumed[0] == BLOCKS_OF(0) && ANNOUNCED(1) && me.consumed[1] == BLOCKS_OF(1))
-#ifdef BUG_UNFLUSHED_TILES /* the call's tasks are counted without the partial tiles */
-#define FLUSHED false
+#define CONSUMED(x, p) me.consumed[(x) * RANKS + (p)]
+#define CONSUMABLE(x, p) (EXPERTS_OF(r) > (x) && ANNOUNCED(p) && CONSUMED(x, p) < BLOCKS_OF(p) \
+	&& ARRIVED(p, CONSUMED(x, p)))
+#define CLOSABLE(x, p) (EXPERTS_OF(r) > (x) && ANNOUNCED(p) && CONSUMED(x, p) == BLOCKS_OF(p))
+#define CLOSED(x, p) (ANNOUNCED(p) && CONSUMED(x, p) > BLOCKS_OF(p))
+#define ALL_CLOSED(x) (CLOSED(x, 0) && CLOSED(x, 1))
+/* The OS actor looks for itself; what it has seen stays in place until it ends the call. */
+#if BLOCKS > 1
+#define SEEN_ALL(p) (ANNOUNCED(p) && (BLOCKS_OF(p) < 1 || ARRIVED(p, 0)) && (BLOCKS_OF(p) < 2 || ARRIVED(p, 1)))
 #else
-#define FLUSHED ALL_CONSUMED
+#define SEEN_ALL(p) (ANNOUNCED(p) && (BLOCKS_OF(p) < 1 || ARRIVED(p, 0)))
 #endif
-#define TILE_READY(t) (me.filled >= ((t) + 1) * ROWS || (FLUSHED && me.filled > (t) * ROWS))
+#ifdef BUG_UNFLUSHED_TILES /* the call's tasks are counted without the partial tiles */
+#define FLUSHED(x) false
+#else
+#define FLUSHED(x) ALL_CLOSED(x)
+#endif
+#define TILE_READY(t) (me.filled[(t) / EXPERT_TILES] >= ((t) % EXPERT_TILES + 1) * ROWS \
+	|| (FLUSHED((t) / EXPERT_TILES) && USED(t)))
+#define USED(t) (me.filled[(t) / EXPERT_TILES] > (t) % EXPERT_TILES * ROWS)
 #define ROOM (me.tail < me.head + WINDOW) /* not tail - head < WINDOW: tickets run ahead of words */
-#define LISTED(t) ((me.ready1 >> (t)) & 1)
-#define RETURNED(q, b) (me.return_epoch[(q) * BLOCKS + (b)] == me.epoch)
+#define RETURNED(g) (me.return_epoch[g] == me.epoch && me.return_epoch[GROUPS + (g)] == me.epoch)
 #define PUBLISHED(t) (!TILE_READY(t) || me.published0[t] == COLUMNS0 && me.published1[t] == COLUMNS1)
 #ifdef BUG_LOST_TERMINATION /* a processor without its stop word */
 #define STOPS_OF(r) (PROCESSORS(r) - 1)
 #else
 #define STOPS_OF(r) PROCESSORS(r)
 #endif
-#define USED_TILES ((me.filled + ROWS - 1) / ROWS)
-#define ALL_PUBLISHED (ALL_CONSUMED && PUBLISHED(0) && PUBLISHED(1) && me.reduces == 0 \
-	&& me.combines == (1 << BLOCKS_OF(r)) - 1)
+#ifdef REDUCED
+#define REDUCES(r) (EXPERTS_OF(r) == 0 -> 0 : (BLOCKS_OF(0) + BLOCKS_OF(1)) * COLUMNS1)
+#else
+#define REDUCES(r) 0
+#endif
+#define ALL_PUBLISHED (SEEN_ALL(0) && SEEN_ALL(1) && ALL_CLOSED(0) \
+	&& ALL_CLOSED((EXPERTS_OF(r) == 0 -> 0 : EXPERTS - 1)) \
+	&& PUBLISHED(0) && PUBLISHED(1) && me.reduces == REDUCES(r) \
+	&& me.combines == (1 << BLOCKS_OF(r) * GROUPS) - 1)
 
 #define ALL_PAIRS ((1 << PAIRS) - 1)
 #define ROUTED(q, b) me.routed[(q) * BLOCKS + (b)]
-#define COMBINABLE(b) (ANNOUNCED(r) && (b) < me.consumed[r] && !((me.combines >> (b)) & 1) \
-	&& (ROUTED(0, b) == 0 || RETURNED(0, b)) && (ROUTED(1, b) == 0 || RETURNED(1, b)))
+/* Block b = task / GROUPS, group g = task % GROUPS: this group, and those before it, have come from every rank. */
+#define COMBINABLE(task) (ANNOUNCED(r) && (task) < BLOCKS_OF(r) * GROUPS && !((me.combines >> (task)) & 1) \
+	&& RETURNED(0) && RETURNED((task) % GROUPS))
 
 /* Behind the last word; its slot was taken and cleared long ago. */
 inline publish(word) {
@@ -208,7 +246,13 @@ inline begin_call() {
 		assert(you.epoch == me.epoch || NEXT(you.epoch) == me.epoch || you.epoch == NEXT(me.epoch));
 		for (q_ : 0 .. RANKS - 1) {
 			rank[q_].call_blocks[CALL(me.epoch, r)] = blocks;
-			rank[q_].call_epoch[CALL(me.epoch, r)] = me.epoch
+			rank[q_].call_epoch[CALL(me.epoch, r)] = me.epoch;
+#ifdef BUG_EAGER_RETURN /* a rank without experts says at once that it owes nothing */
+			for (i : 0 .. GROUPS - 1) {
+				j = r * GROUPS + i;
+				rank[q_].return_epoch[j] = (EXPERTS_OF(r) == 0 -> me.epoch : rank[q_].return_epoch[j])
+			}
+#endif
 		}
 		blocks = 0
 	}
@@ -231,53 +275,129 @@ inline dispatch(b) {
 			:: q_ != r -> rank[q_].rows[r * BLOCKS + b] = me.epoch + AT_SIGNAL
 			:: else /* own rows are read from the input */
 			fi
-		:: else /* an empty packet is its signal alone */
+		:: else /* an empty packet: neither rows nor entries */
 		fi;
 		rank[q_].packet_count[j] = count;
 		rank[q_].packet_epoch[j] = me.epoch
 	}
 }
 
-/* The next packet of source p enters the tiles. */
-inline consume(p) {
-	j = PACKET(me.epoch, p, me.consumed[p]);
+/* All rows of source p that this rank computes are: column c of its blocks can be summed. */
+inline reducible(p, c) {
+	for (b_ : 0 .. BLOCKS - 1) {
+		if
+		:: b_ < BLOCKS_OF(p) -> me.ready_reduce = me.ready_reduce | (1 << ((p * BLOCKS + b_) * COLUMNS1 + c))
+		:: else
+		fi
+	}
+}
+
+/* The group's rows are at their home: the signal releases what its sender knows of. */
+inline signal_return(home, g) {
+	for (k_ : 0 .. BLOCKS * RETURN_ROWS * COLUMNS1 - 1) {
+		if
+		:: (me.COVERED(home, g) >> k_) & 1 -> rank[home].return_rows[k_] = me.epoch + AT_SIGNAL
+		:: else
+		fi
+	}
+	for (k_ : 0 .. COVERS - 1) {
+		me.covered[(k_ * RANKS + home) * GROUPS + g] = 0
+	}
+	rank[home].return_epoch[r * GROUPS + g] = me.epoch
+}
+
+/* A counter changes; if it is complete now, whoever changed it resets it. */
+inline change_pending(p, slot, change) {
+	me.pending[(p) * COUNTERS + slot] = me.pending[(p) * COUNTERS + slot] + change;
+	last = me.pending[(p) * COUNTERS + slot] == COMPLETE;
+#ifndef BUG_COUNTER_KEPT
+	if
+	:: last -> me.pending[(p) * COUNTERS + slot] = 0
+	:: else
+	fi
+#endif
+}
+
+/* Expert x has seen source p's last packet. */
+inline close(x, p) {
+	for (i : 0 .. COUNTERS - 1) {
+		change_pending(p, i, SEEN);
+		if
+#ifdef REDUCED
+		:: last -> reducible(p, i)
+#else
+		:: last -> signal_return(p, i)
+#endif
+		:: else
+		fi
+	}
+}
+
+/* A rank without experts owes nothing to source p, which is in this call. */
+inline owe_nothing(p) {
+#ifndef BUG_EAGER_RETURN
+	for (i : 0 .. GROUPS - 1) {
+		signal_return(p, i)
+	}
+#endif
+	CONSUMED(0, p) = BLOCKS_OF(p) + 1
+}
+
+/* What the next packet of source p has for expert x enters its tiles. */
+inline consume(x, p) {
+	j = PACKET(me.epoch, p, CONSUMED(x, p));
+#ifdef BUG_EARLY_CLOSE /* the source is closed before the rows of its last packet are added */
+	if
+	:: CONSUMED(x, p) + 1 == BLOCKS_OF(p) -> close(x, p)
+	:: else
+	fi;
+#endif
 	if
 	:: me.packet_count[j] > 0 ->
 		check(me.entries[j]);
 		for (k_ : 0 .. PAIRS - 1) {
 			if
-			:: (me.entry_pairs[j] >> k_) & 1 ->
-				me.entry[me.filled] = (p * BLOCKS + me.consumed[p]) * PAIRS + k_;
-				me.filled++
+			:: k_ % EXPERTS == x && ((me.entry_pairs[j] >> k_) & 1) ->
+				for (i : 0 .. COLUMNS1 - 1) {
+					me.pending[p * COUNTERS + SLOT_OF(i)]++
+				}
+				me.entry[x * ENTRIES + me.filled[x]] = (p * BLOCKS + CONSUMED(x, p)) * PAIRS + k_;
+				me.filled[x]++
 			:: else
 			fi
 		}
-#ifdef REDUCED
-		me.reduces = me.reduces + COLUMNS1
-#endif
 	:: else
 	fi;
-	me.consumed[p]++
+	CONSUMED(x, p)++;
+#ifndef LATE_CLOSE
+	if
+	:: CONSUMED(x, p) == BLOCKS_OF(p) ->
+#ifndef BUG_EARLY_CLOSE
+		close(x, p);
+#endif
+		CONSUMED(x, p)++
+	:: else
+	fi
+#endif
 }
 
-/* Entry i of the tiles, as source, block and pair; what a GEMM reads of it is of this call. */
-inline read_entry() {
-	k_ = me.entry[i] % PAIRS;
-	b_ = me.entry[i] / PAIRS % BLOCKS;
-	p_ = me.entry[i] / PAIRS / BLOCKS;
-	j = PACKET(me.epoch, p_, b_);
-	check(me.entries[j]);
-	assert((me.entry_pairs[j] >> k_) & 1)
+/* Entry i of tile t, as source, block and pair. */
+#define HAS(t, i) ((t) % EXPERT_TILES * ROWS + (i) < me.filled[(t) / EXPERT_TILES])
+inline read_entry(t, i) {
+	id = me.entry[(t) / EXPERT_TILES * ENTRIES + (t) % EXPERT_TILES * ROWS + i];
+	k_ = id % PAIRS;
+	b_ = id / PAIRS % BLOCKS;
+	p_ = id / PAIRS / BLOCKS
 }
 
 inline read_gemm0(t) {
-	for (i : (t) * ROWS .. (t) * ROWS + ROWS - 1) {
+	for (i : 0 .. ROWS - 1) {
 		if
-		:: i < me.filled ->
-			read_entry();
+		:: HAS(t, i) ->
+			read_entry(t, i);
 			if
 			:: p_ != r -> check(me.rows[p_ * BLOCKS + b_])
-			:: else
+			:: else /* own rows are read from the input */
 			fi
 		:: else
 		fi
@@ -288,34 +408,39 @@ inline read_gemm1(t) {
 	for (c_ : 0 .. COLUMNS0 - 1) {
 		assert((me.executed0 >> ((t) * COLUMNS0 + c_)) & 1)
 	}
-	for (i : (t) * ROWS .. (t) * ROWS + ROWS - 1) {
-		if
-		:: i < me.filled -> read_entry()
-		:: else
-		fi
-	}
 }
 
 #ifdef REDUCED
-/* All of the packet is staged. */
+/* All of the packet is staged; of an empty one, nothing. */
 inline read_reduce(packet, c) {
+	j = PACKET(me.epoch, (packet) / BLOCKS, (packet) % BLOCKS);
+	if
+	:: me.packet_count[j] > 0 -> check(me.entries[j])
+	:: else
+	fi;
 	count = 0;
-	for (i : 0 .. me.filled - 1) {
-		if
-		:: me.entry[i] / PAIRS == packet ->
-			read_entry();
-			assert((me.executed1 >> (i / ROWS * COLUMNS1 + c)) & 1);
-			count++
-		:: else
-		fi
+	for (q_ : 0 .. TILES - 1) {
+		for (i : 0 .. ROWS - 1) {
+			if
+			:: HAS(q_, i) ->
+				read_entry(q_, i);
+				if
+				:: p_ * BLOCKS + b_ == packet ->
+					assert((me.executed1 >> (q_ * COLUMNS1 + c)) & 1);
+					count++
+				:: else
+				fi
+			:: else
+			fi
+		}
 	}
 	assert(count == me.packet_count[j])
 }
 #endif
 
-inline read_combine(b) {
+inline read_combine(b, g) {
 	for (k_ : 0 .. RETURN_ROWS - 1) {
-		for (c_ : 0 .. COLUMNS1 - 1) {
+		for (c_ : (g) * (COLUMNS1 / GROUPS) .. (g) * (COLUMNS1 / GROUPS) + COLUMNS1 / GROUPS - 1) {
 #ifdef REDUCED
 			if
 			:: ROUTED(k_, b) -> check(me.return_rows[RETURN(b, k_, c_)])
@@ -340,7 +465,7 @@ inline read(word) {
 #ifdef REDUCED
 		:: KIND(word) == REDUCE -> read_reduce(INDEX(word) / COLUMNS1, INDEX(word) % COLUMNS1)
 #endif
-		:: KIND(word) == COMBINE -> read_combine(INDEX(word))
+		:: KIND(word) == COMBINE -> read_combine(INDEX(word) / GROUPS, INDEX(word) % GROUPS)
 		fi
 	}
 }
@@ -352,86 +477,66 @@ inline once(done, task) {
 }
 
 /* A return row is written at its home; the writer knows of it. */
-inline write_return(home, packet, b, slot, c) {
+inline write_return(home, b, slot, c) {
 	j = RETURN(b, slot, c);
 	assert(rank[home].return_rows[j] != me.epoch && rank[home].return_rows[j] < IN_FLIGHT);
 	rank[home].return_rows[j] = me.epoch + IN_FLIGHT;
-	me.COVERED(packet) = me.COVERED(packet) | (1 << (slot * COLUMNS1 + c))
+	me.COVERED(home, GROUP_OF(c)) = me.COVERED(home, GROUP_OF(c)) | (1 << j)
 }
 
-/* Block b of rank `home` has got everything: the signal releases what its sender knows of. */
-inline signal_return(home, packet, b) {
-	for (k_ : 0 .. RETURN_ROWS * COLUMNS1 - 1) {
-		if
-		:: (me.COVERED(packet) >> k_) & 1 ->
-			rank[home].return_rows[RETURN(b, 0, 0) + k_] = me.epoch + AT_SIGNAL
-		:: else
-		fi
-	}
-	for (c_ : 0 .. COVERS - 1) {
-		me.covered[c_ * PACKETS + packet] = 0
-	}
-	rank[home].return_epoch[r * BLOCKS + b] = me.epoch
-}
-
-/* One more of `counter`; if that is `all`, it was the last and the counter is zero again. */
-inline bump(counter, all) {
-	counter++;
-	last = counter == all;
-#ifndef BUG_COUNTER_KEPT
-	if
-	:: last -> counter = 0
-	:: else
-	fi
-#endif
-}
-
-/* An item for the ready list. */
+/* A processor's item for the ready list. */
 inline reserve(item) {
 	push[pushes] = item;
 	pushes++
 }
 
 inline retire_gemm0(t) {
-	bump(me.done0[t], COLUMNS0);
+	me.done0[t]++;
 	if
-	:: last -> reserve(GEMM1 + t)
+	:: me.done0[t] == COLUMNS0 ->
+		me.done0[t] = 0;
+		reserve(GEMM1 + t)
 	:: else
 	fi
 }
 
-/* `direct` writes the rows home and signals with the last of a packet; `reduced` has them staged and wakes Reduce. */
+/* `direct` writes the rows home and signals with the last of a group; `reduced` has them staged and wakes Reduce. */
 inline retire_gemm1(t, c) {
-	for (i : (t) * ROWS .. (t) * ROWS + ROWS - 1) {
+	for (i : 0 .. ROWS - 1) {
 		if
-		:: i < me.filled ->
-			read_entry();
-			count = me.packet_count[j];
-			id = p_ * BLOCKS + b_;
-#ifdef REDUCED
-			bump(me.pending[id * COUNTERS + c], count);
-			if
-			:: last -> reserve(REDUCE + id * COLUMNS1 + c)
-			:: else
-			fi
-#else
-			write_return(p_, id, b_, k_, c);
-			bump(me.pending[id], count * COLUMNS1);
-			if
-			:: last -> signal_return(p_, id, b_)
-			:: else
-			fi
+		:: HAS(t, i) ->
+			read_entry(t, i);
+#ifndef REDUCED
+			write_return(p_, b_, k_, c);
 #endif
+			change_pending(p_, SLOT_OF(c), -1);
+			if
+#ifdef REDUCED
+			:: last -> reserve(REDUCE + p_ * COLUMNS1 + c)
+#else
+			:: last -> signal_return(p_, GROUP_OF(c))
+#endif
+			:: else
+			fi
 		:: else
 		fi
 	}
 }
 
+/* Writes the packet's sums home, if it has entries, and signals with the last of the source's group. */
 inline retire_reduce(packet, c) {
-	write_return((packet) / BLOCKS, packet, (packet) % BLOCKS, r, c);
-	bump(me.reduced[packet], COLUMNS1);
+	p_ = (packet) / BLOCKS;
+	b_ = (packet) % BLOCKS;
 	if
-	:: last -> signal_return((packet) / BLOCKS, packet, (packet) % BLOCKS)
+	:: me.packet_count[PACKET(me.epoch, p_, b_)] > 0 -> write_return(p_, b_, r, c)
+	:: else
+	fi;
+	id = p_ * GROUPS + GROUP_OF(c);
+	me.reduced[id]++;
+	if
+	:: me.reduced[id] == BLOCKS_OF(p_) * (COLUMNS1 / GROUPS) ->
+		me.reduced[id] = 0;
+		signal_return(p_, GROUP_OF(c))
 	:: else
 	fi
 }
@@ -440,26 +545,28 @@ inline retire_reduce(packet, c) {
 
 /* The kernel ends. Nothing was cleared, and nothing needs to be; then this rank's heap forgets the call (see NEXT). */
 inline end_call() {
-	assert(me.executed0 == (1 << (USED_TILES * COLUMNS0)) - 1);
-	assert(me.executed1 == (1 << (USED_TILES * COLUMNS1)) - 1);
+	for (i : 0 .. TILES - 1) {
+		assert(((me.executed0 >> (i * COLUMNS0)) & ((1 << COLUMNS0) - 1)) == (USED(i) -> (1 << COLUMNS0) - 1 : 0));
+		assert(((me.executed1 >> (i * COLUMNS1)) & ((1 << COLUMNS1) - 1)) == (USED(i) -> (1 << COLUMNS1) - 1 : 0))
+	}
 #ifdef REDUCED
 	for (i : 0 .. PACKETS - 1) {
-		bits = (i % BLOCKS < BLOCKS_OF(i / BLOCKS) && me.packet_count[PACKET(me.epoch, i / BLOCKS, i % BLOCKS)] > 0);
+		bits = (i % BLOCKS < BLOCKS_OF(i / BLOCKS) && EXPERTS_OF(r) > 0);
 		assert(((me.executed_reduce >> (i * COLUMNS1)) & ((1 << COLUMNS1) - 1)) == bits * ((1 << COLUMNS1) - 1))
 	}
 #endif
-	assert(me.executed_combine == (1 << BLOCKS_OF(r)) - 1);
+	assert(me.executed_combine == (1 << BLOCKS_OF(r) * GROUPS) - 1);
 	assert(me.head == me.tail && me.list_head == me.list_tail && me.ready1 == 0 && me.ready_reduce == 0);
 	for (i : 0 .. SLOTS - 1) {
 		assert(me.queue[i] == 0)
 	}
-	for (i : 0 .. PACKETS * COUNTERS - 1) {
+	for (i : 0 .. RANKS * COUNTERS - 1) {
 		assert(me.pending[i] == 0)
 	}
-	for (i : 0 .. PACKETS - 1) {
+	for (i : 0 .. RANKS * GROUPS - 1) {
 		assert(me.reduced[i] == 0)
 	}
-	for (i : 0 .. COVERS * PACKETS - 1) {
+	for (i : 0 .. COVERS * RANKS * GROUPS - 1) {
 		assert(me.covered[i] == 0)
 	}
 	for (i : 0 .. TILES - 1) {
@@ -470,10 +577,13 @@ inline end_call() {
 	for (i : 0 .. LIST - 1) {
 		assert(me.list[i] == 0)
 	}
-	for (i : 0 .. ENTRIES - 1) {
+	for (i : 0 .. EXPERTS * ENTRIES - 1) {
 		me.entry[i] = 0
 	}
-	me.filled = 0;
+	for (i : 0 .. EXPERTS - 1) {
+		me.filled[i] = 0
+	}
+	me.reduces = 0;
 	me.head = 0; /* all slots are zero, so where the rings start is of no consequence */
 	me.tail = 0;
 	me.list_head = 0;
@@ -484,8 +594,13 @@ inline end_call() {
 	me.executed1 = 0;
 	me.executed_reduce = 0;
 	me.executed_combine = 0;
+	for (i : 0 .. EXPERTS * RANKS - 1) {
+		me.consumed[i] = 0
+	}
+	for (i : 0 .. RANKS * GROUPS - 1) {
+		forget(me.return_epoch[i])
+	}
 	for (i : 0 .. RANKS - 1) {
-		me.consumed[i] = 0;
 		me.call_blocks[CALL(me.epoch, i)] = 0;
 		forget(me.call_epoch[CALL(me.epoch, i)])
 	}
@@ -503,8 +618,7 @@ inline end_call() {
 			me.entry_pairs[j] = 0
 		:: else
 		fi;
-		forget(me.rows[i]);
-		forget(me.return_epoch[i])
+		forget(me.rows[i])
 	}
 	for (i : 0 .. BLOCKS * RETURN_ROWS * COLUMNS1 - 1) {
 		forget(me.return_rows[i])
@@ -514,7 +628,11 @@ inline end_call() {
 	}
 }
 
-/* Subscriber and scheduler. Where several options are open it takes any: every order policy is one of its runs. */
+/* Subscriber, scheduler and formers. Where several options are open any is taken: every order policy is one of the
+ * runs, and so is a former ahead of the subscriber. */
+#define FORM(x, p) \
+	d_step { CONSUMABLE(x, p) -> consume(x, p) } \
+	:: d_step { CLOSABLE(x, p) -> close(x, p); CONSUMED(x, p)++ }
 #define PUBLISH0(t) \
 	d_step { \
 		ROOM && TILE_READY(t) && me.published0[t] < COLUMNS0 -> \
@@ -523,7 +641,7 @@ inline end_call() {
 	}
 #define PUBLISH1(t) \
 	d_step { \
-		ROOM && LISTED(t) -> \
+		ROOM && ((me.ready1 >> (t)) & 1) -> \
 		publish(GEMM1 + (t) * COLUMNS1 + me.published1[t]); \
 		me.published1[t]++; \
 		me.ready1 = (me.published1[t] == COLUMNS1 -> me.ready1 & ~(1 << (t)) : me.ready1) \
@@ -533,27 +651,40 @@ inline end_call() {
 		ROOM && ((me.ready_reduce >> (task)) & 1) -> \
 		publish(REDUCE + (task)); \
 		me.ready_reduce = me.ready_reduce & ~(1 << (task)); \
-		me.reduces-- \
+		me.reduces++ \
 	}
-#define PUBLISH_COMBINE(b) \
+#define PUBLISH_COMBINE(task) \
 	d_step { \
-		ROOM && COMBINABLE(b) -> \
-		publish(COMBINE + (b)); \
-		me.combines = me.combines | (1 << (b)) \
+		ROOM && COMBINABLE(task) -> \
+		publish(COMBINE + (task)); \
+		me.combines = me.combines | (1 << (task)) \
 	}
 
 proctype os(byte r) {
 	byte blocks;
+#ifdef BUG_RELAXED_COUNTER
+	byte n = STOPS;
+#endif
 	atomic { begin_call() }
 	do
-	:: d_step { CONSUMABLE(0) -> consume(0) }
-	:: d_step { CONSUMABLE(1) -> consume(1) }
+	:: FORM(0, 0)
+	:: FORM(0, 1)
+#if EXPERTS > 1
+	:: FORM(1, 0)
+	:: FORM(1, 1)
+#endif
+#ifdef IDLE_RANK
+	:: d_step { EXPERTS_OF(r) == 0 && SEEN_ALL(0) && !CLOSED(0, 0) -> owe_nothing(0) }
+	:: d_step { EXPERTS_OF(r) == 0 && SEEN_ALL(1) && !CLOSED(0, 1) -> owe_nothing(1) }
+#endif
 	:: d_step {
 			me.list[me.list_head % LIST] != 0 ->
 			id = me.list[me.list_head % LIST];
 			if
 			:: KIND(id) == GEMM1 -> me.ready1 = me.ready1 | (1 << INDEX(id))
-			:: KIND(id) == REDUCE -> me.ready_reduce = me.ready_reduce | (1 << INDEX(id))
+#ifdef REDUCED
+			:: KIND(id) == REDUCE -> reducible(INDEX(id) / COLUMNS1, INDEX(id) % COLUMNS1)
+#endif
 			fi;
 			me.list[me.list_head % LIST] = 0;
 			me.list_head++
@@ -563,7 +694,7 @@ proctype os(byte r) {
 	:: PUBLISH1(0)
 	:: PUBLISH1(1)
 	:: PUBLISH_COMBINE(0)
-#if BLOCKS > 1
+#if COMBINES > 1
 	:: PUBLISH_COMBINE(1)
 #endif
 #ifdef REDUCED
@@ -621,7 +752,7 @@ proctype processor(byte r, n) {
 			do
 			:: block < BLOCKS_OF(r) ->
 				select(to0 : 0 .. ALL_PAIRS);
-				select(to1 : 0 .. ALL_PAIRS);
+				select(to1 : 0 .. (EXPERTS_OF(1) == 0 -> 0 : ALL_PAIRS));
 				ROUTED(0, block) = to0;
 				d_step {
 					ROUTED(1, block) = to1 & ~to0;

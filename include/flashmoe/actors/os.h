@@ -1,6 +1,7 @@
-// The OS actor of a rank: announces the call, then runs subscriber and scheduler until every task is published.
+// The OS actor of a rank: announces the call, then runs subscriber and scheduler until every task is published and
+// everything this rank awaits has been returned.
 //
-// One warp (the CPU engine: one thread). It never computes; every other agent answers to it, and it answers to the peers.
+// One warp (the CPU engine: one thread). It never computes; every other agent answers to it, and it to the peers.
 #pragma once
 
 #include "flashmoe/actors/scheduler.h"
@@ -11,7 +12,7 @@ namespace flashmoe {
 template <class P>
 struct OsScratch {
   typename Subscriber<P>::Memory subscriber;
-  typename Scheduler<P>::Memory scheduler;
+  typename Scheduler<P>::Memory* scheduler;
   Status* seen;  // [R] the peers' status when last sampled
 };
 
@@ -74,7 +75,7 @@ template <class P>
 FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   announce<P>(c);
   Subscriber<P> subscriber(c, scratch.subscriber);
-  Scheduler<P> scheduler(c, subscriber, scratch.scheduler);
+  Scheduler<P> scheduler(c, subscriber, *scratch.scheduler);
   GroupLiveness<P> group(c, scratch.seen);
   Status* own = c.status(c.rank);
   // Plain reads of own words: nobody else writes them.

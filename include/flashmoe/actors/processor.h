@@ -1,11 +1,11 @@
 // Processor: takes tasks, has the engine execute them, and retires them: bumps the dependency counters and makes ready,
 // or signals home, what that completes.
 //
-// Counters live in device memory; a retiring warp bumps one per lane. They reset themselves: whoever completes a counter
-// zeroes it.
+// Counters live in device memory; a retiring warp bumps one per lane. They reset themselves: whoever completes a
+// counter zeroes it.
 #pragma once
 
-#include "flashmoe/protocol/ready_list.h"
+#include "flashmoe/protocol/pending.h"
 #include "flashmoe/protocol/ready_queue.h"
 
 namespace flashmoe {
@@ -23,55 +23,25 @@ FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
   push_ready<P>(c, last, {TaskKind::kGemm1, c.tile(tile)->shape.remote, tile});
 }
 
-// The last of what this rank owes to block b of rank p has been written there.
-template <class P>
-FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t b) {
-  P::store_release(c.return_signal(p, c.rank, b), Signal::make(c.epoch, 0), kSystem);
-}
-
 template <class P>
 FLASHMOE_FN void retire_gemm1(const Call& c, uint32_t tile, uint32_t column) {
   const uint32_t segments = c.tile(tile)->shape.segments;
+  const uint32_t slot = c.reduced() ? column : c.group_of(column);
   for (uint32_t base = 0; base < segments; base += P::kLanes) {
     const uint32_t i = base + P::lane();
-    bool complete = false;
-    Segment s{};
-    if (i < segments) {
-      s = c.segments(tile)[i];
-      const uint32_t p = c.packet_source(s.packet), b = c.packet_block(s.packet);
-      // `direct` counts a row once per column; `reduced` has a counter per column.
-      const uint32_t entries = Signal::payload(P::load_relaxed(c.packet_signal(c.rank, p, b)));
-      const uint32_t whole = c.reduced() ? entries : entries * c.gemm1_columns;
-      uint32_t* counter = c.pending(p, b, c.reduced() ? column : 0);
-      complete = P::fetch_add_acq_rel(counter, uint32_t{s.count}) + s.count == whole;
-      if (complete) {
-        P::store_relaxed(counter, 0u);
-        if (!c.reduced()) signal_return<P>(c, p, b);
-      }
-    }
-    if (c.reduced()) push_ready<P>(c, complete, {TaskKind::kReduce, column, s.packet});
+    const Segment s = i < segments ? c.segments(tile)[i] : Segment{};
+    change_pending<P>(c, i < segments, s.source, slot, uint64_t{0} - s.count);
   }
 }
 
 template <class P>
-FLASHMOE_FN void retire_reduce(const Call& c, uint32_t packet) {
+FLASHMOE_FN void retire_reduce(const Call& c, uint32_t packet, uint32_t column) {
   if (P::lane() != 0) return;
-  const uint32_t p = c.packet_source(packet), b = c.packet_block(packet);
-  uint32_t* counter = c.reduce_done(p, b);
-  if (P::fetch_add_acq_rel(counter, 1u) + 1 != c.gemm1_columns) return;
+  const uint32_t p = c.packet_source(packet), g = c.group_of(column);
+  uint32_t* counter = c.reduce_done(p, g);
+  if (P::fetch_add_acq_rel(counter, 1u) + 1 != c.blocks_of(p) * c.group_columns(g)) return;
   P::store_relaxed(counter, 0u);
-  signal_return<P>(c, p, b);
-}
-
-// Waits for the ticket's task and looks up what it refers to. All lanes.
-template <class P>
-FLASHMOE_FN Task next_task(const Call& c, uint64_t ticket) {
-  Task task = wait_task<P>(c, ticket);
-  if (task.kind == TaskKind::kGemm0) {
-    const uint32_t l = task.index % c.local_experts, ordinal = task.index / c.local_experts;
-    task.index = *c.workspace<uint32_t>(WorkField::kExpertTiles, l, ordinal);
-  }
-  return task;
+  signal_return<P>(c, p, g);
 }
 
 // Runs one processor of a call to its end. The engine supplies dispatch(b), gemm0, gemm1, reduce, combine; each returns
@@ -84,7 +54,7 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine) {
   while (true) {
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
-    const Task task = next_task<P>(c, P::broadcast(ticket, 0));
+    const Task task = wait_task<P>(c, P::broadcast(ticket, 0));
     switch (task.kind) {
       case TaskKind::kGemm0:
         engine.gemm0(task.index, task.column);
@@ -96,9 +66,9 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine) {
         break;
       case TaskKind::kReduce:
         engine.reduce(task.index, task.column);
-        retire_reduce<P>(c, task.index);
+        retire_reduce<P>(c, task.index, task.column);
         break;
-      case TaskKind::kCombine: engine.combine(task.index); break;
+      case TaskKind::kCombine: engine.combine(task.index, task.column); break;
       default: return;
     }
   }

@@ -1,7 +1,7 @@
 // Scheduler: hands ready tasks to processors in the order of the call's policy, counts them, and ends the call.
 //
 // Run by the OS warp, after the subscriber's step; every lane keeps the same private members. A publishing step fills
-// the lanes with tasks, of several tiles if need be, and stores them with one release.
+// the lanes with tasks and stores them after one fence.
 #pragma once
 
 #include "flashmoe/actors/subscriber.h"
@@ -13,20 +13,33 @@ namespace flashmoe {
 template <class P>
 class Scheduler {
  public:
-  // Shared memory, uninitialised.
-  struct Memory {
-    uint32_t* column_next;               // [gemm1_columns] for gemm1_by_column: tiles published of each column
-    uint32_t* gemm0_tiles;               // [kLanes] the tiles next in line for GEMM0
-    uint32_t (*gemm1_tiles)[P::kLanes];  // [kGroups] the tiles next in line for GEMM1
+  static constexpr uint32_t kWindowTasks = 64;
+  // GEMM1 tiles wait in two lists; those with rows of remote homes go first, since they have a way to go.
+  static constexpr uint32_t kLists = 2;
+  // A window of the raster: `tiles` tiles times `columns` columns, column by column.
+  struct Window {
+    uint32_t tiles = 0, first_column = 0, columns = 0, next = 0;
+    FLASHMOE_FN bool empty() const { return next == tiles * columns; }
   };
-  // GEMM1 tiles wait in two groups; remote homes go first, since their rows have a way to go.
-  static constexpr uint32_t kGroups = 2;
+  // Shared memory, uninitialised. What is rarely touched lies here rather than in registers, which a GPU's OS warp is
+  // short of; lane 0 writes it.
+  struct Memory {
+    Window gemm0, gemm1;  // being published
+    uint32_t reduces_published, reduce_block, combines_published;
+    uint32_t gemm0_tiles[kMaxRaster], gemm1_tiles[kMaxRaster];  // the tiles of the current windows
+    uint32_t gemm1_first[kMaxGroups][kLists];                   // where the group's next window begins in each list
+  };
 
-  FLASHMOE_FN Scheduler(const Call& call, Subscriber<P>& subscriber, const Memory& memory)
+  FLASHMOE_FN Scheduler(const Call& call, Subscriber<P>& subscriber, Memory& memory)
       : c_(call), sub_(subscriber), memory_(memory) {
     published_ = P::broadcast(P::load_relaxed(&c_.control()->published.value), 0);
     drained_ = P::broadcast(P::load_relaxed(&c_.control()->list_head.value), 0);
-    for (uint32_t i = P::lane(); i < c_.gemm1_columns; i += P::kLanes) memory_.column_next[i] = 0;
+    if (P::lane() == 0) {
+      memory_.gemm0 = memory_.gemm1 = {};
+      memory_.reduces_published = memory_.reduce_block = memory_.combines_published = 0;
+    }
+    for (uint32_t i = P::lane(); i < kMaxGroups * kLists; i += P::kLanes)
+      memory_.gemm1_first[i / kLists][i % kLists] = 0;
     P::sync();
   }
 
@@ -54,25 +67,31 @@ class Scheduler {
       room -= publish_some(kind, static_cast<uint32_t>(min_of<int64_t>(room, P::kLanes)));
       moved = true;
     }
-    if (sub_.complete() && tasks_ == tasks_of_call()) {
-      end_call();
+    if (!ended_ && sub_.complete() && formed_ == c_.local_experts && tasks_ == tasks_of_call()) {
+      end_tasks();
+      moved = true;
+    }
+    if (ended_ && sub_.returned() == c_.groups) {
+      if (P::lane() == 0) P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
       return Step::kDone;
     }
     return moved ? Step::kProgress : Step::kIdle;
   }
 
  private:
-  // `reduced` returns by packet, not by tile, and column order goes over all tiles: both have but the second group.
-  FLASHMOE_FN bool one_group() const { return c_.reduced() || c_.order.gemm1_by_column; }
-
-  FLASHMOE_FN uint64_t tasks_of_call() const {
-    const uint64_t per_tile = uint64_t{c_.gemm0_columns} + c_.gemm1_columns;
-    const uint64_t reduces = c_.reduced() ? uint64_t{sub_.packets_with_entries()} * c_.gemm1_columns : 0;
-    return sub_.former().tiles() * per_tile + reduces + c_.blocks();
+  FLASHMOE_FN uint32_t tasks_of_call() const {
+    const uint32_t per_tile = c_.gemm0_columns + c_.gemm1_columns;
+    uint32_t reduces = 0;
+    if (c_.reduced()) {
+      for (uint32_t p = 0; p < c_.ranks; ++p) reduces += sub_.blocks_of(p) * c_.gemm1_columns;
+      if (c_.local_experts == 0) reduces = 0;
+    }
+    return tiles_ * per_tile + reduces + combines();
   }
+  FLASHMOE_FN uint32_t combines() const { return c_.home_combines ? 0 : c_.blocks() * c_.groups; }
 
-  // Moves what retiring processors pushed to where it is published from. What the items refer to is acquired by the
-  // release_fence before they are published: it fences both ways, and the OS warp itself does not look.
+  // Moves what formers and retiring processors pushed to where it is published from. What the items refer to is
+  // acquired by the release_fence before they are published: it fences both ways, and the OS warp does not look sooner.
   FLASHMOE_FN bool drain() {
     bool moved = false;
     while (true) {
@@ -81,13 +100,23 @@ class Scheduler {
       drained_ += n;
       moved = true;
       const Task task = Task::unpack(P::lane() < n ? word_ : 0);
-      for (uint32_t g = 0; g < kGroups; ++g) {
-        const bool remote = task.column != 0 && !one_group();
-        append(group_[g].ready, task.kind == TaskKind::kGemm1 && remote == (g == 0),
-               [&](uint32_t place) { *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, g, place) = task.index; });
+      append(gemm0_ready_, task.kind == TaskKind::kGemm0,
+             [&](uint32_t place) { *c_.workspace<uint32_t>(WorkField::kGemm0Tiles, place) = task.index; });
+      FLASHMOE_UNROLL
+      for (uint32_t list = 0; list < kLists; ++list) {
+        // `reduced` returns what is summed over tiles: no tile is in a hurry.
+        const bool remote = task.column != 0 && !c_.reduced();
+        append(gemm1_ready_[list], task.kind == TaskKind::kGemm1 && remote == (list == 0),
+               [&](uint32_t place) { *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, list, place) = task.index; });
       }
-      append(reduces_ready_, task.kind == TaskKind::kReduce,
-             [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kReduceTasks, place) = task.pack(); });
+      append(reducible_, task.kind == TaskKind::kReduce,
+             [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kReducible, place) = task.pack(); });
+      uint32_t formed = P::ballot(task.kind == TaskKind::kFormed);
+      for (; formed != 0; formed &= formed - 1) {
+        const uint32_t lane = lowest_bit<P>(formed);
+        formed_ += P::broadcast(task.column, lane);
+        tiles_ += P::broadcast(task.index, lane);
+      }
       if (n < P::kLanes) break;
       word_ = look_ready<P>(c_, drained_);
     }
@@ -106,10 +135,10 @@ class Scheduler {
 
   FLASHMOE_FN ReadyState ready() const {
     ReadyState r;
-    r.reduce = reduces_published_ < reduces_ready_;
-    r.combine = combines_published_ < sub_.combines();
-    r.gemm1 = gemm1_published_ < uint64_t{group_[0].ready + group_[1].ready} * c_.gemm1_columns;
-    r.gemm0 = gemm0_next_ < gemm0_end_ || sub_.former().ready() > 0;
+    r.reduce = memory_.reduces_published < reducible_;
+    r.combine = memory_.combines_published < min_of(combines(), sub_.returned() * c_.blocks());
+    r.gemm1 = !memory_.gemm1.empty() || next_gemm1_list() < kLists * c_.groups;
+    r.gemm0 = !memory_.gemm0.empty() || gemm0_first_ < gemm0_ready_;
     r.gemm0_published = gemm0_published_;
     r.gemm1_published = gemm1_published_;
     return r;
@@ -122,7 +151,7 @@ class Scheduler {
     switch (kind) {
       case TaskKind::kReduce: has = next_reduce(limit, task); break;
       case TaskKind::kCombine: has = next_combine(limit, task); break;
-      case TaskKind::kGemm1: has = c_.order.gemm1_by_column ? next_column(limit, task) : next_gemm1(limit, task); break;
+      case TaskKind::kGemm1: has = next_gemm1(limit, task); break;
       default: has = next_gemm0(limit, task); break;
     }
     const uint32_t n = publish<P>(c_, published_, has, task);
@@ -134,124 +163,120 @@ class Scheduler {
   // ---- one function per kind: fills lanes [0, n) with n <= limit tasks and advances the kind's cursor ------------
 
   FLASHMOE_FN bool next_reduce(uint32_t limit, Task& task) {
-    const uint32_t n = min_of(limit, reduces_ready_ - reduces_published_);
+    const uint32_t i = memory_.reduces_published, first = memory_.reduce_block;
+    const Task source = Task::unpack(*c_.workspace<uint64_t>(WorkField::kReducible, i));
+    const uint32_t blocks = c_.blocks_of(source.index);
+    const uint32_t n = min_of(limit, blocks - first);
     const bool has = P::lane() < n;
-    if (has) task = Task::unpack(*c_.workspace<uint64_t>(WorkField::kReduceTasks, reduces_published_ + P::lane()));
-    reduces_published_ += n;
+    if (has) task = {TaskKind::kReduce, source.column, c_.packet_id(source.index, first + P::lane())};
+    const bool last = first + n == blocks;
+    set(memory_.reduces_published, i + (last ? 1 : 0));
+    set(memory_.reduce_block, last ? 0 : first + n);
     return has;
   }
 
   FLASHMOE_FN bool next_combine(uint32_t limit, Task& task) {
-    const uint32_t n = min_of(limit, sub_.combines() - combines_published_);
+    const uint32_t first = memory_.combines_published;
+    const uint32_t n = min_of(limit, sub_.returned() * c_.blocks() - first);
     const bool has = P::lane() < n;
-    if (has) {
-      const uint32_t i = combines_published_ + P::lane();
-      task = {TaskKind::kCombine, 0, *c_.workspace<uint32_t>(WorkField::kCombineTasks, i)};
-    }
-    combines_published_ += n;
+    const uint32_t i = first + P::lane();
+    if (has) task = {TaskKind::kCombine, i / c_.blocks(), i % c_.blocks()};
+    set(memory_.combines_published, first + n);
     return has;
   }
 
-  // Expert by expert, so that an expert's weights are read while they are in the L2; a tile's columns side by side. The
-  // tile is named by its place among its expert's: to look up its id, the scheduler would wait for a load.
   FLASHMOE_FN bool next_gemm0(uint32_t limit, Task& task) {
-    if (gemm0_next_ == gemm0_end_) {
-      gemm0_next_ = 0;
-      gemm0_end_ = sub_.former().take(expert_, memory_.gemm0_tiles) * c_.gemm0_columns;
+    if (memory_.gemm0.empty()) {
+      const uint32_t tiles = min_of(c_.order.raster, gemm0_ready_ - gemm0_first_);
+      load_tiles(memory_.gemm0_tiles, tiles, c_.workspace<uint32_t>(WorkField::kGemm0Tiles, gemm0_first_));
+      set(memory_.gemm0, Window{tiles, 0, c_.gemm0_columns, 0});
+      gemm0_first_ += tiles;
     }
-    const uint32_t n = min_of(limit, gemm0_end_ - gemm0_next_);
-    const bool has = P::lane() < n;
-    if (has) {
-      const uint32_t i = gemm0_next_ + P::lane();
-      task = {TaskKind::kGemm0, i % c_.gemm0_columns, memory_.gemm0_tiles[i / c_.gemm0_columns]};
-    }
-    gemm0_next_ += n;
-    gemm0_published_ += n;
-    return has;
-  }
-
-  // Tile by tile: a group's tasks are numbered tile-major.
-  FLASHMOE_FN bool next_gemm1(uint32_t limit, Task& task) {
-    uint32_t filled = 0;
     bool has = false;
-    for (uint32_t g = 0; g < kGroups; ++g) {
-      Group& group = group_[g];
-      load_tiles(g);
-      const uint64_t left = uint64_t{group.loaded_end} * c_.gemm1_columns - group.published;
-      const uint32_t n = static_cast<uint32_t>(min_of<uint64_t>(limit - filled, left));
-      if (P::lane() >= filled && P::lane() < filled + n) {
-        const uint64_t i = group.published + P::lane() - filled;
-        task = {TaskKind::kGemm1, static_cast<uint32_t>(i % c_.gemm1_columns),
-                memory_.gemm1_tiles[g][i / c_.gemm1_columns - group.loaded_begin]};
-        has = true;
-      }
-      group.published += n;
-      filled += n;
+    gemm0_published_ += next_of(TaskKind::kGemm0, memory_.gemm0, memory_.gemm0_tiles, limit, has, task);
+    return has;
+  }
+
+  // Group by group over all ready tiles, so that the first columns can be combined while the last are computed.
+  FLASHMOE_FN bool next_gemm1(uint32_t limit, Task& task) {
+    if (memory_.gemm1.empty()) {
+      const uint32_t i = next_gemm1_list(), g = i / kLists, list = i % kLists;
+      const uint32_t first = memory_.gemm1_first[g][list], columns = c_.group_columns(g);
+      // A narrow group takes more tiles to keep the processors supplied: each window costs a round trip.
+      const uint32_t most = min_of(max_of(c_.order.raster, ceil_div(kWindowTasks, columns)), kMaxRaster);
+      const uint32_t tiles = min_of(most, gemm1_ready(list) - first);
+      load_tiles(memory_.gemm1_tiles, tiles, c_.workspace<uint32_t>(WorkField::kGemm1Tiles, list, first));
+      set(memory_.gemm1, Window{tiles, c_.group_first[g], columns, 0});
+      set(memory_.gemm1_first[g][list], first + tiles);
     }
-    gemm1_published_ += filled;
+    bool has = false;
+    gemm1_published_ += next_of(TaskKind::kGemm1, memory_.gemm1, memory_.gemm1_tiles, limit, has, task);
     return has;
   }
 
-  // Makes sure that the group's next tile, if it has one, is among those in shared memory.
-  FLASHMOE_FN void load_tiles(uint32_t g) {
-    Group& group = group_[g];
-    if (group.published < uint64_t{group.loaded_end} * c_.gemm1_columns || group.loaded_end == group.ready) return;
-    group.loaded_begin = group.loaded_end;
-    group.loaded_end = min_of(group.ready, group.loaded_begin + P::kLanes);
-    const uint32_t i = group.loaded_begin + P::lane();
+  // The first (group, list), groups first, that has a tile without a window; kLists * groups if there is none.
+  FLASHMOE_FN uint32_t next_gemm1_list() const {
+    uint32_t i = 0;
+    while (i < kLists * c_.groups && memory_.gemm1_first[i / kLists][i % kLists] == gemm1_ready(i % kLists)) ++i;
+    return i;
+  }
+  // An index that is known only when it runs would move the array out of the registers.
+  FLASHMOE_FN uint32_t gemm1_ready(uint32_t list) const { return list == 0 ? gemm1_ready_[0] : gemm1_ready_[1]; }
+
+  FLASHMOE_FN void load_tiles(uint32_t* to, uint32_t n, const uint32_t* from) {
     P::sync();
-    if (i < group.loaded_end) memory_.gemm1_tiles[g][P::lane()] = *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, g, i);
+    for (uint32_t i = P::lane(); i < n; i += P::kLanes) to[i] = from[i];
     P::sync();
   }
 
-  // Column block by column block over all ready tiles: the lowest column that has a tile left.
-  FLASHMOE_FN bool next_column(uint32_t limit, Task& task) {
-    const uint32_t ready = group_[1].ready;
-    uint32_t column = 0;
-    while (memory_.column_next[column] == ready) ++column;
-    const uint32_t first = memory_.column_next[column];
-    const uint32_t n = min_of(limit, ready - first);
-    const bool has = P::lane() < n;
-    if (has) task = {TaskKind::kGemm1, column, *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, 1, first + P::lane())};
+  // The next tasks of a window; returns how many.
+  FLASHMOE_FN uint32_t next_of(TaskKind kind, Window& window, const uint32_t* tiles, uint32_t limit, bool& has,
+                               Task& task) {
+    const Window w = window;
+    const uint32_t n = min_of(limit, w.tiles * w.columns - w.next);
+    const uint32_t i = w.next + P::lane();
+    has = P::lane() < n;
+    if (has) task = {kind, w.first_column + i / w.tiles, tiles[i % w.tiles]};
+    set(window.next, w.next + n);
+    return n;
+  }
+
+  // A write to shared memory that all lanes have read, and will read. All lanes, with the same value.
+  template <class T>
+  FLASHMOE_FN void set(T& to, T value) {
     P::sync();
-    if (P::lane() == 0) memory_.column_next[column] = first + n;
+    if (P::lane() == 0) to = value;
     P::sync();
-    gemm1_published_ += n;
-    return has;
   }
 
   // One stop word per processor, behind every task: the queue and the list are empty when the last is taken.
-  FLASHMOE_FN void end_call() {
+  FLASHMOE_FN void end_tasks() {
     P::release_fence(kDevice);
     P::sync();
     for (uint32_t base = 0; base < c_.processors; base += P::kLanes) {
       published_ += publish<P>(c_, published_, base + P::lane() < c_.processors, {TaskKind::kStop, 0, 0});
     }
+    ended_ = true;
     if (P::lane() != 0) return;
     P::store_relaxed(&c_.control()->published.value, published_);
     P::store_relaxed(&c_.control()->list_head.value, drained_);
-    P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
+    P::store_relaxed(&c_.control()->tiles.value, uint64_t{0});
   }
-
-  struct Group {
-    uint32_t ready = 0;                         // tiles
-    uint64_t published = 0;                     // tasks
-    uint32_t loaded_begin = 0, loaded_end = 0;  // which tiles are in shared memory
-  };
 
   const Call& c_;
   Subscriber<P>& sub_;
-  const Memory memory_;
-  Group group_[kGroups];
+  Memory& memory_;
   uint64_t taken_ = 0, word_ = 0;  // what look() saw
   uint64_t published_;             // words ever published in this context
   uint64_t drained_;               // items ever drained from the ready list
-  uint64_t tasks_ = 0;             // published in this call
-  uint64_t gemm0_published_ = 0, gemm1_published_ = 0;
-  uint32_t reduces_ready_ = 0, reduces_published_ = 0;
-  uint32_t combines_published_ = 0;
-  uint32_t expert_ = 0;                      // where the next GEMM0 tiles are taken from
-  uint32_t gemm0_next_ = 0, gemm0_end_ = 0;  // tasks of the tiles taken
+  uint32_t tasks_ = 0;             // published in this call
+  uint32_t gemm0_published_ = 0, gemm1_published_ = 0;
+  uint32_t tiles_ = 0;   // of the experts that are formed
+  uint32_t formed_ = 0;  // experts all of whose tiles are known
+  uint32_t gemm0_ready_ = 0, gemm0_first_ = 0;
+  uint32_t gemm1_ready_[kLists] = {};
+  uint32_t reducible_ = 0;
+  bool ended_ = false;
 };
 
 }  // namespace flashmoe

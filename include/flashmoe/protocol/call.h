@@ -22,7 +22,13 @@ struct Call {
   // How it is cut into tasks.
   uint32_t tile_rows = 128;
   uint32_t gemm0_columns = 1, gemm1_columns = 1;
+  // Return groups: group g has GEMM1's columns [group_first[g], group_first[g + 1]).
+  uint32_t groups = 1;
+  uint16_t group_first[kMaxGroups + 1] = {0, 1};
   uint32_t processors = 1;
+  // 1: whoever dispatched a block also combines it, unasked, once its returns are there (GPU). 0: the scheduler
+  // publishes combines as tasks.
+  uint32_t home_combines = 0;
   OrderPolicy order;
   uint64_t timeout_ns = 0;  // 0: none
   CallConfig config;
@@ -43,9 +49,20 @@ struct Call {
   FLASHMOE_HD uint32_t blocks() const { return (tokens + block_tokens() - 1) >> log2_block; }
   FLASHMOE_HD uint32_t tokens_in_block(uint32_t b) const { return min_of(block_tokens(), tokens - (b << log2_block)); }
   FLASHMOE_HD uint32_t parity() const { return static_cast<uint32_t>(epoch & 1); }
+  FLASHMOE_HD uint32_t group_columns(uint32_t g) const { return group_first[g + 1] - group_first[g]; }
+  FLASHMOE_HD uint32_t group_of(uint32_t column) const {
+    uint32_t g = 0;
+    while (column >= group_first[g + 1]) ++g;
+    return g;
+  }
   FLASHMOE_HD bool reduced() const { return return_mode == ReturnMode::kReduced; }
   FLASHMOE_HD uint32_t owned(uint32_t q) const { return owner_base[q + 1] - owner_base[q]; }
   FLASHMOE_HD uint32_t packet_id(uint32_t source, uint32_t block) const { return source * max_blocks + block; }
+  // Blocks of rank p, whose call signal has arrived here. (Own: blocks().)
+  FLASHMOE_HD uint32_t blocks_of(uint32_t p) const {
+    const uint32_t payload = Signal::payload(*call_signal(rank, p));
+    return ceil_div(CallPayload::tokens(payload), 1u << CallPayload::log2_block(payload));
+  }
   // The first token of packet (p, b) that arrived here, and how many tokens its block has.
   FLASHMOE_HD uint32_t packet_first_token(uint32_t p, uint32_t b) const {
     return b << CallPayload::log2_block(Signal::payload(*call_signal(rank, p)));
@@ -55,6 +72,8 @@ struct Call {
     const uint32_t first = b << CallPayload::log2_block(payload);
     return min_of(1u << CallPayload::log2_block(payload), CallPayload::tokens(payload) - first);
   }
+  // Entries of packet (p, b). The counts of one without any are not written: what is there is an older packet's.
+  FLASHMOE_HD uint32_t packet_size(uint32_t p, uint32_t b) const { return Signal::payload(*packet_signal(rank, p, b)); }
   FLASHMOE_HD uint32_t packet_source(uint32_t packet) const { return packet / max_blocks; }
   FLASHMOE_HD uint32_t packet_block(uint32_t packet) const { return packet % max_blocks; }
 
@@ -85,8 +104,8 @@ struct Call {
   FLASHMOE_HD Entry* packet_entries(uint32_t at, uint32_t p, uint32_t first_token) const {
     return heap<Entry>(at, HeapField::kPacketEntries, parity(), p, first_token);
   }
-  FLASHMOE_HD uint64_t* return_signal(uint32_t at, uint32_t q, uint32_t b) const {
-    return heap<uint64_t>(at, HeapField::kReturnSignal, q, b);
+  FLASHMOE_HD uint64_t* return_signal(uint32_t at, uint32_t q, uint32_t g) const {
+    return heap<uint64_t>(at, HeapField::kReturnSignal, q, g);
   }
   // Row of `token` of rank p as dispatched to rank `at` (p != at).
   FLASHMOE_HD uint8_t* dispatched_row(uint32_t at, uint32_t p, uint32_t token) const {
@@ -109,16 +128,16 @@ struct Call {
     return workspace<uint64_t>(WorkField::kReadyList, item & list_mask);
   }
   FLASHMOE_HD Tile* tile(uint32_t t) const { return workspace<Tile>(WorkField::kTiles, t); }
+  FLASHMOE_HD Row* tile_row(uint32_t t, uint32_t row) const { return workspace<Row>(WorkField::kTileRows, t, row); }
   FLASHMOE_HD Segment* segments(uint32_t t) const { return workspace<Segment>(WorkField::kSegments, t); }
-  FLASHMOE_HD uint32_t* pending(uint32_t p, uint32_t b, uint32_t c) const {
-    return workspace<uint32_t>(WorkField::kPending, p, b, c);
+  FLASHMOE_HD uint64_t* pending(uint32_t p, uint32_t slot) const {
+    return workspace<uint64_t>(WorkField::kPending, p, slot);
   }
-  FLASHMOE_HD uint32_t* reduce_done(uint32_t p, uint32_t b) const {
-    return workspace<uint32_t>(WorkField::kReduceDone, p, b);
+  FLASHMOE_HD uint32_t* reduce_done(uint32_t p, uint32_t g) const {
+    return workspace<uint32_t>(WorkField::kReduceDone, p, g);
   }
   FLASHMOE_HD int32_t* routing(uint32_t token) const { return workspace<int32_t>(WorkField::kRouting, token); }
   FLASHMOE_HD float* weights(uint32_t token) const { return workspace<float>(WorkField::kWeights, token); }
-  FLASHMOE_HD uint32_t* awaited(uint32_t b) const { return workspace<uint32_t>(WorkField::kAwaited, b); }
   FLASHMOE_HD uint32_t* capacity_prefix(uint32_t b) const { return workspace<uint32_t>(WorkField::kPrefix, b); }
   FLASHMOE_HD uint64_t* capacity_signal(uint32_t b) const { return workspace<uint64_t>(WorkField::kPrefixSignal, b); }
   FLASHMOE_HD uint8_t* hidden_row(uint32_t t, uint32_t row) const {

@@ -11,6 +11,8 @@ namespace flashmoe {
 
 inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
+// GEMM1's columns are returned in at most this many groups, each with a signal of its own.
+inline constexpr uint32_t kMaxGroups = 8;
 
 // The largest call a context serves. Equal on every rank of a group, except where noted.
 struct Limits {
@@ -26,7 +28,8 @@ struct Limits {
   uint32_t intermediate = 0;  // I
   uint32_t staging = 0;       // 1 if `reduced` may occur
   uint32_t tile_rows = 128;
-  uint32_t tile_columns = 256;
+  uint32_t gemm0_columns_per_task = 256;
+  uint32_t gemm1_columns_per_task = 256;
   uint32_t processors = 1;
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
@@ -43,15 +46,21 @@ struct Limits {
   FLASHMOE_HD constexpr uint64_t max_tiles_per_expert() const {
     return static_cast<uint64_t>(ranks) * max_tokens / tile_rows + 1;
   }
-  FLASHMOE_HD constexpr uint32_t gemm0_columns() const { return ceil_div(max_of(intermediate, 1u), tile_columns); }
-  FLASHMOE_HD constexpr uint32_t gemm1_columns() const { return ceil_div(max_of(hidden, 1u), tile_columns); }
-  FLASHMOE_HD constexpr uint64_t max_reduces() const {
-    return staging ? static_cast<uint64_t>(ranks) * max_blocks() * gemm1_columns() : 0;
+  FLASHMOE_HD constexpr uint32_t gemm0_columns() const {
+    return ceil_div(max_of(intermediate, 1u), gemm0_columns_per_task);
   }
-  FLASHMOE_HD constexpr uint64_t list_capacity() const { return next_power_of_two(max_tiles() + max_reduces() + 1); }
+  FLASHMOE_HD constexpr uint32_t gemm1_columns() const { return ceil_div(max_of(hidden, 1u), gemm1_columns_per_task); }
+  // (source, column) pairs that become ready for Reduce.
+  FLASHMOE_HD constexpr uint64_t max_reducible() const {
+    return staging ? static_cast<uint64_t>(ranks) * gemm1_columns() : 0;
+  }
+  // Each tile becomes ready twice.
+  FLASHMOE_HD constexpr uint64_t list_capacity() const {
+    return next_power_of_two(2 * max_tiles() + max_reducible() + max_local_experts + 1);
+  }
   FLASHMOE_HD constexpr uint64_t queue_capacity() const {
-    return next_power_of_two(max_tiles() * (gemm0_columns() + gemm1_columns()) + max_reduces() + max_blocks() +
-                             processors + 1);
+    return next_power_of_two(max_tiles() * (gemm0_columns() + gemm1_columns()) + max_reducible() * max_blocks() +
+                             uint64_t{max_blocks()} * kMaxGroups + processors + 1);
   }
 };
 
@@ -89,18 +98,18 @@ enum class WorkField : uint32_t {
   kQueue,
   kReadyList,
   kTiles,
+  kTileRows,
   kSegments,
   kPending,
   kReduceDone,
   kRouting,
   kWeights,
-  kAwaited,
   kPrefix,
   kPrefixSignal,
   kExpertTiles,
+  kGemm0Tiles,
   kGemm1Tiles,
-  kReduceTasks,
-  kCombineTasks,
+  kReducible,
   kHidden,
   kStaging,
   kCount
@@ -145,8 +154,8 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_tokens, l.entries_per_token()}, sizeof(Entry)}; },
      "[parity][p][first token of b ...] the entries of packet (p, b), dense from its first token's place"},
     {HeapField::kReturnSignal, "return_signal", Writer::kRank0,
-     [](const Limits& l) { return FieldShape{{l.ranks, l.max_blocks(), 1, 1}, 8}; },
-     "[q][b] rank q has returned all it owes to block b"},
+     [](const Limits& l) { return FieldShape{{l.ranks, kMaxGroups, 1, 1}, 8}; },
+     "[q][g] rank q has returned the columns of group g of all it owes"},
     {HeapField::kRows, "rows", Writer::kPeer0,
      [](const Limits& l) { return FieldShape{{l.ranks - 1, l.max_tokens, row_pitch(l.hidden, l.elem_bytes), 1}, 1}; },
      "[peer][token][H] dispatched token rows; each crosses once, own rows are read from the input"},
@@ -165,26 +174,31 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "ready queue: a slot for every task a call can have, and for a stop word per processor"},
     {WorkField::kReadyList, "ready_list", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.list_capacity(), 1, 1, 1}, 8}; },
-     "GEMM1 tiles and reduces that retiring processors made ready"},
+     "tiles that formers and retiring processors made ready, and columns ready for Reduce"},
     {WorkField::kTiles, "tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tiles(), 1, 1, 1}, sizeof(Tile)}; }, "tile descriptors"},
+    {WorkField::kTileRows, "tile_rows", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_tiles(), l.tile_rows, 1, 1}, sizeof(Row)}; },
+     "[tile][row] whose row it is"},
     {WorkField::kSegments, "segments", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_tiles(), l.tile_rows, 1, 1}, sizeof(Segment)}; },
-     "[tile][i] which entries a tile is made of"},
+     [](const Limits& l) {
+       return FieldShape{{l.max_tiles(), min_of<uint64_t>(l.tile_rows, uint64_t{l.ranks} * l.max_blocks()), 1, 1},
+                         sizeof(Segment)};
+     },
+     "[tile][i] which ranks a tile's rows came from"},
     {WorkField::kPending, "pending", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.ranks, l.max_blocks(), l.staging ? l.gemm1_columns() : 1, 1}, 4}; },
-     "[p][b][c] entries of packet (p, b) whose GEMM1 columns are done"},
+     [](const Limits& l) {
+       return FieldShape{{l.ranks, l.staging ? max_of(l.gemm1_columns(), kMaxGroups) : kMaxGroups, 1, 1}, 8};
+     },
+     "[p][g, or column where they are reduced] rows of rank p still to compute, see Pending"},
     {WorkField::kReduceDone, "reduce_done", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.staging * l.ranks, l.max_blocks(), 1, 1}, 4}; },
-     "[p][b] column blocks reduced and returned"},
+     [](const Limits& l) { return FieldShape{{l.staging * l.ranks, kMaxGroups, 1, 1}, 4}; },
+     "[p][g] (block, column) pairs of group g reduced and returned"},
     {WorkField::kRouting, "routing", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; },
      "[token][k] chosen expert, -1 where dropped"},
     {WorkField::kWeights, "weights", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; }, "[token][k] combine weights"},
-    {WorkField::kAwaited, "awaited", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_blocks(), ceil_div(l.ranks, 32u), 1, 1}, 4}; },
-     "[b] bit q: rank q got entries of block b and will return"},
     {WorkField::kPrefix, "capacity_prefix", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_blocks(), l.experts, 1, 1}, 4}; },
      "[b][expert] pairs routed to the expert by the tokens up to block b (capacity factor only)"},
@@ -193,13 +207,15 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_local_experts, l.max_tiles_per_expert(), 1, 1}, 4}; },
      "[expert][i] the expert's i-th tile, in the order in which they closed"},
+    {WorkField::kGemm0Tiles, "gemm0_tiles", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_tiles(), 1, 1, 1}, 4}; },
+     "tiles ready for GEMM0, in order of readiness (OS warp only)"},
     {WorkField::kGemm1Tiles, "gemm1_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{2, l.max_tiles(), 1, 1}, 4}; },
      "[remote homes, local homes] tiles ready for GEMM1, in order of readiness (OS warp only)"},
-    {WorkField::kReduceTasks, "reduce_tasks", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_reduces(), 1, 1, 1}, 8}; }, "ready reduces (OS warp only)"},
-    {WorkField::kCombineTasks, "combine_tasks", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 4}; }, "ready combines (OS warp only)"},
+    {WorkField::kReducible, "reducible", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_reducible(), 1, 1, 1}, 8}; },
+     "columns of a source's rows that are ready for Reduce (OS warp only)"},
     {WorkField::kHidden, "hidden", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};

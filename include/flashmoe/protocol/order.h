@@ -5,13 +5,16 @@
 
 namespace flashmoe {
 
+inline constexpr uint32_t kMaxRaster = 32;
+
 struct OrderPolicy {
   // GEMM1 is held back until it trails GEMM0 by this many tasks, as long as GEMM0 tasks are ready: early return
   // traffic starves dispatch, which shares the link. 0: never held back.
   uint32_t gemm1_lag = 0;
-  // GEMM1 by column block over all ready tiles (COMET section 3.1.2) rather than tile by tile. Pays with `reduced`
-  // return: the first columns travel while the last are computed.
-  uint32_t gemm1_by_column = 0;
+  // Tiles whose tasks are ordered column by column: the tiles of such a window use a column's weights, and the columns
+  // a tile's rows, while both are in the cache. In [1, kMaxRaster]. (Between windows GEMM1 goes by return group, COMET
+  // section 3.1.2: the first columns of all tiles travel while the last are computed.)
+  uint32_t raster = 1;
   // Tasks published beyond those already asked for. 0 binds latest; a few hide the scheduler's latency.
   uint32_t window = 0;
 };

@@ -1,8 +1,9 @@
 // Packets: the (token, k) pairs of one token block, sorted by destination rank and local expert, written into the
 // destinations' heaps.
 //
-// Run by one warp per token block, on routing that the gate left in shared memory; on a GPU the two passes over 62
-// tokens x K = 8 (T = 8192 on 132 SMs) are then 16 steps of shared-memory work each.
+// Run by a team of warps per token block (P::workers), on routing that the gate left in shared memory. Each worker has
+// a range of consecutive tokens: it counts its pairs per expert, a scan over workers and experts gives every pair its
+// place, and each worker writes its own. Places are in token order, which a capacity factor relies on.
 #pragma once
 
 #include "flashmoe/protocol/fault.h"
@@ -18,16 +19,18 @@ struct Pair {
   FLASHMOE_HD static constexpr uint32_t owner(uint32_t pair) { return pair >> 16; }
 };
 
-// Shared memory of the warp. The gate fills ids and weights; build_packets turns ids into pairs in place.
+// Shared memory of the team. The gate fills ids and weights; build_packets turns ids into pairs in place.
 struct PacketScratch {
   union {
     int32_t* ids;     // [tokens of the block * K] chosen expert
     uint32_t* pairs;  // [tokens of the block * K]
   };
-  float* weights;         // [tokens of the block * K]
-  uint32_t* count;        // [E] pairs of the block routed to the expert
-  uint32_t* start;        // [E] index of the expert's next entry within its packet
-  uint32_t* entries;      // [R] entries of the packet for each rank
+  float* weights;     // [tokens of the block * K]
+  uint16_t* place;    // [workers][E] a worker's pairs of the expert; then the place of its next one among the block's
+  uint16_t* count;    // [E] pairs of the block that the expert keeps
+  uint16_t* start;    // [E] place of the expert's first entry within its packet
+  uint32_t* entries;  // [R] entries of the packet for each rank
+  uint32_t* bad;      // non-zero: the routing is not valid
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
@@ -40,21 +43,34 @@ FLASHMOE_HD bool goes_to(const Call& c, uint32_t token, uint32_t q) {
   return false;
 }
 
-// Calls visit(i, pair, place) for the pairs i = (token of block b) * K + k that are not dropped, lanes side by side,
-// tokens ascending. place is the number of earlier pairs with the same expert, counted in `counter`, which the pass
-// advances.
+// The pairs i = (token of block b) * K + k of this worker.
+struct PairRange {
+  uint32_t begin, end;
+};
+
+template <class P>
+FLASHMOE_FN PairRange own_pairs(const Call& c, uint32_t b) {
+  const uint32_t tokens = c.tokens_in_block(b);
+  const uint32_t each = ceil_div(tokens, P::workers());
+  const uint32_t first = min_of(P::worker() * each, tokens);
+  return {first * c.top_k, min_of(first + each, tokens) * c.top_k};
+}
+
+// Calls visit(i, pair, place) for the worker's pairs that are not dropped, lanes side by side, tokens ascending. place
+// is the expert's counter plus the number of the worker's earlier pairs with that expert; the pass advances the
+// counters.
 template <class P, class Visit>
-FLASHMOE_FN void for_each_pair(const Call& c, uint32_t b, const uint32_t* pairs, uint32_t* counter, Visit&& visit) {
-  const uint32_t n = c.tokens_in_block(b) * c.top_k;
-  for (uint32_t base = 0; base < n; base += P::kLanes) {
+FLASHMOE_FN void for_each_pair(const PairRange& range, const uint32_t* pairs, uint16_t* counter, Visit&& visit) {
+  FLASHMOE_NO_UNROLL
+  for (uint32_t base = range.begin; base < range.end; base += P::kLanes) {
     const uint32_t i = base + P::lane();
-    const uint32_t pair = i < n ? pairs[i] : Pair::kDropped;
+    const uint32_t pair = i < range.end ? pairs[i] : Pair::kDropped;
     const bool active = pair != Pair::kDropped;
     bool last = false;
     const uint32_t rank = P::rank_among_equal(pair, active, last);
     const uint32_t place = active ? counter[Pair::expert(pair)] + rank : 0;
     P::sync();
-    if (active && last) counter[Pair::expert(pair)] = place + 1;
+    if (active && last) counter[Pair::expert(pair)] = static_cast<uint16_t>(place + 1);
     P::sync();
     if (active) visit(i, pair, place);
   }
@@ -71,15 +87,15 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
                     .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
 }
 
-// Turns ids into pairs. Given routing is not trusted: an expert out of range, or twice in one token, would write outside
-// its packet. False if there is one.
+// Turns the worker's ids into pairs. Given routing is not trusted: an expert out of range, or twice in one token, would
+// write outside its packet. Reports such a pair, and marks the block as bad.
 template <class P>
-FLASHMOE_FN bool make_pairs(const Call& c, uint32_t b, const PacketScratch& s) {
+FLASHMOE_FN void make_pairs(const Call& c, uint32_t b, const PairRange& range, const PacketScratch& s) {
   const uint32_t first = b << c.log2_block;
-  const uint32_t n = c.tokens_in_block(b) * c.top_k;
-  uint32_t bad = n;  // some pair out of range
+  const uint32_t none = range.end;
+  uint32_t bad = none;  // some pair out of range
   int32_t bad_id = 0;
-  for (uint32_t i = P::lane(); i < n; i += P::kLanes) {
+  for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const int32_t id = s.ids[i];
     const bool good = id >= 0 && static_cast<uint32_t>(id) < c.experts;
     if (!good) {
@@ -89,57 +105,82 @@ FLASHMOE_FN bool make_pairs(const Call& c, uint32_t b, const PacketScratch& s) {
     s.pairs[i] = good ? Pair::make(static_cast<uint32_t>(id), s.owner[id]) : Pair::kDropped;
   }
   P::sync();
-  uint32_t twice = n;  // some pair whose expert the token already has
-  for (uint32_t i = P::lane(); i < n; i += P::kLanes) {
+  uint32_t twice = none;  // some pair whose expert the token already has
+  for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     for (uint32_t j = i - i % c.top_k; j < i; ++j) twice = s.pairs[j] == s.pairs[i] ? i : twice;
   }
-  if (bad < n) bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.top_k, bad_id);
-  if (bad == n && twice < n) {
+  if (bad < none) {
+    bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.top_k, bad_id);
+  } else if (twice < none) {
     bad_routing<P>(c, FaultKind::kDuplicateExpert, first + twice / c.top_k,
                    static_cast<int32_t>(Pair::expert(s.pairs[twice])));
   }
-  return P::ballot(bad < n || twice < n) == 0;
+  if (bad < none || twice < none) P::store_relaxed(s.bad, 1u);
 }
 
-// Capacity (GShard section 2.2): of the pairs this rank routes to an expert, the first `capacity` in token order stay.
-// The count of earlier blocks is handed from block to block. False if the wait for it was aborted.
+// Capacity: pairs of the expert that earlier blocks have. Null for the first block, or if the wait was aborted (then
+// `aborted`).
 template <class P>
-FLASHMOE_FN bool drop_over_capacity(const Call& c, uint32_t b, const PacketScratch& s) {
-  const uint32_t* before = nullptr;
-  if (b > 0) {
-    const WaitEnd end = wait_until<P>(
-        c,
-        [&] {
-          const uint64_t word = P::broadcast(P::load_acquire(c.capacity_signal(b - 1), kDevice), 0);
-          return Signal::epoch(word) == c.epoch ? Step::kDone : Step::kIdle;
-        },
-        OsLiveness<P>{c});
-    if (end != WaitEnd::kDone) return false;
-    P::sync();
-    before = c.capacity_prefix(b - 1);
-  }
-  for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) {
-    c.capacity_prefix(b)[e] = s.count[e] + (before ? before[e] : 0);
-    s.count[e] = 0;
-  }
+FLASHMOE_FN const uint32_t* earlier_pairs(const Call& c, uint32_t b, bool& aborted) {
+  aborted = false;
+  if (b == 0) return nullptr;
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        const uint64_t word = P::broadcast(P::load_acquire(c.capacity_signal(b - 1), kDevice), 0);
+        return Signal::epoch(word) == c.epoch ? Step::kDone : Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  aborted = end != WaitEnd::kDone;
   P::sync();
-  if (P::lane() == 0) P::store_release(c.capacity_signal(b), Signal::make(c.epoch, 0), kDevice);
-  for_each_pair<P>(c, b, s.pairs, s.count, [&](uint32_t i, uint32_t pair, uint32_t place) {
-    if ((before ? before[Pair::expert(pair)] : 0) + place >= c.capacity) s.pairs[i] = Pair::kDropped;
-  });
-  // What stayed is a prefix of the pairs in token order.
-  for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) {
-    const uint32_t earlier = before ? before[e] : 0;
-    s.count[e] = min_of(s.count[e], c.capacity > earlier ? c.capacity - earlier : 0u);
-  }
-  P::sync();
-  return true;
+  return c.capacity_prefix(b - 1);
 }
 
-// Turns counts into the packets' sizes and offsets. (Those of a packet without entries are written too, and not read.)
+// Turns the workers' counts into the places of their first pairs among the block's pairs of the expert, and their sum
+// into what the expert keeps of them. Capacity (GShard section 2.2): of the pairs this rank routes to an expert, the
+// first `capacity` in token order stay; the count of earlier blocks is handed from block to block.
+template <class P>
+FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before) {
+  for (uint32_t e = P::worker() * P::kLanes + P::lane(); e < c.experts; e += P::workers() * P::kLanes) {
+    uint32_t sum = 0;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t w = 0; w < P::workers(); ++w) {
+      uint16_t* place = &s.place[w * c.experts + e];
+      const uint32_t n = *place;
+      *place = static_cast<uint16_t>(sum);
+      sum += n;
+    }
+    uint32_t kept = sum;
+    if (c.capacity != 0) {
+      const uint32_t earlier = before ? before[e] : 0;
+      c.capacity_prefix(b)[e] = earlier + sum;
+      kept = min_of(sum, c.capacity > earlier ? c.capacity - earlier : 0u);
+    }
+    s.count[e] = static_cast<uint16_t>(kept);
+  }
+}
+
+// Marks the worker's pairs beyond what their experts keep. They are the last in token order, so places stay dense.
+template <class P>
+FLASHMOE_FN void drop_over_capacity(const Call& c, const PairRange& range, const PacketScratch& s, uint16_t* place) {
+  for_each_pair<P>(range, s.pairs, place, [&](uint32_t i, uint32_t pair, uint32_t at) {
+    if (at >= s.count[Pair::expert(pair)]) s.pairs[i] = Pair::kDropped;
+  });
+  // The pass advanced the counters of kept and dropped pairs alike: count the kept ones back.
+  P::sync();
+  for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) place[e] = min_of<uint16_t>(place[e], s.count[e]);
+  P::sync();
+  for (uint32_t i = range.begin; i < range.end; ++i) {
+    if (P::lane() == 0 && s.pairs[i] != Pair::kDropped) --place[Pair::expert(s.pairs[i])];
+  }
+  P::sync();
+}
+
+// Turns the experts' counts into the packets' sizes and offsets, a worker per destination. (Those of a packet without
+// entries are written too, and not read.)
 template <class P>
 FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s) {
-  for (uint32_t q = 0; q < c.ranks; ++q) {
+  for (uint32_t q = P::worker(); q < c.ranks; q += P::workers()) {
     const uint32_t* experts = c.by_owner + c.owner_base[q];
     const uint32_t owned = c.owned(q);
     uint16_t* offsets = c.packet_offsets(q, c.rank, b);
@@ -148,9 +189,9 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
       const uint32_t l = base + P::lane();
       const uint32_t expert = l < owned ? experts[l] : 0;
       uint32_t total;
-      const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[expert] : 0, total);
+      const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[expert] : 0u, total);
       if (l < owned) {
-        s.start[expert] = start;
+        s.start[expert] = static_cast<uint16_t>(start);
         offsets[l] = static_cast<uint16_t>(start);
       }
       entries += total;
@@ -160,36 +201,36 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
       s.entries[q] = entries;
     }
   }
-  P::sync();
 }
 
-// Keeps the block's routing for its combine and for the report.
+// Keeps the worker's routing for its combine and for the report.
 template <class P>
-FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const PacketScratch& s) {
+FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const PairRange& range, const PacketScratch& s) {
   const uint32_t first = b << c.log2_block;
-  for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.top_k; i += P::kLanes) {
+  for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const uint32_t token = first + i / c.top_k, k = i % c.top_k;
     c.routing(token)[k] = s.pairs[i] == Pair::kDropped ? -1 : static_cast<int32_t>(Pair::expert(s.pairs[i]));
     c.weights(token)[k] = s.weights[i];
   }
 }
 
-// Writes the entries of every packet of block b, and for `reduced` how many each token has on each rank.
+// Writes the worker's entries, and for `reduced` how many each of its tokens has on each rank.
 template <class P>
-FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PacketScratch& s) {
+FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PairRange& range, const PacketScratch& s,
+                               uint16_t* place) {
   const uint32_t first = b << c.log2_block;
-  for_each_pair<P>(c, b, s.pairs, s.start, [&](uint32_t i, uint32_t pair, uint32_t place) {
+  for_each_pair<P>(range, s.pairs, place, [&](uint32_t i, uint32_t pair, uint32_t at) {
     const uint32_t token = first + i / c.top_k, k = i % c.top_k;
     uint32_t ordinal = 0;
     for (uint32_t j = c.reduced() ? i - k : i; j < i; ++j)
       ordinal += s.pairs[j] != Pair::kDropped && Pair::owner(s.pairs[j]) == Pair::owner(pair);
-    c.packet_entries(Pair::owner(pair), c.rank, first)[place] = {token, static_cast<uint16_t>(k),
-                                                                 static_cast<uint16_t>(ordinal), s.weights[i]};
+    c.packet_entries(Pair::owner(pair), c.rank, first)[s.start[Pair::expert(pair)] + at] = {
+        token, static_cast<uint16_t>(k), static_cast<uint16_t>(ordinal), s.weights[i]};
   });
   if (!c.reduced()) return;
   for (uint32_t q = 0; q < c.ranks; ++q) {
     if (s.entries[q] == 0) continue;
-    for (uint32_t t = P::lane(); t < c.tokens_in_block(b); t += P::kLanes) {
+    for (uint32_t t = range.begin / c.top_k + P::lane(); t < range.end / c.top_k; t += P::kLanes) {
       const uint32_t* pairs = s.pairs + t * c.top_k;
       uint32_t n = 0;
       for (uint32_t k = 0; k < c.top_k; ++k) n += pairs[k] != Pair::kDropped && Pair::owner(pairs[k]) == q;
@@ -198,28 +239,44 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PacketScratch& s
   }
 }
 
-// Everything of block b but the rows and the signals, from the ids and weights of its gate. False if the call is over (bad routing, abort).
+// Everything of block b but the rows and the signals, from the ids and weights of its gate. The whole team calls it,
+// after a team_sync; false if the call is over (bad routing, abort).
 template <class P>
 FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s) {
-  for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) s.count[e] = 0;
-  if (!make_pairs<P>(c, b, s)) return false;
-  for_each_pair<P>(c, b, s.pairs, s.count, [](uint32_t, uint32_t, uint32_t) {});
-  if (c.capacity != 0 && !drop_over_capacity<P>(c, b, s)) return false;
-  place_experts<P>(c, b, s);
-  write_entries<P>(c, b, s);
-  record_routing<P>(c, b, s);
-  for (uint32_t w = P::lane(); w < ceil_div(c.ranks, 32u); w += P::kLanes) {
-    uint32_t bits = 0;
-    for (uint32_t q = w * 32; q < min_of(c.ranks, w * 32 + 32); ++q) bits |= (s.entries[q] != 0 ? 1u : 0u) << (q % 32);
-    c.awaited(b)[w] = bits;
+  const PairRange range = own_pairs<P>(c, b);
+  uint16_t* const place = s.place + P::worker() * c.experts;
+  if (P::worker() == 0 && P::lane() == 0) P::store_relaxed(s.bad, 0u);
+  P::team_sync();
+  for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) place[e] = 0;
+  make_pairs<P>(c, b, range, s);
+  P::sync();
+  for_each_pair<P>(range, s.pairs, place, [](uint32_t, uint32_t, uint32_t) {});
+  bool aborted = false;
+  const uint32_t* before = c.capacity != 0 ? earlier_pairs<P>(c, b, aborted) : nullptr;
+  if (aborted && P::lane() == 0) P::store_relaxed(s.bad, 1u);
+  P::team_sync();
+  if (P::load_relaxed(s.bad) != 0) return false;
+  scan_workers<P>(c, b, s, before);
+  P::team_sync();
+  if (c.capacity != 0) {
+    if (P::worker() == 0 && P::lane() == 0) {
+      P::store_release(c.capacity_signal(b), Signal::make(c.epoch, 0), kDevice);
+    }
+    drop_over_capacity<P>(c, range, s, place);
   }
+  place_experts<P>(c, b, s);
+  P::team_sync();
+  write_entries<P>(c, b, range, s, place);
+  record_routing<P>(c, b, range, s);
   return true;
 }
 
-// After every agent's writes for block b: tells each destination, the others first, that its packet is complete.
+// After the team's writes for block b: tells each destination, the others first, that its packet is complete. The whole
+// team calls it.
 template <class P>
 FLASHMOE_FN void signal_packets(const Call& c, uint32_t b, const PacketScratch& s) {
-  P::sync();
+  P::team_sync();
+  if (P::worker() != 0) return;
   for (uint32_t i = P::lane(); i < c.ranks; i += P::kLanes) {
     const uint32_t q = (c.rank + 1 + i) % c.ranks;
     P::store_release(c.packet_signal(q, c.rank, b), Signal::make(c.epoch, s.entries[q]), kSystem);

@@ -25,6 +25,8 @@
 //   T        fetch_add(T*, T);                              // relaxed: tickets, claims
 //   T        fetch_add_acq_rel(T*, T);                      // at device scope: dependency counters
 //   uint64_t now_ns();                                  // monotonic, never 0
+//   uint32_t workers(), worker();                       // the warps that dispatch a token block together, and which
+//   void     team_sync();                               // all lanes of all of them; orders their memory accesses
 //   void     backoff(uint32_t idle);                    // idle: consecutive idle steps of the one spin loop
 //   static constexpr bool kSleeps;                      // backoff gives the core away, so a step may take long
 //

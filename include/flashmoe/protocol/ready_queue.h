@@ -26,9 +26,10 @@ FLASHMOE_FN uint64_t take_ticket(const Call& c) {
   return P::fetch_add(&c.control()->queue_head.value, uint64_t{1});
 }
 
-// Waits for the ticket's task; kStop when the call ends or aborts. All lanes of the taking warp.
-template <class P>
-FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket) {
+// Waits for the ticket's task; kStop when the call ends or aborts. `meanwhile` is called between two looks at the queue
+// and says whether it did something. All lanes of the taking warp.
+template <class P, class Meanwhile>
+FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket, Meanwhile&& meanwhile) {
   uint64_t* slot = c.queue_slot(ticket);
   uint64_t word = 0;
   const WaitEnd end = wait_until<P>(
@@ -37,7 +38,8 @@ FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket) {
         // One lane looks: lanes that looked for themselves could see different values.
         if (P::lane() == 0) word = P::load_acquire(slot, kDevice);
         word = P::broadcast(word, 0);
-        return word != 0 ? Step::kDone : Step::kIdle;
+        if (word != 0) return Step::kDone;
+        return meanwhile() ? Step::kProgress : Step::kIdle;
       },
       OsLiveness<P>{c});
   if (end != WaitEnd::kDone) {
@@ -50,6 +52,11 @@ FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket) {
   P::sync();  // what lane 0 acquired, every lane may read
   if (P::lane() == 0) P::store_relaxed(slot, uint64_t{0});
   return Task::unpack(word);
+}
+
+template <class P>
+FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket) {
+  return wait_task<P>(c, ticket, [] { return false; });
 }
 
 }  // namespace flashmoe

@@ -33,7 +33,7 @@ struct Fault {
   uint32_t rank = 0;      // who found it
   uint32_t awaited = 0;   // from whom it was awaited; kDisagree: who disagrees
   uint32_t culprit = 0;   // who, as far as the finder could see, does not move
-  uint32_t index = 0;     // packet or return: block; router, routing: token
+  uint32_t index = 0;     // packet: block; return: group; router, routing: token
   uint64_t expected = 0;  // epoch of the awaited signal; routing: E
   uint64_t seen = 0;      // epoch it had; routing: the id
   uint64_t epoch = 0;
@@ -51,6 +51,7 @@ struct alignas(64) CallConfig {
   double capacity_factor;  // 0: dropless
   uint32_t hidden, intermediate, experts, top_k, dtype, return_mode, activation;
   uint32_t placement;  // hash of the expert -> rank map
+  uint32_t groups;     // hash of where each return group's columns end: one rank's signal is another's columns
 };
 static_assert(sizeof(CallConfig) == 64);
 
@@ -63,6 +64,9 @@ struct alignas(128) Control {
   Line list_tail;    // items pushed to the ready list
   Line abort;        // non-zero: leave
   Line fault_claim;  // the first to add writes the fault record
+  Line tiles;        // tiles made in this call; zero between calls
+  Line left;         // blocks that have left the kernel (GPU); zero between calls
+  Line calls;        // calls completed (GPU)
   Line published;    // queue_tail between calls
   Line list_head;    // drained items between calls
 };

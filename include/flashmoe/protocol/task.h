@@ -5,12 +5,15 @@
 
 namespace flashmoe {
 
-// The kinds of work a trace or a report distinguishes. Stop ends a processor.
-enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kReduce = 3, kCombine = 4, kStop = 5 };
+// The kinds of work a trace or a report distinguishes. Stop ends a processor; Formed stands in the ready list only.
+enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kReduce = 3, kCombine = 4, kStop = 5, kFormed = 6 };
 
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-// index: ordinal * El + local expert (GEMM0: the expert's ordinal-th tile), tile (GEMM1), source * max_blocks + block
-// (Reduce), block (Combine).
+// index: tile (GEMM0, GEMM1), source * max_blocks + block (Reduce), block (Combine). column: block of columns, Combine:
+// return group.
+// In the ready list the word says what has become ready: a tile for GEMM0 or GEMM1 (column: whether it has rows of
+// another rank), a column of a source's rows for Reduce (index: source), and Formed: that `column` more local experts
+// have all their tiles, `index` in number.
 struct Task {
   TaskKind kind = TaskKind::kNone;
   uint32_t column = 0;
@@ -35,11 +38,20 @@ struct Entry {
 };
 static_assert(sizeof(Entry) == 12);
 
-// Consecutive entries of one packet that belong to one expert and one tile.
+// One row of a tile: an entry, and the rank it came from.
+struct alignas(16) Row {
+  uint32_t token;    // as in Entry
+  uint16_t source;   // home rank
+  uint16_t k;        // as in Entry
+  uint32_t ordinal;  // as in Entry
+  float weight;      // as in Entry
+};
+static_assert(sizeof(Row) == 16);
+
+// Consecutive rows of a tile that came from one rank.
 struct Segment {
-  uint32_t packet;  // source * max_blocks + block
-  uint16_t first;   // index of the first entry within the packet
-  uint16_t count;
+  uint32_t source;
+  uint32_t count;
 };
 static_assert(sizeof(Segment) == 8);
 

@@ -1,166 +1,206 @@
 // Tile formation: the entries of arriving packets become tiles of one expert each, whatever their source.
 //
-// State: per local expert one open tile, and how many have been closed and taken. It lives in shared memory of the OS
-// block and only the OS warp touches it, lane per expert, without atomics. A tile's segments are posted stores to
-// device memory as they come, its descriptor and its place among the expert's tiles two more when it closes; the OS
-// warp never reads them back, processors do after acquiring a task.
+// A former serves every step-th local expert: on a GPU one warp per SM, so that all experts' tiles form at once; on the
+// CPU the OS thread serves them all. An expert's state has one owner, needs no atomics, and lives in shared memory. The
+// lanes go over packets: each copies its packet's entries of the expert to the places that a scan assigns.
 #pragma once
 
-#include "flashmoe/protocol/call.h"
+#include "flashmoe/protocol/pending.h"
 
 namespace flashmoe {
 
-template <class P>
+// What a former knows of an expert. The same in every lane.
+struct FormedExpert {
+  uint32_t open;       // id of the open tile
+  uint32_t rows;       // of the open tile, 0: none is open
+  uint32_t segments;   // of the open tile
+  Segment last;        // its last segment
+  uint32_t remote;     // the open tile has rows of another rank
+  uint32_t closed;     // tiles closed so far
+  uint32_t announced;  // of those, pushed to the ready list
+};
+// Shared memory, uninitialised: the states of local experts first, first + step, ...; step 0: of none.
+struct FormerMemory {
+  FormedExpert* experts;
+  uint32_t first, step;
+};
+
+// kDepth: packets that a lane handles at a time.
+template <class P, uint32_t kDepth = 1>
 class TileFormer {
  public:
-  struct Expert {
-    uint32_t open;      // id of the open tile
-    uint32_t rows;      // of the open tile, 0: none is open
-    uint32_t segments;  // of the open tile
-    uint32_t remote;    // the open tile has rows of another rank
-    uint32_t closed;    // tiles ready for GEMM0 so far
-    uint32_t taken;     // of those, published
-  };
-  // Packets consumed together: their offsets, which come from device memory, are loaded side by side.
-  static constexpr uint32_t kBatch = 8;
-
-  // Shared memory, uninitialised.
-  struct Memory {
-    Expert* experts;                // [El]
-    uint32_t (*ranges)[P::kLanes];  // [kBatch] each lane's entries of the batch's packets: first, and end << 16
-  };
-
-  FLASHMOE_FN TileFormer(const Call& call, const Memory& memory)
-      : c_(call), experts_(memory.experts), ranges_(memory.ranges) {
-    for (uint32_t l = P::lane(); l < c_.local_experts; l += P::kLanes) experts_[l] = {};
+  FLASHMOE_FN TileFormer(const Call& call, const FormerMemory& memory) : c_(call), m_(memory) {
+    const uint32_t el = c_.local_experts;
+    count_ = m_.step == 0 || m_.first >= el ? 0 : ceil_div(el - m_.first, m_.step);
+    for (uint32_t i = P::lane(); i < count_; i += P::kLanes) m_.experts[i] = {};
     P::sync();
   }
 
-  // Appends the entries of packets (p, b) .. (p, b + n - 1), n <= kBatch, to the open tiles of their experts. Bit i of
-  // `filled` says whether packet b + i has entries: one without has no offsets either. All lanes.
-  FLASHMOE_FN void consume(uint32_t p, uint32_t b, uint32_t n, uint32_t filled) {
-    for (uint32_t base = 0; base < c_.local_experts; base += P::kLanes) {
-      const uint32_t l = base + P::lane();
-      const bool mine = l < c_.local_experts;
-      load_ranges(p, b, n, mine ? filled : 0, l);
-      Expert x = mine ? experts_[l] : Expert{};  // in registers for the batch
-      // Not unrolled: a warp alone on its SM is held up by fetching code, not by this arithmetic.
-      FLASHMOE_NO_UNROLL
-      for (uint32_t i = 0; i < n; ++i) {
-        uint32_t next = ranges_[i][P::lane()] & 0xffffu;
-        const uint32_t end = ranges_[i][P::lane()] >> 16;
-        while (P::ballot(next < end)) {
-          open(x, next < end);
-          if (next < end) next += append(x, p, b + i, next, end - next);
-          close(x, l, x.rows == c_.tile_rows);
-        }
-      }
-      if (mine) experts_[l] = x;
-    }
-    P::sync();
-  }
-
-  // No more packets: the partial tiles are ready as they are. All lanes.
-  FLASHMOE_FN void flush() {
+  // Takes over the entries of packets (p, b) .. (p, b + n - 1), n <= kLanes * kDepth. All lanes.
+  FLASHMOE_FN void consume(uint32_t p, uint32_t b, uint32_t n) {
     FLASHMOE_NO_UNROLL
-    for (uint32_t base = 0; base < c_.local_experts; base += P::kLanes) {
-      const uint32_t l = base + P::lane();
-      const bool mine = l < c_.local_experts;
-      Expert x = mine ? experts_[l] : Expert{};
-      close(x, l, x.rows != 0);
-      if (mine) experts_[l] = x;
-    }
-    P::sync();
+    for (uint32_t i = 0; i < count_; ++i) consume_expert(i, p, b, n);
   }
 
-  // Tiles made so far, and those of them that are ready and not yet taken. The same in every lane.
-  FLASHMOE_FN uint32_t tiles() const { return tiles_; }
-  FLASHMOE_FN uint32_t ready() const { return ready_; }
+  // Source p has no more packets. All lanes.
+  FLASHMOE_FN void close(uint32_t p) {
+    if (count_ == 0) return;
+    close_source<P>(c_, p, count_);
+    // Own rows arrive within microseconds of one another: an expert's tiles become ready together, so that they run
+    // side by side while its weights are in the cache.
+    if (p != c_.rank || c_.ranks == 1) return;  // alone, flush follows
+    for (uint32_t i = 0; i < count_; ++i) announce(i);
+  }
 
-  // Takes up to kLanes ready tiles, expert by expert from local expert `l` on, cyclically; l moves on with them. Leaves
-  // each one's place among all, ordinal * El + expert, in tiles[], and returns how many. All lanes, with the same l.
-  FLASHMOE_FN uint32_t take(uint32_t& l, uint32_t* tiles) {
-    uint32_t taken = 0;
-    P::sync();  // tiles[] may still be being read
-    // One round more than it takes to see every expert: the last may start in the middle of the first's.
-    for (uint32_t seen = 0; ready_ > 0 && taken < P::kLanes && seen < c_.local_experts + P::kLanes; seen += P::kLanes) {
-      const uint32_t base = l - l % P::kLanes;
-      const uint32_t mine = base + P::lane();
-      uint32_t ready = 0, first = 0;
-      if (mine >= l && mine < c_.local_experts) {
-        first = experts_[mine].taken;
-        ready = experts_[mine].closed - first;
+  // No more packets at all: the partial tiles are ready as they are. All lanes.
+  FLASHMOE_FN void flush() {
+    if (count_ == 0) return;
+    uint32_t tiles = 0;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = 0; i < count_; ++i) {
+      const FormedExpert x = m_.experts[i];
+      if (x.rows != 0) {
+        const uint32_t l = expert(i);
+        if (P::lane() == 0) write_tile(x.open, l, x.rows, x.segments, x.remote, x.closed);
+        P::sync();
+        if (P::lane() == 0) ++m_.experts[i].closed;
+        P::sync();
       }
-      uint32_t total;
-      const uint32_t place = taken + P::exclusive_scan(ready, total);
-      const uint32_t room = place < P::kLanes ? min_of(ready, P::kLanes - place) : 0;
-      for (uint32_t i = 0; i < room; ++i) tiles[place + i] = (first + i) * c_.local_experts + mine;
-      if (room > 0) experts_[mine].taken = first + room;
-      const uint32_t n = min_of(total, P::kLanes - taken);
-      ready_ -= n;
-      taken += n;
-      // Full: go on with the first expert that has tiles left. Else with the next kLanes experts.
-      const uint32_t left = P::ballot(room < ready);
-      l = left != 0 ? base + lowest_bit<P>(left) : base + P::kLanes;
-      if (l >= c_.local_experts) l = 0;
+      announce(i);
+      tiles += m_.experts[i].closed;
     }
-    P::sync();
-    return taken;
+    push_ready<P>(c_, P::lane() == 0, {TaskKind::kFormed, count_, tiles});
   }
 
  private:
-  // Every lane's own column of ranges_: the loads of a batch are independent, and under way together.
-  FLASHMOE_FN void load_ranges(uint32_t p, uint32_t b, uint32_t n, uint32_t filled, uint32_t l) {
-    uint32_t range[kBatch];
+  FLASHMOE_FN uint32_t expert(uint32_t i) const { return m_.first + i * m_.step; }
+
+  FLASHMOE_FN void consume_expert(uint32_t i, uint32_t p, uint32_t b, uint32_t n) {
+    const uint32_t l = expert(i);
+    uint32_t first[kDepth], count[kDepth];  // of the packets lane(), lane() + kLanes, ...
     FLASHMOE_UNROLL
-    for (uint32_t i = 0; i < kBatch; ++i) {
-      range[i] = 0;
-      if (i < n && (filled >> i & 1u)) {
-        const uint16_t* offsets = c_.packet_offsets(c_.rank, p, b + i);
-        range[i] = offsets[l] | static_cast<uint32_t>(offsets[l + 1]) << 16;
+    for (uint32_t d = 0; d < kDepth; ++d) {
+      first[d] = count[d] = 0;
+      if (P::lane() + d * P::kLanes < n) {
+        const uint16_t* offsets = c_.packet_offsets(c_.rank, p, b + P::lane() + d * P::kLanes);
+        first[d] = offsets[l];
+        count[d] = offsets[l + 1];
       }
     }
+    uint32_t mine = 0;
     FLASHMOE_UNROLL
-    for (uint32_t i = 0; i < kBatch; ++i) ranges_[i][P::lane()] = range[i];
-  }
-
-  // Gives the lanes' experts that want one an open tile; ids are handed out in lane order. All lanes.
-  FLASHMOE_FN void open(Expert& x, bool wanted) {
-    const bool fresh = wanted && x.rows == 0;
+    for (uint32_t d = 0; d < kDepth; ++d) mine += count[d] -= first[d];
     uint32_t total;
-    const uint32_t id = tiles_ + count_before<P>(fresh, total);
-    tiles_ += total;
-    x.open = fresh ? id : x.open;
-    x.segments = fresh ? 0 : x.segments;
-    x.remote = fresh ? 0 : x.remote;
+    uint32_t before = P::exclusive_scan(mine, total);
+    if (total == 0) return;
+    FormedExpert x = m_.experts[i];
+    const uint32_t end = x.rows + total;
+    // Tiles that these rows begin; the open one goes on first.
+    const bool goes_on = x.rows != 0;
+    const uint32_t fresh = ceil_div(end, c_.tile_rows) - (goes_on ? 1 : 0);
+    uint64_t id = 0;
+    if (fresh != 0) {
+      if (P::lane() == 0) id = P::fetch_add(&c_.control()->tiles.value, uint64_t{fresh});
+      id = P::broadcast(id, 0);
+    }
+    const uint32_t first_id = static_cast<uint32_t>(id) - (goes_on ? 1 : 0);  // of the n-th tile: first_id + n
+    auto tile_id = [&](uint32_t nth) { return goes_on && nth == 0 ? x.open : first_id + nth; };
+
+    FLASHMOE_UNROLL
+    for (uint32_t d = 0; d < kDepth; ++d) {
+      copy_rows(p, b + P::lane() + d * P::kLanes, first[d], count[d], x.rows + before, tile_id);
+      before += count[d];
+    }
+    expect_rows<P>(c_, p, total);
+    extend(x, tile_id(0), p, min_of(total, c_.tile_rows - x.rows));
+    const uint32_t full = end / c_.tile_rows;
+    P::sync();  // every lane's rows before anyone's announcement
+    for (uint32_t nth = P::lane(); nth < full; nth += P::kLanes) {
+      const bool head = nth == 0;
+      if (!head) *c_.segments(tile_id(nth)) = {p, c_.tile_rows};
+      write_tile(tile_id(nth), l, c_.tile_rows, head ? x.segments : 1, head ? x.remote : p != c_.rank, x.closed + nth);
+    }
+    if (full != 0) {  // the last of the new tiles is the open one now, if it has rows
+      x.closed += full;
+      x.open = tile_id(full);
+      x.rows = end % c_.tile_rows;
+      x.segments = 0;
+      x.remote = 0;
+      if (x.rows != 0) extend(x, x.open, p, x.rows);
+    } else {
+      x.open = tile_id(0);
+      x.rows = end;
+    }
+    P::sync();
+    if (P::lane() == 0) m_.experts[i] = x;
+    P::sync();
+    if (p != c_.rank) announce(i);
   }
 
-  // Puts as many of `available` entries as fit into the open tile. Returns how many.
-  FLASHMOE_FN uint32_t append(Expert& x, uint32_t p, uint32_t b, uint32_t first, uint32_t available) {
-    const uint32_t taken = min_of(available, c_.tile_rows - x.rows);
-    c_.segments(x.open)[x.segments++] = {c_.packet_id(p, b), static_cast<uint16_t>(first),
-                                         static_cast<uint16_t>(taken)};
-    x.rows += taken;
+  // Copies `count` entries of packet (p, b) from the first-th on to the rows from `place` on, counted from the begin of
+  // the tile that goes on or begins.
+  template <class TileId>
+  FLASHMOE_FN void copy_rows(uint32_t p, uint32_t b, uint32_t first, uint32_t count, uint32_t place,
+                             TileId&& tile_id) const {
+    constexpr uint32_t kFlight = 4;  // entries on their way at a time
+    if (count == 0) return;
+    const Entry* entries = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b)) + first;
+    uint32_t nth = place / c_.tile_rows, row = place % c_.tile_rows;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t base = 0; base < count; base += kFlight) {
+      Entry e[kFlight];
+      FLASHMOE_UNROLL
+      for (uint32_t j = 0; j < kFlight; ++j) {
+        if (base + j < count) e[j] = entries[base + j];
+      }
+      FLASHMOE_UNROLL
+      for (uint32_t j = 0; j < kFlight; ++j) {
+        if (base + j >= count) break;
+        *c_.tile_row(tile_id(nth), row) = {e[j].token, static_cast<uint16_t>(p), e[j].k, e[j].ordinal, e[j].weight};
+        if (++row == c_.tile_rows) {
+          row = 0;
+          ++nth;
+        }
+      }
+    }
+  }
+
+  // `rows` rows of rank p join the open tile, whose id is `tile`: its segments say so.
+  FLASHMOE_FN void extend(FormedExpert& x, uint32_t tile, uint32_t p, uint32_t rows) const {
+    if (x.segments != 0 && x.last.source == p) {
+      x.last.count += rows;
+    } else {
+      x.last = {p, rows};
+      ++x.segments;
+    }
     x.remote |= p != c_.rank;
-    return taken;
+    if (P::lane() == 0) c_.segments(tile)[x.segments - 1] = x.last;
   }
 
-  // Writes the shapes of the closing tiles and puts them behind their experts' other tiles. All lanes.
-  FLASHMOE_FN void close(Expert& x, uint32_t l, bool closing) {
-    const uint32_t closed = count_lanes<P>(closing);
-    if (closed == 0) return;
-    ready_ += closed;
-    if (!closing) return;
-    c_.tile(x.open)->shape = {l, x.rows, x.segments, x.remote};
-    *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, x.closed++) = x.open;
-    x.rows = 0;
+  FLASHMOE_FN void write_tile(uint32_t tile, uint32_t l, uint32_t rows, uint32_t segments, uint32_t remote,
+                              uint32_t nth) const {
+    c_.tile(tile)->shape = {l, rows, segments, remote};
+    *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) = tile;
+  }
+
+  // Tells the scheduler of the expert's closed tiles. All lanes.
+  FLASHMOE_FN void announce(uint32_t i) {
+    const FormedExpert x = m_.experts[i];
+    const uint32_t l = expert(i);
+    for (uint32_t base = x.announced; base < x.closed; base += P::kLanes) {
+      const uint32_t nth = base + P::lane();
+      const bool has = nth < x.closed;
+      const uint32_t tile = has ? *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) : 0;
+      push_ready<P>(c_, has, {TaskKind::kGemm0, 0, tile});
+    }
+    P::sync();
+    if (P::lane() == 0) m_.experts[i].announced = x.closed;
+    P::sync();
   }
 
   const Call& c_;
-  Expert* experts_;
-  uint32_t (*ranges_)[P::kLanes];
-  uint32_t tiles_ = 0;
-  uint32_t ready_ = 0;
+  const FormerMemory m_;
+  uint32_t count_;  // experts served
 };
 
 }  // namespace flashmoe

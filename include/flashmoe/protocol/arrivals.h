@@ -1,0 +1,130 @@
+// Arrivals: which ranks have begun the call, and which of their packets are here.
+//
+// Used by one warp (the OS actor, or a former); every lane keeps the same private members. A step costs one load per 32
+// packet signals in flight, all independent.
+#pragma once
+
+#include "flashmoe/protocol/fault.h"
+
+namespace flashmoe {
+
+// What is known of a source rank.
+struct Source {
+  static constexpr uint32_t kUnheard = 0xffffffffu;
+  uint32_t blocks;  // packets it will send, kUnheard until its call signal
+  uint32_t next;    // first packet not yet seen
+};
+
+// kDepth: packets of a source that a step looks at, per lane; their loads are under way together.
+template <class P, uint32_t kDepth = 1>
+class Arrivals {
+ public:
+  // sources: [R] in shared memory, uninitialised.
+  FLASHMOE_FN Arrivals(const Call& call, Source* sources) : c_(call), sources_(sources) {
+    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) sources_[p] = {Source::kUnheard, 0};
+    P::sync();
+  }
+
+  // Looks once. Calls consume(p, first block, n <= kLanes * kDepth) for what has newly arrived of rank p, each source
+  // in block order, own rank first. Then close(p) after a source's last packet. True if anything was new. All lanes.
+  template <class Consume, class Close>
+  FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
+    bool moved = heard_ < c_.ranks && hear_calls(close);
+    const uint32_t width = max_of(1u, P::kLanes / c_.ranks);  // lanes per source
+    const uint32_t per_load = P::kLanes / width;              // sources per load
+    for (uint32_t base = 0; base < c_.ranks; base += per_load) {
+      const uint32_t i = base + P::lane() / width;
+      const uint32_t p = (c_.rank + i) % c_.ranks;
+      const bool listening = i < c_.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard;
+      const uint32_t b = listening ? sources_[p].next + P::lane() % width : 0;
+      const uint32_t end = listening ? sources_[p].blocks : 0;
+      uint64_t word[kDepth];
+      FLASHMOE_UNROLL
+      for (uint32_t d = 0; d < kDepth; ++d) {
+        word[d] = b + d * width < end ? P::poll(c_.packet_signal(c_.rank, p, b + d * width), kSystem) : 0;
+      }
+      uint32_t present[kDepth];
+      FLASHMOE_UNROLL
+      for (uint32_t d = 0; d < kDepth; ++d) present[d] = P::ballot(Signal::epoch(word[d]) == c_.epoch);
+      if (present[0] == 0) continue;
+      P::acquire_fence(kSystem);
+      P::sync();
+      FLASHMOE_NO_UNROLL
+      for (uint32_t g = 0; g < per_load && base + g < c_.ranks; ++g) {
+        uint32_t n = 0;
+        FLASHMOE_UNROLL
+        for (uint32_t d = 0; d < kDepth; ++d) {
+          if (n == d * width) n += min_of(lowest_bit<P>(~(present[d] >> g * width)), width);
+        }
+        if (n == 0) continue;
+        take((c_.rank + base + g) % c_.ranks, n, consume, close);
+        moved = true;
+      }
+    }
+    return moved;
+  }
+
+  // Every packet of every rank is here.
+  FLASHMOE_FN bool complete() const { return finished_ == c_.ranks; }
+  FLASHMOE_FN const Source& source(uint32_t p) const { return sources_[p]; }
+  // A rank whose configuration is not this rank's; R if there is none.
+  FLASHMOE_FN uint32_t stranger() const { return stranger_; }
+
+ private:
+  template <class Close>
+  FLASHMOE_FN bool hear_calls(Close&& close) {
+    bool moved = false;
+    P::sync();  // other lanes may still be reading sources_ in the step before: votes order no memory
+    for (uint32_t base = 0; base < c_.ranks; base += P::kLanes) {
+      const uint32_t p = base + P::lane();
+      bool fresh = false, empty = false, strange = false;
+      if (p < c_.ranks && sources_[p].blocks == Source::kUnheard) {
+        const uint64_t word = P::load_acquire(c_.call_signal(c_.rank, p), kSystem);
+        fresh = Signal::epoch(word) == c_.epoch;
+        // A rank that computes something else must not be listened to: its packets mean something else.
+        strange = fresh && c_.call_config(c_.rank, p)->hash != c_.config.hash;
+        fresh = fresh && !strange;
+        if (fresh) {
+          const uint32_t payload = Signal::payload(word);
+          sources_[p].blocks = ceil_div(CallPayload::tokens(payload), 1u << CallPayload::log2_block(payload));
+          empty = sources_[p].blocks == 0;
+        }
+      }
+      heard_ += count_lanes<P>(fresh);
+      moved |= P::ballot(fresh) != 0;
+      const uint32_t strangers = P::ballot(strange);
+      if (strangers != 0) stranger_ = base + lowest_bit<P>(strangers);
+      uint32_t closing = P::ballot(empty);
+      P::sync();
+      for (; closing != 0; closing &= closing - 1) {
+        ++finished_;
+        close(base + lowest_bit<P>(closing));
+      }
+    }
+    P::sync();
+    return moved;
+  }
+
+  // Hands on the next n packets of source p.
+  template <class Consume, class Close>
+  FLASHMOE_FN void take(uint32_t p, uint32_t n, Consume&& consume, Close&& close) {
+    const uint32_t next = sources_[p].next;
+    consume(p, next, n);
+    const bool last = next + n == sources_[p].blocks;
+    P::sync();
+    if (P::lane() == 0) sources_[p].next = next + n;
+    P::sync();
+    if (last) {
+      ++finished_;
+      close(p);
+    }
+  }
+
+  const Call& c_;
+  Source* sources_;
+  uint32_t heard_ = 0;     // sources whose call signal has arrived
+  uint32_t finished_ = 0;  // sources all of whose packets are here
+  uint32_t stranger_ = 0xffffffffu;
+};
+
+}  // namespace flashmoe
