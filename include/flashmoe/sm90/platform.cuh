@@ -99,6 +99,21 @@ struct Platform {
   static __device__ __forceinline__ void backoff(uint32_t idle) {
     if (idle > 256) __nanosleep(64);
   }
+
+  // A warp on its own. See TeamPlatform.
+  static __device__ __forceinline__ uint32_t workers() { return 1; }
+  static __device__ __forceinline__ uint32_t worker() { return 0; }
+  static __device__ __forceinline__ void team_sync() { sync(); }
+};
+
+// The first kTeam warps of a block, side by side: they build a token block's packets. They meet in named barrier kBarrier.
+template <uint32_t kTeam, uint32_t kBarrier>
+struct TeamPlatform : Platform {
+  static __device__ __forceinline__ uint32_t workers() { return kTeam; }
+  static __device__ __forceinline__ uint32_t worker() { return threadIdx.x / kLanes; }
+  static __device__ __forceinline__ void team_sync() {
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kTeam * kLanes) : "memory");
+  }
 };
 
 #undef FLASHMOE_LOAD

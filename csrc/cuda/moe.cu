@@ -1,0 +1,44 @@
+// One instance of the fused kernel, compiled on first use by python/flashmoe/jit.py:
+//   FLASHMOE_DTYPE       0 float32 (TF32 tensor cores), 1 bfloat16, 2 float16
+//   FLASHMOE_ACTIVATION  as flashmoe::Activation
+//   FLASHMOE_TRACE       1: record what every role does
+#include "flashmoe/moe_kernel.cuh"
+
+#ifndef FLASHMOE_DTYPE
+#define FLASHMOE_DTYPE 1
+#endif
+#ifndef FLASHMOE_ACTIVATION
+#define FLASHMOE_ACTIVATION 3
+#endif
+#ifndef FLASHMOE_TRACE
+#define FLASHMOE_TRACE 0
+#endif
+
+namespace flashmoe::sm90 {
+
+template <int>
+struct DtypeOf;
+template <>
+struct DtypeOf<0> {
+  using Type = Tf32;
+};
+template <>
+struct DtypeOf<1> {
+  using Type = Bf16;
+};
+template <>
+struct DtypeOf<2> {
+  using Type = Fp16;
+};
+
+}  // namespace flashmoe::sm90
+
+extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kThreads, 1)
+    flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
+  using namespace flashmoe;
+  extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
+  auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);
+  sm90::prepare(args, shared);
+  sm90::run_roles<sm90::DtypeOf<FLASHMOE_DTYPE>::Type, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION),
+                  FLASHMOE_TRACE != 0>(args, shared, memory);
+}

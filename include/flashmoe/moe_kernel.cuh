@@ -1,0 +1,125 @@
+// The fused Mixture-of-Experts layer of one rank: one cooperative launch, one block per SM, 12 warps a block.
+//
+// Roles
+//   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
+//   warpgroups 0, 1       consumers: wgmma m64nN, 64 of a task's 128 features each; epilogues               192 registers
+//   warpgroup 2                                                                                             120
+//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA
+//     warp 10             clerk: takes tasks, looks up their rows, retires them
+//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, then combine
+//   Whoever is through with its role helps to combine the block's own tokens, so that at the end all warps do.
+//   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
+//   instruction that needs more, setmaxnreg or not (C7602). m64n256 does; n192 would read shared memory 7 % more.
+//
+// Pipelines
+//   stages  4 x 48 KiB: full 1 + 64 arrivals and the copy engine's bytes, empty 2                    (pipeline.cuh)
+//   tasks   3 slots: wanted 1 (loader), full 1 (clerk), done 9 (consumers, loader)                   (shared.cuh)
+//   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
+//
+// A captured graph replays the same arguments, so device memory counts the calls (Control::calls): the last block to
+// leave advances the count, when every block has read it.
+#pragma once
+
+#include "flashmoe/sm90/roles.cuh"
+#include "flashmoe/stages/dispatch.cuh"
+
+namespace flashmoe::sm90 {
+
+template <uint32_t kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <uint32_t kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+inline constexpr uint32_t kClerkWarp = kWarps - 2;
+// Registers change hands within what the block entered with: an increase that exceeds it waits for ever.
+inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
+inline constexpr uint32_t kConsumerRegisters = 200, kServiceRegisters = 104;
+static_assert(kConsumers * kConsumerRegisters + kServiceRegisters <= kThreads / kWarpgroup * kEntryRegisters);
+
+// All threads, first of all: this block's copy of the call, its barriers.
+__device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
+  const auto* from = reinterpret_cast<const uint32_t*>(&args.call);
+  auto* to = reinterpret_cast<uint32_t*>(&s.call);
+  for (uint32_t i = threadIdx.x; i < sizeof(Call) / 4; i += kThreads) to[i] = from[i];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    s.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
+    s.combine.next = 0;
+    s.router_bad = 0;
+    s.trace_events = 0;
+    s.ring.init();
+    Pipeline::init(shared_address(s.stage_barriers));
+  }
+  __syncthreads();
+}
+
+// One thread, when all of the block's warps are done.
+__device__ __forceinline__ void leave(const KernelArgs& args, const Call& c) {
+  Control* control = c.control();
+  if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != c.processors) return;
+  Platform::store_relaxed(&control->left.value, uint64_t{0});
+  Platform::store_relaxed(&control->calls.value, c.epoch);
+  if (Platform::load_relaxed(&control->abort.value) == 0) return;
+  args.host_fault->fault = c.fault(c.rank, c.rank)->fault;
+  Platform::store_release(&args.host_fault->posted, uint64_t{1}, kSystem);
+}
+
+// One warp of the last warpgroup; false if there is nothing left for it to do.
+template <class Dtype, bool kGated>
+__device__ __forceinline__ bool run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                                 uint32_t warp, bool ok) {
+  if (warp < kTeamWarps) {
+    if (!ok) return false;
+    if (warp == kClerkWarp) {
+      keep_tasks(args, c, s.ring);
+    } else {
+      load_tasks<Dtype, kGated>(args, c, s.ring, ring);
+    }
+    return true;
+  }
+  if (blockIdx.x == 0) {
+    return run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, gridDim.x == 1 ? 1u : 0u}},
+                                .scheduler = &s.scheduler,
+                                .seen = s.seen});
+  }
+  return run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, gridDim.x - 1});
+}
+
+template <class Dtype, Activation kActivation, bool kTrace>
+__device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
+  const Call& c = s.call;
+  const Tracer<kTrace> trace{args.trace == nullptr ? nullptr : args.trace + blockIdx.x * kTraceBytesPerBlock,
+                             &s.trace_events};
+  const uint32_t warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
+  const uint32_t stages = shared_address(memory), barriers = shared_address(s.stage_barriers);
+  Pipeline ring = warpgroup < kConsumers ? Pipeline::consumer(stages, barriers) : Pipeline::producer(stages, barriers);
+
+  bool ok = true;
+  if (warp < kTeamWarps) {
+    for (uint32_t b = blockIdx.x; ok && b < c.blocks(); b += c.processors) {
+      ok = dispatch_block<Dtype>(args, c, s, memory, ring, b, trace);
+    }
+  }
+  if (warpgroup < kConsumers) {
+    take_registers<kConsumerRegisters>();
+    const uint32_t staging = stages + kStages * kStageBytes + warpgroup * kStagingBytes;
+    if (ok) {
+      compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
+      stages::combine_pieces<Dtype>(c, args.out, s.combine, trace);
+    }
+  } else {
+    give_registers<kServiceRegisters>();
+    ok = run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, ok);
+    if (ok) stages::combine_pieces<Dtype>(c, args.out, s.combine, trace);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    trace.finish();
+    leave(args, c);
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,70 @@
+// Activations on fp32 accumulators.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::sm90 {
+
+// In the order of Activation in csrc/cpu/types.h, which is the order of Python.
+enum class Activation : uint32_t { kRelu, kGelu, kSilu, kSwiGlu };
+
+__device__ constexpr bool is_gated(Activation a) {
+  return a == Activation::kSwiGlu;
+}
+
+namespace detail {
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+}  // namespace detail
+
+// Few instructions each: an epilogue is straight-line code, run by one warp per scheduler, and its length is its time.
+
+// x / (1 + exp(-x)). Relative error below 2^-20 where |x| < 20; beyond, exp's argument is rounded to less than that.
+__device__ __forceinline__ float silu(float x) {
+  constexpr float kLog2E = 1.44269504f;
+  return x * detail::reciprocal_approx(1.0f + detail::exp2_approx(x * -kLog2E));
+}
+
+// x (1 + erf(x / sqrt 2)) / 2, with erfc by Abramowitz and Stegun 7.1.26, within 1.5e-7 of it.
+__device__ __forceinline__ float gelu(float x) {
+  constexpr float kP = 0.3275911f * 0.707106781f, kHalfLog2E = 0.72134752f;
+  const float t = detail::reciprocal_approx(fmaf(kP, fabsf(x), 1.0f));
+  float p = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
+  p = fmaf(t, p, 0.5f * 1.421413741f);
+  p = fmaf(t, p, 0.5f * -0.284496736f);
+  p = fmaf(t, p, 0.5f * 0.254829592f);
+  const float tail = fabsf(x) * (p * t * detail::exp2_approx(x * x * -kHalfLog2E));  // |x| erfc(|x| / sqrt 2) / 2
+  return detail::max_or_nan(x, 0.0f) - tail;
+}
+
+// The activation of two values; for SwiGLU that of the gate, which the caller multiplies by up.
+template <Activation A>
+__device__ __forceinline__ void activate_pair(float& a, float& b) {
+  if constexpr (A == Activation::kRelu) {
+    a = detail::max_or_nan(a, 0.0f);
+    b = detail::max_or_nan(b, 0.0f);
+  } else if constexpr (A == Activation::kGelu) {
+    a = gelu(a);
+    b = gelu(b);
+  } else {
+    a = silu(a);
+    b = silu(b);
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,76 @@
+// Barriers in shared memory (mbarrier), named barriers, and the fences between the generic and the async proxy.
+//
+// Barriers are named by their shared-memory address: what every instruction takes, and half as wide as a pointer.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::sm90 {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialized barriers visible to the copy engine; the block still has to synchronize.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier, uint32_t times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
+}
+
+// Arrives, and has the phase wait for so many bytes that the copy engine is to write.
+__device__ __forceinline__ void arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of the given parity has completed; suspends for a while, decided by the hardware, before saying no.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Every wait inside a block is this one. It needs no bound of its own: the block's taker waits boundedly for tasks and
+// always delivers, a stop if nothing else, and the other warps wait only for what a delivered task makes them pass on.
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  while (!try_wait(barrier, parity)) {
+  }
+}
+
+// Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads of the block, by default one warpgroup.
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads = 128) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Generic accesses before, async-proxy accesses (TMA, wgmma) after, or the reverse: to shared memory,
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// to global memory,
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+// to either.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+}  // namespace flashmoe::sm90

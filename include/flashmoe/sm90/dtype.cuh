@@ -1,0 +1,78 @@
+// Element types: what memory holds, what the tensor cores take, how fp32 results are rounded.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flashmoe::sm90 {
+
+// For the 16-byte pieces that combine works on: sum[i] += the i-th element; and the sums, rounded.
+template <class Dtype>
+struct PackedPairs {
+  static __device__ __forceinline__ void accumulate(float (&sum)[8], const uint4& piece) {
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = Dtype::unpack(words[i]);
+      sum[2 * i] += pair.x;
+      sum[2 * i + 1] += pair.y;
+    }
+  }
+  static __device__ __forceinline__ uint4 round(const float (&sum)[8]) {
+    return {Dtype::pack(sum[0], sum[1]), Dtype::pack(sum[2], sum[3]), Dtype::pack(sum[4], sum[5]),
+            Dtype::pack(sum[6], sum[7])};
+  }
+};
+
+struct Bf16 : PackedPairs<Bf16> {
+  using Element = __nv_bfloat16;
+  static constexpr uint32_t kBytes = sizeof(Element);
+  static constexpr uint32_t kWgmmaK = 16;  // elements of K per wgmma: always 32 bytes
+
+  static __device__ __forceinline__ float widen(Element v) { return __bfloat162float(v); }
+  // Two values rounded to nearest even, `low` in the low half.
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(v);
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t v) {
+    return {__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)};
+  }
+};
+
+struct Fp16 : PackedPairs<Fp16> {
+  using Element = __half;
+  static constexpr uint32_t kBytes = sizeof(Element);
+  static constexpr uint32_t kWgmmaK = 16;
+
+  static __device__ __forceinline__ float widen(Element v) { return __half2float(v); }
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __half2 v = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(v);
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t v) {
+    return __half22float2(reinterpret_cast<const __half2&>(v));
+  }
+};
+
+// fp32 in memory; the tensor cores ignore the 13 low bits of each operand's mantissa.
+struct Tf32 {
+  using Element = float;
+  static constexpr uint32_t kBytes = sizeof(Element);
+  static constexpr uint32_t kWgmmaK = 8;
+
+  static __device__ __forceinline__ float widen(Element v) { return v; }
+  static __device__ __forceinline__ void accumulate(float (&sum)[4], const uint4& piece) {
+    sum[0] += __uint_as_float(piece.x);
+    sum[1] += __uint_as_float(piece.y);
+    sum[2] += __uint_as_float(piece.z);
+    sum[3] += __uint_as_float(piece.w);
+  }
+  static __device__ __forceinline__ uint4 round(const float (&sum)[4]) {
+    return {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};
+  }
+};
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,90 @@
+// What the host hands to the fused kernel, and the tile geometry both sides compute with.
+//
+// GEMMs run transposed: weight rows ("features") on wgmma's M side, tokens on its N side. Token counts are what varies
+// from 1 to 256 per tile, and N goes in steps of 8 where M is always 64: no padding to speak of, and one kernel for
+// large and small batches.
+#pragma once
+
+#include "flashmoe/protocol/call.h"
+
+namespace flashmoe::sm90 {
+
+inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile: wgmma's largest N
+inline constexpr uint32_t kTileFeatures = 128;  // weight rows of a task: M = 64 for each of two consumer warpgroups
+inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
+inline constexpr uint32_t kHiddenBoxRows = 32;  // rows of one TMA box of the hidden tile
+
+inline constexpr uint32_t kWarps = 12;
+inline constexpr uint32_t kThreads = kWarps * 32;
+inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may have
+
+// Output columns of a task. SwiGLU: gate and up rows share a task's 128 features.
+FLASHMOE_HD constexpr uint32_t gemm0_columns_per_task(bool gated) {
+  return gated ? kTileFeatures / 2 : kTileFeatures;
+}
+inline constexpr uint32_t kGemm1ColumnsPerTask = kTileFeatures;
+
+// CUtensorMap, which only the host's driver calls look into.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+// One span of an actor's time, as the trace buffer holds it. Times of the global timer, in nanoseconds.
+struct TraceEvent {
+  uint64_t start_ns, end_ns;
+  uint32_t kind;  // TracePhase
+  uint32_t index, column, pad;
+};
+static_assert(sizeof(TraceEvent) == 32);
+
+// Order and names are those of python/flashmoe/trace.py; kWaitData and kEpilogue are the GPU's own.
+enum class TracePhase : uint32_t {
+  kGate,
+  kDispatch,
+  kGemm0,
+  kGemm1,
+  kReduce,
+  kCombine,
+  kWait,
+  kSchedule,
+  kWaitData,
+  kEpilogue,
+  kCount
+};
+
+// Trace memory of one block: kTraceEvents events behind a header that says how many were written (they stop when full).
+inline constexpr uint32_t kTraceEvents = 4095;
+struct TraceHeader {
+  uint64_t count;
+  uint64_t pad[3];
+};
+inline constexpr uint64_t kTraceBytesPerBlock = sizeof(TraceHeader) + uint64_t{kTraceEvents} * sizeof(TraceEvent);
+
+struct KernelArgs {
+  // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
+  Call call;
+
+  // Weights as TMA sees them, all 128-byte swizzled, 128 bytes of K by 128 rows a box, zeros outside:
+  //   gate_up  5D {H, 8, gated ? 2 : 1, I / 8, El}, box {., 8, gated ? 2 : 1, gated ? 8 : 16, 1}: with a gate, a box
+  //            holds 8 gate rows, their 8 up rows, and so on, so that one thread's accumulators have both
+  //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
+  //   router   5D {H, E, 1, 1, 1},       box {., 128, 1, 1, 1}
+  //   hidden   2D {I, tiles * 256},      box {., 32}
+  TensorMap gate_up, down, router, hidden;
+
+  const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)
+  uint64_t x_row_bytes;
+  uint8_t* out;               // [T, H] contiguous
+  const void* gate_up_bias;   // [El, 2I] or [El, I] contiguous; may be null
+  const void* down_bias;      // [El, H]; may be null
+  const void* router_bias;    // [E]; may be null
+  const void* topk_ids;       // [T, K] int32 or int64; null: the router decides
+  const float* topk_weights;  // [T, K]
+  uint32_t topk_ids_64;       // 1: int64
+  uint32_t renormalize;
+  FaultRecord* host_fault;  // in mapped host memory: written when the call failed
+  uint8_t* trace;           // [blocks] of kTraceBytesPerBlock; null: not traced
+};
+static_assert(sizeof(KernelArgs) <= 4096);
+
+}  // namespace flashmoe::sm90

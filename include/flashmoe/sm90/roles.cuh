@@ -1,0 +1,160 @@
+// What the warps of a block do once its own tokens are dispatched: keep the tasks, load, compute.
+#pragma once
+
+#include "flashmoe/sm90/shared.cuh"
+#include "flashmoe/sm90/tracer.cuh"
+#include "flashmoe/stages/epilogue.cuh"
+#include "flashmoe/stages/load.cuh"
+#include "flashmoe/stages/mainloop.cuh"
+
+namespace flashmoe::sm90 {
+
+// Where a row of a tile was dispatched to, for TokenRows.
+__device__ __forceinline__ uint32_t place_of(const KernelArgs& args, const Call& c, const Row& row) {
+  if (row.source == c.rank) return static_cast<uint32_t>(row.token * (args.x_row_bytes / 16));
+  const uint64_t at = c.dispatched_row(c.rank, row.source, row.token) - c.heap<uint8_t>(c.rank, HeapField::kRows);
+  return static_cast<uint32_t>(at / 16) | TokenRows::kRemote;
+}
+
+__device__ __forceinline__ uint64_t result_of(const Call& c, const Row& row) {
+  uint8_t* to = c.reduced() ? c.staged_row(row.source, row.token, row.ordinal, c.max_blocks * kMinTokenBlock)
+                            : c.return_row(row.source, row.token, row.k);
+  return reinterpret_cast<uint64_t>(to);
+}
+
+// Looks a task up: all that the other roles would have to wait for. One warp.
+__device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
+  using P = Platform;
+  // Shape and rows are loaded side by side, those that the tile does not have too: a round trip to the L2 is all it takes.
+  const Tile::Shape shape = c.tile(task.index)->shape;
+  constexpr uint32_t kEach = kTileTokens / P::kLanes;
+  Row row[kEach];
+#pragma unroll
+  for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(task.index, P::lane() + i * P::kLanes);
+#pragma unroll
+  for (uint32_t i = 0; i < kEach; ++i) {
+    const uint32_t r = P::lane() + i * P::kLanes;
+    if (r >= shape.rows) break;
+    if (task.kind == TaskKind::kGemm0) {
+      slot.places[r] = place_of(args, c, row[i]);
+    } else {
+      slot.to[r] = result_of(c, row[i]);
+      slot.weights[r] = row[i].weight;
+    }
+  }
+  if (P::lane() == 0) {
+    slot.tile = task.index;
+    slot.column = task.column;
+    slot.expert = shape.expert;
+    slot.rows = shape.rows;
+  }
+}
+
+// Clerk, one warp: takes tasks from the ready queue to the ring, and retires those that the consumers have done. Off the
+// consumers' way, since each counter is a round trip to the L2. The consumers' stores are ordered before a retirement by
+// their arrivals, and before whoever sees its counters by those (cumulativity).
+__device__ __forceinline__ void keep_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
+  using P = Platform;
+  uint32_t retired = 0;
+  auto retire_done = [&](uint32_t taken) {
+    if (retired == taken || !ring.is_done(retired)) return false;
+    const TaskSlot& slot = ring.at(retired);
+    if (slot.kind == TaskKind::kGemm0) {
+      retire_gemm0<P>(c, slot.tile);
+    } else {
+      retire_gemm1<P>(c, slot.tile, slot.column);
+    }
+    P::sync();
+    ++retired;
+    return true;
+  };
+  for (uint32_t n = 0;; ++n) {
+    // A task is taken late, when the loaders reach the end of the one before: what is taken early runs late elsewhere.
+    while (!ring.is_wanted(n) || n - retired == TaskRing::kSlots) {
+      if (!retire_done(n)) __nanosleep(32);  // the consumers issue from the same scheduler
+    }
+    uint64_t ticket = 0;
+    if (P::lane() == 0) ticket = take_ticket<P>(c);
+    const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return retire_done(n); });
+    TaskSlot& slot = ring.at(n);
+    if (task.kind != TaskKind::kStop) look_up(args, c, task, slot);
+    if (P::lane() == 0) slot.kind = task.kind;
+    P::sync();
+    if (P::lane() == 0) ring.put_full(n);
+    if (task.kind != TaskKind::kStop) continue;
+    // On abort the others stop as well: what they have not done is not retired.
+    while (retired < n && P::load_relaxed(&c.control()->abort.value) == 0) retire_done(n);
+    return;
+  }
+}
+
+// Loaders, two warps.
+template <class Dtype, bool kGated>
+__device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring) {
+  constexpr uint32_t kGroupsOf8 = kTileFeatures / 8;  // of feature rows in a box
+  for (uint32_t n = 0;; ++n) {
+    const TaskSlot& slot = tasks.wait_full(n);
+    if (slot.kind == TaskKind::kStop) return;
+    auto near_end = [&] { tasks.put_wanted(n + 1); };
+    if (slot.kind == TaskKind::kGemm0) {
+      const FeatureBox box{&args.gate_up, 0, 0, slot.column * (kGated ? kGroupsOf8 / 2 : kGroupsOf8), slot.expert};
+      const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.rows};
+      gather_load<Dtype>(ring, box, rows, c.hidden * Dtype::kBytes, near_end);
+    } else {
+      const FeatureBox box{&args.down, 0, 0, slot.column * kGroupsOf8, slot.expert};
+      hidden_load<Dtype>(ring, box, &args.hidden, slot.tile * kTileTokens, slot.rows, c.intermediate * Dtype::kBytes,
+                         near_end);
+    }
+    if (threadIdx.x == kFirstLoader + 32) tasks.put_done(n);
+  }
+}
+
+// A consumer warpgroup: `group` 0 or 1. `staging`: its own buffer.
+template <class Dtype, Activation kActivation, class Trace>
+__device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
+                                              uint32_t group, uint32_t staging, const Trace& trace) {
+  using Element = typename Dtype::Element;
+  constexpr bool kGated = is_gated(kActivation);
+  const bool tracing = threadIdx.x == 0;
+  for (uint32_t n = 0;; ++n) {
+    const uint64_t idle = trace.now();
+    const TaskSlot& slot = tasks.wait_full(n);
+    if (slot.kind == TaskKind::kStop) return;
+    const uint64_t start = trace.now();
+    if (tracing) trace.add_here(TracePhase::kWait, idle, slot.tile, slot.column);
+    const bool first = slot.kind == TaskKind::kGemm0;
+    const uint32_t column = slot.column * (first && kGated ? kTileFeatures / 2 : kTileFeatures);
+    const uint32_t rows = slot.rows;
+    const Lane here = Lane::of_thread(group);
+    FeatureBias bias;
+    if (first) {
+      const Element* all = static_cast<const Element*>(args.gate_up_bias);
+      bias = load_gemm0_bias<Dtype, kActivation>(
+          all == nullptr ? nullptr : all + uint64_t{slot.expert} * c.intermediate * (kGated ? 2 : 1), here, column,
+          c.intermediate);
+    } else {
+      const Element* all = static_cast<const Element*>(args.down_bias);
+      bias =
+          load_bias<Dtype>(all == nullptr ? nullptr : all + uint64_t{slot.expert} * c.hidden, here, column, c.hidden);
+    }
+    with_tokens(rows, [&]<uint32_t N>() {
+      float acc[N / 2];
+      multiply<Dtype, N>(ring, group, (first ? c.hidden : c.intermediate) * Dtype::kBytes, first, acc);
+      const uint64_t multiplied = trace.now();
+      const Lane at = Lane::of_thread(group);
+      if (first) {
+        const uint64_t pitch = c.work_layout.stride[static_cast<uint32_t>(WorkField::kHidden)][1];
+        store_gemm0<Dtype, kActivation, N>(staging, at, acc, bias, rows, column, c.intermediate,
+                                           c.hidden_row(slot.tile, 0), pitch);
+      } else {
+        store_gemm1<Dtype, N>(staging, at, acc, bias, rows, column, c.hidden, slot.weights, slot.to);
+      }
+      if (tracing) trace.add_here(TracePhase::kEpilogue, multiplied, slot.tile, slot.column);
+    });
+    if (tracing) trace.add_here(first ? TracePhase::kGemm0 : TracePhase::kGemm1, start, slot.tile, slot.column);
+    __syncwarp();  // the warp's stores before its arrival
+    if (Platform::lane() == 0) tasks.put_done(n);
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,95 @@
+// Shared memory of the fused kernel's block, and the ring of task slots that its roles pass on.
+//
+//   stages   4 x 48 KiB   the GEMM pipeline (pipeline.cuh); before the first task, scratch of gate and dispatch
+//   staging  2 x  8 KiB   the consumers' epilogues
+//   Shared                everything else
+#pragma once
+
+#include "flashmoe/actors/former.h"
+#include "flashmoe/actors/os.h"
+#include "flashmoe/actors/processor.h"
+#include "flashmoe/sm90/pipeline.cuh"
+#include "flashmoe/sm90/platform.cuh"
+#include "flashmoe/stages/combine.cuh"
+#include "flashmoe/stages/epilogue.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr uint32_t kMaxRanks = 32;
+inline constexpr uint32_t kMaxExperts = 1024;
+inline constexpr uint32_t kMaxTopK = 32;
+inline constexpr uint32_t kMaxPairs = 2048;        // of a token block
+inline constexpr uint32_t kMaxGateLogits = 16384;  // tokens of a block times E
+// Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
+inline constexpr uint32_t kFormerExperts = 16;
+
+// A task as the clerk hands it on: looked up, with the places of its rows.
+struct TaskSlot {
+  TaskKind kind;
+  uint32_t tile, column, expert, rows;
+  uint32_t pad[3];
+  union {
+    uint32_t places[kTileTokens];  // GEMM0: where the token rows are, see TokenRows
+    uint64_t to[kTileTokens];      // GEMM1: where the results go
+  };
+  float weights[kTileTokens];  // GEMM1: combine weights
+};
+
+// Slots go from the clerk to loaders and consumers, and back to the clerk. Three: one is computed, one is being loaded, one
+// is looked up or waits to be retired.
+struct TaskRing {
+  static constexpr uint32_t kSlots = 3;
+  // Each consumer warp, and the second loader: it has no other part in GEMM1 tasks, and must not be overtaken.
+  static constexpr uint32_t kDoneArrivals = 9;
+
+  uint64_t wanted[kSlots];  // 1: a loader thread, near the end of the task before
+  uint64_t full[kSlots];    // 1: clerk
+  uint64_t done[kSlots];    // kDoneArrivals
+  TaskSlot slot[kSlots];
+
+  // One thread, before the block's first synchronization.
+  __device__ void init() {
+    for (uint32_t i = 0; i < kSlots; ++i) {
+      barrier_init(shared_address(&wanted[i]), 1);
+      barrier_init(shared_address(&full[i]), 1);
+      barrier_init(shared_address(&done[i]), kDoneArrivals);
+    }
+    put_wanted(0);
+  }
+  static __device__ __forceinline__ uint32_t parity(uint32_t n) { return n / kSlots & 1u; }
+  __device__ __forceinline__ TaskSlot& at(uint32_t n) { return slot[n % kSlots]; }
+  __device__ __forceinline__ TaskSlot& wait_full(uint32_t n) {
+    wait(shared_address(&full[n % kSlots]), parity(n));
+    return at(n);
+  }
+  __device__ __forceinline__ bool is_done(uint32_t n) const {
+    return try_wait(shared_address(&done[n % kSlots]), parity(n));
+  }
+  __device__ __forceinline__ bool is_wanted(uint32_t n) const {
+    return try_wait(shared_address(&wanted[n % kSlots]), parity(n));
+  }
+  __device__ __forceinline__ void put_wanted(uint32_t n) { arrive(shared_address(&wanted[n % kSlots])); }
+  __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
+  __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
+};
+
+struct Shared {
+  Call call;  // the kernel's, with the epoch that device memory counts
+  uint64_t stage_barriers[2 * kStages];
+  TaskRing ring;
+  stages::CombinePieces combine;
+  uint32_t router_bad;  // a logit of this block's tokens was not finite
+  uint32_t trace_events;
+  // Former.
+  Source former_sources[kMaxRanks];
+  FormedExpert experts[kFormerExperts];
+  // OS actor (block 0).
+  Source os_sources[kMaxRanks];
+  Scheduler<Platform>::Memory scheduler;
+  Status seen[kMaxRanks];
+};
+
+inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;
+static_assert(kSharedOffset + sizeof(Shared) <= kSharedBytes);
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,135 @@
+// wgmma: D[64 features][N tokens] += A[64][K] B[N][K]^T, both operands in shared memory, K-major, 128-byte swizzled.
+//
+// Thread t of the warpgroup holds, for each group j of 8 tokens, four accumulators of rows r = 16 (t / 32) + t % 32 / 4
+// and tokens c = 8 j + 2 (t % 4):  d[4j] = D[r][c], d[4j+1] = D[r][c+1], d[4j+2] = D[r+8][c], d[4j+3] = D[r+8][c+1].
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "flashmoe/sm90/dtype.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr uint32_t kWgmmaM = 64;
+inline constexpr uint32_t kWgmmaBytes = 32;  // of K, for every element type
+
+// Orders accesses to accumulators and shared memory before the next wgmma.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most `Pending` committed groups are unfinished.
+template <uint32_t Pending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+// The compiler takes accumulators for written when wgmma is issued; this keeps their uses behind a wait.
+template <uint32_t Count>
+__device__ __forceinline__ void pin_accumulators(float (&d)[Count]) {
+#pragma unroll
+  for (uint32_t i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Matrix descriptor of rows of 128 bytes at a shared address whose pattern starts 1024-byte aligned. Bits 0..13:
+// address, 16..29: leading offset (1: unused with this layout), 32..45: stride between groups of 8 rows, all in units
+// of 16 bytes; 62..63: layout (1: 128-byte swizzle). Moving along K, or to another 8 rows, adds to the address.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+  constexpr uint64_t kLayout = (uint64_t{1} << 62) | (uint64_t{8 * 128 >> 4} << 32) | (uint64_t{1} << 16);
+  return kLayout | ((address & 0x3ffff) >> 4);
+}
+// To add to a descriptor.
+__device__ constexpr uint64_t descriptor_step(uint32_t bytes) {
+  return bytes >> 4;
+}
+
+// issue(d, a, b, accumulate): one K step; without `accumulate` d is overwritten, so that it need not be zeroed.
+template <class Dtype, uint32_t N>
+struct Wgmma;
+
+// Operand lists in steps of 16 accumulators: placeholders of the asm text, and what stands for them.
+#define FLASHMOE_R4  "%0, %1, %2, %3"
+#define FLASHMOE_R8  FLASHMOE_R4 ", %4, %5, %6, %7"
+#define FLASHMOE_R16 FLASHMOE_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FLASHMOE_R32 FLASHMOE_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FLASHMOE_R48 FLASHMOE_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define FLASHMOE_R64 FLASHMOE_R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FLASHMOE_R80 FLASHMOE_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define FLASHMOE_R96 FLASHMOE_R80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+
+#define FLASHMOE_R112 \
+  FLASHMOE_R96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define FLASHMOE_R128 \
+  FLASHMOE_R112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+#define FLASHMOE_AT4(i)  "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define FLASHMOE_AT8(i)  FLASHMOE_AT4(i), FLASHMOE_AT4((i) + 4)
+#define FLASHMOE_AT16(i) FLASHMOE_AT8(i), FLASHMOE_AT8((i) + 8)
+#define FLASHMOE_D4      FLASHMOE_AT4(0)
+#define FLASHMOE_D8      FLASHMOE_AT8(0)
+#define FLASHMOE_D16     FLASHMOE_AT16(0)
+#define FLASHMOE_D32     FLASHMOE_D16, FLASHMOE_AT16(16)
+#define FLASHMOE_D48     FLASHMOE_D32, FLASHMOE_AT16(32)
+#define FLASHMOE_D64     FLASHMOE_D48, FLASHMOE_AT16(48)
+#define FLASHMOE_D80     FLASHMOE_D64, FLASHMOE_AT16(64)
+#define FLASHMOE_D96     FLASHMOE_D80, FLASHMOE_AT16(80)
+#define FLASHMOE_D112    FLASHMOE_D96, FLASHMOE_AT16(96)
+#define FLASHMOE_D128    FLASHMOE_D112, FLASHMOE_AT16(112)
+
+// The last immediates, for 16-bit types only, say that neither operand is transposed: K-major.
+#define FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, k, type, k_major)                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k" #k   \
+               ".f32." type "." type " {" FLASHMOE_R##count "}, %" #a_at ", %" #b_at ", p, 1, 1" k_major ";\n}" \
+               : FLASHMOE_D##count                                                                              \
+               : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)))
+
+// n, its n / 2 accumulators, and the numbers of the three operands that follow them.
+#define FLASHMOE_WGMMA(n, count, a_at, b_at, p_at)                                                                     \
+  template <class Dtype>                                                                                               \
+  struct Wgmma<Dtype, n> {                                                                                             \
+    static __device__ __forceinline__ void issue(float (&d)[count], uint64_t a, uint64_t b, bool accumulate) {         \
+      if constexpr (std::is_same_v<Dtype, Bf16>) FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 16, "bf16", ", 0, 0"); \
+      if constexpr (std::is_same_v<Dtype, Fp16>) FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 16, "f16", ", 0, 0");  \
+      if constexpr (std::is_same_v<Dtype, Tf32>) FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 8, "tf32", "");        \
+    }                                                                                                                  \
+  };
+FLASHMOE_WGMMA(8, 4, 4, 5, 6)
+FLASHMOE_WGMMA(16, 8, 8, 9, 10)
+FLASHMOE_WGMMA(32, 16, 16, 17, 18)
+FLASHMOE_WGMMA(64, 32, 32, 33, 34)
+FLASHMOE_WGMMA(96, 48, 48, 49, 50)
+FLASHMOE_WGMMA(128, 64, 64, 65, 66)
+FLASHMOE_WGMMA(160, 80, 80, 81, 82)
+FLASHMOE_WGMMA(192, 96, 96, 97, 98)
+FLASHMOE_WGMMA(224, 112, 112, 113, 114)
+FLASHMOE_WGMMA(256, 128, 128, 129, 130)
+
+#undef FLASHMOE_WGMMA
+#undef FLASHMOE_WGMMA_ASM
+#undef FLASHMOE_R4
+#undef FLASHMOE_R8
+#undef FLASHMOE_R16
+#undef FLASHMOE_R32
+#undef FLASHMOE_R48
+#undef FLASHMOE_R64
+#undef FLASHMOE_R80
+#undef FLASHMOE_R96
+#undef FLASHMOE_R112
+#undef FLASHMOE_R128
+#undef FLASHMOE_AT4
+#undef FLASHMOE_AT8
+#undef FLASHMOE_AT16
+#undef FLASHMOE_D4
+#undef FLASHMOE_D8
+#undef FLASHMOE_D16
+#undef FLASHMOE_D32
+#undef FLASHMOE_D48
+#undef FLASHMOE_D64
+#undef FLASHMOE_D80
+#undef FLASHMOE_D96
+#undef FLASHMOE_D112
+#undef FLASHMOE_D128
+
+}  // namespace flashmoe::sm90

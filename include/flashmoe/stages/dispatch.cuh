@@ -1,0 +1,171 @@
+// Dispatch: a token block's way from its rows to packets in its destinations' heaps. Gate (logits on the tensor cores,
+// through the GEMM pipeline), choice of experts, packets, rows, signals.
+//
+// The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
+#pragma once
+
+#include "flashmoe/sm90/shared.cuh"
+#include "flashmoe/sm90/tracer.cuh"
+#include "flashmoe/stages/epilogue.cuh"
+#include "flashmoe/stages/load.cuh"
+#include "flashmoe/stages/mainloop.cuh"
+#include "flashmoe/stages/route.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr uint32_t kTeamWarps = kWarps - 1;  // the last is the OS actor's
+inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumers' own
+inline constexpr uint32_t kLoaderBarrier = 4;
+using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
+
+// Scratch in the stages. The gate's pipeline uses the first 32 KiB of each (one k-block, at most 128 tokens); the logits
+// take the rest, a quarter of the block's tokens each. When the logits are there the stages are free for the packets.
+struct DispatchScratch {
+  static constexpr uint32_t kLogits = 32 * 1024;  // within a stage
+
+  uint8_t* stages;
+
+  __device__ __forceinline__ float* logits(const Call& c, uint32_t token) const {
+    const uint32_t per_stage = c.block_tokens() / kStages;
+    return reinterpret_cast<float*>(stages + token / per_stage * kStageBytes + kLogits) + token % per_stage * c.experts;
+  }
+  __device__ __forceinline__ PacketScratch packets() const {
+    uint8_t* const second = stages + kStageBytes;
+    PacketScratch s;
+    s.ids = reinterpret_cast<int32_t*>(stages);
+    s.weights = reinterpret_cast<float*>(stages + 8 * 1024);
+    s.count = reinterpret_cast<uint16_t*>(stages + 16 * 1024);
+    s.start = reinterpret_cast<uint16_t*>(stages + 18 * 1024);
+    s.entries = reinterpret_cast<uint32_t*>(stages + 20 * 1024);
+    s.bad = reinterpret_cast<uint32_t*>(stages + 21 * 1024);
+    s.owner = reinterpret_cast<uint32_t*>(stages + 24 * 1024);
+    s.place = reinterpret_cast<uint16_t*>(second);
+    return s;
+  }
+};
+static_assert(kMaxPairs * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMaxRanks * 4 <= 1024);
+static_assert(kMaxExperts * 4 <= 8 * 1024 && kTeamWarps * kMaxExperts * 2 <= DispatchScratch::kLogits);
+static_assert(kMaxGateLogits / kStages * 4 == kStageBytes - DispatchScratch::kLogits);
+
+// Loaders: the router's rows and the block's tokens, 128 experts at a time.
+template <class Dtype>
+__device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                          uint32_t b) {
+  uint32_t* const places = s.ring.slot[0].places;
+  const uint32_t tokens = c.tokens_in_block(b);
+  for (uint32_t t = threadIdx.x - kFirstLoader; t < tokens; t += kLoaders) {
+    places[t] = static_cast<uint32_t>(((b << c.log2_block) + t) * (args.x_row_bytes / 16));
+  }
+  named_barrier_sync(kLoaderBarrier, kLoaders);
+  const TokenRows rows{args.x, args.x, places, tokens};
+  for (uint32_t e = 0; e < c.experts; e += kTileFeatures) {
+    detail::gather_stages<Dtype, 1>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
+  }
+}
+
+// Consumers: logits[token][expert].
+template <class Dtype, uint32_t N>
+__device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
+                                              Pipeline& ring, uint32_t group, uint32_t b) {
+  float acc[N / 2];
+  const Lane at = Lane::of_thread(group);
+  for (uint32_t e = 0; e < c.experts; e += kTileFeatures) {
+    const FeatureBias bias = load_bias<Dtype>(args.router_bias, at, e, c.experts);
+    multiply<Dtype, N, 1>(ring, group, c.hidden * Dtype::kBytes, true, acc);
+    store_gate<N>(at, acc, bias, c.tokens_in_block(b), e, c.experts,
+                  [&](uint32_t token, uint32_t expert) -> float& { return scratch.logits(c, token)[expert]; });
+  }
+}
+
+// Every warp of the team: given ids and weights to where the packets are built.
+__device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
+  const uint64_t first = uint64_t{b << c.log2_block} * c.top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.top_k; i += kTeamWarps * 32) {
+    if (args.topk_ids_64) {
+      const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
+      s.ids[i] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
+    } else {
+      s.ids[i] = static_cast<const int32_t*>(args.topk_ids)[first + i];
+    }
+    s.weights[i] = args.topk_weights[first + i];
+  }
+}
+
+// Fills ids and weights of the block, from the given ones or by the router. False if a logit is not finite.
+template <class Dtype>
+__device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& c, Shared& s,
+                                            const DispatchScratch& scratch, Pipeline& ring, uint32_t b) {
+  const PacketScratch packets = scratch.packets();
+  if (args.topk_ids != nullptr) {
+    copy_given(args, c, b, packets);
+    return true;
+  }
+  if (threadIdx.x < kFirstLoader) {
+    const uint32_t group = threadIdx.x / kWarpgroup;
+    if (c.tokens_in_block(b) <= 64) {
+      multiply_gate<Dtype, 64>(args, c, scratch, ring, group, b);
+    } else {
+      multiply_gate<Dtype, 128>(args, c, scratch, ring, group, b);
+    }
+  } else if (threadIdx.x < kFirstLoader + kLoaders) {
+    load_gate<Dtype>(args, c, s, ring, b);
+  }
+  Team::team_sync();
+  for (uint32_t t = Team::worker(); t < c.tokens_in_block(b); t += kTeamWarps) {
+    if (stages::choose_experts(scratch.logits(c, t), c.experts, c.top_k, args.renormalize != 0,
+                               packets.ids + t * c.top_k, packets.weights + t * c.top_k)) {
+      continue;
+    }
+    if (Platform::lane() != 0) continue;
+    s.router_bad = 1;
+    post_fault<Platform>(c, {.kind = FaultKind::kRouterValue,
+                             .actor = Actor::kProcessor,
+                             .awaited = c.rank,
+                             .culprit = c.rank,
+                             .index = (b << c.log2_block) + t});
+  }
+  Team::team_sync();
+  return s.router_bad == 0;
+}
+
+// Own rows to the other ranks that hold one of their experts; each crosses once.
+template <class Dtype>
+__device__ __forceinline__ void copy_rows(const KernelArgs& args, const Call& c, uint32_t b) {
+  const uint32_t first = b << c.log2_block;
+  const uint32_t chunks = c.hidden * Dtype::kBytes / 16;
+  for (uint32_t i = Team::worker(); i < (c.ranks - 1) * c.tokens_in_block(b); i += kTeamWarps) {
+    const uint32_t q = (c.rank + 1 + i / c.tokens_in_block(b)) % c.ranks, token = first + i % c.tokens_in_block(b);
+    if (!goes_to(c, token, q)) continue;
+    const auto* from = reinterpret_cast<const uint4*>(args.x + token * args.x_row_bytes);
+    auto* to = reinterpret_cast<uint4*>(c.dispatched_row(q, c.rank, token));
+    for (uint32_t k = Platform::lane(); k < chunks; k += 32) to[k] = from[k];
+  }
+}
+
+// The team's part of one token block. `ring` is the caller's side of the pipeline. False if the call is over.
+template <class Dtype, class Trace>
+__device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
+                                               Pipeline& ring, uint32_t b, const Trace& trace) {
+  const DispatchScratch scratch{stages};
+  const PacketScratch packets = scratch.packets();
+  const uint64_t start = trace.now();
+  if (!route_block<Dtype>(args, c, s, scratch, ring, b)) return false;
+  if (threadIdx.x == 0) trace.add_here(TracePhase::kGate, start, b, 0);
+  const uint64_t routed = trace.now();
+  uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
+  for (uint32_t e = threadIdx.x; e < c.experts; e += kTeamWarps * 32) owner[e] = c.owner[e];
+  Team::team_sync();
+  if (!build_packets<Team>(c, b, packets)) return false;
+  if (c.ranks > 1) {
+    Team::team_sync();  // a row is copied by another warp than that which recorded its routing
+    copy_rows<Dtype>(args, c, b);
+  }
+  signal_packets<Team>(c, b, packets);
+  // The scratch was read and written through the generic proxy; the copy engine writes there next.
+  fence_proxy_async_shared();
+  Team::team_sync();
+  if (threadIdx.x == 0) trace.add_here(TracePhase::kDispatch, routed, b, 0);
+  return true;
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,163 @@
+// Loader warps: fill the stages of a task, features by the copy engine, tokens gathered or by the copy engine.
+#pragma once
+
+#include "flashmoe/sm90/pipeline.cuh"
+#include "flashmoe/sm90/tma.cuh"
+
+namespace flashmoe::sm90 {
+
+// The 128 weight rows of a task: a box at these coordinates, of which the innermost (K) runs.
+struct FeatureBox {
+  const TensorMap* map;
+  uint32_t c1, c2, c3, c4;
+  L2Hint hint = L2Hint::kEvictNormal;
+
+  template <class Dtype, uint32_t kBlocks>
+  __device__ __forceinline__ void load(const Pipeline& ring, uint32_t k_byte) const {
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      const uint32_t k = (k_byte + b * kRowBytes) / Dtype::kBytes;
+      tma_load(ring.data() + feature_offset(b), map, ring.full(), hint, k, c1, c2, c3, c4);
+    }
+  }
+};
+
+// Where gathered rows lie. A place is an offset in units of 16 bytes; bit 31 says from which of the two bases.
+struct TokenRows {
+  static constexpr uint32_t kRemote = 1u << 31;
+
+  const uint8_t* own;
+  const uint8_t* remote;
+  const uint32_t* places;  // [rows] in shared memory; not read any more once the first stage of the task is loaded
+  uint32_t rows;
+};
+
+namespace detail {
+
+// At which of its stages a task is near its end: the rest gives the clerk the time to have the next one looked up,
+// three round trips to the L2.
+__device__ __forceinline__ uint32_t near_last(uint32_t stages) {
+  constexpr uint32_t kRest = 10;
+  return stages > kRest ? stages - kRest : 0;
+}
+
+// Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a lone
+// warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced every other
+// k-block, and no question asked per row, it is hardly more than one. Rows that the tile does not have are copies of row 0.
+template <class Dtype, uint32_t kBlocks, class NearEnd>
+__device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& features, const TokenRows& tokens,
+                                              uint32_t k_bytes, NearEnd&& near_end) {
+  constexpr uint32_t kRowsApart = kLoaders / 8;
+  constexpr uint32_t kMost = (kBlocks == 1 ? kTileTokens : kSmallTile) / kRowsApart;
+  constexpr uint32_t kAtOnce = 4;  // rows of a thread between two looks at whether there are more
+  const uint32_t thread = threadIdx.x - kFirstLoader;
+  const uint32_t chunk = thread % 8, first = thread / 8;
+  const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
+  const uint8_t* row[kMost];
+#pragma unroll
+  for (uint32_t i = 0; i < kMost; ++i) {
+    const uint32_t r = first + i * kRowsApart;
+    const uint32_t place = tokens.places[r < tokens.rows ? r : 0];
+    const uint8_t* base = place & TokenRows::kRemote ? tokens.remote : tokens.own;
+    row[i] = base + uint64_t{place & ~TokenRows::kRemote} * 16 + chunk * 16;
+  }
+  const uint32_t stages = stages_of_task(k_bytes, kBlocks);
+  auto load = [&](uint32_t s, uint32_t ahead) {
+    const uint32_t k = s * kBlocks * kRowBytes;
+    wait(ring.empty(), ring.parity);
+    if (thread == 0) {
+      arrive_expect_tx(ring.full(), kBlocks * kFeatureBytes);
+      features.load<Dtype, kBlocks>(ring, k);
+      if (s == near_last(stages)) near_end();
+    }
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      const uint32_t to = ring.data() + token_offset(kBlocks, b) + slot;
+      const uint32_t at = (ahead * kBlocks + b) * kRowBytes;
+      const bool whole = k + (b + 1) * kRowBytes <= k_bytes;
+      const uint32_t valid = k + b * kRowBytes + chunk * 16 < k_bytes ? 16 : 0;
+      if (whole) {
+#pragma unroll
+        for (uint32_t i = 0; i < kMost; ++i) {
+          if (i % kAtOnce == 0 && i * kRowsApart >= tokens.rows) break;
+          cp_async16(to + i * kRowsApart * kRowBytes, row[i] + at);
+        }
+      } else {
+#pragma unroll
+        for (uint32_t i = 0; i < kMost; ++i) {
+          if (i % kAtOnce == 0 && i * kRowsApart >= tokens.rows) break;
+          cp_async16_or_zero(to + i * kRowsApart * kRowBytes, row[i] + at, valid);
+        }
+      }
+    }
+    cp_async_arrive_noinc(ring.full());
+    ring.advance();
+  };
+#pragma unroll 1
+  for (uint32_t s = 0; s < stages; s += 2) {
+    load(s, 0);
+    if (s + 1 < stages) load(s + 1, 1);
+#pragma unroll
+    for (uint32_t i = 0; i < kMost; ++i) row[i] += 2 * kBlocks * kRowBytes;
+  }
+}
+
+// One thread does it all, and arrives for the other loaders.
+template <class Dtype, uint32_t kBlocks, class NearEnd>
+__device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& features, const TensorMap* hidden,
+                                              uint32_t first_row, uint32_t rows, uint32_t k_bytes, NearEnd&& near_end) {
+  const uint32_t stages = stages_of_task(k_bytes, kBlocks);
+  if (threadIdx.x == kFirstLoader) {
+    Pipeline at = ring;
+    // The hidden rows were stored through the generic proxy, by other blocks, whose stores the task's clerk acquired.
+    fence_proxy_async_global();
+    const uint32_t boxes = ceil_div(rows, kHiddenBoxRows);
+#pragma unroll 1
+    for (uint32_t s = 0; s < stages; ++s, at.advance()) {
+      wait(at.empty(), at.parity);
+      arrive(at.full(), kLoaders);
+      arrive_expect_tx(at.full(), kBlocks * (kFeatureBytes + boxes * kHiddenBoxRows * kRowBytes));
+      const uint32_t k_byte = s * kBlocks * kRowBytes;
+      features.load<Dtype, kBlocks>(at, k_byte);
+      if (s == near_last(stages)) near_end();
+#pragma unroll
+      for (uint32_t b = 0; b < kBlocks; ++b) {
+        const uint32_t to = at.data() + token_offset(kBlocks, b);
+#pragma unroll 1
+        for (uint32_t i = 0; i < boxes; ++i) {
+          tma_load(to + i * kHiddenBoxRows * kRowBytes, hidden, at.full(), L2Hint::kEvictNormal,
+                   (k_byte + b * kRowBytes) / Dtype::kBytes, first_row + i * kHiddenBoxRows);
+        }
+      }
+    }
+  }
+  __syncwarp();
+  ring.advance(stages);
+}
+
+}  // namespace detail
+
+// Gate and GEMM0: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; one of them
+// calls near_end() some stages before the last.
+template <class Dtype, class NearEnd>
+__device__ __forceinline__ void gather_load(Pipeline& ring, const FeatureBox& features, const TokenRows& tokens,
+                                            uint32_t k_bytes, NearEnd&& near_end) {
+  if (k_blocks_per_stage(tokens.rows) == 2) {
+    detail::gather_stages<Dtype, 2>(ring, features, tokens, k_bytes, near_end);
+  } else {
+    detail::gather_stages<Dtype, 1>(ring, features, tokens, k_bytes, near_end);
+  }
+}
+
+// GEMM1: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the hidden matrix.
+template <class Dtype, class NearEnd>
+__device__ __forceinline__ void hidden_load(Pipeline& ring, const FeatureBox& features, const TensorMap* hidden,
+                                            uint32_t first_row, uint32_t rows, uint32_t k_bytes, NearEnd&& near_end) {
+  if (k_blocks_per_stage(rows) == 2) {
+    detail::hidden_stages<Dtype, 2>(ring, features, hidden, first_row, rows, k_bytes, near_end);
+  } else {
+    detail::hidden_stages<Dtype, 1>(ring, features, hidden, first_row, rows, k_bytes, near_end);
+  }
+}
+
+}  // namespace flashmoe::sm90
