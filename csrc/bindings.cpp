@@ -1,104 +1,20 @@
-// What Python calls, through apache-tvm-ffi: contexts by handle, tensors as DLPack views, errors by kind.
+// What Python calls of the CPU engine, through apache-tvm-ffi: contexts by handle, tensors as DLPack views, errors by
+// kind. (The CUDA engine: bindings_cuda.cpp.)
 //
 // Python has checked every argument against its documented domain (python/flashmoe/ops.py); here only what would
 // otherwise corrupt memory is checked again.
+#include "bindings.h"
+
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
-#include <tvm/ffi/string.h>
-
-#include <mutex>
-#include <unordered_map>
 
 #include "cpu/context.h"
-#include "cpu/error.h"
 
 namespace flashmoe::cpu {
 namespace {
 
-namespace ffi = tvm::ffi;
-using Sizes = ffi::Map<ffi::String, int64_t>;
 using Tensors = ffi::Map<ffi::String, ffi::Tensor>;
-
-const char* python_name(Error::Kind kind) {
-  switch (kind) {
-    case Error::Kind::kInvalidArgument: return "flashmoe.InvalidArgument";
-    case Error::Kind::kHeap: return "flashmoe.HeapError";
-    case Error::Kind::kGroup: return "flashmoe.GroupError";
-    case Error::Kind::kPeerTimeout: return "flashmoe.PeerTimeout";
-    case Error::Kind::kOther: break;
-  }
-  return "flashmoe.FlashMoEError";
-}
-
-// Runs fn; this project's errors become the Python exception of their kind.
-template <class Fn>
-auto guarded(Fn&& fn) {
-  try {
-    return fn();
-  } catch (const Error& e) {
-    throw ffi::Error(python_name(e.kind), e.what(), "");
-  }
-}
-
-uint32_t size(const Sizes& sizes, const char* name, uint32_t otherwise = 0) {
-  const ffi::String key(name);
-  return sizes.count(key) ? static_cast<uint32_t>(sizes.at(key)) : otherwise;
-}
-
-Limits limits_of(const Sizes& s) {
-  Limits l;
-  l.ranks = size(s, "ranks", 1);
-  l.max_tokens = size(s, "max_tokens");
-  l.hidden = size(s, "hidden");
-  l.experts = size(s, "experts");
-  l.max_local_experts = size(s, "max_local_experts");
-  l.top_k = size(s, "top_k");
-  l.elem_bytes = size(s, "elem_bytes");
-  l.return_slots = size(s, "return_slots");
-  l.intermediate = size(s, "intermediate");
-  l.staging = size(s, "staging");
-  l.tile_rows = size(s, "tile_rows", l.tile_rows);
-  l.tile_columns = size(s, "tile_columns", l.tile_columns);
-  l.processors = size(s, "processors", l.processors);
-  return l;
-}
-
-// Handles instead of pointers: a stale one is an error, not a crash.
-class Registry {
- public:
-  int64_t add(std::shared_ptr<Context> context) {
-    const std::lock_guard lock(mutex_);
-    contexts_[++last_] = std::move(context);
-    return last_;
-  }
-  std::shared_ptr<Context> get(int64_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto it = contexts_.find(handle);
-    if (it == contexts_.end()) throw Error(Error::Kind::kOther, "context: it is closed");
-    return it->second;
-  }
-  void remove(int64_t handle) {
-    std::shared_ptr<Context> last;  // destroyed outside of the lock
-    const std::lock_guard lock(mutex_);
-    if (const auto it = contexts_.find(handle); it != contexts_.end()) {
-      last = std::move(it->second);
-      contexts_.erase(it);
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<Context>> contexts_;
-  int64_t last_ = 0;
-};
-
-Registry& registry() {
-  static Registry r;
-  return r;
-}
 
 const char* writer_name(Writer w) {
   switch (w) {
@@ -149,24 +65,25 @@ int64_t context_create(Sizes sizes, int64_t rank, ffi::String name, int64_t time
     auto group = limits.ranks == 1 ? make_single_rank_group(heap_bytes)
                                    : join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
                                                         static_cast<uint64_t>(timeout_ns));
-    return registry().add(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
-                                                    static_cast<uint64_t>(timeout_ns)));
+    return registry<Context>().add(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
+                                                             static_cast<uint64_t>(timeout_ns)));
   });
 }
 
 void context_close(int64_t handle) {
-  registry().remove(handle);
+  registry<Context>().remove(handle);
 }
 
 ffi::Array<int64_t> context_bytes(int64_t handle) {
   return guarded([&] {
-    const auto c = registry().get(handle);
+    const auto c = registry<Context>().get(handle);
     return ffi::Array<int64_t>{static_cast<int64_t>(c->heap_bytes()), static_cast<int64_t>(c->workspace_bytes())};
   });
 }
 
 void context_set_tile(int64_t handle, int64_t rows, int64_t columns) {
-  guarded([&] { registry().get(handle)->set_tile(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns)); });
+  guarded(
+      [&] { registry<Context>().get(handle)->set_tile(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns)); });
 }
 
 template <class T>
@@ -205,8 +122,9 @@ CallOptions options_of(const Sizes& s, double capacity_factor, const ffi::Array<
   o.return_mode = static_cast<ReturnMode>(size(s, "return_mode"));
   o.capacity_factor = capacity_factor;
   for (const int64_t q : placement) o.placement.push_back(static_cast<uint32_t>(q));
+  o.groups = size(s, "groups", o.groups);
   o.order.gemm1_lag = size(s, "gemm1_lag");
-  o.order.gemm1_by_column = size(s, "gemm1_by_column");
+  o.order.raster = size(s, "raster", o.order.raster);
   o.order.window = size(s, "window");
   o.record_events = size(s, "trace") != 0;
   o.perturbation = size(s, "perturbation");
@@ -218,7 +136,7 @@ ffi::Map<ffi::String, ffi::Any> context_call(int64_t handle, Sizes sizes, double
                                              ffi::Array<int64_t> placement, Tensors tensors, ffi::Tensor topk_ids,
                                              ffi::Tensor topk_weights) {
   return guarded([&] {
-    const auto context = registry().get(handle);
+    const auto context = registry<Context>().get(handle);
     const CallOptions o = options_of(sizes, capacity_factor, placement);
     const CallReport r = context->call(layer_of(sizes, tensors), o);
     auto* ids = static_cast<int32_t*>(topk_ids.data_ptr());

@@ -14,6 +14,7 @@ from .errors import FlashMoEError, InvalidArgument
 from .report import CallReport
 from .tensors import DTYPES
 
+ENGINES = ("cpu", "cuda")
 RETURN_MODES = ("direct", "reduced", "auto")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -21,6 +22,10 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_TOKENS = 2**20 - 1
 MAX_RANKS = 1024
 MAX_EXPERTS = 8192
+# What the CUDA kernel's shared memory holds.
+MAX_CUDA_TOKENS = 65536
+MAX_CUDA_EXPERTS = 1024
+MAX_CUDA_TOP_K = 32
 
 
 def _bounded(name: str, value: Any, low: int, high: int) -> int:
@@ -65,7 +70,8 @@ def make_limits(
 
 
 class Context:
-    """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine.
+    """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine. With the CUDA
+    engine a rank is a GPU of compute capability 9.0 (H100, H200), so far alone in its group.
 
     The sizes are upper limits: calls may use any smaller T, H, I, E or K, and all layers of a model share one context.
 
@@ -88,16 +94,23 @@ class Context:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
         travel (COMET, section 3.1). ``"auto"``: per call, whichever sends fewer rows. It bounds what calls may use.
     processors:
-        Threads that execute tasks. Default: this rank's share of the cores.
+        What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,
+        each of which takes a whole multiprocessor; default: all of them.
     timeout:
         Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never.
+    engine:
+        ``"cpu"`` or ``"cuda"``. Default: ``"cuda"`` if a device is given, else ``"cpu"``.
+    device:
+        Ordinal of the CUDA device. Default with ``engine="cuda"``: PyTorch's current one.
 
     Raises
     ------
     InvalidArgument
         A parameter is outside its domain.
     HeapError
-        The heap does not fit into shared memory.
+        The heap does not fit into shared memory, or into that of the GPU.
+    FlashMoEError
+        There is no CUDA driver.
     GroupError
         The ranks disagree on the limits, or a rank number is taken twice.
     PeerTimeout
@@ -120,13 +133,23 @@ class Context:
         return_mode: str = "auto",
         processors: int | None = None,
         timeout: float = 30.0,
+        engine: str | None = None,
+        device: int | None = None,
     ) -> None:
+        if engine is None:
+            engine = "cpu" if device is None else "cuda"
+        if engine not in ENGINES:
+            raise InvalidArgument(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
+        if engine == "cpu" and device is not None:
+            raise InvalidArgument(f"device: expected none with the CPU engine, got {device!r}")
+        cuda = engine == "cuda"
+        self.engine = engine
         self.ranks = _bounded("ranks", ranks, 1, MAX_RANKS)
         self.rank = _bounded("rank", rank, 0, self.ranks - 1)
         if self.ranks > 1 and (not name or "/" in name or len(name) > 200):
             raise InvalidArgument(f"name: expected a group name without '/', got {name!r}")
         self.name = name
-        self.experts = _bounded("experts", experts, 1, MAX_EXPERTS)
+        self.experts = _bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
         self.placement = placements.checked(placement, self.experts, self.ranks)
         if dtype not in DTYPES:
             raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -134,35 +157,52 @@ class Context:
             raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
         if not isinstance(timeout, int | float) or not (math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument(f"timeout: expected seconds >= 0, got {timeout!r}")
-        if processors is None:
+        if cuda:
+            if self.ranks > 1:
+                raise FlashMoEError(f"ranks: the CUDA engine runs on one GPU, and not yet over several; got {ranks}")
+            if return_mode == "reduced":
+                raise InvalidArgument("return_mode: expected 'direct' or 'auto' with the CUDA engine, got 'reduced'")
+            return_mode = "direct"
+        elif processors is None:
             processors = max(1, (os.cpu_count() or 1) // self.ranks)
         self.dtype = dtype
         self.return_mode = return_mode
         self.timeout = float(timeout)
-        self.processors = _bounded("processors", processors, 1, 1024)
+        self.processors = 0 if processors is None else _bounded("processors", processors, 1, 1024)
         self.limits = make_limits(
             ranks=self.ranks,
-            max_tokens=_bounded("max_tokens", max_tokens, 1, MAX_TOKENS),
+            max_tokens=_bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS),
             hidden=_bounded("hidden", hidden, 1, 2**20),
             intermediate=_bounded("intermediate", intermediate, 1, 2**20),
             experts=self.experts,
-            top_k=_bounded("top_k", top_k, 1, self.experts),
+            top_k=_bounded("top_k", top_k, 1, min(self.experts, MAX_CUDA_TOP_K) if cuda else self.experts),
             dtype=dtype,
             placement_of_experts=self.placement,
             return_mode=return_mode,
             processors=self.processors,
         )
-        self.last_call: CallReport | None = None
-        """Report of the last call, None before the first."""
+        self._report: CallReport | None = None
+        self._unread: tuple[Any, int] | None = None  # what gpu.report takes, of a call whose report was not asked for
         self._perturbation = 0
+        timeout_ns = round(self.timeout * 1e9)
+        self.device: int | None = None
+        """Ordinal of the CUDA device; None with the CPU engine."""
         library = _ffi.library()
-        self._handle = library.context_create(self.limits, self.rank, name or "", round(self.timeout * 1e9))
-        self._finalizer = weakref.finalize(self, library.context_close, self._handle)
-        heap, workspace = library.context_bytes(self._handle)
+        if cuda:
+            ordinal = -1 if device is None else _bounded("device", device, 0, 2**15)
+            self._handle = library.cuda_create(self.limits, ordinal, timeout_ns)
+            self._finalizer = weakref.finalize(self, library.cuda_close, self._handle)
+            self._layers: dict[Any, Any] = {}  # of gpu.Layer
+            described = library.cuda_describe(self._handle)
+            self.device, self.processors, heap, workspace, self._tile_rows, self._tile_features = described
+        else:
+            self._handle = library.context_create(self.limits, self.rank, name or "", timeout_ns)
+            self._finalizer = weakref.finalize(self, library.context_close, self._handle)
+            heap, workspace = library.context_bytes(self._handle)
         self.heap_bytes: int = heap
         """Bytes of this rank's symmetric heap."""
         self.workspace_bytes: int = workspace
-        """Bytes of this rank's private workspace, taken from the system as they are first used."""
+        """Bytes of this rank's private workspace; with the CPU engine, taken from the system as they are first used."""
 
     @classmethod
     def from_torch(cls, group: Any = None, **sizes: Any) -> Context:
@@ -185,6 +225,27 @@ class Context:
         """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement."""
         owners = self.placement if placement is None else placement
         return placements.local_experts(owners, self.rank)
+
+    @property
+    def last_call(self) -> CallReport | None:
+        """Report of the last call, None before the first.
+
+        With the CUDA engine, reading it waits for the call and raises what that ran into, so it cannot be read during
+        a capture. It has times of traced calls only. After the replay of a graph: of the last call that was made.
+        """
+        if self._unread is not None:
+            from . import gpu
+
+            self._report = gpu.report(self, *self._unread)
+            self._unread = None
+        return self._report
+
+    def synchronize(self) -> None:
+        """Waits until all calls are over, and raises what the last of them ran into. With the CPU engine they are."""
+        if self.engine == "cuda":
+            from . import gpu
+
+            _ffi.library().cuda_synchronize(self._checked_handle(), gpu.current_stream(self.device))
 
     @property
     def closed(self) -> bool:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import ops
+from . import arguments
 from .checkpoint import MoELayer
 from .context import MAX_EXPERTS, Context, _bounded
 from .errors import InvalidArgument
-from .tensors import DTYPES
+from .tensors import ACTIVATIONS, DTYPES
 from .torch_op import context_id
 
 __all__ = ["Experts", "MoE", "Router"]
@@ -130,10 +130,11 @@ class MoE(torch.nn.Module):
     Parameters
     ----------
     ctx:
-        The context; it must outlive the calls. Any number of layers may share one.
+        The context; it must outlive the calls. Any number of layers may share one. Parameters are made on PyTorch's
+        default device: with a context of the CUDA engine, move the module to its GPU.
     hidden, intermediate, experts, top_k:
         H, I, E and K of this layer, within the context's limits.
-    activation, renormalize, placement, capacity_factor, return_mode:
+    activation, renormalize, placement, capacity_factor, return_mode, exact:
         As in `flashmoe.moe`.
     router_bias:
         Whether the router has a bias.
@@ -165,6 +166,7 @@ class MoE(torch.nn.Module):
         expert_bias: bool = False,
         capacity_factor: float | None = None,
         return_mode: str | None = None,
+        exact: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -175,8 +177,8 @@ class MoE(torch.nn.Module):
         if not isinstance(dtype, torch.dtype) or dtype_name not in DTYPES:
             known = ", ".join(f"torch.{name}" for name in DTYPES)
             raise InvalidArgument(f"dtype: expected one of {known}, got {dtype!r}")
-        if activation not in ops.ACTIVATIONS:
-            known = ", ".join(ops.ACTIVATIONS)
+        if activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
             raise InvalidArgument(f"activation: expected one of {known}, got {activation!r}")
         sizes = {
             "tokens": 0,
@@ -189,11 +191,12 @@ class MoE(torch.nn.Module):
         self.activation = activation
         self.renormalize = bool(renormalize)
         self.placement = None if placement is None else [int(rank) for rank in placement]
-        self.capacity_factor = ops._capacity(capacity_factor) or None
+        self.capacity_factor = arguments.checked_capacity(capacity_factor) or None
         self.return_mode = return_mode
-        mode = ops._return_mode(ctx, return_mode, self.top_k)
-        mine = ctx.local_experts(ops._owners(ctx, self.placement, experts))
-        ops._check_limits(ctx, sizes, dtype_name, len(mine), mode)
+        self.exact = bool(exact)
+        mode = arguments.resolved_return_mode(ctx, return_mode, self.top_k)
+        mine = ctx.local_experts(arguments.owners_of(ctx, self.placement, experts))
+        arguments.check_limits(ctx, sizes, dtype_name, len(mine), mode)
 
         self.gate = Router(hidden, experts, bias=router_bias, dtype=dtype)
         rows = 2 * intermediate if activation == "swiglu" else intermediate
@@ -208,8 +211,10 @@ class MoE(torch.nn.Module):
         placement: Sequence[int] | None = None,
         capacity_factor: float | None = None,
         return_mode: str | None = None,
+        exact: bool = False,
     ) -> MoE:
-        """A module with a copy of `layer`'s router and of those of its experts that are this rank's.
+        """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
+        context's engine computes: in host memory or on its GPU.
 
         `layer` comes from `flashmoe.checkpoint.load_layer` and decides the sizes, `activation`, `renormalize`
         and the dtype. The other parameters and the errors are those of the class.
@@ -226,6 +231,7 @@ class MoE(torch.nn.Module):
                 placement=placement,
                 capacity_factor=capacity_factor,
                 return_mode=return_mode,
+                exact=exact,
                 dtype=getattr(torch, layer.dtype.name),
             )
         mine = module.experts.ids
@@ -234,7 +240,9 @@ class MoE(torch.nn.Module):
             "experts.gate_up_proj": layer.gate_up_proj[mine],
             "experts.down_proj": layer.down_proj[mine],
         }
-        module.load_state_dict({name: _tensor(array) for name, array in weights.items()}, assign=True)
+        device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
+        state = {name: _tensor(array).to(device) for name, array in weights.items()}
+        module.load_state_dict(state, assign=True)
         return module
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,7 +251,8 @@ class MoE(torch.nn.Module):
         Parameters
         ----------
         x: [..., H]
-            Of the parameters' dtype, in host memory. Copied if the tokens do not lie one after the other.
+            Of the parameters' dtype; like them in host memory, or on the GPU of a context with the CUDA engine. Copied
+            if the tokens do not lie one after the other.
 
         Returns
         -------
@@ -272,6 +281,7 @@ class MoE(torch.nn.Module):
             placement=self.placement,
             capacity_factor=self.capacity_factor,
             return_mode=self.return_mode,
+            exact=self.exact,
         )
         return y.reshape(x.shape)
 

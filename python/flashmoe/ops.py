@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from . import _ffi
+from . import _ffi, arguments, gpu
 from . import placement as placements
 from .context import RETURN_MODES, Context
-from .errors import HeapError, InvalidArgument
+from .errors import InvalidArgument
 from .report import TASK_KINDS, CallReport
-from .tensors import DTYPES, Operand, as_view, empty_like, operand
+from .tensors import ACTIVATIONS, DTYPES, Operand, as_view, empty_like, operand
 from .trace import Event
-
-ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
-"""In the order of ``Activation`` in csrc/cpu/types.h."""
 
 _PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule")
 _ENTRY_BYTES = 12
@@ -42,6 +39,7 @@ def moe(
     capacity_factor: float | None = None,
     return_mode: str | None = None,
     trace: bool = False,
+    exact: bool = False,
 ) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
 
@@ -49,8 +47,15 @@ def moe(
     with ``e = topk_ids[t, k]`` (FlashDMoE, equations 5.1 to 5.3). For ``"swiglu"``, ``act`` is ``silu(gate) * up`` of
     the two halves of ``gate_up_proj[e] @ x[t]``.
 
-    Tensors are NumPy arrays or PyTorch tensors in host memory, contiguous, of one element type: float32, bfloat16
-    (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from rank to rank and may be 0.
+    Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
+    rank to rank and may be 0.
+
+    - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous.
+    - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
+      most 65536. Rows of x, router and weights, and experts, may lie apart (strides of 16 bytes' multiples); the rest
+      is contiguous. The call launches one kernel on PyTorch's current stream and returns; the calls of a context must
+      follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
+      the capture. The first call of a dtype and activation compiles its kernel (see ``flashmoe compile``).
 
     Parameters
     ----------
@@ -79,7 +84,10 @@ def moe(
     return_mode:
         ``"direct"``, ``"reduced"`` or ``"auto"``; default: the context's. See `Context`.
     trace:
-        Record what every actor did when, in ``ctx.last_call.events``.
+        Record what every actor did when, in ``ctx.last_call.events``. On a GPU the call then waits for its end.
+    exact:
+        CUDA engine, float32: multiply in float32 (FFMA), about ten times as slow as the default, which rounds factors
+        to the tensor cores' TF32 (10 bits of mantissa) and sums in float32. The CPU engine is always exact.
 
     Returns
     -------
@@ -94,7 +102,8 @@ def moe(
     ------
     InvalidArgument
         A tensor or option is outside its domain. Where only the values show it (ids, a non-finite router logit), every
-        rank raises it and the context is broken.
+        rank raises it and the context is broken. The CUDA engine then raises it in a later call, in
+        `Context.synchronize`, or where ``ctx.last_call`` is read: the call itself does not wait.
     HeapError
         The call exceeds the context's limits.
     GroupError
@@ -102,37 +111,50 @@ def moe(
     PeerTimeout
         The group made no progress for the context's timeout. The message names who holds it up.
     """
-    handle = ctx._checked_handle()
-    tensors = _float_operands(
-        x=x,
-        gate_up_proj=gate_up_proj,
-        down_proj=down_proj,
-        router=router,
-        router_bias=router_bias,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-    )
-    sizes = _sizes(ctx, tensors, activation, top_k, topk_ids, topk_weights, placement)
-    tensors |= _given_routing(sizes, topk_ids, topk_weights)
-    owners = _owners(ctx, placement, sizes["experts"])
-    local = owners.count(ctx.rank)
-    _check_shapes(tensors, sizes, local, activation)
-    mode = _return_mode(ctx, return_mode, sizes["top_k"])
-    _check_limits(ctx, sizes, tensors["x"].dtype, local, mode)
-    capacity = _capacity(capacity_factor)
+    floats = {
+        "x": x,
+        "gate_up_proj": gate_up_proj,
+        "down_proj": down_proj,
+        "router": router,
+        "router_bias": router_bias,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }
+    options = {
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+        "top_k": top_k,
+        "activation": activation,
+        "placement": placement,
+        "capacity_factor": capacity_factor,
+        "return_mode": return_mode,
+    }
+    if ctx.engine == "cuda":
+        return gpu.call(ctx, floats, options, renormalize, trace, exact)
+    return _call_cpu(ctx, floats, options, renormalize, trace)
 
+
+def _call_cpu(ctx: Context, floats: dict[str, Any], options: dict[str, Any], renormalize: bool, trace: bool) -> Any:
+    """A call of the CPU engine, which is over when this returns."""
+    handle = ctx._checked_handle()
+    args = arguments.check(ctx, operand, floats, **options)
+    sizes, tensors = args.sizes, dict(args.tensors)
+    if "topk_ids" in tensors:
+        tensors["topk_ids"] = _expert_ids(tensors["topk_ids"], sizes["experts"])
+    x = floats["x"]
     out = empty_like(x)
     tensors["out"] = operand("out", out, "", DTYPES)
     ids = np.empty((sizes["tokens"], sizes["top_k"]), np.int32)
     weights = np.empty((sizes["tokens"], sizes["top_k"]), np.float32)
-    options = {
+    numbers = {
         **sizes,
         "dtype": DTYPES.index(tensors["x"].dtype),
-        "activation": ACTIVATIONS.index(activation),
+        "activation": ACTIVATIONS.index(options["activation"]),
         "renormalize": int(bool(renormalize)),
-        "return_mode": RETURN_MODES.index(mode),
-        # With `reduced`, column by column: the first columns travel while the last are computed.
-        "gemm1_by_column": int(mode == "reduced"),
+        "return_mode": RETURN_MODES.index(args.return_mode),
+        # Return groups (as many as there are columns for): the first columns travel while the last are computed.
+        "groups": 8 if args.return_mode == "reduced" else 1,
+        "raster": 4,
         # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
         "window": 16 * ctx.processors,
         "trace": int(bool(trace)),
@@ -140,177 +162,25 @@ def moe(
     }
     raw = _ffi.library().context_call(
         handle,
-        options,
-        capacity,
-        list(owners),
+        numbers,
+        args.capacity_factor,
+        list(args.owners),
         {name: each.view for name, each in tensors.items()},
         as_view(ids),
         as_view(weights),
     )
-    ctx.last_call = _report(ctx, raw, sizes, mode, tensors["x"].dtype, ids, weights)
+    ctx._report = _report(ctx, raw, sizes, args.return_mode, tensors["x"].dtype, ids, weights)
     return out
 
 
-def _float_operands(**given: Any) -> dict[str, Operand]:
-    """The float tensors that are given, checked to be of one element type: that of x."""
-    wanted = f"a {', '.join(DTYPES)} tensor"
-    operands = {"x": operand("x", given.pop("x"), wanted, DTYPES)}
-    for name, tensor in given.items():
-        if tensor is None and name not in ("gate_up_proj", "down_proj"):
-            continue
-        each = operand(name, tensor, wanted, DTYPES)
-        if each.dtype != operands["x"].dtype:
-            raise InvalidArgument(
-                f"{name}: expected {operands['x'].dtype}, the type of x, got {list(each.shape)} {each.dtype}"
-            )
-        operands[name] = each
-    return operands
-
-
-def _expect(name: str, each: Operand, symbols: str, shape: tuple[int, ...]) -> None:
-    if each.shape != shape:
-        raise InvalidArgument(f"{name}: expected [{symbols}] {each.dtype}, got {list(each.shape)} {each.dtype}")
-
-
-def _sizes(
-    ctx: Context,
-    tensors: dict[str, Operand],
-    activation: str,
-    top_k: int | None,
-    topk_ids: Any,
-    topk_weights: Any,
-    placement: Sequence[int] | None,
-) -> dict[str, int]:
-    """T, H, I, E and K of the call, from the shapes that define them."""
-    if activation not in ACTIVATIONS:
-        raise InvalidArgument(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    for name, rank in (("x", 2), ("down_proj", 3), ("gate_up_proj", 3), ("router", 2)):
-        if name in tensors and len(tensors[name].shape) != rank:
-            symbols = {"x": "T, H", "down_proj": "El, H, I", "gate_up_proj": "El, 2I or I, H", "router": "E, H"}[name]
-            raise InvalidArgument(f"{name}: expected [{symbols}], got {list(tensors[name].shape)}")
-    if "router" in tensors:
-        if topk_ids is not None or topk_weights is not None:
-            raise InvalidArgument("router: expected either router or topk_ids and topk_weights, got both")
-        experts = tensors["router"].shape[0]
-        if top_k is None:
-            raise InvalidArgument("top_k: expected an integer with router, got None")
-    else:
-        if topk_ids is None or topk_weights is None:
-            missing = "topk_ids" if topk_ids is None else "topk_weights"
-            raise InvalidArgument(f"{missing}: expected a tensor, since router is not given, got None")
-        experts = len(placement) if placement is not None else ctx.experts
-        shape = tuple(getattr(topk_ids, "shape", ()))
-        if len(shape) != 2:
-            raise InvalidArgument(f"topk_ids: expected [T, K] int32 or int64, got {list(shape)}")
-        if top_k is not None and top_k != shape[1]:
-            raise InvalidArgument(f"top_k: expected {shape[1]}, the columns of topk_ids, got {top_k!r}")
-        top_k = int(shape[1])
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= experts:
-        raise InvalidArgument(f"top_k: expected an integer in [1, E={experts}], got {top_k!r}")
-    tokens, hidden = tensors["x"].shape
-    return {
-        "tokens": tokens,
-        "hidden": hidden,
-        "intermediate": tensors["down_proj"].shape[2],
-        "experts": experts,
-        "top_k": top_k,
-    }
-
-
-def _given_routing(sizes: dict[str, int], topk_ids: Any, topk_weights: Any) -> dict[str, Operand]:
-    """Given ids and weights as operands; empty if the router decides. The engine takes ids as int32."""
-    if topk_ids is None:
-        return {}
-    pairs = f"[T={sizes['tokens']}, K={sizes['top_k']}]"
-    ids = operand("topk_ids", topk_ids, f"{pairs} int32 or int64", ("int32", "int64"))
-    weights = operand("topk_weights", topk_weights, f"{pairs} float32", ("float32",))
-    for name, each in (("topk_ids", ids), ("topk_weights", weights)):
-        _expect(name, each, pairs[1:-1], (sizes["tokens"], sizes["top_k"]))
+def _expert_ids(ids: Operand, experts: int) -> Operand:
+    """Given ids as the engine takes them, int32, once they are known to be experts."""
     array = np.from_dlpack(ids.view)
-    outside = np.argwhere((array < 0) | (array >= sizes["experts"]))
+    outside = np.argwhere((array < 0) | (array >= experts))
     if len(outside):
         token, k = outside[0]
-        raise InvalidArgument(
-            f"topk_ids: expected ids in [0, E={sizes['experts']}), got {array[token, k]} at [{token}, {k}]"
-        )
-    if ids.dtype == "int64":
-        ids = operand("topk_ids", array.astype(np.int32), "", ("int32",))
-    return {"topk_ids": ids, "topk_weights": weights}
-
-
-def _owners(ctx: Context, placement: Sequence[int] | None, experts: int) -> tuple[int, ...]:
-    """The call's placement: the given one, else the context's where it fits, else the default."""
-    if placement is None and experts == len(ctx.placement):
-        return ctx.placement
-    return placements.checked(placement, experts, ctx.ranks)
-
-
-def _check_shapes(tensors: dict[str, Operand], sizes: dict[str, int], local: int, activation: str) -> None:
-    """Every tensor against the call's sizes."""
-    hidden, inner, experts = sizes["hidden"], sizes["intermediate"], sizes["experts"]
-    if hidden < 1 or inner < 1:
-        raise InvalidArgument(f"down_proj: expected H >= 1 and I >= 1, got H={hidden} and I={inner}")
-    gated = activation == "swiglu"
-    rows = 2 * inner if gated else inner
-    rows_symbol = f"2I={rows}" if gated else f"I={rows}"
-    expected = {
-        "gate_up_proj": (f"El={local}, {rows_symbol}, H={hidden}", (local, rows, hidden)),
-        "down_proj": (f"El={local}, H={hidden}, I={inner}", (local, hidden, inner)),
-        "router": (f"E={experts}, H={hidden}", (experts, hidden)),
-        "router_bias": (f"E={experts}", (experts,)),
-        "gate_up_bias": (f"El={local}, {rows_symbol}", (local, rows)),
-        "down_bias": (f"El={local}, H={hidden}", (local, hidden)),
-    }
-    for name, (symbols, shape) in expected.items():
-        if name in tensors:
-            _expect(name, tensors[name], symbols, shape)
-    if "router_bias" in tensors and "router" not in tensors:
-        raise InvalidArgument("router_bias: expected router with it, got None")
-
-
-def _return_mode(ctx: Context, return_mode: str | None, top_k: int) -> str:
-    """Resolves the default and ``auto``: the mode that sends fewer rows. A token's rows number K with `direct`, and at
-    most min(K, R) with `reduced`, which costs one more pass over them."""
-    mode = ctx.return_mode if return_mode is None else return_mode
-    if mode not in RETURN_MODES:
-        raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {mode!r}")
-    if mode == "auto":
-        if ctx.return_mode != "auto":
-            return ctx.return_mode
-        return "reduced" if 1 < ctx.ranks < top_k else "direct"
-    if ctx.return_mode not in ("auto", mode):
-        raise InvalidArgument(f"return_mode: expected {ctx.return_mode!r}, the context's, got {mode!r}")
-    return mode
-
-
-def _check_limits(ctx: Context, sizes: dict[str, int], dtype: str, local: int, mode: str) -> None:
-    """The call against what the context's memory was made for."""
-    limits = ctx.limits
-    used = {
-        "max_tokens": sizes["tokens"],
-        "hidden": sizes["hidden"],
-        "intermediate": sizes["intermediate"],
-        "experts": sizes["experts"],
-        "max_local_experts": local,
-        "top_k": sizes["top_k"],
-        "elem_bytes": 4 if dtype == "float32" else 2,
-        "return_slots": sizes["top_k"] if mode == "direct" else ctx.ranks,
-    }
-    for name, value in used.items():
-        if value > limits[name]:
-            raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {value}")
-
-
-def _capacity(factor: float | None) -> float:
-    if factor is None:
-        return 0.0
-    try:
-        value = float(factor)
-    except (TypeError, ValueError):
-        value = -1.0
-    if not 0.0 < value < float("inf"):
-        raise InvalidArgument(f"capacity_factor: expected a number > 0 or None, got {factor!r}")
-    return value
+        raise InvalidArgument(f"topk_ids: expected ids in [0, E={experts}), got {array[token, k]} at [{token}, {k}]")
+    return ids if ids.dtype == "int32" else operand("topk_ids", array.astype(np.int32), "", ("int32",))
 
 
 def _report(

@@ -1,4 +1,5 @@
-"""Tensors of any library that speaks DLPack (NumPy, PyTorch, ...), as the engine takes them.
+"""Tensors as the engines take them: the CPU engine from any library that speaks DLPack (NumPy, PyTorch, ...), the CUDA
+engine from PyTorch.
 
 NumPy has no bfloat16 of its own: arrays of ``ml_dtypes.bfloat16`` are handed over as 16-bit words.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,19 @@ if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
 DTYPES = ("float32", "bfloat16", "float16")
 """Element types of the layer's tensors, in the order of ``DType`` in csrc/cpu/types.h."""
 
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+"""In the order of ``Activation`` in csrc/cpu/types.h."""
+
+
+class Described(Protocol):
+    """What both engines' operands have."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -28,6 +42,19 @@ class Operand:
     view: tvm_ffi.Tensor
     shape: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True)
+class DeviceOperand:
+    """A tensor in a GPU's memory, whose rows, and matrices of rows, may lie apart. Does not keep the memory alive."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    row_bytes: int
+    """From one row to the next."""
+    matrix_bytes: int
+    """From one matrix to the next; of a single matrix, its extent."""
 
 
 def dtype_name(tensor: Any) -> str:
@@ -46,7 +73,9 @@ def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> O
         raise InvalidArgument(f"{name}: expected {expected}, got {list(shape)} {dtype}")
     kind = getattr(getattr(tensor, "device", None), "type", "cpu")
     if kind != "cpu":
-        raise InvalidArgument(f"{name}: expected a tensor in host memory (the CPU engine), got device {kind}")
+        raise InvalidArgument(
+            f"{name}: expected a tensor in host memory (the context's engine is cpu), got device {kind}"
+        )
     if isinstance(tensor, np.ndarray):
         contiguous = tensor.flags.c_contiguous
         if tensor.dtype == ml_dtypes.bfloat16:
@@ -58,6 +87,36 @@ def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> O
     if not contiguous:
         raise InvalidArgument(f"{name}: expected a contiguous tensor, got a strided one; call .contiguous() on it")
     return Operand(as_view(tensor), shape, dtype)
+
+
+def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...], device: int) -> DeviceOperand:
+    """`tensor` as an operand of the CUDA engine. Raises `InvalidArgument` if it is no PyTorch tensor of CUDA device
+    `device`, of none of `dtypes`, or not contiguous: vectors and the routing as a whole, of other matrices the rows.
+    `expected` words the expectation.
+    """
+    if not hasattr(tensor, "data_ptr") or not hasattr(tensor, "shape"):
+        raise InvalidArgument(f"{name}: expected {expected}, a PyTorch one, got {type(tensor).__name__}")
+    shape = tuple(int(size) for size in tensor.shape)
+    dtype = dtype_name(tensor)
+    if dtype not in dtypes:
+        raise InvalidArgument(f"{name}: expected {expected}, got {list(shape)} {dtype}")
+    if tensor.device.type != "cuda" or tensor.device.index != device:
+        raise InvalidArgument(f"{name}: expected a tensor of cuda:{device}, the context's device, got {tensor.device}")
+    address = tensor.data_ptr()
+    if len(shape) < 2 or name.startswith("topk_") or name.endswith("_bias"):
+        if not tensor.is_contiguous():
+            raise InvalidArgument(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+        return DeviceOperand(address, shape, dtype, 0, 0)
+    size = tensor.element_size()
+    # The stride of a dimension of size 1 means nothing.
+    strides = [stride if length > 1 else None for stride, length in zip(tensor.stride(), shape, strict=True)]
+    if strides[-1] not in (None, 1):
+        raise InvalidArgument(f"{name}: expected rows without gaps, got strides {list(tensor.stride())}")
+    row_bytes = size * (shape[-1] if strides[-2] is None else strides[-2])
+    matrix_bytes = row_bytes * shape[-2]
+    if len(shape) > 2 and strides[-3] is not None:
+        matrix_bytes = size * strides[-3]
+    return DeviceOperand(address, shape, dtype, row_bytes, matrix_bytes)
 
 
 def as_view(tensor: Any) -> tvm_ffi.Tensor:

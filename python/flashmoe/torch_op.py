@@ -68,6 +68,7 @@ def _moe(
     placement: Sequence[int] | None = None,
     capacity_factor: float | None = None,
     return_mode: str | None = None,
+    exact: bool = False,
 ) -> Tensor:
     return call(
         _context(context),
@@ -86,6 +87,7 @@ def _moe(
         placement=placement,
         capacity_factor=capacity_factor,
         return_mode=return_mode,
+        exact=exact,
     )
 
 

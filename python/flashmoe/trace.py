@@ -22,9 +22,10 @@ class Event(NamedTuple):
     actor: str
     """``os`` or ``processor N``."""
     kind: str
-    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of the OS, ``schedule``."""
+    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of the OS, ``schedule``.
+    On a GPU also, within those, ``wait_data`` (for operands) and ``epilogue`` (from accumulators to memory)."""
     start_ns: int
-    """Nanoseconds of CLOCK_MONOTONIC, which processes of one machine share."""
+    """Nanoseconds of CLOCK_MONOTONIC, which processes of one machine share; on a GPU, of its global timer."""
     end_ns: int
     """Nanoseconds, not before `start_ns`."""
     index: int
@@ -44,7 +45,10 @@ _COLOURS = {
     "combine": ("#3a9e5c", "good"),
     "wait": ("#e3e3e3", "grey"),
     "schedule": ("#b8a9c9", "thread_state_unknown"),
+    "wait_data": ("#d6dfe8", "thread_state_sleeping"),
+    "epilogue": ("#12406f", "rail_load"),
 }
+_WITHIN_TASKS = ("wait_data", "epilogue")
 _OTHER_COLOUR = ("#d4508b", "bad")
 
 
@@ -135,10 +139,11 @@ def _draw_rank(
         top, bottom = rows[event.actor] - 0.42, rows[event.actor] + 0.42
         corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
         rectangles.setdefault(event.kind, []).append(corners)
-    # Waits first, so that a task within one covers it. Edges of the fill's colour keep a short task visible.
-    for kind in sorted(rectangles, key=lambda kind: kind != "wait"):
+    # Waits first, so that a task within one covers it, and last what lies within tasks. Edges of the fill's colour keep
+    # a short task visible.
+    for kind in sorted(rectangles, key=lambda kind: (kind in _WITHIN_TASKS) - (kind == "wait")):
         colour = _colour(kind)[0]
-        edges = "none" if kind == "wait" else colour
+        edges = "none" if kind in ("wait", "wait_data") else colour
         axes.add_collection(PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.7))
     stride = max(1, round(0.15 / row_inches))  # a label is 0.15 inch high
     # os, then every processor whose number the stride divides, but for 0, whose label would cover that of os.

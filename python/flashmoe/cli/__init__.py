@@ -1,4 +1,4 @@
-"""The ``flashmoe`` command: run a layer and check it, say what this machine can run, plan memory."""
+"""The ``flashmoe`` command: run a layer and check it, say what this machine can run, plan memory, compile kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..errors import FlashMoEError
-from . import info, memory, run
+from . import compile, info, memory, run
 from .render import print_error
 
 # The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("run")(run.command)
 app.command("info")(info.command)
 app.command("memory")(memory.command)
+app.command("compile")(compile.command)
 
 
 def main(argv: list[str] | None = None) -> int:

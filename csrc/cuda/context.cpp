@@ -1,0 +1,324 @@
+#include "cuda/context.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "cpu/fault_message.h"
+#include "cpu/text.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+using cpu::concat;
+
+constexpr const char* kFunction = "flashmoe_moe";
+
+// What the kernel keeps in shared memory (sm90/shared.cuh): of a token block, and of the experts whose tiles one thread
+// block forms. The first thread block forms none, unless it is the only one.
+constexpr uint32_t kMaxBlockLogits = 16384, kMaxBlockEntries = 2048, kFormerExperts = 16;
+// Less than this returns in less time than the signals of more groups would take.
+constexpr uint64_t kGroupedReturnBytes = 8u << 20;
+constexpr uint32_t kRaster = 8;
+constexpr uint32_t kAlwaysHeld = 0xffffffffu;  // alone on its link, a rank has nothing to win from an early return
+
+// 0: one block on every multiprocessor.
+uint32_t processors_of(const Device& device, const Limits& limits) {
+  const uint32_t all = device.processors(), wanted = limits.processors == 0 ? all : limits.processors;
+  const uint32_t formers = ceil_div(limits.max_local_experts, kFormerExperts);
+  const uint32_t least = formers > 1 ? formers + 1 : 1;
+  if (wanted < least || wanted > all) {
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("processors: expected between ", least, " (for E=", limits.max_local_experts, ") and ", all,
+                       ", the device's multiprocessors, got ", wanted));
+  }
+  return wanted;
+}
+
+// GShard's capacity, per source rank: ceil(factor * (T * K) / E), in this order, which rounds least.
+uint32_t capacity_of(double factor, uint32_t tokens, uint32_t top_k, uint32_t experts) {
+  const double capacity = std::ceil(factor * (static_cast<double>(tokens) * top_k) / experts);
+  return static_cast<uint32_t>(std::min(capacity, 0x1p31));
+}
+
+}  // namespace
+
+Limits with_tiles(Limits limits) {
+  limits.tile_rows = sm90::kTileTokens;
+  // A context serves every activation; gated ones have more columns of tasks.
+  limits.gemm0_columns_per_task = sm90::gemm0_columns_per_task(true);
+  limits.gemm1_columns_per_task = sm90::kGemm1ColumnsPerTask;
+  return limits;
+}
+
+uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors) {
+  uint32_t block = kMinTokenBlock;
+  auto fits = [&](uint32_t b) {
+    return b <= kMaxTokenBlock && b * experts <= kMaxBlockLogits && b * top_k <= kMaxBlockEntries;
+  };
+  while (ceil_div(tokens, block) > processors && fits(2 * block)) block *= 2;
+  return block;
+}
+
+uint32_t return_groups(uint32_t columns, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
+  uint32_t groups = 0;
+  first[0] = 0;
+  for (const uint32_t sixteenths : {4u, 8u, 12u, 14u, 16u}) {
+    if (return_bytes < kGroupedReturnBytes && sixteenths != 16) continue;
+    const uint32_t end = (columns * sixteenths + 8) / 16;
+    if (end > first[groups]) first[++groups] = static_cast<uint16_t>(end);
+  }
+  return groups;
+}
+
+Context::Context(int ordinal, const Limits& limits, uint64_t timeout_ns)
+    : device_(ordinal), limits_(with_tiles(limits)), fault_page_(device_) {
+  if (limits.ranks != 1) {
+    throw Error(Error::Kind::kOther, concat("ranks: expected 1, got ", limits.ranks,
+                                            ": the CUDA engine runs on one GPU and not yet over several"));
+  }
+  limits_.processors = processors_of(device_, limits);
+  call_.processors = limits_.processors;
+  call_.timeout_ns = timeout_ns;
+  call_.tile_rows = limits_.tile_rows;
+  call_.home_combines = 1;
+  call_.order = {.gemm1_lag = kAlwaysHeld, .raster = kRaster, .window = 4 * limits_.processors};
+  call_.heap_layout = make_heap_layout(limits_);
+  call_.work_layout = make_work_layout(limits_);
+  call_.max_blocks = limits_.max_blocks();
+  call_.queue_mask = limits_.queue_capacity() - 1;
+  call_.list_mask = limits_.list_capacity() - 1;
+  heap_ = DeviceMemory(device_, call_.heap_layout.bytes, "heap");
+  workspace_ = DeviceMemory(device_, call_.work_layout.bytes, "workspace");
+  heaps_ = DeviceMemory(device_, sizeof(uint8_t*), "heap table");
+  uint8_t* const heap = heap_.as<uint8_t>();
+  heaps_.upload(&heap, sizeof(heap));
+  call_.heaps = heaps_.as<uint8_t*>();
+  call_.work = workspace_.as<uint8_t>();
+}
+
+Context::~Context() {
+  const Device::Use use(device_);
+  driver().cuCtxSynchronize();
+}
+
+bool Context::capturing(DriverStream stream) const {
+  const Device::Use use(device_);
+  int status = kCaptureNone;
+  check(driver().cuStreamIsCapturing(stream, &status), "cannot query the stream");
+  return status != kCaptureNone;
+}
+
+void Context::refuse_capture(DriverStream stream, const char* what) const {
+  if (!capturing(stream)) return;
+  throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
+}
+
+const Kernel& Context::kernel(const std::string& cubin, DriverStream stream) {
+  std::unique_ptr<Kernel>& loaded = kernels_[cubin];
+  if (loaded == nullptr) {
+    refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
+    loaded = std::make_unique<Kernel>(device_, cubin, kFunction, sm90::kSharedBytes);
+  }
+  return *loaded;
+}
+
+const Context::Placement& Context::placement(const std::vector<uint32_t>& owners, DriverStream stream) {
+  if (const auto it = placements_.find(owners); it != placements_.end()) return it->second;
+  refuse_capture(stream, "uploading a placement, as the first call with it does,");
+  const auto experts = static_cast<uint32_t>(owners.size());
+  std::vector<uint32_t> tables(owners);  // owner [E], by_owner [E], owner_base [R + 1]
+  for (uint32_t q = 0; q < limits_.ranks; ++q) {
+    for (uint32_t e = 0; e < experts; ++e) {
+      if (owners[e] == q) tables.push_back(e);
+    }
+  }
+  if (tables.size() != 2 * owners.size()) {
+    throw Error(Error::Kind::kInvalidArgument, "placement: expected ranks of the group");
+  }
+  tables.push_back(0);
+  for (uint32_t q = 0; q < limits_.ranks; ++q) {
+    tables.push_back(tables.back() + static_cast<uint32_t>(std::count(owners.begin(), owners.end(), q)));
+  }
+  const uint64_t bytes = tables.size() * sizeof(uint32_t);
+  Placement p{.tables = DeviceMemory(device_, bytes, "placement"),
+              .owner = nullptr,
+              .by_owner = nullptr,
+              .owner_base = nullptr,
+              .local_experts = static_cast<uint32_t>(std::count(owners.begin(), owners.end(), call_.rank))};
+  p.tables.upload(tables.data(), bytes);
+  p.owner = p.tables.as<uint32_t>();
+  p.by_owner = p.owner + experts;
+  p.owner_base = p.by_owner + experts;
+  return placements_.emplace(owners, std::move(p)).first->second;
+}
+
+Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
+  Call c = call_;
+  c.hidden = spec.hidden;
+  c.intermediate = spec.intermediate;
+  c.experts = spec.experts;
+  c.top_k = spec.top_k;
+  c.local_experts = where.local_experts;
+  c.owner = where.owner;
+  c.by_owner = where.by_owner;
+  c.owner_base = where.owner_base;
+  c.element_bytes = cpu::element_bytes(spec.dtype);
+  const bool gated = spec.activation == cpu::Activation::kSwiGlu;
+  c.gemm0_columns = ceil_div(spec.intermediate, sm90::gemm0_columns_per_task(gated));
+  c.gemm1_columns = ceil_div(spec.hidden, sm90::kGemm1ColumnsPerTask);
+  // Ranks compare it on arrival; a rank alone agrees with itself.
+  c.config.hidden = spec.hidden;
+  c.config.intermediate = spec.intermediate;
+  c.config.experts = spec.experts;
+  c.config.top_k = spec.top_k;
+  c.config.dtype = static_cast<uint32_t>(spec.dtype);
+  c.config.activation = static_cast<uint32_t>(spec.activation);
+  c.config.capacity_factor = spec.capacity_factor;
+  return c;
+}
+
+int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  const Device::Use use(device_);
+  const Limits& l = limits_;
+  if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts > l.experts ||
+      spec.top_k > l.top_k || spec.placement.size() != spec.experts || cpu::element_bytes(spec.dtype) > l.elem_bytes) {
+    throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
+  }
+  const Kernel& k = kernel(spec.cubin, stream);
+  const Placement& where = placement(spec.placement, stream);
+  if (spec.traced && trace_.bytes() == 0) {
+    refuse_capture(stream, "tracing");
+    trace_ = DeviceMemory(device_, trace_bytes(), "trace");
+  }
+  auto plan = std::make_unique<Plan>();
+  plan->function = k.function();
+  plan->capacity_factor = spec.capacity_factor;
+  sm90::KernelArgs& a = plan->args;
+  a = {};
+  a.call = call_of(spec, where);
+  const uint32_t bytes = a.call.element_bytes, experts = a.call.local_experts;
+  const bool gated = spec.activation == cpu::Activation::kSwiGlu;
+  a.gate_up = encode(gate_up_shape(spec.gate_up, bytes, spec.hidden, spec.intermediate, experts, gated),
+                     spec.gate_up.data, spec.dtype, "gate_up_proj");
+  a.down = encode(down_shape(spec.down, bytes, spec.hidden, spec.intermediate, experts), spec.down.data, spec.dtype,
+                  "down_proj");
+  if (spec.router.data != 0) {
+    a.router =
+        encode(router_shape(spec.router, bytes, spec.hidden, spec.experts), spec.router.data, spec.dtype, "router");
+  }
+  const auto hidden_rows = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 0));
+  const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 1)) - hidden_rows;
+  a.hidden = encode(hidden_shape(pitch, bytes, spec.intermediate, l.max_tiles() * l.tile_rows), hidden_rows, spec.dtype,
+                    "the hidden rows");
+  a.gate_up_bias = reinterpret_cast<const void*>(spec.gate_up_bias);
+  a.down_bias = reinterpret_cast<const void*>(spec.down_bias);
+  a.router_bias = reinterpret_cast<const void*>(spec.router_bias);
+  a.topk_ids_64 = spec.topk_ids_64;
+  a.renormalize = spec.renormalize;
+  a.host_fault = fault_page_.mapped<FaultRecord>();
+  a.trace = spec.traced ? trace_.as<uint8_t>() : nullptr;
+  plans_[++last_plan_] = std::move(plan);
+  return last_plan_;
+}
+
+void Context::remove_layer(int64_t layer) {
+  const std::lock_guard lock(mutex_);
+  plans_.erase(layer);
+}
+
+void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
+  sm90::KernelArgs& a = plan.args;
+  Call& c = a.call;
+  c.tokens = t.tokens;
+  c.log2_block = static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, c.processors)));
+  c.capacity = capacity_of(plan.capacity_factor, t.tokens, c.top_k, c.experts);
+  const uint64_t return_bytes = uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
+  c.groups = return_groups(c.gemm1_columns, return_bytes, c.group_first);
+  a.x = reinterpret_cast<const uint8_t*>(t.x);
+  a.x_row_bytes = t.x_row_bytes;
+  a.out = reinterpret_cast<uint8_t*>(t.out);
+  a.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
+  a.topk_weights = reinterpret_cast<const float*>(t.topk_weights);
+}
+
+void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  check_health();
+  const auto found = plans_.find(layer);
+  if (found == plans_.end()) throw Error(Error::Kind::kOther, "layer: expected one of this context");
+  Plan& plan = *found->second;
+  if (tokens.tokens > limits_.max_tokens) {
+    throw Error(Error::Kind::kHeap,
+                concat("max_tokens: expected at most ", limits_.max_tokens, ", got ", tokens.tokens));
+  }
+  if (tokens.tokens == 0) return;  // alone, a rank without tokens has nothing to compute
+  set_tokens(plan, tokens);
+  const Device::Use use(device_);
+  if (plan.args.trace != nullptr) {
+    refuse_capture(stream, "tracing");
+    check(driver().cuMemsetD8Async(reinterpret_cast<DevicePtr>(plan.args.trace), 0, trace_.bytes(), stream), "trace");
+  }
+  LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
+  cooperative.value.cooperative = 1;
+  const LaunchConfig config{call_.processors, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
+  void* parameters[] = {&plan.args};
+  check(driver().cuLaunchKernelEx(&config, plan.function, parameters, nullptr), "cannot launch the kernel");
+}
+
+void Context::synchronize(DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  refuse_capture(stream, "waiting for the device");
+  // Not for the last call's stream alone: a call that was captured runs wherever its graph is launched.
+  device_.synchronize();
+  check_health();
+}
+
+void Context::check_health() {
+  if (broken_) {
+    throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
+  }
+  auto* record = fault_page_.host<FaultRecord>();
+  if (std::atomic_ref(record->posted).load(std::memory_order_acquire) == 0) return;
+  broken_ = true;
+  throw worded(record->fault);
+}
+
+// The CPU engine words a fault from the heap in which it lies: here is one that holds nothing else.
+Error Context::worded(const Fault& fault) const {
+  const HeapLayout layout = make_heap_layout(Limits{});
+  const auto group = cpu::make_single_rank_group(layout.bytes);
+  Call c;
+  c.timeout_ns = call_.timeout_ns;
+  c.heaps = group->heaps();
+  c.heap_layout = layout;
+  c.status(0)->entered = fault.epoch;
+  *c.fault(0, 0) = {1, fault};
+  return cpu::fault_error(c, *group);
+}
+
+void Context::read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const {
+  if (tokens > limits_.max_tokens || top_k > limits_.top_k) {
+    throw Error(Error::Kind::kOther, "routing: expected no more than the context's limits");
+  }
+  // Rows of the workspace are as long as the largest K.
+  const uint64_t words = uint64_t{tokens} * limits_.top_k;
+  std::vector<uint32_t> rows(words);
+  auto read = [&](WorkField field, auto* to) {
+    workspace_.download(rows.data(), words * sizeof(uint32_t), call_.work_layout.offset[static_cast<uint32_t>(field)]);
+    for (uint32_t t = 0; t < tokens; ++t) {
+      std::memcpy(to + uint64_t{t} * top_k, rows.data() + uint64_t{t} * limits_.top_k, top_k * sizeof(*to));
+    }
+  };
+  read(WorkField::kRouting, ids);
+  read(WorkField::kWeights, weights);
+}
+
+void Context::read_trace(uint8_t* to) const {
+  trace_.download(to, trace_.bytes());
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,130 @@
+#include "cuda/device.h"
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+#include "cpu/text.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+using cpu::concat;
+
+int attribute(int device, DeviceAttribute which) {
+  int value = 0;
+  check(driver().cuDeviceGetAttribute(&value, which, device), "cannot query the device");
+  return value;
+}
+
+// wgmma and setmaxnreg exist on compute capability 9.0 and, that being what the `a` of sm_90a means, on no other.
+void require_hopper(int ordinal, int device) {
+  const int major = attribute(device, kComputeCapabilityMajor), minor = attribute(device, kComputeCapabilityMinor);
+  if (major == 9 && minor == 0) return;
+  char name[128] = "";
+  driver().cuDeviceGetName(name, sizeof(name), device);
+  throw Error(Error::Kind::kInvalidArgument,
+              concat("device: expected a GPU of compute capability 9.0 (H100, H200), got ", major, ".", minor, " (",
+                     name, ") for device ", ordinal));
+}
+
+}  // namespace
+
+Device::Device(int ordinal) : ordinal_(ordinal) {
+  const Driver& d = driver();
+  int count = 0;
+  check(d.cuDeviceGetCount(&count), "cannot count the devices");
+  if (ordinal_ == -1 && d.cuCtxGetDevice(&ordinal_) != kCudaSuccess) ordinal_ = 0;
+  if (ordinal_ < 0 || ordinal_ >= count) {
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("device: expected one of the ", count, " that the driver shows, got ", ordinal_));
+  }
+  check(d.cuDeviceGet(&device_, ordinal_), "cannot open the device");
+  require_hopper(ordinal_, device_);
+  processors_ = static_cast<uint32_t>(attribute(device_, kMultiprocessorCount));
+  check(d.cuDevicePrimaryCtxRetain(&context_, device_), "cannot open the device's context");
+}
+
+Device::~Device() {
+  driver().cuDevicePrimaryCtxRelease_v2(device_);
+}
+
+void Device::synchronize() const {
+  const Use use(*this);
+  check(driver().cuCtxSynchronize(), "work on the device failed");
+}
+
+// Delegating: if the rest throws, the destructor still runs.
+DeviceMemory::DeviceMemory(const Device& device, uint64_t bytes, const char* what) : DeviceMemory() {
+  const Driver& d = driver();
+  const Device::Use use(device);
+  if (const CudaResult result = d.cuMemAlloc_v2(&address_, bytes); result == kCudaOutOfMemory) {
+    size_t free = 0, total = 0;
+    d.cuMemGetInfo_v2(&free, &total);
+    throw Error(Error::Kind::kHeap, concat(what, ": expected ", bytes, " bytes of device memory, got ", free,
+                                           " free of ", total, "; lower max_tokens"));
+  } else {
+    check(result, what);
+  }
+  device_ = &device;
+  bytes_ = bytes;
+  check(d.cuMemsetD8_v2(address_, 0, bytes), what);
+  check(d.cuCtxSynchronize(), what);  // streams that do not wait for the default one must find zeros
+}
+
+DeviceMemory& DeviceMemory::operator=(DeviceMemory&& other) noexcept {
+  std::swap(device_, other.device_);
+  std::swap(address_, other.address_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+DeviceMemory::~DeviceMemory() {
+  if (address_ == 0) return;
+  const Device::Use use(*device_);
+  driver().cuMemFree_v2(address_);
+}
+
+void DeviceMemory::upload(const void* from, uint64_t bytes) const {
+  const Device::Use use(*device_);
+  check(driver().cuMemcpyHtoD_v2(address_, from, bytes), "cannot copy to the device");
+  check(driver().cuCtxSynchronize(), "cannot copy to the device");  // the copy may return before its last transfer
+}
+
+void DeviceMemory::download(void* to, uint64_t bytes, uint64_t offset) const {
+  if (bytes == 0) return;
+  const Device::Use use(*device_);
+  check(driver().cuMemcpyDtoH_v2(to, address_ + offset, bytes), "cannot copy from the device");
+}
+
+MappedPage::MappedPage(const Device& device) : device_(device) {
+  const Device::Use use(device);
+  check(driver().cuMemHostAlloc(&host_, kBytes, kHostAllocMapped | kHostAllocPortable), "cannot map host memory");
+  std::memset(host_, 0, kBytes);
+  check(driver().cuMemHostGetDevicePointer_v2(&mapped_, host_, 0), "cannot map host memory");
+}
+
+MappedPage::~MappedPage() {
+  const Device::Use use(device_);
+  driver().cuMemFreeHost(host_);
+}
+
+Kernel::Kernel(const Device& device, const std::string& cubin, const char* function, uint32_t shared_bytes)
+    : Kernel(device) {
+  std::ifstream file(cubin, std::ios::binary);
+  const std::string image{std::istreambuf_iterator<char>(file), {}};
+  if (!file || image.empty()) throw Error(Error::Kind::kOther, concat("cuda: cannot read the kernel ", cubin));
+  const std::string doing = concat("cannot load the kernel ", cubin);
+  const Device::Use use(device);
+  check(driver().cuModuleLoadData(&module_, image.data()), doing.c_str());
+  check(driver().cuModuleGetFunction(&function_, module_, function), doing.c_str());
+  check(driver().cuFuncSetAttribute(function_, kMaxDynamicSharedBytes, static_cast<int>(shared_bytes)), doing.c_str());
+}
+
+Kernel::~Kernel() {
+  if (module_ == nullptr) return;
+  const Device::Use use(device_);
+  driver().cuModuleUnload(module_);
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,117 @@
+// A GPU, and what is taken from it: memory and modules that give themselves back.
+//
+// Destructors report no errors: at the exit of the process the driver may be gone before its users.
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "cuda/driver.h"
+
+namespace flashmoe::cuda {
+
+// A device and its primary context, which PyTorch uses too.
+class Device {
+ public:
+  // -1: the device of the caller's current context, else 0. Throws Error unless it can run sm_90a.
+  explicit Device(int ordinal);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  int ordinal() const { return ordinal_; }
+  uint32_t processors() const { return processors_; }  // multiprocessors
+  // Waits for everything that was launched on the device.
+  void synchronize() const;
+
+  // Makes the device's context current for as long as it lives. Where that fails, what is then asked for fails.
+  class Use {
+   public:
+    explicit Use(const Device& device) : pushed_(driver().cuCtxPushCurrent_v2(device.context_) == kCudaSuccess) {}
+    ~Use() {
+      DriverContext popped;
+      if (pushed_) driver().cuCtxPopCurrent_v2(&popped);
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    bool pushed_;
+  };
+
+ private:
+  int ordinal_ = 0;
+  int device_ = 0;
+  uint32_t processors_ = 0;
+  DriverContext context_ = nullptr;
+};
+
+// Zeroed memory of the device.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  DeviceMemory(const Device& device, uint64_t bytes, const char* what);
+  DeviceMemory(DeviceMemory&& other) noexcept { *this = std::move(other); }
+  DeviceMemory& operator=(DeviceMemory&& other) noexcept;
+  ~DeviceMemory();
+
+  template <class T>
+  T* as(uint64_t offset = 0) const {
+    return reinterpret_cast<T*>(address_ + offset);
+  }
+  uint64_t bytes() const { return bytes_; }
+  // Returns when the data is there for every stream; waits for the device.
+  void upload(const void* from, uint64_t bytes) const;
+  // Blocks, but does not wait for streams that do not synchronise with the default one.
+  void download(void* to, uint64_t bytes, uint64_t offset = 0) const;
+
+ private:
+  const Device* device_ = nullptr;
+  DevicePtr address_ = 0;
+  uint64_t bytes_ = 0;
+};
+
+// A zeroed page of host memory that the device can write.
+class MappedPage {
+ public:
+  static constexpr uint64_t kBytes = 4096;
+  explicit MappedPage(const Device& device);
+  ~MappedPage();
+  MappedPage(const MappedPage&) = delete;
+  MappedPage& operator=(const MappedPage&) = delete;
+
+  template <class T>
+  T* host() const {
+    return static_cast<T*>(host_);
+  }
+  template <class T>
+  T* mapped() const {
+    return reinterpret_cast<T*>(mapped_);
+  }
+
+ private:
+  const Device& device_;
+  void* host_ = nullptr;
+  DevicePtr mapped_ = 0;
+};
+
+// A compiled kernel: one function of one cubin.
+class Kernel {
+ public:
+  // The function may use shared_bytes of dynamic shared memory.
+  Kernel(const Device& device, const std::string& cubin, const char* function, uint32_t shared_bytes);
+  ~Kernel();
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  DriverFunction function() const { return function_; }
+
+ private:
+  explicit Kernel(const Device& device) : device_(device) {}
+
+  const Device& device_;
+  DriverModule module_ = nullptr;
+  DriverFunction function_ = nullptr;
+};
+
+}  // namespace flashmoe::cuda

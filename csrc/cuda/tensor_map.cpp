@@ -1,0 +1,63 @@
+#include "cuda/tensor_map.h"
+
+#include "cpu/text.h"
+#include "cuda/driver.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+// Rows go through TMA in eights: so many make one period of the 128-byte swizzle.
+constexpr uint32_t kRowGroup = 8;
+
+int map_type(cpu::DType dtype) {
+  switch (dtype) {
+    case cpu::DType::kFloat32: return kMapFloat32;
+    case cpu::DType::kBFloat16: return kMapBFloat16;
+    case cpu::DType::kFloat16: break;
+  }
+  return kMapFloat16;
+}
+
+}  // namespace
+
+TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
+                             uint32_t experts, bool gated) {
+  const uint32_t halves = gated ? 2 : 1;
+  return {5,
+          {hidden, kRowGroup, halves, intermediate / kRowGroup, experts},
+          {m.row_bytes, intermediate * m.row_bytes, kRowGroup * m.row_bytes, m.expert_bytes},
+          {sm90::kRowBytes / element_bytes, kRowGroup, halves, sm90::kTileFeatures / kRowGroup / halves, 1}};
+}
+
+TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
+                          uint32_t experts) {
+  return {5,
+          {intermediate, kRowGroup, 1, hidden / kRowGroup, experts},
+          {m.row_bytes, hidden * m.row_bytes, kRowGroup * m.row_bytes, m.expert_bytes},
+          {sm90::kRowBytes / element_bytes, kRowGroup, 1, sm90::kTileFeatures / kRowGroup, 1}};
+}
+
+// Any E goes, so its rows cannot come in eights; the dimensions of size 1 make it look like the others to the kernel.
+TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts) {
+  const uint64_t all = experts * m.row_bytes;
+  return {5,
+          {hidden, experts, 1, 1, 1},
+          {m.row_bytes, all, all, all},
+          {sm90::kRowBytes / element_bytes, sm90::kTileFeatures, 1, 1, 1}};
+}
+
+TensorMapShape hidden_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t intermediate, uint64_t rows) {
+  return {2, {intermediate, rows}, {row_bytes}, {sm90::kRowBytes / element_bytes, sm90::kHiddenBoxRows}};
+}
+
+sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, cpu::DType dtype, const char* what) {
+  constexpr uint32_t kEveryElement[5] = {1, 1, 1, 1, 1};
+  sm90::TensorMap map;
+  check(driver().cuTensorMapEncodeTiled(&map, map_type(dtype), shape.rank, reinterpret_cast<void*>(data), shape.dims,
+                                        shape.strides, shape.box, kEveryElement, kMapInterleaveNone, kMapSwizzle128B,
+                                        kMapPromotion256B, kMapFillZero),
+        cpu::concat("cannot describe ", what, " to the copy engine").c_str());
+  return map;
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,34 @@
+// Tensor maps: what TMA knows of the weights and of the hidden rows (see KernelArgs for the dimensions and why).
+#pragma once
+
+#include "cpu/types.h"
+#include "flashmoe/sm90/kernel_args.h"
+
+namespace flashmoe::cuda {
+
+// Rows of one expert's (or the router's) weight matrix, `columns` elements each, of one or several experts.
+struct Matrix {
+  uint64_t data = 0;  // address on the device; 0: there is none
+  uint64_t row_bytes = 0;
+  uint64_t expert_bytes = 0;
+};
+
+// The arguments of cuTensorMapEncodeTiled that depend on the tensor. strides: of dimensions 1 and up, in bytes.
+struct TensorMapShape {
+  uint32_t rank;
+  uint64_t dims[5];
+  uint64_t strides[4];
+  uint32_t box[5];
+};
+
+TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
+                             uint32_t experts, bool gated);
+TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
+                          uint32_t experts);
+TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts);
+TensorMapShape hidden_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t intermediate, uint64_t rows);
+
+// Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error.
+sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, cpu::DType dtype, const char* what);
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,210 @@
+"""The arguments of `flashmoe.moe`, checked: what the engines ask of them in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import placement as placements
+from .context import RETURN_MODES, Context
+from .errors import HeapError, InvalidArgument
+from .tensors import ACTIVATIONS, DTYPES, Described
+
+AsOperand = Callable[[str, Any, str, tuple[str, ...]], Described]
+"""(name, tensor, what is expected of it in words, its element types) -> operand; raises `InvalidArgument`."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A call's arguments as an engine takes them."""
+
+    tensors: dict[str, Any]
+    """Those that are given, by name, as the engine's operands."""
+    sizes: dict[str, int]
+    """tokens, hidden, intermediate, experts, top_k."""
+    owners: tuple[int, ...]
+    """Owner rank of each expert."""
+    return_mode: str
+    """direct or reduced."""
+    capacity_factor: float
+    """0: dropless."""
+
+
+def check(
+    ctx: Context,
+    as_operand: AsOperand,
+    floats: dict[str, Any],
+    *,
+    topk_ids: Any,
+    topk_weights: Any,
+    top_k: int | None,
+    activation: str,
+    placement: Sequence[int] | None,
+    capacity_factor: float | None,
+    return_mode: str | None,
+) -> Arguments:
+    """Everything that can be told without looking at a value. `floats`: the float tensors, None where not given."""
+    tensors = _float_operands(as_operand, floats)
+    sizes = _sizes(ctx, tensors, activation, top_k, topk_ids, topk_weights, placement)
+    if topk_ids is not None:
+        tensors |= _given_routing(as_operand, sizes, topk_ids, topk_weights)
+    owners = owners_of(ctx, placement, sizes["experts"])
+    local = owners.count(ctx.rank)
+    _check_shapes(tensors, sizes, local, activation)
+    mode = resolved_return_mode(ctx, return_mode, sizes["top_k"])
+    check_limits(ctx, sizes, tensors["x"].dtype, local, mode)
+    return Arguments(tensors, sizes, owners, mode, checked_capacity(capacity_factor))
+
+
+def owners_of(ctx: Context, placement: Sequence[int] | None, experts: int) -> tuple[int, ...]:
+    """The call's placement: the given one, else the context's where it fits, else the default."""
+    if placement is None and experts == len(ctx.placement):
+        return ctx.placement
+    return placements.checked(placement, experts, ctx.ranks)
+
+
+def resolved_return_mode(ctx: Context, return_mode: str | None, top_k: int) -> str:
+    """Resolves the default and ``auto``: the mode that sends fewer rows. A token's rows number K with `direct`, and at
+    most min(K, R) with `reduced`, which costs one more pass over them."""
+    mode = ctx.return_mode if return_mode is None else return_mode
+    if mode not in RETURN_MODES:
+        raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {mode!r}")
+    if mode == "auto":
+        if ctx.return_mode != "auto":
+            return ctx.return_mode
+        return "reduced" if 1 < ctx.ranks < top_k else "direct"
+    if ctx.return_mode not in ("auto", mode):
+        raise InvalidArgument(f"return_mode: expected {ctx.return_mode!r}, the context's, got {mode!r}")
+    return mode
+
+
+def check_limits(ctx: Context, sizes: dict[str, int], dtype: str, local: int, mode: str) -> None:
+    """The call against what the context's memory was made for."""
+    limits = ctx.limits
+    used = {
+        "max_tokens": sizes["tokens"],
+        "hidden": sizes["hidden"],
+        "intermediate": sizes["intermediate"],
+        "experts": sizes["experts"],
+        "max_local_experts": local,
+        "top_k": sizes["top_k"],
+        "elem_bytes": 4 if dtype == "float32" else 2,
+        "return_slots": sizes["top_k"] if mode == "direct" else ctx.ranks,
+    }
+    for name, value in used.items():
+        if value > limits[name]:
+            raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {value}")
+
+
+def checked_capacity(factor: float | None) -> float:
+    """The capacity factor as the engines take it: 0 for None."""
+    if factor is None:
+        return 0.0
+    try:
+        value = float(factor)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0.0 < value < float("inf"):
+        raise InvalidArgument(f"capacity_factor: expected a number > 0 or None, got {factor!r}")
+    return value
+
+
+def _float_operands(as_operand: AsOperand, floats: dict[str, Any]) -> dict[str, Described]:
+    """The float tensors that are given, checked to be of one element type: that of x."""
+    wanted = f"a {', '.join(DTYPES)} tensor"
+    operands: dict[str, Described] = {}
+    for name, tensor in floats.items():
+        if tensor is None and name not in ("x", "gate_up_proj", "down_proj"):
+            continue
+        each = operands[name] = as_operand(name, tensor, wanted, DTYPES)
+        if each.dtype != operands["x"].dtype:
+            raise InvalidArgument(
+                f"{name}: expected {operands['x'].dtype}, the type of x, got {list(each.shape)} {each.dtype}"
+            )
+    return operands
+
+
+def _expect(name: str, each: Described, symbols: str, shape: tuple[int, ...]) -> None:
+    if each.shape != shape:
+        raise InvalidArgument(f"{name}: expected [{symbols}] {each.dtype}, got {list(each.shape)} {each.dtype}")
+
+
+def _sizes(
+    ctx: Context,
+    tensors: dict[str, Described],
+    activation: str,
+    top_k: int | None,
+    topk_ids: Any,
+    topk_weights: Any,
+    placement: Sequence[int] | None,
+) -> dict[str, int]:
+    """T, H, I, E and K of the call, from the shapes that define them."""
+    if activation not in ACTIVATIONS:
+        raise InvalidArgument(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    for name, rank in (("x", 2), ("down_proj", 3), ("gate_up_proj", 3), ("router", 2)):
+        if name in tensors and len(tensors[name].shape) != rank:
+            symbols = {"x": "T, H", "down_proj": "El, H, I", "gate_up_proj": "El, 2I or I, H", "router": "E, H"}[name]
+            raise InvalidArgument(f"{name}: expected [{symbols}], got {list(tensors[name].shape)}")
+    if "router" in tensors:
+        if topk_ids is not None or topk_weights is not None:
+            raise InvalidArgument("router: expected either router or topk_ids and topk_weights, got both")
+        experts = tensors["router"].shape[0]
+        if top_k is None:
+            raise InvalidArgument("top_k: expected an integer with router, got None")
+    else:
+        if topk_ids is None or topk_weights is None:
+            missing = "topk_ids" if topk_ids is None else "topk_weights"
+            raise InvalidArgument(f"{missing}: expected a tensor, since router is not given, got None")
+        experts = len(placement) if placement is not None else ctx.experts
+        shape = tuple(getattr(topk_ids, "shape", ()))
+        if len(shape) != 2:
+            raise InvalidArgument(f"topk_ids: expected [T, K] int32 or int64, got {list(shape)}")
+        if top_k is not None and top_k != shape[1]:
+            raise InvalidArgument(f"top_k: expected {shape[1]}, the columns of topk_ids, got {top_k!r}")
+        top_k = int(shape[1])
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= experts:
+        raise InvalidArgument(f"top_k: expected an integer in [1, E={experts}], got {top_k!r}")
+    tokens, hidden = tensors["x"].shape
+    return {
+        "tokens": tokens,
+        "hidden": hidden,
+        "intermediate": tensors["down_proj"].shape[2],
+        "experts": experts,
+        "top_k": top_k,
+    }
+
+
+def _given_routing(
+    as_operand: AsOperand, sizes: dict[str, int], topk_ids: Any, topk_weights: Any
+) -> dict[str, Described]:
+    """Given ids and weights as operands."""
+    pairs = f"[T={sizes['tokens']}, K={sizes['top_k']}]"
+    ids = as_operand("topk_ids", topk_ids, f"{pairs} int32 or int64", ("int32", "int64"))
+    weights = as_operand("topk_weights", topk_weights, f"{pairs} float32", ("float32",))
+    for name, each in (("topk_ids", ids), ("topk_weights", weights)):
+        _expect(name, each, pairs[1:-1], (sizes["tokens"], sizes["top_k"]))
+    return {"topk_ids": ids, "topk_weights": weights}
+
+
+def _check_shapes(tensors: dict[str, Described], sizes: dict[str, int], local: int, activation: str) -> None:
+    """Every tensor against the call's sizes."""
+    hidden, inner, experts = sizes["hidden"], sizes["intermediate"], sizes["experts"]
+    if hidden < 1 or inner < 1:
+        raise InvalidArgument(f"down_proj: expected H >= 1 and I >= 1, got H={hidden} and I={inner}")
+    gated = activation == "swiglu"
+    rows = 2 * inner if gated else inner
+    rows_symbol = f"2I={rows}" if gated else f"I={rows}"
+    expected = {
+        "gate_up_proj": (f"El={local}, {rows_symbol}, H={hidden}", (local, rows, hidden)),
+        "down_proj": (f"El={local}, H={hidden}, I={inner}", (local, hidden, inner)),
+        "router": (f"E={experts}, H={hidden}", (experts, hidden)),
+        "router_bias": (f"E={experts}", (experts,)),
+        "gate_up_bias": (f"El={local}, {rows_symbol}", (local, rows)),
+        "down_bias": (f"El={local}, H={hidden}", (local, hidden)),
+    }
+    for name, (symbols, shape) in expected.items():
+        if name in tensors:
+            _expect(name, tensors[name], symbols, shape)
+    if "router_bias" in tensors and "router" not in tensors:
+        raise InvalidArgument("router_bias: expected router with it, got None")

@@ -1,0 +1,475 @@
+"""The CUDA engine's host side on a driver that has no GPU: run by tests/test_cuda_host.py in a process of its own, with
+driver.cpp in place of the NVIDIA driver. Tensors are in host memory and only say that they are not."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+
+import flashmoe
+import numpy as np
+import pytest
+import torch
+from flashmoe import _ffi, gpu, jit
+
+E, K, H, I = 16, 4, 256, 64
+SIZES = {"max_tokens": 4096, "hidden": H, "intermediate": I, "experts": E, "top_k": K}
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.fake_last_launch.restype = ctypes.c_char_p
+driver.fake_allocations.restype = ctypes.c_size_t
+driver.fake_memory.argtypes = [ctypes.c_size_t]
+driver.fake_fault.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that claims to be on the GPU."""
+
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch, tmp_path):
+    """What the host side asks PyTorch and nvcc for, and a driver in its first state."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(b"a kernel")
+    compiled = []
+    monkeypatch.setattr(gpu, "current_stream", lambda device: 77)
+    monkeypatch.setattr(jit, "kernel", lambda variant: compiled.append(variant) or cubin)
+    yield compiled
+    driver.fake_capture(0)
+    driver.fake_memory(1 << 40)
+    driver.fake_compute_capability(9)
+
+
+@pytest.fixture
+def ctx():
+    with flashmoe.Context(engine="cuda", **SIZES) as context:
+        yield context
+
+
+def arguments(tokens: int = 100, dtype: torch.dtype = torch.bfloat16, **changes) -> dict:
+    made = {
+        "x": on_gpu(tokens, H, dtype=dtype),
+        "gate_up_proj": on_gpu(E, 2 * I, H, dtype=dtype),
+        "down_proj": on_gpu(E, H, I, dtype=dtype),
+        "router": on_gpu(E, H, dtype=dtype),
+        "top_k": K,
+    }
+    return {**made, **changes}
+
+
+def given(tokens: int = 100, ids: torch.dtype = torch.int32, **changes) -> dict:
+    routing = {"topk_ids": on_gpu(tokens, K, dtype=ids), "topk_weights": on_gpu(tokens, K, dtype=torch.float32)}
+    return {**arguments(tokens), "router": None, "top_k": None, **routing, **changes}
+
+
+def launched() -> dict:
+    return json.loads(driver.fake_last_launch())
+
+
+def test_context(ctx):
+    assert (ctx.engine, ctx.device, ctx.processors, ctx.return_mode) == ("cuda", 0, 132, "direct")
+    assert ctx.heap_bytes > 0 and ctx.workspace_bytes > 0
+    assert flashmoe.Context(device=1, **SIZES).engine == "cuda"
+    assert flashmoe.Context(**SIZES).engine == "cpu"
+
+
+def test_memory_is_given_back():
+    before = driver.fake_allocations()
+    context = flashmoe.Context(engine="cuda", **SIZES)
+    flashmoe.moe(context, **arguments())
+    assert driver.fake_allocations() > before
+    gc.disable()  # nothing may hold the context in a cycle
+    try:
+        del context
+        assert driver.fake_allocations() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"engine": "tpu"}, flashmoe.InvalidArgument, "engine: expected one of cpu, cuda, got 'tpu'"),
+        ({"engine": "cpu", "device": 0}, flashmoe.InvalidArgument, "device: expected none"),
+        ({"device": 2}, flashmoe.InvalidArgument, "device: expected one of the 2 that the driver shows, got 2"),
+        ({"device": -1}, flashmoe.InvalidArgument, "device: expected an integer"),
+        ({"ranks": 2, "name": "g"}, flashmoe.FlashMoEError, "not yet over several"),
+        ({"return_mode": "reduced"}, flashmoe.InvalidArgument, "return_mode: expected 'direct' or 'auto'"),
+        (
+            {"processors": 133},
+            flashmoe.InvalidArgument,
+            r"processors: expected between 1 \(for E=16\) and 132, .* got 133",
+        ),
+        ({"processors": 2, "experts": 17}, flashmoe.InvalidArgument, r"processors: expected between 3 \(for E=17\)"),
+        ({"max_tokens": 65537}, flashmoe.InvalidArgument, "max_tokens: expected"),
+        ({"experts": 1025}, flashmoe.InvalidArgument, "experts: expected"),
+        ({"experts": 64, "top_k": 33}, flashmoe.InvalidArgument, "top_k: expected"),
+    ],
+)
+def test_contexts_that_cannot_be(changes, error, message):
+    with pytest.raises(error, match=message):
+        flashmoe.Context(**{"engine": "cuda", **SIZES, **changes})
+
+
+def test_a_gpu_of_another_generation():
+    driver.fake_compute_capability(10)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"compute capability 9\.0 .*got 10\.0 \(Fake\)"):
+        flashmoe.Context(engine="cuda", **SIZES)
+
+
+def test_too_little_memory():
+    driver.fake_memory(1000)
+    before = driver.fake_allocations()
+    with pytest.raises(flashmoe.HeapError, match=r"heap: expected .* got 1000 free of 1000"):
+        flashmoe.Context(engine="cuda", **SIZES)
+    assert driver.fake_allocations() == before
+
+
+def test_the_launch(ctx, device):
+    args = arguments(100, router_bias=on_gpu(E), gate_up_bias=on_gpu(E, 2 * I), down_bias=on_gpu(E, H))
+    y = flashmoe.moe(ctx, **args, capacity_factor=1.5, renormalize=False)
+    assert (y.shape, y.dtype) == ((100, H), torch.bfloat16)
+    assert device == [jit.Variant("bfloat16", "swiglu")]
+    seen = launched()
+    expected = {
+        "grid": 132,
+        "geometry": 1,
+        "stream": 77,
+        "cooperative": 1,
+        "tokens": 100,
+        "hidden": H,
+        "intermediate": I,
+        "experts": E,
+        "top_k": K,
+        "local_experts": E,
+        "block": 8,
+        "capacity": 38,  # ceil(1.5 * 100 * 4 / 16)
+        "tile_rows": 256,
+        "gemm0_columns": 1,
+        "gemm1_columns": 2,
+        "window": 528,
+        "raster": 8,
+        "home_combines": 1,
+        "epoch": 0,
+        "element_bytes": 2,
+        "own_heap": 1,
+        "x": args["x"].data_ptr(),
+        "x_row_bytes": 2 * H,
+        "out": y.data_ptr(),
+        "topk_ids": 0,
+        "topk_weights": 0,
+        "topk_ids_64": 0,
+        "renormalize": 0,
+        "gate_up_bias": args["gate_up_bias"].data_ptr(),
+        "down_bias": args["down_bias"].data_ptr(),
+        "router_bias": args["router_bias"].data_ptr(),
+        "traced": 0,
+        "groups": [0, 2],
+        "owner": [0] * E,
+        "by_owner": list(range(E)),
+        "owner_base": [0, E],
+    }
+    assert {name: seen[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "span"), [(torch.bfloat16, 9, 64), (torch.float16, 6, 64), (torch.float32, 7, 32)]
+)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_tensor_maps(device, dtype, code, span, activation):
+    rows = 2 * I if activation == "swiglu" else I
+    halves = rows // I
+    args = arguments(100, dtype, gate_up_proj=on_gpu(E, rows, H, dtype=dtype), activation=activation)
+    size = args["x"].element_size()
+    with flashmoe.Context(engine="cuda", **{**SIZES, "dtype": "float32"}) as ctx:  # wider than the call
+        flashmoe.moe(ctx, **args)
+    assert device == [jit.Variant(str(dtype).removeprefix("torch."), activation)]
+    seen = launched()
+    row = H * size
+    assert seen["gate_up"] == {
+        "base": args["gate_up_proj"].data_ptr(),
+        "type": code,
+        "dims": [H, 8, halves, I // 8, E],
+        "strides": [row, I * row, 8 * row, rows * row],
+        "box": [span, 8, halves, 16 // halves, 1],
+    }
+    assert seen["down"] == {
+        "base": args["down_proj"].data_ptr(),
+        "type": code,
+        "dims": [I, 8, 1, H // 8, E],
+        "strides": [I * size, H * I * size, 8 * I * size, H * I * size],
+        "box": [span, 8, 1, 16, 1],
+    }
+    assert seen["router"]["dims"] == [H, E, 1, 1, 1] and seen["router"]["box"] == [span, 128, 1, 1, 1]
+    assert seen["router"]["base"] == args["router"].data_ptr() and seen["router"]["strides"][0] == row
+    assert seen["hidden_rows"]["dims"][0] == I and seen["hidden_rows"]["dims"][1] % 256 == 0
+    assert seen["hidden_rows"]["strides"] == [I * 4] and seen["hidden_rows"]["box"] == [span, 32]
+
+
+def test_strided_tensors(ctx):
+    x = on_gpu(100, 3 * H)[:, H : 2 * H]
+    gate_up = on_gpu(E, 2 * I + 8, H + 16)[:, : 2 * I, :H]
+    down = on_gpu(2 * E, H, I)[::2]
+    router = on_gpu(E, H + 8)[:, 8:]
+    y = flashmoe.moe(ctx, x, gate_up, down, router=router, top_k=K)
+    assert y.is_contiguous()
+    seen = launched()
+    assert (seen["x"], seen["x_row_bytes"]) == (x.data_ptr(), 6 * H)
+    row = 2 * (H + 16)
+    assert seen["gate_up"]["strides"] == [row, I * row, 8 * row, (2 * I + 8) * row]
+    assert seen["down"]["strides"][3] == 2 * H * I * 2
+    assert (seen["router"]["base"], seen["router"]["strides"][0]) == (router.data_ptr(), 2 * (H + 8))
+
+
+def test_given_routing(ctx):
+    for ids in (torch.int32, torch.int64):
+        args = given(ids=ids)
+        flashmoe.moe(ctx, **args)
+        seen = launched()
+        assert seen["router"] is None and seen["topk_ids_64"] == (ids == torch.int64)
+        assert seen["topk_ids"] == args["topk_ids"].data_ptr()
+        assert seen["topk_weights"] == args["topk_weights"].data_ptr()
+
+
+def cast(**changes):
+    return lambda: arguments(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: arguments(x=torch.zeros(9, H, dtype=torch.bfloat16)), "x: expected a tensor of cuda:0, .* got cpu"),
+        (lambda: arguments(x=np.zeros((9, H), np.float32)), "x: expected .* a PyTorch one, got ndarray"),
+        (lambda: arguments(down_proj=None), "down_proj: expected .* got NoneType"),
+        (lambda: arguments(router=on_gpu(E, H, dtype=torch.float16)), "router: expected bfloat16, the type of x"),
+        (lambda: arguments(x=on_gpu(9, H + 1)[:, 1:]), "x: expected rows that begin at multiples of 16 bytes"),
+        (lambda: arguments(x=on_gpu(H, 16).T), "x: expected rows without gaps"),
+        (lambda: arguments(router=on_gpu(E, 2 * H)[:, ::2]), "router: expected rows without gaps"),
+        (lambda: arguments(router_bias=on_gpu(2 * E)[::2]), "router_bias: expected a contiguous tensor"),
+        (lambda: arguments(router=None), "topk_ids: expected a tensor"),
+        (lambda: arguments(activation="tanh"), "activation: expected one of"),
+        (lambda: arguments(activation=["relu"]), "activation: expected one of"),
+        (lambda: arguments(return_mode="reduced"), "return_mode: expected 'direct', the context's"),
+        (lambda: arguments(capacity_factor=-1), "capacity_factor: expected"),
+        (lambda: given(topk_ids=on_gpu(100, K, dtype=torch.int16)), "topk_ids: expected .* int32 or int64"),
+        (lambda: given(topk_weights=on_gpu(99, K, dtype=torch.float32)), "topk_weights: expected"),
+        (
+            lambda: arguments(gate_up_proj=on_gpu(E, 108, H), down_proj=on_gpu(E, H, 54)),
+            r"down_proj: expected I a multiple of 8 \(16-byte rows for the copy engine\), got 54",
+        ),
+    ],
+)
+def test_refused_before_the_launch(ctx, make, message):
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        flashmoe.moe(ctx, **make())
+    with pytest.raises(flashmoe.InvalidArgument, match=message):  # it is not remembered as a layer
+        flashmoe.moe(ctx, **make())
+
+
+def test_every_call_is_checked(ctx):
+    """Not only the first of a layer."""
+    args, routed = arguments(), given()
+    flashmoe.moe(ctx, **args)
+    flashmoe.moe(ctx, **routed)
+    assert len(ctx._layers) == 2
+    with pytest.raises(flashmoe.HeapError, match="max_tokens: expected at most 4096"):
+        flashmoe.moe(ctx, **{**args, "x": on_gpu(4097, H)})
+    with pytest.raises(flashmoe.InvalidArgument, match="x: expected rows that begin"):
+        flashmoe.moe(ctx, **{**args, "x": on_gpu(9, H + 1)[:, 1:]})
+    with pytest.raises(flashmoe.InvalidArgument, match=r"topk_ids: expected \[T=7, K=4\], contiguous"):
+        flashmoe.moe(ctx, **{**routed, "x": on_gpu(7, H)})
+    for other in (on_gpu(E, H, dtype=torch.float16), on_gpu(E, H - 8)):
+        with pytest.raises(flashmoe.InvalidArgument):
+            flashmoe.moe(ctx, **{**args, "router": other})
+    assert len(ctx._layers) == 2
+
+
+def test_layers_are_found_again(ctx, device):
+    args = arguments()
+    for tokens in (1, 8, 4096):
+        flashmoe.moe(ctx, **{**args, "x": on_gpu(tokens, H)})
+        assert (launched()["tokens"], launched()["block"]) == (tokens, 32 if tokens == 4096 else 8)
+    assert len(ctx._layers) == 1 and len(device) == 1
+    flashmoe.moe(ctx, **args, renormalize=False)
+    flashmoe.moe(ctx, **{**args, "router": on_gpu(E, H)})
+    assert len(ctx._layers) == 3
+
+
+def test_old_layers_are_forgotten(ctx, monkeypatch):
+    monkeypatch.setattr(gpu, "_MOST_LAYERS", 2)
+    kept = [arguments() for _ in range(5)]
+    for args in kept + kept:
+        flashmoe.moe(ctx, **args)
+        assert launched()["router"]["base"] == args["router"].data_ptr()
+        assert len(ctx._layers) <= 2
+
+
+def test_return_groups_of_a_large_call(ctx):
+    with flashmoe.Context(engine="cuda", **{**SIZES, "hidden": 2048}) as wide:
+        weights = [on_gpu(E, 2 * I, 2048), on_gpu(E, 2048, I)]
+        for tokens in (511, 512):
+            flashmoe.moe(wide, on_gpu(tokens, 2048), *weights, router=on_gpu(E, 2048), top_k=K)
+            groups = _ffi.library().cuda_return_groups(16, tokens * K * 2048 * 2)
+            assert launched()["groups"] == list(groups)
+            assert (len(groups) > 2) == (tokens == 512)
+
+
+def test_no_tokens(ctx):
+    before = launched()
+    y = flashmoe.moe(ctx, **arguments(0))
+    assert y.shape == (0, H) and launched() == before
+    report = ctx.last_call
+    assert (report.tokens, report.tiles, report.topk_ids.shape) == (0, 0, (0, K))
+
+
+def test_report(ctx):
+    assert ctx.last_call is None
+    with flashmoe.Context(engine="cuda", **{**SIZES, "top_k": 8}) as ctx:  # rows of 8, of which 4 are used
+        flashmoe.moe(ctx, **arguments(1000))
+        report = ctx.last_call
+    assert report is ctx.last_call  # it is read once
+    np.testing.assert_array_equal(report.topk_ids, (np.arange(1000)[:, None] + np.arange(K)) % E)
+    np.testing.assert_array_equal(report.topk_weights, np.tile(1 / np.arange(1, K + 1, dtype=np.float32), (1000, 1)))
+    # 250 rows of each expert, so one tile; 1000 tokens in blocks of 8.
+    assert (report.tiles, report.tile_rows, report.dropped) == (E, 4000, 0)
+    assert report.tasks == {"gate": 125, "gemm0": E, "gemm1": 2 * E, "reduce": 0, "combine": 125}
+    assert report.phase_ns == {} and report.idle_share == 0.0 and report.events == []
+    assert flashmoe.CallReport.from_dict(report.to_dict()).tasks == report.tasks
+
+
+def test_trace(ctx, device):
+    flashmoe.moe(ctx, **arguments(), trace=True)
+    assert device == [jit.Variant("bfloat16", "swiglu", trace=True)]
+    for _ in range(2):  # the second time over the first one's events
+        flashmoe.moe(ctx, **arguments(), trace=True)
+        report = ctx.last_call
+        assert len(report.events) == 132 * len(gpu.PHASES)
+    assert report.events[0] == ("processor 0", "gate", 1000, 1100, 0, 0)
+    assert report.events[len(gpu.PHASES) + 2] == ("processor 1", "gemm0", 2200, 2300, 1, 2)
+    assert {event.actor for event in report.events if event.kind == "schedule"} == {"os"}
+    assert report.wall_ns == 1000 * 132
+    assert report.phase_ns["gemm0"] == 132 * 100 and "epilogue" not in report.phase_ns
+    assert report.phase_ns["idle"] == 132 * (report.wall_ns - 600)
+
+
+def test_exact(ctx, device):
+    flashmoe.moe(ctx, **arguments(), exact=True)
+    assert device == [jit.Variant("bfloat16", "swiglu")]  # there is nothing to be exact about
+    with flashmoe.Context(engine="cuda", **{**SIZES, "dtype": "float32"}) as wide:
+        flashmoe.moe(wide, **arguments(dtype=torch.float32), exact=True)
+    assert device[1:] == [jit.Variant("float32", "swiglu", exact=True)]
+
+
+def test_capture(ctx):
+    """Calls like one before are captured; whatever would need the device is refused in words."""
+    args = arguments()
+    flashmoe.moe(ctx, **args)
+    flashmoe.moe(ctx, **arguments(), trace=True)
+    driver.fake_capture(1)
+    flashmoe.moe(ctx, **{**args, "x": on_gpu(17, H)})
+    assert launched()["tokens"] == 17
+    flashmoe.moe(ctx, **arguments(18))  # another layer, of the same kind
+    assert launched()["tokens"] == 18
+    for refused in (
+        lambda: flashmoe.moe(ctx, **args, trace=True),
+        lambda: flashmoe.moe(ctx, **arguments(router=on_gpu(E - 1, H), placement=[0] * (E - 1))),
+        lambda: ctx.last_call,
+        ctx.synchronize,
+    ):
+        with pytest.raises(flashmoe.FlashMoEError, match=r"^capture: |^gate_up_proj: "):
+            refused()
+    driver.fake_capture(0)
+    assert ctx.last_call.tokens == 18
+
+
+def test_a_kernel_is_not_loaded_during_capture(ctx):
+    driver.fake_capture(1)
+    with pytest.raises(flashmoe.FlashMoEError, match="capture: loading a kernel"):
+        flashmoe.moe(ctx, **arguments())
+    driver.fake_capture(0)
+    flashmoe.moe(ctx, **arguments())
+
+
+def test_a_placement_is_not_uploaded_during_capture(ctx):
+    flashmoe.moe(ctx, **arguments())
+    fewer = arguments(router=on_gpu(E - 1, H), gate_up_proj=on_gpu(E - 1, 2 * I, H), down_proj=on_gpu(E - 1, H, I))
+    driver.fake_capture(1)
+    with pytest.raises(flashmoe.FlashMoEError, match="capture: uploading a placement"):
+        flashmoe.moe(ctx, **fewer)
+    driver.fake_capture(0)
+    flashmoe.moe(ctx, **fewer)
+    assert launched()["owner_base"] == [0, E - 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ((6, 5, 0, 0), flashmoe.InvalidArgument, "router: expected finite logits, .* token 5 of rank 0"),
+        ((7, 5, 0, 3), flashmoe.InvalidArgument, "got expert 3 twice for token 5"),
+        ((8, 5, E, 2**64 - 1), flashmoe.InvalidArgument, r"ids in \[0, E=16\), got -1 for token 5"),
+        ((4, 0, 0, 0), flashmoe.PeerTimeout, "rank 0 holds up call 3: .* waited 30 s"),
+    ],
+)
+@pytest.mark.parametrize("where", ["next call", "synchronize", "last_call", "trace"])
+def test_faults(fault, error, message, where):
+    with flashmoe.Context(engine="cuda", **SIZES) as ctx:
+        driver.fake_fault(*fault)
+        if where == "trace":
+            with pytest.raises(error, match=message):
+                flashmoe.moe(ctx, **arguments(), trace=True)
+        else:
+            flashmoe.moe(ctx, **arguments())  # does not wait, so does not know
+            with pytest.raises(error, match=message):
+                if where == "next call":
+                    flashmoe.moe(ctx, **arguments())
+                elif where == "synchronize":
+                    ctx.synchronize()
+                else:
+                    _ = ctx.last_call
+        for again in (lambda: flashmoe.moe(ctx, **arguments()), ctx.synchronize):
+            with pytest.raises(flashmoe.GroupError, match="an earlier call failed"):
+                again()
+
+
+def test_closed(ctx):
+    flashmoe.moe(ctx, **arguments())
+    ctx.close()
+    for use in (lambda: flashmoe.moe(ctx, **arguments()), ctx.synchronize, lambda: ctx.last_call):
+        with pytest.raises(flashmoe.FlashMoEError, match="context: it is closed"):
+            use()
+
+
+def test_operator_and_module(ctx):
+    from flashmoe import nn, torch_op
+
+    module = nn.MoE(ctx, H, I, E, K)
+    assert module.exact is False
+    args = arguments()
+    floats = [args[name] for name in ("x", "gate_up_proj", "down_proj", "router")]
+    y = torch_op._moe(torch_op.context_id(ctx), *floats, top_k=K, exact=True)
+    assert y.shape == (100, H) and launched()["tokens"] == 100
+
+
+def test_token_block():
+    block = _ffi.library().cuda_token_block
+    assert [block(tokens, 128, 8, 132) for tokens in (1, 1056, 1057, 8192, 65536)] == [8, 8, 16, 64, 128]
+    assert block(65536, 1024, 8, 132) == 16  # 16384 logits
+    assert block(65536, 8, 32, 132) == 64  # 2048 entries
+    assert block(65536, 1024, 32, 1) == 16
+
+
+def test_return_groups():
+    groups = _ffi.library().cuda_return_groups
+    for columns in (*range(1, 200), 8192):
+        assert list(groups(columns, (8 << 20) - 1)) == [0, columns]
+        first = list(groups(columns, 8 << 20))
+        sizes = np.diff(first)
+        assert first[0] == 0 and first[-1] == columns and len(sizes) <= 8
+        assert sizes.min() >= 1 and sizes[-1] <= columns / 8 + 1  # little is left to do after the last GEMM

@@ -1,0 +1,277 @@
+// A CUDA driver for tests of the host side where there is no GPU: device memory is host memory, and a launch describes
+// itself in JSON, fills in the routing that a kernel would, and posts the fault it was told to.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <sstream>
+#include <string>
+
+#include "cuda/driver.h"
+#include "flashmoe/sm90/kernel_args.h"
+
+using namespace flashmoe;
+using cuda::CudaResult;
+using cuda::DeviceAttribute;
+using cuda::DevicePtr;
+
+namespace {
+
+constexpr CudaResult kOutOfMemory = 2, kCaptureUnsupported = 900;
+
+int major = 9;
+size_t memory_left = size_t{1} << 40;
+bool capture = false;
+Fault next_fault;
+std::string last_launch = "{}";
+std::map<DevicePtr, size_t> blocks;
+
+// What a stream that is being captured forbids.
+CudaResult unless_capturing() {
+  return capture ? kCaptureUnsupported : cuda::kCudaSuccess;
+}
+
+struct MapWords {  // what cuTensorMapEncodeTiled puts into the 128 bytes
+  uint64_t base;
+  uint64_t dims[5];
+  uint64_t strides[4];
+  uint32_t box[5];
+  uint32_t type_rank;
+};
+static_assert(sizeof(MapWords) <= sizeof(sm90::TensorMap));
+
+template <class T>
+std::string list(const T* values, size_t n) {
+  std::ostringstream out;
+  for (size_t i = 0; i < n; ++i) out << (i ? ", " : "[") << uint64_t{values[i]};
+  return out.str() + "]";
+}
+
+std::string described(const sm90::TensorMap& map) {
+  MapWords w;
+  std::memcpy(&w, &map, sizeof(w));
+  const uint32_t rank = w.type_rank % 16;
+  if (rank == 0) return "null";
+  std::ostringstream out;
+  out << "{\"base\": " << w.base << ", \"type\": " << w.type_rank / 16 << ", \"dims\": " << list(w.dims, rank)
+      << ", \"strides\": " << list(w.strides, rank - 1) << ", \"box\": " << list(w.box, rank) << "}";
+  return out.str();
+}
+
+void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config) {
+  const Call& c = a.call;
+  std::ostringstream out;
+  auto put = [&](const char* name, auto v) { out << "\"" << name << "\": " << uint64_t(v) << ", "; };
+  out << "{";
+  put("grid", config.grid_x);
+  put("geometry", config.block_x == sm90::kThreads && config.shared_bytes == sm90::kSharedBytes);
+  put("stream", reinterpret_cast<uint64_t>(config.stream));
+  put("cooperative", config.attribute_count == 1 && config.attributes->id == 2 && config.attributes->value.cooperative);
+  put("tokens", c.tokens), put("hidden", c.hidden), put("intermediate", c.intermediate), put("experts", c.experts);
+  put("top_k", c.top_k), put("local_experts", c.local_experts), put("block", c.block_tokens());
+  put("capacity", c.capacity), put("tile_rows", c.tile_rows), put("gemm0_columns", c.gemm0_columns);
+  put("gemm1_columns", c.gemm1_columns), put("window", c.order.window), put("raster", c.order.raster);
+  put("home_combines", c.home_combines), put("epoch", c.epoch), put("element_bytes", c.element_bytes);
+  put("own_heap", c.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.heaps[0])) == 1);
+  put("x", reinterpret_cast<uint64_t>(a.x)), put("x_row_bytes", a.x_row_bytes);
+  put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));
+  put("topk_weights", reinterpret_cast<uint64_t>(a.topk_weights)), put("topk_ids_64", a.topk_ids_64);
+  put("renormalize", a.renormalize), put("gate_up_bias", reinterpret_cast<uint64_t>(a.gate_up_bias));
+  put("down_bias", reinterpret_cast<uint64_t>(a.down_bias));
+  put("router_bias", reinterpret_cast<uint64_t>(a.router_bias)), put("traced", a.trace != nullptr);
+  out << "\"groups\": " << list(c.group_first, c.groups + 1) << ", \"owner\": " << list(c.owner, c.experts)
+      << ", \"by_owner\": " << list(c.by_owner, c.experts) << ", \"owner_base\": " << list(c.owner_base, 2)
+      << ", \"gate_up\": " << described(a.gate_up) << ", \"down\": " << described(a.down)
+      << ", \"router\": " << described(a.router) << ", \"hidden_rows\": " << described(a.hidden) << "}";
+  last_launch = out.str();
+}
+
+// Token t chooses experts t, t + 1, ... modulo E, with weights 1, 1/2, ...
+void route(const Call& c) {
+  for (uint32_t t = 0; t < c.tokens; ++t) {
+    for (uint32_t k = 0; k < c.top_k; ++k) {
+      c.routing(t)[k] = static_cast<int32_t>((t + k) % c.experts);
+      c.weights(t)[k] = 1.0f / static_cast<float>(k + 1);
+    }
+  }
+}
+
+// Block b: one span of each phase, 100 ns long, from 1000 * (b + 1) on.
+void record(uint8_t* trace, uint32_t processors) {
+  for (uint32_t b = 0; trace != nullptr && b < processors; ++b, trace += sm90::kTraceBytesPerBlock) {
+    auto* header = reinterpret_cast<sm90::TraceHeader*>(trace);
+    auto* events = reinterpret_cast<sm90::TraceEvent*>(header + 1);
+    for (uint32_t p = 0; p < static_cast<uint32_t>(sm90::TracePhase::kCount); ++p) {
+      const uint64_t start = 1000 * (b + 1) + 100 * p;
+      events[header->count++] = {start, start + 100, p, b, p, 0};
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* fake_last_launch() {
+  return last_launch.c_str();
+}
+void fake_capture(int on) {
+  capture = on != 0;
+}
+void fake_memory(size_t bytes) {
+  memory_left = bytes;
+}
+void fake_compute_capability(int value) {
+  major = value;
+}
+void fake_fault(unsigned kind, unsigned token, uint64_t expected, uint64_t seen) {
+  next_fault = {.kind = static_cast<FaultKind>(kind), .index = token, .expected = expected, .seen = seen, .epoch = 3};
+}
+size_t fake_allocations() {
+  return blocks.size();
+}
+
+CudaResult cuInit(unsigned) {
+  return 0;
+}
+CudaResult cuGetErrorName(CudaResult result, const char** name) {
+  *name = result == kCaptureUnsupported ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED" : "CUDA_ERROR_OUT_OF_MEMORY";
+  return 0;
+}
+CudaResult cuGetErrorString(CudaResult, const char** text) {
+  *text = "so it was told";
+  return 0;
+}
+CudaResult cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+CudaResult cuDeviceGetCount(int* count) {
+  *count = 2;
+  return 0;
+}
+CudaResult cuDeviceGetName(char* name, int length, int) {
+  std::snprintf(name, static_cast<size_t>(length), "Fake");
+  return 0;
+}
+CudaResult cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == cuda::kMultiprocessorCount ? 132 : attribute == cuda::kComputeCapabilityMajor ? major : 0;
+  return 0;
+}
+CudaResult cuDevicePrimaryCtxRetain(cuda::DriverContext* context, int) {
+  *context = nullptr;
+  return 0;
+}
+CudaResult cuDevicePrimaryCtxRelease_v2(int) {
+  return 0;
+}
+CudaResult cuCtxGetDevice(int* device) {
+  *device = 0;
+  return 0;
+}
+CudaResult cuCtxPushCurrent_v2(cuda::DriverContext) {
+  return 0;
+}
+CudaResult cuCtxPopCurrent_v2(cuda::DriverContext*) {
+  return 0;
+}
+CudaResult cuCtxSynchronize() {
+  return unless_capturing();
+}
+CudaResult cuMemAlloc_v2(DevicePtr* address, size_t bytes) {
+  if (capture) return kCaptureUnsupported;
+  if (bytes > memory_left) return kOutOfMemory;
+  void* block = nullptr;
+  if (posix_memalign(&block, 256, bytes) != 0) return kOutOfMemory;
+  *address = reinterpret_cast<DevicePtr>(block);
+  blocks[*address] = bytes;
+  return 0;
+}
+CudaResult cuMemFree_v2(DevicePtr address) {
+  blocks.erase(address);
+  std::free(reinterpret_cast<void*>(address));
+  return 0;
+}
+CudaResult cuMemGetInfo_v2(size_t* free, size_t* total) {
+  *free = *total = memory_left;
+  return 0;
+}
+CudaResult cuMemHostAlloc(void** host, size_t bytes, unsigned) {
+  *host = std::malloc(bytes);
+  return unless_capturing();
+}
+CudaResult cuMemHostGetDevicePointer_v2(DevicePtr* address, void* host, unsigned) {
+  *address = reinterpret_cast<DevicePtr>(host);
+  return 0;
+}
+CudaResult cuMemFreeHost(void* host) {
+  std::free(host);
+  return 0;
+}
+CudaResult cuMemsetD8_v2(DevicePtr address, unsigned char value, size_t bytes) {
+  std::memset(reinterpret_cast<void*>(address), value, bytes);
+  return unless_capturing();
+}
+CudaResult cuMemsetD8Async(DevicePtr address, unsigned char value, size_t bytes, cuda::DriverStream) {
+  return cuMemsetD8_v2(address, value, bytes);
+}
+CudaResult cuMemcpyHtoD_v2(DevicePtr to, const void* from, size_t bytes) {
+  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  return unless_capturing();
+}
+CudaResult cuMemcpyDtoH_v2(void* to, DevicePtr from, size_t bytes) {
+  std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+  return unless_capturing();
+}
+CudaResult cuModuleLoadData(cuda::DriverModule* module, const void*) {
+  *module = reinterpret_cast<cuda::DriverModule>(1);
+  return unless_capturing();
+}
+CudaResult cuModuleUnload(cuda::DriverModule) {
+  return 0;
+}
+CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModule, const char*) {
+  *function = reinterpret_cast<cuda::DriverFunction>(1);
+  return 0;
+}
+CudaResult cuFuncSetAttribute(cuda::DriverFunction, int, int) {
+  return 0;
+}
+CudaResult cuStreamIsCapturing(cuda::DriverStream, int* status) {
+  *status = capture;
+  return 0;
+}
+CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFunction, void** parameters, void**) {
+  const auto& args = *static_cast<const sm90::KernelArgs*>(parameters[0]);
+  if (std::getenv("FAKE_DRIVER_QUICK") != nullptr) return 0;
+  describe(args, *config);
+  if (capture) return 0;
+  route(args.call);
+  record(args.trace, config->grid_x);
+  if (next_fault.kind != FaultKind::kNone) {
+    args.host_fault->fault = next_fault;
+    args.host_fault->posted = 1;
+    next_fault = {};
+  }
+  return 0;
+}
+CudaResult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* dims,
+                                  const uint64_t* strides, const uint32_t* box, const uint32_t*, int, int swizzle, int,
+                                  int) {
+  if (swizzle != cuda::kMapSwizzle128B) return 1;
+  MapWords w{};
+  w.base = reinterpret_cast<uint64_t>(base);
+  for (unsigned i = 0; i < rank; ++i) {
+    // As the driver's documentation has it.
+    if (dims[i] == 0 || box[i] == 0 || box[i] > 256 || (i > 0 && strides[i - 1] % 16 != 0)) return 1;
+    w.dims[i] = dims[i];
+    w.box[i] = box[i];
+    if (i > 0) w.strides[i - 1] = strides[i - 1];
+  }
+  w.type_rank = static_cast<uint32_t>(type) * 16 + rank;
+  std::memset(map, 0, sizeof(sm90::TensorMap));
+  std::memcpy(map, &w, sizeof(w));
+  return 0;
+}
+
+}  // extern "C"

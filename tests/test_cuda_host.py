@@ -1,0 +1,122 @@
+"""The CUDA engine's host side, where there is no GPU: its declarations of the driver's interface against NVIDIA's, and
+all it does up to the launch, on a driver made for that (fake_driver/)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import flashmoe
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILE = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "include"), "-I", str(ROOT / "csrc")]
+
+# Ours first: cuda.h then renames functions to those that its symbols have.
+COMPARISON = """
+#include "cuda/driver.h"
+#include "flashmoe/sm90/kernel_args.h"
+#include <cuda.h>
+
+namespace ours = flashmoe::cuda;
+
+template <class... A, class... B>
+constexpr bool same(ours::CudaResult (*)(A...), CUresult (*)(B...)) {
+  if constexpr (sizeof...(A) != sizeof...(B)) return false;
+  else return ((sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B>) && ...);
+}
+#define SAME(symbol, parameters) static_assert(same(decltype(ours::Driver::symbol){}, decltype(&::symbol){}), #symbol);
+FLASHMOE_DRIVER_API(SAME)
+
+static_assert(sizeof(ours::LaunchConfig) == sizeof(CUlaunchConfig));
+static_assert(offsetof(ours::LaunchConfig, shared_bytes) == offsetof(CUlaunchConfig, sharedMemBytes));
+static_assert(offsetof(ours::LaunchConfig, stream) == offsetof(CUlaunchConfig, hStream));
+static_assert(offsetof(ours::LaunchConfig, attributes) == offsetof(CUlaunchConfig, attrs));
+static_assert(offsetof(ours::LaunchConfig, attribute_count) == offsetof(CUlaunchConfig, numAttrs));
+static_assert(sizeof(ours::LaunchAttribute) == sizeof(CUlaunchAttribute));
+static_assert(offsetof(ours::LaunchAttribute, value) == offsetof(CUlaunchAttribute, value));
+static_assert(sizeof(flashmoe::sm90::TensorMap) == sizeof(CUtensorMap));
+static_assert(alignof(flashmoe::sm90::TensorMap) % 64 == 0);  // what cuTensorMapEncodeTiled asks for
+
+static_assert(ours::kCudaOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
+static_assert(ours::kMultiprocessorCount == int{CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT});
+static_assert(ours::kComputeCapabilityMajor == int{CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR});
+static_assert(ours::kComputeCapabilityMinor == int{CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR});
+static_assert(ours::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+static_assert(ours::kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
+static_assert(ours::kHostAllocMapped == CU_MEMHOSTALLOC_DEVICEMAP);
+static_assert(ours::kCaptureNone == CU_STREAM_CAPTURE_STATUS_NONE);
+static_assert(ours::kMapFloat16 == int{CU_TENSOR_MAP_DATA_TYPE_FLOAT16});
+static_assert(ours::kMapFloat32 == int{CU_TENSOR_MAP_DATA_TYPE_FLOAT32});
+static_assert(ours::kMapBFloat16 == int{CU_TENSOR_MAP_DATA_TYPE_BFLOAT16});
+static_assert(ours::kMapInterleaveNone == CU_TENSOR_MAP_INTERLEAVE_NONE);
+static_assert(ours::kMapSwizzle128B == CU_TENSOR_MAP_SWIZZLE_128B);
+static_assert(ours::kMapPromotion256B == CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+static_assert(ours::kMapFillZero == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+static_assert(ours::kLaunchCooperative == CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
+"""
+
+
+@pytest.fixture
+def compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+def cuda_h() -> Path | None:
+    """The folder of NVIDIA's header, of a toolkit or of the PyPI packages that nvcc comes with."""
+    folders = [*Path("/usr/local").glob("cuda*/include")]
+    folders += [Path(folder) for path in sys.path for folder in Path(path).glob("nvidia/*/include")]
+    return next((folder for folder in folders if (folder / "cuda.h").exists()), None)
+
+
+def test_the_driver_is_declared_as_nvidia_does(compiler, tmp_path):
+    folder = cuda_h()
+    if folder is None:
+        pytest.skip("no cuda.h on this machine")
+    source = tmp_path / "comparison.cpp"
+    source.write_text(COMPARISON)
+    command = [compiler, *COMPILE, "-isystem", str(folder), "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_on_a_fake_driver(compiler, tmp_path):
+    pytest.importorskip("torch")
+    sources = ROOT / "tests" / "fake_driver"
+    library = tmp_path / "libcuda.so.1"
+    command = [compiler, *COMPILE, "-O1", "-shared", "-fPIC", str(sources / "driver.cpp"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(sources / "cases.py")]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_without_a_driver(tmp_path):
+    """In a process that finds none, whatever this machine has: the error says what is missing."""
+    (tmp_path / "libcuda.so.1").write_text("no library")
+    program = (
+        "import flashmoe\n"
+        "sizes = dict(max_tokens=8, hidden=8, intermediate=8, experts=1, top_k=1)\n"
+        "flashmoe.Context(**sizes).close()\n"
+        "try:\n"
+        "    flashmoe.Context(engine='cuda', **sizes)\n"
+        "except flashmoe.FlashMoEError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "expected the NVIDIA driver's libcuda.so.1 on this machine" in done.stdout
+
+
+def test_engine_cuda_runs_on_one_gpu():
+    with pytest.raises(flashmoe.FlashMoEError, match="not yet over several"):
+        flashmoe.Context(engine="cuda", ranks=2, name="g", max_tokens=8, hidden=8, intermediate=8, experts=2, top_k=1)

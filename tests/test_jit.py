@@ -1,0 +1,275 @@
+"""The cache of compiled kernels: its keys, many processes at once, and compilers that are missing, fail or are killed.
+
+nvcc is a shell script that takes its time; what it compiles does not matter here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from flashmoe import FlashMoEError, cli, jit
+
+FAKE_NVCC = """#!/bin/sh
+echo "$@" >> {calls}
+if [ "$1" = --version ]; then echo "release {release}"; exit 0; fi
+{delay}
+{outcome}
+while [ "$1" != -o ]; do shift; done
+echo compiled > "$2"
+"""
+
+COMPILE = "from flashmoe import jit; print(jit.compile_kernel(jit.Variant()).seconds)"
+
+
+class Machine:
+    """A compiler and a cache folder of a test's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.calls, self.nvcc, self.cache = folder / "calls", folder / "nvcc", folder / "cache"
+        self.calls.touch()
+        self.install()
+
+    def install(self, release: str = "13.0", delay: str = "", outcome: str = "") -> None:
+        script = FAKE_NVCC.format(calls=self.calls, release=release, delay=delay, outcome=outcome)
+        self.nvcc.write_text(script)
+        self.nvcc.chmod(0o755)
+
+    def called(self) -> list[str]:
+        return self.calls.read_text().splitlines()
+
+    def compilations(self) -> list[str]:
+        return [line for line in self.called() if "-cubin" in line]
+
+    def start(self, program: str = COMPILE) -> subprocess.Popen:
+        """A process of its own session, so that it and its nvcc can be killed together."""
+        return subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Machine:
+    machine = Machine(tmp_path)
+    monkeypatch.setenv("FLASHMOE_NVCC", str(machine.nvcc))
+    monkeypatch.setenv("FLASHMOE_CACHE", str(machine.cache))
+    monkeypatch.setattr(jit, "_known", {})
+    return machine
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Path:
+    """The folder of a copy of the sources."""
+    root = tmp_path / "sources"
+    shutil.copytree(jit.source_root() / "include", root / "include")
+    (root / "csrc" / "cuda").mkdir(parents=True)
+    shutil.copy(jit.source_root() / "csrc" / "cuda" / "moe.cu", root / "csrc" / "cuda")
+    monkeypatch.setattr(jit, "source_root", lambda: root)
+    return root
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_compiles_once(machine, capfd):
+    first = jit.compile_kernel(jit.Variant())
+    assert first.seconds is not None and first.path.read_text() == "compiled\n"
+    assert first.path.parent == machine.cache and first.path.suffix == ".cubin"
+    assert capfd.readouterr().err == "flashmoe: compiling the bf16 SwiGLU kernel for sm_90a (once, about 30 s) ...\n"
+    assert jit.compile_kernel(jit.Variant()) == jit.Compiled(first.path, None)
+    assert jit.kernel(jit.Variant()) == first.path
+    assert capfd.readouterr().err == ""
+    assert [line.split()[0] for line in machine.called()] == [
+        "--version",
+        "-cubin",
+    ]  # nor is the version asked for again
+    assert [path.suffix for path in machine.cache.iterdir() if path.is_dir()] == []
+
+
+def test_flags(machine):
+    jit.compile_kernel(jit.Variant("float32", "gelu", trace=True, exact=True))
+    command = machine.compilations()[0]
+    root = jit.source_root()
+    for expected in (
+        "-gencode arch=compute_90a,code=sm_90a -std=c++20 -O3",
+        "-DFLASHMOE_DTYPE=0 -DFLASHMOE_ACTIVATION=1 -DFLASHMOE_TRACE=1 -DFLASHMOE_EXACT=1",
+        f"-I {root}/include {root}/csrc/cuda/moe.cu -o {machine.cache}/",
+    ):
+        assert expected in command
+
+
+def test_a_kernel_that_was_removed_is_compiled_again(machine):
+    path = jit.kernel(jit.Variant())
+    path.unlink()
+    assert jit.kernel(jit.Variant()) == path and path.exists()
+
+
+def test_what_the_key_depends_on(machine, sources):
+    def path() -> Path:
+        return jit.compile_kernel(jit.Variant()).path
+
+    first = path()
+    assert path() == first
+    variants = {
+        jit.compile_kernel(jit.Variant(*values)).path
+        for values in (
+            ("float16",),
+            ("bfloat16", "relu"),
+            ("bfloat16", "swiglu", True),
+            ("float32", "swiglu", False, True),
+        )
+    }
+    assert len(variants | {first}) == 5
+
+    header = sources / "include" / "flashmoe" / "protocol" / "task.h"
+    header.write_text(header.read_text() + "\n")
+    second = path()
+    assert second != first
+    (header.parent / "another.h").write_text("\n")
+    third = path()
+    assert third not in (first, second)
+    machine.install(release="13.1")
+    fourth = path()
+    assert fourth not in (first, second, third)
+    machine.install(release="13.0")  # another file of the same version
+    assert path() == third
+
+
+def test_many_processes_compile_once(machine):
+    machine.install(delay="sleep 2")
+    processes = [machine.start() for _ in range(6)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 6
+    assert len(machine.compilations()) == 1
+    assert sum("None" not in printed for printed, _ in outputs) == 1
+    assert sum("flashmoe: compiling the bf16 SwiGLU kernel" in said for _, said in outputs) == 1
+    waited = [
+        said for _, said in outputs if "waiting for another process, which compiles the bf16 SwiGLU kernel" in said
+    ]
+    assert waited and len(waited) <= 5
+
+
+def test_a_process_killed_half_way(machine):
+    machine.install(delay="sleep 100")
+    killed = machine.start()
+    wait_for(machine.compilations)
+    waiting = machine.start()
+    assert "waiting for another process" in waiting.stderr.readline()
+    machine.install()
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    printed, said = waiting.communicate(timeout=60)  # the lock went with its process
+    assert waiting.returncode == 0 and printed != "None\n"
+    assert "compiling the bf16 SwiGLU kernel" in said
+    assert not list(machine.cache.glob("*.tmp"))  # what the first one left behind is gone
+
+
+def test_no_compiler(machine, monkeypatch, tmp_path):
+    monkeypatch.delenv("FLASHMOE_NVCC")
+    monkeypatch.setattr(jit, "_candidates", lambda: iter([tmp_path / "nowhere" / "nvcc"]))
+    with pytest.raises(FlashMoEError, match=r"in PATH, in /usr/local/cuda.*nvidia-cuda-nvcc, found none.*pip install"):
+        jit.compile_kernel(jit.Variant())
+
+
+def test_a_compiler_that_is_not_one(machine, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_NVCC", "/no/such/nvcc")
+    with pytest.raises(FlashMoEError, match="FLASHMOE_NVCC: expected the path of nvcc, got '/no/such/nvcc'"):
+        jit.find_nvcc()
+
+
+def test_where_nvcc_is_looked_for(machine, monkeypatch, tmp_path):
+    monkeypatch.delenv("FLASHMOE_NVCC")
+    places = [tmp_path / "home" / "bin", tmp_path / "path", tmp_path / "packages" / "nvidia" / "cu13" / "bin"]
+    for place in places:
+        place.mkdir(parents=True)
+        shutil.copy(machine.nvcc, place / "nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(places[1]))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    found = [path for path in jit._candidates() if not path.is_relative_to("/usr/local")]
+    assert found[:2] == [place / "nvcc" for place in places[:2]]
+    assert places[2] / "nvcc" in found[2:]
+    assert jit.find_nvcc() == places[0] / "nvcc"
+    monkeypatch.delenv("CUDA_HOME")
+    assert jit.find_nvcc() == places[1] / "nvcc"
+
+
+def test_a_compilation_that_fails(machine):
+    machine.install(outcome="for i in $(seq 40); do echo line $i; done; echo wrong here >&2; exit 2")
+    for _ in range(2):
+        with pytest.raises(FlashMoEError) as error:
+            jit.compile_kernel(jit.Variant())
+        message = str(error.value)
+        assert "cannot compile the bf16 SwiGLU kernel (exit status 2)" in message
+        assert message.endswith("line 40\nwrong here") and "line 27\n" in message and "line 26\n" not in message
+        log = next(machine.cache.glob("*.log"))
+        assert str(log) in message and "line 1\n" in log.read_text()
+    assert not list(machine.cache.glob("*.cubin")) and not list(machine.cache.glob("*.tmp"))
+    machine.install()
+    assert jit.compile_kernel(jit.Variant()).path.exists()
+
+
+def test_a_cache_that_cannot_be_written(machine, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLASHMOE_CACHE", str(tmp_path / "file" / "folder"))
+    with pytest.raises(FlashMoEError, match=r"cache: cannot write to .*file/folder: .*; set FLASHMOE_CACHE"):
+        jit.compile_kernel(jit.Variant())
+
+
+def test_cache_folder(machine, monkeypatch, tmp_path):
+    assert jit.cache_folder() == machine.cache
+    monkeypatch.delenv("FLASHMOE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert jit.cache_folder() == tmp_path / "xdg" / "flashmoe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert jit.cache_folder() == tmp_path / ".cache" / "flashmoe"
+
+
+def test_installed_sources_come_first(monkeypatch, tmp_path):
+    package = tmp_path / "flashmoe"
+    installed = package / "cuda" / "csrc" / "cuda" / "moe.cu"
+    installed.parent.mkdir(parents=True)
+    monkeypatch.setattr(jit, "__file__", str(package / "jit.py"))
+    with pytest.raises(FlashMoEError, match=f"kernel: expected its sources in {package}/cuda"):
+        jit.source_root()
+    installed.touch()
+    assert jit.source_root() == package / "cuda"
+
+
+# ---- flashmoe compile ------------------------------------------------------------------------------------
+
+
+def test_command(machine, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["compile"]) == 0
+    assert cli.main(["compile", "--dtype", "float32", "--activation", "gelu", "--exact", "--trace"]) == 0
+    assert cli.main(["compile", "--all"]) == 0
+    printed = capsys.readouterr().out
+    assert "exact fp32 GELU traced" in printed and printed.count("cached") == 1
+    assert len(machine.compilations()) == 1 + 1 + 11
+    assert len(list(machine.cache.glob("*.cubin"))) == 13
+
+
+@pytest.mark.parametrize(
+    "options", [["--dtype", "int8"], ["--activation", "tanh"], ["--exact"]], ids=lambda options: options[0]
+)
+def test_command_refuses(machine, capsys, options):
+    assert cli.main(["compile", *options]) == 2
+    assert f"error: {options[0]}: expected" in capsys.readouterr().err
+    assert machine.called() == []
