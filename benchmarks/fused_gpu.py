@@ -1,0 +1,198 @@
+"""The fused kernel on one GPU beside the bare GEMMs of the same layer, in one run.
+
+    python benchmarks/fused_gpu.py [--shapes NAME ...] [--out benchmarks/results/fused_gpu.json]
+
+Per shape and token count: the whole layer (router to combine, one launch), and the floor: PyTorch's two grouped GEMMs
+alone, on ready inputs, the same number of rows spread over the experts at random. Both are timed by events, in turn,
+with the GPU kept busy before each so that no launch gap is in the figure; medians and spread of --repeats. Prints
+ratios, writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import flashmoe
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SHAPES = {  # H, I, E, K, activation, token counts
+    "paper-E64": (2048, 2048, 64, 2, "gelu", (16384,)),
+    "paper-E8": (2048, 2048, 8, 2, "gelu", (16384,)),
+    "paper-E128": (2048, 2048, 128, 2, "gelu", (16384,)),
+    "qwen3-30b": (2048, 768, 128, 8, "swiglu", (8192, 1024, 64, 1)),
+    "mixtral": (4096, 14336, 8, 2, "swiglu", (8192,)),
+    "qwen2-moe": (2048, 1408, 64, 4, "swiglu", (8192,)),
+    "phi3.5": (4096, 6400, 16, 2, "swiglu", (8192,)),
+}
+BUSY_CYCLES = 1_000_000  # about half a millisecond: longer than it takes to launch any of what is timed
+
+
+def milliseconds(call, repeats: int) -> list[float]:
+    """Times of single calls, by events."""
+    times = []
+    for i in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(BUSY_CYCLES)
+        start.record()
+        call(i)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return times[3:]
+
+
+def floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tensor, w2: torch.Tensor):
+    """Both grouped GEMMs on ready inputs."""
+    counts = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts)
+    offsets = counts.cumsum(0).int()
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    h = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+
+    def call(_: int) -> None:
+        torch._grouped_mm(x, w1.transpose(1, 2), offs=offsets)
+        torch._grouped_mm(h, w2.transpose(1, 2), offs=offsets)
+
+    return call
+
+
+def gpu_operations(call, calls: int = 10) -> int:
+    """What the profiler counts on the GPU in so many calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for i in range(calls):
+            call(i)
+        torch.cuda.synchronize()
+    return sum(1 for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def reference(x, router, w1, w2, top_k: int, gated: bool) -> torch.Tensor:
+    """The layer in fp64 on the chosen tokens, routing in fp32 as the kernel's."""
+    p = torch.softmax(x.float() @ router.float().t(), -1)
+    weights, ids = p.topk(top_k, -1)
+    weights = (weights / weights.sum(-1, keepdim=True)).double()
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for t in range(len(x)):
+        for k in range(top_k):
+            h = w1[ids[t, k]].double() @ x[t].double()
+            if gated:
+                g, u = h.chunk(2)
+                h = torch.nn.functional.silu(g) * u
+            else:
+                h = torch.nn.functional.gelu(h)
+            out[t] += weights[t, k] * (w2[ids[t, k]].double() @ h)
+    return out
+
+
+def measure(name: str, tokens: int, repeats: int) -> dict:
+    hidden, inner, experts, top_k, activation, _ = SHAPES[name]
+    gated = activation == "swiglu"
+    torch.manual_seed(tokens)
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    router = torch.randn(experts, hidden, **make) * 0.02
+    w1 = torch.randn(experts, (2 if gated else 1) * inner, hidden, **make) * 0.02
+    w2 = torch.randn(experts, hidden, inner, **make) * 0.02
+    xs = [torch.randn(tokens, hidden, **make) for _ in range(4)]
+    with flashmoe.Context(
+        engine="cuda",
+        max_tokens=tokens,
+        hidden=hidden,
+        intermediate=inner,
+        experts=experts,
+        top_k=top_k,
+        dtype="bfloat16",
+        return_mode="direct",
+    ) as ctx:
+
+        def layer(i: int) -> torch.Tensor:
+            return flashmoe.moe(ctx, xs[i % 4], w1, w2, router=router, top_k=top_k, activation=activation)
+
+        y = layer(0)
+        ctx.synchronize()
+        sample = torch.randperm(tokens, device="cuda")[:8]
+        expected = reference(xs[0][sample], router, w1, w2, top_k, gated)
+        error = ((y[sample].double() - expected).norm() / expected.norm()).item()
+        bare = floor_call(tokens * top_k, hidden, inner, experts, w1, w2)
+        layer_ms, floor_ms = [], []
+        for _ in range(4):  # in turn, so that both see the same clocks
+            layer_ms += milliseconds(layer, repeats // 4)
+            floor_ms += milliseconds(bare, repeats // 4)
+        ctx.synchronize()
+        operations = gpu_operations(layer) / 10
+    fused, floor = statistics.median(layer_ms), statistics.median(floor_ms)
+    flops = tokens * top_k * (3 if gated else 2) * 2 * hidden * inner
+    touched = min(experts, tokens * top_k)
+    if tokens * top_k < 8 * experts:
+        touched = experts * (1 - (1 - top_k / experts) ** tokens)
+    return {
+        "shape": name,
+        "tokens": tokens,
+        "fused_ms": fused,
+        "fused_min_max": [min(layer_ms), max(layer_ms)],
+        "floor_ms": floor,
+        "floor_min_max": [min(floor_ms), max(floor_ms)],
+        "ratio": fused / floor,
+        "tflops": flops / fused * 1e-9,
+        "weight_tb_s": touched * (w1[0].numel() + w2[0].numel()) * 2 / fused * 1e-9,
+        "gpu_operations_per_call": operations,
+        "error": error,
+    }
+
+
+def ceilings() -> tuple[float, float]:
+    """Milliseconds of cuBLAS's 8192^3 product and of a copy of 2 GiB: what this card does today."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    big = torch.empty(2**31, device="cuda", dtype=torch.uint8)
+    other = torch.empty_like(big)
+    product, copy = milliseconds(lambda _: a @ a, 8), milliseconds(lambda _: other.copy_(big), 8)
+    return statistics.median(product), statistics.median(copy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, nargs="*")
+    parser.add_argument("--repeats", type=int, default=32)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--commit", default="", help="where git is not at hand")
+    args = parser.parse_args()
+    device = torch.cuda.get_device_name()
+    product_ms, copy_ms = ceilings()
+    result = {
+        "device": device,
+        "torch": torch.__version__,
+        "cublas_8192_tflops": 2 * 8192**3 / product_ms * 1e-9,
+        "copy_tb_s": 2 * 2**31 / copy_ms * 1e-9,
+        "commit": args.commit,
+        "command": "python " + " ".join(sys.argv),
+        "shapes": [],
+    }
+    query = "clocks.sm,clocks.mem,power.draw,driver_version"
+    print(f"{device}: cuBLAS {result['cublas_8192_tflops']:.0f} TFLOP/s, copy {result['copy_tb_s']:.2f} TB/s")
+    columns = f"{'fused ms':>9} {'floor ms':>9} {'ratio':>6} {'TFLOP/s':>8} {'w TB/s':>7} ops error"
+    print(f"{'shape':>12} {'tokens':>6} {columns}")
+    for name in args.shapes:
+        for tokens in args.tokens or SHAPES[name][-1]:
+            row = measure(name, tokens, args.repeats)
+            smi = subprocess.run(
+                ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+            )
+            row["nvidia_smi"] = {query: smi.stdout.strip()}
+            result["shapes"].append(row)
+            figures = f"{row['fused_ms']:9.4f} {row['floor_ms']:9.4f} {row['ratio']:6.3f} {row['tflops']:8.0f}"
+            rest = f"{row['weight_tb_s']:7.2f} {row['gpu_operations_per_call']:3.1f} {row['error']:.1e}"
+            print(f"{name:>12} {tokens:>6} {figures} {rest}", flush=True)
+            torch.cuda.empty_cache()
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
