@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
+import flashmoe
 import numpy as np
 import pytest
-from flashmoe import memory
-from flashmoe.cli import main, run
+from flashmoe import memory, models
+from flashmoe.cli import main, run, verify
 
 TINY = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
 
@@ -67,7 +69,7 @@ def test_run_passes_and_writes_its_files(tmp_path, capsys):
 
 
 def test_run_of_the_shipped_layer(tmp_path, capsys):
-    assert main(["run", "--out", str(tmp_path)]) == 0
+    assert main(["run", "--engine", "cpu", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "tiny-qwen3-moe" in printed and "2,048 tokens in " in printed
     assert "(8,192 token-expert pairs)" in printed
@@ -135,7 +137,7 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--engine", "cuda"], "this version has no CUDA engine"),
+        (["--engine", "cuda", "--ranks", "2"], "--ranks: expected 1 with --engine cuda"),
         (["--engine", "tpu"], "--engine: expected one of auto, cpu, cuda, got 'tpu'"),
         (["--model", "gpt-5"], "expected one of flashmoe-paper"),
         (["--layer", "/nonexistent"], "/nonexistent"),
@@ -143,9 +145,9 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
         (["--ranks", "0"], "expected at least 1"),
         (["--ranks", "two"], "--ranks"),
         (["--tokens", "0"], "expected at least 1"),
-        (["--tokens", "513"], "expected at most 512 for 4 ranks"),
+        (["--tokens", "513", "--ranks", "4"], "expected at most 512 for 4 ranks"),
         (["--dtype", "int8"], "expected one of float32, float16, bfloat16, got 'int8'"),
-        (["--return", "both"], "expected one of direct, reduced, auto, got 'both'"),
+        (["--return", "both", "--engine", "cpu"], "expected one of direct, reduced, auto, got 'both'"),
         (["--model", "olmoe", "--scale", "0"], "expected 0 < scale <= 1, got 0"),
         (["--model", "olmoe", "--scale", "0.01", "--skew", "-1"], "skew: expected at least 0"),
         (["--skew", "1"], "--skew: has an effect only with --model"),
@@ -159,8 +161,51 @@ def test_run_refuses_bad_arguments_in_one_line(tmp_path, monkeypatch, capsys, op
     assert reason in run_failing(capsys, "run", *options)
 
 
+def test_run_on_a_gpu_says_what_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("flashmoe.cli.device.missing", lambda: "a GPU")
+    error = run_failing(capsys, "run", "--engine", "cuda", "--out", str(tmp_path))
+    assert "--engine cuda: expected a GPU, found none; see flashmoe info" in error
+
+
+@pytest.mark.parametrize(
+    ("lacking", "ranks", "chosen"), [(None, None, "cuda"), (None, 2, "cpu"), ("PyTorch", None, "cpu")]
+)
+def test_engine_auto(monkeypatch, lacking, ranks, chosen):
+    monkeypatch.setattr("flashmoe.cli.device.missing", lambda: lacking)
+    assert run._chosen_engine("auto", ranks) == chosen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_sample_is_judged_as_the_whole(dtype, monkeypatch):
+    """Results of tokens whose experts are among a few; the routing of all."""
+    shape = models.scaled(models.find("olmoe"), 0.02)
+    layer, x = models.random_layer(shape, 50, dtype=dtype)
+    sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "experts": 64, "top_k": 8, "dtype": dtype}
+    with flashmoe.Context(max_tokens=50, **sizes) as context:
+        y = flashmoe.moe(
+            context, x, layer.gate_up_proj, layer.down_proj, router=layer.router, top_k=8, renormalize=False
+        )
+        ids = context.last_call.topk_ids
+    few = []
+
+    def some(experts):
+        few[:] = experts.tolist()
+        return replace(layer, gate_up_proj=layer.gate_up_proj[experts], down_proj=layer.down_proj[experts])
+
+    each = layer.gate_up_proj[0].size + layer.down_proj[0].size
+    monkeypatch.setattr(verify, "_MOST_WEIGHTS", 30 * each)
+    verdict = verify.verify_sample(layer.router, some, each, x, y, ids, tf32=dtype == "float32")
+    assert verdict.passed and 0 < verdict.tokens < 50 == verdict.of_tokens and len(few) <= 30
+    sampled = int(np.nonzero(np.isin(ids, few).all(axis=1))[0][-1])
+    wrong = y.copy()
+    wrong[sampled] = -wrong[sampled]
+    assert not verify.verify_sample(layer.router, some, each, x, wrong, ids).passed
+    ids[-1, 0] = ids[-1, 1]
+    assert verify.verify_sample(layer.router, some, each, x, y, ids).misrouted == 1
+
+
 def test_run_refuses_what_does_not_fit_before_making_it(tmp_path, capsys, small_shared_memory):
-    options = ["--model", "mixtral-8x7b", "--tokens", "1000000", "--out", str(tmp_path)]
+    options = ["--engine", "cpu", "--model", "mixtral-8x7b", "--tokens", "1000000", "--out", str(tmp_path)]
     assert "1.0 MiB free in /dev/shm" in run_failing(capsys, "run", *options)
 
 
@@ -266,19 +311,26 @@ def test_info(capsys):
         "shared memory",
         "cores",
         "PyTorch",
+        "cuda engine (one GPU)",
+        "NVIDIA driver",
         "NVIDIA GPU",
+        "PyTorch for CUDA",
         "nvcc",
-        "NVSHMEM",
+        "kernel cache",
     ):
         assert name in printed
 
 
 def test_info_names_the_remedy(capsys, monkeypatch):
+    def no_nvcc():
+        raise flashmoe.FlashMoEError("none")
+
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("flashmoe.cli.info._version", lambda package: None)
+    monkeypatch.setattr("flashmoe.jit.find_nvcc", no_nvcc)
     assert main(["info"]) == 0
     printed = capsys.readouterr().out
-    for package in ("scipy-openblas32", "nvidia-cuda-nvcc", "nvidia-nvshmem-cu13"):
+    for package in ("scipy-openblas32", "'nvidia-cuda-nvcc==13.0.*'", "'flashmoe[torch]'"):
         assert f"pip install {package}" in printed
 
 

@@ -2,9 +2,10 @@
 
     python tools/compile_cuda.py
 
-No GPU is needed. A kernel that spills registers, keeps a stack frame, or whose wgmma instructions ptxas
-serializes still computes the right result, only far slower; so each of these is an error here. Objects and
-the compiler's output go to build-cuda/.
+No GPU is needed. The fused kernel is compiled once per element type and activation, and once traced: all that can be
+asked for on first use (python/flashmoe/jit.py). A kernel that spills registers, keeps a stack frame, or whose wgmma
+instructions ptxas serializes still computes the right result, only far slower; so each of these is an error here.
+Objects and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment.
 """
@@ -99,19 +100,45 @@ def readable(symbols: list[str]) -> list[str]:
     return [name.removeprefix("void ") for name in names]
 
 
-def compile_source(nvcc: Path, source: Path) -> tuple[int, str]:
-    """Compile one file; returns nvcc's exit status and what it printed."""
-    stem = OUTPUT / source.relative_to(SOURCES).with_suffix("")
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    command = [str(nvcc), *FLAGS, "-c", str(source), "-o", f"{stem}.o"]
+@dataclass(frozen=True)
+class Unit:
+    """A source and what is defined for it."""
+
+    source: Path
+    defines: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return " ".join([str(self.source.relative_to(ROOT)), *self.defines])
+
+
+def units() -> list[Unit]:
+    """Everything to compile; of the fused kernel, every instance."""
+    found = []
+    for source in sorted(SOURCES.rglob("*.cu")):
+        if source.stem != "moe":
+            found.append(Unit(source))
+            continue
+        instances = [(dtype, activation, 0) for dtype in (1, 2, 0) for activation in (3, 0, 1, 2)] + [(1, 3, 1)]
+        for instance in instances:
+            names = zip(("DTYPE", "ACTIVATION", "TRACE"), instance, strict=True)
+            found.append(Unit(source, tuple(f"-DFLASHMOE_{name}={value}" for name, value in names)))
+    return found
+
+
+def compile_unit(nvcc: Path, unit: Unit) -> tuple[int, str]:
+    """Compile one of them; returns nvcc's exit status and what it printed."""
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^A-Za-z0-9=]+", "-", unit.title)
+    command = [str(nvcc), *FLAGS, *unit.defines, "-c", str(unit.source), "-o", str(OUTPUT / f"{name}.o")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    stem.with_suffix(".log").write_text(done.stdout)
+    (OUTPUT / f"{name}.log").write_text(done.stdout)
     return done.returncode, done.stdout
 
 
-def report(source: Path, status: int, log: str) -> int:
-    """Print one source's table; returns the number of faults."""
-    print(f"\n{source.relative_to(ROOT)}")
+def report(unit: Unit, status: int, log: str) -> int:
+    """Print one unit's table; returns the number of faults."""
+    print(f"\n{unit.title}")
     if status:
         print(log.rstrip())
         print(f"  FAILED: nvcc exited with {status}")
@@ -130,13 +157,10 @@ def report(source: Path, status: int, log: str) -> int:
 
 
 def main() -> int:
-    sources = sorted(SOURCES.rglob("*.cu"))
-    if not sources:
-        print("no csrc/cuda/*.cu: nothing to compile")
-        return 0
+    todo = units()
     nvcc = find_nvcc()
     if nvcc is None:
-        names = ", ".join(str(source.relative_to(ROOT)) for source in sources)
+        names = ", ".join(unit.title for unit in todo)
         if os.environ.get("CI"):
             print(f"FAILED: no nvcc to compile {names}. Install one:\n    {INSTALL}", file=sys.stderr)
             return 1
@@ -147,9 +171,9 @@ def main() -> int:
     release = re.search(r"release [^\n]*", version)
     print(f"nvcc {release[0] if release else '(version unknown)'}")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda source: compile_source(nvcc, source), sources))
-    faults = sum(report(source, *result) for source, result in zip(sources, results, strict=True))
-    print(f"\nsources compiled for sm_90a: {len(sources)}, faults: {faults}")
+        results = list(pool.map(lambda unit: compile_unit(nvcc, unit), todo))
+    faults = sum(report(unit, *result) for unit, result in zip(todo, results, strict=True))
+    print(f"\ncompiled for sm_90a: {len(todo)}, faults: {faults}")
     return 1 if faults else 0
 
 

@@ -2,6 +2,7 @@
 //   FLASHMOE_DTYPE       0 float32 (TF32 tensor cores), 1 bfloat16, 2 float16
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRACE       1: record what every role does
+//   FLASHMOE_EXACT       1: float32 products in float32
 #include "flashmoe/moe_kernel.cuh"
 
 #ifndef FLASHMOE_DTYPE
@@ -13,6 +14,9 @@
 #ifndef FLASHMOE_TRACE
 #define FLASHMOE_TRACE 0
 #endif
+#ifndef FLASHMOE_EXACT
+#define FLASHMOE_EXACT 0
+#endif
 
 namespace flashmoe::sm90 {
 
@@ -20,7 +24,7 @@ template <int>
 struct DtypeOf;
 template <>
 struct DtypeOf<0> {
-  using Type = Tf32;
+  using Type = std::conditional_t<FLASHMOE_EXACT != 0, ExactFp32, Tf32>;
 };
 template <>
 struct DtypeOf<1> {

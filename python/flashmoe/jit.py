@@ -28,7 +28,7 @@ FLAGS = ("-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O
 
 # All of one release: left to itself, pip pairs nvcc with the newest front end, whose PTX its ptxas rejects.
 _PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
-_INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in _PACKAGES)
+INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in _PACKAGES)
 _LOG_LINES = 15  # of a failed compilation, in the error
 
 
@@ -140,7 +140,7 @@ def find_nvcc() -> Path:
         return nvcc
     raise FlashMoEError(
         "nvcc: expected the CUDA compiler as $FLASHMOE_NVCC, in $CUDA_HOME/bin, in PATH, in /usr/local/cuda*/bin or "
-        f"from the Python package nvidia-cuda-nvcc, found none; to install it: {_INSTALL}"
+        f"from the Python package nvidia-cuda-nvcc, found none; to install it: {INSTALL}"
     )
 
 

@@ -128,7 +128,7 @@ def random_layer(
     if skew < 0:
         raise InvalidArgument(f"skew: expected at least 0, got {skew}")
     rng = np.random.default_rng(seed)
-    router, hidden_states = _router_and_tokens(shape, tokens, skew, DTYPES[dtype], rng)
+    router, hidden_states = router_and_tokens(shape, tokens, skew, DTYPES[dtype], rng)
     rows = shape.intermediate * (2 if shape.activation == "swiglu" else 1)
     gate_up_proj = np.empty((shape.experts, rows, shape.hidden), DTYPES[dtype])
     down_proj = np.empty((shape.experts, shape.hidden, shape.intermediate), DTYPES[dtype])
@@ -160,7 +160,7 @@ def target_shares(experts: int, top_k: int, skew: float) -> np.ndarray:
     return shares
 
 
-def _router_and_tokens(
+def router_and_tokens(
     shape: ModelShape, tokens: int, skew: float, dtype: np.dtype, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Router [E, H] and hidden states [tokens, H] whose routing has the target shares.

@@ -172,7 +172,8 @@ __device__ __forceinline__ bool combine_pieces(const Call& c, uint8_t* out, Comb
     const uint64_t start = trace.now();
     const uint32_t first = piece % per_block * CombinePieces::kTokens;
     const uint32_t token = (b << c.log2_block) + first;
-    const uint32_t tokens = min_of(CombinePieces::kTokens, c.tokens_in_block(b) - first);
+    const uint32_t end = c.tokens_in_block(b);  // the last block may end before its last piece begins
+    const uint32_t tokens = first < end ? min_of(CombinePieces::kTokens, end - first) : 0;
     combine_tokens<Dtype>(c, out, token, tokens, g);
     trace.add(sm90::TracePhase::kCombine, start, b, g);
   }

@@ -47,6 +47,10 @@ static_assert(kMaxPairs * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMaxRa
 static_assert(kMaxExperts * 4 <= 8 * 1024 && kTeamWarps * kMaxExperts * 2 <= DispatchScratch::kLogits);
 static_assert(kMaxGateLogits / kStages * 4 == kStageBytes - DispatchScratch::kLogits);
 
+// Tokens of one pass of the gate. Without tensor cores 128 take more registers than the block enters with.
+template <class Dtype>
+inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores ? kMaxTokenBlock : 64;
+
 // Loaders: the router's rows and the block's tokens, 128 experts at a time.
 template <class Dtype>
 __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
@@ -57,23 +61,25 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
     places[t] = static_cast<uint32_t>(((b << c.log2_block) + t) * (args.x_row_bytes / 16));
   }
   named_barrier_sync(kLoaderBarrier, kLoaders);
-  const TokenRows rows{args.x, args.x, places, tokens};
-  for (uint32_t e = 0; e < c.experts; e += kTileFeatures) {
-    detail::gather_stages<Dtype, 1>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
+  for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype>) {
+    const TokenRows rows{args.x, args.x, places + first, min_of(tokens - first, kGateTokens<Dtype>)};
+    for (uint32_t e = 0; e < c.experts; e += kTileFeatures) {
+      detail::gather_stages<Dtype, 1>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
+    }
   }
 }
 
-// Consumers: logits[token][expert].
+// Consumers: logits[token][expert] of `tokens` tokens from `first` on.
 template <class Dtype, uint32_t N>
 __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
-                                              Pipeline& ring, uint32_t group, uint32_t b) {
+                                              Pipeline& ring, uint32_t group, uint32_t first, uint32_t tokens) {
   float acc[N / 2];
   const Lane at = Lane::of_thread(group);
   for (uint32_t e = 0; e < c.experts; e += kTileFeatures) {
     const FeatureBias bias = load_bias<Dtype>(args.router_bias, at, e, c.experts);
-    multiply<Dtype, N, 1>(ring, group, c.hidden * Dtype::kBytes, true, acc);
-    store_gate<N>(at, acc, bias, c.tokens_in_block(b), e, c.experts,
-                  [&](uint32_t token, uint32_t expert) -> float& { return scratch.logits(c, token)[expert]; });
+    multiply<typename Scores<Dtype>::Type, N, 1>(ring, group, c.hidden * Dtype::kBytes, true, acc);
+    store_gate<N>(at, acc, bias, tokens, e, c.experts,
+                  [&](uint32_t token, uint32_t expert) -> float& { return scratch.logits(c, first + token)[expert]; });
   }
 }
 
@@ -102,10 +108,13 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
   }
   if (threadIdx.x < kFirstLoader) {
     const uint32_t group = threadIdx.x / kWarpgroup;
-    if (c.tokens_in_block(b) <= 64) {
-      multiply_gate<Dtype, 64>(args, c, scratch, ring, group, b);
-    } else {
-      multiply_gate<Dtype, 128>(args, c, scratch, ring, group, b);
+    for (uint32_t first = 0; first < c.tokens_in_block(b); first += kGateTokens<Dtype>) {
+      const uint32_t tokens = min_of(c.tokens_in_block(b) - first, kGateTokens<Dtype>);
+      if (tokens <= 64) {
+        multiply_gate<Dtype, 64>(args, c, scratch, ring, group, first, tokens);
+      } else if constexpr (kGateTokens<Dtype> > 64) {
+        multiply_gate<Dtype, 128>(args, c, scratch, ring, group, first, tokens);
+      }
     }
   } else if (threadIdx.x < kFirstLoader + kLoaders) {
     load_gate<Dtype>(args, c, s, ring, b);

@@ -111,6 +111,7 @@ __device__ __forceinline__ void stage_tokens(uint32_t half, const Lane& at, cons
       const uint32_t j = first_j + g;
       if (j * 8 >= N) break;
       float v[4] = {acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]};
+      pin_accumulators(v);
       finish(j, v);
 #pragma unroll
       for (uint32_t i = 0; i < kHalves * 2; ++i) {

@@ -75,7 +75,7 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
       const uint32_t to = ring.data() + token_offset(kBlocks, b) + slot;
       const uint32_t at = (ahead * kBlocks + b) * kRowBytes;
       const bool whole = k + (b + 1) * kRowBytes <= k_bytes;
-      const uint32_t valid = k + b * kRowBytes + chunk * 16 < k_bytes ? 16 : 0;
+      const uint32_t valid = k + b * kRowBytes + chunk * 16 < k_bytes ? 16 : 0;  // no access beyond the row's end
       if (whole) {
 #pragma unroll
         for (uint32_t i = 0; i < kMost; ++i) {

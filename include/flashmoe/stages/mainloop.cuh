@@ -49,6 +49,61 @@ __device__ __forceinline__ void multiply_stage(const Pipeline& ring, uint64_t fe
   wgmma_commit();
 }
 
+__device__ __forceinline__ float4 load_shared4(uint32_t from) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+// Where chunk `chunk` of a row lies. Eight rows further it lies 8 kRowBytes further.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t tile, uint32_t row, uint32_t chunk) {
+  return tile + row * kRowBytes + (chunk ^ row % 8) * 16;
+}
+__device__ __forceinline__ float dot(float sum, const float4& a, const float4& b) {
+  return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// The products of one stage without the tensor cores, in the same places of acc: a thread has features r and r + 8, and
+// of each 8 tokens two. Its operands are rows of shared memory that 8 and 4 lanes of a warp read alike.
+template <uint32_t N, uint32_t kBlocks>
+__device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uint32_t group, float (&acc)[N / 2]) {
+  const uint32_t thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const uint32_t feature = group * kGroupFeatures + thread / 32 * 16 + lane / 4, token = lane % 4 * 2;
+#pragma unroll 1
+  for (uint32_t i = 0; i < kBlocks * (kRowBytes / 16); ++i) {
+    const uint32_t block = i / (kRowBytes / 16), chunk = i % (kRowBytes / 16);
+    const uint32_t features = chunk_address(ring.data() + feature_offset(block), feature, chunk);
+    const uint32_t tokens = ring.data() + token_offset(kBlocks, block);
+    const uint32_t even = chunk_address(tokens, token, chunk), odd = chunk_address(tokens, token + 1, chunk);
+    const float4 low = load_shared4(features), high = load_shared4(features + 8 * kRowBytes);
+#pragma unroll
+    for (uint32_t j = 0; j < N / 8; ++j) {
+      const float4 x = load_shared4(even + j * 8 * kRowBytes), y = load_shared4(odd + j * 8 * kRowBytes);
+      acc[4 * j] = dot(acc[4 * j], low, x);
+      acc[4 * j + 1] = dot(acc[4 * j + 1], low, y);
+      acc[4 * j + 2] = dot(acc[4 * j + 2], high, x);
+      acc[4 * j + 3] = dot(acc[4 * j + 3], high, y);
+      if (j % 4 == 3) __syncwarp();  // else ptxas loads so far ahead that it spills
+    }
+  }
+}
+
+template <uint32_t N, uint32_t kBlocks>
+__device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group, uint32_t stages, float (&acc)[N / 2]) {
+#pragma unroll
+  for (uint32_t i = 0; i < N / 2; ++i) acc[i] = 0.0f;
+#pragma unroll 1
+  for (uint32_t s = 0; s < stages; ++s) {
+    wait(ring.full(), ring.parity);
+    multiply_stage_exactly<N, kBlocks>(ring, group, acc);
+    named_barrier_sync(1 + group);  // every thread has read the stage
+    if (threadIdx.x % kWarpgroup == 0) arrive(ring.empty());
+    ring.advance();
+  }
+}
+
 }  // namespace detail
 
 // acc = features * tokens^T over all K. `group` is 0 or 1: which 64 of the 128 features. `gathered`: the tokens were
@@ -57,24 +112,28 @@ __device__ __forceinline__ void multiply_stage(const Pipeline& ring, uint64_t fe
 template <class Dtype, uint32_t N, uint32_t kBlocks = k_blocks_per_stage(N)>
 __device__ __forceinline__ void multiply(Pipeline& ring, uint32_t group, uint32_t k_bytes, bool gathered,
                                          float (&acc)[N / 2]) {
-  const bool elected = threadIdx.x % kWarpgroup == 0;
-  const uint64_t features = matrix_descriptor(ring.stages + group * kGroupFeatures * kRowBytes);
-  const uint64_t tokens = matrix_descriptor(ring.stages + token_offset(kBlocks, 0));
   const uint32_t stages = stages_of_task(k_bytes, kBlocks);
-  detail::multiply_stage<Dtype, N, kBlocks, true>(ring, features, tokens, gathered, acc);
-  uint32_t in_flight = ring.empty();
-  ring.advance();
-#pragma unroll 1
-  for (uint32_t s = 1; s < stages; ++s) {
-    detail::multiply_stage<Dtype, N, kBlocks, false>(ring, features, tokens, gathered, acc);
-    wgmma_wait<1>();
-    if (elected) arrive(in_flight);
-    in_flight = ring.empty();
+  if constexpr (Dtype::kTensorCores) {
+    const bool elected = threadIdx.x % kWarpgroup == 0;
+    const uint64_t features = matrix_descriptor(ring.stages + group * kGroupFeatures * kRowBytes);
+    const uint64_t tokens = matrix_descriptor(ring.stages + token_offset(kBlocks, 0));
+    detail::multiply_stage<Dtype, N, kBlocks, true>(ring, features, tokens, gathered, acc);
+    uint32_t in_flight = ring.empty();
     ring.advance();
+#pragma unroll 1
+    for (uint32_t s = 1; s < stages; ++s) {
+      detail::multiply_stage<Dtype, N, kBlocks, false>(ring, features, tokens, gathered, acc);
+      wgmma_wait<1>();
+      if (elected) arrive(in_flight);
+      in_flight = ring.empty();
+      ring.advance();
+    }
+    wgmma_wait<0>();
+    pin_accumulators(acc);
+    if (elected) arrive(in_flight);
+  } else {
+    detail::multiply_exactly<N, kBlocks>(ring, group, stages, acc);
   }
-  wgmma_wait<0>();
-  pin_accumulators(acc);
-  if (elected) arrive(in_flight);
 }
 
 }  // namespace flashmoe::sm90

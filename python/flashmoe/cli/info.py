@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -9,7 +10,8 @@ import subprocess
 from dataclasses import dataclass
 from importlib import metadata
 
-from .. import __version__
+from .. import __version__, jit
+from ..errors import FlashMoEError
 from ..memory import SHARED_MEMORY, format_bytes
 from .render import console, show_checks
 
@@ -33,8 +35,8 @@ def command() -> int:
     console.print("cpu engine", style="bold")
     show_checks([_library(), _blas(), _shared_memory(), _cores(), _torch()])
     console.print()
-    console.print("cuda engine (this version has none yet; what it will need)", style="bold")
-    show_checks([_gpu(), _nvcc(), _nvshmem()])
+    console.print("cuda engine (one GPU)", style="bold")
+    show_checks([_driver(), _gpu(), _torch_cuda(), _nvcc(), _cache()])
     return 0
 
 
@@ -79,30 +81,57 @@ def _torch() -> Check:
     return Check("PyTorch", True, version)
 
 
+def _driver() -> Check:
+    """The library that the engine loads; it asks no toolkit for anything."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        version = ctypes.c_int()
+        if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return Check("NVIDIA driver", False, "libcuda.so.1 is there, but does not work")
+    except (OSError, AttributeError):
+        return Check("NVIDIA driver", False, "no libcuda.so.1")
+    return Check("NVIDIA driver", True, f"libcuda.so.1, for CUDA {version.value // 1000}.{version.value % 1000 // 10}")
+
+
 def _gpu() -> Check:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    found = _output(query)
+    fields = "name,compute_cap,memory.total,driver_version"
+    found = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
     if not found:
         return Check("NVIDIA GPU", False, "none found by nvidia-smi")
-    return Check("NVIDIA GPU", True, "; ".join(found.splitlines()))
+    devices = [[field.strip() for field in line.split(",")] for line in found.splitlines()]
+    usable = any(device[1:2] == ["9.0"] for device in devices)
+    detail = "; ".join(", ".join(device) for device in devices)
+    return Check("NVIDIA GPU", usable, detail if usable else f"{detail}: expected compute capability 9.0 (H100, H200)")
+
+
+def _torch_cuda() -> Check:
+    """The engine takes PyTorch's tensors; what a build of it is for is part of its version, or of its requirements."""
+    version = _version("torch")
+    if version is None:
+        return Check("PyTorch for CUDA", False, "holds the tensors", "pip install 'flashmoe[torch]'")
+    if "+cpu" in version:
+        return Check("PyTorch for CUDA", False, f"{version} is for CPUs", "pip install --force-reinstall torch")
+    return Check("PyTorch for CUDA", True, version)
 
 
 def _nvcc() -> Check:
-    on_path = shutil.which("nvcc")
-    if on_path:
-        release = _output([on_path, "--version"]).rpartition("release ")[2].partition(",")[0]
-        return Check("nvcc", True, f"{release} ({on_path})")
-    version = _version("nvidia-cuda-nvcc")
-    if version:
-        return Check("nvcc", True, f"{version} (package nvidia-cuda-nvcc)")
-    return Check("nvcc", False, "compiles the kernel", "pip install nvidia-cuda-nvcc")
+    """Where `flashmoe.jit` looks, which compiles the kernel."""
+    try:
+        found = jit.find_nvcc()
+    except FlashMoEError:
+        return Check("nvcc", False, "compiles the kernel; not needed for what is in the cache", jit.INSTALL)
+    release = _output([str(found), "--version"]).rpartition("release ")[2].partition(",")[0]
+    return Check("nvcc", bool(release), f"{release} ({found})" if release else f"{found} does not run")
 
 
-def _nvshmem() -> Check:
-    version = _version("nvidia-nvshmem-cu13")
-    if version is None:
-        return Check("NVSHMEM", False, "maps the ranks' heaps", "pip install nvidia-nvshmem-cu13")
-    return Check("NVSHMEM", True, f"{version} (package nvidia-nvshmem-cu13)")
+def _cache() -> Check:
+    try:
+        folder = jit.cache_folder()
+    except FlashMoEError as error:
+        return Check("kernel cache", False, str(error))
+    kernels = len(list(folder.glob("*.cubin")))
+    hint = "" if kernels else "flashmoe compile    (else the first call of a dtype and activation does it)"
+    return Check("kernel cache", True, f"{folder}: {kernels} compiled", hint)
 
 
 def _version(package: str) -> str | None:

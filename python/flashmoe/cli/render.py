@@ -54,7 +54,7 @@ def show_workload(workload: Workload) -> None:
         "layer": workload.title,
         "sizes": f"H {layer.hidden}, I {layer.intermediate}, E {layer.experts}, K {layer.top_k} "
         f"({normalised}), {layer.activation}, {layer.dtype.name}",
-        "group": f"{_count(len(counts), 'rank')} of {tokens} tokens, cpu engine, return {mode}",
+        "group": f"{_count(len(counts), 'rank')} of {tokens} tokens, {workload.engine} engine, return {mode}",
         "data": "; ".join(workload.notes),
     }
     table = Table.grid(padding=(0, 2))
@@ -164,6 +164,14 @@ def show_verdict(verdict: Verdict) -> None:
         f"error {verdict.error:.2e} {comparison} bound {verdict.bound:.2e}",
     )
     console.print(Text("relative Frobenius norm, against float64; the bound is what rounding explains", style="dim"))
+    if verdict.tokens < verdict.of_tokens:
+        console.print(
+            Text(
+                f"result of {verdict.tokens:,} of {verdict.of_tokens:,} tokens, those of as many experts as the host "
+                "computes in a moment; routing of all",
+                style="dim",
+            )
+        )
 
 
 def show_memory_plan(plan: MemoryPlan, described: str) -> None:

@@ -1,4 +1,4 @@
-"""``flashmoe run``: one layer, several ranks, one traced call, checked against the reference."""
+"""``flashmoe run``: one layer, ranks of this machine or a GPU, one traced call, checked against the reference."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import numpy as np
 import typer
 
 from .. import models
-from ..errors import FlashMoEError, InvalidArgument
+from ..errors import InvalidArgument
 from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize
 from ..trace import write_perfetto, write_timeline
-from . import render
-from .verify import Verdict, verify
+from . import device, render
+from .verify import Verdict, verify, verify_sample
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
 
 ENGINES = ("auto", "cpu", "cuda")
 
 
 def command(
-    engine: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    ranks: Annotated[int, typer.Option(help="Ranks; each is a process of this machine.")] = 4,
+    engine: Annotated[
+        str,
+        typer.Option(help="cpu, cuda (one GPU), or auto: cuda where there is a GPU for it and --ranks is not above 1."),
+    ] = "auto",
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks; each is a process of this machine.  [default: 4; 1 with cuda]")
+    ] = None,
     layer: Annotated[Path | None, typer.Option(help="A .safetensors file or a checkpoint folder.")] = None,
     model: Annotated[str | None, typer.Option(help="A random layer of this published shape.")] = None,
     scale: Annotated[float | None, typer.Option(help="Factor on the model's H and I.  [default: 1]")] = None,
@@ -39,21 +44,24 @@ def command(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for timeline.png and trace.json.")] = Path("flashmoe-run"),
 ) -> int:
-    """Run one MoE layer over several ranks and check the result.
+    """Run one MoE layer, over several ranks or on a GPU, and check the result.
 
     Without --layer or --model: the small trained layer that the package ships, on 2048 hidden states that
     really reached it, with the uneven routing they have. One warm-up call, then one traced call. Exit status
     0 if result and routing are within the rounding error of the float64 reference, 1 if not.
     """
-    _choose_engine(engine)
+    _check_engine(engine, ranks)
     if layer is not None and model is not None:
         raise InvalidArgument("--layer, --model: expected one of them, got both")
-    if ranks < 1 or (tokens is not None and tokens < 1):
-        raise InvalidArgument(f"--ranks, --tokens: expected at least 1, got {ranks}, {tokens}")
+    for name, number in (("ranks", ranks), ("tokens", tokens)):
+        if number is not None and number < 1:
+            raise InvalidArgument(f"--{name}: expected at least 1, got {number}")
     _refuse_idle_options(layer, model, scale=scale, skew=skew, seed=seed)
     _make_folder(out)
 
-    request = Request(ranks, tokens, dtype, return_)
+    engine = _chosen_engine(engine, ranks)
+    ranks = ranks or (1 if engine == "cuda" else 4)
+    request = Request(ranks, tokens, dtype, return_, engine)
     if model is not None:
         shape = models.scaled(models.find(model), 1.0 if scale is None else scale)
         workload = random_workload(shape, request, seed or 0, skew or 0.0)
@@ -63,7 +71,8 @@ def command(
         workload = shipped_workload(request)
     render.show_workload(workload)
 
-    with render.working(f"{ranks} ranks: warm-up and traced call"):
+    who = "GPU" if engine == "cuda" else f"{ranks} ranks"
+    with render.working(f"{who}: warm-up and traced call"):
         results, reports = _call(workload)
     group = summarize(reports, workload.layer.experts)
     render.show_expert_load(group, workload.placement)
@@ -77,12 +86,20 @@ def command(
     return 0 if verdict.passed else 1
 
 
-def _choose_engine(engine: str) -> None:
-    """Refuse engines that this version does not have; ``auto`` is ``cpu``."""
+def _check_engine(engine: str, ranks: int | None) -> None:
+    """Refuse engines that there are not."""
     if engine not in ENGINES:
         raise InvalidArgument(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
-    if engine == "cuda":
-        raise FlashMoEError("--engine cuda: this version has no CUDA engine yet; use --engine cpu")
+    if engine == "cuda" and ranks not in (None, 1):
+        raise InvalidArgument(f"--ranks: expected 1 with --engine cuda, which runs on one GPU so far, got {ranks}")
+
+
+def _chosen_engine(engine: str, ranks: int | None) -> str:
+    """``cpu`` or ``cuda``; refused is ``cuda`` where it cannot run."""
+    if engine == "auto":
+        return "cuda" if ranks in (None, 1) and device.missing() is None else "cpu"
+    device.require(engine)
+    return engine
 
 
 def _refuse_idle_options(layer: Path | None, model: str | None, **given: float | None) -> None:
@@ -103,6 +120,9 @@ def _make_folder(folder: Path) -> None:
 
 def _call(workload: Workload) -> tuple[list[np.ndarray], list[CallReport]]:
     """Run the workload: every rank's result [T_p, H] and report of the traced call."""
+    if workload.engine == "cuda":
+        y, report = device.call(workload)
+        return [y], [report]
     layer = workload.layer
     sizes = {name: size for name, size in workload.limits.items() if name != "ranks"}
     sizes["placement"] = workload.placement
@@ -155,11 +175,24 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
 
 def _verify(workload: Workload, results: list[np.ndarray], reports: list[CallReport]) -> Verdict:
     """Check the results of all ranks together."""
+    layer = workload.layer
+    tf32 = workload.engine == "cuda" and layer.dtype == np.float32
+    if isinstance(layer, device.DeviceLayer):
+        return verify_sample(
+            device.to_host(layer.router),
+            lambda experts: device.some_experts(layer, experts),
+            layer.gate_up_proj[0].numel() + layer.down_proj[0].numel(),
+            workload.tokens[0],
+            results[0],
+            reports[0].topk_ids,
+            tf32=tf32,
+        )
     return verify(
-        workload.layer,
+        layer,
         np.concatenate(workload.tokens),
         np.concatenate(results),
         np.concatenate([report.topk_ids for report in reports]),
         placement=workload.placement,
         return_mode=reports[0].return_mode,
+        tf32=tf32,
     )

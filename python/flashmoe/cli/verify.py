@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy as np
 from ..checkpoint import MoELayer
 from ..reference import check_topk, moe_reference, router_logits, weigh
 from ..tolerance import call_error, relative_error, router_error
+
+_MOST_WEIGHTS = 1 << 28
+"""Elements of the experts whose float64 reference the host computes: a few GB, some seconds."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,10 @@ class Verdict:
     """The most that rounding explains, in the same measure; `flashmoe.tolerance` derives it."""
     misrouted: int
     """Tokens whose experts are not a top-k of the float64 logits, within rounding of the logits."""
+    tokens: int
+    """How many tokens' results were compared."""
+    of_tokens: int
+    """How many there are; the routing of all of them was checked."""
 
     @property
     def passed(self) -> bool:
@@ -37,39 +44,111 @@ def verify(
     *,
     placement: Sequence[int],
     return_mode: str,
+    tf32: bool = False,
 ) -> Verdict:
     """Judge y [T, H], the layer's result for x [T, H], and the routing topk_ids [T, K] that led to it.
 
     Two nearly equal logits may be told apart differently in float32 and in float64, which changes the result
     by much more than rounding. So the reference takes the engine's experts, once they are shown to be a
     top-k, and computes their weights and everything after that itself.
+
+    `tf32`: the factors of float32 products were truncated to the 10 bits of mantissa of the tensor cores' TF32.
     """
-    logits = router_logits(x, layer.router)
-    experts_exist = ((topk_ids >= 0) & (topk_ids < layer.experts)).all(axis=1)
-    if not experts_exist.all():  # a reference cannot be computed with them
-        return Verdict(float("nan"), float("nan"), int((~experts_exist).sum()))
-    weights = weigh(logits, topk_ids, layer.renormalize)
-    slack, weight_variance = router_error(x, layer.router, None, topk_ids, weights, renormalize=layer.renormalize)
-    valid = check_topk(logits, topk_ids, slack)
-    reference = moe_reference(
-        x,
-        layer.gate_up_proj,
-        layer.down_proj,
-        topk_ids=topk_ids,
-        topk_weights=weights,
-        activation=layer.activation,
-    )
+    misrouted = _misrouted(layer.router, x, topk_ids, tf32)
+    if not _exist(topk_ids, layer.router).all():  # a reference cannot be computed with them
+        return Verdict(float("nan"), float("nan"), misrouted, 0, len(x))
+    return _judge(layer, x, y, topk_ids, topk_ids, np.asarray(placement), return_mode, misrouted, len(x), tf32)
+
+
+def verify_sample(
+    router: np.ndarray,
+    weights_of: Callable[[np.ndarray], MoELayer],
+    expert_weights: int,
+    x: np.ndarray,
+    y: np.ndarray,
+    topk_ids: np.ndarray,
+    *,
+    tf32: bool = False,
+) -> Verdict:
+    """`verify` of a layer of one rank that is too large for the host: the routing of all tokens, and the results of
+    those whose experts are among a few. `weights_of(experts)` has these alone, of `expert_weights` elements each."""
+    misrouted = _misrouted(router, x, topk_ids, tf32)
+    exist = _exist(topk_ids, router).all(axis=1)
+    if not exist.all():
+        return Verdict(float("nan"), float("nan"), misrouted, 0, len(x))
+    experts = _few_experts(topk_ids, max(topk_ids.shape[1], _MOST_WEIGHTS // expert_weights))
+    sample = np.nonzero(np.isin(topk_ids, experts).all(axis=1))[0]
+    local = np.searchsorted(experts, topk_ids[sample])
+    layer, owners = weights_of(experts), np.zeros(len(experts), int)
+    few = topk_ids[sample], local
+    return _judge(layer, x[sample], y[sample], *few, owners, "direct", misrouted, len(x), tf32)
+
+
+def _few_experts(topk_ids: np.ndarray, most: int) -> np.ndarray:
+    """Ids, ascending, of at most `most` experts: those of the first tokens whose experts fit."""
+    chosen: set[int] = set()
+    for row in topk_ids.tolist():
+        if len(chosen | set(row)) <= most:
+            chosen |= set(row)
+    return np.array(sorted(chosen))
+
+
+def _exist(topk_ids: np.ndarray, router: np.ndarray) -> np.ndarray:
+    return (topk_ids >= 0) & (topk_ids < len(router))
+
+
+def _misrouted(router: np.ndarray, x: np.ndarray, topk_ids: np.ndarray, tf32: bool) -> int:
+    """Tokens whose ids are no top-k."""
+    exist = _exist(topk_ids, router).all(axis=1)
+    if not exist.all():
+        return int((~exist).sum())
+    logits = router_logits(x, router)
+    slack, _ = router_error(x, router, None, topk_ids, weigh(logits, topk_ids), renormalize=True)
+    if tf32:
+        slack = slack + 2.0 * np.abs(router_logits(_truncated(x), _truncated(router)) - logits).max(axis=1)
+    return int((~check_topk(logits, topk_ids, slack)).sum())
+
+
+def _judge(
+    layer: MoELayer,
+    x: np.ndarray,
+    y: np.ndarray,
+    topk_ids: np.ndarray,
+    local_ids: np.ndarray,
+    placement: np.ndarray,
+    return_mode: str,
+    misrouted: int,
+    of_tokens: int,
+    tf32: bool,
+) -> Verdict:
+    """`topk_ids` are rows of the router, `local_ids` the same experts among the layer's weights."""
+    weights = weigh(router_logits(x, layer.router), topk_ids, layer.renormalize)
+    _, variance = router_error(x, layer.router, None, topk_ids, weights, renormalize=layer.renormalize)
+    arrays = x, layer.gate_up_proj, layer.down_proj
+    reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, activation=layer.activation)
     allowed = call_error(
-        x,
-        layer.gate_up_proj,
-        layer.down_proj,
-        topk_ids,
+        *arrays,
+        local_ids,
         weights,
         return_mode=return_mode,
-        placement=placement,
+        placement=placement.tolist(),
         activation=layer.activation,
-        weight_variance=weight_variance,
+        weight_variance=variance,
     )
+    bound = allowed.bound
+    if tf32:
+        # Truncated factors make all products smaller, which does not average out. What that does to the operands given
+        # is known; of the intermediate it takes less than 2^-10.
+        truncated = weigh(router_logits(_truncated(x), _truncated(layer.router)), topk_ids, layer.renormalize)
+        seen = moe_reference(
+            *map(_truncated, arrays), topk_ids=local_ids, topk_weights=truncated, activation=layer.activation
+        )
+        bound += float(np.linalg.norm(seen.y - reference.y)) + 2.0**-10 * reference.scale
     error = relative_error(y, reference.y, reference.scale)
-    bound = allowed.bound / reference.scale if reference.scale else 0.0
-    return Verdict(error, bound, int((~valid).sum()))
+    bound = bound / reference.scale if reference.scale else 0.0
+    return Verdict(error, bound, misrouted, len(x), of_tokens)
+
+
+def _truncated(array: np.ndarray) -> np.ndarray:
+    """float32 without the 13 low bits of its mantissa."""
+    return (np.ascontiguousarray(array).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)

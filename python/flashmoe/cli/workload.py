@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from ..errors import InvalidArgument
 from ..memory import check_fits, plan_memory
 from ..placement import contiguous
 from .render import working
+
+if TYPE_CHECKING:
+    from .device import DeviceLayer
 
 DEFAULT_TOKENS = 512
 """Tokens per rank where no hidden states set the number."""
@@ -29,6 +32,8 @@ class Request:
     dtype: str | None
     """None for the source's own."""
     return_mode: str
+    engine: str = "cpu"
+    """``cpu`` or ``cuda``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +41,7 @@ class Workload:
     """A layer and every rank's tokens."""
 
     title: str
-    layer: MoELayer
+    layer: MoELayer | DeviceLayer
     tokens: list[np.ndarray]
     """Hidden states of each rank: [T_p, H], the layer's dtype."""
     placement: tuple[int, ...]
@@ -45,6 +50,8 @@ class Workload:
     """The sizes that `flashmoe.Context` takes."""
     notes: list[str]
     """What a reader must know about the data."""
+    engine: str
+    """``cpu`` or ``cuda``."""
 
 
 def random_workload(shape: models.ModelShape, request: Request, seed: int, skew: float) -> Workload:
@@ -52,13 +59,17 @@ def random_workload(shape: models.ModelShape, request: Request, seed: int, skew:
     dtype, tokens = request.dtype or "bfloat16", request.tokens or DEFAULT_TOKENS
     limits = _limits(shape, request, tokens, dtype)
     with working(f"random weights of {shape.name}"):
-        layer, states = models.random_layer(shape, request.ranks * tokens, seed=seed, skew=skew, dtype=dtype)
+        if request.engine == "cuda":  # up to 34 GB of them: made where they are used
+            from .device import random_layer
+        else:
+            random_layer = models.random_layer
+        layer, states = random_layer(shape, request.ranks * tokens, seed=seed, skew=skew, dtype=dtype)
     notes = [f"random weights and tokens, seed {seed}, skew {skew:g}"]
     if shape.shared:
         notes.append(f"without the model's shared experts ({shape.shared})")
     if shape.differs:
         notes.append(f"plain softmax and top-k; not emulated: {shape.differs}")
-    return _deal(shape.name, layer, states, limits, notes)
+    return _deal(shape.name, layer, states, limits, notes, request.engine)
 
 
 def file_workload(path: Path, request: Request, seed: int) -> Workload:
@@ -68,7 +79,7 @@ def file_workload(path: Path, request: Request, seed: int) -> Workload:
     limits = _limits(layer, request, tokens, layer.dtype.name)
     states = np.random.default_rng(seed).standard_normal((request.ranks * tokens, layer.hidden), np.float32)
     notes = [f"weights from {path}; random tokens, seed {seed}"]
-    return _deal(layer.name, layer, states.astype(layer.dtype), limits, notes)
+    return _deal(layer.name, layer, states.astype(layer.dtype), limits, notes, request.engine)
 
 
 def shipped_workload(request: Request) -> Workload:
@@ -84,13 +95,14 @@ def shipped_workload(request: Request) -> Workload:
     limits = _limits(layer, request, -(-wanted // request.ranks), layer.dtype.name)
     notes = ["trained weights and real hidden states, shipped with the package"]
     title = f"tiny-qwen3-moe {layer.name}"
-    return _deal(title, layer, states[:wanted].astype(layer.dtype), limits, notes)
+    return _deal(title, layer, states[:wanted].astype(layer.dtype), limits, notes, request.engine)
 
 
 def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, dtype: str) -> dict[str, Any]:
     """The context's sizes, once they are known to fit into memory.
 
-    Checked for all ranks at once and before anything is made: a full /dev/shm kills whoever writes to it.
+    Checked for all ranks at once and before anything is made: a full /dev/shm kills whoever writes to it. What a
+    GPU has room for, its context knows.
     """
     limits = {
         "ranks": request.ranks,
@@ -102,7 +114,9 @@ def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, 
         "dtype": dtype,
         "return_mode": request.return_mode,
     }
-    check_fits(plan_memory(**limits))
+    plan = plan_memory(**limits)
+    if request.engine == "cpu":
+        check_fits(plan)
     return limits
 
 
@@ -116,8 +130,15 @@ def _cast(layer: MoELayer, dtype: str | None) -> MoELayer:
     return replace(layer, **{name: array.astype(models.DTYPES[dtype]) for name, array in arrays.items()})
 
 
-def _deal(title: str, layer: MoELayer, states: np.ndarray, limits: dict[str, Any], notes: list[str]) -> Workload:
+def _deal(
+    title: str,
+    layer: MoELayer | DeviceLayer,
+    states: np.ndarray,
+    limits: dict[str, Any],
+    notes: list[str],
+    engine: str,
+) -> Workload:
     """Deal tokens and experts out, contiguously and as evenly as possible."""
     ranks = limits["ranks"]
     placement = contiguous(layer.experts, ranks)
-    return Workload(title, layer, np.array_split(states, ranks), placement, limits, notes)
+    return Workload(title, layer, np.array_split(states, ranks), placement, limits, notes, engine)

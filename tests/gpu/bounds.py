@@ -1,0 +1,310 @@
+"""The float64 reference on the device, and how far the CUDA engine may be from it.
+
+Nothing here is the engine's: operands are widened to float64, and routing is recomputed from them. The bound is that of
+`flashmoe.tolerance` (its text derives it: variances of independent roundings, from the very values of the call, and a
+tail bound), with what tensor cores add:
+
+**TF32** (float32 tensors). The tensor cores ignore the 13 low bits of an operand's 23: they truncate v, of binade 2^e,
+to multiples of 2^(e-10), by 2^(e-11) in the mean, always towards zero. In a product, mantissas spread, that is
+2 * 0.72 * 2^-11 of its value, and all products shrink: unlike roundings it does not average out. So it has no place
+among the variances. What is truncated of x, the router and the weights is known: the bound grows by the norm of what
+that does to the result, which a second reference with truncated operands computes exactly. What is truncated of the
+activated intermediate a depends on float32 roundings before: there the mean, half a step towards zero, goes into that
+second reference, and step^2 / 12 among the variances. (Operands rounded to nearest would stay below half of it.)
+
+**Accumulation.** The products of one instruction are aligned to the largest and truncated, as is the sum, at one part
+in 2^-23 of it, towards zero. n products in steps of at least 8 add at most n/8 such errors, half of that in the mean:
+(n/16) 2^-23 of partial sums, whose root mean square is below that of sqrt(sum p^2 + (sum p)^2). Taken as a variance of
+its square, next to that of an exact float32 sum.
+
+**Functions.** exp and the reciprocal by the approximations of the SM: SiLU within 2^-20 of itself; erfc by a polynomial
+within 1.5e-7 of 1, so GELU within 1.5e-7 of its argument (include/flashmoe/sm90/activation.cuh).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from flashmoe.tolerance import UNIT_ROUNDOFF
+from torch import Tensor
+
+_SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
+_VARIANCE32 = UNIT_ROUNDOFF["float32"] ** 2 / 3.0
+_TF32_STEP = 2.0**-10  # relative to the binade
+_SILU_ERROR, _ERFC_ERROR = 2.0**-20, 1.5e-7
+_TAIL = 23.0  # exp(-23) = 1e-10
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of the experts; as the call takes them."""
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The reference's result, and what the engine's may differ by."""
+
+    y: Tensor
+    """float64 [T, H]."""
+    topk_ids: Tensor
+    """int64 [T, K]; -1: dropped. Where two logits are nearly equal, in the order that the engine reports."""
+    weights: Tensor
+    """float64 [T, K]."""
+    weight_slack: Tensor
+    """[T, K]: what the engine's may differ from those by."""
+    routing_is_valid: bool
+    scale: float
+    """Frobenius norm of the terms w f that y sums."""
+    rms: float
+    bound: float
+    """Of the Frobenius norm of the error."""
+
+
+def expected_result(
+    x: Tensor,
+    experts: Weights,
+    *,
+    top_k: int,
+    router: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    renormalize: bool = True,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    capacity_factor: float | None = None,
+    reported: Tensor | None = None,
+) -> Expected:
+    """The reference of a call. `reported`: the engine's ids, to follow where the router cannot tell two apart."""
+    valid = True
+    if topk_ids is None:
+        logits, theirs = logits_of(x, router, router_bias), logits_of(x, router, router_bias, as_engine=True)
+        ids = choose(logits, top_k)
+        if reported is not None and capacity_factor is None:
+            slack = router_slack(x, router, router_bias)
+            valid = are_top_k(logits, reported, slack)
+            ids = torch.where(((reported >= 0) & (reported < logits.shape[1])).all(dim=1, keepdim=True), reported, ids)
+        weights, engine = weigh(logits, ids, renormalize), weigh(theirs, ids, renormalize)
+        variance = _weight_variance(x, router, logits, ids, engine, renormalize)
+    else:
+        ids, weights = topk_ids.long(), topk_weights.double()
+        engine, variance = weights, torch.zeros_like(weights)
+    ids = drop(ids, capacity_factor, len(experts.down_proj))
+    sums = _Sums.zeros(x)
+    for expert in ids[ids >= 0].unique().tolist():
+        t, k = (ids == expert).nonzero(as_tuple=True)
+        w = weights[t, k, None], engine[t, k, None], variance[t, k, None]
+        _add_expert(sums, x[t], t, experts, expert, w)
+    dtype = _name(x)
+    several = (ids >= 0).sum(dim=1) > 1
+    of_sum = _VARIANCE32 * (top_k + 1) * (sums.squares / 6.0 + sums.y**2 / 3.0) + _rounding(sums.y, dtype)
+    by_token = (sums.variance + torch.where(several[:, None], of_sum, 0.0)).sum(dim=1)
+    rms, tail = _tail_bound(by_token)
+    shift = float((sums.engine - sums.y).norm())
+    return Expected(
+        y=sums.y,
+        topk_ids=ids,
+        weights=weights,
+        weight_slack=8.0 * variance.sqrt() + 2.0 * (engine - weights).abs(),
+        routing_is_valid=bool(valid),
+        scale=math.sqrt(float(sums.squares.sum())),
+        rms=rms + shift,
+        bound=tail + shift,
+    )
+
+
+# ---- Routing ------------------------------------------------------------------------------------------
+
+
+def logits_of(x: Tensor, router: Tensor, bias: Tensor | None, *, as_engine: bool = False) -> Tensor:
+    """float64 [T, E]; `as_engine`: of the operands as the tensor cores see them."""
+    operand = round_operand if as_engine else Tensor.double
+    logits = operand(x) @ operand(router).T
+    return logits if bias is None else logits + bias.double()
+
+
+def router_slack(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
+    """[T]: how much two logits of a token may differ and still be taken in either order: 8 standard deviations of the
+    difference of the least certain two, and twice what truncation moved one by."""
+    logits = logits_of(x, router, bias)
+    shift = (logits_of(x, router, bias, as_engine=True) - logits).abs()
+    variance = _dot_variance(x.double(), router.double(), logits)
+    return 8.0 * (2.0 * variance.amax(dim=1)).sqrt() + 2.0 * shift.amax(dim=1)
+
+
+def choose(logits: Tensor, top_k: int) -> Tensor:
+    """ids [T, K] of the largest logits; of equal ones the lower ids."""
+    return logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
+
+
+def weigh(logits: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
+    """Softmax of the logits at ids, divided by its sum over these if `renormalize`."""
+    shares = torch.softmax(logits, dim=1).gather(1, ids)
+    return shares / shares.sum(dim=1, keepdim=True) if renormalize else shares
+
+
+def are_top_k(logits: Tensor, ids: Tensor, slack: Tensor) -> bool:
+    """Every row's ids are distinct experts, by falling logit, and none left out is larger; all within `slack`."""
+    if not ((ids >= 0) & (ids < logits.shape[1])).all():
+        return False
+    times = torch.zeros_like(logits).scatter_add_(1, ids, torch.ones_like(ids, dtype=logits.dtype))
+    if (times > 1).any():
+        return False
+    values = logits.gather(1, ids)
+    left_out = torch.where(times > 0, -math.inf, logits).amax(dim=1, keepdim=True)
+    following = torch.cat([values, left_out], dim=1).flip(1).cummax(dim=1).values.flip(1)[:, 1:]
+    return bool((values >= following - slack[:, None]).all())
+
+
+def drop(ids: Tensor, capacity_factor: float | None, experts: int) -> Tensor:
+    """ids with -1 for pairs beyond an expert's capacity, in token order."""
+    if capacity_factor is None:
+        return ids
+    capacity = math.ceil(capacity_factor * ids.numel() / experts)
+    kept = ids.clone()
+    for expert in range(experts):
+        t, k = (ids == expert).nonzero(as_tuple=True)
+        kept[t[capacity:], k[capacity:]] = -1
+    return kept
+
+
+def _weight_variance(
+    x: Tensor, router: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, renormalize: bool
+) -> Tensor:
+    """Of the weights, as `flashmoe.tolerance.router_error` derives it."""
+    variance = _dot_variance(x.double(), router.double(), logits)
+    below = logits - logits.amax(dim=1, keepdim=True)
+    variance = variance + _VARIANCE32 * (below**2 + 16.0)
+    shares = below.exp()
+    if renormalize:
+        shares = torch.zeros_like(shares).scatter_(1, ids, shares.gather(1, ids))
+    shares = shares / shares.sum(dim=1, keepdim=True)
+    relative = (variance * (1.0 - 2.0 * shares)).gather(1, ids)
+    relative = relative + (variance * shares**2).sum(dim=1, keepdim=True)
+    relative = relative + _VARIANCE32 * (2.0 + shares.shape[1] / 3.0)
+    return weights**2 * relative + _SMALLEST_NORMAL["float32"] ** 2
+
+
+# ---- Experts ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sums:
+    """Over experts: [T, H] each."""
+
+    y: Tensor
+    engine: Tensor
+    """y of truncated operands."""
+    variance: Tensor
+    squares: Tensor
+
+    @classmethod
+    def zeros(cls, x: Tensor) -> _Sums:
+        return cls(*(torch.zeros(x.shape, dtype=torch.float64, device=x.device) for _ in range(4)))
+
+
+def _add_expert(
+    sums: _Sums, x: Tensor, t: Tensor, experts: Weights, expert: int, w: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """The terms of one expert for the tokens t, whose rows are x."""
+    dtype, activation = _name(x), experts.activation
+    w1, w2 = experts.gate_up_proj[expert], experts.down_proj[expert]
+    b1, b2 = (0.0 if bias is None else bias[expert].double() for bias in (experts.gate_up_bias, experts.down_bias))
+    z = x.double() @ w1.double().T + b1
+    a, a_variance = _activated(z, _dot_variance(x.double(), w1.double(), z), activation)
+    a_variance = a_variance + _rounding(a, dtype)
+    f = a @ w2.double().T + b2
+    f_engine = f
+    if dtype == "float32":
+        a_engine, _ = _activated(round_operand(x) @ round_operand(w1).T + b1, None, activation)
+        step = _TF32_STEP * _binade(a_engine, dtype)
+        a_engine = torch.where(a_engine.abs() > step, a_engine - a_engine.sign() * step / 2.0, a_engine)
+        a_variance = a_variance + step**2 / 12.0
+        f_engine = a_engine @ round_operand(w2).T + b2
+    f_variance = _dot_variance(a, w2.double(), f) + a_variance @ (w2.double() ** 2).T
+    weight, weight_engine, weight_variance = w
+    row = weight * f
+    variance = weight**2 * f_variance + weight_variance * f**2 + _rounding(row, dtype)
+    if dtype != "float32":
+        variance = variance + _VARIANCE32 * row**2  # the product, before that rounding
+    # A token has an expert once, so that no two of t are equal.
+    sums.y[t] += row
+    sums.engine[t] += weight_engine * f_engine
+    sums.variance[t] += variance
+    sums.squares[t] += row**2
+
+
+def round_operand(v: Tensor) -> Tensor:
+    """v as the tensor cores see it, in float64: float32 without its 13 low bits, other types as they are."""
+    if v.dtype != torch.float32:
+        return v.double()
+    return (v.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
+
+
+def _dot_variance(x: Tensor, matrix: Tensor, values: Tensor) -> Tensor:
+    """Of ``matrix @ x[t] + bias``, which is `values`, summed in float32 by the tensor cores."""
+    n = x.shape[1] + 2
+    squares = (x**2) @ (matrix**2).T
+    truncation = (n / 16.0 * 2.0**-23) ** 2
+    return _VARIANCE32 * n * (squares / 6.0 + values**2 / 3.0) + truncation * (squares + values**2)
+
+
+def _activated(z: Tensor, variance: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
+    """act(z), and its variance for z of the given one."""
+    if activation == "swiglu":
+        (gate, up), parts = z.chunk(2, dim=1), (None, None) if variance is None else variance.chunk(2, dim=1)
+        silu, silu_variance = _activated(gate, parts[0], "silu")
+        if variance is None:
+            return silu * up, None
+        return silu * up, silu_variance * up**2 + silu**2 * parts[1]
+    a = _activate(z, activation)
+    if variance is None:
+        return a, None
+    step = 1e-6 * (1.0 + z.abs())
+    slope = (_activate(z + step, activation) - a) / step
+    of_function = {
+        "relu": torch.zeros_like(z),
+        "gelu": _ERFC_ERROR * z,
+        # exp's argument is rounded, which exp(-z) has as a relative error that grows with |z|.
+        "silu": a * (_SILU_ERROR + 4.0 * UNIT_ROUNDOFF["float32"] * (-z).clamp(min=0.0)),
+    }[activation]
+    return a, variance * slope**2 + of_function**2
+
+
+def _activate(z: Tensor, activation: str) -> Tensor:
+    if activation == "relu":
+        return z.clamp(min=0.0)
+    if activation == "gelu":
+        return 0.5 * z * torch.special.erfc(-z / math.sqrt(2.0))
+    return z * torch.sigmoid(z)
+
+
+def _binade(value: Tensor, dtype: str) -> Tensor:
+    exponent = torch.frexp(value.abs().clamp(min=_SMALLEST_NORMAL[dtype])).exponent
+    return torch.exp2((exponent - 1).double())
+
+
+def _rounding(value: Tensor, dtype: str) -> Tensor:
+    """Variance of rounding `value` to `dtype`: ulp^2 / 12, and 0 for 0."""
+    ulp = 2.0 * UNIT_ROUNDOFF[dtype] * _binade(value, dtype)
+    return torch.where(value != 0.0, ulp**2 / 12.0, 0.0)
+
+
+def _tail_bound(by_token: Tensor) -> tuple[float, float]:
+    """Root mean square, and bound exceeded with a probability below 1e-10, of the norm of errors whose variances by
+    token these are (see `flashmoe.tolerance`)."""
+    if len(by_token) == 0:
+        return 0.0, 0.0
+    v, largest = float(by_token.sum()), float(by_token.max())
+    excess = 2.0 * math.sqrt(_TAIL * float((by_token**2).sum())) + 2.0 * _TAIL * largest
+    return math.sqrt(v), math.sqrt(v + excess)
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,66 @@
+"""The tests that need a GPU: skipped by name where there is none. Kernels are compiled before the first of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from flashmoe import jit
+from flashmoe.errors import FlashMoEError
+from layers import ACTIVATIONS, DTYPES, SEED
+
+HERE = Path(__file__).resolve().parent
+
+
+def missing() -> str | None:
+    """What keeps the tests from running; None: nothing does."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return f"no CUDA device of compute capability 9.0, but {torch.cuda.get_device_name()}"
+    try:
+        jit.find_nvcc()
+    except FlashMoEError as error:
+        return str(error)
+    return None
+
+
+def here(items: list[pytest.Item]) -> list[pytest.Item]:
+    return [item for item in items if HERE in item.path.parents]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if here(items) and (reason := missing()):
+        for item in here(items):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Names the device, and compiles what the tests will ask for: no test's time limit has room for that."""
+    if not here(session.items) or missing() or session.config.option.collectonly:
+        return
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
+    except OSError:
+        driver = []
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    terminal.write_line(
+        f"{torch.cuda.get_device_name()}, {memory:.0f} GiB, driver {driver[0] if driver else '?'}, "
+        f"torch {torch.__version__}, {jit.find_nvcc()}; FLASHMOE_SEED={SEED}"
+    )
+    variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in ACTIVATIONS]
+    variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        list(pool.map(jit.compile_kernel, variants))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exact_references() -> None:
+    """No TF32 in PyTorch's own products: they are what is compared with."""
+    torch.backends.cuda.matmul.allow_tf32 = False

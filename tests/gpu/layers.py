@@ -1,0 +1,215 @@
+"""Calls of one GPU for the tests: inputs on the device, how they are made, the check of what comes back."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import flashmoe
+import pytest
+import torch
+from bounds import Expected, Weights, choose, expected_result, logits_of, router_slack
+from flashmoe.report import CallReport
+from torch import Tensor
+
+DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+SEED = int(os.environ.get("FLASHMOE_SEED") or secrets.randbelow(2**31))
+"""Of what is new in each run; conftest.py prints it."""
+PATIENCE = 10.0
+"""Seconds without progress after which a kernel gives up."""
+
+
+@dataclass(eq=False)
+class Problem:
+    """One call: tensors on the device, and options."""
+
+    x: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    top_k: int
+    router: Tensor | None = None
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_weights: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """activation, renormalize, capacity_factor"""
+
+    @property
+    def dtype(self) -> str:
+        return str(self.x.dtype).removeprefix("torch.")
+
+    @property
+    def experts(self) -> int:
+        return len(self.down_proj)
+
+    def weights(self) -> Weights:
+        return Weights(
+            self.gate_up_proj,
+            self.down_proj,
+            self.gate_up_bias,
+            self.down_bias,
+            self.options.get("activation", "swiglu"),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `flashmoe.moe`."""
+        names = ("x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+        arguments = {**{name: getattr(self, name) for name in names}, **self.options}
+        if self.topk_ids is None:
+            return arguments | {"router": self.router, "router_bias": self.router_bias, "top_k": self.top_k}
+        return arguments | {"topk_ids": self.topk_ids, "topk_weights": self.topk_weights}
+
+
+def random_problem(
+    seed: int,
+    tokens: int,
+    *,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    dtype: str = "bfloat16",
+    ids: str | None = None,
+    skew: float = 0.0,
+    scale: float = 1.0,
+    biases: bool = False,
+    device: str = "cuda",
+    **options: Any,
+) -> Problem:
+    """Normal inputs with results about as large as `scale`. `ids`: None for a router, or the type of given ids.
+
+    `skew` spreads the experts' mean logits: from 0, all equally likely, to 50, nearly all tokens to the same ones. With
+    a router and a capacity, tokens whose experts are beyond the engine's judgement are left out: they would decide who
+    else is dropped.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def normal(*shape: int, size: float) -> Tensor:
+        made = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        for part in made if len(shape) == 3 else [made]:  # one expert at a time: float32 copies of all are large
+            part.copy_(numbers(*part.shape).mul_(size))
+        return made
+
+    rows = intermediate * (2 if options.get("activation", "swiglu") == "swiglu" else 1)
+    order = torch.randperm(experts, generator=generator, device=device)
+    preference = skew * torch.linspace(0.0, 1.0, experts, device=device)[order]
+    problem = Problem(
+        x=normal(tokens, hidden, size=scale),
+        gate_up_proj=normal(experts, rows, hidden, size=hidden**-0.5),
+        down_proj=normal(experts, hidden, intermediate, size=intermediate**-0.5),
+        top_k=top_k,
+        gate_up_bias=normal(experts, rows, size=scale) if biases else None,
+        down_bias=normal(experts, hidden, size=scale) if biases else None,
+        options=options,
+    )
+    if ids is not None:
+        uniform = torch.rand(tokens, experts, generator=generator, device=device).clamp_(1e-7, 1 - 1e-7)
+        gumbel = -torch.log(-torch.log(uniform))
+        problem.topk_ids = choose((preference + gumbel).double(), top_k).to(getattr(torch, ids))
+        problem.topk_weights = torch.rand(tokens, top_k, generator=generator, device=device) * 3.0 - 1.0
+        return problem
+    problem.router = normal(experts, hidden, size=2.0 / (scale * hidden**0.5))
+    if biases:
+        problem.router_bias = (preference + 0.5 * numbers(experts)).to(problem.x.dtype)
+    elif skew:
+        problem.x[:, 0] = problem.x[:, 0].abs() + scale
+        problem.router[:, 0] += (preference / scale).to(problem.x.dtype)
+    if options.get("capacity_factor") is not None:
+        problem.x = problem.x[is_certain(problem)].contiguous()
+    return problem
+
+
+def is_certain(problem: Problem) -> Tensor:
+    """bool [T]: the k-th and the next logit differ by more than the engine may misjudge."""
+    logits = logits_of(problem.x, problem.router, problem.router_bias)
+    slack = router_slack(problem.x, problem.router, problem.router_bias)
+    falling = logits.sort(dim=1, descending=True).values
+    least = falling.new_full((len(falling), 1), -math.inf)
+    falling = torch.cat([falling, least], dim=1)
+    return falling[:, problem.top_k - 1] - falling[:, problem.top_k] > 2.0 * slack
+
+
+def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
+    """A context as small as the call allows."""
+    experts, hidden, intermediate = problem.down_proj.shape
+    sizes = {
+        "max_tokens": max(1, len(problem.x)),
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "experts": experts,
+        "top_k": problem.top_k,
+        "dtype": problem.dtype,
+        "timeout": PATIENCE,
+        "engine": "cuda",
+    }
+    torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
+    return flashmoe.Context(**sizes | changes)
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Outputs begin as NaN, so that what the kernel does not write is noticed."""
+    with pytest.MonkeyPatch.context() as patch:
+        empty_like = torch.empty_like
+        patch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(math.nan))
+        yield
+
+
+def call(context: flashmoe.Context, problem: Problem, **how: Any) -> tuple[Tensor, CallReport]:
+    """Make the call, on a poisoned output, and wait for it."""
+    with poisoned_outputs():
+        y = flashmoe.moe(context, **problem.arguments(), **how)
+    context.synchronize()
+    return y, context.last_call
+
+
+def check(problem: Problem, y: Tensor, report: CallReport) -> Expected:
+    """y is within the bound of the float64 reference, and routing and drops are the reference's."""
+    x = problem.x
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device) and y.is_contiguous()
+    assert report.tokens == len(x)
+    reported = torch.from_numpy(report.topk_ids).to(x.device).long()
+    expected = expected_result(
+        x,
+        problem.weights(),
+        top_k=problem.top_k,
+        router=problem.router,
+        router_bias=problem.router_bias,
+        renormalize=problem.options.get("renormalize", True),
+        topk_ids=problem.topk_ids,
+        topk_weights=problem.topk_weights,
+        capacity_factor=problem.options.get("capacity_factor"),
+        reported=reported,
+    )
+    assert expected.routing_is_valid, "experts that are no top-k of the float64 logits"
+    assert torch.equal(reported, expected.topk_ids)
+    assert report.dropped == int((expected.topk_ids < 0).sum())
+    if problem.topk_ids is None:
+        weights = torch.from_numpy(report.topk_weights).to(x.device).double()
+        off = (weights - expected.weights).abs() > expected.weight_slack
+        assert not (off & (expected.topk_ids >= 0)).any(), "weights"
+    assert y.isfinite().all(), f"{int((~y.isfinite()).any(dim=1).sum())} rows of y are not finite"
+    error = float((y.double() - expected.y).norm())
+    assert error <= expected.bound, (
+        f"error {error:.3e}, bound {expected.bound:.3e} (rms {expected.rms:.3e}), norm of terms {expected.scale:.3e}"
+    )
+    return expected
+
+
+def run_and_check(problem: Problem, **limits: Any) -> Tensor:
+    """The call in a context of its own, checked."""
+    with context_of(problem, **limits) as context:
+        y, report = call(context, problem)
+        check(problem, y, report)
+    return y

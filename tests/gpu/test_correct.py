@@ -1,0 +1,265 @@
+"""The CUDA engine against the float64 reference: kinds of call, ends of ranges, random shapes, many calls.
+
+FLASHMOE_EXAMPLES sets the number of random shapes, FLASHMOE_SEED makes a run repeat another, FLASHMOE_CALLS sets the
+number of calls in one process. Every output begins as NaN (layers.poisoned_outputs).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from dataclasses import replace
+
+import flashmoe
+import pytest
+import torch
+from flashmoe.tolerance import error_bound
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from layers import (
+    ACTIVATIONS,
+    DTYPES,
+    SEED,
+    Problem,
+    call,
+    check,
+    context_of,
+    poisoned_outputs,
+    random_problem,
+    run_and_check,
+)
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "200"))
+CALLS = int(os.environ.get("FLASHMOE_CALLS", "10000"))
+USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4}
+ROUTINGS = {"router": None, "int32": "int32", "int64": "int64"}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kind_of_call(dtype, activation, biases, routing):
+    problem = random_problem(
+        1, 333, dtype=dtype, activation=activation, biases=biases, ids=ROUTINGS[routing], skew=3.0, **USUAL
+    )
+    run_and_check(problem)
+
+
+EDGES = {
+    "no tokens": (0, {}),
+    "one token": (1, {}),
+    "nine tokens": (9, {}),
+    "one expert": (300, {"experts": 1, "top_k": 1}),
+    "one expert, probability 1": (50, {"experts": 1, "top_k": 1, "renormalize": False}),
+    "one expert for each token": (300, {"top_k": 1}),
+    "every expert for every token": (150, {"top_k": 16}),
+    "all tokens to the same experts": (1000, {"top_k": 2, "skew": 50.0}),
+    "all tokens to one expert": (3000, {"top_k": 1, "skew": 50.0}),
+    "experts without tokens": (3, {"experts": 300}),
+    "1024 experts": (500, {"experts": 1024, "top_k": 8}),
+    "32 experts of a token": (200, {"experts": 64, "top_k": 32}),
+    "32 of 32 experts": (100, {"experts": 32, "top_k": 32}),
+    "1024 experts, 32 of a token": (700, {"experts": 1024, "top_k": 32}),
+    "the smallest sizes": (70, {"hidden": 8, "intermediate": 8}),
+    "the smallest H": (70, {"hidden": 8, "intermediate": 1000}),
+    "the smallest I": (70, {"hidden": 1000, "intermediate": 8}),
+    "sizes just above a tile's": (257, {"hidden": 136, "intermediate": 136}),
+    "powers of two": (1024, {"hidden": 1024, "intermediate": 512, "experts": 8, "top_k": 2}),
+    "probabilities not renormalized": (200, {"renormalize": False}),
+    "capacity below one token": (200, {"capacity_factor": 1e-6}),
+    "capacity of all": (200, {"capacity_factor": 1e6, "skew": 50.0}),
+    "capacity of half": (400, {"capacity_factor": 0.5, "skew": 3.0}),
+    "capacity of half, ids given": (400, {"capacity_factor": 0.5, "skew": 3.0, "ids": "int64"}),
+    "capacity that drops most": (900, {"capacity_factor": 0.3, "skew": 50.0, "ids": "int32"}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("edge", EDGES)
+def test_edge(edge, dtype):
+    tokens, changes = EDGES[edge]
+    run_and_check(random_problem(len(edge), tokens, dtype=dtype, **USUAL | changes))
+
+
+@pytest.mark.parametrize("tokens", [7, 8, 64, 65, 96, 255, 256, 257, 513, 1056, 1057, 8448, 20000])
+def test_tokens_around_the_sizes_of_blocks_and_tiles(tokens):
+    run_and_check(random_problem(tokens, tokens, hidden=64, intermediate=64, experts=4, top_k=2))
+
+
+@pytest.mark.parametrize("processors", [1, 2, 3, 66])
+def test_few_thread_blocks(processors):
+    run_and_check(random_problem(9, 500, **USUAL), processors=processors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_expert_empty_but_one(dtype):
+    problem = random_problem(4, 700, dtype=dtype, ids="int32", **USUAL | {"experts": 200, "top_k": 1})
+    problem.topk_ids.fill_(137)
+    run_and_check(problem)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_logits_choose_the_lower_ids(dtype):
+    """Small integers: logits are exact, in TF32 too, so that ties are ties, and many."""
+    problem = random_problem(5, 200, dtype=dtype, **USUAL | {"hidden": 64, "experts": 40, "top_k": 5})
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    for each in (problem.x, problem.router):
+        each.copy_(torch.randint(-1, 2, each.shape, generator=generator, device="cuda"))
+    problem.x[5] = 0  # all equal
+    with context_of(problem) as context:
+        _, report = call(context, problem)
+    logits = (problem.x.double() @ problem.router.double().T).cpu()
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :5]
+    assert torch.equal(torch.from_numpy(report.topk_ids).long(), ids)
+    assert report.topk_ids[5].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_rows(dtype):
+    """Rows of x, router and weights, and experts, that lie apart; what lies between is NaN."""
+    problem = random_problem(6, 310, dtype=dtype, **USUAL)
+
+    def apart(tensor: torch.Tensor, columns: int, each_other: bool) -> torch.Tensor:
+        shape = [*tensor.shape[:-1], tensor.shape[-1] + columns]
+        shape[0] *= 2 if each_other else 1
+        wide = torch.full(shape, math.nan, dtype=tensor.dtype, device=tensor.device)
+        view = wide[:: 2 if each_other else 1][..., 8 : 8 + tensor.shape[-1]]
+        view.copy_(tensor)
+        return view
+
+    strided = replace(
+        problem,
+        x=apart(problem.x, 24, True),
+        router=apart(problem.router, 8, False),
+        gate_up_proj=apart(problem.gate_up_proj, 16, True),
+        down_proj=apart(problem.down_proj, 40, True),
+    )
+    with context_of(problem) as context:
+        y, report = call(context, strided)
+        check(strided, y, report)
+        assert torch.equal(y, call(context, problem)[0])
+
+
+def test_weights_that_a_caller_changes_are_read_anew():
+    problem = random_problem(7, 100, **USUAL)
+    with context_of(problem) as context:
+        for factor in (1.0, -2.0, 0.5):
+            problem.down_proj.mul_(factor)
+            problem.router.mul_(-1.0)
+            check(problem, *call(context, problem))
+
+
+# ---- The same bits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 40, 1500])
+def test_a_hundred_calls_give_the_same_bits(tokens, dtype):
+    problem = random_problem(8, tokens, dtype=dtype, skew=3.0, **USUAL | {"experts": 64, "top_k": 8})
+    with context_of(problem) as context:
+        y, report = call(context, problem)
+        check(problem, y, report)
+        for turn in range(99):
+            again, _ = call(context, problem)
+            assert torch.equal(again, y), f"call {turn + 2} differs"
+
+
+def test_the_bits_do_not_depend_on_the_number_of_thread_blocks():
+    problem = random_problem(10, 700, skew=3.0, **USUAL)
+    outputs = []
+    for processors in (2, 17, None):
+        with context_of(problem, processors=processors) as context:
+            outputs.append(call(context, problem)[0])
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+# ---- Random shapes ------------------------------------------------------------------------------------
+
+
+@st.composite
+def shapes(draw) -> dict:
+    experts = draw(st.integers(1, 300) | st.integers(1, 16), label="experts")
+    size = st.integers(1, 256).map(lambda n: 8 * n) | st.integers(1, 40).map(lambda n: 8 * n)
+    return {
+        "seed": draw(st.integers(0, 2**31 - 1)),
+        "tokens": draw(st.integers(0, 3000) | st.integers(0, 64), label="tokens"),
+        "hidden": draw(size, label="hidden"),
+        "intermediate": draw(size, label="intermediate"),
+        "experts": experts,
+        "top_k": draw(st.integers(1, min(16, experts)), label="top_k"),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "ids": draw(st.sampled_from([None, None, "int32", "int64"])),
+        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
+        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
+        "biases": draw(st.booleans()),
+        "renormalize": draw(st.booleans()),
+        "capacity_factor": draw(st.sampled_from([None] * 4 + [0.3, 1.0, 2.5])),
+    }
+
+
+@pytest.mark.timeout(0)
+@seed(SEED)
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(shape=shapes())
+def test_random_shapes(shape):
+    run_and_check(random_problem(**shape))
+
+
+# ---- Many calls ---------------------------------------------------------------------------------------
+
+
+def dense(problem: Problem, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """y in float32, from what every expert makes of every token; and the norm of the terms."""
+    experts, hidden, inner = problem.down_proj.shape
+    z = (x.float() @ problem.gate_up_proj.float().flatten(0, 1).T).view(len(x), experts, 2 * inner)
+    gate, up = z.chunk(2, dim=2)
+    f = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up, problem.down_proj.float())
+    terms = weights[..., None] * f.gather(1, ids.long()[..., None].expand(-1, -1, hidden))
+    return terms.sum(dim=1), float(terms.norm())
+
+
+@pytest.mark.timeout(0)
+def test_ten_thousand_calls_of_changing_size():
+    """Router and given routing in turn, in one context. Every tenth call is compared, to within `error_bound`, which is
+    the rms for data such as these, and the tail of few tokens (flashmoe.tolerance: s = 23)."""
+    sizes = {"hidden": 256, "intermediate": 128, "experts": 32, "top_k": 4}
+    most = 1024
+    routed = random_problem(11, most, **sizes)
+    given_ids = random_problem(12, most, ids="int64", **sizes)
+    expected_error = error_bound("bfloat16", 256, 128, 4, "direct")
+    chosen = random.Random(SEED)
+    with context_of(routed) as context, poisoned_outputs():
+        for turn in range(CALLS):
+            tokens = chosen.choice([0, 1, 8, most, chosen.randint(0, 64), chosen.randint(0, most)])
+            first = chosen.randint(0, most - tokens)
+            part = slice(first, first + tokens)
+            problem = replace(routed, x=routed.x[part])
+            if turn % 2:
+                problem = replace(
+                    given_ids,
+                    x=given_ids.x[part],
+                    topk_ids=given_ids.topk_ids[part],
+                    topk_weights=given_ids.topk_weights[part],
+                )
+            y = flashmoe.moe(context, **problem.arguments())
+            if turn % 20 not in (0, 11):  # every tenth, of both kinds
+                continue
+            report = context.last_call
+            ids = torch.from_numpy(report.topk_ids).cuda()
+            weights = torch.from_numpy(report.topk_weights).cuda()
+            expected, scale = dense(problem, problem.x, ids, weights)
+            bound = scale * expected_error * math.sqrt(1 + 2 * math.sqrt(23 / max(1, tokens)) + 46 / max(1, tokens))
+            error = float((y.float() - expected).norm())
+            assert error <= bound, f"call {turn + 1}, T={tokens}: error {error:.3e}, bound {bound:.3e}"
+        context.synchronize()

@@ -1,0 +1,66 @@
+"""Both engines on the same inputs: no further apart than their bounds together."""
+
+from __future__ import annotations
+
+import flashmoe
+import numpy as np
+import pytest
+import torch
+from bounds import expected_result
+from flashmoe.tolerance import UNIT_ROUNDOFF
+from layers import ACTIVATIONS, DTYPES, PATIENCE, Problem, call, check, context_of, is_certain, random_problem
+
+pytestmark = pytest.mark.gpu
+
+
+def on_cpu(problem: Problem) -> dict:
+    return {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in problem.arguments().items()}
+
+
+@pytest.mark.parametrize("ids", [None, "int32", "int64"], ids=["router", "int32", "int64"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_engines_agree(dtype, activation, ids):
+    problem = random_problem(
+        21,
+        130,
+        hidden=96,
+        intermediate=80,
+        experts=12,
+        top_k=3,
+        dtype=dtype,
+        ids=ids,
+        activation=activation,
+        biases=True,
+    )
+    if ids is None:  # else one of the two may take another expert
+        problem.x = problem.x[is_certain(problem)].contiguous()
+        assert len(problem.x) > 60
+    with context_of(problem) as context:
+        y, report = call(context, problem)
+        expected = check(problem, y, report)
+    sizes = {"experts": 12, "top_k": 3, "dtype": dtype, "timeout": PATIENCE, "engine": "cpu"}
+    with flashmoe.Context(max_tokens=len(problem.x), hidden=96, intermediate=80, **sizes) as context:
+        other = flashmoe.moe(context, **on_cpu(problem))
+        theirs = context.last_call
+    np.testing.assert_array_equal(report.topk_ids, theirs.topk_ids)
+    np.testing.assert_allclose(
+        report.topk_weights, theirs.topk_weights, rtol=2.0**-8 if dtype == "float32" else 1e-4, atol=1e-6
+    )
+    # The CPU engine's operands are exact, and its roundings are among those that the bound allows for.
+    error = float((y.double().cpu() - other.double()).norm())
+    assert error <= 2.0 * expected.bound
+
+
+def test_the_bound_is_as_sharp_as_it_says():
+    """A test of the tests: a result that lacks one expert of one token is outside."""
+    problem = random_problem(22, 700, hidden=256, intermediate=192, experts=16, top_k=4, ids="int32")
+    problem.topk_weights[123, 2] = 1.0
+    expected = expected_result(
+        problem.x, problem.weights(), top_k=4, topk_ids=problem.topk_ids, topk_weights=problem.topk_weights
+    )
+    assert expected.bound < 2.0 * UNIT_ROUNDOFF["bfloat16"] * expected.scale
+    without = problem.topk_weights.clone()
+    without[123, 2] = 0.0
+    damaged = expected_result(problem.x, problem.weights(), top_k=4, topk_ids=problem.topk_ids, topk_weights=without)
+    assert float((damaged.y - expected.y).norm()) > expected.bound

@@ -1,0 +1,38 @@
+"""A call is one operation of the GPU, whatever it computes."""
+
+from __future__ import annotations
+
+import flashmoe
+import pytest
+import torch
+from layers import call, context_of, random_problem
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+pytestmark = pytest.mark.gpu
+
+CALLS = 10
+
+
+def operations(run) -> list[str]:
+    """Names of the kernels, copies and fills that `run` makes the GPU do."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
+    return [name for name in names if "sync" not in name.lower()]
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 5000])
+@pytest.mark.parametrize("ids", [None, "int32", "int64"], ids=["router", "int32", "int64"])
+def test_one_operation_per_call(tokens, ids):
+    problem = random_problem(1, tokens, hidden=512, intermediate=256, experts=32, top_k=4, ids=ids, biases=True)
+    arguments = problem.arguments()
+    ones = torch.ones(8, device="cuda")
+    with context_of(problem) as context:
+        call(context, problem)
+        operations(lambda: ones + 1)  # the profiler's own first time
+        assert len(operations(lambda: ones + 1)) == 1, "the profiler does not see a kernel of PyTorch's"
+        seen = operations(lambda: [flashmoe.moe(context, **arguments) for _ in range(CALLS)])
+    assert len(seen) == CALLS, seen
+    assert all("flashmoe_moe" in name for name in seen), seen
