@@ -84,22 +84,22 @@ def expected_result(
     """The reference of a call. `reported`: the engine's ids, to follow where the router cannot tell two apart."""
     valid = True
     if topk_ids is None:
-        logits, theirs = logits_of(x, router, router_bias), logits_of(x, router, router_bias, as_engine=True)
+        logits = logits_of(x, router, router_bias)
         ids = choose(logits, top_k)
         if reported is not None and capacity_factor is None:
             slack = router_slack(x, router, router_bias)
             valid = are_top_k(logits, reported, slack)
             ids = torch.where(((reported >= 0) & (reported < logits.shape[1])).all(dim=1, keepdim=True), reported, ids)
-        weights, engine = weigh(logits, ids, renormalize), weigh(theirs, ids, renormalize)
-        variance = _weight_variance(x, router, logits, ids, engine, renormalize)
+        weights = weigh(logits, ids, renormalize)
+        variance = _weight_variance(x, router, logits, ids, weights, renormalize)
     else:
         ids, weights = topk_ids.long(), topk_weights.double()
-        engine, variance = weights, torch.zeros_like(weights)
+        variance = torch.zeros_like(weights)
     ids = drop(ids, capacity_factor, len(experts.down_proj))
     sums = _Sums.zeros(x)
     for expert in ids[ids >= 0].unique().tolist():
         t, k = (ids == expert).nonzero(as_tuple=True)
-        w = weights[t, k, None], engine[t, k, None], variance[t, k, None]
+        w = weights[t, k, None], weights[t, k, None], variance[t, k, None]
         _add_expert(sums, x[t], t, experts, expert, w)
     dtype = _name(x)
     several = (ids >= 0).sum(dim=1) > 1
@@ -111,7 +111,7 @@ def expected_result(
         y=sums.y,
         topk_ids=ids,
         weights=weights,
-        weight_slack=8.0 * variance.sqrt() + 2.0 * (engine - weights).abs(),
+        weight_slack=8.0 * variance.sqrt(),
         routing_is_valid=bool(valid),
         scale=math.sqrt(float(sums.squares.sum())),
         rms=rms + shift,
@@ -122,20 +122,17 @@ def expected_result(
 # ---- Routing ------------------------------------------------------------------------------------------
 
 
-def logits_of(x: Tensor, router: Tensor, bias: Tensor | None, *, as_engine: bool = False) -> Tensor:
-    """float64 [T, E]; `as_engine`: of the operands as the tensor cores see them."""
-    operand = round_operand if as_engine else Tensor.double
-    logits = operand(x) @ operand(router).T
+def logits_of(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
+    """float64 [T, E]. (The engine's router truncates no operands, in float32 either.)"""
+    logits = x.double() @ router.double().T
     return logits if bias is None else logits + bias.double()
 
 
 def router_slack(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
     """[T]: how much two logits of a token may differ and still be taken in either order: 8 standard deviations of the
-    difference of the least certain two, and twice what truncation moved one by."""
-    logits = logits_of(x, router, bias)
-    shift = (logits_of(x, router, bias, as_engine=True) - logits).abs()
-    variance = _dot_variance(x.double(), router.double(), logits)
-    return 8.0 * (2.0 * variance.amax(dim=1)).sqrt() + 2.0 * shift.amax(dim=1)
+    difference of the least certain two."""
+    variance = _dot_variance(x.double(), router.double(), logits_of(x, router, bias))
+    return 8.0 * (2.0 * variance.amax(dim=1)).sqrt()
 
 
 def choose(logits: Tensor, top_k: int) -> Tensor:

@@ -131,13 +131,14 @@ def random_problem(
 
 
 def is_certain(problem: Problem) -> Tensor:
-    """bool [T]: the k-th and the next logit differ by more than the engine may misjudge."""
+    """bool [T]: each of the k largest logits differs from the next by more than the engine may misjudge. Also among the
+    k: a dropped pair is reported without its expert, so that only its place says which it was."""
     logits = logits_of(problem.x, problem.router, problem.router_bias)
     slack = router_slack(problem.x, problem.router, problem.router_bias)
     falling = logits.sort(dim=1, descending=True).values
     least = falling.new_full((len(falling), 1), -math.inf)
-    falling = torch.cat([falling, least], dim=1)
-    return falling[:, problem.top_k - 1] - falling[:, problem.top_k] > 2.0 * slack
+    falling = torch.cat([falling, least], dim=1)[:, : problem.top_k + 1]
+    return (falling[:, :-1] - falling[:, 1:] > 2.0 * slack.unsqueeze(1)).all(dim=1)
 
 
 def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
