@@ -2,8 +2,8 @@
 
     python tools/compile_cuda.py
 
-No GPU is needed. The fused kernel is compiled once per element type and activation, and once traced: all that can be
-asked for on first use (python/flashmoe/jit.py). A kernel that spills registers, keeps a stack frame, or whose wgmma
+No GPU is needed. The fused kernel is compiled once per element type and activation, as on first use
+(python/flashmoe/jit.py); not traced, which is for looking at it, nor exact. A kernel that spills registers, keeps a stack frame, or whose wgmma
 instructions ptxas serializes still computes the right result, only far slower; so each of these is an error here.
 Objects and the compiler's output go to build-cuda/.
 
@@ -119,10 +119,9 @@ def units() -> list[Unit]:
         if source.stem != "moe":
             found.append(Unit(source))
             continue
-        instances = [(dtype, activation, 0) for dtype in (1, 2, 0) for activation in (3, 0, 1, 2)] + [(1, 3, 1)]
-        for instance in instances:
-            names = zip(("DTYPE", "ACTIVATION", "TRACE"), instance, strict=True)
-            found.append(Unit(source, tuple(f"-DFLASHMOE_{name}={value}" for name, value in names)))
+        for dtype in (1, 2, 0):
+            for activation in (3, 0, 1, 2):
+                found.append(Unit(source, (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}")))
     return found
 
 

@@ -7,7 +7,7 @@ tail bound), with what tensor cores add:
 **TF32** (float32 tensors). The tensor cores ignore the 13 low bits of an operand's 23: they truncate v, of binade 2^e,
 to multiples of 2^(e-10), by 2^(e-11) in the mean, always towards zero. In a product, mantissas spread, that is
 2 * 0.72 * 2^-11 of its value, and all products shrink: unlike roundings it does not average out. So it has no place
-among the variances. What is truncated of x, the router and the weights is known: the bound grows by the norm of what
+among the variances. What is truncated of x and the weights is known: the bound grows by the norm of what
 that does to the result, which a second reference with truncated operands computes exactly. What is truncated of the
 activated intermediate a depends on float32 roundings before: there the mean, half a step towards zero, goes into that
 second reference, and step^2 / 12 among the variances. (Operands rounded to nearest would stay below half of it.)
