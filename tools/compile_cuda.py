@@ -3,9 +3,9 @@
     python tools/compile_cuda.py
 
 No GPU is needed. The fused kernel is compiled once per element type and activation, as on first use
-(python/flashmoe/jit.py); not traced, which is for looking at it, nor exact. A kernel that spills registers, keeps a stack frame, or whose wgmma
-instructions ptxas serializes still computes the right result, only far slower; so each of these is an error here.
-Objects and the compiler's output go to build-cuda/.
+(python/flashmoe/jit.py); not traced, which is for looking at it, nor exact. A kernel that spills registers, keeps a
+stack frame, or whose wgmma instructions ptxas serializes still computes the right result, only far slower; so each of
+these is an error here. Objects and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment.
 """
