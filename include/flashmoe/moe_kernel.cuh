@@ -2,8 +2,8 @@
 //
 // Roles
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
-//   warpgroups 0, 1       consumers: wgmma m64nN, 64 of a task's 128 features each; epilogues               192 registers
-//   warpgroup 2                                                                                             120
+//   warpgroups 0, 1       consumers: wgmma m64nN, 64 of a task's 128 features each; epilogues               200 registers
+//   warpgroup 2                                                                                             104
 //     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA
 //     warp 10             clerk: takes tasks, looks up their rows, retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, then combine

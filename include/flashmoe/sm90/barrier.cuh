@@ -48,7 +48,7 @@ __device__ __forceinline__ bool try_wait(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-// Every wait inside a block is this one. It needs no bound of its own: the block's taker waits boundedly for tasks and
+// Every wait inside a block is this one. It needs no bound of its own: the block's clerk waits boundedly for tasks and
 // always delivers, a stop if nothing else, and the other warps wait only for what a delivered task makes them pass on.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   while (!try_wait(barrier, parity)) {
@@ -67,10 +67,6 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
 // to global memory,
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-// to either.
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 }  // namespace flashmoe::sm90
