@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 
 #include "cpu/fault_message.h"
 #include "cpu/gemm.h"
@@ -139,9 +138,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.top_k = o.top_k;
   call_.element_bytes = element_bytes(layer.dtype);
   call_.log2_block = log2_token_block(o.tokens, call_.processors, limits_.entries_per_token());
-  // GShard's capacity, per source rank: ceil(factor * (T * K) / E), in this order, which rounds least.
-  const double capacity = std::ceil(o.capacity_factor * (static_cast<double>(o.tokens) * o.top_k) / o.experts);
-  call_.capacity = static_cast<uint32_t>(std::min(capacity, 0x1p31));
+  call_.capacity = expert_capacity(o.capacity_factor, o.tokens, o.top_k, o.experts);
   call_.return_mode = o.return_mode;
   call_.tile_rows = limits_.tile_rows;
   call_.gemm0_columns = ceil_div(o.intermediate, limits_.gemm0_columns_per_task);

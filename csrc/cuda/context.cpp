@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cmath>
 #include <cstring>
 
 #include "cpu/fault_message.h"
@@ -16,9 +15,6 @@ using cpu::concat;
 
 constexpr const char* kFunction = "flashmoe_moe";
 
-// What the kernel keeps in shared memory (sm90/shared.cuh): of a token block, and of the experts whose tiles one thread
-// block forms. The first thread block forms none, unless it is the only one.
-constexpr uint32_t kMaxBlockLogits = 16384, kMaxBlockEntries = 2048, kFormerExperts = 16;
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
 constexpr uint32_t kRaster = 8;
@@ -27,7 +23,7 @@ constexpr uint32_t kAlwaysHeld = 0xffffffffu;  // alone on its link, a rank has 
 // 0: one block on every multiprocessor.
 uint32_t processors_of(const Device& device, const Limits& limits) {
   const uint32_t all = device.processors(), wanted = limits.processors == 0 ? all : limits.processors;
-  const uint32_t formers = ceil_div(limits.max_local_experts, kFormerExperts);
+  const uint32_t formers = ceil_div(limits.max_local_experts, sm90::kFormerExperts);
   const uint32_t least = formers > 1 ? formers + 1 : 1;
   if (wanted < least || wanted > all) {
     throw Error(Error::Kind::kInvalidArgument,
@@ -35,12 +31,6 @@ uint32_t processors_of(const Device& device, const Limits& limits) {
                        ", the device's multiprocessors, got ", wanted));
   }
   return wanted;
-}
-
-// GShard's capacity, per source rank: ceil(factor * (T * K) / E), in this order, which rounds least.
-uint32_t capacity_of(double factor, uint32_t tokens, uint32_t top_k, uint32_t experts) {
-  const double capacity = std::ceil(factor * (static_cast<double>(tokens) * top_k) / experts);
-  return static_cast<uint32_t>(std::min(capacity, 0x1p31));
 }
 
 }  // namespace
@@ -56,7 +46,7 @@ Limits with_tiles(Limits limits) {
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors) {
   uint32_t block = kMinTokenBlock;
   auto fits = [&](uint32_t b) {
-    return b <= kMaxTokenBlock && b * experts <= kMaxBlockLogits && b * top_k <= kMaxBlockEntries;
+    return b <= kMaxTokenBlock && b * experts <= sm90::kMaxGateLogits && b * top_k <= sm90::kMaxPairs;
   };
   while (ceil_div(tokens, block) > processors && fits(2 * block)) block *= 2;
   return block;
@@ -235,7 +225,7 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   Call& c = a.call;
   c.tokens = t.tokens;
   c.log2_block = static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, c.processors)));
-  c.capacity = capacity_of(plan.capacity_factor, t.tokens, c.top_k, c.experts);
+  c.capacity = expert_capacity(plan.capacity_factor, t.tokens, c.top_k, c.experts);
   const uint64_t return_bytes = uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
   c.groups = return_groups(c.gemm1_columns, return_bytes, c.group_first);
   a.x = reinterpret_cast<const uint8_t*>(t.x);

@@ -2,11 +2,19 @@
 // value. The accessors are the only place where protocol memory is addressed.
 #pragma once
 
+#include <cmath>
+
 #include "flashmoe/protocol/heap_layout.h"
 #include "flashmoe/protocol/order.h"
 #include "flashmoe/protocol/platform.h"
 
 namespace flashmoe {
+
+// GShard's capacity, per source rank: ceil(factor * (T * K) / E), in this order, which rounds least; 0 for factor 0.
+inline uint32_t expert_capacity(double factor, uint32_t tokens, uint32_t top_k, uint32_t experts) {
+  const double capacity = std::ceil(factor * (static_cast<double>(tokens) * top_k) / experts);
+  return static_cast<uint32_t>(min_of(capacity, 0x1p31));
+}
 
 enum class ReturnMode : uint32_t { kDirect = 0, kReduced = 1 };
 

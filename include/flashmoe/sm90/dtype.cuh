@@ -30,7 +30,6 @@ struct Bf16 : PackedPairs<Bf16> {
   static constexpr bool kTensorCores = true;
   using Element = __nv_bfloat16;
   static constexpr uint32_t kBytes = sizeof(Element);
-  static constexpr uint32_t kWgmmaK = 16;  // elements of K per wgmma: always 32 bytes
 
   static __device__ __forceinline__ float widen(Element v) { return __bfloat162float(v); }
   // Two values rounded to nearest even, `low` in the low half.
@@ -47,7 +46,6 @@ struct Fp16 : PackedPairs<Fp16> {
   static constexpr bool kTensorCores = true;
   using Element = __half;
   static constexpr uint32_t kBytes = sizeof(Element);
-  static constexpr uint32_t kWgmmaK = 16;
 
   static __device__ __forceinline__ float widen(Element v) { return __half2float(v); }
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -64,7 +62,6 @@ struct Tf32 {
   static constexpr bool kTensorCores = true;
   using Element = float;
   static constexpr uint32_t kBytes = sizeof(Element);
-  static constexpr uint32_t kWgmmaK = 8;
 
   static __device__ __forceinline__ float widen(Element v) { return v; }
   static __device__ __forceinline__ void accumulate(float (&sum)[4], const uint4& piece) {

@@ -18,6 +18,13 @@ inline constexpr uint32_t kWarps = 12;
 inline constexpr uint32_t kThreads = kWarps * 32;
 inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may have
 
+// What a block keeps in shared memory of a token block, which the host therefore bounds.
+inline constexpr uint32_t kMaxPairs = 2048;        // its tokens times K
+inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
+// Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
+// The first block forms no tiles, unless it is the only one.
+inline constexpr uint32_t kFormerExperts = 16;
+
 // Output columns of a task. SwiGLU: gate and up rows share a task's 128 features.
 FLASHMOE_HD constexpr uint32_t gemm0_columns_per_task(bool gated) {
   return gated ? kTileFeatures / 2 : kTileFeatures;

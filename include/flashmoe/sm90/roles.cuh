@@ -123,7 +123,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     const uint64_t start = trace.now();
     if (tracing) trace.add_here(TracePhase::kWait, idle, slot.tile, slot.column);
     const bool first = slot.kind == TaskKind::kGemm0;
-    const uint32_t column = slot.column * (first && kGated ? kTileFeatures / 2 : kTileFeatures);
+    const uint32_t column = slot.column * (first ? gemm0_columns_per_task(kGated) : kGemm1ColumnsPerTask);
     const uint32_t rows = slot.rows;
     const Lane here = Lane::of_thread(group);
     FeatureBias bias;

@@ -17,11 +17,6 @@ namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kMaxRanks = 32;
 inline constexpr uint32_t kMaxExperts = 1024;
-inline constexpr uint32_t kMaxTopK = 32;
-inline constexpr uint32_t kMaxPairs = 2048;        // of a token block
-inline constexpr uint32_t kMaxGateLogits = 16384;  // tokens of a block times E
-// Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
-inline constexpr uint32_t kFormerExperts = 16;
 
 // A task as the clerk hands it on: looked up, with the places of its rows.
 struct TaskSlot {

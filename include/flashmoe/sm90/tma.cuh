@@ -7,16 +7,10 @@
 
 namespace flashmoe::sm90 {
 
-// L2 eviction priorities as `createpolicy.fractional.L2::*.b64 policy, 1.0` encodes them.
+// L2 eviction priority as `createpolicy.fractional.L2::evict_normal.b64 policy, 1.0` encodes it.
 enum class L2Hint : uint64_t {
   kEvictNormal = 0x1000000000000000,
-  kEvictFirst = 0x12F0000000000000,
-  kEvictLast = 0x14F0000000000000,
 };
-
-__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 
 // Box of a tensor at coordinates (c0 innermost) to shared memory; its bytes complete transactions of `barrier`. Without
 // a cluster launch the block is a cluster of its own, so that its shared::cta addresses are shared::cluster addresses.

@@ -11,7 +11,6 @@
 
 namespace flashmoe::sm90 {
 
-inline constexpr uint32_t kWgmmaM = 64;
 inline constexpr uint32_t kWgmmaBytes = 32;  // of K, for every element type
 
 // Orders accesses to accumulators and shared memory before the next wgmma.
