@@ -83,7 +83,7 @@ test-cpp: $(VENV)/.package $(VENV)/.test compiler
 	$(call cpp-tests,build-tsan,thread)
 	$(call cpp-tests,build-asan,address)
 
-test-cuda-build: | $(BIN)/python
+test-cuda-build: $(VENV)/.test
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py
 

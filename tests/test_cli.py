@@ -138,6 +138,7 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
     ("options", "reason"),
     [
         (["--engine", "cuda", "--ranks", "2"], "--ranks: expected 1 with --engine cuda"),
+        (["--engine", "cuda", "--return", "reduced"], "--return: expected direct or auto with --engine cuda"),
         (["--engine", "tpu"], "--engine: expected one of auto, cpu, cuda, got 'tpu'"),
         (["--model", "gpt-5"], "expected one of flashmoe-paper"),
         (["--layer", "/nonexistent"], "/nonexistent"),
@@ -168,11 +169,17 @@ def test_run_on_a_gpu_says_what_is_missing(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lacking", "ranks", "chosen"), [(None, None, "cuda"), (None, 2, "cpu"), ("PyTorch", None, "cpu")]
+    ("lacking", "ranks", "return_mode", "chosen"),
+    [
+        (None, None, "auto", "cuda"),
+        (None, 2, "auto", "cpu"),
+        (None, None, "reduced", "cpu"),
+        ("PyTorch", None, "auto", "cpu"),
+    ],
 )
-def test_engine_auto(monkeypatch, lacking, ranks, chosen):
+def test_engine_auto(monkeypatch, lacking, ranks, return_mode, chosen):
     monkeypatch.setattr("flashmoe.cli.device.missing", lambda: lacking)
-    assert run._chosen_engine("auto", ranks) == chosen
+    assert run._chosen_engine("auto", ranks, return_mode) == chosen
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -194,7 +201,7 @@ def test_a_sample_is_judged_as_the_whole(dtype, monkeypatch):
 
     each = layer.gate_up_proj[0].size + layer.down_proj[0].size
     monkeypatch.setattr(verify, "_MOST_WEIGHTS", 30 * each)
-    verdict = verify.verify_sample(layer.router, some, each, x, y, ids, tf32=dtype == "float32")
+    verdict = verify.verify_sample(layer.router, some, each, x, y, ids, gpu=True)
     assert verdict.passed and 0 < verdict.tokens < 50 == verdict.of_tokens and len(few) <= 30
     sampled = int(np.nonzero(np.isin(ids, few).all(axis=1))[0][-1])
     wrong = y.copy()

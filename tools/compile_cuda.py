@@ -4,10 +4,12 @@
 
 No GPU is needed. The fused kernel is compiled once per element type and activation, as on first use
 (python/flashmoe/jit.py); not traced, which is for looking at it, nor exact. A kernel that spills registers, keeps a
-stack frame, or whose wgmma instructions ptxas serializes still computes the right result, only far slower; so each of
-these is an error here. Objects and the compiler's output go to build-cuda/.
+stack frame, whose wgmma instructions ptxas serializes, or that lacks one of the instructions it is built on (REQUIRED)
+still computes the right result, only far slower; so each of these is an error here. What is compiled and the compiler's
+output go to build-cuda/.
 
-nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment.
+nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
+from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +36,10 @@ FLAGS = [
 # All of one release: left to itself, pip pairs nvcc with the newest front end, whose PTX its ptxas rejects.
 PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in PACKAGES)
+INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
+
+# Of the fused kernel, by their names in SASS: wgmma, TMA loads of the weights, cp.async that gathers the tokens' rows.
+REQUIRED = ("HGMMA", "UTMALDG", "LDGSTS")
 
 # C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.
 ADVISORY = re.compile(r"\(C75\d\d\).*|Potential Performance Loss.*")
@@ -40,6 +47,7 @@ PROPERTIES = re.compile(r"Function properties for (\S+)")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SMEM = re.compile(r"(\d+) bytes smem")
+OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 
 
 @dataclass
@@ -68,7 +76,18 @@ def find_nvcc() -> Path | None:
         return Path(home) / "bin" / "nvcc"
     if found := shutil.which("nvcc"):
         return Path(found)
-    return next(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/nvcc"), None)
+    return installed("nvcc")
+
+
+def find_nvdisasm(nvcc: Path) -> Path | None:
+    """That of the toolkit which `nvcc` belongs to, else the one that pip installed."""
+    beside = nvcc.resolve().with_name("nvdisasm")
+    return beside if beside.exists() else installed("nvdisasm")
+
+
+def installed(program: str) -> Path | None:
+    """A program of one of NVIDIA's PyPI packages."""
+    return next(Path(sysconfig.get_path("purelib")).glob(f"nvidia/*/bin/{program}"), None)
 
 
 def parse(log: str) -> tuple[list[Function], list[str]]:
@@ -90,6 +109,11 @@ def parse(log: str) -> tuple[list[Function], list[str]]:
     return functions, advisories
 
 
+def missing_instructions(opcodes: Counter[str]) -> list[str]:
+    """The faults of a fused kernel that consists of these instructions."""
+    return [f"no {opcode} instruction" for opcode in REQUIRED if not opcodes[opcode]]
+
+
 def readable(symbols: list[str]) -> list[str]:
     """Kernel names without mangling, parameters and return type, where c++filt is there to help."""
     if not symbols or not shutil.which("c++filt"):
@@ -108,6 +132,11 @@ class Unit:
     defines: tuple[str, ...] = ()
 
     @property
+    def fused(self) -> bool:
+        """Whether it is the fused kernel."""
+        return self.source.stem == "moe"
+
+    @property
     def title(self) -> str:
         return " ".join([str(self.source.relative_to(ROOT)), *self.defines])
 
@@ -116,7 +145,7 @@ def units() -> list[Unit]:
     """Everything to compile; of the fused kernel, every instance."""
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
-        if source.stem != "moe":
+        if not Unit(source).fused:
             found.append(Unit(source))
             continue
         for dtype in (1, 2, 0):
@@ -125,31 +154,56 @@ def units() -> list[Unit]:
     return found
 
 
-def compile_unit(nvcc: Path, unit: Unit) -> tuple[int, str]:
-    """Compile one of them; returns nvcc's exit status and what it printed."""
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a unit."""
+
+    log: str
+    """nvcc's output."""
+    failure: str = ""
+    """What failed and how; empty: nothing did."""
+    opcodes: Counter[str] = field(default_factory=Counter)
+    """Of the fused kernel: how often each instruction occurs, without modifiers."""
+
+
+def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
+    """Compile one of them, and disassemble the fused kernel."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9=]+", "-", unit.title)
-    command = [str(nvcc), *FLAGS, *unit.defines, "-c", str(unit.source), "-o", str(OUTPUT / f"{name}.o")]
+    mode, output = ("-cubin", OUTPUT / f"{name}.cubin") if unit.fused else ("-c", OUTPUT / f"{name}.o")
+    command = [str(nvcc), *FLAGS, *unit.defines, mode, str(unit.source), "-o", str(output)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (OUTPUT / f"{name}.log").write_text(done.stdout)
-    return done.returncode, done.stdout
+    if done.returncode:
+        return Compiled(done.stdout, f"nvcc exited with {done.returncode}")
+    if not unit.fused:
+        return Compiled(done.stdout)
+    # Code alone and without data flow analysis: a second or two.
+    sass = subprocess.run([str(nvdisasm), "-c", "-ndf", str(output)], capture_output=True, text=True)
+    if sass.returncode:
+        return Compiled(done.stdout, f"nvdisasm exited with {sass.returncode}: {sass.stderr.strip()}")
+    return Compiled(done.stdout, opcodes=Counter(OPCODE.findall(sass.stdout)))
 
 
-def report(unit: Unit, status: int, log: str) -> int:
+def report(unit: Unit, compiled: Compiled) -> int:
     """Print one unit's table; returns the number of faults."""
     print(f"\n{unit.title}")
-    if status:
-        print(log.rstrip())
-        print(f"  FAILED: nvcc exited with {status}")
+    if compiled.failure:
+        print(compiled.log.rstrip())
+        print(f"  FAILED: {compiled.failure}")
         return 1
-    functions, advisories = parse(log)
+    functions, advisories = parse(compiled.log)
     faults = [f"ptxas: {advisory}" for advisory in advisories]
+    if unit.fused:
+        faults += missing_instructions(compiled.opcodes)
     if functions:
         print(f"  {'registers':>9} {'smem':>7} {'stack':>6} {'spills':>7}  kernel")
     for function, name in zip(functions, readable([f.symbol for f in functions]), strict=True):
         registers = "-" if function.registers is None else function.registers
         print(f"  {registers:>9} {function.smem:>7} {function.stack:>6} {function.spills:>7}  {name}")
         faults += [f"{name} {fault}" for fault in function.faults]
+    if unit.fused:
+        print("  " + ", ".join(f"{compiled.opcodes[opcode]} {opcode}" for opcode in REQUIRED))
     for fault in faults:
         print(f"  FAILED: {fault}")
     return len(faults)
@@ -166,12 +220,17 @@ def main() -> int:
         print(f"SKIPPED, no nvcc: {names}. To compile them:\n    {INSTALL}")
         return 0
 
+    nvdisasm = find_nvdisasm(nvcc)
+    if nvdisasm is None:
+        print(f"FAILED: no nvdisasm to look at the kernels with. Install one:\n    {INSTALL_NVDISASM}", file=sys.stderr)
+        return 1
+
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release [^\n]*", version)
     print(f"nvcc {release[0] if release else '(version unknown)'}")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda unit: compile_unit(nvcc, unit), todo))
-    faults = sum(report(unit, *result) for unit, result in zip(todo, results, strict=True))
+        results = list(pool.map(lambda unit: compile_unit(nvcc, nvdisasm, unit), todo))
+    faults = sum(report(unit, compiled) for unit, compiled in zip(todo, results, strict=True))
     print(f"\ncompiled for sm_90a: {len(todo)}, faults: {faults}")
     return 1 if faults else 0
 

@@ -19,13 +19,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .errors import CheckpointError
+from .tensors import dtype_name
+
+Tensor = TypeVar("Tensor")
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The dtypes that are read, by their names in a safetensors file."""
@@ -41,19 +44,19 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
 
 
 @dataclass(frozen=True, eq=False)
-class MoELayer:
-    """The weights and the routing rule of one MoE layer. All arrays share one dtype (see `DTYPES`).
+class MoELayerOf(Generic[Tensor]):
+    """The weights and the routing rule of one MoE layer. All tensors share one dtype (see `DTYPES`).
 
     E is the number of experts, H the hidden size, I the intermediate size of one expert.
     """
 
     name: str
     """The layer's name in the checkpoint, such as ``model.layers.1.mlp``."""
-    router: np.ndarray
+    router: Tensor
     """[E, H]"""
-    gate_up_proj: np.ndarray
+    gate_up_proj: Tensor
     """[E, 2I, H], an expert's gate rows before its up rows; [E, I, H] where `activation` has no gate."""
-    down_proj: np.ndarray
+    down_proj: Tensor
     """[E, H, I]"""
     top_k: int
     """Experts per token."""
@@ -79,8 +82,12 @@ class MoELayer:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of every array."""
-        return self.router.dtype
+        """The dtype of every tensor, as NumPy's."""
+        return np.dtype(dtype_name(self.router))
+
+
+class MoELayer(MoELayerOf[np.ndarray]):
+    """A layer in host memory."""
 
 
 def load_layer(

@@ -125,8 +125,6 @@ def random_layer(
     """
     if dtype not in DTYPES:
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if skew < 0:
-        raise InvalidArgument(f"skew: expected at least 0, got {skew}")
     rng = np.random.default_rng(seed)
     router, hidden_states = router_and_tokens(shape, tokens, skew, DTYPES[dtype], rng)
     rows = shape.intermediate * (2 if shape.activation == "swiglu" else 1)
@@ -168,7 +166,11 @@ def router_and_tokens(
     Every hidden state has the same component along one direction of +-1 signs, and the rest of it is random
     and orthogonal to that. A router row's component along the direction is then a constant added to the
     expert's logits: a bias per expert, by means of weights alone.
+
+    Raises `InvalidArgument` for a negative skew.
     """
+    if skew < 0:
+        raise InvalidArgument(f"skew: expected at least 0, got {skew}")
     direction = rng.choice(np.float32([-1, 1]), shape.hidden)
     random_part = _orthogonal(rng.standard_normal((tokens, shape.hidden), np.float32), direction)
     hidden_states = (random_part + 0.5 * direction).astype(dtype)

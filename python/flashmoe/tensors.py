@@ -67,10 +67,7 @@ def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> O
     contiguous, or of none of `dtypes`; `expected` words the expectation."""
     if not hasattr(tensor, "__dlpack__") or not hasattr(tensor, "shape"):
         raise InvalidArgument(f"{name}: expected {expected}, got {type(tensor).__name__}")
-    shape = tuple(int(size) for size in tensor.shape)
-    dtype = dtype_name(tensor)
-    if dtype not in dtypes:
-        raise InvalidArgument(f"{name}: expected {expected}, got {list(shape)} {dtype}")
+    shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
     kind = getattr(getattr(tensor, "device", None), "type", "cpu")
     if kind != "cpu":
         raise InvalidArgument(
@@ -96,10 +93,7 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     """
     if not hasattr(tensor, "data_ptr") or not hasattr(tensor, "shape"):
         raise InvalidArgument(f"{name}: expected {expected}, a PyTorch one, got {type(tensor).__name__}")
-    shape = tuple(int(size) for size in tensor.shape)
-    dtype = dtype_name(tensor)
-    if dtype not in dtypes:
-        raise InvalidArgument(f"{name}: expected {expected}, got {list(shape)} {dtype}")
+    shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
     if tensor.device.type != "cuda" or tensor.device.index != device:
         raise InvalidArgument(f"{name}: expected a tensor of cuda:{device}, the context's device, got {tensor.device}")
     address = tensor.data_ptr()
@@ -117,6 +111,14 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     if len(shape) > 2 and strides[-3] is not None:
         matrix_bytes = size * strides[-3]
     return DeviceOperand(address, shape, dtype, row_bytes, matrix_bytes)
+
+
+def _shape_and_dtype(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], str]:
+    """The tensor's; `InvalidArgument` if it is of none of `dtypes`."""
+    shape, dtype = tuple(int(size) for size in tensor.shape), dtype_name(tensor)
+    if dtype not in dtypes:
+        raise InvalidArgument(f"{name}: expected {expected}, got {list(shape)} {dtype}")
+    return shape, dtype
 
 
 def as_view(tensor: Any) -> tvm_ffi.Tensor:

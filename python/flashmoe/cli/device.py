@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import models
-from ..checkpoint import MoELayer
+from .. import jit, models
+from ..checkpoint import MoELayer, MoELayerOf
 from ..errors import FlashMoEError, HeapError, InvalidArgument
 from ..memory import format_bytes
 from ..report import CallReport
@@ -21,37 +20,8 @@ if TYPE_CHECKING:
     from .workload import Workload
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceLayer:
-    """A `MoELayer` whose weights are PyTorch tensors of a GPU."""
-
-    name: str
-    router: torch.Tensor
-    gate_up_proj: torch.Tensor
-    down_proj: torch.Tensor
-    top_k: int
-    renormalize: bool
-    activation: str
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        return self.router.shape[0]
-
-    @property
-    def hidden(self) -> int:
-        """H."""
-        return self.router.shape[1]
-
-    @property
-    def intermediate(self) -> int:
-        """I."""
-        return self.down_proj.shape[2]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of every tensor, as NumPy's."""
-        return models.DTYPES[str(self.router.dtype).removeprefix("torch.")]
+class DeviceLayer(MoELayerOf["torch.Tensor"]):
+    """A layer in a GPU's memory."""
 
 
 def missing() -> str | None:
@@ -68,6 +38,10 @@ def missing() -> str | None:
         return "a GPU that PyTorch can use"
     if torch.cuda.get_device_capability() != (9, 0):
         return "a GPU of compute capability 9.0 (H100, H200)"
+    try:
+        jit.find_nvcc()
+    except FlashMoEError:
+        return "nvcc, which compiles the kernel"
     return None
 
 
@@ -78,12 +52,7 @@ def random_layer(
     import torch
 
     kind = getattr(torch, dtype)
-    needed, free = shape.weights * kind.itemsize, torch.cuda.mem_get_info()[0]
-    if needed > 0.9 * free:
-        raise HeapError(
-            f"weights: expected at most {format_bytes(0.9 * free)}, 90 % of what is free on the GPU, got "
-            f"{format_bytes(needed)}; use --scale"
-        )
+    check_fits(shape.weights * kind.itemsize)
     rng = np.random.default_rng(seed)
     router, states = models.router_and_tokens(shape, tokens, skew, models.DTYPES[dtype], rng)
     generator = torch.Generator(device="cuda").manual_seed(seed)
@@ -105,6 +74,18 @@ def random_layer(
         activation=shape.activation,
     )
     return layer, states
+
+
+def check_fits(weights: int) -> None:
+    """Refuses, with `HeapError`, weights of that many bytes that would leave the GPU no room for the context."""
+    import torch
+
+    most = 0.9 * torch.cuda.mem_get_info()[0]
+    if weights > most:
+        raise HeapError(
+            f"weights: expected at most {format_bytes(most)}, 90 % of what is free on the GPU, got "
+            f"{format_bytes(weights)}; with --model, use --scale"
+        )
 
 
 def to_device(array: np.ndarray) -> torch.Tensor:
@@ -136,12 +117,12 @@ def call(workload: Workload) -> tuple[np.ndarray, CallReport]:
         raise InvalidArgument(
             f"--engine cuda: expected H and I multiples of 8, got H {layer.hidden} and I {layer.intermediate}"
         )
-    weights = [
-        to_device(each) if isinstance(each, np.ndarray) else each
-        for each in (layer.gate_up_proj, layer.down_proj, layer.router)
-    ]
+    gate_up_proj, down_proj, router = layer.gate_up_proj, layer.down_proj, layer.router
+    if isinstance(layer, MoELayer):
+        check_fits(gate_up_proj.nbytes + down_proj.nbytes + router.nbytes)
+        gate_up_proj, down_proj, router = map(to_device, (gate_up_proj, down_proj, router))
     routing: dict[str, Any] = {
-        "router": weights[2],
+        "router": router,
         "top_k": layer.top_k,
         "renormalize": layer.renormalize,
         "activation": layer.activation,
@@ -149,7 +130,7 @@ def call(workload: Workload) -> tuple[np.ndarray, CallReport]:
     x = to_device(workload.tokens[0])
     with Context(engine="cuda", placement=workload.placement, **workload.limits) as context:
         for trace in (False, True, True):  # the first traced call loads its kernel
-            y = moe(context, x, *weights[:2], trace=trace, **routing)
+            y = moe(context, x, gate_up_proj, down_proj, trace=trace, **routing)
         context.synchronize()
         return to_host(y), context.last_call
 

@@ -119,7 +119,7 @@ def _nvcc() -> Check:
     try:
         found = jit.find_nvcc()
     except FlashMoEError:
-        return Check("nvcc", False, "compiles the kernel; not needed for what is in the cache", jit.INSTALL)
+        return Check("nvcc", False, "compiles the kernel", jit.INSTALL)
     release = _output([str(found), "--version"]).rpartition("release ")[2].partition(",")[0]
     return Check("nvcc", bool(release), f"{release} ({found})" if release else f"{found} does not run")
 

@@ -54,7 +54,7 @@ def show_workload(workload: Workload) -> None:
         "layer": workload.title,
         "sizes": f"H {layer.hidden}, I {layer.intermediate}, E {layer.experts}, K {layer.top_k} "
         f"({normalised}), {layer.activation}, {layer.dtype.name}",
-        "group": f"{_count(len(counts), 'rank')} of {tokens} tokens, {workload.engine} engine, return {mode}",
+        "group": f"{count(len(counts), 'rank')} of {tokens} tokens, {workload.engine} engine, return {mode}",
         "data": "; ".join(workload.notes),
     }
     table = Table.grid(padding=(0, 2))
@@ -72,7 +72,7 @@ def show_expert_load(group: GroupReport, placement: Sequence[int]) -> None:
     width = max(1, min(3, CHART_WIDTH // len(columns)))
     top = max(*columns, 1)
     console.print()
-    console.print(Text("Expert load", style="bold"), Text(f"({_count(group.pairs, 'token-expert pair')})"))
+    console.print(Text("Expert load", style="bold"), Text(f"({count(group.pairs, 'token-expert pair')})"))
     for row in reversed(range(CHART_HEIGHT)):
         label = f"{top:,.0f}" if row == CHART_HEIGHT - 1 else "0" if row == 0 else ""
         line = Text.assemble((f"{label:>8} ", "dim"))
@@ -141,7 +141,7 @@ def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
     )
     rate = group.tokens / group.wall_ns * 1e9 if group.wall_ns else 0.0
     console.print(
-        f"{_count(group.tokens, 'token')} in {group.wall_ns / 1e6:.2f} ms ({rate:,.0f} tokens/s), "
+        f"{count(group.tokens, 'token')} in {group.wall_ns / 1e6:.2f} ms ({rate:,.0f} tokens/s), "
         f"{reports[0].return_mode} return, {group.idle_share:.0%} idle"
     )
 
@@ -157,7 +157,7 @@ def show_files(files: Iterable[Path]) -> None:
 def show_verdict(verdict: Verdict) -> None:
     """PASS or FAIL, with the figures that say why."""
     if verdict.misrouted:
-        console.print(f"{_count(verdict.misrouted, 'token')} routed to experts that are not their top-k")
+        console.print(f"{count(verdict.misrouted, 'token')} routed to experts that are not their top-k")
     comparison = "<=" if verdict.error <= verdict.bound else "is not <="
     console.print(
         Text("PASS", style="bold green") if verdict.passed else Text("FAIL", style="bold red"),
@@ -226,6 +226,6 @@ def _show_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]
     console.print(table)
 
 
-def _count(number: int, thing: str) -> str:
+def count(number: int, thing: str) -> str:
     """`1 token`, `2 tokens`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -50,7 +50,7 @@ def command(
     really reached it, with the uneven routing they have. One warm-up call, then one traced call. Exit status
     0 if result and routing are within the rounding error of the float64 reference, 1 if not.
     """
-    _check_engine(engine, ranks)
+    _check_engine(engine, ranks, return_)
     if layer is not None and model is not None:
         raise InvalidArgument("--layer, --model: expected one of them, got both")
     for name, number in (("ranks", ranks), ("tokens", tokens)):
@@ -59,7 +59,7 @@ def command(
     _refuse_idle_options(layer, model, scale=scale, skew=skew, seed=seed)
     _make_folder(out)
 
-    engine = _chosen_engine(engine, ranks)
+    engine = _chosen_engine(engine, ranks, return_)
     ranks = ranks or (1 if engine == "cuda" else 4)
     request = Request(ranks, tokens, dtype, return_, engine)
     if model is not None:
@@ -71,7 +71,7 @@ def command(
         workload = shipped_workload(request)
     render.show_workload(workload)
 
-    who = "GPU" if engine == "cuda" else f"{ranks} ranks"
+    who = "GPU" if engine == "cuda" else render.count(ranks, "rank")
     with render.working(f"{who}: warm-up and traced call"):
         results, reports = _call(workload)
     group = summarize(reports, workload.layer.experts)
@@ -86,18 +86,21 @@ def command(
     return 0 if verdict.passed else 1
 
 
-def _check_engine(engine: str, ranks: int | None) -> None:
-    """Refuse engines that there are not."""
+def _check_engine(engine: str, ranks: int | None, return_mode: str) -> None:
+    """Refuse engines that there are not, and what the CUDA engine does not do."""
     if engine not in ENGINES:
         raise InvalidArgument(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
     if engine == "cuda" and ranks not in (None, 1):
         raise InvalidArgument(f"--ranks: expected 1 with --engine cuda, which runs on one GPU so far, got {ranks}")
+    if engine == "cuda" and return_mode == "reduced":
+        raise InvalidArgument("--return: expected direct or auto with --engine cuda, got reduced")
 
 
-def _chosen_engine(engine: str, ranks: int | None) -> str:
+def _chosen_engine(engine: str, ranks: int | None, return_mode: str) -> str:
     """``cpu`` or ``cuda``; refused is ``cuda`` where it cannot run."""
     if engine == "auto":
-        return "cuda" if ranks in (None, 1) and device.missing() is None else "cpu"
+        possible = ranks in (None, 1) and return_mode != "reduced"
+        return "cuda" if possible and device.missing() is None else "cpu"
     device.require(engine)
     return engine
 
@@ -162,9 +165,10 @@ def call_on_rank(
 def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
     """Write timeline.png and trace.json; their paths."""
     layer, counts = workload.layer, [report.tokens for report in reports]
+    ranks = render.count(len(reports), "rank")
     title = (
         f"{workload.title}: H {layer.hidden}, I {layer.intermediate}, E {layer.experts}, K {layer.top_k}, "
-        f"{layer.dtype.name}; {len(reports)} ranks, {sum(counts)} tokens, {reports[0].return_mode} return"
+        f"{layer.dtype.name}; {ranks}, {sum(counts)} tokens, {reports[0].return_mode} return"
     )
     events = [report.events for report in reports]
     timeline, trace = folder / "timeline.png", folder / "trace.json"
@@ -176,7 +180,7 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
 def _verify(workload: Workload, results: list[np.ndarray], reports: list[CallReport]) -> Verdict:
     """Check the results of all ranks together."""
     layer = workload.layer
-    tf32 = workload.engine == "cuda" and layer.dtype == np.float32
+    gpu = workload.engine == "cuda"
     if isinstance(layer, device.DeviceLayer):
         return verify_sample(
             device.to_host(layer.router),
@@ -185,7 +189,7 @@ def _verify(workload: Workload, results: list[np.ndarray], reports: list[CallRep
             workload.tokens[0],
             results[0],
             reports[0].topk_ids,
-            tf32=tf32,
+            gpu=gpu,
         )
     return verify(
         layer,
@@ -194,5 +198,5 @@ def _verify(workload: Workload, results: list[np.ndarray], reports: list[CallRep
         np.concatenate([report.topk_ids for report in reports]),
         placement=workload.placement,
         return_mode=reports[0].return_mode,
-        tf32=tf32,
+        gpu=gpu,
     )

@@ -44,7 +44,7 @@ def verify(
     *,
     placement: Sequence[int],
     return_mode: str,
-    tf32: bool = False,
+    gpu: bool = False,
 ) -> Verdict:
     """Judge y [T, H], the layer's result for x [T, H], and the routing topk_ids [T, K] that led to it.
 
@@ -52,12 +52,13 @@ def verify(
     by much more than rounding. So the reference takes the engine's experts, once they are shown to be a
     top-k, and computes their weights and everything after that itself.
 
-    `tf32`: the factors of float32 products were truncated to the 10 bits of mantissa of the tensor cores' TF32.
+    `gpu`: tensor cores computed the experts, with float32 factors truncated to the 10 bits of mantissa of TF32, and
+    the router's logits unless they are float32.
     """
-    misrouted = _misrouted(layer.router, x, topk_ids, tf32)
+    misrouted = _misrouted(layer.router, x, topk_ids, gpu)
     if not _exist(topk_ids, layer.router).all():  # a reference cannot be computed with them
         return Verdict(float("nan"), float("nan"), misrouted, 0, len(x))
-    return _judge(layer, x, y, topk_ids, topk_ids, np.asarray(placement), return_mode, misrouted, len(x), tf32)
+    return _judge(layer, x, y, topk_ids, topk_ids, np.asarray(placement), return_mode, misrouted, len(x), gpu)
 
 
 def verify_sample(
@@ -68,11 +69,11 @@ def verify_sample(
     y: np.ndarray,
     topk_ids: np.ndarray,
     *,
-    tf32: bool = False,
+    gpu: bool = False,
 ) -> Verdict:
     """`verify` of a layer of one rank that is too large for the host: the routing of all tokens, and the results of
     those whose experts are among a few. `weights_of(experts)` has these alone, of `expert_weights` elements each."""
-    misrouted = _misrouted(router, x, topk_ids, tf32)
+    misrouted = _misrouted(router, x, topk_ids, gpu)
     exist = _exist(topk_ids, router).all(axis=1)
     if not exist.all():
         return Verdict(float("nan"), float("nan"), misrouted, 0, len(x))
@@ -81,7 +82,7 @@ def verify_sample(
     local = np.searchsorted(experts, topk_ids[sample])
     layer, owners = weights_of(experts), np.zeros(len(experts), int)
     few = topk_ids[sample], local
-    return _judge(layer, x[sample], y[sample], *few, owners, "direct", misrouted, len(x), tf32)
+    return _judge(layer, x[sample], y[sample], *few, owners, "direct", misrouted, len(x), gpu)
 
 
 def _few_experts(topk_ids: np.ndarray, most: int) -> np.ndarray:
@@ -97,15 +98,18 @@ def _exist(topk_ids: np.ndarray, router: np.ndarray) -> np.ndarray:
     return (topk_ids >= 0) & (topk_ids < len(router))
 
 
-def _misrouted(router: np.ndarray, x: np.ndarray, topk_ids: np.ndarray, tf32: bool) -> int:
+def _misrouted(router: np.ndarray, x: np.ndarray, topk_ids: np.ndarray, gpu: bool) -> int:
     """Tokens whose ids are no top-k."""
     exist = _exist(topk_ids, router).all(axis=1)
     if not exist.all():
         return int((~exist).sum())
     logits = router_logits(x, router)
     slack, _ = router_error(x, router, None, topk_ids, weigh(logits, topk_ids), renormalize=True)
-    if tf32:
-        slack = slack + 2.0 * np.abs(router_logits(_truncated(x), _truncated(router)) - logits).max(axis=1)
+    if gpu and x.dtype != np.float32:
+        # Tensor cores truncate their sums, at least 8 products apart, by at most one part in 2^23.
+        squares = np.asarray(x, np.float64) ** 2 @ np.asarray(router, np.float64).T ** 2
+        sums = np.sqrt((squares + logits**2).max(axis=1))
+        slack = slack + 2.0 * (x.shape[1] / 8.0) * 2.0**-23 * sums
     return int((~check_topk(logits, topk_ids, slack)).sum())
 
 
@@ -119,7 +123,7 @@ def _judge(
     return_mode: str,
     misrouted: int,
     of_tokens: int,
-    tf32: bool,
+    gpu: bool,
 ) -> Verdict:
     """`topk_ids` are rows of the router, `local_ids` the same experts among the layer's weights."""
     weights = weigh(router_logits(x, layer.router), topk_ids, layer.renormalize)
@@ -136,12 +140,11 @@ def _judge(
         weight_variance=variance,
     )
     bound = allowed.bound
-    if tf32:
+    if gpu and x.dtype == np.float32:
         # Truncated factors make all products smaller, which does not average out. What that does to the operands given
         # is known; of the intermediate it takes less than 2^-10.
-        truncated = weigh(router_logits(_truncated(x), _truncated(layer.router)), topk_ids, layer.renormalize)
         seen = moe_reference(
-            *map(_truncated, arrays), topk_ids=local_ids, topk_weights=truncated, activation=layer.activation
+            *map(_truncated, arrays), topk_ids=local_ids, topk_weights=weights, activation=layer.activation
         )
         bound += float(np.linalg.norm(seen.y - reference.y)) + 2.0**-10 * reference.scale
     error = relative_error(y, reference.y, reference.scale)
