@@ -38,7 +38,7 @@ ffi::Array<int64_t> describe(int64_t handle) {
                                static_cast<int64_t>(c->heap_bytes()),
                                static_cast<int64_t>(c->workspace_bytes()),
                                sm90::kTileTokens,
-                               sm90::kTileFeatures};
+                               sm90::kTaskFeatures};
   });
 }
 

@@ -20,15 +20,16 @@ constexpr uint64_t kGroupedReturnBytes = 8u << 20;
 constexpr uint32_t kRaster = 8;
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;  // alone on its link, a rank has nothing to win from an early return
 
-// 0: one block on every multiprocessor.
+// Thread blocks. 0: one on every multiprocessor.
 uint32_t processors_of(const Device& device, const Limits& limits) {
-  const uint32_t all = device.processors(), wanted = limits.processors == 0 ? all : limits.processors;
+  const uint32_t all = device.processors() / sm90::kPair * sm90::kPair;
+  const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
   const uint32_t formers = ceil_div(limits.max_local_experts, sm90::kFormerExperts);
-  const uint32_t least = formers > 1 ? formers + 1 : 1;
-  if (wanted < least || wanted > all) {
+  const uint32_t least = ceil_div(formers + 1, sm90::kPair) * sm90::kPair;  // the first block forms no tiles
+  if (wanted < least || wanted > all || wanted % sm90::kPair != 0) {
     throw Error(Error::Kind::kInvalidArgument,
-                concat("processors: expected between ", least, " (for E=", limits.max_local_experts, ") and ", all,
-                       ", the device's multiprocessors, got ", wanted));
+                concat("processors: expected an even number from ", least, " (for E=", limits.max_local_experts,
+                       ") to ", all, ", the device's multiprocessors, got ", wanted));
   }
   return wanted;
 }
@@ -70,11 +71,11 @@ Context::Context(int ordinal, const Limits& limits, uint64_t timeout_ns)
                                             ": the CUDA engine runs on one GPU and not yet over several"));
   }
   limits_.processors = processors_of(device_, limits);
-  call_.processors = limits_.processors;
+  call_.processors = limits_.processors / sm90::kPair;
   call_.timeout_ns = timeout_ns;
   call_.tile_rows = limits_.tile_rows;
   call_.home_combines = 1;
-  call_.order = {.gemm1_lag = kAlwaysHeld, .raster = kRaster, .window = 4 * limits_.processors};
+  call_.order = {.gemm1_lag = kAlwaysHeld, .raster = kRaster, .window = 4 * call_.processors};
   call_.heap_layout = make_heap_layout(limits_);
   call_.work_layout = make_work_layout(limits_);
   call_.max_blocks = limits_.max_blocks();
@@ -224,7 +225,7 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   sm90::KernelArgs& a = plan.args;
   Call& c = a.call;
   c.tokens = t.tokens;
-  c.log2_block = static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, c.processors)));
+  c.log2_block = static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, processors())));
   c.capacity = expert_capacity(plan.capacity_factor, t.tokens, c.top_k, c.experts);
   const uint64_t return_bytes = uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
   c.groups = return_groups(c.gemm1_columns, return_bytes, c.group_first);
@@ -254,7 +255,7 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
   }
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
-  const LaunchConfig config{call_.processors, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
+  const LaunchConfig config{processors(), 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
   void* parameters[] = {&plan.args};
   check(driver().cuLaunchKernelEx(&config, plan.function, parameters, nullptr), "cannot launch the kernel");
 }

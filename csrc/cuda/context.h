@@ -40,7 +40,7 @@ struct TokenSpec {
 // Limits of the CUDA engine's tiles: those of `limits` that its kernel decides are set.
 Limits with_tiles(Limits limits);
 
-// Tokens of a block: as few as make no more blocks than processors, as far as the gate's shared memory allows.
+// Tokens of a block: as few as make no more token blocks than `processors` thread blocks, as far as the gate's shared memory allows.
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
 // Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin. Each is smaller than the
@@ -70,10 +70,10 @@ class Context {
   void read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const;
   // Of the last call, if its layer is traced: trace_bytes() bytes, kTraceBytesPerBlock per thread block.
   void read_trace(uint8_t* to) const;
-  uint64_t trace_bytes() const { return uint64_t{call_.processors} * sm90::kTraceBytesPerBlock; }
+  uint64_t trace_bytes() const { return uint64_t{processors()} * sm90::kTraceBytesPerBlock; }
 
   int device() const { return device_.ordinal(); }
-  uint32_t processors() const { return call_.processors; }
+  uint32_t processors() const { return limits_.processors; }
   uint64_t heap_bytes() const { return heap_.bytes(); }
   uint64_t workspace_bytes() const { return workspace_.bytes(); }
 

@@ -44,7 +44,7 @@ struct LaunchAttribute {  // CUlaunchAttribute
     int cooperative;
   } value;
 };
-inline constexpr int kLaunchCooperative = 2;  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+inline constexpr int kLaunchCooperative = 2;  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE; clusters: the kernel's own attribute
 
 struct LaunchConfig {  // CUlaunchConfig
   unsigned grid_x, grid_y, grid_z;

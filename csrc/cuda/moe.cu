@@ -37,7 +37,7 @@ struct DtypeOf<2> {
 
 }  // namespace flashmoe::sm90
 
-extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kThreads, 1)
+extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kPair) __launch_bounds__(flashmoe::sm90::kThreads, 1)
     flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];

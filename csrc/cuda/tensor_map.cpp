@@ -26,7 +26,7 @@ TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t h
   return {5,
           {hidden, kRowGroup, halves, intermediate / kRowGroup, experts},
           {m.row_bytes, intermediate * m.row_bytes, kRowGroup * m.row_bytes, m.expert_bytes},
-          {sm90::kRowBytes / element_bytes, kRowGroup, halves, sm90::kTileFeatures / kRowGroup / halves, 1}};
+          {sm90::kRowBytes / element_bytes, kRowGroup, halves, sm90::kBoxFeatures / kRowGroup / halves, 1}};
 }
 
 TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
@@ -34,7 +34,7 @@ TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidd
   return {5,
           {intermediate, kRowGroup, 1, hidden / kRowGroup, experts},
           {m.row_bytes, hidden * m.row_bytes, kRowGroup * m.row_bytes, m.expert_bytes},
-          {sm90::kRowBytes / element_bytes, kRowGroup, 1, sm90::kTileFeatures / kRowGroup, 1}};
+          {sm90::kRowBytes / element_bytes, kRowGroup, 1, sm90::kBoxFeatures / kRowGroup, 1}};
 }
 
 // Any E goes, so its rows cannot come in eights; the dimensions of size 1 make it look like the others to the kernel.
@@ -43,7 +43,7 @@ TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hi
   return {5,
           {hidden, experts, 1, 1, 1},
           {m.row_bytes, all, all, all},
-          {sm90::kRowBytes / element_bytes, sm90::kTileFeatures, 1, 1, 1}};
+          {sm90::kRowBytes / element_bytes, sm90::kBoxFeatures, 1, 1, 1}};
 }
 
 TensorMapShape hidden_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t intermediate, uint64_t rows) {

@@ -1,20 +1,24 @@
-// The fused Mixture-of-Experts layer of one rank: one cooperative launch, one block per SM, 12 warps a block.
+// The fused Mixture-of-Experts layer of one rank: one cooperative launch, one block per SM, 12 warps a block, two blocks a
+// cluster: a pair computes each task together (kernel_args.h says how it is halved).
 //
 // Roles
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
-//   warpgroups 0, 1       consumers: wgmma m64nN, 64 of a task's 128 features each; epilogues               200 registers
+//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                                 200 registers
 //   warpgroup 2                                                                                             104
 //     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA
-//     warp 10             clerk: takes tasks, looks up their rows, retires them
+//     warp 10             clerk: of the pair's first block, takes tasks for both and retires them; looks up their rows
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, then combine
 //   Whoever is through with its role helps to combine the block's own tokens, so that at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
-//   instruction that needs more, setmaxnreg or not (C7602). m64n256 does; n192 would read shared memory 7 % more.
+//   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
 // Pipelines
-//   stages  4 x 48 KiB: full 1 + 64 arrivals and the copy engine's bytes, empty 2                    (pipeline.cuh)
-//   tasks   3 slots: wanted 1 (loader), full 1 (clerk), done 9 (consumers, loader)                   (shared.cuh)
+//   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
+//   gate    the same memory, before: full 1 + 64 and the copy engine's bytes, empty 2
+//   tasks   3 slots: wanted 1 (loader), handed 1 (leading clerk), full 1 (clerk), done 2 x 9 (consumers, loader; shared.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
+//
+// A call that fails still runs every role to its stop: the pair's other block counts on them.
 //
 // A captured graph replays the same arguments, so device memory counts the calls (Control::calls): the last block to
 // leave advances the count, when every block has read it.
@@ -51,15 +55,17 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
     s.router_bad = 0;
     s.trace_events = 0;
     s.ring.init();
-    Pipeline::init(shared_address(s.stage_barriers));
+    Pipeline::init(shared_address(s.gate_barriers), kConsumers);
+    Pipeline::init(shared_address(s.stage_barriers), kPair * kConsumers);
+    fence_barrier_init();
   }
-  __syncthreads();
+  pair_sync();
 }
 
 // One thread, when all of the block's warps are done.
 __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c) {
   Control* control = c.control();
-  if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != c.processors) return;
+  if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != gridDim.x) return;
   Platform::store_relaxed(&control->left.value, uint64_t{0});
   Platform::store_relaxed(&control->calls.value, c.epoch);
   if (Platform::load_relaxed(&control->abort.value) == 0) return;
@@ -67,23 +73,25 @@ __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c) {
   Platform::store_release(&args.host_fault->posted, uint64_t{1}, kSystem);
 }
 
-// One warp of the last warpgroup; false if there is nothing left for it to do.
+// One warp of the last warpgroup; false if the call is over.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ bool run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
-                                                 uint32_t warp, bool ok) {
-  if (warp < kTeamWarps) {
-    if (!ok) return false;
-    if (warp == kClerkWarp) {
+                                                 uint32_t warp) {
+  if (warp < kClerkWarp) {
+    load_tasks<Dtype, kGated>(args, c, s.ring, ring);
+    return true;
+  }
+  if (warp == kClerkWarp) {
+    if (pair_rank() == TaskRing::kLeader) {
       keep_tasks(args, c, s.ring);
     } else {
-      load_tasks<Dtype, kGated>(args, c, s.ring, ring);
+      follow_tasks(args, c, s.ring);
     }
     return true;
   }
   if (blockIdx.x == 0) {
-    return run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, gridDim.x == 1 ? 1u : 0u}},
-                                .scheduler = &s.scheduler,
-                                .seen = s.seen});
+    return run_os<Platform>(
+        c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
   }
   return run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, gridDim.x - 1});
 }
@@ -94,28 +102,26 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   const Tracer<kTrace> trace{args.trace == nullptr ? nullptr : args.trace + blockIdx.x * kTraceBytesPerBlock,
                              &s.trace_events};
   const uint32_t warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
-  const uint32_t stages = shared_address(memory), barriers = shared_address(s.stage_barriers);
-  Pipeline ring = warpgroup < kConsumers ? Pipeline::consumer(stages, barriers) : Pipeline::producer(stages, barriers);
-
+  const uint32_t stages = shared_address(memory);
   bool ok = true;
   if (warp < kTeamWarps) {
-    for (uint32_t b = blockIdx.x; ok && b < c.blocks(); b += c.processors) {
-      ok = dispatch_block<Dtype>(args, c, s, memory, ring, b, trace);
+    // A fresh barrier passes waits of parity 1: the gate's loaders find all stages empty.
+    Pipeline gate{stages, shared_address(s.gate_barriers), 0, warpgroup < kConsumers ? 0u : 1u};
+    for (uint32_t b = blockIdx.x; ok && b < c.blocks(); b += gridDim.x) {
+      ok = dispatch_block<Dtype>(args, c, s, memory, gate, b, trace);
     }
   }
+  Pipeline ring{stages, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters>();
     const uint32_t staging = stages + kStages * kStageBytes + warpgroup * kStagingBytes;
-    if (ok) {
-      compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
-      stages::combine_pieces<Dtype>(c, args.out, s.combine, trace);
-    }
+    compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
   } else {
     give_registers<kServiceRegisters>();
-    ok = run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, ok);
-    if (ok) stages::combine_pieces<Dtype>(c, args.out, s.combine, trace);
+    ok &= run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp);
   }
-  __syncthreads();
+  if (ok) stages::combine_pieces<Dtype>(c, args.out, s.combine, trace);
+  pair_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {
     trace.finish();
     leave(args, c);

@@ -95,7 +95,7 @@ class Context:
         travel (COMET, section 3.1). ``"auto"``: per call, whichever sends fewer rows. It bounds what calls may use.
     processors:
         What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,
-        each of which takes a whole multiprocessor; default: all of them.
+        an even number, each of which takes a whole multiprocessor; default: all of them.
     timeout:
         Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never.
     engine:

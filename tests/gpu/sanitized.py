@@ -21,7 +21,7 @@ def main() -> None:
         for dtype, activation in (("bfloat16", "swiglu"), ("float32", "gelu")):
             problem = random_problem(turn, dtype=dtype, activation=activation, **shape)
             # No timeout: under a sanitizer, progress is a matter of patience.
-            with context_of(problem, processors=3, timeout=0.0) as context:
+            with context_of(problem, processors=4, timeout=0.0) as context:
                 for _ in range(2):
                     y, report = call(context, problem)
                     check(problem, y, report)

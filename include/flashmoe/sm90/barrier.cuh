@@ -28,6 +28,31 @@ __device__ __forceinline__ void arrive(uint32_t barrier, uint32_t times) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
 
+// The same place in block `block` of the pair.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t block, uint32_t address) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  return there;
+}
+// Says that something has been read: orders no writes. Releasing them takes until all of the thread's stores have reached
+// the L2, one to two microseconds under load.
+__device__ __forceinline__ void arrive_at_block(uint32_t block, uint32_t barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
+               : "memory");
+}
+// What was done before is visible to threads that try_wait_pair().
+__device__ __forceinline__ void arrive_release_at_block(uint32_t block, uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
+               : "memory");
+}
+__device__ __forceinline__ void fence_pair() {
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void store_in_block(uint32_t block, uint32_t to, uint64_t v) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address_in_block(block, to)), "l"(v) : "memory");
+}
+
 // Arrives, and has the phase wait for so many bytes that the copy engine is to write.
 __device__ __forceinline__ void arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -48,11 +73,37 @@ __device__ __forceinline__ bool try_wait(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
+// The same for a phase to which the other block arrives: also acquires what its threads did before.
+__device__ __forceinline__ bool try_wait_pair(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Every wait inside a block is this one. It needs no bound of its own: the block's clerk waits boundedly for tasks and
 // always delivers, a stop if nothing else, and the other warps wait only for what a delivered task makes them pass on.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   while (!try_wait(barrier, parity)) {
   }
+}
+
+// All threads of the pair meet; all that they did before is visible to all after.
+__device__ __forceinline__ void pair_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Which block of the pair this is.
+__device__ __forceinline__ uint32_t pair_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
 }
 
 // Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads of the block, by default one warpgroup.

@@ -3,16 +3,36 @@
 // GEMMs run transposed: weight rows ("features") on wgmma's M side, tokens on its N side. Token counts are what varies
 // from 1 to 256 per tile, and N goes in steps of 8 where M is always 64: no padding to speak of, and one kernel for
 // large and small batches.
+//
+// A task is a tile times 256 features, computed by a pair of thread blocks (a cluster of two). What bounds a GEMM on all
+// SMs is the L2: 34 bytes a clock and SM. So the pair shares what it can: each block loads half of the weights and
+// multicasts it to both, each multiplies all 256 features by its own half of the tokens (32 KiB of L2 traffic a block
+// for 48 KiB of operands). Tiles of few tokens are halved the other way: 128 features and all tokens for each block.
 #pragma once
 
 #include "flashmoe/protocol/call.h"
 
 namespace flashmoe::sm90 {
 
-inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile: wgmma's largest N
-inline constexpr uint32_t kTileFeatures = 128;  // weight rows of a task: M = 64 for each of two consumer warpgroups
+inline constexpr uint32_t kPair = 2;            // thread blocks
+inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile
+inline constexpr uint32_t kTaskFeatures = 256;  // weight rows of a task
+inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's half
 inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
 inline constexpr uint32_t kHiddenBoxRows = 32;  // rows of one TMA box of the hidden tile
+inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
+
+// The rows of a tile that one block of the pair multiplies.
+struct Share {
+  bool wide;  // all features and half of the rows; else half of the features and all rows
+  uint32_t first, rows,
+      cover;  // rows are [first, first + rows) of the tile; cover: the N of both blocks, a multiple of 16
+};
+FLASHMOE_HD constexpr Share share_of(uint32_t tile_rows, uint32_t block) {
+  if (tile_rows <= kNarrowTokens) return {false, 0, tile_rows, tile_rows};
+  const uint32_t half = ceil_div(tile_rows, 32u) * 16;
+  return {true, block * half, block == 0 ? half : tile_rows - half, half};
+}
 
 inline constexpr uint32_t kWarps = 12;
 inline constexpr uint32_t kThreads = kWarps * 32;
@@ -22,14 +42,14 @@ inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may ha
 inline constexpr uint32_t kMaxPairs = 2048;        // its tokens times K
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
 // Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
-// The first block forms no tiles, unless it is the only one.
+// The first block forms no tiles.
 inline constexpr uint32_t kFormerExperts = 16;
 
 // Output columns of a task. SwiGLU: gate and up rows share a task's 128 features.
 FLASHMOE_HD constexpr uint32_t gemm0_columns_per_task(bool gated) {
-  return gated ? kTileFeatures / 2 : kTileFeatures;
+  return gated ? kTaskFeatures / 2 : kTaskFeatures;
 }
-inline constexpr uint32_t kGemm1ColumnsPerTask = kTileFeatures;
+inline constexpr uint32_t kGemm1ColumnsPerTask = kTaskFeatures;
 
 // CUtensorMap, which only the host's driver calls look into.
 struct alignas(64) TensorMap {

@@ -1,10 +1,14 @@
 // The ring of stages between the two loader warps and the two consumer warpgroups, in dynamic shared memory.
 //
-// A stage holds k-blocks of 128 bytes of K: one, or two where the tile has at most 64 rows, so that small tiles keep as
-// many bytes in flight as large ones. All of it is 128-byte swizzled: chunk c of row r lies at chunk c ^ (r % 8).
-//   one k-block    features [128 rows] at 0          tokens [256 rows] at 16 KiB
-//   two k-blocks   features [128 rows] at 0, 16 KiB  tokens [64 rows] at 32 KiB, 40 KiB
-// Barriers: full takes an arrival of every loader thread and the copy engine's bytes; empty takes one of each consumer.
+// A stage is 48 KiB and holds k-blocks of 128 bytes of K of features and tokens, laid out in one of three ways, all of it
+// 128-byte swizzled: chunk c of row r lies at chunk c ^ (r % 8).
+//   Wide    256 features at 0 (the lower 128 by the pair's first block, the upper by its second), 128 tokens at 32 KiB
+//   Narrow  two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens at 32
+//           and 40 KiB
+//   Gate    128 features at 0, 128 tokens at 16 KiB; the rest is the logits' (dispatch.cuh)
+// Barriers: full takes an arrival of every loader thread of the block and the copy engine's bytes, half of which the other
+// block's copy engine writes; empty takes one of each consumer that reads what is written when it is passed: of both
+// blocks. Gate's are its own, and the block's alone.
 #pragma once
 
 #include <cstdint>
@@ -18,53 +22,48 @@ inline constexpr uint32_t kWarpgroup = 128;  // threads
 inline constexpr uint32_t kConsumers = 2;    // warpgroups, the first of the block
 inline constexpr uint32_t kFirstLoader = kConsumers * kWarpgroup;
 inline constexpr uint32_t kLoaders = 64;  // threads
-inline constexpr uint32_t kGroupFeatures = kTileFeatures / kConsumers;
 
 inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kStageBytes = 48 * 1024;
 inline constexpr uint32_t kStageAlign = 1024;  // the swizzle pattern repeats every 8 rows
-inline constexpr uint32_t kFeatureBytes = kTileFeatures * kRowBytes;
-inline constexpr uint32_t kSmallTile = 64;  // most rows of a tile whose stages hold two k-blocks
-static_assert(kStageBytes == kFeatureBytes + kTileTokens * kRowBytes);
-static_assert(kStageBytes == 2 * (kFeatureBytes + kSmallTile * kRowBytes));
+inline constexpr uint32_t kBoxBytes = kBoxFeatures * kRowBytes;
 
-// What a stage of a tile of so many rows (real rows, or the N that covers them) looks like.
-FLASHMOE_HD constexpr uint32_t k_blocks_per_stage(uint32_t rows) {
-  return rows <= kSmallTile ? 2 : 1;
-}
-FLASHMOE_HD constexpr uint32_t feature_offset(uint32_t k_block) {
-  return k_block * kFeatureBytes;
-}
-FLASHMOE_HD constexpr uint32_t token_offset(uint32_t k_blocks, uint32_t k_block) {
-  return k_blocks * kFeatureBytes + k_block * kSmallTile * kRowBytes;
-}
-// Stages that a task with rows of so many bytes goes through: producer and consumers both count with this.
-FLASHMOE_HD constexpr uint32_t stages_of_task(uint32_t k_bytes, uint32_t k_blocks) {
-  return ceil_div(k_bytes, k_blocks * kRowBytes);
-}
+template <uint32_t kBlocks_, uint32_t kFeatures_, uint32_t kTokens_, uint32_t kTokensAt, bool kPaired_>
+struct StageLayout {
+  static constexpr uint32_t kBlocks = kBlocks_;                       // k-blocks
+  static constexpr uint32_t kFeatures = kFeatures_;                   // rows of each
+  static constexpr uint32_t kTokens = kTokens_;                       // rows of each
+  static constexpr uint32_t kGroupFeatures = kFeatures / kConsumers;  // of a consumer warpgroup
+  static constexpr uint32_t kMs = kGroupFeatures / 64;                // wgmmas that these take
+  static constexpr bool kPaired = kPaired_;                           // both blocks release it
+  static constexpr uint32_t kFeatureBytes = kBlocks * kFeatures * kRowBytes;
 
-// One side's place in the ring. A fresh barrier passes waits of parity 1: the producer finds all stages empty.
+  static FLASHMOE_HD constexpr uint32_t features(uint32_t k_block) { return k_block * kFeatures * kRowBytes; }
+  static FLASHMOE_HD constexpr uint32_t tokens(uint32_t k_block) { return kTokensAt + k_block * kTokens * kRowBytes; }
+  // Stages that rows of so many bytes go through: producer and consumers both count with this.
+  static FLASHMOE_HD constexpr uint32_t stages(uint32_t k_bytes) { return ceil_div(k_bytes, kBlocks * kRowBytes); }
+};
+using Wide = StageLayout<1, 256, 128, 32 * 1024, true>;
+using Narrow = StageLayout<2, 128, 64, 32 * 1024, true>;
+using Gate = StageLayout<1, 128, 128, 16 * 1024, false>;
+static_assert(Wide::tokens(1) == kStageBytes && Narrow::tokens(2) == kStageBytes);
+static_assert(Narrow::kTokens == kNarrowTokens && Wide::kTokens * kPair == kTileTokens);
+
+// One side's place in the ring.
 struct Pipeline {
   uint32_t stages;    // shared address of stage 0
   uint32_t barriers;  // shared address of full[kStages], empty[kStages]
-  uint32_t stage;
-  uint32_t parity;
+  uint32_t stage = 0;
+  uint32_t parity = 0;
 
-  static constexpr uint32_t kBarrierBytes = 2 * kStages * sizeof(uint64_t);
+  static constexpr uint32_t kBarriers = 2 * kStages;
 
-  static __device__ __forceinline__ Pipeline producer(uint32_t stages, uint32_t barriers) {
-    return {stages, barriers, 0, 1};
-  }
-  static __device__ __forceinline__ Pipeline consumer(uint32_t stages, uint32_t barriers) {
-    return {stages, barriers, 0, 0};
-  }
   // By one thread, before the block's first synchronization.
-  static __device__ __forceinline__ void init(uint32_t barriers) {
+  static __device__ __forceinline__ void init(uint32_t barriers, uint32_t consumers) {
     for (uint32_t s = 0; s < kStages; ++s) {
       barrier_init(barriers + s * 8, 1 + kLoaders);
-      barrier_init(barriers + (kStages + s) * 8, kConsumers);
+      barrier_init(barriers + (kStages + s) * 8, consumers);
     }
-    fence_barrier_init();
   }
 
   __device__ __forceinline__ uint32_t data() const { return stages + stage * kStageBytes; }
@@ -80,5 +79,16 @@ struct Pipeline {
     stage = (stage + n) % kStages;
   }
 };
+
+// By all threads of a consumer warpgroup, when none of them reads the stage any more.
+template <class Stage>
+__device__ __forceinline__ void release_stage(uint32_t empty) {
+  const uint32_t thread = threadIdx.x % kWarpgroup;
+  if constexpr (Stage::kPaired) {
+    if (thread < kPair) arrive_at_block(thread, empty);
+  } else {
+    if (thread == 0) arrive(empty);
+  }
+}
 
 }  // namespace flashmoe::sm90

@@ -22,37 +22,43 @@ __device__ __forceinline__ uint64_t result_of(const Call& c, const Row& row) {
   return reinterpret_cast<uint64_t>(to);
 }
 
-// Looks a task up: all that the other roles would have to wait for. One warp.
+// Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
-  // Shape and rows are loaded side by side, those that the tile does not have too: a round trip to the L2 is all it takes.
   const Tile::Shape shape = c.tile(task.index)->shape;
-  constexpr uint32_t kEach = kTileTokens / P::kLanes;
-  Row row[kEach];
-#pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(task.index, P::lane() + i * P::kLanes);
-#pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) {
-    const uint32_t r = P::lane() + i * P::kLanes;
-    if (r >= shape.rows) break;
+  const Share share = share_of(shape.rows, pair_rank());
+  for (uint32_t r = P::lane(); r < share.rows; r += P::kLanes) {
+    const Row row = *c.tile_row(task.index, share.first + r);
     if (task.kind == TaskKind::kGemm0) {
-      slot.places[r] = place_of(args, c, row[i]);
+      slot.places[r] = place_of(args, c, row);
     } else {
-      slot.to[r] = result_of(c, row[i]);
-      slot.weights[r] = row[i].weight;
+      slot.to[r] = result_of(c, row);
+      slot.weights[r] = row.weight;
     }
   }
   if (P::lane() == 0) {
     slot.tile = task.index;
     slot.column = task.column;
     slot.expert = shape.expert;
-    slot.rows = shape.rows;
+    slot.share = share;
   }
 }
 
-// Clerk, one warp: takes tasks from the ready queue to the ring, and retires those that the consumers have done. Off the
-// consumers' way, since each counter is a round trip to the L2. The consumers' stores are ordered before a retirement by
-// their arrivals, and before whoever sees its counters by those (cumulativity).
+// Clerk: hands a task to its block's loaders and consumers.
+__device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
+                                         const Task& task) {
+  using P = Platform;
+  TaskSlot& slot = ring.at(n);
+  if (task.kind != TaskKind::kStop) look_up(args, c, task, slot);
+  if (P::lane() == 0) slot.kind = task.kind;
+  P::sync();
+  if (P::lane() == 0) ring.put_full(n);
+}
+
+// The leader's clerk, one warp: takes tasks from the ready queue to both blocks' rings, and retires those that the
+// consumers have done. Off the consumers' way, since each counter is a round trip to the L2. The consumers' stores are
+// ordered before a retirement by their arrivals (and the other clerk's), and before whoever sees its counters by those
+// (cumulativity).
 __device__ __forceinline__ void keep_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
   uint32_t retired = 0;
@@ -76,11 +82,8 @@ __device__ __forceinline__ void keep_tasks(const KernelArgs& args, const Call& c
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
     const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return retire_done(n); });
-    TaskSlot& slot = ring.at(n);
-    if (task.kind != TaskKind::kStop) look_up(args, c, task, slot);
-    if (P::lane() == 0) slot.kind = task.kind;
-    P::sync();
-    if (P::lane() == 0) ring.put_full(n);
+    if (P::lane() == 0) ring.hand_on(n, task);
+    put_task(args, c, ring, n, task);
     if (task.kind != TaskKind::kStop) continue;
     // On abort the others stop as well: what they have not done is not retired.
     while (retired < n && P::load_relaxed(&c.control()->abort.value) == 0) retire_done(n);
@@ -88,70 +91,111 @@ __device__ __forceinline__ void keep_tasks(const KernelArgs& args, const Call& c
   }
 }
 
+// The other block's clerk. Its slots are free when the leader, who waits for both blocks, hands on the next task.
+__device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
+  using P = Platform;
+  uint32_t reported = 0;
+  auto report_done = [&](uint32_t taken) {
+    if (reported == taken || !ring.is_done(reported)) return false;
+    if (P::lane() == 0) ring.report_done(reported);
+    ++reported;
+    return true;
+  };
+  for (uint32_t n = 0;; ++n) {
+    while (!ring.is_handed(n)) {
+      if (!report_done(n)) __nanosleep(32);
+    }
+    const Task task = ring.handed_task(n);
+    put_task(args, c, ring, n, task);
+    if (task.kind != TaskKind::kStop) continue;
+    while (reported < n) report_done(n);
+    return;
+  }
+}
+
 // Loaders, two warps.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring) {
-  constexpr uint32_t kGroupsOf8 = kTileFeatures / 8;  // of feature rows in a box
+  constexpr uint32_t kGroupsOf8 = kBoxFeatures / 8;  // of feature rows in a box
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) return;
     auto near_end = [&] { tasks.put_wanted(n + 1); };
+    const uint32_t box = slot.column * kPair + pair_rank();
+    const bool wide = slot.share.wide;
     if (slot.kind == TaskKind::kGemm0) {
-      const FeatureBox box{&args.gate_up, 0, 0, slot.column * (kGated ? kGroupsOf8 / 2 : kGroupsOf8), slot.expert};
-      const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.rows};
-      gather_load<Dtype>(ring, box, rows, c.hidden * Dtype::kBytes, near_end);
+      const FeatureBox features{&args.gate_up, 0, 0, box * (kGated ? kGroupsOf8 / 2 : kGroupsOf8), slot.expert};
+      const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
+      gather_load<Dtype>(ring, wide, features, rows, c.hidden * Dtype::kBytes, near_end);
     } else {
-      const FeatureBox box{&args.down, 0, 0, slot.column * kGroupsOf8, slot.expert};
-      hidden_load<Dtype>(ring, box, &args.hidden, slot.tile * kTileTokens, slot.rows, c.intermediate * Dtype::kBytes,
-                         near_end);
+      const FeatureBox features{&args.down, 0, 0, box * kGroupsOf8, slot.expert};
+      hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
+                         slot.share.rows, c.intermediate * Dtype::kBytes, near_end);
     }
     if (threadIdx.x == kFirstLoader + 32) tasks.put_done(n);
   }
+}
+
+// A consumer warpgroup's part of one task, in one of its sizes.
+template <class Dtype, Activation kActivation, class Stage, uint32_t N, class Trace>
+__device__ __forceinline__ void compute_task(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                             Pipeline& ring, uint32_t group, uint32_t staging, const Trace& trace) {
+  using Element = typename Dtype::Element;
+  constexpr bool kGated = is_gated(kActivation);
+  const bool first = slot.kind == TaskKind::kGemm0;
+  auto first_column = [&] {
+    const uint32_t columns = first ? gemm0_columns_per_task(kGated) : kGemm1ColumnsPerTask;
+    return slot.column * columns + (slot.share.wide ? 0 : pair_rank() * columns / kPair);
+  };
+  FeatureBias bias[Stage::kMs];
+  {
+    const Lane here = Lane::of_thread(group);
+    if (first) {
+      const Element* all = static_cast<const Element*>(args.gate_up_bias);
+      if (all != nullptr) all += uint64_t{slot.expert} * c.intermediate * (kGated ? 2 : 1);
+      load_gemm0_bias<Dtype, Stage, kActivation>(bias, all, here, first_column(), c.intermediate);
+    } else {
+      const Element* all = static_cast<const Element*>(args.down_bias);
+      if (all != nullptr) all += uint64_t{slot.expert} * c.hidden;
+      load_bias<Dtype, Stage>(bias, all, here, first_column(), c.hidden);
+    }
+  }
+  Accumulators<Stage, N> acc;
+  multiply<Dtype, Stage, N>(ring, group, (first ? c.hidden : c.intermediate) * Dtype::kBytes, first, acc);
+  const uint64_t multiplied = trace.now();
+  const Lane at = Lane::of_thread(group);
+  if (first) {
+    const uint64_t pitch = c.work_layout.stride[static_cast<uint32_t>(WorkField::kHidden)][1];
+    store_gemm0<Dtype, Stage, kActivation, N>(staging, at, acc, bias, slot.share.rows, first_column(), c.intermediate,
+                                              c.hidden_row(slot.tile, slot.share.first), pitch);
+  } else {
+    store_gemm1<Dtype, Stage, N>(staging, at, acc, bias, slot.share.rows, first_column(), c.hidden, slot.weights,
+                                 slot.to);
+  }
+  if (threadIdx.x == 0) trace.add_here(TracePhase::kEpilogue, multiplied, slot.tile, slot.column);
 }
 
 // A consumer warpgroup: `group` 0 or 1. `staging`: its own buffer.
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
                                               uint32_t group, uint32_t staging, const Trace& trace) {
-  using Element = typename Dtype::Element;
-  constexpr bool kGated = is_gated(kActivation);
   const bool tracing = threadIdx.x == 0;
+  // The stages were scratch: only now may either block's loaders fill them.
+  fence_pair();
+  for (uint32_t s = 0; s < kStages; ++s) release_stage<Wide>(ring.barriers + (kStages + s) * 8);
   for (uint32_t n = 0;; ++n) {
     const uint64_t idle = trace.now();
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) return;
     const uint64_t start = trace.now();
     if (tracing) trace.add_here(TracePhase::kWait, idle, slot.tile, slot.column);
-    const bool first = slot.kind == TaskKind::kGemm0;
-    const uint32_t column = slot.column * (first ? gemm0_columns_per_task(kGated) : kGemm1ColumnsPerTask);
-    const uint32_t rows = slot.rows;
-    const Lane here = Lane::of_thread(group);
-    FeatureBias bias;
-    if (first) {
-      const Element* all = static_cast<const Element*>(args.gate_up_bias);
-      bias = load_gemm0_bias<Dtype, kActivation>(
-          all == nullptr ? nullptr : all + uint64_t{slot.expert} * c.intermediate * (kGated ? 2 : 1), here, column,
-          c.intermediate);
-    } else {
-      const Element* all = static_cast<const Element*>(args.down_bias);
-      bias =
-          load_bias<Dtype>(all == nullptr ? nullptr : all + uint64_t{slot.expert} * c.hidden, here, column, c.hidden);
-    }
-    with_tokens(rows, [&]<uint32_t N>() {
-      float acc[N / 2];
-      multiply<Dtype, N>(ring, group, (first ? c.hidden : c.intermediate) * Dtype::kBytes, first, acc);
-      const uint64_t multiplied = trace.now();
-      const Lane at = Lane::of_thread(group);
-      if (first) {
-        const uint64_t pitch = c.work_layout.stride[static_cast<uint32_t>(WorkField::kHidden)][1];
-        store_gemm0<Dtype, kActivation, N>(staging, at, acc, bias, rows, column, c.intermediate,
-                                           c.hidden_row(slot.tile, 0), pitch);
-      } else {
-        store_gemm1<Dtype, N>(staging, at, acc, bias, rows, column, c.hidden, slot.weights, slot.to);
-      }
-      if (tracing) trace.add_here(TracePhase::kEpilogue, multiplied, slot.tile, slot.column);
+    with_tokens(slot.share.wide, slot.share.cover, [&]<class Stage, uint32_t N>() {
+      compute_task<Dtype, kActivation, Stage, N>(args, c, slot, ring, group, staging, trace);
     });
-    if (tracing) trace.add_here(first ? TracePhase::kGemm0 : TracePhase::kGemm1, start, slot.tile, slot.column);
+    if (tracing) {
+      const bool first = slot.kind == TaskKind::kGemm0;
+      trace.add_here(first ? TracePhase::kGemm0 : TracePhase::kGemm1, start, slot.tile, slot.column);
+    }
     __syncwarp();  // the warp's stores before its arrival
     if (Platform::lane() == 0) tasks.put_done(n);
   }

@@ -1,6 +1,6 @@
 // Shared memory of the fused kernel's block, and the ring of task slots that its roles pass on.
 //
-//   stages   4 x 48 KiB   the GEMM pipeline (pipeline.cuh); before the first task, scratch of gate and dispatch
+//   stages   4 x 48 KiB   the GEMM pipeline (pipeline.cuh); before the first task, the gate's, and scratch of dispatch
 //   staging  2 x  8 KiB   the consumers' epilogues
 //   Shared                everything else
 #pragma once
@@ -18,36 +18,40 @@ namespace flashmoe::sm90 {
 inline constexpr uint32_t kMaxRanks = 32;
 inline constexpr uint32_t kMaxExperts = 1024;
 
-// A task as the clerk hands it on: looked up, with the places of its rows.
+// A task as the clerk hands it on: looked up, with the places of the rows that this block multiplies.
 struct TaskSlot {
   TaskKind kind;
-  uint32_t tile, column, expert, rows;
-  uint32_t pad[3];
+  uint32_t tile, column, expert;
+  Share share;
   union {
-    uint32_t places[kTileTokens];  // GEMM0: where the token rows are, see TokenRows
-    uint64_t to[kTileTokens];      // GEMM1: where the results go
+    uint32_t places[Wide::kTokens];  // GEMM0: where the token rows are, see TokenRows
+    uint64_t to[Wide::kTokens];      // GEMM1: where the results go
   };
-  float weights[kTileTokens];  // GEMM1: combine weights
+  alignas(8) float weights[Wide::kTokens];  // GEMM1: combine weights
 };
 
-// Slots go from the clerk to loaders and consumers, and back to the clerk. Three: one is computed, one is being loaded, one
-// is looked up or waits to be retired.
+// Slots go from each block's clerk to its loaders and consumers, and back to the clerk of the pair's first block, the one
+// that takes and retires tasks. Three: one is computed, one is being loaded, one is looked up or waits to be retired.
 struct TaskRing {
   static constexpr uint32_t kSlots = 3;
+  static constexpr uint32_t kLeader = 0;
   // Each consumer warp, and the second loader: it has no other part in GEMM1 tasks, and must not be overtaken.
   static constexpr uint32_t kDoneArrivals = 9;
 
   uint64_t wanted[kSlots];  // 1: a loader thread, near the end of the task before
+  uint64_t handed[kSlots];  // 1: the leader's clerk
   uint64_t full[kSlots];    // 1: clerk
-  uint64_t done[kSlots];    // kDoneArrivals
+  uint64_t done[kSlots];    // kDoneArrivals; in the leader also the other clerk, for its block
+  uint64_t word[kSlots];    // the task that the leader handed on
   TaskSlot slot[kSlots];
 
-  // One thread, before the block's first synchronization.
+  // One thread, before the pair's first synchronization.
   __device__ void init() {
     for (uint32_t i = 0; i < kSlots; ++i) {
       barrier_init(shared_address(&wanted[i]), 1);
+      barrier_init(shared_address(&handed[i]), 1);
       barrier_init(shared_address(&full[i]), 1);
-      barrier_init(shared_address(&done[i]), kDoneArrivals);
+      barrier_init(shared_address(&done[i]), kDoneArrivals + (pair_rank() == kLeader ? 1 : 0));
     }
     put_wanted(0);
   }
@@ -57,20 +61,33 @@ struct TaskRing {
     wait(shared_address(&full[n % kSlots]), parity(n));
     return at(n);
   }
+  // Asked by the clerks, all lanes: they are to agree.
   __device__ __forceinline__ bool is_done(uint32_t n) const {
-    return try_wait(shared_address(&done[n % kSlots]), parity(n));
+    return __any_sync(kFullWarp, try_wait_pair(shared_address(&done[n % kSlots]), parity(n)));
   }
   __device__ __forceinline__ bool is_wanted(uint32_t n) const {
-    return try_wait(shared_address(&wanted[n % kSlots]), parity(n));
+    return __any_sync(kFullWarp, try_wait(shared_address(&wanted[n % kSlots]), parity(n)));
   }
   __device__ __forceinline__ void put_wanted(uint32_t n) { arrive(shared_address(&wanted[n % kSlots])); }
   __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
   __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
+  // Between the clerks.
+  __device__ __forceinline__ void hand_on(uint32_t n, const Task& task) {
+    store_in_block(1 - kLeader, shared_address(&word[n % kSlots]), task.pack());
+    arrive_release_at_block(1 - kLeader, shared_address(&handed[n % kSlots]));
+  }
+  __device__ __forceinline__ bool is_handed(uint32_t n) const {
+    return __any_sync(kFullWarp, try_wait_pair(shared_address(&handed[n % kSlots]), parity(n)));
+  }
+  __device__ __forceinline__ Task handed_task(uint32_t n) const { return Task::unpack(word[n % kSlots]); }
+  __device__ __forceinline__ void report_done(uint32_t n) {
+    arrive_release_at_block(kLeader, shared_address(&done[n % kSlots]));
+  }
 };
 
 struct Shared {
   Call call;  // the kernel's, with the epoch that device memory counts
-  uint64_t stage_barriers[2 * kStages];
+  uint64_t gate_barriers[Pipeline::kBarriers], stage_barriers[Pipeline::kBarriers];
   TaskRing ring;
   stages::CombinePieces combine;
   uint32_t router_bad;  // a logit of this block's tokens was not finite

@@ -7,28 +7,33 @@
 
 namespace flashmoe::sm90 {
 
-// L2 eviction priority as `createpolicy.fractional.L2::evict_normal.b64 policy, 1.0` encodes it.
-enum class L2Hint : uint64_t {
-  kEvictNormal = 0x1000000000000000,
-};
-
-// Box of a tensor at coordinates (c0 innermost) to shared memory; its bytes complete transactions of `barrier`. Without
-// a cluster launch the block is a cluster of its own, so that its shared::cta addresses are shared::cluster addresses.
-__device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, L2Hint hint, uint32_t c0,
+// Box of a tensor at coordinates (c0 innermost) to shared memory; its bytes complete transactions of `barrier`.
+__device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0,
                                          uint32_t c1) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to),
-      "l"(map), "r"(barrier), "l"(static_cast<uint64_t>(hint)), "r"(c0), "r"(c1)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1)
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, L2Hint hint, uint32_t c0,
-                                         uint32_t c1, uint32_t c2, uint32_t c3, uint32_t c4) {
+__device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0, uint32_t c1,
+                                         uint32_t c2, uint32_t c3, uint32_t c4) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(to),
-      "l"(map), "r"(barrier), "l"(static_cast<uint64_t>(hint)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// The same to both blocks of the pair, at the same place of each, where it completes transactions of the same barrier.
+__device__ __forceinline__ void tma_load_to_pair(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0,
+                                                 uint32_t c1, uint32_t c2, uint32_t c3, uint32_t c4) {
+  constexpr uint16_t kBoth = (1 << kPair) - 1;
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(kBoth)
       : "memory");
 }
 

@@ -140,7 +140,7 @@ __device__ __forceinline__ void combine_tokens(const Call& c, uint8_t* out, uint
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool combine_pieces(const Call& c, uint8_t* out, CombinePieces& pieces, Trace&& trace) {
   using P = sm90::Platform;
-  const uint32_t own_blocks = blockIdx.x < c.blocks() ? (c.blocks() - blockIdx.x + c.processors - 1) / c.processors : 0;
+  const uint32_t own_blocks = blockIdx.x < c.blocks() ? ceil_div(c.blocks() - blockIdx.x, gridDim.x) : 0;
   const uint32_t per_block = ceil_div(c.block_tokens(), CombinePieces::kTokens);
   const uint32_t per_group = own_blocks * per_block;
   uint32_t ready_groups = 0;
@@ -150,7 +150,7 @@ __device__ __forceinline__ bool combine_pieces(const Call& c, uint8_t* out, Comb
     piece = P::broadcast(piece, 0);
     if (piece >= per_group * c.groups) return true;
     const uint32_t g = piece / per_group;
-    const uint32_t b = blockIdx.x + piece % per_group / per_block * c.processors;
+    const uint32_t b = blockIdx.x + piece % per_group / per_block * gridDim.x;
     if (g >= ready_groups) {
       const WaitEnd end = wait_until<P>(
           c,

@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   named_barrier_sync(kLoaderBarrier, kLoaders);
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype>) {
     const TokenRows rows{args.x, args.x, places + first, min_of(tokens - first, kGateTokens<Dtype>)};
-    for (uint32_t e = 0; e < c.experts; e += kTileFeatures) {
-      detail::gather_stages<Dtype, 1>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
+    for (uint32_t e = 0; e < c.experts; e += Gate::kFeatures) {
+      detail::gather_stages<Dtype, Gate>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
     }
   }
 }
@@ -73,11 +73,12 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
 template <class Dtype, uint32_t N>
 __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                               Pipeline& ring, uint32_t group, uint32_t first, uint32_t tokens) {
-  float acc[N / 2];
+  Accumulators<Gate, N> acc;
   const Lane at = Lane::of_thread(group);
-  for (uint32_t e = 0; e < c.experts; e += kTileFeatures) {
-    const FeatureBias bias = load_bias<Dtype>(args.router_bias, at, e, c.experts);
-    multiply<typename Scores<Dtype>::Type, N, 1>(ring, group, c.hidden * Dtype::kBytes, true, acc);
+  for (uint32_t e = 0; e < c.experts; e += Gate::kFeatures) {
+    FeatureBias bias[Gate::kMs];
+    load_bias<Dtype, Gate>(bias, args.router_bias, at, e, c.experts);
+    multiply<typename Scores<Dtype>::Type, Gate, N>(ring, group, c.hidden * Dtype::kBytes, true, acc);
     store_gate<N>(at, acc, bias, tokens, e, c.experts,
                   [&](uint32_t token, uint32_t expert) -> float& { return scratch.logits(c, first + token)[expert]; });
   }

@@ -6,18 +6,21 @@
 
 namespace flashmoe::sm90 {
 
-// The 128 weight rows of a task: a box at these coordinates, of which the innermost (K) runs.
+// The weight rows that a block loads: a box at these coordinates, of which the innermost (K) runs.
 struct FeatureBox {
   const TensorMap* map;
   uint32_t c1, c2, c3, c4;
-  L2Hint hint = L2Hint::kEvictNormal;
 
-  template <class Dtype, uint32_t kBlocks>
+  template <class Dtype, class Stage>
   __device__ __forceinline__ void load(const Pipeline& ring, uint32_t k_byte) const {
+    const uint32_t k = k_byte / Dtype::kBytes;
+    if constexpr (Stage::kFeatures == kPair * kBoxFeatures) {
+      tma_load_to_pair(ring.data() + pair_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, c4);
+    } else {
 #pragma unroll
-    for (uint32_t b = 0; b < kBlocks; ++b) {
-      const uint32_t k = (k_byte + b * kRowBytes) / Dtype::kBytes;
-      tma_load(ring.data() + feature_offset(b), map, ring.full(), hint, k, c1, c2, c3, c4);
+      for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
+        tma_load(ring.data() + Stage::features(b), map, ring.full(), k + b * kRowBytes / Dtype::kBytes, c1, c2, c3, c4);
+      }
     }
   }
 };
@@ -44,11 +47,11 @@ __device__ __forceinline__ uint32_t near_last(uint32_t stages) {
 // Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a lone
 // warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced every other
 // k-block, and no question asked per row, it is hardly more than one. Rows that the tile does not have are copies of row 0.
-template <class Dtype, uint32_t kBlocks, class NearEnd>
+template <class Dtype, class Stage, class NearEnd>
 __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& features, const TokenRows& tokens,
                                               uint32_t k_bytes, NearEnd&& near_end) {
   constexpr uint32_t kRowsApart = kLoaders / 8;
-  constexpr uint32_t kMost = (kBlocks == 1 ? kTileTokens : kSmallTile) / kRowsApart;
+  constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
   constexpr uint32_t kAtOnce = 4;  // rows of a thread between two looks at whether there are more
   const uint32_t thread = threadIdx.x - kFirstLoader;
   const uint32_t chunk = thread % 8, first = thread / 8;
@@ -61,18 +64,18 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
     const uint8_t* base = place & TokenRows::kRemote ? tokens.remote : tokens.own;
     row[i] = base + uint64_t{place & ~TokenRows::kRemote} * 16 + chunk * 16;
   }
-  const uint32_t stages = stages_of_task(k_bytes, kBlocks);
+  const uint32_t stages = Stage::stages(k_bytes);
   auto load = [&](uint32_t s, uint32_t ahead) {
     const uint32_t k = s * kBlocks * kRowBytes;
     wait(ring.empty(), ring.parity);
     if (thread == 0) {
-      arrive_expect_tx(ring.full(), kBlocks * kFeatureBytes);
-      features.load<Dtype, kBlocks>(ring, k);
+      arrive_expect_tx(ring.full(), Stage::kFeatureBytes);
+      features.load<Dtype, Stage>(ring, k);
       if (s == near_last(stages)) near_end();
     }
 #pragma unroll
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      const uint32_t to = ring.data() + token_offset(kBlocks, b) + slot;
+      const uint32_t to = ring.data() + Stage::tokens(b) + slot;
       const uint32_t at = (ahead * kBlocks + b) * kRowBytes;
       const bool whole = k + (b + 1) * kRowBytes <= k_bytes;
       const uint32_t valid = k + b * kRowBytes + chunk * 16 < k_bytes ? 16 : 0;  // no access beyond the row's end
@@ -103,10 +106,10 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
 }
 
 // One thread does it all, and arrives for the other loaders.
-template <class Dtype, uint32_t kBlocks, class NearEnd>
+template <class Dtype, class Stage, class NearEnd>
 __device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& features, const TensorMap* hidden,
                                               uint32_t first_row, uint32_t rows, uint32_t k_bytes, NearEnd&& near_end) {
-  const uint32_t stages = stages_of_task(k_bytes, kBlocks);
+  const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
     Pipeline at = ring;
     // The hidden rows were stored through the generic proxy, by other blocks, whose stores the task's clerk acquired.
@@ -116,17 +119,17 @@ __device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& 
     for (uint32_t s = 0; s < stages; ++s, at.advance()) {
       wait(at.empty(), at.parity);
       arrive(at.full(), kLoaders);
-      arrive_expect_tx(at.full(), kBlocks * (kFeatureBytes + boxes * kHiddenBoxRows * kRowBytes));
-      const uint32_t k_byte = s * kBlocks * kRowBytes;
-      features.load<Dtype, kBlocks>(at, k_byte);
+      arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kHiddenBoxRows * kRowBytes);
+      const uint32_t k_byte = s * Stage::kBlocks * kRowBytes;
+      features.load<Dtype, Stage>(at, k_byte);
       if (s == near_last(stages)) near_end();
 #pragma unroll
-      for (uint32_t b = 0; b < kBlocks; ++b) {
-        const uint32_t to = at.data() + token_offset(kBlocks, b);
+      for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
+        const uint32_t to = at.data() + Stage::tokens(b);
 #pragma unroll 1
         for (uint32_t i = 0; i < boxes; ++i) {
-          tma_load(to + i * kHiddenBoxRows * kRowBytes, hidden, at.full(), L2Hint::kEvictNormal,
-                   (k_byte + b * kRowBytes) / Dtype::kBytes, first_row + i * kHiddenBoxRows);
+          tma_load(to + i * kHiddenBoxRows * kRowBytes, hidden, at.full(), (k_byte + b * kRowBytes) / Dtype::kBytes,
+                   first_row + i * kHiddenBoxRows);
         }
       }
     }
@@ -137,26 +140,27 @@ __device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& 
 
 }  // namespace detail
 
-// Gate and GEMM0: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; one of them
-// calls near_end() some stages before the last.
+// GEMM0: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; one of them calls
+// near_end() some stages before the last.
 template <class Dtype, class NearEnd>
-__device__ __forceinline__ void gather_load(Pipeline& ring, const FeatureBox& features, const TokenRows& tokens,
-                                            uint32_t k_bytes, NearEnd&& near_end) {
-  if (k_blocks_per_stage(tokens.rows) == 2) {
-    detail::gather_stages<Dtype, 2>(ring, features, tokens, k_bytes, near_end);
+__device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const FeatureBox& features,
+                                            const TokenRows& tokens, uint32_t k_bytes, NearEnd&& near_end) {
+  if (wide) {
+    detail::gather_stages<Dtype, Wide>(ring, features, tokens, k_bytes, near_end);
   } else {
-    detail::gather_stages<Dtype, 1>(ring, features, tokens, k_bytes, near_end);
+    detail::gather_stages<Dtype, Narrow>(ring, features, tokens, k_bytes, near_end);
   }
 }
 
 // GEMM1: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the hidden matrix.
 template <class Dtype, class NearEnd>
-__device__ __forceinline__ void hidden_load(Pipeline& ring, const FeatureBox& features, const TensorMap* hidden,
-                                            uint32_t first_row, uint32_t rows, uint32_t k_bytes, NearEnd&& near_end) {
-  if (k_blocks_per_stage(rows) == 2) {
-    detail::hidden_stages<Dtype, 2>(ring, features, hidden, first_row, rows, k_bytes, near_end);
+__device__ __forceinline__ void hidden_load(Pipeline& ring, bool wide, const FeatureBox& features,
+                                            const TensorMap* hidden, uint32_t first_row, uint32_t rows,
+                                            uint32_t k_bytes, NearEnd&& near_end) {
+  if (wide) {
+    detail::hidden_stages<Dtype, Wide>(ring, features, hidden, first_row, rows, k_bytes, near_end);
   } else {
-    detail::hidden_stages<Dtype, 1>(ring, features, hidden, first_row, rows, k_bytes, near_end);
+    detail::hidden_stages<Dtype, Narrow>(ring, features, hidden, first_row, rows, k_bytes, near_end);
   }
 }
 
