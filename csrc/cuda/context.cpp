@@ -56,9 +56,10 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 uint32_t return_groups(uint32_t columns, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
   uint32_t groups = 0;
   first[0] = 0;
-  for (const uint32_t sixteenths : {4u, 8u, 12u, 14u, 16u}) {
-    if (return_bytes < kGroupedReturnBytes && sixteenths != 16) continue;
-    const uint32_t end = (columns * sixteenths + 8) / 16;
+  // Each group reads the hidden rows once more: more of them than two cost what combining under way wins.
+  for (const uint32_t halves : {1u, 2u}) {
+    if (return_bytes < kGroupedReturnBytes && halves != 2) continue;
+    const uint32_t end = (columns * halves + 1) / 2;
     if (end > first[groups]) first[++groups] = static_cast<uint16_t>(end);
   }
   return groups;
@@ -200,6 +201,8 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   if (spec.router.data != 0) {
     a.router =
         encode(router_shape(spec.router, bytes, spec.hidden, spec.experts), spec.router.data, spec.dtype, "router");
+    a.router_rows = reinterpret_cast<const uint8_t*>(spec.router.data);
+    a.router_row_bytes = spec.router.row_bytes;
   }
   const auto hidden_rows = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 0));
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 1)) - hidden_rows;

@@ -102,25 +102,25 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   const Tracer<kTrace> trace{args.trace == nullptr ? nullptr : args.trace + blockIdx.x * kTraceBytesPerBlock,
                              &s.trace_events};
   const uint32_t warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
-  const uint32_t stages = shared_address(memory);
+  const uint32_t ring_memory = shared_address(memory);
   bool ok = true;
   if (warp < kTeamWarps) {
     // A fresh barrier passes waits of parity 1: the gate's loaders find all stages empty.
-    Pipeline gate{stages, shared_address(s.gate_barriers), 0, warpgroup < kConsumers ? 0u : 1u};
+    Pipeline gate{ring_memory, shared_address(s.gate_barriers), 0, warpgroup < kConsumers ? 0u : 1u};
     for (uint32_t b = blockIdx.x; ok && b < c.blocks(); b += gridDim.x) {
       ok = dispatch_block<Dtype>(args, c, s, memory, gate, b, trace);
     }
   }
-  Pipeline ring{stages, shared_address(s.stage_barriers)};
+  Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters>();
-    const uint32_t staging = stages + kStages * kStageBytes + warpgroup * kStagingBytes;
+    const uint32_t staging = ring_memory + kStages * kStageBytes + warpgroup * kStagingBytes;
     compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
   } else {
     give_registers<kServiceRegisters>();
     ok &= run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp);
   }
-  if (ok) stages::combine_pieces<Dtype>(c, args.out, s.combine, trace);
+  if (ok) stages::Combiner<Dtype, Tracer<kTrace>>(c, args.out, s.combine, trace).run();
   pair_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {
     trace.finish();

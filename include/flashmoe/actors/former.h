@@ -20,14 +20,16 @@ FLASHMOE_FN bool run_former(const Call& c, Source* sources, const FormerMemory& 
       c,
       [&] {
         const bool moved = arrivals.step([&](uint32_t p, uint32_t b, uint32_t n) { former.consume(p, b, n); },
-                                         [&](uint32_t p) { former.close(p); });
+                                         [&](uint32_t p) {
+                                           // Tiles first: tasks wait for them, and for the count of sources nobody yet.
+                                           if (arrivals.complete()) former.flush();
+                                           former.close(p);
+                                         });
         if (arrivals.complete()) return Step::kDone;
         return moved ? Step::kProgress : Step::kIdle;
       },
       OsLiveness<P>{c});
-  if (end != WaitEnd::kDone) return false;
-  former.flush();
-  return true;
+  return end == WaitEnd::kDone;
 }
 
 }  // namespace flashmoe

@@ -111,11 +111,13 @@ class Scheduler {
       }
       append(reducible_, task.kind == TaskKind::kReduce,
              [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kReducible, place) = task.pack(); });
-      uint32_t formed = P::ballot(task.kind == TaskKind::kFormed);
-      for (; formed != 0; formed &= formed - 1) {
-        const uint32_t lane = lowest_bit<P>(formed);
-        formed_ += P::broadcast(task.column, lane);
-        tiles_ += P::broadcast(task.index, lane);
+      const bool formed = task.kind == TaskKind::kFormed;
+      if (P::ballot(formed) != 0) {
+        uint32_t experts, tiles;
+        P::exclusive_scan(formed ? task.column : 0, experts);
+        P::exclusive_scan(formed ? task.index : 0, tiles);
+        formed_ += experts;
+        tiles_ += tiles;
       }
       if (n < P::kLanes) break;
       word_ = look_ready<P>(c_, drained_);

@@ -185,16 +185,26 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
     const uint32_t owned = c.owned(q);
     uint16_t* offsets = c.packet_offsets(q, c.rank, b);
     uint32_t entries = 0;
-    for (uint32_t base = 0; base < owned; base += P::kLanes) {
-      const uint32_t l = base + P::lane();
-      const uint32_t expert = l < owned ? experts[l] : 0;
-      uint32_t total;
-      const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[expert] : 0u, total);
-      if (l < owned) {
-        s.start[expert] = static_cast<uint16_t>(start);
-        offsets[l] = static_cast<uint16_t>(start);
+    constexpr uint32_t kAhead = 4;  // loads under way together
+    FLASHMOE_NO_UNROLL
+    for (uint32_t base = 0; base < owned; base += kAhead * P::kLanes) {
+      uint32_t expert[kAhead];
+      FLASHMOE_UNROLL
+      for (uint32_t i = 0; i < kAhead; ++i) {
+        const uint32_t l = base + i * P::kLanes + P::lane();
+        expert[i] = l < owned ? experts[l] : 0;
       }
-      entries += total;
+      FLASHMOE_UNROLL
+      for (uint32_t i = 0; i < kAhead; ++i) {
+        const uint32_t l = base + i * P::kLanes + P::lane();
+        uint32_t total;
+        const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[expert[i]] : 0u, total);
+        if (l < owned) {
+          s.start[expert[i]] = static_cast<uint16_t>(start);
+          offsets[l] = static_cast<uint16_t>(start);
+        }
+        entries += total;
+      }
     }
     if (P::lane() == 0) {
       offsets[owned] = static_cast<uint16_t>(entries);

@@ -11,13 +11,14 @@ namespace flashmoe {
 
 // What a former knows of an expert. The same in every lane.
 struct FormedExpert {
-  uint32_t open;       // id of the open tile
-  uint32_t rows;       // of the open tile, 0: none is open
-  uint32_t segments;   // of the open tile
-  Segment last;        // its last segment
-  uint32_t remote;     // the open tile has rows of another rank
-  uint32_t closed;     // tiles closed so far
-  uint32_t announced;  // of those, pushed to the ready list
+  uint32_t open;         // id of the open tile
+  uint32_t rows;         // of the open tile, 0: none is open
+  uint32_t segments;     // of the open tile
+  Segment last;          // its last segment
+  uint32_t remote;       // the open tile has rows of another rank
+  uint32_t closed;       // tiles closed so far
+  uint32_t last_closed;  // id of the last of them
+  uint32_t announced;    // of those, pushed to the ready list
 };
 // Shared memory, uninitialised: the states of local experts first, first + step, ...; step 0: of none.
 struct FormerMemory {
@@ -63,7 +64,10 @@ class TileFormer {
         const uint32_t l = expert(i);
         if (P::lane() == 0) write_tile(x.open, l, x.rows, x.segments, x.remote, x.closed);
         P::sync();
-        if (P::lane() == 0) ++m_.experts[i].closed;
+        if (P::lane() == 0) {
+          ++m_.experts[i].closed;
+          m_.experts[i].last_closed = x.open;
+        }
         P::sync();
       }
       announce(i);
@@ -122,6 +126,7 @@ class TileFormer {
     }
     if (full != 0) {  // the last of the new tiles is the open one now, if it has rows
       x.closed += full;
+      x.last_closed = tile_id(full - 1);
       x.open = tile_id(full);
       x.rows = end % c_.tile_rows;
       x.segments = 0;
@@ -190,7 +195,9 @@ class TileFormer {
     for (uint32_t base = x.announced; base < x.closed; base += P::kLanes) {
       const uint32_t nth = base + P::lane();
       const bool has = nth < x.closed;
-      const uint32_t tile = has ? *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) : 0;
+      // The last one is known: an expert with one tile need not wait for memory.
+      const bool last = nth + 1 == x.closed;
+      const uint32_t tile = has && !last ? *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) : x.last_closed;
       push_ready<P>(c_, has, {TaskKind::kGemm0, 0, tile});
     }
     P::sync();

@@ -25,15 +25,22 @@ __device__ __forceinline__ uint64_t result_of(const Call& c, const Row& row) {
 // Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
+  // Shape and rows are loaded side by side, those that the share does not have too: a round trip to the L2 is all it takes.
   const Tile::Shape shape = c.tile(task.index)->shape;
+  constexpr uint32_t kEach = kTileTokens / P::kLanes;
+  Row row[kEach];
+#pragma unroll
+  for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(task.index, P::lane() + i * P::kLanes);
   const Share share = share_of(shape.rows, pair_rank());
-  for (uint32_t r = P::lane(); r < share.rows; r += P::kLanes) {
-    const Row row = *c.tile_row(task.index, share.first + r);
+#pragma unroll
+  for (uint32_t i = 0; i < kEach; ++i) {
+    const uint32_t r = P::lane() + i * P::kLanes - share.first;
+    if (r >= share.rows) continue;  // as are rows before the first
     if (task.kind == TaskKind::kGemm0) {
-      slot.places[r] = place_of(args, c, row);
+      slot.places[r] = place_of(args, c, row[i]);
     } else {
-      slot.to[r] = result_of(c, row);
-      slot.weights[r] = row.weight;
+      slot.to[r] = result_of(c, row[i]);
+      slot.weights[r] = row[i].weight;
     }
   }
   if (P::lane() == 0) {

@@ -10,10 +10,11 @@
 
 namespace flashmoe::stages {
 
-// A block's combines: a piece is kTokens tokens of one of its token blocks in one return group. Any warp that has
-// nothing else to do takes the next piece; `next` lies in shared memory.
+// Items are a token's columns of one return group, 512 bytes at a time; a piece is some items in a row. Pieces go round the
+// blocks, so that few tokens keep as many blocks busy as there are. Any warp of a block that has nothing else to do takes its
+// next piece; `next` lies in shared memory.
 struct CombinePieces {
-  static constexpr uint32_t kTokens = 4;
+  static constexpr uint32_t kItems = 8;  // most of a piece: 8 to 16 of the lane's loads at a time, a few times over
   uint32_t next;
 };
 
@@ -35,52 +36,54 @@ __device__ __forceinline__ uint32_t used_slots(const Call& c, uint32_t token) {
   return P::ballot(slot < c.top_k && c.routing(token)[slot] >= 0);
 }
 
-// The columns of one return group of some tokens, cut into chunks of 16 bytes per lane.
+// The columns of one return group of all tokens, cut into items of 16 bytes per lane.
 struct CombineSpan {
-  static constexpr uint32_t kStep = 32 * 16;  // bytes that a warp loads of a row at a time
+  static constexpr uint32_t kStep = 32 * 16;  // bytes of an item
   const uint8_t* rows;                        // the first token's row of slot 0, at this lane's first chunk
-  uint64_t token_bytes, slot_bytes;           // from one to the next
+  uint32_t token_bytes, slot_bytes;           // from one to the next; 32 bits, since registers are short
   uint8_t* out;                               // of the first token
-  uint64_t out_bytes;
+  uint32_t out_bytes;
   uint32_t bytes;  // of the columns
   uint32_t slots;
+
+  FLASHMOE_HD uint32_t per_token() const { return ceil_div(bytes, kStep); }
 };
 
 // Loads a lane's chunk of kSlots slots from `slot` on; zeros for those that hold nothing.
 template <uint32_t kSlots>
-__device__ __forceinline__ void load_slots(uint4 (&chunk)[kSlots], const uint8_t* from, uint64_t slot_bytes,
+__device__ __forceinline__ void load_slots(uint4 (&chunk)[kSlots], const uint8_t* from, uint32_t slot_bytes,
                                            uint32_t used) {
 #pragma unroll
   for (uint32_t k = 0; k < kSlots; ++k) {
     chunk[k] = {};
-    if (used >> k & 1u) chunk[k] = load_once(from + k * slot_bytes);
+    if (used >> k & 1u) chunk[k] = load_once(from + uint64_t{slot_bytes} * k);
   }
 }
 
-// All chunks of the span, with so many at once that 10 to 16 loads of a lane are on their way: a memory round trip is what
+// Items first to last - 1, with so many at once that 10 to 16 loads of a lane are on their way: a memory round trip is what
 // this stage's time is made of. kSlots: at least as many as there are.
 template <class Dtype, uint32_t kSlots>
-__device__ __forceinline__ void combine_span(const Call& c, const CombineSpan& span, uint32_t token, uint32_t tokens) {
-  constexpr uint32_t kChunks = kSlots == 2 ? 5 : 16 / kSlots, kElements = 16 / Dtype::kBytes;  // as registers allow
-  const uint32_t per_token = ceil_div(span.bytes, CombineSpan::kStep);
+__device__ __forceinline__ void combine_items(const Call& c, const CombineSpan& span, uint32_t first, uint32_t last) {
+  constexpr uint32_t kAtOnce = kSlots == 2 ? 5 : 16 / kSlots, kElements = 16 / Dtype::kBytes;  // as registers allow
+  const uint32_t per_token = span.per_token();
   FLASHMOE_NO_UNROLL
-  for (uint32_t base = 0; base < tokens * per_token; base += kChunks) {
-    uint4 chunk[kChunks][kSlots];
+  for (uint32_t base = first; base < last; base += kAtOnce) {
+    uint4 chunk[kAtOnce][kSlots];
 #pragma unroll
-    for (uint32_t i = 0; i < kChunks; ++i) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t t = (base + i) / per_token, at = (base + i) % per_token * CombineSpan::kStep;
-      const uint32_t used = t < tokens ? used_slots(c, token + t) : 0;
-      load_slots<kSlots>(chunk[i], span.rows + t * span.token_bytes + at, span.slot_bytes,
-                         at + sm90::Platform::lane() * 16 < span.bytes ? used : 0);
+      const bool exists = base + i < last && at + sm90::Platform::lane() * 16 < span.bytes;
+      const uint32_t used = base + i < last ? used_slots(c, t) : 0;
+      load_slots<kSlots>(chunk[i], span.rows + uint64_t{t} * span.token_bytes + at, span.slot_bytes, exists ? used : 0);
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kChunks; ++i) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t t = (base + i) / per_token, at = (base + i) % per_token * CombineSpan::kStep;
       float sum[kElements] = {};
 #pragma unroll
       for (uint32_t k = 0; k < kSlots; ++k) Dtype::accumulate(sum, chunk[i][k]);
-      if (t < tokens && at + sm90::Platform::lane() * 16 < span.bytes) {
-        *reinterpret_cast<uint4*>(span.out + t * span.out_bytes + at) = Dtype::round(sum);
+      if (base + i < last && at + sm90::Platform::lane() * 16 < span.bytes) {
+        *reinterpret_cast<uint4*>(span.out + uint64_t{t} * span.out_bytes + at) = Dtype::round(sum);
       }
     }
   }
@@ -88,95 +91,125 @@ __device__ __forceinline__ void combine_span(const Call& c, const CombineSpan& s
 
 // The same for any number of slots, eight at a time.
 template <class Dtype>
-__device__ __forceinline__ void combine_wide_span(const Call& c, const CombineSpan& span, uint32_t token,
-                                                  uint32_t tokens) {
+__device__ __forceinline__ void combine_wide_items(const Call& c, const CombineSpan& span, uint32_t first,
+                                                   uint32_t last) {
   constexpr uint32_t kSlots = 8, kElements = 16 / Dtype::kBytes;
-  for (uint32_t t = 0; t < tokens; ++t) {
-    const uint32_t used = used_slots(c, token + t);
+  FLASHMOE_NO_UNROLL
+  for (uint32_t item = first; item < last; ++item) {
+    const uint32_t t = item / span.per_token(), at = item % span.per_token() * CombineSpan::kStep;
+    const uint32_t used = used_slots(c, t);
+    if (at + sm90::Platform::lane() * 16 >= span.bytes) continue;
+    float sum[kElements] = {};
     FLASHMOE_NO_UNROLL
-    for (uint32_t at = 0; at + sm90::Platform::lane() * 16 < span.bytes; at += CombineSpan::kStep) {
-      float sum[kElements] = {};
-      FLASHMOE_NO_UNROLL
-      for (uint32_t slot = 0; slot < span.slots; slot += kSlots) {
-        uint4 chunk[kSlots];
-        load_slots<kSlots>(chunk, span.rows + t * span.token_bytes + slot * span.slot_bytes + at, span.slot_bytes,
-                           used >> slot);
+    for (uint32_t slot = 0; slot < span.slots; slot += kSlots) {
+      uint4 chunk[kSlots];
+      load_slots<kSlots>(chunk, span.rows + uint64_t{t} * span.token_bytes + uint64_t{slot} * span.slot_bytes + at,
+                         span.slot_bytes, used >> slot);
 #pragma unroll
-        for (uint32_t k = 0; k < kSlots; ++k) Dtype::accumulate(sum, chunk[k]);
-      }
-      *reinterpret_cast<uint4*>(span.out + t * span.out_bytes + at) = Dtype::round(sum);
+      for (uint32_t k = 0; k < kSlots; ++k) Dtype::accumulate(sum, chunk[k]);
     }
+    *reinterpret_cast<uint4*>(span.out + uint64_t{t} * span.out_bytes + at) = Dtype::round(sum);
   }
 }
 
-// Tokens token .. token + tokens - 1, all of one block, in return group g. One warp.
-template <class Dtype>
-__device__ __forceinline__ void combine_tokens(const Call& c, uint8_t* out, uint32_t token, uint32_t tokens,
-                                               uint32_t g) {
-  constexpr uint32_t kColumnBytes = sm90::kGemm1ColumnsPerTask * Dtype::kBytes;
-  const uint32_t row_bytes = c.hidden * Dtype::kBytes, begin = c.group_first[g] * kColumnBytes;
-  const uint32_t offset = begin + sm90::Platform::lane() * 16;
-  const auto& stride = c.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
-  const CombineSpan span{.rows = c.return_row(c.rank, token, 0) + offset,
-                         .token_bytes = stride[0],
-                         .slot_bytes = stride[1],
-                         .out = out + uint64_t{token} * row_bytes + offset,
-                         .out_bytes = row_bytes,
-                         .bytes = min_of(c.group_first[g + 1] * kColumnBytes, row_bytes) - begin,
-                         .slots = c.reduced() ? c.ranks : c.top_k};
-  if (span.slots <= 2) {
-    combine_span<Dtype, 2>(c, span, token, tokens);
-  } else if (span.slots <= 4) {
-    combine_span<Dtype, 4>(c, span, token, tokens);
-  } else if (span.slots <= 8) {
-    combine_span<Dtype, 8>(c, span, token, tokens);
-  } else {
-    combine_wide_span<Dtype>(c, span, token, tokens);
-  }
-}
-
-// Takes pieces until there are none left; false if the call was aborted. One warp. `trace(group, block, start)` is
-// called after each piece.
+// A warp's part in the combines of its block. All functions by all lanes.
 template <class Dtype, class Trace>
-__device__ __forceinline__ bool combine_pieces(const Call& c, uint8_t* out, CombinePieces& pieces, Trace&& trace) {
-  using P = sm90::Platform;
-  const uint32_t own_blocks = blockIdx.x < c.blocks() ? ceil_div(c.blocks() - blockIdx.x, gridDim.x) : 0;
-  const uint32_t per_block = ceil_div(c.block_tokens(), CombinePieces::kTokens);
-  const uint32_t per_group = own_blocks * per_block;
-  uint32_t ready_groups = 0;
-  while (true) {
-    uint32_t piece = 0;
-    if (P::lane() == 0) piece = atomicAdd(&pieces.next, 1u);
-    piece = P::broadcast(piece, 0);
-    if (piece >= per_group * c.groups) return true;
-    const uint32_t g = piece / per_group;
-    const uint32_t b = blockIdx.x + piece % per_group / per_block * gridDim.x;
-    if (g >= ready_groups) {
-      const WaitEnd end = wait_until<P>(
-          c,
-          [&] {
-            bool all = true;
-            for (uint32_t q = P::lane(); q < c.ranks; q += P::kLanes) {
-              all &= Signal::epoch(P::poll(c.return_signal(c.rank, q, g), kSystem)) == c.epoch;
-            }
-            if (P::ballot(!all) == 0) return Step::kDone;
-            __nanosleep(500);  // a group takes long, and every block of the GPU looks at the same word
-            return Step::kIdle;
-          },
-          OsLiveness<P>{c});
-      if (end != WaitEnd::kDone) return false;
-      P::acquire_fence(kSystem);
-      P::sync();
-      ready_groups = g + 1;
+class Combiner {
+ public:
+  __device__ __forceinline__ Combiner(const Call& call, uint8_t* out, CombinePieces& pieces, const Trace& trace)
+      : c_(call), out_(out), pieces_(pieces), trace_(trace) {}
+
+  // Combines the next piece if its return group is here. kDone: there are none left.
+  __device__ __forceinline__ Step step() {
+    if (!held_) take();
+    if (group_ == c_.groups) return Step::kDone;
+    if (group_ >= ready_groups_ && !has_returned(group_)) return Step::kIdle;
+    const uint64_t start = trace_.now();
+    const CombineSpan span = span_of(group_);
+    const uint32_t all = c_.tokens * span.per_token(), each = items_of_piece(all);
+    const uint32_t first = (blockIdx.x + piece_ * gridDim.x) * each, last = min_of(first + each, all);
+    if (span.slots <= 2) {
+      combine_items<Dtype, 2>(c_, span, first, last);
+    } else if (span.slots <= 4) {
+      combine_items<Dtype, 4>(c_, span, first, last);
+    } else if (span.slots <= 8) {
+      combine_items<Dtype, 8>(c_, span, first, last);
+    } else {
+      combine_wide_items<Dtype>(c_, span, first, last);
     }
-    const uint64_t start = trace.now();
-    const uint32_t first = piece % per_block * CombinePieces::kTokens;
-    const uint32_t token = (b << c.log2_block) + first;
-    const uint32_t end = c.tokens_in_block(b);  // the last block may end before its last piece begins
-    const uint32_t tokens = first < end ? min_of(CombinePieces::kTokens, end - first) : 0;
-    combine_tokens<Dtype>(c, out, token, tokens, g);
-    trace.add(sm90::TracePhase::kCombine, start, b, g);
+    trace_.add(sm90::TracePhase::kCombine, start, first / span.per_token() >> c_.log2_block, group_);
+    held_ = false;
+    return Step::kProgress;
   }
-}
+
+  // Until none are left; false if the call was aborted.
+  __device__ __forceinline__ bool run() {
+    const WaitEnd end = wait_until<sm90::Platform>(
+        c_,
+        [&] {
+          const Step s = step();
+          if (s == Step::kIdle)
+            __nanosleep(500);  // a group takes long, and every block of the GPU looks at the same word
+          return s;
+        },
+        OsLiveness<sm90::Platform>{c_});
+    return end == WaitEnd::kDone;
+  }
+
+ private:
+  // The block's next piece, groups in turn; none left: group_ is their number.
+  __device__ __forceinline__ void take() {
+    if (sm90::Platform::lane() == 0) piece_ = atomicAdd(&pieces_.next, 1u);
+    piece_ = sm90::Platform::broadcast(piece_, 0);
+    FLASHMOE_NO_UNROLL
+    for (group_ = 0; group_ < c_.groups; ++group_) {
+      const uint32_t pieces = pieces_of_block(group_);
+      if (piece_ < pieces) break;
+      piece_ -= pieces;
+    }
+    held_ = true;
+  }
+  // Two pieces for every warp of the GPU, where that many are to be had.
+  __device__ __forceinline__ static uint32_t items_of_piece(uint32_t items) {
+    return min_of(ceil_div(items, gridDim.x * sm90::kWarps * 2), CombinePieces::kItems);
+  }
+  __device__ __forceinline__ uint32_t pieces_of_block(uint32_t g) const {
+    const uint32_t items = c_.tokens * span_of(g).per_token(), pieces = ceil_div(items, items_of_piece(items));
+    return blockIdx.x < pieces ? ceil_div(pieces - blockIdx.x, gridDim.x) : 0;
+  }
+  __device__ __forceinline__ CombineSpan span_of(uint32_t g) const {
+    constexpr uint32_t kColumnBytes = sm90::kGemm1ColumnsPerTask * Dtype::kBytes;
+    const uint32_t row_bytes = c_.hidden * Dtype::kBytes, begin = c_.group_first[g] * kColumnBytes;
+    const uint32_t offset = begin + sm90::Platform::lane() * 16;
+    const auto& stride = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
+    return {.rows = c_.return_row(c_.rank, 0, 0) + offset,
+            .token_bytes = static_cast<uint32_t>(stride[0]),
+            .slot_bytes = static_cast<uint32_t>(stride[1]),
+            .out = out_ + offset,
+            .out_bytes = row_bytes,
+            .bytes = min_of(c_.group_first[g + 1] * kColumnBytes, row_bytes) - begin,
+            .slots = c_.reduced() ? c_.ranks : c_.top_k};
+  }
+  __device__ __forceinline__ bool has_returned(uint32_t g) {
+    using P = sm90::Platform;
+    bool all = true;
+    for (uint32_t q = P::lane(); q < c_.ranks; q += P::kLanes) {
+      all &= Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
+    }
+    if (P::ballot(!all) != 0) return false;
+    P::acquire_fence(kSystem);
+    P::sync();
+    ready_groups_ = g + 1;
+    return true;
+  }
+
+  const Call& c_;
+  uint8_t* out_;
+  CombinePieces& pieces_;
+  const Trace& trace_;
+  uint32_t group_ = 0, piece_ = 0;  // that this warp has taken, of its block's
+  bool held_ = false;               // and not combined yet
+  uint32_t ready_groups_ = 0;
+};
 
 }  // namespace flashmoe::stages

@@ -51,6 +51,21 @@ static_assert(kMaxGateLogits / kStages * 4 == kStageBytes - DispatchScratch::kLo
 template <class Dtype>
 inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores ? kMaxTokenBlock : 64;
 
+// Has the L2 fetch what the gate will read, whole rows at once: the gate itself asks for 128 bytes of each row at a time, and
+// waits for memory with each. The block's first tokens, and its share of the router's rows, which all blocks read. One
+// warp, of no other use at the start.
+__device__ __forceinline__ void prefetch_gate(const KernelArgs& args, const Call& c) {
+  if (args.topk_ids != nullptr) return;
+  const uint32_t row_bytes = c.hidden * c.element_bytes;
+  for (uint32_t e = blockIdx.x + Platform::lane() * gridDim.x; e < c.experts; e += Platform::kLanes * gridDim.x) {
+    prefetch_l2(args.router_rows + e * args.router_row_bytes, row_bytes);
+  }
+  if (blockIdx.x >= c.blocks()) return;
+  for (uint32_t t = Platform::lane(); t < c.tokens_in_block(blockIdx.x); t += Platform::kLanes) {
+    prefetch_l2(args.x + ((blockIdx.x << c.log2_block) + t) * args.x_row_bytes, row_bytes);
+  }
+}
+
 // Loaders: the router's rows and the block's tokens, 128 experts at a time.
 template <class Dtype>
 __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
@@ -121,18 +136,23 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     load_gate<Dtype>(args, c, s, ring, b);
   }
   Team::team_sync();
-  for (uint32_t t = Team::worker(); t < c.tokens_in_block(b); t += kTeamWarps) {
-    if (stages::choose_experts(scratch.logits(c, t), c.experts, c.top_k, args.renormalize != 0,
-                               packets.ids + t * c.top_k, packets.weights + t * c.top_k)) {
-      continue;
+  constexpr uint32_t kAtOnce = stages::kChoicesAtOnce;
+  const uint32_t tokens = c.tokens_in_block(b);
+  for (uint32_t first = Team::worker(); first < tokens; first += kAtOnce * kTeamWarps) {
+    stages::Choice choice[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {  // beyond the last token, the first once more
+      const uint32_t t = first + i * kTeamWarps < tokens ? first + i * kTeamWarps : first;
+      choice[i] = {scratch.logits(c, t), packets.ids + t * c.top_k, packets.weights + t * c.top_k};
     }
-    if (Platform::lane() != 0) continue;
+    const uint32_t bad = stages::choose_experts(choice, c.experts, c.top_k, args.renormalize != 0);
+    if (bad == 0 || Platform::lane() != 0) continue;
     s.router_bad = 1;
     post_fault<Platform>(c, {.kind = FaultKind::kRouterValue,
                              .actor = Actor::kProcessor,
                              .awaited = c.rank,
                              .culprit = c.rank,
-                             .index = (b << c.log2_block) + t});
+                             .index = (b << c.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
   }
   Team::team_sync();
   return s.router_bad == 0;

@@ -1,4 +1,4 @@
-// From a token's router logits to its experts: softmax over all E, the K largest (ties: the lower expert), optionally
+// From tokens' router logits to their experts: softmax over all E, the K largest (ties: the lower expert), optionally
 // renormalised to sum 1 (FlashDMoE, equation 5.1).
 #pragma once
 
@@ -16,63 +16,99 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float((key & 0x80000000u) ? key & 0x7fffffffu : ~key);
 }
 
-// One warp, one token. A lane has the experts lane, lane + 32, ... of logits[E], at most kPerLane of them. False if one is
-// not finite.
-template <uint32_t kPerLane>
-__device__ __forceinline__ bool choose_among(const float* logits, uint32_t experts, uint32_t top_k, bool renormalize,
-                                             int32_t* ids, float* weights) {
+// A token's logits, and where its choice goes.
+struct Choice {
+  const float* logits;  // [E]
+  int32_t* ids;         // [K]
+  float* weights;       // [K]
+};
+
+// One warp, kTokens tokens side by side: a choice is a chain of reductions over the warp, which the others' fill. A lane has
+// the experts lane, lane + 32, ... of a token's, at most kPerLane of them. Bit t of what is returned: a logit of the t-th
+// token is not finite (it then has no choice).
+template <uint32_t kPerLane, uint32_t kTokens>
+__device__ __forceinline__ uint32_t choose_among(const Choice (&token)[kTokens], uint32_t experts, uint32_t top_k,
+                                                 bool renormalize) {
   using P = sm90::Platform;
   const uint32_t lane = P::lane();
-  uint32_t key[kPerLane];  // 0: chosen already, or no expert
-  bool finite = true;
+  uint32_t key[kTokens][kPerLane];  // 0: chosen already, or no expert
+  uint32_t bad = 0;
 #pragma unroll
-  for (uint32_t i = 0; i < kPerLane; ++i) {
-    const bool exists = i * 32 + lane < experts;
-    const float v = exists ? logits[i * 32 + lane] : 0.0f;
-    finite &= isfinite(v);
-    key[i] = exists ? order_key(v) : 0;
+  for (uint32_t t = 0; t < kTokens; ++t) {
+#pragma unroll
+    for (uint32_t i = 0; i < kPerLane; ++i) {
+      const bool exists = i * 32 + lane < experts;
+      const float v = exists ? token[t].logits[i * 32 + lane] : 0.0f;
+      if (!isfinite(v)) bad |= 1u << t;
+      key[t][i] = exists ? order_key(v) : 0;
+    }
   }
-  if (P::ballot(!finite) != 0) return false;
+  bad = __reduce_or_sync(sm90::kFullWarp, bad);
 
-  float largest = 0.0f, mine = 0.0f;  // mine: logit of the lane-th choice
+  float largest[kTokens], mine[kTokens];  // mine: logit of the lane-th choice
+  uint32_t chosen[kTokens];               // the lane-th choice
+#pragma unroll 1
   for (uint32_t k = 0; k < top_k; ++k) {
-    uint32_t best = 0, expert = 0;
+    uint32_t top[kTokens], expert[kTokens];
 #pragma unroll
-    for (uint32_t i = 0; i < kPerLane; ++i) {  // the first of equals
-      if (key[i] > best) {
-        best = key[i];
-        expert = i * 32 + lane;
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      uint32_t best = 0;
+      expert[t] = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kPerLane; ++i) {  // the first of equals
+        if (key[t][i] > best) {
+          best = key[t][i];
+          expert[t] = i * 32 + lane;
+        }
       }
-    }
-    const uint32_t top = __reduce_max_sync(sm90::kFullWarp, best);
-    const uint32_t winner = __reduce_min_sync(sm90::kFullWarp, best == top ? expert : 0xffffffffu);
-    if (k == 0) largest = value_of(top);
-    if (lane == k) {
-      ids[k] = static_cast<int32_t>(winner);
-      mine = value_of(top);
+      top[t] = __reduce_max_sync(sm90::kFullWarp, best);
+      expert[t] = best == top[t] ? expert[t] : 0xffffffffu;
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kPerLane; ++i) key[i] = winner == i * 32 + lane ? 0 : key[i];
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      const uint32_t winner = __reduce_min_sync(sm90::kFullWarp, expert[t]);
+      if (k == 0) largest[t] = value_of(top[t]);
+      if (lane == k) {
+        chosen[t] = winner;
+        mine[t] = value_of(top[t]);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kPerLane; ++i) key[t][i] = winner == i * 32 + lane ? 0 : key[t][i];
+    }
   }
   // The normalisation over all experts cancels where the chosen ones are normalised.
-  float sum = 0.0f;
-  if (renormalize) {
-    sum = lane < top_k ? expf(mine - largest) : 0.0f;
-  } else {
-    for (uint32_t e = lane; e < experts; e += 32) sum += expf(logits[e] - largest);
+  float sum[kTokens];
+#pragma unroll
+  for (uint32_t t = 0; t < kTokens; ++t) {
+    mine[t] = lane < top_k ? expf(mine[t] - largest[t]) : 0.0f;
+    sum[t] = mine[t];
+    if (!renormalize) {
+      sum[t] = 0.0f;
+      for (uint32_t e = lane; e < experts; e += 32) sum[t] += expf(token[t].logits[e] - largest[t]);
+    }
   }
 #pragma unroll
-  for (uint32_t d = 16; d != 0; d /= 2) sum += __shfl_xor_sync(sm90::kFullWarp, sum, d);
-  if (lane < top_k) weights[lane] = expf(mine - largest) / sum;
-  return true;
+  for (uint32_t d = 16; d != 0; d /= 2) {
+#pragma unroll
+    for (uint32_t t = 0; t < kTokens; ++t) sum[t] += __shfl_xor_sync(sm90::kFullWarp, sum[t], d);
+  }
+#pragma unroll
+  for (uint32_t t = 0; t < kTokens; ++t) {
+    if (lane >= top_k || (bad >> t & 1u)) continue;
+    token[t].ids[lane] = static_cast<int32_t>(chosen[t]);
+    token[t].weights[lane] = mine[t] / sum[t];
+  }
+  return bad;
 }
 
-__device__ __forceinline__ bool choose_experts(const float* logits, uint32_t experts, uint32_t top_k, bool renormalize,
-                                               int32_t* ids, float* weights) {
-  if (experts <= 64) return choose_among<2>(logits, experts, top_k, renormalize, ids, weights);
-  if (experts <= 128) return choose_among<4>(logits, experts, top_k, renormalize, ids, weights);
-  if (experts <= 512) return choose_among<16>(logits, experts, top_k, renormalize, ids, weights);
-  return choose_among<32>(logits, experts, top_k, renormalize, ids, weights);
+inline constexpr uint32_t kChoicesAtOnce = 2;
+
+__device__ __forceinline__ uint32_t choose_experts(const Choice (&token)[kChoicesAtOnce], uint32_t experts,
+                                                   uint32_t top_k, bool renormalize) {
+  if (experts <= 64) return choose_among<2>(token, experts, top_k, renormalize);
+  if (experts <= 128) return choose_among<4>(token, experts, top_k, renormalize);
+  if (experts <= 512) return choose_among<16>(token, experts, top_k, renormalize);
+  return choose_among<32>(token, experts, top_k, renormalize);
 }
 
 }  // namespace flashmoe::stages
