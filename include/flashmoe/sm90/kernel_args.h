@@ -2,7 +2,8 @@
 //
 // GEMMs run transposed: weight rows ("features") on wgmma's M side, tokens on its N side. Token counts are what varies
 // from 1 to 256 per tile, and N goes in steps of 8 where M is always 64: no padding to speak of, and one kernel for
-// large and small batches.
+// large and small batches. Full tiles alone run the other way round, with 256 features on the N side: it reads 80 KiB of
+// shared memory for 96.
 //
 // A task is a tile times 256 features, computed by a pair of thread blocks (a cluster of two). What bounds a GEMM on all
 // SMs is the L2: 34 bytes a clock and SM. So the pair shares what it can: each block loads half of the weights and
@@ -93,7 +94,7 @@ struct KernelArgs {
 
   // Weights as TMA sees them, all 128-byte swizzled, 128 bytes of K by 128 rows a box, zeros outside:
   //   gate_up  5D {H, 8, gated ? 2 : 1, I / 8, El}, box {., 8, gated ? 2 : 1, gated ? 8 : 16, 1}: with a gate, a box
-  //            holds 8 gate rows, their 8 up rows, and so on, so that one thread's accumulators have both
+  //            holds 8 gate rows, their 8 up rows, and so on, so that one thread's accumulators have both, either way
   //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
   //   router   5D {H, E, 1, 1, 1},       box {., 128, 1, 1, 1}
   //   hidden   2D {I, tiles * 256},      box {., 32}

@@ -33,7 +33,7 @@ struct StageLayout {
   static constexpr uint32_t kBlocks = kBlocks_;                       // k-blocks
   static constexpr uint32_t kFeatures = kFeatures_;                   // rows of each
   static constexpr uint32_t kTokens = kTokens_;                       // rows of each
-  static constexpr uint32_t kGroupFeatures = kFeatures / kConsumers;  // of a consumer warpgroup
+  static constexpr uint32_t kGroupFeatures = kFeatures / kConsumers;  // of a consumer warpgroup, FeaturesByTokens
   static constexpr uint32_t kMs = kGroupFeatures / 64;                // wgmmas that these take
   static constexpr bool kPaired = kPaired_;                           // both blocks release it
   static constexpr uint32_t kFeatureBytes = kBlocks * kFeatures * kRowBytes;

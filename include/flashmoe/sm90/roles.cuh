@@ -4,6 +4,7 @@
 #include "flashmoe/sm90/shared.cuh"
 #include "flashmoe/sm90/tracer.cuh"
 #include "flashmoe/stages/epilogue.cuh"
+#include "flashmoe/stages/epilogue_rows.cuh"
 #include "flashmoe/stages/load.cuh"
 #include "flashmoe/stages/mainloop.cuh"
 
@@ -143,41 +144,52 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   }
 }
 
-// A consumer warpgroup's part of one task, in one of its sizes.
-template <class Dtype, Activation kActivation, class Stage, uint32_t N, class Trace>
+// A consumer warpgroup's part of one task, in one of its shapes.
+template <class Dtype, Activation kActivation, class Shape, class Trace>
 __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                              Pipeline& ring, uint32_t group, uint32_t staging, const Trace& trace) {
   using Element = typename Dtype::Element;
+  using Stage = typename Shape::Stage;
+  constexpr bool kRows = std::is_same_v<Shape, TokensByFeatures>;
   constexpr bool kGated = is_gated(kActivation);
   const bool first = slot.kind == TaskKind::kGemm0;
   auto first_column = [&] {
     const uint32_t columns = first ? gemm0_columns_per_task(kGated) : kGemm1ColumnsPerTask;
     return slot.column * columns + (slot.share.wide ? 0 : pair_rank() * columns / kPair);
   };
-  FeatureBias bias[Stage::kMs];
-  {
+  auto expert_bias = [&]() -> const Element* {
+    const auto* all = static_cast<const Element*>(first ? args.gate_up_bias : args.down_bias);
+    const uint32_t features = first ? c.intermediate * (kGated ? 2 : 1) : c.hidden;
+    return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
+  };
+  [[maybe_unused]] FeatureBias bias[Stage::kMs];
+  if constexpr (!kRows) {
     const Lane here = Lane::of_thread(group);
     if (first) {
-      const Element* all = static_cast<const Element*>(args.gate_up_bias);
-      if (all != nullptr) all += uint64_t{slot.expert} * c.intermediate * (kGated ? 2 : 1);
-      load_gemm0_bias<Dtype, Stage, kActivation>(bias, all, here, first_column(), c.intermediate);
+      load_gemm0_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.intermediate);
     } else {
-      const Element* all = static_cast<const Element*>(args.down_bias);
-      if (all != nullptr) all += uint64_t{slot.expert} * c.hidden;
-      load_bias<Dtype, Stage>(bias, all, here, first_column(), c.hidden);
+      load_bias<Dtype, Stage>(bias, expert_bias(), here, first_column(), c.hidden);
     }
   }
-  Accumulators<Stage, N> acc;
-  multiply<Dtype, Stage, N>(ring, group, (first ? c.hidden : c.intermediate) * Dtype::kBytes, first, acc);
+  Accumulators<Shape> acc;
+  multiply<Dtype, Shape>(ring, group, (first ? c.hidden : c.intermediate) * Dtype::kBytes, first, acc);
   const uint64_t multiplied = trace.now();
   const Lane at = Lane::of_thread(group);
+  const uint32_t rows = slot.share.rows;
   if (first) {
     const uint64_t pitch = c.work_layout.stride[static_cast<uint32_t>(WorkField::kHidden)][1];
-    store_gemm0<Dtype, Stage, kActivation, N>(staging, at, acc, bias, slot.share.rows, first_column(), c.intermediate,
-                                              c.hidden_row(slot.tile, slot.share.first), pitch);
+    uint8_t* const hidden = c.hidden_row(slot.tile, slot.share.first);
+    if constexpr (kRows) {
+      store_gemm0_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(), c.intermediate,
+                                           hidden, pitch);
+    } else {
+      store_gemm0<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.intermediate,
+                                                        hidden, pitch);
+    }
+  } else if constexpr (kRows) {
+    store_gemm1_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.hidden, slot.weights, slot.to);
   } else {
-    store_gemm1<Dtype, Stage, N>(staging, at, acc, bias, slot.share.rows, first_column(), c.hidden, slot.weights,
-                                 slot.to);
+    store_gemm1<Dtype, Stage, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.hidden, slot.weights, slot.to);
   }
   if (threadIdx.x == 0) trace.add_here(TracePhase::kEpilogue, multiplied, slot.tile, slot.column);
 }
@@ -196,8 +208,8 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     if (slot.kind == TaskKind::kStop) return;
     const uint64_t start = trace.now();
     if (tracing) trace.add_here(TracePhase::kWait, idle, slot.tile, slot.column);
-    with_tokens(slot.share.wide, slot.share.cover, [&]<class Stage, uint32_t N>() {
-      compute_task<Dtype, kActivation, Stage, N>(args, c, slot, ring, group, staging, trace);
+    with_tokens<Dtype>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
+      compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
     });
     if (tracing) {
       const bool first = slot.kind == TaskKind::kGemm0;

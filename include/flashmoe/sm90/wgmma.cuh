@@ -1,7 +1,7 @@
-// wgmma: D[64 features][N tokens] += A[64][K] B[N][K]^T, both operands in shared memory, K-major, 128-byte swizzled.
+// wgmma: D[64][N] += A[64][K] B[N][K]^T, both operands in shared memory, K-major, 128-byte swizzled.
 //
-// Thread t of the warpgroup holds, for each group j of 8 tokens, four accumulators of rows r = 16 (t / 32) + t % 32 / 4
-// and tokens c = 8 j + 2 (t % 4):  d[4j] = D[r][c], d[4j+1] = D[r][c+1], d[4j+2] = D[r+8][c], d[4j+3] = D[r+8][c+1].
+// Thread t of the warpgroup holds, for each group j of 8 columns, four accumulators of rows r = 16 (t / 32) + t % 32 / 4
+// and columns c = 8 j + 2 (t % 4): d[4j] = D[r][c], d[4j+1] = D[r][c+1], d[4j+2] = D[r+8][c], d[4j+3] = D[r+8][c+1].
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,7 @@ __device__ constexpr uint64_t descriptor_step(uint32_t bytes) {
 template <class Dtype, uint32_t N>
 struct Wgmma;
 
-// Operand lists in steps of 8 accumulators: placeholders of the asm text, and what stands for them.
+// Operand lists in steps of 8 or 16 accumulators: placeholders of the asm text, and what stands for them.
 #define FLASHMOE_R4  "%0, %1, %2, %3"
 #define FLASHMOE_R8  FLASHMOE_R4 ", %4, %5, %6, %7"
 #define FLASHMOE_R16 FLASHMOE_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -58,6 +58,12 @@ struct Wgmma;
 #define FLASHMOE_R48 FLASHMOE_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define FLASHMOE_R56 FLASHMOE_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define FLASHMOE_R64 FLASHMOE_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FLASHMOE_R80 FLASHMOE_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define FLASHMOE_R96 FLASHMOE_R80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FLASHMOE_R112 \
+  FLASHMOE_R96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define FLASHMOE_R128 \
+  FLASHMOE_R112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define FLASHMOE_AT4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define FLASHMOE_AT8(i) FLASHMOE_AT4(i), FLASHMOE_AT4((i) + 4)
@@ -70,6 +76,10 @@ struct Wgmma;
 #define FLASHMOE_D48    FLASHMOE_D40, FLASHMOE_AT8(40)
 #define FLASHMOE_D56    FLASHMOE_D48, FLASHMOE_AT8(48)
 #define FLASHMOE_D64    FLASHMOE_D56, FLASHMOE_AT8(56)
+#define FLASHMOE_D80    FLASHMOE_D64, FLASHMOE_AT8(64), FLASHMOE_AT8(72)
+#define FLASHMOE_D96    FLASHMOE_D80, FLASHMOE_AT8(80), FLASHMOE_AT8(88)
+#define FLASHMOE_D112   FLASHMOE_D96, FLASHMOE_AT8(96), FLASHMOE_AT8(104)
+#define FLASHMOE_D128   FLASHMOE_D112, FLASHMOE_AT8(112), FLASHMOE_AT8(120)
 
 // The last immediates, for 16-bit types only, say that neither operand is transposed: K-major.
 #define FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, k, type, k_major)                                        \
@@ -97,6 +107,7 @@ FLASHMOE_WGMMA(80, 40, 40, 41, 42)
 FLASHMOE_WGMMA(96, 48, 48, 49, 50)
 FLASHMOE_WGMMA(112, 56, 56, 57, 58)
 FLASHMOE_WGMMA(128, 64, 64, 65, 66)
+FLASHMOE_WGMMA(256, 128, 128, 129, 130)
 
 #undef FLASHMOE_WGMMA
 #undef FLASHMOE_WGMMA_ASM
@@ -109,6 +120,10 @@ FLASHMOE_WGMMA(128, 64, 64, 65, 66)
 #undef FLASHMOE_R48
 #undef FLASHMOE_R56
 #undef FLASHMOE_R64
+#undef FLASHMOE_R80
+#undef FLASHMOE_R96
+#undef FLASHMOE_R112
+#undef FLASHMOE_R128
 #undef FLASHMOE_D4
 #undef FLASHMOE_D8
 #undef FLASHMOE_D16
@@ -118,6 +133,10 @@ FLASHMOE_WGMMA(128, 64, 64, 65, 66)
 #undef FLASHMOE_D48
 #undef FLASHMOE_D56
 #undef FLASHMOE_D64
+#undef FLASHMOE_D80
+#undef FLASHMOE_D96
+#undef FLASHMOE_D112
+#undef FLASHMOE_D128
 #undef FLASHMOE_AT4
 #undef FLASHMOE_AT8
 

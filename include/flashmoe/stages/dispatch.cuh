@@ -88,12 +88,13 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
 template <class Dtype, uint32_t N>
 __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                               Pipeline& ring, uint32_t group, uint32_t first, uint32_t tokens) {
-  Accumulators<Gate, N> acc;
+  using Shape = FeaturesByTokens<Gate, N>;
+  Accumulators<Shape> acc;
   const Lane at = Lane::of_thread(group);
   for (uint32_t e = 0; e < c.experts; e += Gate::kFeatures) {
     FeatureBias bias[Gate::kMs];
     load_bias<Dtype, Gate>(bias, args.router_bias, at, e, c.experts);
-    multiply<typename Scores<Dtype>::Type, Gate, N>(ring, group, c.hidden * Dtype::kBytes, true, acc);
+    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.hidden * Dtype::kBytes, true, acc);
     store_gate<N>(at, acc, bias, tokens, e, c.experts,
                   [&](uint32_t token, uint32_t expert) -> float& { return scratch.logits(c, first + token)[expert]; });
   }

@@ -1,4 +1,5 @@
-// Consumer warpgroups: from a task's accumulators to memory.
+// Consumer warpgroups: from a task's accumulators to memory, where these are FeaturesByTokens. The other way round:
+// epilogue_rows.cuh.
 //
 // The product is transposed (features down, tokens across) and its rows are to be stored token by token: a warpgroup
 // turns its accumulators through a staging buffer, a few tokens at a time, into 16-byte stores of whole lines.
@@ -210,7 +211,8 @@ __device__ __forceinline__ void load_gemm0_bias(FeatureBias (&to)[Stage::kMs], c
 // GEMM0: activated rows, rounded once, to the tile's hidden rows: row r at hidden + r * pitch. `staging`: the
 // warpgroup's own buffer.
 template <class Dtype, class Stage, Activation A, uint32_t N>
-__device__ __forceinline__ void store_gemm0(uint32_t staging, const Lane& at, const Accumulators<Stage, N>& acc,
+__device__ __forceinline__ void store_gemm0(uint32_t staging, const Lane& at,
+                                            const Accumulators<FeaturesByTokens<Stage, N>>& acc,
                                             const FeatureBias (&bias)[Stage::kMs], uint32_t rows, uint32_t first_column,
                                             uint32_t intermediate, uint8_t* hidden, uint64_t pitch) {
   using Row = detail::StagedRow<Dtype, Stage, is_gated(A)>;
@@ -234,7 +236,8 @@ __device__ __forceinline__ void store_gemm0(uint32_t staging, const Lane& at, co
 // GEMM1: (acc + bias) * weight, rounded once, to each token's own row: `rows_to` are the rows' global addresses. Both
 // arrays lie in shared memory; of weights, as many as N are read, aligned to 8 bytes.
 template <class Dtype, class Stage, uint32_t N>
-__device__ __forceinline__ void store_gemm1(uint32_t staging, const Lane& at, const Accumulators<Stage, N>& acc,
+__device__ __forceinline__ void store_gemm1(uint32_t staging, const Lane& at,
+                                            const Accumulators<FeaturesByTokens<Stage, N>>& acc,
                                             const FeatureBias (&bias)[Stage::kMs], uint32_t rows,
                                             uint32_t first_feature, uint32_t hidden, const float* weights,
                                             const uint64_t* rows_to) {
@@ -254,7 +257,7 @@ __device__ __forceinline__ void store_gemm1(uint32_t staging, const Lane& at, co
 
 // Gate: logits in fp32, to logit(token, expert), a reference to where it belongs.
 template <uint32_t N, class Logit>
-__device__ __forceinline__ void store_gate(const Lane& at, const Accumulators<Gate, N>& acc,
+__device__ __forceinline__ void store_gate(const Lane& at, const Accumulators<FeaturesByTokens<Gate, N>>& acc,
                                            const FeatureBias (&bias)[Gate::kMs], uint32_t rows, uint32_t first_expert,
                                            uint32_t experts, Logit logit) {
   static_assert(Gate::kMs == 1);

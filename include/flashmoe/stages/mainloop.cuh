@@ -1,32 +1,58 @@
-// Consumer warpgroups: a task's product, 64 or 128 features by N tokens each, out of the stages that the loaders fill.
+// Consumer warpgroups: a task's product out of the stages that the loaders fill.
 #pragma once
+
+#include <type_traits>
 
 #include "flashmoe/sm90/pipeline.cuh"
 #include "flashmoe/sm90/wgmma.cuh"
 
 namespace flashmoe::sm90 {
 
-// A consumer warpgroup's accumulators: kMs times 64 features by N tokens.
-template <class Stage, uint32_t N>
-using Accumulators = float[Stage::kMs][N / 2];
+// Shapes of a consumer warpgroup's product: kMs wgmmas m64nN a step. Their A is the warpgroup's own kMs times 64 rows of
+// a k-block's operand at a(k_block), their B the first kN rows of the one at b(k_block).
 
-// Calls f, a lambda `[&]<class Stage, uint32_t N>() {..}`, with the smallest N that covers `cover` tokens. wgmma's time
+// Features down, tokens across: the warpgroup's half of the features by as many tokens as there are.
+template <class Stage_, uint32_t kTokens>
+struct FeaturesByTokens {
+  using Stage = Stage_;
+  static constexpr uint32_t kMs = Stage::kMs, kN = kTokens;
+  static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::features(k_block); }
+  static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
+};
+// Tokens down, features across: 64 of 128 tokens by all features. Each operand is read once per 64 rows of the other
+// side, so that one wgmma of the double width reads 10 KiB of shared memory for the 12 of two.
+struct TokensByFeatures {
+  using Stage = Wide;
+  static constexpr uint32_t kMs = Stage::kTokens / kConsumers / 64, kN = Stage::kFeatures;
+  static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::tokens(k_block); }
+  static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
+};
+static_assert(TokensByFeatures::kMs == 1);
+
+// A consumer warpgroup's accumulators: kMs times 64 rows by kN columns.
+template <class Shape>
+using Accumulators = float[Shape::kMs][Shape::kN / 2];
+
+// Calls f, a lambda `[&]<class Shape>() {..}`, with the shape of the least work that covers `cover` tokens. wgmma's time
 // goes with N, its code does not shrink.
-template <class F>
+template <class Dtype, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
   if (!wide) {
-    if (cover <= 8) return f.template operator()<Narrow, 8>();
-    if (cover <= 16) return f.template operator()<Narrow, 16>();
-    if (cover <= 32) return f.template operator()<Narrow, 32>();
-    return f.template operator()<Narrow, 64>();
+    if (cover <= 8) return f.template operator()<FeaturesByTokens<Narrow, 8>>();
+    if (cover <= 16) return f.template operator()<FeaturesByTokens<Narrow, 16>>();
+    if (cover <= 32) return f.template operator()<FeaturesByTokens<Narrow, 32>>();
+    return f.template operator()<FeaturesByTokens<Narrow, 64>>();
   }
   switch (cover / 16) {
-    case 3: return f.template operator()<Wide, 48>();
-    case 4: return f.template operator()<Wide, 64>();
-    case 5: return f.template operator()<Wide, 80>();
-    case 6: return f.template operator()<Wide, 96>();
-    case 7: return f.template operator()<Wide, 112>();
-    default: return f.template operator()<Wide, 128>();
+    case 3: return f.template operator()<FeaturesByTokens<Wide, 48>>();
+    case 4: return f.template operator()<FeaturesByTokens<Wide, 64>>();
+    case 5: return f.template operator()<FeaturesByTokens<Wide, 80>>();
+    case 6: return f.template operator()<FeaturesByTokens<Wide, 96>>();
+    case 7: return f.template operator()<FeaturesByTokens<Wide, 112>>();
+    default: {
+      using Full = std::conditional_t<Dtype::kTensorCores, TokensByFeatures, FeaturesByTokens<Wide, 128>>;
+      return f.template operator()<Full>();
+    }
   }
 }
 
@@ -35,23 +61,23 @@ namespace detail {
 // Issues the products of one stage as one group, not waited for. kFirst: the first overwrites acc. That this is known
 // at compile time matters: else ptxas sees accumulators read that nothing wrote, keeps those of all N alive from task
 // to task, and runs out of registers.
-template <class Dtype, class Stage, uint32_t N, bool kFirst>
-__device__ __forceinline__ void multiply_stage(const Pipeline& ring, uint64_t features, uint64_t tokens, bool gathered,
-                                               Accumulators<Stage, N>& acc) {
+template <class Dtype, class Shape, bool kFirst>
+__device__ __forceinline__ void multiply_stage(const Pipeline& ring, uint64_t a, uint64_t b, bool gathered,
+                                               Accumulators<Shape>& acc) {
   wait(ring.full(), ring.parity);
   // cp.async writes through the generic proxy, wgmma reads through the async proxy.
   if (gathered) fence_proxy_async_shared();
   wgmma_fence();
   const uint64_t stage = descriptor_step(ring.stage * kStageBytes);
 #pragma unroll
-  for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
+  for (uint32_t i = 0; i < Shape::Stage::kBlocks; ++i) {
 #pragma unroll
     for (uint32_t k = 0; k < kRowBytes; k += kWgmmaBytes) {
-      const uint64_t t = tokens + stage + descriptor_step(Stage::tokens(b) + k);
+      const uint64_t columns = b + stage + descriptor_step(Shape::b(i) + k);
 #pragma unroll
-      for (uint32_t m = 0; m < Stage::kMs; ++m) {
-        const uint64_t f = features + stage + descriptor_step(Stage::features(b) + m * 64 * kRowBytes + k);
-        Wgmma<Dtype, N>::issue(acc[m], f, t, !kFirst || b + k != 0);
+      for (uint32_t m = 0; m < Shape::kMs; ++m) {
+        const uint64_t rows = a + stage + descriptor_step(Shape::a(i) + m * 64 * kRowBytes + k);
+        Wgmma<Dtype, Shape::kN>::issue(acc[m], rows, columns, !kFirst || i + k != 0);
       }
     }
   }
@@ -78,7 +104,7 @@ __device__ __forceinline__ float dot(float sum, const float4& a, const float4& b
 // of each 8 tokens two. Its operands are rows of shared memory that 8 and 4 lanes of a warp read alike.
 template <class Stage, uint32_t N>
 __device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uint32_t group,
-                                                       Accumulators<Stage, N>& acc) {
+                                                       Accumulators<FeaturesByTokens<Stage, N>>& acc) {
   const uint32_t thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const uint32_t feature = group * Stage::kGroupFeatures + thread / 32 * 16 + lane / 4, token = lane % 4 * 2;
 #pragma unroll 1
@@ -105,7 +131,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uin
 
 template <class Stage, uint32_t N>
 __device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group, uint32_t stages,
-                                                 Accumulators<Stage, N>& acc) {
+                                                 Accumulators<FeaturesByTokens<Stage, N>>& acc) {
 #pragma unroll
   for (uint32_t m = 0; m < Stage::kMs; ++m) {
 #pragma unroll
@@ -123,22 +149,23 @@ __device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group,
 
 }  // namespace detail
 
-// acc = features * tokens^T over all K. `group` is 0 or 1: which half of the stage's features. `gathered`: the tokens were
-// written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight while the next
-// is issued: a stage is released when the one after it is under way.
-template <class Dtype, class Stage, uint32_t N>
+// acc = A * B^T over all K, of the shape's operands. `group` is 0 or 1: which half of the stage's A rows. `gathered`: the
+// tokens were written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight while
+// the next is issued: a stage is released when the one after it is under way.
+template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply(Pipeline& ring, uint32_t group, uint32_t k_bytes, bool gathered,
-                                         Accumulators<Stage, N>& acc) {
+                                         Accumulators<Shape>& acc) {
+  using Stage = typename Shape::Stage;
   const uint32_t stages = Stage::stages(k_bytes);
   if constexpr (Dtype::kTensorCores) {
-    const uint64_t features = matrix_descriptor(ring.stages + group * Stage::kGroupFeatures * kRowBytes);
-    const uint64_t tokens = matrix_descriptor(ring.stages);
-    detail::multiply_stage<Dtype, Stage, N, true>(ring, features, tokens, gathered, acc);
+    const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kMs * 64 * kRowBytes);
+    const uint64_t b = matrix_descriptor(ring.stages);
+    detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
     uint32_t in_flight = ring.empty();
     ring.advance();
 #pragma unroll 1
     for (uint32_t s = 1; s < stages; ++s) {
-      detail::multiply_stage<Dtype, Stage, N, false>(ring, features, tokens, gathered, acc);
+      detail::multiply_stage<Dtype, Shape, false>(ring, a, b, gathered, acc);
       wgmma_wait<1>();
       release_stage<Stage>(in_flight);
       in_flight = ring.empty();
@@ -146,10 +173,10 @@ __device__ __forceinline__ void multiply(Pipeline& ring, uint32_t group, uint32_
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (uint32_t m = 0; m < Stage::kMs; ++m) pin_accumulators(acc[m]);
+    for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
     release_stage<Stage>(in_flight);
   } else {
-    detail::multiply_exactly<Stage, N>(ring, group, stages, acc);
+    detail::multiply_exactly<Stage, Shape::kN>(ring, group, stages, acc);
   }
 }
 
