@@ -6,7 +6,7 @@
 //   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                                 200 registers
 //   warpgroup 2                                                                                             104
 //     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA
-//     warp 10             clerk: of the pair's first block, takes tasks for both and retires them; looks up their rows
+//     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, then combine
 //   Whoever is through with its role helps to combine the block's own tokens, so that at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
@@ -15,7 +15,8 @@
 // Pipelines
 //   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
 //   gate    the same memory, before: full 1 + 64 and the copy engine's bytes, empty 2
-//   tasks   3 slots: wanted 1 (loader), handed 1 (leading clerk), full 1 (clerk), done 2 x 9 (consumers, loader; shared.cuh)
+//   tasks   5 slots: handed 1 (leading clerk), full 1 (clerk), done 9 and 10 (consumers, loader, leading clerk), free 1
+//           (following clerk)                                                                          (shared.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
 // A call that fails still runs every role to its stop: the pair's other block counts on them.
@@ -83,7 +84,7 @@ __device__ __forceinline__ bool run_service_role(const KernelArgs& args, const C
   }
   if (warp == kClerkWarp) {
     if (pair_rank() == TaskRing::kLeader) {
-      keep_tasks(args, c, s.ring);
+      lead_tasks<Dtype>(args, c, s.ring);
     } else {
       follow_tasks(args, c, s.ring);
     }

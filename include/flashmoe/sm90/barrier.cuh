@@ -40,7 +40,7 @@ __device__ __forceinline__ void arrive_at_block(uint32_t block, uint32_t barrier
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
                : "memory");
 }
-// What was done before is visible to threads that try_wait_pair().
+// What was done before is visible to threads that test_wait_pair().
 __device__ __forceinline__ void arrive_release_at_block(uint32_t block, uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
                : "memory");
@@ -73,13 +73,13 @@ __device__ __forceinline__ bool try_wait(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-// The same for a phase to which the other block arrives: also acquires what its threads did before.
-__device__ __forceinline__ bool try_wait_pair(uint32_t barrier, uint32_t parity) {
+// The same at once, for a phase to which the other block arrives: also acquires what its threads did before.
+__device__ __forceinline__ bool test_wait_pair(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+      "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p;\n"
       "}"
       : "=r"(done)

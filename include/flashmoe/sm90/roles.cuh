@@ -63,11 +63,49 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   if (P::lane() == 0) ring.put_full(n);
 }
 
-// The leader's clerk, one warp: takes tasks from the ready queue to both blocks' rings, and retires those that the
-// consumers have done. Off the consumers' way, since each counter is a round trip to the L2. The consumers' stores are
-// ordered before a retirement by their arrivals (and the other clerk's), and before whoever sees its counters by those
-// (cumulativity).
-__device__ __forceinline__ void keep_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
+// Stages that a task goes through.
+template <class Dtype>
+__device__ __forceinline__ uint32_t stages_of(const Call& c, const TaskSlot& slot) {
+  const uint32_t k_bytes = (slot.kind == TaskKind::kGemm0 ? c.hidden : c.intermediate) * Dtype::kBytes;
+  return slot.share.wide ? Wide::stages(k_bytes) : Narrow::stages(k_bytes);
+}
+
+// The leader's clerk, one warp: takes tasks from the ready queue to both blocks' rings.
+template <class Dtype>
+__device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
+  using P = Platform;
+  // A task is taken late, when the loaders have only so many stages left, which is the time that it takes to have the next
+  // one looked up, four round trips to the L2: what is taken early runs late elsewhere.
+  constexpr uint32_t kAhead = 10;
+  uint32_t stages = 0;  // of the tasks so far
+  uint32_t reported = 0;
+  auto report_done = [&](uint32_t taken) {
+    if (reported == taken || !ring.is_done(reported)) return false;
+    if (P::lane() == 0) ring.report_done(reported);
+    ++reported;
+    return true;
+  };
+  for (uint32_t n = 0;; ++n) {
+    while (P::broadcast(P::load_relaxed(&ring.loaded), 0) + kAhead < stages || !ring.is_free(n)) {
+      if (!report_done(n)) __nanosleep(32);  // the consumers issue from the same scheduler
+    }
+    uint64_t ticket = 0;
+    if (P::lane() == 0) ticket = take_ticket<P>(c);
+    const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
+    if (P::lane() == 0) ring.hand_on(n, task);
+    put_task(args, c, ring, n, task);
+    if (task.kind == TaskKind::kStop) {
+      while (reported < n) report_done(n);
+      return;
+    }
+    stages += stages_of<Dtype>(c, ring.at(n));
+  }
+}
+
+// The follower's clerk, one warp: retires what the consumers of both blocks have done. Off their way, since each counter is
+// a round trip to the L2. Their stores are ordered before a retirement by their arrivals (and the other clerk's), and
+// before whoever sees its counters by those (cumulativity).
+__device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
   uint32_t retired = 0;
   auto retire_done = [&](uint32_t taken) {
@@ -79,66 +117,41 @@ __device__ __forceinline__ void keep_tasks(const KernelArgs& args, const Call& c
       retire_gemm1<P>(c, slot.tile, slot.column);
     }
     P::sync();
+    if (P::lane() == 0) ring.put_free(retired);
     ++retired;
     return true;
   };
   for (uint32_t n = 0;; ++n) {
-    // A task is taken late, when the loaders reach the end of the one before: what is taken early runs late elsewhere.
-    while (!ring.is_wanted(n) || n - retired == TaskRing::kSlots) {
-      if (!retire_done(n)) __nanosleep(32);  // the consumers issue from the same scheduler
-    }
-    uint64_t ticket = 0;
-    if (P::lane() == 0) ticket = take_ticket<P>(c);
-    const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return retire_done(n); });
-    if (P::lane() == 0) ring.hand_on(n, task);
-    put_task(args, c, ring, n, task);
-    if (task.kind != TaskKind::kStop) continue;
-    // On abort the others stop as well: what they have not done is not retired.
-    while (retired < n && P::load_relaxed(&c.control()->abort.value) == 0) retire_done(n);
-    return;
-  }
-}
-
-// The other block's clerk. Its slots are free when the leader, who waits for both blocks, hands on the next task.
-__device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
-  using P = Platform;
-  uint32_t reported = 0;
-  auto report_done = [&](uint32_t taken) {
-    if (reported == taken || !ring.is_done(reported)) return false;
-    if (P::lane() == 0) ring.report_done(reported);
-    ++reported;
-    return true;
-  };
-  for (uint32_t n = 0;; ++n) {
     while (!ring.is_handed(n)) {
-      if (!report_done(n)) __nanosleep(32);
+      if (!retire_done(n)) __nanosleep(32);
     }
     const Task task = ring.handed_task(n);
     put_task(args, c, ring, n, task);
     if (task.kind != TaskKind::kStop) continue;
-    while (reported < n) report_done(n);
+    while (retired < n) retire_done(n);
     return;
   }
 }
 
-// Loaders, two warps.
+// Loaders, two warps. The first thread counts the stages that it begins, for the clerk.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring) {
   constexpr uint32_t kGroupsOf8 = kBoxFeatures / 8;  // of feature rows in a box
+  uint32_t loaded = 0;
+  auto count = [&] { Platform::store_relaxed(&tasks.loaded, ++loaded); };
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) return;
-    auto near_end = [&] { tasks.put_wanted(n + 1); };
     const uint32_t box = slot.column * kPair + pair_rank();
     const bool wide = slot.share.wide;
     if (slot.kind == TaskKind::kGemm0) {
       const FeatureBox features{&args.gate_up, 0, 0, box * (kGated ? kGroupsOf8 / 2 : kGroupsOf8), slot.expert};
       const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
-      gather_load<Dtype>(ring, wide, features, rows, c.hidden * Dtype::kBytes, near_end);
+      gather_load<Dtype>(ring, wide, features, rows, c.hidden * Dtype::kBytes, count);
     } else {
       const FeatureBox features{&args.down, 0, 0, box * kGroupsOf8, slot.expert};
       hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
-                         slot.share.rows, c.intermediate * Dtype::kBytes, near_end);
+                         slot.share.rows, c.intermediate * Dtype::kBytes, count);
     }
     if (threadIdx.x == kFirstLoader + 32) tasks.put_done(n);
   }

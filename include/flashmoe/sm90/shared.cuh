@@ -30,30 +30,32 @@ struct TaskSlot {
   alignas(8) float weights[Wide::kTokens];  // GEMM1: combine weights
 };
 
-// Slots go from each block's clerk to its loaders and consumers, and back to the clerk of the pair's first block, the one
-// that takes and retires tasks. Three: one is computed, one is being loaded, one is looked up or waits to be retired.
+// Slots go from each block's clerk to its loaders and consumers, and back. The first block of a pair leads: its clerk takes
+// tasks for both; the other's retires them for both, since a clerk that did either way of four round trips to the L2 would
+// be slower than the consumers are with small tasks. As many slots as keep kAhead stages of small tasks looked up.
 struct TaskRing {
-  static constexpr uint32_t kSlots = 3;
-  static constexpr uint32_t kLeader = 0;
+  static constexpr uint32_t kSlots = 5;
+  static constexpr uint32_t kLeader = 0, kFollower = 1;
   // Each consumer warp, and the second loader: it has no other part in GEMM1 tasks, and must not be overtaken.
   static constexpr uint32_t kDoneArrivals = 9;
 
-  uint64_t wanted[kSlots];  // 1: a loader thread, near the end of the task before
   uint64_t handed[kSlots];  // 1: the leader's clerk
   uint64_t full[kSlots];    // 1: clerk
-  uint64_t done[kSlots];    // kDoneArrivals; in the leader also the other clerk, for its block
+  uint64_t done[kSlots];    // kDoneArrivals; in the follower also the leader's clerk, for its block
+  uint64_t free[kSlots];    // 1: the follower's clerk, in the leader
   uint64_t word[kSlots];    // the task that the leader handed on
+  uint32_t loaded;          // stages that the loaders have begun to fill
   TaskSlot slot[kSlots];
 
   // One thread, before the pair's first synchronization.
   __device__ void init() {
     for (uint32_t i = 0; i < kSlots; ++i) {
-      barrier_init(shared_address(&wanted[i]), 1);
       barrier_init(shared_address(&handed[i]), 1);
       barrier_init(shared_address(&full[i]), 1);
-      barrier_init(shared_address(&done[i]), kDoneArrivals + (pair_rank() == kLeader ? 1 : 0));
+      barrier_init(shared_address(&done[i]), kDoneArrivals + (pair_rank() == kFollower ? 1 : 0));
+      barrier_init(shared_address(&free[i]), 1);
     }
-    put_wanted(0);
+    loaded = 0;
   }
   static __device__ __forceinline__ uint32_t parity(uint32_t n) { return n / kSlots & 1u; }
   __device__ __forceinline__ TaskSlot& at(uint32_t n) { return slot[n % kSlots]; }
@@ -61,27 +63,28 @@ struct TaskRing {
     wait(shared_address(&full[n % kSlots]), parity(n));
     return at(n);
   }
-  // Asked by the clerks, all lanes: they are to agree.
-  __device__ __forceinline__ bool is_done(uint32_t n) const {
-    return __any_sync(kFullWarp, try_wait_pair(shared_address(&done[n % kSlots]), parity(n)));
-  }
-  __device__ __forceinline__ bool is_wanted(uint32_t n) const {
-    return __any_sync(kFullWarp, try_wait(shared_address(&wanted[n % kSlots]), parity(n)));
-  }
-  __device__ __forceinline__ void put_wanted(uint32_t n) { arrive(shared_address(&wanted[n % kSlots])); }
   __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
   __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
-  // Between the clerks.
+
+  // Asked by the clerks, all lanes: they are to agree.
+  __device__ __forceinline__ bool is_done(uint32_t n) const { return has_passed(done, n); }
+  __device__ __forceinline__ bool is_handed(uint32_t n) const { return has_passed(handed, n); }
+  __device__ __forceinline__ bool is_free(uint32_t n) const { return n < kSlots || has_passed(free, n - kSlots); }
+
+  // Between the clerks, one thread.
   __device__ __forceinline__ void hand_on(uint32_t n, const Task& task) {
-    store_in_block(1 - kLeader, shared_address(&word[n % kSlots]), task.pack());
-    arrive_release_at_block(1 - kLeader, shared_address(&handed[n % kSlots]));
-  }
-  __device__ __forceinline__ bool is_handed(uint32_t n) const {
-    return __any_sync(kFullWarp, try_wait_pair(shared_address(&handed[n % kSlots]), parity(n)));
+    store_in_block(kFollower, shared_address(&word[n % kSlots]), task.pack());
+    arrive_release_at_block(kFollower, shared_address(&handed[n % kSlots]));
   }
   __device__ __forceinline__ Task handed_task(uint32_t n) const { return Task::unpack(word[n % kSlots]); }
   __device__ __forceinline__ void report_done(uint32_t n) {
-    arrive_release_at_block(kLeader, shared_address(&done[n % kSlots]));
+    arrive_release_at_block(kFollower, shared_address(&done[n % kSlots]));
+  }
+  __device__ __forceinline__ void put_free(uint32_t n) { arrive_at_block(kLeader, shared_address(&free[n % kSlots])); }
+
+ private:
+  __device__ __forceinline__ bool has_passed(const uint64_t (&barrier)[kSlots], uint32_t n) const {
+    return __any_sync(kFullWarp, test_wait_pair(shared_address(&barrier[n % kSlots]), parity(n)));
   }
 };
 

@@ -37,19 +37,12 @@ struct TokenRows {
 
 namespace detail {
 
-// At which of its stages a task is near its end: the rest gives the clerk the time to have the next one looked up,
-// three round trips to the L2.
-__device__ __forceinline__ uint32_t near_last(uint32_t stages) {
-  constexpr uint32_t kRest = 10;
-  return stages > kRest ? stages - kRest : 0;
-}
-
 // Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a lone
 // warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced every other
 // k-block, and no question asked per row, it is hardly more than one. Rows that the tile does not have are copies of row 0.
-template <class Dtype, class Stage, class NearEnd>
+template <class Dtype, class Stage, class Count>
 __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& features, const TokenRows& tokens,
-                                              uint32_t k_bytes, NearEnd&& near_end) {
+                                              uint32_t k_bytes, Count&& count) {
   constexpr uint32_t kRowsApart = kLoaders / 8;
   constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
   constexpr uint32_t kAtOnce = 4;  // rows of a thread between two looks at whether there are more
@@ -71,7 +64,7 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
     if (thread == 0) {
       arrive_expect_tx(ring.full(), Stage::kFeatureBytes);
       features.load<Dtype, Stage>(ring, k);
-      if (s == near_last(stages)) near_end();
+      count();
     }
 #pragma unroll
     for (uint32_t b = 0; b < kBlocks; ++b) {
@@ -106,9 +99,9 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
 }
 
 // One thread does it all, and arrives for the other loaders.
-template <class Dtype, class Stage, class NearEnd>
+template <class Dtype, class Stage, class Count>
 __device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& features, const TensorMap* hidden,
-                                              uint32_t first_row, uint32_t rows, uint32_t k_bytes, NearEnd&& near_end) {
+                                              uint32_t first_row, uint32_t rows, uint32_t k_bytes, Count&& count) {
   const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
     Pipeline at = ring;
@@ -122,7 +115,7 @@ __device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& 
       arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kHiddenBoxRows * kRowBytes);
       const uint32_t k_byte = s * Stage::kBlocks * kRowBytes;
       features.load<Dtype, Stage>(at, k_byte);
-      if (s == near_last(stages)) near_end();
+      count();
 #pragma unroll
       for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
         const uint32_t to = at.data() + Stage::tokens(b);
@@ -140,27 +133,27 @@ __device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& 
 
 }  // namespace detail
 
-// GEMM0: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; one of them calls
-// near_end() some stages before the last.
-template <class Dtype, class NearEnd>
+// GEMM0: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; the first calls
+// count() with each stage.
+template <class Dtype, class Count>
 __device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const FeatureBox& features,
-                                            const TokenRows& tokens, uint32_t k_bytes, NearEnd&& near_end) {
+                                            const TokenRows& tokens, uint32_t k_bytes, Count&& count) {
   if (wide) {
-    detail::gather_stages<Dtype, Wide>(ring, features, tokens, k_bytes, near_end);
+    detail::gather_stages<Dtype, Wide>(ring, features, tokens, k_bytes, count);
   } else {
-    detail::gather_stages<Dtype, Narrow>(ring, features, tokens, k_bytes, near_end);
+    detail::gather_stages<Dtype, Narrow>(ring, features, tokens, k_bytes, count);
   }
 }
 
 // GEMM1: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the hidden matrix.
-template <class Dtype, class NearEnd>
+template <class Dtype, class Count>
 __device__ __forceinline__ void hidden_load(Pipeline& ring, bool wide, const FeatureBox& features,
                                             const TensorMap* hidden, uint32_t first_row, uint32_t rows,
-                                            uint32_t k_bytes, NearEnd&& near_end) {
+                                            uint32_t k_bytes, Count&& count) {
   if (wide) {
-    detail::hidden_stages<Dtype, Wide>(ring, features, hidden, first_row, rows, k_bytes, near_end);
+    detail::hidden_stages<Dtype, Wide>(ring, features, hidden, first_row, rows, k_bytes, count);
   } else {
-    detail::hidden_stages<Dtype, Narrow>(ring, features, hidden, first_row, rows, k_bytes, near_end);
+    detail::hidden_stages<Dtype, Narrow>(ring, features, hidden, first_row, rows, k_bytes, count);
   }
 }
 
