@@ -2,8 +2,8 @@
 //
 // GEMMs run transposed: weight rows ("features") on wgmma's M side, tokens on its N side. Token counts are what varies
 // from 1 to 256 per tile, and N goes in steps of 8 where M is always 64: no padding to speak of, and one kernel for
-// large and small batches. Full tiles alone run the other way round, with 256 features on the N side: it reads 80 KiB of
-// shared memory for 96.
+// large and small batches. Full tiles alone run the other way round, tokens on M and 256 features on N: their products
+// then read 80 KiB of shared memory a k-block, not 96 (not fp32 without the tensor cores, which has one way for all).
 //
 // A task is a tile times 256 features, computed by a pair of thread blocks (a cluster of two). What bounds a GEMM on all
 // SMs is the L2: 34 bytes a clock and SM. So the pair shares what it can: each block loads half of the weights and
@@ -102,8 +102,6 @@ struct KernelArgs {
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)
   uint64_t x_row_bytes;
-  const uint8_t* router_rows;  // what `router` describes: [E, H], rows router_row_bytes apart (a multiple of 16)
-  uint64_t router_row_bytes;
   uint8_t* out;               // [T, H] contiguous
   const void* gate_up_bias;   // [El, 2I] or [El, I] contiguous; may be null
   const void* down_bias;      // [El, H]; may be null

@@ -1,6 +1,6 @@
 // wgmma: D[64][N] += A[64][K] B[N][K]^T, both operands in shared memory, K-major, 128-byte swizzled.
 //
-// Thread t of the warpgroup holds, for each group j of 8 columns, four accumulators of rows r = 16 (t / 32) + t % 32 / 4
+// Thread t of the warpgroup holds, for each group j of 8 columns, four accumulators, of rows r = 16 (t / 32) + t % 32 / 4
 // and columns c = 8 j + 2 (t % 4): d[4j] = D[r][c], d[4j+1] = D[r][c+1], d[4j+2] = D[r+8][c], d[4j+3] = D[r+8][c+1].
 #pragma once
 

@@ -8,8 +8,8 @@
 
 namespace flashmoe::sm90 {
 
-// Shapes of a consumer warpgroup's product: kMs wgmmas m64nN a step. Their A is the warpgroup's own kMs times 64 rows of
-// a k-block's operand at a(k_block), their B the first kN rows of the one at b(k_block).
+// Shapes of a consumer warpgroup's product: kMs wgmmas m64nN a step. Their A is the warpgroup's own kMs times 64 rows
+// of a k-block's operand at a(k_block), their B the first kN rows of the one at b(k_block).
 
 // Features down, tokens across: the warpgroup's half of the features by as many tokens as there are.
 template <class Stage_, uint32_t kTokens>
@@ -19,8 +19,8 @@ struct FeaturesByTokens {
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::features(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
 };
-// Tokens down, features across: 64 of 128 tokens by all features. Each operand is read once per 64 rows of the other
-// side, so that one wgmma of the double width reads 10 KiB of shared memory for the 12 of two.
+// Tokens down, features across: 64 of 128 tokens by all features. A wgmma reads all of its B for 64 rows of A: this one
+// 2 + 8 KiB a step, where two of the other shape, by 128 tokens, read 2 * (2 + 4). It is only for tiles that fill it.
 struct TokensByFeatures {
   using Stage = Wide;
   static constexpr uint32_t kMs = Stage::kTokens / kConsumers / 64, kN = Stage::kFeatures;
@@ -33,7 +33,7 @@ static_assert(TokensByFeatures::kMs == 1);
 template <class Shape>
 using Accumulators = float[Shape::kMs][Shape::kN / 2];
 
-// Calls f, a lambda `[&]<class Shape>() {..}`, with the shape of the least work that covers `cover` tokens. wgmma's time
+// Calls f, a lambda `[&]<class Shape>() {..}`, with the shape of least work that covers `cover` tokens. wgmma's time
 // goes with N, its code does not shrink.
 template <class Dtype, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
@@ -149,9 +149,9 @@ __device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group,
 
 }  // namespace detail
 
-// acc = A * B^T over all K, of the shape's operands. `group` is 0 or 1: which half of the stage's A rows. `gathered`: the
-// tokens were written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight while
-// the next is issued: a stage is released when the one after it is under way.
+// acc = A * B^T over all K, of the shape's operands. `group` is 0 or 1: which half of the stage's A rows. `gathered`:
+// the tokens were written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight
+// while the next is issued: a stage is released when the one after it is under way.
 template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply(Pipeline& ring, uint32_t group, uint32_t k_bytes, bool gathered,
                                          Accumulators<Shape>& acc) {
