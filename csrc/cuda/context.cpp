@@ -201,6 +201,8 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   if (spec.router.data != 0) {
     a.router =
         encode(router_shape(spec.router, bytes, spec.hidden, spec.experts), spec.router.data, spec.dtype, "router");
+    a.router_rows = reinterpret_cast<const uint8_t*>(spec.router.data);
+    a.router_row_bytes = spec.router.row_bytes;
   }
   const auto hidden_rows = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 0));
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 1)) - hidden_rows;

@@ -117,12 +117,11 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     take_registers<kConsumerRegisters>();
     const uint32_t staging = ring_memory + kStages * kStageBytes + warpgroup * kStagingBytes;
     compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
-    if (ok) stages::Combiner<Dtype, 32, Tracer<kTrace>>(c, args.out, s.combine, trace).run();
   } else {
     give_registers<kServiceRegisters>();
     ok &= run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp);
-    if (ok) stages::Combiner<Dtype, 16, Tracer<kTrace>>(c, args.out, s.combine, trace).run();
   }
+  if (ok) stages::Combiner<Dtype, Tracer<kTrace>>(c, args.out, s.combine, trace).run();
   pair_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {
     trace.finish();

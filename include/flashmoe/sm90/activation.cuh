@@ -40,8 +40,23 @@ __device__ __forceinline__ float silu(float x) {
   return x * detail::reciprocal_approx(1.0f + detail::exp2_approx(x * -kLog2E));
 }
 
-// x (1 + erf(x / sqrt 2)) / 2, with erfc by Abramowitz and Stegun 7.1.26, within 1.5e-7 of it.
+// x (1 + erf(x / sqrt 2)) / 2 = max(x, 0) - |x| erfc(|x| / sqrt 2) / 2, with the logarithm of erfc's half by a polynomial:
+// one operation of the special function unit, of which it does 4 a clock and scheduler, where others take two. Minimax for
+// |x| <= 5.75, where the relative error is 5.4e-6; beyond, the absolute one is below 1e-12.
 __device__ __forceinline__ float gelu(float x) {
+  const float u = fabsf(x);
+  float q = fmaf(u, -1.8255128e-06f, 6.1440482e-05f);
+  q = fmaf(u, q, -9.2949249e-04f);
+  q = fmaf(u, q, 8.5046170e-03f);
+  q = fmaf(u, q, -5.3954883e-02f);
+  q = fmaf(u, q, -4.5846818e-01f);
+  q = fmaf(u, q, -1.1512501f);
+  q = fmaf(u, q, -9.9999533e-01f);
+  return fmaf(-u, detail::exp2_approx(q), detail::max_or_nan(x, 0.0f));
+}
+
+// The same with erfc by Abramowitz and Stegun 7.1.26, within 1.5e-7 of it.
+__device__ __forceinline__ float exact_gelu(float x) {
   constexpr float kP = 0.3275911f * 0.707106781f, kHalfLog2E = 0.72134752f;
   const float t = detail::reciprocal_approx(fmaf(kP, fabsf(x), 1.0f));
   float p = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
@@ -53,14 +68,14 @@ __device__ __forceinline__ float gelu(float x) {
 }
 
 // The activation of two values; for SwiGLU that of the gate, which the caller multiplies by up.
-template <Activation A>
+template <class Dtype, Activation A>
 __device__ __forceinline__ void activate_pair(float& a, float& b) {
   if constexpr (A == Activation::kRelu) {
     a = detail::max_or_nan(a, 0.0f);
     b = detail::max_or_nan(b, 0.0f);
   } else if constexpr (A == Activation::kGelu) {
-    a = gelu(a);
-    b = gelu(b);
+    a = Dtype::kTensorCores ? gelu(a) : exact_gelu(a);
+    b = Dtype::kTensorCores ? gelu(b) : exact_gelu(b);
   } else {
     a = silu(a);
     b = silu(b);

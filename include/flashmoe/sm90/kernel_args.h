@@ -102,6 +102,8 @@ struct KernelArgs {
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)
   uint64_t x_row_bytes;
+  const uint8_t* router_rows;  // what `router` describes: [E, H], rows router_row_bytes apart (a multiple of 16)
+  uint64_t router_row_bytes;
   uint8_t* out;               // [T, H] contiguous
   const void* gate_up_bias;   // [El, 2I] or [El, I] contiguous; may be null
   const void* down_bias;      // [El, H]; may be null

@@ -37,6 +37,11 @@ __device__ __forceinline__ void tma_load_to_pair(uint32_t to, const TensorMap* m
       : "memory");
 }
 
+// Has the L2 fetch so many bytes, a multiple of 16 as the address is.
+__device__ __forceinline__ void prefetch_l2(const uint8_t* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // 16 bytes. Past L1: each byte is used once per block.
 __device__ __forceinline__ void cp_async16(uint32_t to, const uint8_t* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

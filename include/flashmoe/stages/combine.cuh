@@ -60,12 +60,11 @@ __device__ __forceinline__ void load_slots(uint4 (&chunk)[kSlots], const uint8_t
   }
 }
 
-// Items first to last - 1, with so many at once that kLoads loads of a lane are on their way, about: a memory round trip is
-// what this stage's time is made of. kSlots: at least as many as there are.
-template <class Dtype, uint32_t kSlots, uint32_t kLoads>
+// Items first to last - 1, with so many at once that 10 to 16 loads of a lane are on their way: a memory round trip is what
+// this stage's time is made of. kSlots: at least as many as there are.
+template <class Dtype, uint32_t kSlots>
 __device__ __forceinline__ void combine_items(const Call& c, const CombineSpan& span, uint32_t first, uint32_t last) {
-  constexpr uint32_t kAtOnce = kLoads / kSlots - (kSlots == 2 ? kLoads / 5 : 0);  // as registers allow
-  constexpr uint32_t kElements = 16 / Dtype::kBytes;
+  constexpr uint32_t kAtOnce = kSlots == 2 ? 5 : 16 / kSlots, kElements = 16 / Dtype::kBytes;  // as registers allow
   const uint32_t per_token = span.per_token();
   FLASHMOE_NO_UNROLL
   for (uint32_t base = first; base < last; base += kAtOnce) {
@@ -113,9 +112,8 @@ __device__ __forceinline__ void combine_wide_items(const Call& c, const CombineS
   }
 }
 
-// A warp's part in the combines of its block, with as many loads on their way as its registers allow. All functions by all
-// lanes.
-template <class Dtype, uint32_t kLoads, class Trace>
+// A warp's part in the combines of its block. All functions by all lanes.
+template <class Dtype, class Trace>
 class Combiner {
  public:
   __device__ __forceinline__ Combiner(const Call& call, uint8_t* out, CombinePieces& pieces, const Trace& trace)
@@ -131,11 +129,11 @@ class Combiner {
     const uint32_t all = c_.tokens * span.per_token(), each = items_of_piece(all);
     const uint32_t first = (blockIdx.x + piece_ * gridDim.x) * each, last = min_of(first + each, all);
     if (span.slots <= 2) {
-      combine_items<Dtype, 2, kLoads>(c_, span, first, last);
+      combine_items<Dtype, 2>(c_, span, first, last);
     } else if (span.slots <= 4) {
-      combine_items<Dtype, 4, kLoads>(c_, span, first, last);
+      combine_items<Dtype, 4>(c_, span, first, last);
     } else if (span.slots <= 8) {
-      combine_items<Dtype, 8, kLoads>(c_, span, first, last);
+      combine_items<Dtype, 8>(c_, span, first, last);
     } else {
       combine_wide_items<Dtype>(c_, span, first, last);
     }

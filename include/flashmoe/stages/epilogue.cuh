@@ -223,11 +223,11 @@ __device__ __forceinline__ void store_gemm0(uint32_t staging, const Lane& at,
       staging, at, acc, rows, columns,
       [&](uint32_t m, uint32_t, float (&v)[4]) {
         v[0] += bias[m].low, v[1] += bias[m].low, v[2] += bias[m].high, v[3] += bias[m].high;
-        activate_pair<A>(v[0], v[1]);
+        activate_pair<Dtype, A>(v[0], v[1]);
         if constexpr (is_gated(A)) {
           v[0] *= v[2], v[1] *= v[3];
         } else {
-          activate_pair<A>(v[2], v[3]);
+          activate_pair<Dtype, A>(v[2], v[3]);
         }
       },
       [&](uint32_t token) { return to + token * pitch; });

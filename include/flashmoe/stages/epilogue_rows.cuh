@@ -175,7 +175,7 @@ __device__ __forceinline__ void store_gemm0_rows(uint32_t staging, const Lane& a
   const uint32_t own = detail::own_staging(staging, at);
   detail::add_bias<Dtype, kGated>(acc[0], own, bias, at, first_column, intermediate);
   detail::store_rows<Dtype, kGated>(
-      own, at, acc[0], rows, columns, [](uint32_t, float& low, float& high) { activate_pair<A>(low, high); },
+      own, at, acc[0], rows, columns, [](uint32_t, float& low, float& high) { activate_pair<Dtype, A>(low, high); },
       [&](uint32_t row) { return to + row * pitch; });
 }
 
