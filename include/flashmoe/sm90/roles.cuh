@@ -60,7 +60,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   if (task.kind != TaskKind::kStop) look_up(args, c, task, slot);
   if (P::lane() == 0) slot.kind = task.kind;
   P::sync();
-  if (P::lane() == 0) ring.put_full(n);
+  ring.put_full(n);
 }
 
 // Stages that a task goes through.
@@ -86,7 +86,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
     return true;
   };
   for (uint32_t n = 0;; ++n) {
-    while (P::broadcast(P::load_relaxed(&ring.loaded), 0) + kAhead < stages || !ring.is_free(n)) {
+    while (ring.stages_loaded() + kAhead < stages || !ring.is_free(n)) {
       if (!report_done(n)) __nanosleep(32);  // the consumers issue from the same scheduler
     }
     uint64_t ticket = 0;
@@ -137,8 +137,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring) {
   constexpr uint32_t kGroupsOf8 = kBoxFeatures / 8;  // of feature rows in a box
-  uint32_t loaded = 0;
-  auto count = [&] { Platform::store_relaxed(&tasks.loaded, ++loaded); };
+  auto count = [&] { tasks.count_stage(); };
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) return;

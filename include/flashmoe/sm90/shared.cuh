@@ -40,7 +40,7 @@ struct TaskRing {
   static constexpr uint32_t kDoneArrivals = 9;
 
   uint64_t handed[kSlots];  // 1: the leader's clerk
-  uint64_t full[kSlots];    // 1: clerk
+  uint64_t full[kSlots];    // 32: clerk, each lane for what it wrote
   uint64_t done[kSlots];    // kDoneArrivals; in the follower also the leader's clerk, for its block
   uint64_t free[kSlots];    // 1: the follower's clerk, in the leader
   uint64_t word[kSlots];    // the task that the leader handed on
@@ -51,7 +51,7 @@ struct TaskRing {
   __device__ void init() {
     for (uint32_t i = 0; i < kSlots; ++i) {
       barrier_init(shared_address(&handed[i]), 1);
-      barrier_init(shared_address(&full[i]), 1);
+      barrier_init(shared_address(&full[i]), Platform::kLanes);
       barrier_init(shared_address(&done[i]), kDoneArrivals + (pair_rank() == kFollower ? 1 : 0));
       barrier_init(shared_address(&free[i]), 1);
     }
@@ -63,8 +63,15 @@ struct TaskRing {
     wait(shared_address(&full[n % kSlots]), parity(n));
     return at(n);
   }
+  // All lanes.
   __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
   __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
+
+  // Of a loader thread; of the clerk.
+  __device__ __forceinline__ void count_stage() { atomicAdd(&loaded, 1u); }
+  __device__ __forceinline__ uint32_t stages_loaded() {
+    return Platform::broadcast(Platform::lane() == 0 ? atomicAdd(&loaded, 0u) : 0u, 0);
+  }
 
   // Asked by the clerks, all lanes: they are to agree.
   __device__ __forceinline__ bool is_done(uint32_t n) const { return has_passed(done, n); }
