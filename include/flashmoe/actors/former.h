@@ -22,14 +22,16 @@ FLASHMOE_FN bool run_former(const Call& c, Source* sources, const FormerMemory& 
         const bool moved = arrivals.step([&](uint32_t p, uint32_t b, uint32_t n) { former.consume(p, b, n); },
                                          [&](uint32_t p) {
                                            // Tiles first: tasks wait for them, and for the count of sources nobody yet.
-                                           if (arrivals.complete()) former.flush();
+                                           if (arrivals.complete()) former.finish();
                                            former.close(p);
                                          });
         if (arrivals.complete()) return Step::kDone;
         return moved ? Step::kProgress : Step::kIdle;
       },
       OsLiveness<P>{c});
-  return end == WaitEnd::kDone;
+  if (end != WaitEnd::kDone) return false;
+  former.report();
+  return true;
 }
 
 }  // namespace flashmoe

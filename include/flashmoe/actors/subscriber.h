@@ -24,7 +24,7 @@ class Subscriber {
   // Looks once at everything awaited; true if anything new was there. All lanes.
   FLASHMOE_FN bool step() {
     bool moved = false;
-    if (!flushed_) {
+    if (!finished_) {
       moved = arrivals_.step([&](uint32_t p, uint32_t b, uint32_t n) { former_.consume(p, b, n); },
                              [&](uint32_t p) { close(p); });
       if (arrivals_.stranger() < c_.ranks && P::lane() == 0) {
@@ -32,8 +32,9 @@ class Subscriber {
         post_fault<P>(c_, {.kind = FaultKind::kDisagree, .actor = Actor::kOs, .awaited = p, .culprit = p});
       }
       if (arrivals_.complete()) {
-        former_.flush();
-        flushed_ = true;
+        former_.finish();
+        former_.report();
+        finished_ = true;
         moved = true;
       }
     }
@@ -41,7 +42,7 @@ class Subscriber {
   }
 
   // Every packet of every rank is here, so every source's blocks are known.
-  FLASHMOE_FN bool complete() const { return flushed_; }
+  FLASHMOE_FN bool complete() const { return finished_; }
   FLASHMOE_FN uint32_t blocks_of(uint32_t p) const { return arrivals_.source(p).blocks; }
   // Leading groups that every rank has returned.
   FLASHMOE_FN uint32_t returned() const { return returned_; }
@@ -110,7 +111,7 @@ class Subscriber {
   Arrivals<P> arrivals_;
   TileFormer<P> former_;
   uint32_t returned_ = 0;
-  bool flushed_ = false;
+  bool finished_ = false;
 };
 
 }  // namespace flashmoe

@@ -49,14 +49,12 @@ class TileFormer {
     close_source<P>(c_, p, count_);
     // Own rows arrive within microseconds of one another: an expert's tiles become ready together, so that they run
     // side by side while its weights are in the cache.
-    if (p != c_.rank || c_.ranks == 1) return;  // alone, flush follows
+    if (p != c_.rank || c_.ranks == 1) return;  // alone, finish() has
     for (uint32_t i = 0; i < count_; ++i) announce(i);
   }
 
   // No more packets at all: the partial tiles are ready as they are. All lanes.
-  FLASHMOE_FN void flush() {
-    if (count_ == 0) return;
-    uint32_t tiles = 0;
+  FLASHMOE_FN void finish() {
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 0; i < count_; ++i) {
       const FormedExpert x = m_.experts[i];
@@ -67,12 +65,19 @@ class TileFormer {
         if (P::lane() == 0) {
           ++m_.experts[i].closed;
           m_.experts[i].last_closed = x.open;
+          m_.experts[i].rows = 0;
         }
         P::sync();
       }
       announce(i);
-      tiles += m_.experts[i].closed;
     }
+  }
+
+  // After finish(), and after close() of every source: nothing is pushed to the ready list behind this. All lanes.
+  FLASHMOE_FN void report() {
+    if (count_ == 0) return;
+    uint32_t tiles = 0;
+    for (uint32_t i = 0; i < count_; ++i) tiles += m_.experts[i].closed;
     push_ready<P>(c_, P::lane() == 0, {TaskKind::kFormed, count_, tiles});
   }
 
