@@ -107,7 +107,11 @@ def test_memory_is_given_back():
             flashmoe.InvalidArgument,
             r"processors: expected an even number from 2 \(for E=16\) to 132, .* got 133",
         ),
-        ({"processors": 2, "experts": 17}, flashmoe.InvalidArgument, r"processors: expected an even number from 4 \(for E=17\)"),
+        (
+            {"processors": 2, "experts": 17},
+            flashmoe.InvalidArgument,
+            r"processors: expected an even number from 4 \(for E=17\)",
+        ),
         ({"processors": 5}, flashmoe.InvalidArgument, r"processors: expected an even number .* got 5"),
         ({"max_tokens": 65537}, flashmoe.InvalidArgument, "max_tokens: expected"),
         ({"experts": 1025}, flashmoe.InvalidArgument, "experts: expected"),
