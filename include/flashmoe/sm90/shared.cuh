@@ -31,8 +31,8 @@ struct TaskSlot {
 };
 
 // Slots go from each block's clerk to its loaders and consumers, and back. The first block of a pair leads: its clerk takes
-// tasks for both; the other's retires them for both, since a clerk that did either way of four round trips to the L2 would
-// be slower than the consumers are with small tasks. As many slots as keep kAhead stages of small tasks looked up.
+// tasks for both, the other's retires them for both: a clerk that did both, seven round trips to the L2 a task, would be
+// slower than the consumers are with small tasks. Of those there must be slots for as many as the clerk takes ahead.
 struct TaskRing {
   static constexpr uint32_t kSlots = 5;
   static constexpr uint32_t kLeader = 0, kFollower = 1;
