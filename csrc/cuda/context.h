@@ -40,11 +40,12 @@ struct TokenSpec {
 // Limits of the CUDA engine's tiles: those of `limits` that its kernel decides are set.
 Limits with_tiles(Limits limits);
 
-// Tokens of a block: as few as make no more token blocks than `processors` thread blocks, as far as the gate's shared memory allows.
+// Tokens of a block: as few as make no more token blocks than `processors` thread blocks, as far as the gate's shared
+// memory allows.
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
-// Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin. Each is smaller than the
-// one before, so that little is left to combine when the last GEMM ends.
+// Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin. Two halves, so that
+// one is combined while the other is computed.
 uint32_t return_groups(uint32_t columns, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]);
 
 class Context {

@@ -34,8 +34,7 @@ struct Call {
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
   uint32_t processors = 1;
-  // 1: whoever dispatched a block also combines it, unasked, once its returns are there (GPU). 0: the scheduler
-  // publishes combines as tasks.
+  // 1: processors combine, unasked, once a group's returns are there (GPU). 0: the scheduler publishes combines as tasks.
   uint32_t home_combines = 0;
   OrderPolicy order;
   uint64_t timeout_ns = 0;  // 0: none

@@ -58,35 +58,21 @@ __device__ __forceinline__ void arrive_expect_tx(uint32_t barrier, uint32_t byte
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Whether the phase of the given parity has completed; suspends for a while, decided by the hardware, before saying no.
-__device__ __forceinline__ bool try_wait(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
-// The same at once, for a phase to which the other block arrives: also acquires what its threads did before.
-__device__ __forceinline__ bool test_wait_pair(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
+// Whether the phase of the given parity has completed.
+#define FLASHMOE_HAS_PASSED(name, ptx)                                              \
+  __device__ __forceinline__ bool name(uint32_t barrier, uint32_t parity) {         \
+    uint32_t done;                                                                  \
+    asm volatile("{\n.reg .pred p;\n" ptx " p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" \
+                 : "=r"(done)                                                       \
+                 : "r"(barrier), "r"(parity)                                        \
+                 : "memory");                                                       \
+    return done != 0;                                                               \
+  }
+// Suspends for a while, decided by the hardware, before saying no.
+FLASHMOE_HAS_PASSED(try_wait, "mbarrier.try_wait.parity.shared::cta.b64")
+// At once, for a phase to which the other block arrives: also acquires what its threads did before.
+FLASHMOE_HAS_PASSED(test_wait_pair, "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64")
+#undef FLASHMOE_HAS_PASSED
 
 // Every wait inside a block is this one. It needs no bound of its own: the block's clerk waits boundedly for tasks and
 // always delivers, a stop if nothing else, and the other warps wait only for what a delivered task makes them pass on.

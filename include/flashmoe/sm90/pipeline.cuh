@@ -23,6 +23,11 @@ inline constexpr uint32_t kConsumers = 2;    // warpgroups, the first of the blo
 inline constexpr uint32_t kFirstLoader = kConsumers * kWarpgroup;
 inline constexpr uint32_t kLoaders = 64;  // threads
 
+// Named barrier of a consumer warpgroup.
+__device__ __forceinline__ uint32_t group_barrier(uint32_t group) {
+  return 1 + group;
+}
+
 inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kStageBytes = 48 * 1024;
 inline constexpr uint32_t kStageAlign = 1024;  // the swizzle pattern repeats every 8 rows

@@ -17,11 +17,6 @@ namespace flashmoe::sm90 {
 inline constexpr uint32_t kStagingHalf = 4 * 1024;
 inline constexpr uint32_t kStagingBytes = 2 * kStagingHalf;  // per consumer warpgroup, 128-byte aligned
 
-// Named barrier of a consumer warpgroup.
-__device__ __forceinline__ uint32_t group_barrier(uint32_t group) {
-  return 1 + group;
-}
-
 // A consumer thread's place: which warpgroup, which of its warps, and the place in the accumulator fragment.
 struct Lane {
   uint32_t group, warp, lane;
@@ -52,14 +47,6 @@ __device__ __forceinline__ float bias_at(const void* bias, uint32_t i, bool insi
 
 __device__ __forceinline__ void store_shared(uint32_t to, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-}
-__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from)
-               : "memory");
-  return v;
 }
 // The address may have come as an integer, of which the compiler cannot tell that it is global.
 __device__ __forceinline__ void store_global16(uint8_t* to, uint4 v) {

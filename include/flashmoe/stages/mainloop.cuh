@@ -84,13 +84,17 @@ __device__ __forceinline__ void multiply_stage(const Pipeline& ring, uint64_t a,
   wgmma_commit();
 }
 
-__device__ __forceinline__ float4 load_shared4(uint32_t from) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(from)
                : "memory");
   return v;
+}
+__device__ __forceinline__ float4 load_floats(uint32_t from) {
+  const uint4 v = load_shared16(from);
+  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 // Where chunk `chunk` of a row lies. Eight rows further it lies 8 kRowBytes further.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, uint32_t row, uint32_t chunk) {
@@ -115,10 +119,10 @@ __device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uin
 #pragma unroll
     for (uint32_t m = 0; m < Stage::kMs; ++m) {
       const uint32_t features = chunk_address(ring.data() + Stage::features(block), feature + m * 64, chunk);
-      const float4 low = load_shared4(features), high = load_shared4(features + 8 * kRowBytes);
+      const float4 low = load_floats(features), high = load_floats(features + 8 * kRowBytes);
 #pragma unroll
       for (uint32_t j = 0; j < N / 8; ++j) {
-        const float4 x = load_shared4(even + j * 8 * kRowBytes), y = load_shared4(odd + j * 8 * kRowBytes);
+        const float4 x = load_floats(even + j * 8 * kRowBytes), y = load_floats(odd + j * 8 * kRowBytes);
         acc[m][4 * j] = dot(acc[m][4 * j], low, x);
         acc[m][4 * j + 1] = dot(acc[m][4 * j + 1], low, y);
         acc[m][4 * j + 2] = dot(acc[m][4 * j + 2], high, x);
@@ -141,7 +145,7 @@ __device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group,
   for (uint32_t s = 0; s < stages; ++s) {
     wait(ring.full(), ring.parity);
     multiply_stage_exactly<Stage, N>(ring, group, acc);
-    named_barrier_sync(1 + group);  // every thread has read the stage
+    named_barrier_sync(group_barrier(group));  // every thread has read the stage
     release_stage<Stage>(ring.empty());
     ring.advance();
   }
