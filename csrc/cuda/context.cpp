@@ -13,7 +13,8 @@ namespace {
 
 using cpu::concat;
 
-constexpr const char* kFunction = "flashmoe_moe";
+constexpr const char* kKernel = "flashmoe_moe";
+constexpr const char* kFewKernel = "flashmoe_few";
 
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
@@ -32,6 +33,10 @@ uint32_t processors_of(const Device& device, const Limits& limits) {
                        ") to ", all, ", the device's multiprocessors, got ", wanted));
   }
   return wanted;
+}
+
+sm90::WeightRows rows_of(const Matrix& m) {
+  return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
 
 }  // namespace
@@ -108,11 +113,11 @@ void Context::refuse_capture(DriverStream stream, const char* what) const {
   throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
 }
 
-const Kernel& Context::kernel(const std::string& cubin, DriverStream stream) {
-  std::unique_ptr<Kernel>& loaded = kernels_[cubin];
+const Module& Context::module(const std::string& cubin, DriverStream stream) {
+  std::unique_ptr<Module>& loaded = modules_[cubin];
   if (loaded == nullptr) {
     refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Kernel>(device_, cubin, kFunction, sm90::kSharedBytes);
+    loaded = std::make_unique<Module>(device_, cubin);
   }
   return *loaded;
 }
@@ -180,14 +185,15 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
       spec.top_k > l.top_k || spec.placement.size() != spec.experts || cpu::element_bytes(spec.dtype) > l.elem_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
-  const Kernel& k = kernel(spec.cubin, stream);
+  const Module& m = module(spec.cubin, stream);
   const Placement& where = placement(spec.placement, stream);
   if (spec.traced && trace_.bytes() == 0) {
     refuse_capture(stream, "tracing");
     trace_ = DeviceMemory(device_, trace_bytes(), "trace");
   }
   auto plan = std::make_unique<Plan>();
-  plan->function = k.function();
+  plan->kernel = m.kernel(kKernel, sm90::kSharedBytes);
+  plan->few_kernel = m.kernel(kFewKernel, sm90::kFewSharedBytes);
   plan->capacity_factor = spec.capacity_factor;
   sm90::KernelArgs& a = plan->args;
   a = {};
@@ -198,11 +204,12 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
                      spec.gate_up.data, spec.dtype, "gate_up_proj");
   a.down = encode(down_shape(spec.down, bytes, spec.hidden, spec.intermediate, experts), spec.down.data, spec.dtype,
                   "down_proj");
+  a.gate_up_rows = rows_of(spec.gate_up);
+  a.down_rows = rows_of(spec.down);
+  a.router_rows = rows_of(spec.router);
   if (spec.router.data != 0) {
     a.router =
         encode(router_shape(spec.router, bytes, spec.hidden, spec.experts), spec.router.data, spec.dtype, "router");
-    a.router_rows = reinterpret_cast<const uint8_t*>(spec.router.data);
-    a.router_row_bytes = spec.router.row_bytes;
   }
   const auto hidden_rows = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 0));
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 1)) - hidden_rows;
@@ -256,11 +263,21 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
     refuse_capture(stream, "tracing");
     check(driver().cuMemsetD8Async(reinterpret_cast<DevicePtr>(plan.args.trace), 0, trace_.bytes(), stream), "trace");
   }
+  launch(plan, stream);
+}
+
+void Context::launch(Plan& plan, DriverStream stream) const {
+  const bool few = limits_.ranks == 1 && plan.args.call.tokens <= kFewTokens;
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
-  const LaunchConfig config{processors(), 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
+  LaunchConfig config{processors(), 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
+  if (few) {
+    config.block_x = sm90::kFewThreads;
+    config.shared_bytes = sm90::kFewSharedBytes;
+  }
   void* parameters[] = {&plan.args};
-  check(driver().cuLaunchKernelEx(&config, plan.function, parameters, nullptr), "cannot launch the kernel");
+  check(driver().cuLaunchKernelEx(&config, few ? plan.few_kernel : plan.kernel, parameters, nullptr),
+        "cannot launch the kernel");
 }
 
 void Context::synchronize(DriverStream stream) {

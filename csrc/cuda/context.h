@@ -88,16 +88,17 @@ class Context {
   };
   struct Plan {
     sm90::KernelArgs args;
-    DriverFunction function;
+    DriverFunction kernel, few_kernel;
     double capacity_factor;
   };
 
   bool capturing(DriverStream stream) const;
   void refuse_capture(DriverStream stream, const char* what) const;
-  const Kernel& kernel(const std::string& cubin, DriverStream stream);
+  const Module& module(const std::string& cubin, DriverStream stream);
   const Placement& placement(const std::vector<uint32_t>& owners, DriverStream stream);
   Call call_of(const LayerSpec& spec, const Placement& where) const;
   void set_tokens(Plan& plan, const TokenSpec& tokens) const;
+  void launch(Plan& plan, DriverStream stream) const;
   void check_health();
   Error worded(const Fault& fault) const;
 
@@ -108,7 +109,7 @@ class Context {
   DeviceMemory heap_, workspace_, heaps_, trace_;
   MappedPage fault_page_;
   bool broken_ = false;
-  std::unordered_map<std::string, std::unique_ptr<Kernel>> kernels_;
+  std::unordered_map<std::string, std::unique_ptr<Module>> modules_;
   // Never shrinks: graphs that were captured keep their pointers.
   std::map<std::vector<uint32_t>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;

@@ -109,20 +109,24 @@ MappedPage::~MappedPage() {
   driver().cuMemFreeHost(host_);
 }
 
-Kernel::Kernel(const Device& device, const std::string& cubin, const char* function, uint32_t shared_bytes)
-    : Kernel(device) {
+Module::Module(const Device& device, const std::string& cubin)
+    : device_(device), doing_(concat("cannot load the kernel ", cubin)) {
   std::ifstream file(cubin, std::ios::binary);
   const std::string image{std::istreambuf_iterator<char>(file), {}};
   if (!file || image.empty()) throw Error(Error::Kind::kOther, concat("cuda: cannot read the kernel ", cubin));
-  const std::string doing = concat("cannot load the kernel ", cubin);
   const Device::Use use(device);
-  check(driver().cuModuleLoadData(&module_, image.data()), doing.c_str());
-  check(driver().cuModuleGetFunction(&function_, module_, function), doing.c_str());
-  check(driver().cuFuncSetAttribute(function_, kMaxDynamicSharedBytes, static_cast<int>(shared_bytes)), doing.c_str());
+  check(driver().cuModuleLoadData(&module_, image.data()), doing_.c_str());
 }
 
-Kernel::~Kernel() {
-  if (module_ == nullptr) return;
+DriverFunction Module::kernel(const char* name, uint32_t shared_bytes) const {
+  const Device::Use use(device_);
+  DriverFunction function = nullptr;
+  check(driver().cuModuleGetFunction(&function, module_, name), doing_.c_str());
+  check(driver().cuFuncSetAttribute(function, kMaxDynamicSharedBytes, static_cast<int>(shared_bytes)), doing_.c_str());
+  return function;
+}
+
+Module::~Module() {
   const Device::Use use(device_);
   driver().cuModuleUnload(module_);
 }

@@ -95,23 +95,21 @@ class MappedPage {
   DevicePtr mapped_ = 0;
 };
 
-// A compiled kernel: one function of one cubin.
-class Kernel {
+// The kernels of one cubin.
+class Module {
  public:
-  // The function may use shared_bytes of dynamic shared memory.
-  Kernel(const Device& device, const std::string& cubin, const char* function, uint32_t shared_bytes);
-  ~Kernel();
-  Kernel(const Kernel&) = delete;
-  Kernel& operator=(const Kernel&) = delete;
+  Module(const Device& device, const std::string& cubin);
+  ~Module();
+  Module(const Module&) = delete;
+  Module& operator=(const Module&) = delete;
 
-  DriverFunction function() const { return function_; }
+  // A kernel that may use shared_bytes of dynamic shared memory.
+  DriverFunction kernel(const char* name, uint32_t shared_bytes) const;
 
  private:
-  explicit Kernel(const Device& device) : device_(device) {}
-
   const Device& device_;
+  const std::string doing_;  // for errors
   DriverModule module_ = nullptr;
-  DriverFunction function_ = nullptr;
 };
 
 }  // namespace flashmoe::cuda

@@ -1,8 +1,9 @@
-// One instance of the fused kernel, compiled on first use by python/flashmoe/jit.py:
+// One instance of the fused kernel, and of that for a few tokens, compiled on first use by python/flashmoe/jit.py:
 //   FLASHMOE_DTYPE       0 float32 (TF32 tensor cores), 1 bfloat16, 2 float16
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
+#include "flashmoe/few_kernel.cuh"
 #include "flashmoe/moe_kernel.cuh"
 
 #ifndef FLASHMOE_DTYPE
@@ -46,4 +47,12 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kPair) __launch_boun
   sm90::prepare(args, shared);
   sm90::run_roles<sm90::DtypeOf<FLASHMOE_DTYPE>::Type, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION),
                   FLASHMOE_TRACE != 0>(args, shared, memory);
+}
+
+extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
+    flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
+  using namespace flashmoe;
+  extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
+  sm90::run_few<sm90::DtypeOf<FLASHMOE_DTYPE>::Type, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION),
+                FLASHMOE_TRACE != 0>(args, *reinterpret_cast<sm90::FewShared*>(memory));
 }

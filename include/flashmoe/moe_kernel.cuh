@@ -19,12 +19,13 @@
 //           (following clerk)                                                                          (shared.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
-// A call that fails still runs every role to its stop: the pair's other block counts on them.
+// A call that fails still runs every role to its stop: the pair's other block counts on them, and nothing but the word that
+// aborts it says that it has (a flag in each thread would have to be spilled).
 //
-// A captured graph replays the same arguments, so device memory counts the calls (Control::calls): the last block to
-// leave advances the count, when every block has read it.
+// A captured graph replays the same arguments, so device memory counts the calls (Control::calls).
 #pragma once
 
+#include "flashmoe/sm90/leave.cuh"
 #include "flashmoe/sm90/roles.cuh"
 #include "flashmoe/stages/dispatch.cuh"
 
@@ -63,38 +64,23 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
   pair_sync();
 }
 
-// One thread, when all of the block's warps are done.
-__device__ __forceinline__ void leave(const KernelArgs& args, const Call& c) {
-  Control* control = c.control();
-  if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != gridDim.x) return;
-  Platform::store_relaxed(&control->left.value, uint64_t{0});
-  Platform::store_relaxed(&control->calls.value, c.epoch);
-  if (Platform::load_relaxed(&control->abort.value) == 0) return;
-  args.host_fault->fault = c.fault(c.rank, c.rank)->fault;
-  Platform::store_release(&args.host_fault->posted, uint64_t{1}, kSystem);
-}
-
-// One warp of the last warpgroup; false if the call is over.
+// One warp of the last warpgroup.
 template <class Dtype, bool kGated>
-__device__ __forceinline__ bool run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+__device__ __forceinline__ void run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                                  uint32_t warp) {
   if (warp < kClerkWarp) {
     load_tasks<Dtype, kGated>(args, c, s.ring, ring);
-    return true;
-  }
-  if (warp == kClerkWarp) {
+  } else if (warp == kClerkWarp) {
     if (pair_rank() == TaskRing::kLeader) {
       lead_tasks<Dtype>(args, c, s.ring);
     } else {
       follow_tasks(args, c, s.ring);
     }
-    return true;
+  } else if (blockIdx.x == 0) {
+    run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
+  } else {
+    run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, gridDim.x - 1});
   }
-  if (blockIdx.x == 0) {
-    return run_os<Platform>(
-        c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
-  }
-  return run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, gridDim.x - 1});
 }
 
 template <class Dtype, Activation kActivation, bool kTrace>
@@ -104,12 +90,11 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
                              &s.trace_events};
   const uint32_t warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
   const uint32_t ring_memory = shared_address(memory);
-  bool ok = true;
   if (warp < kTeamWarps) {
     // A fresh barrier passes waits of parity 1: the gate's loaders find all stages empty.
     Pipeline gate{ring_memory, shared_address(s.gate_barriers), 0, warpgroup < kConsumers ? 0u : 1u};
-    for (uint32_t b = blockIdx.x; ok && b < c.blocks(); b += gridDim.x) {
-      ok = dispatch_block<Dtype>(args, c, s, memory, gate, b, trace);
+    for (uint32_t b = blockIdx.x; b < c.blocks(); b += gridDim.x) {
+      if (!dispatch_block<Dtype>(args, c, s, memory, gate, b, trace)) break;
     }
   }
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
@@ -119,13 +104,13 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
   } else {
     give_registers<kServiceRegisters>();
-    ok &= run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp);
+    run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp);
   }
-  if (ok) stages::Combiner<Dtype, Tracer<kTrace>>(c, args.out, s.combine, trace).run();
+  stages::Combiner<Dtype, Tracer<kTrace>>(c, args.out, s.combine, trace).run();
   pair_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {
     trace.finish();
-    leave(args, c);
+    leave(args, c, c.epoch);
   }
 }
 

@@ -145,6 +145,7 @@ def test_the_launch(ctx, device):
     seen = launched()
     expected = {
         "grid": 132,
+        "few": 0,
         "geometry": 1,
         "stream": 77,
         "cooperative": 1,
@@ -180,7 +181,10 @@ def test_the_launch(ctx, device):
         "owner": [0] * E,
         "by_owner": list(range(E)),
         "owner_base": [0, E],
+        "gate_up_rows": [args["gate_up_proj"].data_ptr(), 2 * I * H * 2, H * 2],
+        "down_rows": [args["down_proj"].data_ptr(), H * I * 2, I * 2],
     }
+    assert seen["router_rows"][::2] == [args["router"].data_ptr(), H * 2]
     assert {name: seen[name] for name in expected} == expected
 
 
@@ -298,9 +302,10 @@ def test_every_call_is_checked(ctx):
 
 def test_layers_are_found_again(ctx, device):
     args = arguments()
-    for tokens in (1, 8, 4096):
+    for tokens in (1, 8, 9, 4096):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(tokens, H)})
         assert (launched()["tokens"], launched()["block"]) == (tokens, 32 if tokens == 4096 else 8)
+        assert (launched()["few"], launched()["geometry"]) == (tokens <= 8, 1)
     assert len(ctx._layers) == 1 and len(device) == 1
     flashmoe.moe(ctx, **args, renormalize=False)
     flashmoe.moe(ctx, **{**args, "router": on_gpu(E, H)})

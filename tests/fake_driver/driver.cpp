@@ -58,13 +58,23 @@ std::string described(const sm90::TensorMap& map) {
   return out.str();
 }
 
-void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config) {
+std::string described(const sm90::WeightRows& rows) {
+  const uint64_t words[] = {reinterpret_cast<uint64_t>(rows.data), rows.expert_bytes, rows.row_bytes};
+  return list(words, 3);
+}
+
+// Functions, as cuModuleGetFunction numbers them.
+constexpr uintptr_t kMoe = 1, kFew = 2;
+
+void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool few) {
   const Call& c = a.call;
   std::ostringstream out;
   auto put = [&](const char* name, auto v) { out << "\"" << name << "\": " << uint64_t(v) << ", "; };
   out << "{";
   put("grid", config.grid_x);
-  put("geometry", config.block_x == sm90::kThreads && config.shared_bytes == sm90::kSharedBytes);
+  put("few", few);
+  put("geometry", config.block_x == (few ? sm90::kFewThreads : sm90::kThreads) &&
+                      config.shared_bytes == (few ? sm90::kFewSharedBytes : sm90::kSharedBytes));
   put("stream", reinterpret_cast<uint64_t>(config.stream));
   put("cooperative", config.attribute_count == 1 && config.attributes->id == 2 && config.attributes->value.cooperative);
   put("tokens", c.tokens), put("hidden", c.hidden), put("intermediate", c.intermediate), put("experts", c.experts);
@@ -82,7 +92,9 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config) {
   out << "\"groups\": " << list(c.group_first, c.groups + 1) << ", \"owner\": " << list(c.owner, c.experts)
       << ", \"by_owner\": " << list(c.by_owner, c.experts) << ", \"owner_base\": " << list(c.owner_base, 2)
       << ", \"gate_up\": " << described(a.gate_up) << ", \"down\": " << described(a.down)
-      << ", \"router\": " << described(a.router) << ", \"hidden_rows\": " << described(a.hidden) << "}";
+      << ", \"router\": " << described(a.router) << ", \"gate_up_rows\": " << described(a.gate_up_rows)
+      << ", \"down_rows\": " << described(a.down_rows) << ", \"router_rows\": " << described(a.router_rows)
+      << ", \"hidden_rows\": " << described(a.hidden) << "}";
   last_launch = out.str();
 }
 
@@ -230,8 +242,8 @@ CudaResult cuModuleLoadData(cuda::DriverModule* module, const void*) {
 CudaResult cuModuleUnload(cuda::DriverModule) {
   return 0;
 }
-CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModule, const char*) {
-  *function = reinterpret_cast<cuda::DriverFunction>(1);
+CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModule, const char* name) {
+  *function = reinterpret_cast<cuda::DriverFunction>(std::string(name) == "flashmoe_few" ? kFew : kMoe);
   return 0;
 }
 CudaResult cuFuncSetAttribute(cuda::DriverFunction, int, int) {
@@ -241,10 +253,11 @@ CudaResult cuStreamIsCapturing(cuda::DriverStream, int* status) {
   *status = capture;
   return 0;
 }
-CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFunction, void** parameters, void**) {
+CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFunction function, void** parameters,
+                            void**) {
   const auto& args = *static_cast<const sm90::KernelArgs*>(parameters[0]);
   if (std::getenv("FAKE_DRIVER_QUICK") != nullptr) return 0;
-  describe(args, *config);
+  describe(args, *config, reinterpret_cast<uintptr_t>(function) == kFew);
   if (capture) return 0;
   route(args.call);
   record(args.trace, config->grid_x);

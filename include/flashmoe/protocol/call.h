@@ -147,6 +147,9 @@ struct Call {
   FLASHMOE_HD float* weights(uint32_t token) const { return workspace<float>(WorkField::kWeights, token); }
   FLASHMOE_HD uint32_t* capacity_prefix(uint32_t b) const { return workspace<uint32_t>(WorkField::kPrefix, b); }
   FLASHMOE_HD uint64_t* capacity_signal(uint32_t b) const { return workspace<uint64_t>(WorkField::kPrefixSignal, b); }
+  FLASHMOE_HD uint64_t* logit(uint32_t token, uint32_t expert) const {
+    return workspace<uint64_t>(WorkField::kLogits, token, expert);
+  }
   FLASHMOE_HD uint8_t* hidden_row(uint32_t t, uint32_t row) const {
     return workspace<uint8_t>(WorkField::kHidden, t, row);
   }

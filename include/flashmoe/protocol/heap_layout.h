@@ -11,6 +11,8 @@ namespace flashmoe {
 
 inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
+// So few tokens of a rank that is alone go through a kernel of their own (GPU).
+inline constexpr uint32_t kFewTokens = 8;
 // GEMM1's columns are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
 
@@ -110,6 +112,7 @@ enum class WorkField : uint32_t {
   kGemm0Tiles,
   kGemm1Tiles,
   kReducible,
+  kLogits,
   kHidden,
   kStaging,
   kCount
@@ -216,6 +219,9 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kReducible, "reducible", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_reducible(), 1, 1, 1}, 8}; },
      "columns of a source's rows that are ready for Reduce (OS warp only)"},
+    {WorkField::kLogits, "logits", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
+     "[token][expert] router logits of a few tokens, each with the epoch it is of (GPU only)"},
     {WorkField::kHidden, "hidden", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};

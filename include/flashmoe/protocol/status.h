@@ -66,6 +66,7 @@ struct alignas(128) Control {
   Line fault_claim;  // the first to add writes the fault record
   Line tiles;        // tiles made in this call; zero between calls
   Line left;         // blocks that have left the kernel (GPU); zero between calls
+  Line met;          // blocks that have come to the few-token kernel's meeting (GPU); zero between calls
   Line calls;        // calls completed (GPU)
   Line published;    // queue_tail between calls
   Line list_head;    // drained items between calls

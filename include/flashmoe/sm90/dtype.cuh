@@ -8,13 +8,22 @@
 
 namespace flashmoe::sm90 {
 
-// For the 16-byte pieces that combine works on: sum[i] += the i-th element; and the sums, rounded.
+// For 16-byte pieces: their elements; sum[i] += the i-th element; and sums, rounded.
 template <class Dtype>
 struct PackedPairs {
-  static __device__ __forceinline__ void accumulate(float (&sum)[8], const uint4& piece) {
+  static __device__ __forceinline__ void spread(float (&to)[8], const uint4& piece) {
     const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      const float2 pair = Dtype::unpack(words[i]);
+      to[2 * i] = pair.x;
+      to[2 * i + 1] = pair.y;
+    }
+  }
+  static __device__ __forceinline__ void accumulate(float (&sum)[8], const uint4& piece) {
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // not from spread(): ptxas then spills
       const float2 pair = Dtype::unpack(words[i]);
       sum[2 * i] += pair.x;
       sum[2 * i + 1] += pair.y;
@@ -32,6 +41,7 @@ struct Bf16 : PackedPairs<Bf16> {
   static constexpr uint32_t kBytes = sizeof(Element);
 
   static __device__ __forceinline__ float widen(Element v) { return __bfloat162float(v); }
+  static __device__ __forceinline__ Element narrow(float v) { return __float2bfloat16_rn(v); }
   // Two values rounded to nearest even, `low` in the low half.
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
@@ -48,6 +58,7 @@ struct Fp16 : PackedPairs<Fp16> {
   static constexpr uint32_t kBytes = sizeof(Element);
 
   static __device__ __forceinline__ float widen(Element v) { return __half2float(v); }
+  static __device__ __forceinline__ Element narrow(float v) { return __float2half_rn(v); }
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     const __half2 v = __floats2half2_rn(low, high);
     return reinterpret_cast<const uint32_t&>(v);
@@ -64,11 +75,16 @@ struct Tf32 {
   static constexpr uint32_t kBytes = sizeof(Element);
 
   static __device__ __forceinline__ float widen(Element v) { return v; }
+  static __device__ __forceinline__ Element narrow(float v) { return v; }
+  static __device__ __forceinline__ void spread(float (&to)[4], const uint4& piece) {
+    to[0] = __uint_as_float(piece.x), to[1] = __uint_as_float(piece.y);
+    to[2] = __uint_as_float(piece.z), to[3] = __uint_as_float(piece.w);
+  }
   static __device__ __forceinline__ void accumulate(float (&sum)[4], const uint4& piece) {
-    sum[0] += __uint_as_float(piece.x);
-    sum[1] += __uint_as_float(piece.y);
-    sum[2] += __uint_as_float(piece.z);
-    sum[3] += __uint_as_float(piece.w);
+    float v[4];
+    spread(v, piece);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += v[i];
   }
   static __device__ __forceinline__ uint4 round(const float (&sum)[4]) {
     return {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};

@@ -40,11 +40,20 @@ inline constexpr uint32_t kThreads = kWarps * 32;
 inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may have
 
 // What a block keeps in shared memory of a token block, which the host therefore bounds.
-inline constexpr uint32_t kMaxPairs = 2048;        // its tokens times K
+inline constexpr uint32_t kMaxPairs = 2048;  // its tokens times K
+inline constexpr uint32_t kMaxExperts = 1024;
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
 // Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
 // The first block forms no tiles.
 inline constexpr uint32_t kFormerExperts = 16;
+
+// The kernel of a few tokens.
+inline constexpr uint32_t kFewWarps = 12;
+inline constexpr uint32_t kFewThreads = kFewWarps * 32;
+inline constexpr uint32_t kFewPairs = kFewTokens * 32;  // K is at most 32
+inline constexpr uint32_t kFewResults = 8192;           // columns times pairs whose results a block keeps
+inline constexpr uint32_t kFewSharedBytes = 48 * 1024;
+static_assert(kFewPairs <= kTileTokens && kFewPairs <= kFewThreads);  // their hidden rows are the first tile's
 
 // Output columns of a task. SwiGLU: gate and up rows share a task's 128 features.
 FLASHMOE_HD constexpr uint32_t gemm0_columns_per_task(bool gated) {
@@ -88,6 +97,14 @@ struct TraceHeader {
 };
 inline constexpr uint64_t kTraceBytesPerBlock = sizeof(TraceHeader) + uint64_t{kTraceEvents} * sizeof(TraceEvent);
 
+// Weights as loads see them: expert e's row r is at data + e * expert_bytes + r * row_bytes, multiples of 16 all three.
+struct WeightRows {
+  const uint8_t* data;
+  uint64_t row_bytes, expert_bytes;
+
+  FLASHMOE_HD const uint8_t* row(uint32_t e, uint32_t r) const { return data + e * expert_bytes + r * row_bytes; }
+};
+
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
@@ -99,11 +116,11 @@ struct KernelArgs {
   //   router   5D {H, E, 1, 1, 1},       box {., 128, 1, 1, 1}
   //   hidden   2D {I, tiles * 256},      box {., 32}
   TensorMap gate_up, down, router, hidden;
+  // The same without TMA: [El][2I or I], H elements a row; [El][H], I; [1][E], H.
+  WeightRows gate_up_rows, down_rows, router_rows;
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)
   uint64_t x_row_bytes;
-  const uint8_t* router_rows;  // what `router` describes: [E, H], rows router_row_bytes apart (a multiple of 16)
-  uint64_t router_row_bytes;
   uint8_t* out;               // [T, H] contiguous
   const void* gate_up_bias;   // [El, 2I] or [El, I] contiguous; may be null
   const void* down_bias;      // [El, H]; may be null

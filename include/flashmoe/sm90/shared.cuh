@@ -16,7 +16,6 @@
 namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kMaxRanks = 32;
-inline constexpr uint32_t kMaxExperts = 1024;
 
 // A task as the clerk hands it on: looked up, with the places of the rows that this block multiplies.
 struct TaskSlot {

@@ -58,7 +58,7 @@ __device__ __forceinline__ void prefetch_gate(const KernelArgs& args, const Call
   if (args.topk_ids != nullptr) return;
   const uint32_t row_bytes = c.hidden * c.element_bytes;
   for (uint32_t e = blockIdx.x + Platform::lane() * gridDim.x; e < c.experts; e += Platform::kLanes * gridDim.x) {
-    prefetch_l2(args.router_rows + e * args.router_row_bytes, row_bytes);
+    prefetch_l2(args.router_rows.row(0, e), row_bytes);
   }
   if (blockIdx.x >= c.blocks()) return;
   for (uint32_t t = Platform::lane(); t < c.tokens_in_block(blockIdx.x); t += Platform::kLanes) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     load_gate<Dtype>(args, c, s, ring, b);
   }
   Team::team_sync();
-  constexpr uint32_t kAtOnce = stages::kChoicesAtOnce;
+  constexpr uint32_t kAtOnce = 2;  // choices
   const uint32_t tokens = c.tokens_in_block(b);
   for (uint32_t first = Team::worker(); first < tokens; first += kAtOnce * kTeamWarps) {
     stages::Choice choice[kAtOnce];

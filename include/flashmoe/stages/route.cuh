@@ -101,10 +101,9 @@ __device__ __forceinline__ uint32_t choose_among(const Choice (&token)[kTokens],
   return bad;
 }
 
-inline constexpr uint32_t kChoicesAtOnce = 2;
-
-__device__ __forceinline__ uint32_t choose_experts(const Choice (&token)[kChoicesAtOnce], uint32_t experts,
-                                                   uint32_t top_k, bool renormalize) {
+template <uint32_t kTokens>
+__device__ __forceinline__ uint32_t choose_experts(const Choice (&token)[kTokens], uint32_t experts, uint32_t top_k,
+                                                   bool renormalize) {
   if (experts <= 64) return choose_among<2>(token, experts, top_k, renormalize);
   if (experts <= 128) return choose_among<4>(token, experts, top_k, renormalize);
   if (experts <= 512) return choose_among<16>(token, experts, top_k, renormalize);
