@@ -58,6 +58,20 @@ def test_report(tool, capsys):
     assert tool.report(fused, tool.Compiled("", "nvdisasm exited with 1: no cubin")) == 1
 
 
+def test_exact_instances_need_no_wgmma(tool, capsys):
+    exact = [unit for unit in tool.units() if tool.EXACT in unit.defines]
+    assert len(exact) == 5  # one of them traced
+    assert tool.report(exact[0], compiled(tool, sass=SASS.replace("HGMMA", "FFMA"))) == 0
+    assert "  1 UTMALDG, 2 LDGSTS" in capsys.readouterr().out
+    assert tool.report(exact[0], compiled(tool, sass=SASS.replace("LDGSTS", "NOP"))) == 1
+
+
+def test_instances(tool):
+    found = tool.instances()
+    assert len(found) == len(set(found)) == 16 + 4 + 3
+    assert sum(tool.TRACE in defines for defines in found) == 4 + 3
+
+
 def test_other_kernels_need_no_particular_instruction(tool):
     other = next(unit for unit in tool.units() if not unit.fused)
     assert tool.report(other, compiled(tool, sass="")) == 0

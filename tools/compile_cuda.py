@@ -2,11 +2,12 @@
 
     python tools/compile_cuda.py
 
-No GPU is needed. The fused kernel is compiled once per element type and activation, as on first use
-(python/flashmoe/jit.py); not traced, which is for looking at it, nor exact. A kernel that spills registers, keeps a
-stack frame, whose wgmma instructions ptxas serializes, or that lacks one of the instructions it is built on (REQUIRED)
-still computes the right result, only far slower; so each of these is an error here. What is compiled and the compiler's
-output go to build-cuda/.
+No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
+activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
+every activation, for the others with SwiGLU alone. A kernel that spills registers, keeps a stack frame, whose wgmma
+instructions ptxas serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the
+right result, only far slower; so each of these is an error here. What is compiled and the compiler's output go to
+build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
@@ -38,8 +39,12 @@ PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-r
 INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in PACKAGES)
 INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 
-# Of the fused kernel, by their names in SASS: wgmma, TMA loads of the weights, cp.async that gathers the tokens' rows.
-REQUIRED = ("HGMMA", "UTMALDG", "LDGSTS")
+# Of the fused kernel, by their names in SASS: TMA loads of the weights, cp.async that gathers the tokens' rows, wgmma.
+LOADS = ("UTMALDG", "LDGSTS")
+WGMMA = "HGMMA"
+
+BF16, SWIGLU = 1, 3  # as csrc/cuda/moe.cu numbers them
+EXACT, TRACE = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1"
 
 # C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.
 ADVISORY = re.compile(r"\(C75\d\d\).*|Potential Performance Loss.*")
@@ -109,11 +114,6 @@ def parse(log: str) -> tuple[list[Function], list[str]]:
     return functions, advisories
 
 
-def missing_instructions(opcodes: Counter[str]) -> list[str]:
-    """The faults of a fused kernel that consists of these instructions."""
-    return [f"no {opcode} instruction" for opcode in REQUIRED if not opcodes[opcode]]
-
-
 def readable(symbols: list[str]) -> list[str]:
     """Kernel names without mangling, parameters and return type, where c++filt is there to help."""
     if not symbols or not shutil.which("c++filt"):
@@ -137,20 +137,34 @@ class Unit:
         return self.source.stem == "moe"
 
     @property
+    def required(self) -> tuple[str, ...]:
+        """The instructions that it is built on."""
+        if not self.fused:
+            return ()
+        return LOADS if EXACT in self.defines else (WGMMA, *LOADS)
+
+    @property
     def title(self) -> str:
         return " ".join([str(self.source.relative_to(ROOT)), *self.defines])
 
 
+def instances() -> list[tuple[str, ...]]:
+    """What is defined for each instance of the fused kernel."""
+    found = []
+    for dtype, exact in ((BF16, ()), (2, ()), (0, ()), (0, (EXACT,))):
+        for activation in (SWIGLU, 0, 1, 2):
+            plain = (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *exact)
+            found.append(plain)
+            if dtype == BF16 or activation == SWIGLU:
+                found.append((*plain, TRACE))
+    return found
+
+
 def units() -> list[Unit]:
-    """Everything to compile; of the fused kernel, every instance."""
+    """Everything to compile."""
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
-        if not Unit(source).fused:
-            found.append(Unit(source))
-            continue
-        for dtype in (1, 2, 0):
-            for activation in (3, 0, 1, 2):
-                found.append(Unit(source, (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}")))
+        found += [Unit(source, defines) for defines in instances()] if Unit(source).fused else [Unit(source)]
     return found
 
 
@@ -194,16 +208,15 @@ def report(unit: Unit, compiled: Compiled) -> int:
         return 1
     functions, advisories = parse(compiled.log)
     faults = [f"ptxas: {advisory}" for advisory in advisories]
-    if unit.fused:
-        faults += missing_instructions(compiled.opcodes)
+    faults += [f"no {opcode} instruction" for opcode in unit.required if not compiled.opcodes[opcode]]
     if functions:
         print(f"  {'registers':>9} {'smem':>7} {'stack':>6} {'spills':>7}  kernel")
     for function, name in zip(functions, readable([f.symbol for f in functions]), strict=True):
         registers = "-" if function.registers is None else function.registers
         print(f"  {registers:>9} {function.smem:>7} {function.stack:>6} {function.spills:>7}  {name}")
         faults += [f"{name} {fault}" for fault in function.faults]
-    if unit.fused:
-        print("  " + ", ".join(f"{compiled.opcodes[opcode]} {opcode}" for opcode in REQUIRED))
+    if unit.required:
+        print("  " + ", ".join(f"{compiled.opcodes[opcode]} {opcode}" for opcode in unit.required))
     for fault in faults:
         print(f"  FAILED: {fault}")
     return len(faults)

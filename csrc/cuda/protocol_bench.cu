@@ -140,13 +140,8 @@ __device__ void take_tasks(const Call& c, Shared& s) {
 __device__ void retire_tasks(const Call& c, Shared& s) {
   for (uint32_t n = 0;; ++n) {
     const Task task = Task::unpack(s.done.get(n));
-    switch (task.kind) {
-      case TaskKind::kGemm0: retire_gemm0<P>(c, task.index); break;
-      case TaskKind::kGemm1: retire_gemm1<P>(c, task.index, task.column); break;
-      case TaskKind::kReduce: retire_reduce<P>(c, task.index, task.column); break;
-      case TaskKind::kStop: return;
-      default: break;
-    }
+    if (task.kind == TaskKind::kStop) return;
+    retire<P>(c, task);
   }
 }
 

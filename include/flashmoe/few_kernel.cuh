@@ -41,6 +41,7 @@ struct FewShared {
   Fault fault;                           // why, if this block is to say so
   Call call;                             // for that: as given, with its epoch
   uint32_t trace_events;
+  TraceStarts trace_starts;
   union {
     float logits[kFewTokens * kMaxExperts];  // [token][expert]
     float results[kFewResults];              // [column][pair] weighted results of GEMM1
@@ -356,27 +357,27 @@ __device__ __forceinline__ uint32_t begin_of_part(uint32_t all, uint32_t block) 
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool run_gate(const Block& b, const Trace& trace) {
   if (b.args.topk_ids != nullptr) return true;
-  const uint64_t start = trace.now();
+  trace.begin();
   const GateJobs<Dtype> jobs{b};
   Dots<Dtype, 1, GateJobs<Dtype>> dots(jobs, b.warp() * gridDim.x + blockIdx.x, b.c.experts, kFewWarps * gridDim.x);
   dots.begin();
   dots.run();
   collect_logits(b);
   const bool ok = all_well(b);
-  if (threadIdx.x == 0) trace.add_here(TracePhase::kGate, start, blockIdx.x, 0);
+  trace.end(TracePhase::kGate, blockIdx.x, 0);
   return ok;
 }
 
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void run_gemm0(const Block& b, const Trace& trace) {
-  const uint64_t start = trace.now();
+  trace.begin();
   const Gemm0Jobs<Dtype, kActivation> jobs{b};
   const uint32_t all = b.s.units * jobs.per_unit();
   Dots<Dtype, 2, Gemm0Jobs<Dtype, kActivation>> dots(jobs, begin_of_part(all, blockIdx.x) + b.warp(),
                                                      begin_of_part(all, blockIdx.x + 1), kFewWarps);
   dots.begin();
   dots.run();
-  if (threadIdx.x == 0) trace.add_here(TracePhase::kGemm0, start, blockIdx.x, 0);
+  trace.end(TracePhase::kGemm0, blockIdx.x, 0);
 }
 
 template <class Dtype, class Trace>
@@ -391,15 +392,15 @@ __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
     dots.begin();
     if (!met) {
       prefetch_jobs(jobs, b.warp(), jobs.jobs());
-      const uint64_t start = trace.now();
+      trace.begin();
       if (!meet(b)) return;
-      if (threadIdx.x == 0) trace.add_here(TracePhase::kWait, start, blockIdx.x, 0);
+      trace.end(TracePhase::kWait, blockIdx.x, 0);
     }
-    const uint64_t start = trace.now();
+    trace.begin();
     dots.run();
     __syncthreads();
     jobs.sum_results();
-    if (threadIdx.x == 0) trace.add_here(TracePhase::kGemm1, start, blockIdx.x, next);
+    trace.end(TracePhase::kGemm1, blockIdx.x, next);
     next += jobs.twos;
     if (next == end) return;
     __syncthreads();
@@ -411,19 +412,18 @@ __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
 template <class Dtype, Activation kActivation, bool kTrace>
 __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   const few::Block b{args, args.call, s, Platform::load_relaxed(&args.call.control()->calls.value) + 1};
-  const Tracer<kTrace> trace{args.trace == nullptr ? nullptr : args.trace + blockIdx.x * kTraceBytesPerBlock,
-                             &s.trace_events};
+  const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
   if (threadIdx.x == 0) {
     s.failed = 0;
     s.trace_events = 0;
   }
   __syncthreads();
   bool ok = few::run_gate<Dtype>(b, trace);
-  const uint64_t start = trace.now();
+  trace.begin();
   ok = ok && few::route(b);
   if (ok) {
     __syncthreads();
-    if (threadIdx.x == 0) trace.add_here(TracePhase::kDispatch, start, blockIdx.x, 0);
+    trace.end(TracePhase::kDispatch, blockIdx.x, 0);
     few::run_gemm0<Dtype, kActivation>(b, trace);
     few::run_gemm1<Dtype>(b, trace);
   }

@@ -15,8 +15,8 @@
 // Pipelines
 //   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
 //   gate    the same memory, before: full 1 + 64 and the copy engine's bytes, empty 2
-//   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 9 and 10 (consumers, loader, leading clerk), free 1
-//           (following clerk)                                                                          (shared.cuh)
+//   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
+//           (leading clerk), free 1 (following clerk)                                                  (shared.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
 // A call that fails still runs every role to its stop: the pair's other block counts on them, and nothing but the word that
@@ -86,8 +86,7 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
 template <class Dtype, Activation kActivation, bool kTrace>
 __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
   const Call& c = s.call;
-  const Tracer<kTrace> trace{args.trace == nullptr ? nullptr : args.trace + blockIdx.x * kTraceBytesPerBlock,
-                             &s.trace_events};
+  const Tracer<kTrace, kThreads> trace{args, s.trace_events, s.trace_starts};
   const uint32_t warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
   const uint32_t ring_memory = shared_address(memory);
   if (warp < kTeamWarps) {
@@ -106,7 +105,8 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     give_registers<kServiceRegisters>();
     run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp);
   }
-  stages::Combiner<Dtype, Tracer<kTrace>>(c, args.out, s.combine, trace).run();
+  const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
+  stages::Combiner<Dtype, Tracer<kTrace, 32>>(c, args.out, s.combine, each_warp).run();
   pair_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {
     trace.finish();

@@ -223,7 +223,8 @@ class AbstractEngine {
     for_columns(begin, end, limits_.gemm1_columns_per_task, c_.hidden, visit);
   }
 
-  // Calls visit(row, source, entry) for each row of a tile, whose segments must say the same.
+  // Calls visit(row, source, entry) for each row of a tile, whose segments must say the same. Each source's rows are in
+  // the order of its tokens, however its packets arrived.
   template <class Visit>
   void for_each_row(uint32_t tile, Visit&& visit) const {
     const Tile::Shape t = c_.tile(tile)->shape;
@@ -233,6 +234,7 @@ class AbstractEngine {
       CHECK(s.count != 0);
       for (uint32_t end = row + s.count; row < end; ++row) {
         CHECK_EQ(uint32_t{c_.tile_row(tile, row)->source}, s.source);
+        CHECK(row + s.count == end || c_.tile_row(tile, row - 1)->token < c_.tile_row(tile, row)->token);
         visit(row, s.source, *c_.tile_row(tile, row));
       }
     }

@@ -51,6 +51,16 @@ Limits wide() {
   return l;
 }
 
+// Few experts, many tokens: packets with more entries of an expert than a warp has lanes, in more slices than one, which
+// fill more tiles than wait for one another.
+Limits dense() {
+  Limits l = limits(2, 1);
+  l.max_tokens = 200;
+  l.hidden = l.intermediate = 3;
+  l.experts = l.max_local_experts = l.top_k = l.return_slots = 2;
+  return l;
+}
+
 }  // namespace
 }  // namespace flashmoe::test
 
@@ -68,6 +78,9 @@ int main() {
   run<WarpPlatform<4, 2>>("2 warps of 4 lanes", limits(2, 2), 10, 9, 8);  // more formers than experts
   run<WarpPlatform<4>>("4 lanes", limits(3, 1), 15, 5);
   run<WarpPlatform<4>>("4 lanes", wide(), 10, 6);
+  run<WarpPlatform<4>>("4 lanes", dense(), 8, 9, 1);
+  run<WarpPlatform<8>>("8 lanes", dense(), 8, 10, 2);
+  run<WarpPlatform<8>>("8 lanes", dense(), 8, 11);
   run<WarpPlatform<8>>("8 lanes", smallest(), 30, 7);
   run<WarpPlatform<8>>("8 lanes", smallest(), 30, 8);
 }

@@ -9,6 +9,7 @@ import torch
 from layers import call, check, context_of, random_problem
 
 SHAPES = (
+    {"tokens": 8, "hidden": 136, "intermediate": 72, "experts": 5, "top_k": 2, "ids": "int32", "capacity_factor": 0.7},
     {"tokens": 5, "hidden": 72, "intermediate": 40, "experts": 3, "top_k": 2},
     {"tokens": 90, "hidden": 136, "intermediate": 72, "experts": 4, "top_k": 2, "biases": True},
     {"tokens": 90, "hidden": 64, "intermediate": 72, "experts": 4, "top_k": 2, "ids": "int64", "capacity_factor": 0.7},

@@ -43,7 +43,7 @@ SHAPES = {
     "smallest": {"hidden": 8, "intermediate": 8, "experts": 1, "top_k": 1},
     "odd sizes": {"hidden": 1032, "intermediate": 1368, "experts": 7, "top_k": 3},
     "all tokens to the same experts": {"skew": 50.0, **USUAL},
-    "two thread blocks": {"processors": 2, **USUAL},
+    "four thread blocks": {"processors": 4, **USUAL},
 }
 
 

@@ -10,7 +10,8 @@
 
 namespace flashmoe {
 
-// After every agent's writes for the task. All lanes of one warp of the processor, in each retire function.
+// After every agent's writes for the task. All lanes of one warp of the processor, in each retire function; retire()
+// chooses among them.
 
 template <class P>
 FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
@@ -44,6 +45,16 @@ FLASHMOE_FN void retire_reduce(const Call& c, uint32_t packet, uint32_t column) 
   signal_return<P>(c, p, g);
 }
 
+template <class P>
+FLASHMOE_FN void retire(const Call& c, const Task& task) {
+  switch (task.kind) {
+    case TaskKind::kGemm0: retire_gemm0<P>(c, task.index); break;
+    case TaskKind::kGemm1: retire_gemm1<P>(c, task.index, task.column); break;
+    case TaskKind::kReduce: retire_reduce<P>(c, task.index, task.column); break;
+    default: break;  // nothing depends on a combine
+  }
+}
+
 // Runs one processor of a call to its end. The engine supplies dispatch(b), gemm0, gemm1, reduce, combine; each returns
 // when every write of the task is ordered before this warp's next release.
 template <class P, class Engine>
@@ -56,21 +67,13 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine) {
     if (P::lane() == 0) ticket = take_ticket<P>(c);
     const Task task = wait_task<P>(c, P::broadcast(ticket, 0));
     switch (task.kind) {
-      case TaskKind::kGemm0:
-        engine.gemm0(task.index, task.column);
-        retire_gemm0<P>(c, task.index);
-        break;
-      case TaskKind::kGemm1:
-        engine.gemm1(task.index, task.column);
-        retire_gemm1<P>(c, task.index, task.column);
-        break;
-      case TaskKind::kReduce:
-        engine.reduce(task.index, task.column);
-        retire_reduce<P>(c, task.index, task.column);
-        break;
+      case TaskKind::kGemm0: engine.gemm0(task.index, task.column); break;
+      case TaskKind::kGemm1: engine.gemm1(task.index, task.column); break;
+      case TaskKind::kReduce: engine.reduce(task.index, task.column); break;
       case TaskKind::kCombine: engine.combine(task.index, task.column); break;
       default: return;
     }
+    retire<P>(c, task);
   }
 }
 

@@ -9,7 +9,7 @@
 //   uint32_t lane();
 //   void     sync();                                    // all lanes; orders their memory accesses
 //   uint32_t ballot(bool);                              // bit i: lane i's predicate
-//   T        broadcast(T, uint32_t lane);               // uint32_t or uint64_t
+//   T        broadcast(T, uint32_t lane);               // uint32_t or uint64_t; lanes may ask different ones
 //   uint32_t popcount(uint32_t);
 //   uint32_t exclusive_scan(uint32_t v, uint32_t& total);
 //   uint32_t rank_among_equal(uint32_t key, bool active, bool& last);   // active lower lanes with the same key; last:

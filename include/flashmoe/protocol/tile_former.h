@@ -2,7 +2,8 @@
 //
 // A former serves every step-th local expert: on a GPU one warp per SM, so that all experts' tiles form at once; on the
 // CPU the OS thread serves them all. An expert's state has one owner, needs no atomics, and lives in shared memory. The
-// lanes go over packets: each copies its packet's entries of the expert to the places that a scan assigns.
+// lanes go over packets, a slice of kLanes at a time, and copy their entries of the expert to the places that a scan
+// assigns.
 #pragma once
 
 #include "flashmoe/protocol/pending.h"
@@ -47,8 +48,7 @@ class TileFormer {
   FLASHMOE_FN void close(uint32_t p) {
     if (count_ == 0) return;
     close_source<P>(c_, p, count_);
-    // Own rows arrive within microseconds of one another: an expert's tiles become ready together, so that they run
-    // side by side while its weights are in the cache.
+    // Tiles of own rows that waited for one another, see consume_slice().
     if (p != c_.rank || c_.ranks == 1) return;  // alone, finish() has
     for (uint32_t i = 0; i < count_; ++i) announce(i);
   }
@@ -82,97 +82,172 @@ class TileFormer {
   }
 
  private:
+  // A handful: so many tiles of an expert are announced before all own rows are here.
+  static constexpr uint32_t kAnnouncedTogether = 4;
+  // Entries of a lane on their way at a time. Registers are what bounds them.
+  static constexpr uint32_t kFlight = 4;
+
   FLASHMOE_FN uint32_t expert(uint32_t i) const { return m_.first + i * m_.step; }
+
+  // The expert's entries in one packet, in one register.
+  struct Span {
+    uint32_t word = 0;
+    FLASHMOE_FN static Span between(uint32_t first, uint32_t end) { return {first | (end - first) << 16}; }
+    FLASHMOE_FN uint32_t first() const { return word & 0xffffu; }
+    FLASHMOE_FN uint32_t count() const { return word >> 16; }
+  };
+  // Ids of the tiles that rows go to: the one that goes on or begins, then those behind it, rest + 1, rest + 2, ...
+  struct TileIds {
+    uint32_t head, rest;
+    FLASHMOE_FN uint32_t nth(uint32_t n) const { return n == 0 ? head : rest + n; }
+  };
 
   FLASHMOE_FN void consume_expert(uint32_t i, uint32_t p, uint32_t b, uint32_t n) {
     const uint32_t l = expert(i);
-    uint32_t first[kDepth], count[kDepth];  // of the packets lane(), lane() + kLanes, ...
+    Span span[kDepth];  // of the packets lane(), lane() + kLanes, ...
     FLASHMOE_UNROLL
     for (uint32_t d = 0; d < kDepth; ++d) {
-      first[d] = count[d] = 0;
       if (P::lane() + d * P::kLanes < n) {
         const uint16_t* offsets = c_.packet_offsets(c_.rank, p, b + P::lane() + d * P::kLanes);
-        first[d] = offsets[l];
-        count[d] = offsets[l + 1];
+        span[d] = Span::between(offsets[l], offsets[l + 1]);
       }
     }
     uint32_t mine = 0;
     FLASHMOE_UNROLL
-    for (uint32_t d = 0; d < kDepth; ++d) mine += count[d] -= first[d];
+    for (uint32_t d = 0; d < kDepth; ++d) mine += span[d].count();
     uint32_t total;
-    uint32_t before = P::exclusive_scan(mine, total);
+    P::exclusive_scan(mine, total);
     if (total == 0) return;
-    FormedExpert x = m_.experts[i];
-    const uint32_t end = x.rows + total;
-    // Tiles that these rows begin; the open one goes on first.
-    const bool goes_on = x.rows != 0;
-    const uint32_t fresh = ceil_div(end, c_.tile_rows) - (goes_on ? 1 : 0);
-    uint64_t id = 0;
-    if (fresh != 0) {
-      if (P::lane() == 0) id = P::fetch_add(&c_.control()->tiles.value, uint64_t{fresh});
-      id = P::broadcast(id, 0);
-    }
-    const uint32_t first_id = static_cast<uint32_t>(id) - (goes_on ? 1 : 0);  // of the n-th tile: first_id + n
-    auto tile_id = [&](uint32_t nth) { return goes_on && nth == 0 ? x.open : first_id + nth; };
-
-    FLASHMOE_UNROLL
-    for (uint32_t d = 0; d < kDepth; ++d) {
-      copy_rows(p, b + P::lane() + d * P::kLanes, first[d], count[d], x.rows + before, tile_id);
-      before += count[d];
-    }
+    uint32_t next = begin_tiles(m_.experts[i].rows, total);
     expect_rows<P>(c_, p, total);
-    extend(x, tile_id(0), p, min_of(total, c_.tile_rows - x.rows));
-    const uint32_t full = end / c_.tile_rows;
-    P::sync();  // every lane's rows before anyone's announcement
-    for (uint32_t nth = P::lane(); nth < full; nth += P::kLanes) {
-      const bool head = nth == 0;
-      if (!head) *c_.segments(tile_id(nth)) = {p, c_.tile_rows};
-      write_tile(tile_id(nth), l, c_.tile_rows, head ? x.segments : 1, head ? x.remote : p != c_.rank, x.closed + nth);
+    // Slice by slice of kLanes packets, so that the first tasks begin while later rows are still being copied.
+    FLASHMOE_NO_UNROLL
+    for (uint32_t base = 0; base < n; base += P::kLanes) {
+      consume_slice(i, p, b + base, span[0], next);
+      FLASHMOE_UNROLL
+      for (uint32_t d = 1; d < kDepth; ++d) span[d - 1] = span[d];  // registers have no index
     }
-    if (full != 0) {  // the last of the new tiles is the open one now, if it has rows
-      x.closed += full;
-      x.last_closed = tile_id(full - 1);
-      x.open = tile_id(full);
-      x.rows = end % c_.tile_rows;
-      x.segments = 0;
-      x.remote = 0;
-      if (x.rows != 0) extend(x, x.open, p, x.rows);
-    } else {
-      x.open = tile_id(0);
-      x.rows = end;
-    }
-    P::sync();
-    if (P::lane() == 0) m_.experts[i] = x;
-    P::sync();
     if (p != c_.rank) announce(i);
   }
 
-  // Copies `count` entries of packet (p, b) from the first-th on to the rows from `place` on, counted from the begin of
-  // the tile that goes on or begins.
-  template <class TileId>
-  FLASHMOE_FN void copy_rows(uint32_t p, uint32_t b, uint32_t first, uint32_t count, uint32_t place,
-                             TileId&& tile_id) const {
-    constexpr uint32_t kFlight = 4;  // entries on their way at a time
-    if (count == 0) return;
-    const Entry* entries = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b)) + first;
-    uint32_t nth = place / c_.tile_rows, row = place % c_.tile_rows;
+  // Takes ids for the tiles that `total` rows more than `rows` begin, from the returned one on. All lanes.
+  FLASHMOE_FN uint32_t begin_tiles(uint32_t rows, uint32_t total) const {
+    const uint32_t fresh = ceil_div(rows + total, c_.tile_rows) - (rows != 0 ? 1 : 0);
+    if (fresh == 0) return 0;
+    uint64_t id = 0;
+    if (P::lane() == 0) id = P::fetch_add(&c_.control()->tiles.value, uint64_t{fresh});
+    return static_cast<uint32_t>(P::broadcast(id, 0));
+  }
+
+  // Takes over the entries of packets (p, b) .. (p, b + kLanes - 1): each lane's `span` is of its own. next: id of the
+  // next tile to begin. All lanes.
+  FLASHMOE_FN void consume_slice(uint32_t i, uint32_t p, uint32_t b, const Span& span, uint32_t& next) {
+    uint32_t total;
+    const uint32_t before = P::exclusive_scan(span.count(), total);
+    if (total == 0) return;
+    const uint32_t rows = m_.experts[i].rows;
+    const uint32_t goes_on = rows != 0 ? 1 : 0;
+    const TileIds ids = {goes_on ? m_.experts[i].open : next, next - goes_on};
+    next = ids.rest + ceil_div(rows + total, c_.tile_rows);
+    copy_rows(p, b, span, before, total, rows, ids);
+    add_rows(i, p, total, ids);
+    // An expert's few tiles are to run side by side while its weights are in the cache, so they become ready together:
+    // own rows arrive within microseconds of one another, and fewer tiles than a handful wait for the last of them.
+    if (m_.experts[i].closed - m_.experts[i].announced >= kAnnouncedTogether) announce(i);
+  }
+
+  // Copies the lanes' spans, `total` entries of packets (p, b) .., to the rows from `rows` on, counted from the begin of
+  // the first tile. before: entries of the lanes below. All lanes.
+  FLASHMOE_FN void copy_rows(uint32_t p, uint32_t b, const Span& span, uint32_t before, uint32_t total, uint32_t rows,
+                             const TileIds& ids) const {
+    const Entry* slice = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b));
+    const Entry* mine = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b + P::lane())) + span.first();
+    // Tiles lie in order of their ids: so do the rows of all but the first.
+    const uint32_t tile_rows = c_.tile_rows;
+    Row* const head = c_.tile_row(ids.head, 0) + rows;
+    Row* const rest = c_.tile_row(ids.rest, 0) + rows;
+    auto put = [&](uint32_t n, const Entry& e) {
+      (rows + n < tile_rows ? head : rest)[n] = {e.token, static_cast<uint16_t>(p), e.k, e.ordinal, e.weight};
+    };
+    // Where no packet has more than a lane loads at a time, nothing is gained by sharing them.
+    if (P::kLanes == 1 || P::ballot(span.count() > kFlight) == 0) {
+      copy_apart(mine, span.count(), before, put);
+    } else {
+      copy_together(slice, static_cast<uint32_t>(mine - slice), before, total, put);
+    }
+  }
+
+  // A lane per packet.
+  template <class Put>
+  FLASHMOE_FN void copy_apart(const Entry* from, uint32_t count, uint32_t before, Put&& put) const {
     FLASHMOE_NO_UNROLL
     for (uint32_t base = 0; base < count; base += kFlight) {
       Entry e[kFlight];
       FLASHMOE_UNROLL
       for (uint32_t j = 0; j < kFlight; ++j) {
-        if (base + j < count) e[j] = entries[base + j];
+        if (base + j < count) e[j] = from[base + j];
       }
       FLASHMOE_UNROLL
       for (uint32_t j = 0; j < kFlight; ++j) {
-        if (base + j >= count) break;
-        *c_.tile_row(tile_id(nth), row) = {e[j].token, static_cast<uint16_t>(p), e[j].k, e[j].ordinal, e[j].weight};
-        if (++row == c_.tile_rows) {
-          row = 0;
-          ++nth;
-        }
+        if (base + j < count) put(before + base + j, e[j]);
       }
     }
+  }
+
+  // A lane per entry, whichever packet it is in: neighbours load and store next to one another. The lanes' spans begin
+  // `at` entries behind `slice`. All lanes.
+  template <class Put>
+  FLASHMOE_FN void copy_together(const Entry* slice, uint32_t at, uint32_t before, uint32_t total, Put&& put) const {
+    const uint32_t shift = at - before;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t base = P::lane(); base - P::lane() < total; base += kFlight * P::kLanes) {
+      uint32_t packet[kFlight] = {};  // of each entry: the last one that has no more than n entries before it
+      FLASHMOE_UNROLL
+      for (uint32_t step = P::kLanes / 2; step != 0; step /= 2) {
+        FLASHMOE_UNROLL
+        for (uint32_t j = 0; j < kFlight; ++j) {
+          if (P::broadcast(before, packet[j] + step) <= base + j * P::kLanes) packet[j] += step;
+        }
+      }
+      Entry e[kFlight];
+      FLASHMOE_UNROLL
+      for (uint32_t j = 0; j < kFlight; ++j) {
+        const uint32_t n = base + j * P::kLanes;
+        const uint32_t from = P::broadcast(shift, packet[j]) + n;
+        if (n < total) e[j] = slice[from];
+      }
+      FLASHMOE_UNROLL
+      for (uint32_t j = 0; j < kFlight; ++j) {
+        const uint32_t n = base + j * P::kLanes;
+        if (n < total) put(n, e[j]);
+      }
+    }
+  }
+
+  // The expert has `total` more rows of rank p, copied: closes the tiles that they fill. All lanes.
+  FLASHMOE_FN void add_rows(uint32_t i, uint32_t p, uint32_t total, const TileIds& ids) {
+    const uint32_t l = expert(i);
+    FormedExpert x = m_.experts[i];
+    const uint32_t end = x.rows + total, full = end / c_.tile_rows;
+    extend(x, ids.head, p, min_of(total, c_.tile_rows - x.rows));
+    P::sync();  // every lane's rows before anyone's announcement
+    for (uint32_t n = P::lane(); n < full; n += P::kLanes) {
+      const bool head = n == 0;
+      if (!head) *c_.segments(ids.nth(n)) = {p, c_.tile_rows};
+      write_tile(ids.nth(n), l, c_.tile_rows, head ? x.segments : 1, head ? x.remote : p != c_.rank, x.closed + n);
+    }
+    x.open = ids.nth(full);
+    x.rows = end - full * c_.tile_rows;
+    if (full != 0) {  // the last of the tiles is a new one, if it has rows
+      x.closed += full;
+      x.last_closed = ids.nth(full - 1);
+      x.segments = 0;
+      x.remote = 0;
+      if (x.rows != 0) extend(x, x.open, p, x.rows);
+    }
+    P::sync();
+    if (P::lane() == 0) m_.experts[i] = x;
+    P::sync();
   }
 
   // `rows` rows of rank p join the open tile, whose id is `tile`: its segments say so.

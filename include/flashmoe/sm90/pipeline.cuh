@@ -73,6 +73,9 @@ struct Pipeline {
 
   __device__ __forceinline__ uint32_t data() const { return stages + stage * kStageBytes; }
   __device__ __forceinline__ uint32_t full() const { return barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t full_before(uint32_t n) const {  // of the stage n before, at most kStages
+    return barriers + (stage + kStages - n) % kStages * 8;
+  }
   __device__ __forceinline__ uint32_t empty() const { return barriers + (kStages + stage) * 8; }
   __device__ __forceinline__ void advance() {
     stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -111,11 +111,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
-    if (slot.kind == TaskKind::kGemm0) {
-      retire_gemm0<P>(c, slot.tile);
-    } else {
-      retire_gemm1<P>(c, slot.tile, slot.column);
-    }
+    retire<P>(c, {slot.kind, slot.column, slot.tile});
     P::sync();
     if (P::lane() == 0) ring.put_free(retired);
     ++retired;
@@ -152,7 +148,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
                          slot.share.rows, c.intermediate * Dtype::kBytes, count);
     }
-    if (threadIdx.x == kFirstLoader + 32) tasks.put_done(n);
+    tasks.put_done(n);
   }
 }
 
@@ -175,17 +171,19 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
-  if constexpr (!kRows) {
+  [[maybe_unused]] auto load_biases = [&] {
     const Lane here = Lane::of_thread(group);
     if (first) {
       load_gemm0_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.intermediate);
     } else {
       load_bias<Dtype, Stage>(bias, expert_bias(), here, first_column(), c.hidden);
     }
-  }
+  };
+  if constexpr (!kRows && Dtype::kTensorCores) load_biases();
   Accumulators<Shape> acc;
   multiply<Dtype, Shape>(ring, group, (first ? c.hidden : c.intermediate) * Dtype::kBytes, first, acc);
-  const uint64_t multiplied = trace.now();
+  trace.begin(1);
+  if constexpr (!Dtype::kTensorCores) load_biases();  // the product leaves no registers for them
   const Lane at = Lane::of_thread(group);
   const uint32_t rows = slot.share.rows;
   if (first) {
@@ -203,32 +201,27 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   } else {
     store_gemm1<Dtype, Stage, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.hidden, slot.weights, slot.to);
   }
-  if (threadIdx.x == 0) trace.add_here(TracePhase::kEpilogue, multiplied, slot.tile, slot.column);
+  trace.end(TracePhase::kEpilogue, slot.tile, slot.column, 1);
 }
 
 // A consumer warpgroup: `group` 0 or 1. `staging`: its own buffer.
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
                                               uint32_t group, uint32_t staging, const Trace& trace) {
-  const bool tracing = threadIdx.x == 0;
   // The stages were scratch: only now may either block's loaders fill them.
   fence_pair();
   for (uint32_t s = 0; s < kStages; ++s) release_stage<Wide>(ring.barriers + (kStages + s) * 8);
   for (uint32_t n = 0;; ++n) {
-    const uint64_t idle = trace.now();
+    trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) return;
-    const uint64_t start = trace.now();
-    if (tracing) trace.add_here(TracePhase::kWait, idle, slot.tile, slot.column);
+    trace.end(TracePhase::kWait, slot.tile, slot.column);
+    trace.begin();
     with_tokens<Dtype>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
       compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
     });
-    if (tracing) {
-      const bool first = slot.kind == TaskKind::kGemm0;
-      trace.add_here(first ? TracePhase::kGemm0 : TracePhase::kGemm1, start, slot.tile, slot.column);
-    }
-    __syncwarp();  // the warp's stores before its arrival
-    if (Platform::lane() == 0) tasks.put_done(n);
+    trace.end(slot.kind == TaskKind::kGemm0 ? TracePhase::kGemm0 : TracePhase::kGemm1, slot.tile, slot.column);
+    tasks.put_done(n);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "flashmoe/actors/processor.h"
 #include "flashmoe/sm90/pipeline.cuh"
 #include "flashmoe/sm90/platform.cuh"
+#include "flashmoe/sm90/tracer.cuh"
 #include "flashmoe/stages/combine.cuh"
 #include "flashmoe/stages/epilogue.cuh"
 
@@ -35,8 +36,9 @@ struct TaskSlot {
 struct TaskRing {
   static constexpr uint32_t kSlots = 5;
   static constexpr uint32_t kLeader = 0, kFollower = 1;
-  // Each consumer warp, and the second loader: it has no other part in GEMM1 tasks, and must not be overtaken.
-  static constexpr uint32_t kDoneArrivals = 9;
+  // Every lane of the consumers and loaders, for what it has read of the slot itself: racecheck takes no arrival for others'
+  // reads. It also keeps any of them from being overtaken, a loader without a part in GEMM1 tasks too.
+  static constexpr uint32_t kDoneArrivals = kConsumers * kWarpgroup + kLoaders;
 
   uint64_t handed[kSlots];  // 1: the leader's clerk
   uint64_t full[kSlots];    // 32: clerk, each lane for what it wrote
@@ -108,6 +110,7 @@ struct Shared {
   Source os_sources[kMaxRanks];
   Scheduler<Platform>::Memory scheduler;
   Status seen[kMaxRanks];
+  TraceStarts trace_starts;
 };
 
 inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;

@@ -6,38 +6,51 @@
 
 namespace flashmoe::sm90 {
 
-template <bool kOn>
-struct Tracer {
-  uint8_t* buffer;   // of this block; null: not traced
-  uint32_t* events;  // in shared memory: how many there are
+// When the spans began that each warp's tracing thread is in, one inside the other. In shared memory, not in registers:
+// the mainloop has none left.
+using TraceStarts = uint64_t[kWarps][2];
 
-  __device__ __forceinline__ uint64_t now() const {
-    if constexpr (kOn) return Platform::now_ns();
-    return 0;
-  }
-  // One thread. A span from `start` to now.
-  __device__ __forceinline__ void add_here(TracePhase phase, uint64_t start, uint32_t index, uint32_t column) const {
+// Called by all; of each kEach threads the first traces.
+template <bool kOn, uint32_t kEach>
+struct Tracer {
+  const KernelArgs& args;
+  uint32_t& events;  // in shared memory: how many there are
+  TraceStarts& starts;
+
+  // A span begins; at depth 1, inside that at depth 0.
+  __device__ __forceinline__ void begin(uint32_t depth = 0) const {
     if constexpr (kOn) {
-      if (buffer == nullptr) return;
-      const uint32_t i = atomicAdd(events, 1u);
-      if (i >= kTraceEvents) return;
-      TraceEvent* to = reinterpret_cast<TraceEvent*>(buffer + sizeof(TraceHeader)) + i;
-      *to = {start, Platform::now_ns(), static_cast<uint32_t>(phase), index, column, 0};
+      const uint32_t t = thread();
+      if (t % kEach == 0) starts[t / 32][depth] = Platform::now_ns();
     }
   }
-  // One warp: its first lane adds the span.
-  __device__ __forceinline__ void add(TracePhase phase, uint64_t start, uint32_t index, uint32_t column) const {
+  // It ends.
+  __device__ __forceinline__ void end(TracePhase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
     if constexpr (kOn) {
-      if (Platform::lane() == 0) add_here(phase, start, index, column);
+      const uint32_t t = thread();
+      if (t % kEach != 0 || args.trace == nullptr) return;
+      const uint32_t i = atomicAdd(&events, 1u);
+      if (i >= kTraceEvents) return;
+      TraceEvent* to = reinterpret_cast<TraceEvent*>(buffer() + sizeof(TraceHeader)) + i;
+      *to = {starts[t / 32][depth], Platform::now_ns(), static_cast<uint32_t>(phase), index, column, 0};
     }
   }
   // One thread, after the last event.
   __device__ __forceinline__ void finish() const {
     if constexpr (kOn) {
-      if (buffer != nullptr)
-        reinterpret_cast<TraceHeader*>(buffer)->count = *events < kTraceEvents ? *events : kTraceEvents;
+      if (args.trace == nullptr) return;
+      reinterpret_cast<TraceHeader*>(buffer())->count = events < kTraceEvents ? events : kTraceEvents;
     }
   }
+
+ private:
+  // Volatile: else ptxas keeps whether the thread traces for the length of the kernel, and spills it.
+  static __device__ __forceinline__ uint32_t thread() {
+    uint32_t t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
+  }
+  __device__ __forceinline__ uint8_t* buffer() const { return args.trace + blockIdx.x * kTraceBytesPerBlock; }
 };
 
 }  // namespace flashmoe::sm90

@@ -124,7 +124,7 @@ class Combiner {
     if (!held_) take();
     if (group_ == c_.groups) return Step::kDone;
     if (group_ >= ready_groups_ && !has_returned(group_)) return Step::kIdle;
-    const uint64_t start = trace_.now();
+    trace_.begin();
     const CombineSpan span = span_of(group_);
     const uint32_t all = c_.tokens * span.per_token(), each = items_of_piece(all);
     const uint32_t first = (blockIdx.x + piece_ * gridDim.x) * each, last = min_of(first + each, all);
@@ -137,7 +137,7 @@ class Combiner {
     } else {
       combine_wide_items<Dtype>(c_, span, first, last);
     }
-    trace_.add(sm90::TracePhase::kCombine, start, first / span.per_token() >> c_.log2_block, group_);
+    trace_.end(sm90::TracePhase::kCombine, first / span.per_token() >> c_.log2_block, group_);
     held_ = false;
     return Step::kProgress;
   }

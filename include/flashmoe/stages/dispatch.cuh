@@ -79,7 +79,8 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype>) {
     const TokenRows rows{args.x, args.x, places + first, min_of(tokens - first, kGateTokens<Dtype>)};
     for (uint32_t e = 0; e < c.experts; e += Gate::kFeatures) {
-      detail::gather_stages<Dtype, Gate>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
+      detail::gather_stages<typename Scores<Dtype>::Type, Gate>(ring, {&args.router, e, 0, 0, 0}, rows,
+                                                                c.hidden * Dtype::kBytes, [] {});
     }
   }
 }
@@ -179,10 +180,10 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
                                                Pipeline& ring, uint32_t b, const Trace& trace) {
   const DispatchScratch scratch{stages};
   const PacketScratch packets = scratch.packets();
-  const uint64_t start = trace.now();
+  trace.begin();
   if (!route_block<Dtype>(args, c, s, scratch, ring, b)) return false;
-  if (threadIdx.x == 0) trace.add_here(TracePhase::kGate, start, b, 0);
-  const uint64_t routed = trace.now();
+  trace.end(TracePhase::kGate, b, 0);
+  trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.experts; e += kTeamWarps * 32) owner[e] = c.owner[e];
   Team::team_sync();
@@ -195,7 +196,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();
-  if (threadIdx.x == 0) trace.add_here(TracePhase::kDispatch, routed, b, 0);
+  trace.end(TracePhase::kDispatch, b, 0);
   return true;
 }
 
