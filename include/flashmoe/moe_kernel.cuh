@@ -46,6 +46,7 @@ inline constexpr uint32_t kConsumerRegisters = 200, kServiceRegisters = 104;
 static_assert(kConsumers * kConsumerRegisters + kServiceRegisters <= kThreads / kWarpgroup * kEntryRegisters);
 
 // All threads, first of all: this block's copy of the call, its barriers.
+template <class Dtype>
 __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
   const auto* from = reinterpret_cast<const uint32_t*>(&args.call);
   auto* to = reinterpret_cast<uint32_t*>(&s.call);
@@ -57,8 +58,8 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
     s.router_bad = 0;
     s.trace_events = 0;
     s.ring.init();
-    Pipeline::init(shared_address(s.gate_barriers), kConsumers);
-    Pipeline::init(shared_address(s.stage_barriers), kPair * kConsumers);
+    Pipeline::init(shared_address(s.gate_barriers), kConsumers * kReleases<typename Scores<Dtype>::Type>);
+    Pipeline::init(shared_address(s.stage_barriers), kPair * kConsumers * kReleases<Dtype>);
     fence_barrier_init();
   }
   pair_sync();

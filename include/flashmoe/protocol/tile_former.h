@@ -82,8 +82,7 @@ class TileFormer {
   }
 
  private:
-  // A handful: so many tiles of an expert are announced before all own rows are here.
-  static constexpr uint32_t kAnnouncedTogether = 4;
+  static constexpr uint32_t kFirstTiles = 4;
   // Entries of a lane on their way at a time. Registers are what bounds them.
   static constexpr uint32_t kFlight = 4;
 
@@ -151,9 +150,9 @@ class TileFormer {
     next = ids.rest + ceil_div(rows + total, c_.tile_rows);
     copy_rows(p, b, span, before, total, rows, ids);
     add_rows(i, p, total, ids);
-    // An expert's few tiles are to run side by side while its weights are in the cache, so they become ready together:
-    // own rows arrive within microseconds of one another, and fewer tiles than a handful wait for the last of them.
-    if (m_.experts[i].closed - m_.experts[i].announced >= kAnnouncedTogether) announce(i);
+    // An expert's tiles are to run side by side while its weights are in the cache, so they become ready together: own
+    // rows arrive within microseconds of one another. But the first handful begins while the others are copied.
+    if (m_.experts[i].announced == 0 && m_.experts[i].closed >= kFirstTiles) announce(i);
   }
 
   // Copies the lanes' spans, `total` entries of packets (p, b) .., to the rows from `rows` on, counted from the begin of

@@ -63,19 +63,16 @@ struct Pipeline {
 
   static constexpr uint32_t kBarriers = 2 * kStages;
 
-  // By one thread, before the block's first synchronization.
-  static __device__ __forceinline__ void init(uint32_t barriers, uint32_t consumers) {
+  // By one thread, before the block's first synchronization. releases: arrivals that free a stage.
+  static __device__ __forceinline__ void init(uint32_t barriers, uint32_t releases) {
     for (uint32_t s = 0; s < kStages; ++s) {
       barrier_init(barriers + s * 8, 1 + kLoaders);
-      barrier_init(barriers + (kStages + s) * 8, consumers);
+      barrier_init(barriers + (kStages + s) * 8, releases);
     }
   }
 
   __device__ __forceinline__ uint32_t data() const { return stages + stage * kStageBytes; }
   __device__ __forceinline__ uint32_t full() const { return barriers + stage * 8; }
-  __device__ __forceinline__ uint32_t full_before(uint32_t n) const {  // of the stage n before, at most kStages
-    return barriers + (stage + kStages - n) % kStages * 8;
-  }
   __device__ __forceinline__ uint32_t empty() const { return barriers + (kStages + stage) * 8; }
   __device__ __forceinline__ void advance() {
     stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -88,14 +85,21 @@ struct Pipeline {
   }
 };
 
-// By all threads of a consumer warpgroup, when none of them reads the stage any more.
-template <class Stage>
+// Arrivals of a consumer warpgroup at an empty barrier. The tensor cores read for all of its threads. Without them each
+// thread arrives for what it has read itself: racecheck takes no arrival for others' reads.
+template <class Dtype>
+inline constexpr uint32_t kReleases = Dtype::kTensorCores ? 1 : kWarpgroup;
+
+// By all threads of a consumer warpgroup, when they do not read the stage any more.
+template <class Dtype, class Stage>
 __device__ __forceinline__ void release_stage(uint32_t empty) {
   const uint32_t thread = threadIdx.x % kWarpgroup;
-  if constexpr (Stage::kPaired) {
-    if (thread < kPair) arrive_at_block(thread, empty);
+  if constexpr (!Stage::kPaired) {
+    if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
+  } else if constexpr (kReleases<Dtype> != 1) {
+    for (uint32_t b = 0; b < kPair; ++b) arrive_at_block(b, empty);
   } else {
-    if (thread == 0) arrive(empty);
+    if (thread < kPair) arrive_at_block(thread, empty);
   }
 }
 

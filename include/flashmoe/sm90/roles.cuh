@@ -52,6 +52,9 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   }
 }
 
+// Of a clerk between two looks, nanoseconds: the consumers issue from the same scheduler, and draw on the same power.
+inline constexpr uint32_t kPause = 250;
+
 // Clerk: hands a task to its block's loaders and consumers.
 __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
                                          const Task& task) {
@@ -87,7 +90,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   };
   for (uint32_t n = 0;; ++n) {
     while (ring.stages_loaded() + kAhead < stages || !ring.is_free(n)) {
-      if (!report_done(n)) __nanosleep(32);  // the consumers issue from the same scheduler
+      if (!report_done(n)) __nanosleep(kPause);
     }
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
@@ -119,7 +122,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   };
   for (uint32_t n = 0;; ++n) {
     while (!ring.is_handed(n)) {
-      if (!retire_done(n)) __nanosleep(32);
+      if (!retire_done(n)) __nanosleep(kPause);
     }
     const Task task = ring.handed_task(n);
     put_task(args, c, ring, n, task);
@@ -210,7 +213,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
                                               uint32_t group, uint32_t staging, const Trace& trace) {
   // The stages were scratch: only now may either block's loaders fill them.
   fence_pair();
-  for (uint32_t s = 0; s < kStages; ++s) release_stage<Wide>(ring.barriers + (kStages + s) * 8);
+  for (uint32_t s = 0; s < kStages; ++s) release_stage<Dtype, Wide>(ring.barriers + (kStages + s) * 8);
   for (uint32_t n = 0;; ++n) {
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);

@@ -52,20 +52,6 @@ __device__ __forceinline__ void cp_async16_or_zero(uint32_t to, const uint8_t* f
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 
-__device__ __forceinline__ void store_zero16(uint32_t to) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-}
-
-// Closes a group: this thread's cp.async since the last one.
-__device__ __forceinline__ void cp_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Until no more than the last kGroups are under way. What landed is visible to this thread alone.
-template <uint32_t kGroups>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
-
 // One of the arrivals that `barrier` was initialized with, made once all cp.async of this thread so far have landed.
 __device__ __forceinline__ void cp_async_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -79,8 +79,7 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype>) {
     const TokenRows rows{args.x, args.x, places + first, min_of(tokens - first, kGateTokens<Dtype>)};
     for (uint32_t e = 0; e < c.experts; e += Gate::kFeatures) {
-      detail::gather_stages<typename Scores<Dtype>::Type, Gate>(ring, {&args.router, e, 0, 0, 0}, rows,
-                                                                c.hidden * Dtype::kBytes, [] {});
+      detail::gather_stages<Dtype, Gate>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
     }
   }
 }

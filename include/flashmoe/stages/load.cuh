@@ -40,15 +40,11 @@ namespace detail {
 // Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a lone
 // warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced every other
 // k-block, and no question asked per row, it is hardly more than one. Rows that the tile does not have are copies of row 0.
-//
-// Dtype: the product's. With the tensor cores the copies themselves arrive. Without, each thread waits for its copies and
-// arrives, which racecheck can follow: kBehind stages later, so that two stay under way and one is left to multiply.
 template <class Dtype, class Stage, class Count>
 __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& features, const TokenRows& tokens,
                                               uint32_t k_bytes, Count&& count) {
   constexpr uint32_t kRowsApart = kLoaders / 8;
   constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
-  constexpr uint32_t kBehind = kStages - 2;
   constexpr uint32_t kAtOnce = 4;  // rows of a thread between two looks at whether there are more
   const uint32_t thread = threadIdx.x - kFirstLoader;
   const uint32_t chunk = thread % 8, first = thread / 8;
@@ -86,24 +82,11 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
 #pragma unroll
         for (uint32_t i = 0; i < kMost; ++i) {
           if (i % kAtOnce == 0 && i * kRowsApart >= tokens.rows) break;
-          const uint32_t row_to = to + i * kRowsApart * kRowBytes;
-          if constexpr (Dtype::kTensorCores) {
-            cp_async16_or_zero(row_to, row[i] + at, valid);
-          } else if (valid != 0) {  // nor does racecheck follow copies of nothing
-            cp_async16(row_to, row[i] + at);
-          } else {
-            store_zero16(row_to);
-          }
+          cp_async16_or_zero(to + i * kRowsApart * kRowBytes, row[i] + at, valid);
         }
       }
     }
-    if constexpr (Dtype::kTensorCores) {
-      cp_async_arrive_noinc(ring.full());
-    } else {
-      cp_async_commit();
-      cp_async_wait<kBehind>();
-      if (s >= kBehind) arrive(ring.full_before(kBehind));
-    }
+    cp_async_arrive_noinc(ring.full());
     ring.advance();
   };
 #pragma unroll 1
@@ -112,10 +95,6 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
     if (s + 1 < stages) load(s + 1, 1);
 #pragma unroll
     for (uint32_t i = 0; i < kMost; ++i) row[i] += 2 * kBlocks * kRowBytes;
-  }
-  if constexpr (!Dtype::kTensorCores) {
-    cp_async_wait<0>();
-    for (uint32_t n = min_of(stages, kBehind); n > 0; --n) arrive(ring.full_before(n));
   }
 }
 

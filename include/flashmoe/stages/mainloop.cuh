@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uin
   }
 }
 
-template <class Stage, uint32_t N>
+template <class Dtype, class Stage, uint32_t N>
 __device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group, uint32_t stages,
                                                  Accumulators<FeaturesByTokens<Stage, N>>& acc) {
 #pragma unroll
@@ -145,8 +145,7 @@ __device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group,
   for (uint32_t s = 0; s < stages; ++s) {
     wait(ring.full(), ring.parity);
     multiply_stage_exactly<Stage, N>(ring, group, acc);
-    named_barrier_sync(group_barrier(group));  // every thread has read the stage
-    release_stage<Stage>(ring.empty());
+    release_stage<Dtype, Stage>(ring.empty());
     ring.advance();
   }
 }
@@ -171,16 +170,16 @@ __device__ __forceinline__ void multiply(Pipeline& ring, uint32_t group, uint32_
     for (uint32_t s = 1; s < stages; ++s) {
       detail::multiply_stage<Dtype, Shape, false>(ring, a, b, gathered, acc);
       wgmma_wait<1>();
-      release_stage<Stage>(in_flight);
+      release_stage<Dtype, Stage>(in_flight);
       in_flight = ring.empty();
       ring.advance();
     }
     wgmma_wait<0>();
 #pragma unroll
     for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
-    release_stage<Stage>(in_flight);
+    release_stage<Dtype, Stage>(in_flight);
   } else {
-    detail::multiply_exactly<Stage, Shape::kN>(ring, group, stages, acc);
+    detail::multiply_exactly<Dtype, Stage, Shape::kN>(ring, group, stages, acc);
   }
 }
 
