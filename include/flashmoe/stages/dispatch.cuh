@@ -53,7 +53,7 @@ inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores ? kMax
 
 // Has the L2 fetch what the gate will read, whole rows at once: the gate itself asks for 128 bytes of each row at a time, and
 // waits for memory with each. The block's first tokens, and its share of the router's rows, which all blocks read. One
-// warp, of no other use at the start. It makes the gate 2 us shorter.
+// warp, of no other use at the start. It made the gate 2 us shorter once; of late, nothing (docs/measured.md).
 __device__ __forceinline__ void prefetch_gate(const KernelArgs& args, const Call& c) {
   if (args.topk_ids != nullptr) return;
   const uint32_t row_bytes = c.hidden * c.element_bytes;
