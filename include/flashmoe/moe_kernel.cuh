@@ -14,7 +14,7 @@
 //
 // Pipelines
 //   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
-//   gate    the same memory, before: full 1 + 64 and the copy engine's bytes, empty 2
+//   gate    the same memory, before: full 1 + 64 and the copy engine's bytes, empty 2; without tensor cores each empty is x 128
 //   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
 //           (leading clerk), free 1 (following clerk)                                                  (shared.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
