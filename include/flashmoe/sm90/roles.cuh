@@ -174,19 +174,17 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
-  [[maybe_unused]] auto load_biases = [&] {
+  if constexpr (!kRows) {
     const Lane here = Lane::of_thread(group);
     if (first) {
       load_gemm0_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.intermediate);
     } else {
       load_bias<Dtype, Stage>(bias, expert_bias(), here, first_column(), c.hidden);
     }
-  };
-  if constexpr (!kRows && Dtype::kTensorCores) load_biases();
+  }
   Accumulators<Shape> acc;
   multiply<Dtype, Shape>(ring, group, (first ? c.hidden : c.intermediate) * Dtype::kBytes, first, acc);
   trace.begin(1);
-  if constexpr (!Dtype::kTensorCores) load_biases();  // the product leaves no registers for them
   const Lane at = Lane::of_thread(group);
   const uint32_t rows = slot.share.rows;
   if (first) {
