@@ -13,9 +13,6 @@ namespace {
 
 using cpu::concat;
 
-constexpr const char* kKernel = "flashmoe_moe";
-constexpr const char* kFewKernel = "flashmoe_few";
-
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
 constexpr uint32_t kRaster = 8;
@@ -113,11 +110,16 @@ void Context::refuse_capture(DriverStream stream, const char* what) const {
   throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
 }
 
-const Module& Context::module(const std::string& cubin, DriverStream stream) {
-  std::unique_ptr<Module>& loaded = modules_[cubin];
+Context::Kernels::Kernels(const Device& device, const std::string& cubin)
+    : module(device, cubin),
+      general(module.kernel("flashmoe_moe", sm90::kSharedBytes)),
+      few(module.kernel("flashmoe_few", sm90::kFewSharedBytes)) {}
+
+const Context::Kernels& Context::kernels(const std::string& cubin, DriverStream stream) {
+  std::unique_ptr<Kernels>& loaded = kernels_[cubin];
   if (loaded == nullptr) {
     refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Module>(device_, cubin);
+    loaded = std::make_unique<Kernels>(device_, cubin);
   }
   return *loaded;
 }
@@ -185,15 +187,14 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
       spec.top_k > l.top_k || spec.placement.size() != spec.experts || cpu::element_bytes(spec.dtype) > l.elem_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
-  const Module& m = module(spec.cubin, stream);
+  const Kernels& loaded = kernels(spec.cubin, stream);
   const Placement& where = placement(spec.placement, stream);
   if (spec.traced && trace_.bytes() == 0) {
     refuse_capture(stream, "tracing");
     trace_ = DeviceMemory(device_, trace_bytes(), "trace");
   }
   auto plan = std::make_unique<Plan>();
-  plan->kernel = m.kernel(kKernel, sm90::kSharedBytes);
-  plan->few_kernel = m.kernel(kFewKernel, sm90::kFewSharedBytes);
+  plan->kernels = &loaded;
   plan->capacity_factor = spec.capacity_factor;
   sm90::KernelArgs& a = plan->args;
   a = {};
@@ -276,7 +277,7 @@ void Context::launch(Plan& plan, DriverStream stream) const {
     config.shared_bytes = sm90::kFewSharedBytes;
   }
   void* parameters[] = {&plan.args};
-  check(driver().cuLaunchKernelEx(&config, few ? plan.few_kernel : plan.kernel, parameters, nullptr),
+  check(driver().cuLaunchKernelEx(&config, few ? plan.kernels->few : plan.kernels->general, parameters, nullptr),
         "cannot launch the kernel");
 }
 

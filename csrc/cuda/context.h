@@ -86,15 +86,21 @@ class Context {
     const uint32_t* owner_base;
     uint32_t local_experts;
   };
+  // Of one cubin: for any number of tokens, and for a few.
+  struct Kernels {
+    Kernels(const Device& device, const std::string& cubin);
+    Module module;
+    DriverFunction general, few;
+  };
   struct Plan {
     sm90::KernelArgs args;
-    DriverFunction kernel, few_kernel;
+    const Kernels* kernels;
     double capacity_factor;
   };
 
   bool capturing(DriverStream stream) const;
   void refuse_capture(DriverStream stream, const char* what) const;
-  const Module& module(const std::string& cubin, DriverStream stream);
+  const Kernels& kernels(const std::string& cubin, DriverStream stream);
   const Placement& placement(const std::vector<uint32_t>& owners, DriverStream stream);
   Call call_of(const LayerSpec& spec, const Placement& where) const;
   void set_tokens(Plan& plan, const TokenSpec& tokens) const;
@@ -109,7 +115,7 @@ class Context {
   DeviceMemory heap_, workspace_, heaps_, trace_;
   MappedPage fault_page_;
   bool broken_ = false;
-  std::unordered_map<std::string, std::unique_ptr<Module>> modules_;
+  std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
   // Never shrinks: graphs that were captured keep their pointers.
   std::map<std::vector<uint32_t>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;

@@ -349,7 +349,7 @@ __device__ __forceinline__ void prefetch_jobs(const Jobs& jobs, uint32_t first, 
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
 
-// Part `of` a block in `all` things of equal length, the blocks' parts side by side.
+// Where a block's part of `all` things begins. The parts lie side by side, and none is longer by more than one.
 __device__ __forceinline__ uint32_t begin_of_part(uint32_t all, uint32_t block) {
   return static_cast<uint32_t>(uint64_t{all} * block / gridDim.x);
 }

@@ -175,6 +175,15 @@ def call(context: flashmoe.Context, problem: Problem, **how: Any) -> tuple[Tenso
     return y, context.last_call
 
 
+def capture(context: flashmoe.Context, problem: Problem) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of one call, and its output."""
+    call(context, problem)  # loads and prepares what a capture may not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = flashmoe.moe(context, **problem.arguments())
+    return graph, y
+
+
 def check(problem: Problem, y: Tensor, report: CallReport) -> Expected:
     """y is within the bound of the float64 reference, and routing and drops are the reference's."""
     x = problem.x

@@ -9,7 +9,7 @@ from dataclasses import replace
 import flashmoe
 import pytest
 import torch
-from layers import ACTIVATIONS, DTYPES, Problem, call, check, context_of, random_problem, run_and_check
+from layers import ACTIVATIONS, DTYPES, Problem, call, capture, check, context_of, random_problem, run_and_check
 
 pytestmark = pytest.mark.gpu
 
@@ -103,10 +103,7 @@ def test_faults(spoil: Callable[[Problem], None], message: str):
 def test_replayed_graph():
     problem = random_problem(46, 3, **USUAL)
     with context_of(problem) as context:
-        call(context, problem)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = flashmoe.moe(context, **problem.arguments())
+        graph, y = capture(context, problem)
         for turn in range(3):
             problem.x.copy_(random_problem(47 + turn, 3, **USUAL).x)
             y.fill_(math.nan)

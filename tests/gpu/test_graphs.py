@@ -8,20 +8,11 @@ from dataclasses import replace
 import flashmoe
 import pytest
 import torch
-from layers import Problem, call, check, context_of, random_problem
+from layers import call, capture, check, context_of, random_problem
 
 pytestmark = pytest.mark.gpu
 
 USUAL = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4}
-
-
-def capture(context: flashmoe.Context, problem: Problem) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of one call, and its output."""
-    call(context, problem)  # loads and prepares what a capture may not
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = flashmoe.moe(context, **problem.arguments())
-    return graph, y
 
 
 def finish(context: flashmoe.Context, seconds: float = 60.0) -> None:
