@@ -82,7 +82,12 @@ class TileFormer {
   }
 
  private:
+  // An expert's tiles are to run side by side while its weights are in the cache, so they become ready together: own rows
+  // arrive within microseconds of one another. But the first handful begins while the others are copied,
   static constexpr uint32_t kFirstTiles = 4;
+  // and before it the very first, as soon as it is full, where the first tiles of all experts are at most so many tasks for
+  // each processor. More of them would run for long with weights that no neighbour reads.
+  static constexpr uint32_t kFirstTasks = 2;
   // Entries of a lane on their way at a time. Registers are what bounds them.
   static constexpr uint32_t kFlight = 4;
 
@@ -122,7 +127,8 @@ class TileFormer {
     // Slice by slice of kLanes packets, so that the first tasks begin while later rows are still being copied.
     FLASHMOE_NO_UNROLL
     for (uint32_t base = 0; base < n; base += P::kLanes) {
-      consume_slice(i, p, b + base, span[0], next);
+      while (consume_slice(i, p, b + base, span[0], next)) {
+      }
       FLASHMOE_UNROLL
       for (uint32_t d = 1; d < kDepth; ++d) span[d - 1] = span[d];  // registers have no index
     }
@@ -138,21 +144,32 @@ class TileFormer {
     return static_cast<uint32_t>(P::broadcast(id, 0));
   }
 
+  // Whether an expert's first tile is announced by itself.
+  FLASHMOE_FN bool announces_first() const {
+    return c_.local_experts * c_.gemm0_columns <= kFirstTasks * c_.processors;
+  }
+
   // Takes over the entries of packets (p, b) .. (p, b + kLanes - 1): each lane's `span` is of its own. next: id of the
-  // next tile to begin. All lanes.
-  FLASHMOE_FN void consume_slice(uint32_t i, uint32_t p, uint32_t b, const Span& span, uint32_t& next) {
+  // next tile to begin. Where the first tile is announced by itself, only the packets that fill it: then true, and `span`
+  // is what remains, to be passed again. All lanes.
+  FLASHMOE_FN bool consume_slice(uint32_t i, uint32_t p, uint32_t b, Span& span, uint32_t& next) {
     uint32_t total;
     const uint32_t before = P::exclusive_scan(span.count(), total);
-    if (total == 0) return;
+    if (total == 0) return false;
     const uint32_t rows = m_.experts[i].rows;
+    const bool first = m_.experts[i].announced == 0 && announces_first();
+    const uint32_t lanes = first ? count_lanes<P>(rows + before < c_.tile_rows) : P::kLanes;
+    if (lanes < P::kLanes) total = P::broadcast(before, lanes);
+    const Span now = P::lane() < lanes ? span : Span{};
+    if (P::lane() < lanes) span = {};
     const uint32_t goes_on = rows != 0 ? 1 : 0;
     const TileIds ids = {goes_on ? m_.experts[i].open : next, next - goes_on};
     next = ids.rest + ceil_div(rows + total, c_.tile_rows);
-    copy_rows(p, b, span, before, total, rows, ids);
+    copy_rows(p, b, now, before, total, rows, ids);
     add_rows(i, p, total, ids);
-    // An expert's tiles are to run side by side while its weights are in the cache, so they become ready together: own
-    // rows arrive within microseconds of one another. But the first handful begins while the others are copied.
-    if (m_.experts[i].announced == 0 && m_.experts[i].closed >= kFirstTiles) announce(i);
+    const uint32_t closed = m_.experts[i].closed, announced = m_.experts[i].announced;
+    if ((first && closed != 0) || (announced < kFirstTiles && closed >= announced + kFirstTiles)) announce(i);
+    return lanes < P::kLanes;
   }
 
   // Copies the lanes' spans, `total` entries of packets (p, b) .., to the rows from `rows` on, counted from the begin of
