@@ -43,6 +43,7 @@ inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may ha
 inline constexpr uint32_t kMaxPairs = 2048;  // its tokens times K
 inline constexpr uint32_t kMaxExperts = 1024;
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
+inline constexpr uint32_t kFewExperts = 32;        // up to so many the gate takes two k-blocks at a time
 // Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
 // The first block forms no tiles.
 inline constexpr uint32_t kFormerExperts = 16;
@@ -113,7 +114,7 @@ struct KernelArgs {
   //   gate_up  5D {H, 8, gated ? 2 : 1, I / 8, El}, box {., 8, gated ? 2 : 1, gated ? 8 : 16, 1}: with a gate, a box
   //            holds 8 gate rows, their 8 up rows, and so on, so that one thread's accumulators have both, either way
   //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
-  //   router   5D {H, E, 1, 1, 1},       box {., 128, 1, 1, 1}
+  //   router   5D {H, E, 1, 1, 1},       box {., E <= 32 ? 32 : 128, 1, 1, 1}
   //   hidden   2D {I, tiles * 256},      box {., 32}
   TensorMap gate_up, down, router, hidden;
   // The same without TMA: [El][2I or I], H elements a row; [El][H], I; [1][E], H.

@@ -1,11 +1,14 @@
 // The ring of stages between the two loader warps and the two consumer warpgroups, in dynamic shared memory.
 //
-// A stage is 48 KiB and holds k-blocks of 128 bytes of K of features and tokens, laid out in one of three ways, all of it
+// A stage is 48 KiB and holds k-blocks of 128 bytes of K of features and tokens, laid out in one of four ways, all of it
 // 128-byte swizzled: chunk c of row r lies at chunk c ^ (r % 8).
 //   Wide    256 features at 0 (the lower 128 by the pair's first block, the upper by its second), 128 tokens at 32 KiB
 //   Narrow  two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens at 32
 //           and 40 KiB
 //   Gate    128 features at 0, 128 tokens at 16 KiB; the rest is the logits' (dispatch.cuh)
+//   DeepGate  two k-blocks, where 32 features are all: a block's tokens arrive at the pace of the bytes in flight. 128
+//           tokens at 0 and 16 KiB, the logits, and the features at 36 and 40 KiB. A wgmma takes 64 rows of features: what
+//           lies behind these stands for the others, and what becomes of it is not read
 // Barriers: full takes an arrival of every loader thread of the block and the copy engine's bytes, half of which the other
 // block's copy engine writes; empty takes one of each consumer that reads what is written when it is passed: of both
 // blocks. Gate's are its own, and the block's alone.
@@ -33,25 +36,30 @@ inline constexpr uint32_t kStageBytes = 48 * 1024;
 inline constexpr uint32_t kStageAlign = 1024;  // the swizzle pattern repeats every 8 rows
 inline constexpr uint32_t kBoxBytes = kBoxFeatures * kRowBytes;
 
-template <uint32_t kBlocks_, uint32_t kFeatures_, uint32_t kTokens_, uint32_t kTokensAt, bool kPaired_>
+template <uint32_t kBlocks_, uint32_t kFeatures_, uint32_t kFeaturesAt, uint32_t kTokens_, uint32_t kTokensAt,
+          bool kPaired_>
 struct StageLayout {
   static constexpr uint32_t kBlocks = kBlocks_;                       // k-blocks
   static constexpr uint32_t kFeatures = kFeatures_;                   // rows of each
   static constexpr uint32_t kTokens = kTokens_;                       // rows of each
   static constexpr uint32_t kGroupFeatures = kFeatures / kConsumers;  // of a consumer warpgroup, FeaturesByTokens
-  static constexpr uint32_t kMs = kGroupFeatures / 64;                // wgmmas that these take
+  static constexpr uint32_t kMs = ceil_div(kGroupFeatures, 64u);      // wgmmas that these take
   static constexpr bool kPaired = kPaired_;                           // both blocks release it
   static constexpr uint32_t kFeatureBytes = kBlocks * kFeatures * kRowBytes;
 
-  static FLASHMOE_HD constexpr uint32_t features(uint32_t k_block) { return k_block * kFeatures * kRowBytes; }
+  static FLASHMOE_HD constexpr uint32_t features(uint32_t k_block) {
+    return kFeaturesAt + k_block * kFeatures * kRowBytes;
+  }
   static FLASHMOE_HD constexpr uint32_t tokens(uint32_t k_block) { return kTokensAt + k_block * kTokens * kRowBytes; }
   // Stages that rows of so many bytes go through: producer and consumers both count with this.
   static FLASHMOE_HD constexpr uint32_t stages(uint32_t k_bytes) { return ceil_div(k_bytes, kBlocks * kRowBytes); }
 };
-using Wide = StageLayout<1, 256, 128, 32 * 1024, true>;
-using Narrow = StageLayout<2, 128, 64, 32 * 1024, true>;
-using Gate = StageLayout<1, 128, 128, 16 * 1024, false>;
+using Wide = StageLayout<1, 256, 0, 128, 32 * 1024, true>;
+using Narrow = StageLayout<2, 128, 0, 64, 32 * 1024, true>;
+using Gate = StageLayout<1, kBoxFeatures, 0, 128, 16 * 1024, false>;
+using DeepGate = StageLayout<2, kFewExperts, 36 * 1024, 128, 0, false>;
 static_assert(Wide::tokens(1) == kStageBytes && Narrow::tokens(2) == kStageBytes);
+static_assert(DeepGate::features(1) + 64 * kRowBytes <= kStageBytes);
 static_assert(Narrow::kTokens == kNarrowTokens && Wide::kTokens * kPair == kTileTokens);
 
 // One side's place in the ring.

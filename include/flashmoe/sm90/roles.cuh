@@ -179,7 +179,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     if (first) {
       load_gemm0_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.intermediate);
     } else {
-      load_bias<Dtype, Stage>(bias, expert_bias(), here, first_column(), c.hidden);
+      load_bias<Dtype>(bias, expert_bias(), here, first_column() + group * Stage::kGroupFeatures, c.hidden);
     }
   }
   Accumulators<Shape> acc;

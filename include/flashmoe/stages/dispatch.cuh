@@ -4,6 +4,8 @@
 // The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
 #pragma once
 
+#include <type_traits>
+
 #include "flashmoe/sm90/shared.cuh"
 #include "flashmoe/sm90/tracer.cuh"
 #include "flashmoe/stages/epilogue.cuh"
@@ -18,16 +20,16 @@ inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumers
 inline constexpr uint32_t kLoaderBarrier = 4;
 using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
 
-// Scratch in the stages. The gate's pipeline uses the first 32 KiB of each (one k-block, at most 128 tokens); the logits
-// take the rest, a quarter of the block's tokens each. When the logits are there the stages are free for the packets.
+// Scratch in the stages. The gate's pipeline leaves 16 KiB of each, or 4 with few experts; the logits take them, those of
+// every fourth token in each: where the next 8 tokens' are is then but an addition away. When the logits are there the
+// stages are free for the packets.
 struct DispatchScratch {
   static constexpr uint32_t kLogits = 32 * 1024;  // within a stage
 
   uint8_t* stages;
 
-  __device__ __forceinline__ float* logits(const Call& c, uint32_t token) const {
-    const uint32_t per_stage = c.block_tokens() / kStages;
-    return reinterpret_cast<float*>(stages + token / per_stage * kStageBytes + kLogits) + token % per_stage * c.experts;
+  __device__ __forceinline__ float* logits(uint32_t experts, uint32_t token) const {
+    return reinterpret_cast<float*>(stages + token % kStages * kStageBytes + kLogits) + token / kStages * experts;
   }
   __device__ __forceinline__ PacketScratch packets() const {
     uint8_t* const second = stages + kStageBytes;
@@ -45,11 +47,15 @@ struct DispatchScratch {
 };
 static_assert(kMaxPairs * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMaxRanks * 4 <= 1024);
 static_assert(kMaxExperts * 4 <= 8 * 1024 && kTeamWarps * kMaxExperts * 2 <= DispatchScratch::kLogits);
-static_assert(kMaxGateLogits / kStages * 4 == kStageBytes - DispatchScratch::kLogits);
+static_assert(Gate::tokens(1) <= DispatchScratch::kLogits && DeepGate::tokens(2) <= DispatchScratch::kLogits);
+static_assert(DispatchScratch::kLogits + kMaxGateLogits / kStages * 4 <= kStageBytes);
+static_assert(DispatchScratch::kLogits + kMaxTokenBlock / kStages * kFewExperts * 4 <= DeepGate::features(0));
 
-// Tokens of one pass of the gate. Without tensor cores 128 take more registers than the block enters with.
-template <class Dtype>
-inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores ? kMaxTokenBlock : 64;
+// Tokens of one pass of the gate. Without tensor cores each warpgroup takes 64: 128 take more registers than the block
+// enters with.
+template <class Dtype, class Stage>
+inline constexpr uint32_t kGateTokens =
+    Scores<Dtype>::Type::kTensorCores || std::is_same_v<Stage, DeepGate> ? kMaxTokenBlock : 64;
 
 // Has the L2 fetch what the gate will read, whole rows at once: the gate itself asks for 128 bytes of each row at a time, and
 // waits for memory with each. The block's first tokens, and its share of the router's rows, which all blocks read. One
@@ -66,8 +72,8 @@ __device__ __forceinline__ void prefetch_gate(const KernelArgs& args, const Call
   }
 }
 
-// Loaders: the router's rows and the block's tokens, 128 experts at a time.
-template <class Dtype>
+// Loaders: the router's rows and the block's tokens, as many experts at a time as the stage has.
+template <class Dtype, class Stage>
 __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                           uint32_t b) {
   uint32_t* const places = s.ring.slot[0].places;
@@ -76,27 +82,45 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
     places[t] = static_cast<uint32_t>(((b << c.log2_block) + t) * (args.x_row_bytes / 16));
   }
   named_barrier_sync(kLoaderBarrier, kLoaders);
-  for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype>) {
-    const TokenRows rows{args.x, args.x, places + first, min_of(tokens - first, kGateTokens<Dtype>)};
-    for (uint32_t e = 0; e < c.experts; e += Gate::kFeatures) {
-      detail::gather_stages<Dtype, Gate>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
+  for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
+    const TokenRows rows{args.x, args.x, places + first, min_of(tokens - first, kGateTokens<Dtype, Stage>)};
+    for (uint32_t e = 0; e < c.experts; e += Stage::kFeatures) {
+      detail::gather_stages<Dtype, Stage>(ring, {&args.router, e, 0, 0, 0}, rows, c.hidden * Dtype::kBytes, [] {});
     }
   }
 }
 
 // Consumers: logits[token][expert] of `tokens` tokens from `first` on.
-template <class Dtype, uint32_t N>
+template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                               Pipeline& ring, uint32_t group, uint32_t first, uint32_t tokens) {
-  using Shape = FeaturesByTokens<Gate, N>;
   Accumulators<Shape> acc;
-  const Lane at = Lane::of_thread(group);
-  for (uint32_t e = 0; e < c.experts; e += Gate::kFeatures) {
-    FeatureBias bias[Gate::kMs];
-    load_bias<Dtype, Gate>(bias, args.router_bias, at, e, c.experts);
+  const uint32_t experts = c.experts;  // once: the stores could change what is in shared memory
+  const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
+  for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
+    FeatureBias bias[Shape::kMs];
+    load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
     multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.hidden * Dtype::kBytes, true, acc);
-    store_gate<N>(at, acc, bias, tokens, e, c.experts,
-                  [&](uint32_t token, uint32_t expert) -> float& { return scratch.logits(c, first + token)[expert]; });
+    const Lane at = Lane::of_thread(group);  // anew: else the addresses are computed before the products
+    const uint32_t token = first + skipped + at.token();
+    float* const to[2] = {scratch.logits(experts, token), scratch.logits(experts, token + 1)};
+    store_gate<Shape::kN>(at, acc, bias, tokens - skipped, e, experts, to, 8 / kStages * experts);
+  }
+}
+
+// Consumers: all of a block's logits.
+template <class Dtype>
+__device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
+                                              Pipeline& ring, uint32_t b) {
+  const uint32_t group = threadIdx.x / kWarpgroup, all = c.tokens_in_block(b);
+  if (c.experts <= kFewExperts) return multiply_gate<Dtype, FewByTokens>(args, c, scratch, ring, group, 0, all);
+  for (uint32_t first = 0; first < all; first += kGateTokens<Dtype, Gate>) {
+    const uint32_t tokens = min_of(all - first, kGateTokens<Dtype, Gate>);
+    if (tokens <= 64) {
+      multiply_gate<Dtype, FeaturesByTokens<Gate, 64>>(args, c, scratch, ring, group, first, tokens);
+    } else if constexpr (kGateTokens<Dtype, Gate> > 64) {
+      multiply_gate<Dtype, FeaturesByTokens<Gate, 128>>(args, c, scratch, ring, group, first, tokens);
+    }
   }
 }
 
@@ -114,6 +138,35 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
   }
 }
 
+// Every warp of the team: the experts of the block's tokens, from their logits.
+__device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, Shared& s,
+                                             const DispatchScratch& scratch, uint32_t b) {
+  const PacketScratch packets = scratch.packets();
+  const uint32_t tokens = c.tokens_in_block(b);
+  const bool few = c.experts <= stages::kFewLanes, renormalize = args.renormalize != 0;
+  const uint32_t at_once = few ? Platform::kLanes / stages::kFewLanes : 2;  // choices of a warp
+  for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
+    auto choice = [&](uint32_t t) -> stages::Choice {
+      return {scratch.logits(c.experts, t), packets.ids + t * c.top_k, packets.weights + t * c.top_k};
+    };
+    uint32_t bad;
+    if (few) {
+      const uint32_t t = first + Platform::lane() / stages::kFewLanes * kTeamWarps;
+      bad = stages::choose_few(t < tokens ? choice(t) : stages::Choice{}, c.experts, c.top_k, renormalize);
+    } else {  // beyond the last token, the first once more
+      const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
+      bad = stages::choose_experts({choice(first), choice(second)}, c.experts, c.top_k, renormalize);
+    }
+    if (bad == 0 || Platform::lane() != 0) continue;
+    s.router_bad = 1;
+    post_fault<Platform>(c, {.kind = FaultKind::kRouterValue,
+                             .actor = Actor::kProcessor,
+                             .awaited = c.rank,
+                             .culprit = c.rank,
+                             .index = (b << c.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
+  }
+}
+
 // Fills ids and weights of the block, from the given ones or by the router. False if a logit is not finite.
 template <class Dtype>
 __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& c, Shared& s,
@@ -124,37 +177,16 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     return true;
   }
   if (threadIdx.x < kFirstLoader) {
-    const uint32_t group = threadIdx.x / kWarpgroup;
-    for (uint32_t first = 0; first < c.tokens_in_block(b); first += kGateTokens<Dtype>) {
-      const uint32_t tokens = min_of(c.tokens_in_block(b) - first, kGateTokens<Dtype>);
-      if (tokens <= 64) {
-        multiply_gate<Dtype, 64>(args, c, scratch, ring, group, first, tokens);
-      } else if constexpr (kGateTokens<Dtype> > 64) {
-        multiply_gate<Dtype, 128>(args, c, scratch, ring, group, first, tokens);
-      }
-    }
+    multiply_gate<Dtype>(args, c, scratch, ring, b);
   } else if (threadIdx.x < kFirstLoader + kLoaders) {
-    load_gate<Dtype>(args, c, s, ring, b);
+    if (c.experts <= kFewExperts) {
+      load_gate<Dtype, DeepGate>(args, c, s, ring, b);
+    } else {
+      load_gate<Dtype, Gate>(args, c, s, ring, b);
+    }
   }
   Team::team_sync();
-  constexpr uint32_t kAtOnce = 2;  // choices
-  const uint32_t tokens = c.tokens_in_block(b);
-  for (uint32_t first = Team::worker(); first < tokens; first += kAtOnce * kTeamWarps) {
-    stages::Choice choice[kAtOnce];
-#pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {  // beyond the last token, the first once more
-      const uint32_t t = first + i * kTeamWarps < tokens ? first + i * kTeamWarps : first;
-      choice[i] = {scratch.logits(c, t), packets.ids + t * c.top_k, packets.weights + t * c.top_k};
-    }
-    const uint32_t bad = stages::choose_experts(choice, c.experts, c.top_k, args.renormalize != 0);
-    if (bad == 0 || Platform::lane() != 0) continue;
-    s.router_bad = 1;
-    post_fault<Platform>(c, {.kind = FaultKind::kRouterValue,
-                             .actor = Actor::kProcessor,
-                             .awaited = c.rank,
-                             .culprit = c.rank,
-                             .index = (b << c.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
-  }
+  choose_block(args, c, s, scratch, b);
   Team::team_sync();
   return s.router_bad == 0;
 }

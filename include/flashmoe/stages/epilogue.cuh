@@ -167,14 +167,14 @@ __device__ __forceinline__ void store_tokens(uint32_t staging, const Lane& at, c
 
 }  // namespace detail
 
-// Bias of a task of plain features (gate, GEMM1, GEMM0 without a gate): the block's first is feature first_feature of
+// Bias of a task of plain features (gate, GEMM1, GEMM0 without a gate): the warpgroup's first is feature first_feature of
 // `features`. `bias` is the expert's row; null: none.
-template <class Dtype, class Stage>
-__device__ __forceinline__ void load_bias(FeatureBias (&to)[Stage::kMs], const void* bias, const Lane& at,
+template <class Dtype, uint32_t kMs>
+__device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bias, const Lane& at,
                                           uint32_t first_feature, uint32_t features) {
 #pragma unroll
-  for (uint32_t m = 0; m < Stage::kMs; ++m) {
-    const uint32_t f = first_feature + at.group * Stage::kGroupFeatures + m * 64 + at.warp * 16 + at.row();
+  for (uint32_t m = 0; m < kMs; ++m) {
+    const uint32_t f = first_feature + m * 64 + at.warp * 16 + at.row();
     to[m] = {detail::bias_at<Dtype>(bias, f, f < features), detail::bias_at<Dtype>(bias, f + 8, f + 8 < features)};
   }
 }
@@ -191,7 +191,7 @@ __device__ __forceinline__ void load_gemm0_bias(FeatureBias (&to)[Stage::kMs], c
                detail::bias_at<Dtype>(bias, intermediate + i, i < intermediate)};
     }
   } else {
-    load_bias<Dtype, Stage>(to, bias, at, first_column, intermediate);
+    load_bias<Dtype>(to, bias, at, first_column + at.group * Stage::kGroupFeatures, intermediate);
   }
 }
 
@@ -242,21 +242,27 @@ __device__ __forceinline__ void store_gemm1(uint32_t staging, const Lane& at,
       [&](uint32_t token) { return reinterpret_cast<uint8_t*>(rows_to[token] + offset); });
 }
 
-// Gate: logits in fp32, to logit(token, expert), a reference to where it belongs.
-template <uint32_t N, class Logit>
-__device__ __forceinline__ void store_gate(const Lane& at, const Accumulators<FeaturesByTokens<Gate, N>>& acc,
-                                           const FeatureBias (&bias)[Gate::kMs], uint32_t rows, uint32_t first_expert,
-                                           uint32_t experts, Logit logit) {
-  static_assert(Gate::kMs == 1);
-  const uint32_t expert = first_expert + at.group * Gate::kGroupFeatures + at.warp * 16 + at.row();
+// Gate: logits in fp32, [expert], of the thread's first two tokens to `to`, of those 8 tokens on `step` further. Where
+// experts are few one warp does it all, in code that runs once: it is to be little.
+template <uint32_t N>
+__device__ __forceinline__ void store_gate(const Lane& at, const float (&acc)[1][N / 2], const FeatureBias (&bias)[1],
+                                           uint32_t rows, uint32_t first_expert, uint32_t experts,
+                                           float* const (&to)[2], uint32_t step) {
+  const uint32_t expert = first_expert + at.warp * 16 + at.row();
+  if (expert >= experts) return;
+  const bool both = expert + 8 < experts;
+  float *even = to[0] + expert, *odd = to[1] + expert;
 #pragma unroll
   for (uint32_t j = 0; j < N / 8; ++j) {
-    if (j * 8 >= rows) break;
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t e = expert + i / 2 * 8, token = j * 8 + at.token() + i % 2;
-      if (e < experts && token < rows) logit(token, e) = acc[0][4 * j + i] + (i < 2 ? bias[0].low : bias[0].high);
+    const uint32_t token = j * 8 + at.token();
+    if (token >= rows) break;
+    even[0] = acc[0][4 * j] + bias[0].low;
+    if (both) even[8] = acc[0][4 * j + 2] + bias[0].high;
+    if (token + 1 < rows) {
+      odd[0] = acc[0][4 * j + 1] + bias[0].low;
+      if (both) odd[8] = acc[0][4 * j + 3] + bias[0].high;
     }
+    even += step, odd += step;
   }
 }
 

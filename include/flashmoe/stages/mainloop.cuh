@@ -9,13 +9,14 @@
 namespace flashmoe::sm90 {
 
 // Shapes of a consumer warpgroup's product: kMs wgmmas m64nN a step. Their A is the warpgroup's own kMs times 64 rows
-// of a k-block's operand at a(k_block), their B the first kN rows of the one at b(k_block).
+// of a k-block's operand at a(k_block), their B kN rows of the one at b(k_block). The second warpgroup's begin kNextA and
+// kNextB rows after the first's.
 
 // Features down, tokens across: the warpgroup's half of the features by as many tokens as there are.
 template <class Stage_, uint32_t kTokens>
 struct FeaturesByTokens {
   using Stage = Stage_;
-  static constexpr uint32_t kMs = Stage::kMs, kN = kTokens;
+  static constexpr uint32_t kMs = Stage::kMs, kN = kTokens, kNextA = kMs * 64, kNextB = 0;
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::features(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
 };
@@ -24,10 +25,18 @@ struct FeaturesByTokens {
 struct TokensByFeatures {
   using Stage = Wide;
   static constexpr uint32_t kMs = Stage::kTokens / kConsumers / 64, kN = Stage::kFeatures;
+  static constexpr uint32_t kNextA = kMs * 64, kNextB = 0;
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::tokens(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
 };
 static_assert(TokensByFeatures::kMs == 1);
+// All features down, half of the tokens across.
+struct FewByTokens {
+  using Stage = DeepGate;
+  static constexpr uint32_t kMs = Stage::kMs, kN = Stage::kTokens / kConsumers, kNextA = 0, kNextB = kN;
+  static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::features(k_block); }
+  static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
+};
 
 // A consumer warpgroup's accumulators: kMs times 64 rows by kN columns.
 template <class Shape>
@@ -106,22 +115,23 @@ __device__ __forceinline__ float dot(float sum, const float4& a, const float4& b
 
 // The products of one stage without the tensor cores, in the same places of acc: a thread has features r and r + 8, and
 // of each 8 tokens two. Its operands are rows of shared memory that 8 and 4 lanes of a warp read alike.
-template <class Stage, uint32_t N>
-__device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uint32_t group,
-                                                       Accumulators<FeaturesByTokens<Stage, N>>& acc) {
+template <class Shape>
+__device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uint32_t group, Accumulators<Shape>& acc) {
+  using Stage = typename Shape::Stage;
   const uint32_t thread = threadIdx.x % kWarpgroup, lane = thread % 32;
-  const uint32_t feature = group * Stage::kGroupFeatures + thread / 32 * 16 + lane / 4, token = lane % 4 * 2;
+  const uint32_t feature = group * Shape::kNextA + thread / 32 * 16 + lane / 4;
+  const uint32_t token = group * Shape::kNextB + lane % 4 * 2;
 #pragma unroll 1
   for (uint32_t i = 0; i < Stage::kBlocks * (kRowBytes / 16); ++i) {
     const uint32_t block = i / (kRowBytes / 16), chunk = i % (kRowBytes / 16);
     const uint32_t tokens = ring.data() + Stage::tokens(block);
     const uint32_t even = chunk_address(tokens, token, chunk), odd = chunk_address(tokens, token + 1, chunk);
 #pragma unroll
-    for (uint32_t m = 0; m < Stage::kMs; ++m) {
+    for (uint32_t m = 0; m < Shape::kMs; ++m) {
       const uint32_t features = chunk_address(ring.data() + Stage::features(block), feature + m * 64, chunk);
       const float4 low = load_floats(features), high = load_floats(features + 8 * kRowBytes);
 #pragma unroll
-      for (uint32_t j = 0; j < N / 8; ++j) {
+      for (uint32_t j = 0; j < Shape::kN / 8; ++j) {
         const float4 x = load_floats(even + j * 8 * kRowBytes), y = load_floats(odd + j * 8 * kRowBytes);
         acc[m][4 * j] = dot(acc[m][4 * j], low, x);
         acc[m][4 * j + 1] = dot(acc[m][4 * j + 1], low, y);
@@ -133,26 +143,26 @@ __device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uin
   }
 }
 
-template <class Dtype, class Stage, uint32_t N>
+template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group, uint32_t stages,
-                                                 Accumulators<FeaturesByTokens<Stage, N>>& acc) {
+                                                 Accumulators<Shape>& acc) {
 #pragma unroll
-  for (uint32_t m = 0; m < Stage::kMs; ++m) {
+  for (uint32_t m = 0; m < Shape::kMs; ++m) {
 #pragma unroll
-    for (uint32_t i = 0; i < N / 2; ++i) acc[m][i] = 0.0f;
+    for (uint32_t i = 0; i < Shape::kN / 2; ++i) acc[m][i] = 0.0f;
   }
 #pragma unroll 1
   for (uint32_t s = 0; s < stages; ++s) {
     wait(ring.full(), ring.parity);
-    multiply_stage_exactly<Stage, N>(ring, group, acc);
-    release_stage<Dtype, Stage>(ring.empty());
+    multiply_stage_exactly<Shape>(ring, group, acc);
+    release_stage<Dtype, typename Shape::Stage>(ring.empty());
     ring.advance();
   }
 }
 
 }  // namespace detail
 
-// acc = A * B^T over all K, of the shape's operands. `group` is 0 or 1: which half of the stage's A rows. `gathered`:
+// acc = A * B^T over all K, of the shape's operands. `group` is 0 or 1: which of the shape's halves. `gathered`:
 // the tokens were written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight
 // while the next is issued: a stage is released when the one after it is under way.
 template <class Dtype, class Shape>
@@ -161,8 +171,8 @@ __device__ __forceinline__ void multiply(Pipeline& ring, uint32_t group, uint32_
   using Stage = typename Shape::Stage;
   const uint32_t stages = Stage::stages(k_bytes);
   if constexpr (Dtype::kTensorCores) {
-    const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kMs * 64 * kRowBytes);
-    const uint64_t b = matrix_descriptor(ring.stages);
+    const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
+    const uint64_t b = matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes);
     detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
     uint32_t in_flight = ring.empty();
     ring.advance();
@@ -179,7 +189,7 @@ __device__ __forceinline__ void multiply(Pipeline& ring, uint32_t group, uint32_
     for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
     release_stage<Dtype, Stage>(in_flight);
   } else {
-    detail::multiply_exactly<Dtype, Stage, Shape::kN>(ring, group, stages, acc);
+    detail::multiply_exactly<Dtype, Shape>(ring, group, stages, acc);
   }
 }
 

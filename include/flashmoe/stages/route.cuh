@@ -110,4 +110,43 @@ __device__ __forceinline__ uint32_t choose_experts(const Choice (&token)[kTokens
   return choose_among<32>(token, experts, top_k, renormalize);
 }
 
+// The same where kFewLanes experts are all: so many lanes have a token, and a warp chooses for several in the time of one.
+// `token` is the lane's, number lane / kFewLanes of the warp's; null: none. Of what is to be returned, the first bit.
+inline constexpr uint32_t kFewLanes = 8;
+
+__device__ __forceinline__ uint32_t choose_few(const Choice& token, uint32_t experts, uint32_t top_k,
+                                               bool renormalize) {
+  using P = sm90::Platform;
+  const uint32_t place = P::lane() % kFewLanes, first = P::lane() - place;
+  const bool exists = token.logits != nullptr && place < experts;
+  const float logit = exists ? token.logits[place] : 0.0f;
+  const uint32_t bad = P::ballot(!isfinite(logit));
+  uint32_t key = exists ? order_key(logit) : 0;
+  float largest, mine = 0.0f;  // as in choose_among
+  uint32_t chosen = 0;
+#pragma unroll 1
+  for (uint32_t k = 0; k < top_k; ++k) {
+    uint32_t top = key;
+#pragma unroll
+    for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) top = max_of(top, __shfl_xor_sync(sm90::kFullWarp, top, d));
+    const uint32_t winner = __ffs(P::ballot(key == top) >> first) - 1;  // the first of equals
+    if (k == 0) largest = value_of(top);
+    if (place == k) {
+      chosen = winner;
+      mine = value_of(top);
+    }
+    if (place == winner) key = 0;
+  }
+  mine = place < top_k ? expf(mine - largest) : 0.0f;
+  float sum = mine;
+  if (!renormalize) sum = exists ? expf(logit - largest) : 0.0f;
+#pragma unroll
+  for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(sm90::kFullWarp, sum, d);
+  if (exists && place < top_k && (bad >> first & ((1u << kFewLanes) - 1)) == 0) {
+    token.ids[place] = static_cast<int32_t>(chosen);
+    token.weights[place] = mine / sum;
+  }
+  return bad == 0 ? 0 : 1u << (__ffs(bad) - 1) / kFewLanes;
+}
+
 }  // namespace flashmoe::stages
