@@ -22,6 +22,7 @@ inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's hal
 inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
 inline constexpr uint32_t kHiddenBoxRows = 32;  // rows of one TMA box of the hidden tile
 inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
+inline constexpr uint32_t kNoTile = ~0u;        // index of a task that is only rehearsed (roles.cuh)
 
 // The rows of a tile that one block of the pair multiplies.
 struct Share {

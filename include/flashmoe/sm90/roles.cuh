@@ -48,8 +48,38 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.tile = task.index;
     slot.column = task.column;
     slot.expert = shape.expert;
+    slot.k_bytes = (task.kind == TaskKind::kGemm0 ? c.hidden : c.intermediate) * c.element_bytes;
     slot.share = share;
   }
+}
+
+// Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: it fetches its code from memory. So while the first
+// tiles form, each pair goes through a GEMM1 and a GEMM0 task of a full tile's shape, of one stage and without rows, by the
+// very code of the tasks behind them. Only where tasks are retired and traced is there a case for them.
+inline constexpr uint32_t kRehearsals = 2;
+
+// How many tasks each ring begins with that are rehearsals. None where hardly a tile is full: the others run other code.
+template <class Dtype>
+__device__ __forceinline__ uint32_t rehearsals(const Call& c) {
+  constexpr uint32_t kRows = kTileTokens / 2;  // of an expert, on average over all ranks, were all as large as this one
+  const bool full = uint64_t{c.tokens} * c.top_k * c.ranks >= uint64_t{kRows} * c.experts;
+  return Dtype::kTensorCores && c.local_experts != 0 && full ? kRehearsals : 0;
+}
+
+// GEMM0 is the last, because it is needed first.
+__device__ __forceinline__ Task rehearsal(uint32_t n) {
+  return {n + 1 == kRehearsals ? TaskKind::kGemm0 : TaskKind::kGemm1, 0, kNoTile};
+}
+
+// Instead of look_up(). Of features it loads a stage of the first expert's; of tokens, without rows, none: the products are
+// of what is there. Nothing is stored, so the slot's places, addresses and weights are left as they are.
+__device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
+  if (Platform::lane() != 0) return;
+  slot.tile = kNoTile;
+  slot.column = 0;
+  slot.expert = 0;
+  slot.k_bytes = kRowBytes;
+  slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
 }
 
 // Of a clerk between two looks, nanoseconds: the consumers issue from the same scheduler, and draw on the same power.
@@ -60,26 +90,29 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
                                          const Task& task) {
   using P = Platform;
   TaskSlot& slot = ring.at(n);
-  if (task.kind != TaskKind::kStop) look_up(args, c, task, slot);
+  if (task.index == kNoTile) {
+    look_up_rehearsal(slot);
+  } else if (task.kind != TaskKind::kStop) {
+    look_up(args, c, task, slot);
+  }
   if (P::lane() == 0) slot.kind = task.kind;
   P::sync();
   ring.put_full(n);
 }
 
 // Stages that a task goes through.
-template <class Dtype>
-__device__ __forceinline__ uint32_t stages_of(const Call& c, const TaskSlot& slot) {
-  const uint32_t k_bytes = (slot.kind == TaskKind::kGemm0 ? c.hidden : c.intermediate) * Dtype::kBytes;
-  return slot.share.wide ? Wide::stages(k_bytes) : Narrow::stages(k_bytes);
+__device__ __forceinline__ uint32_t stages_of(const TaskSlot& slot) {
+  return slot.share.wide ? Wide::stages(slot.k_bytes) : Narrow::stages(slot.k_bytes);
 }
 
-// The leader's clerk, one warp: takes tasks from the ready queue to both blocks' rings.
+// The leader's clerk, one warp: takes tasks from the ready queue to both blocks' rings, behind the rehearsals.
 template <class Dtype>
 __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
   // A task is taken late, when the loaders have only so many stages left, which is the time that it takes to have the next
   // one looked up, four round trips to the L2: what is taken early runs late elsewhere.
   constexpr uint32_t kAhead = 10;
+  const uint32_t rehearsed = rehearsals<Dtype>(c);
   uint32_t stages = 0;  // of the tasks so far
   uint32_t reported = 0;
   auto report_done = [&](uint32_t taken) {
@@ -92,16 +125,19 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
     while (ring.stages_loaded() + kAhead < stages || !ring.is_free(n)) {
       if (!report_done(n)) __nanosleep(kPause);
     }
-    uint64_t ticket = 0;
-    if (P::lane() == 0) ticket = take_ticket<P>(c);
-    const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
+    Task task = rehearsal(n);
+    if (n >= rehearsed) {
+      uint64_t ticket = 0;
+      if (P::lane() == 0) ticket = take_ticket<P>(c);
+      task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
+    }
     if (P::lane() == 0) ring.hand_on(n, task);
     put_task(args, c, ring, n, task);
     if (task.kind == TaskKind::kStop) {
       while (reported < n) report_done(n);
       return;
     }
-    stages += stages_of<Dtype>(c, ring.at(n));
+    stages += stages_of(ring.at(n));
   }
 }
 
@@ -114,7 +150,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
-    retire<P>(c, {slot.kind, slot.column, slot.tile});
+    if (slot.tile != kNoTile) retire<P>(c, {slot.kind, slot.column, slot.tile});
     P::sync();
     if (P::lane() == 0) ring.put_free(retired);
     ++retired;
@@ -145,11 +181,11 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     if (slot.kind == TaskKind::kGemm0) {
       const FeatureBox features{&args.gate_up, 0, 0, box * (kGated ? kGroupsOf8 / 2 : kGroupsOf8), slot.expert};
       const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
-      gather_load<Dtype>(ring, wide, features, rows, c.hidden * Dtype::kBytes, count);
+      gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
     } else {
       const FeatureBox features{&args.down, 0, 0, box * kGroupsOf8, slot.expert};
       hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
-                         slot.share.rows, c.intermediate * Dtype::kBytes, count);
+                         slot.share.rows, slot.k_bytes, count);
     }
     tasks.put_done(n);
   }
@@ -183,7 +219,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     }
   }
   Accumulators<Shape> acc;
-  multiply<Dtype, Shape>(ring, group, (first ? c.hidden : c.intermediate) * Dtype::kBytes, first, acc);
+  multiply<Dtype, Shape>(ring, group, slot.k_bytes, first, acc);
   trace.begin(1);
   const Lane at = Lane::of_thread(group);
   const uint32_t rows = slot.share.rows;

@@ -22,6 +22,7 @@ inline constexpr uint32_t kMaxRanks = 32;
 struct TaskSlot {
   TaskKind kind;
   uint32_t tile, column, expert;
+  uint32_t k_bytes;  // of a row of either operand
   Share share;
   union {
     uint32_t places[Wide::kTokens];  // GEMM0: where the token rows are, see TokenRows

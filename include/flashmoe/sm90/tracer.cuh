@@ -24,11 +24,11 @@ struct Tracer {
       if (t % kEach == 0) starts[t / 32][depth] = Platform::now_ns();
     }
   }
-  // It ends.
+  // It ends. Of a task that was only rehearsed nothing is recorded.
   __device__ __forceinline__ void end(TracePhase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
     if constexpr (kOn) {
       const uint32_t t = thread();
-      if (t % kEach != 0 || args.trace == nullptr) return;
+      if (t % kEach != 0 || args.trace == nullptr || index == kNoTile) return;
       const uint32_t i = atomicAdd(&events, 1u);
       if (i >= kTraceEvents) return;
       TraceEvent* to = reinterpret_cast<TraceEvent*>(buffer() + sizeof(TraceHeader)) + i;

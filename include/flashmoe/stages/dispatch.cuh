@@ -218,7 +218,10 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.experts; e += kTeamWarps * 32) owner[e] = c.owner[e];
   Team::team_sync();
-  if (!build_packets<Team>(c, b, packets)) return false;
+  if (!build_packets<Team>(c, b, packets)) {
+    Team::team_sync();  // the word that says so lies in the stages, and loaders may overwrite it once a warp goes on
+    return false;
+  }
   if (c.ranks > 1) {
     Team::team_sync();  // a row is copied by another warp than that which recorded its routing
     copy_rows<Dtype>(args, c, b);
