@@ -1,18 +1,24 @@
 """The fused kernel on one GPU beside the bare GEMMs of the same layer, in one run.
 
-    python benchmarks/fused_gpu.py [--shapes NAME ...] [--out benchmarks/results/fused_gpu.json]
+    python benchmarks/fused_gpu.py [--shapes NAME ...] [--floors FLOORS.PY] [--out benchmarks/results/fused_gpu.json]
 
 Per shape and token count: the whole layer (router to combine, one launch), and the floor: PyTorch's two grouped GEMMs
 alone, on ready inputs, the same number of rows spread over the experts at random. Both are timed by events, in turn,
 with the GPU kept busy before each so that no launch gap is in the figure; medians and spread of --repeats. Prints
 ratios, writes JSON.
+
+--floors names the script of the yardstick, which is then run for each shape: the JSON also has the GEMM-only time that
+it prints, and what its own timer, which includes the launches, says of layer and floor, in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import pathlib
+import runpy
 import statistics
 import subprocess
 import sys
@@ -73,6 +79,21 @@ def gpu_operations(call, calls: int = 10) -> int:
     return sum(1 for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
+def yardstick(script: pathlib.Path, name: str, tokens: int):
+    """Runs the yardstick on a shape: the GEMM-only milliseconds that it prints, and its timer."""
+    hidden, inner, experts, top_k, activation, _ = SHAPES[name]
+    sizes = (hidden, inner, experts, top_k, int(activation == "swiglu"), tokens)
+    arguments, printed = sys.argv, io.StringIO()
+    sys.argv = [str(script), "--config", ":".join([name, *map(str, sizes)])]
+    try:
+        with contextlib.redirect_stdout(printed):
+            timer = runpy.run_path(str(script))["timeit"]
+    finally:
+        sys.argv = arguments
+    row = next(line for line in printed.getvalue().splitlines() if line.startswith(f"| {name} |"))
+    return float(row.split("|")[5]), timer
+
+
 def reference(x, router, w1, w2, top_k: int, gated: bool) -> torch.Tensor:
     """The layer in fp64 on the chosen tokens, routing in fp32 as the kernel's."""
     p = torch.softmax(x.float() @ router.float().t(), -1)
@@ -91,7 +112,7 @@ def reference(x, router, w1, w2, top_k: int, gated: bool) -> torch.Tensor:
     return out
 
 
-def measure(name: str, tokens: int, repeats: int) -> dict:
+def measure(name: str, tokens: int, repeats: int, floors: pathlib.Path | None) -> dict:
     hidden, inner, experts, top_k, activation, _ = SHAPES[name]
     gated = activation == "swiglu"
     torch.manual_seed(tokens)
@@ -126,6 +147,17 @@ def measure(name: str, tokens: int, repeats: int) -> dict:
             floor_ms += milliseconds(bare, repeats // 4)
         ctx.synchronize()
         operations = gpu_operations(layer) / 10
+        by_yardstick = {}
+        if floors is not None:
+            printed, timer = yardstick(floors, name, tokens)
+            turns = [(timer(lambda i=i: layer(i)), timer(lambda: bare(0))) for i in range(4)]
+            timed = [statistics.median(times) for times in zip(*turns, strict=True)]
+            by_yardstick = {
+                "yardstick_printed_ms": printed,
+                "yardstick_timer_fused_ms": timed[0],
+                "yardstick_timer_floor_ms": timed[1],
+                "yardstick_timer_ratio": timed[0] / timed[1],
+            }
     fused, floor = statistics.median(layer_ms), statistics.median(floor_ms)
     flops = tokens * top_k * (3 if gated else 2) * 2 * hidden * inner
     touched = min(experts, tokens * top_k)
@@ -143,6 +175,7 @@ def measure(name: str, tokens: int, repeats: int) -> dict:
         "weight_tb_s": touched * (w1[0].numel() + w2[0].numel()) * 2 / fused * 1e-9,
         "gpu_operations_per_call": operations,
         "error": error,
+        **by_yardstick,
     }
 
 
@@ -160,6 +193,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--repeats", type=int, default=32)
+    parser.add_argument("--floors", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--commit", default="", help="where git is not at hand")
     args = parser.parse_args()
@@ -180,7 +214,7 @@ def main() -> None:
     print(f"{'shape':>12} {'tokens':>6} {columns}")
     for name in args.shapes:
         for tokens in args.tokens or SHAPES[name][-1]:
-            row = measure(name, tokens, args.repeats)
+            row = measure(name, tokens, args.repeats, args.floors)
             smi = subprocess.run(
                 ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
             )
@@ -188,6 +222,8 @@ def main() -> None:
             result["shapes"].append(row)
             figures = f"{row['fused_ms']:9.4f} {row['floor_ms']:9.4f} {row['ratio']:6.3f} {row['tflops']:8.0f}"
             rest = f"{row['weight_tb_s']:7.2f} {row['gpu_operations_per_call']:3.1f} {row['error']:.1e}"
+            if args.floors:
+                rest += f" | {row['yardstick_printed_ms']:.3f} {row['yardstick_timer_ratio']:.3f}"
             print(f"{name:>12} {tokens:>6} {figures} {rest}", flush=True)
             torch.cuda.empty_cache()
     if args.out:

@@ -32,6 +32,13 @@ uint32_t processors_of(const Device& device, const Limits& limits) {
   return wanted;
 }
 
+// Whether there is no combine, see stages/join.cuh. With two rows a token it pays where most tiles are full: small tasks
+// leave no time to join their rows beside them.
+bool joins_rows(const Call& c) {
+  if (c.ranks != 1 || c.capacity != 0 || c.tokens > sm90::kMaxJoinedTokens) return false;
+  return c.top_k == 1 || (c.top_k == 2 && c.tokens * 2 >= sm90::kTileTokens * c.local_experts);
+}
+
 sm90::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
@@ -238,7 +245,9 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   c.tokens = t.tokens;
   c.log2_block = static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, processors())));
   c.capacity = expert_capacity(plan.capacity_factor, t.tokens, c.top_k, c.experts);
-  const uint64_t return_bytes = uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
+  c.joined = joins_rows(c) ? 1 : 0;
+  // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
+  const uint64_t return_bytes = c.joined != 0 ? 0 : uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
   c.groups = return_groups(c.gemm1_columns, return_bytes, c.group_first);
   a.x = reinterpret_cast<const uint8_t*>(t.x);
   a.x_row_bytes = t.x_row_bytes;

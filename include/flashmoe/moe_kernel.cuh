@@ -5,10 +5,12 @@
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
 //   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                                 200 registers
 //   warpgroup 2                                                                                             104
-//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA
+//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
+//                         during GEMM1 the second warp joins rows (stages/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
-//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, then combine
-//   Whoever is through with its role helps to combine the block's own tokens, so that at the end all warps do.
+//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former
+//   Whoever is through with its role helps to combine the block's own tokens, or to join the rows that it computed, so that
+//   at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
 //   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
@@ -16,7 +18,7 @@
 //   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
 //   gate    the same memory, before: full 1 + 64 and the copy engine's bytes, empty 2; without tensor cores each empty is x 128
 //   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
-//           (leading clerk), free 1 (following clerk)                                                  (shared.cuh)
+//           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (shared.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
 // A call that fails still runs every role to its stop: the pair's other block counts on them, and nothing but the word that
@@ -56,6 +58,7 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
     s.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
     s.combine.next = 0;
     s.router_bad = 0;
+    s.late.init();
     s.trace_events = 0;
     s.ring.init();
     Pipeline::init(shared_address(s.gate_barriers), kConsumers * kReleases<typename Scores<Dtype>::Type>);
@@ -66,11 +69,11 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
 }
 
 // One warp of the last warpgroup.
-template <class Dtype, bool kGated>
+template <class Dtype, bool kGated, class Trace>
 __device__ __forceinline__ void run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
-                                                 uint32_t warp) {
+                                                 uint32_t warp, const Trace& trace) {
   if (warp < kClerkWarp) {
-    load_tasks<Dtype, kGated>(args, c, s.ring, ring);
+    load_tasks<Dtype, kGated>(args, c, s.ring, ring, s.late, trace);
   } else if (warp == kClerkWarp) {
     if (pair_rank() == TaskRing::kLeader) {
       lead_tasks<Dtype>(args, c, s.ring);
@@ -97,6 +100,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
       if (!dispatch_block<Dtype>(args, c, s, memory, gate, b, trace)) break;
     }
   }
+  const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters>();
@@ -104,11 +108,15 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
   } else {
     give_registers<kServiceRegisters>();
-    run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp);
+    run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, each_warp);
   }
-  const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
-  stages::Combiner<Dtype, Tracer<kTrace, 32>>(c, args.out, s.combine, each_warp).run();
-  pair_sync();  // neither block may leave while the other arrives at its barriers
+  if (c.joined == 0) {
+    stages::Combiner<Dtype, Tracer<kTrace, 32>>(c, args.out, s.combine, each_warp).run();
+  } else if (joins_late_rows(c)) {
+    stages::Joiner<Dtype, Tracer<kTrace, 32>>(args, c, s.late, each_warp).run();
+  }
+  __syncwarp();  // waits let lanes go one by one
+  pair_sync();   // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {
     trace.finish();
     leave(args, c, c.epoch);

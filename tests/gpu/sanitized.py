@@ -14,6 +14,7 @@ SHAPES = (
     {"tokens": 90, "hidden": 136, "intermediate": 72, "experts": 4, "top_k": 2, "biases": True},
     {"tokens": 90, "hidden": 64, "intermediate": 72, "experts": 4, "top_k": 2, "ids": "int64", "capacity_factor": 0.7},
     {"tokens": 300, "hidden": 64, "intermediate": 64, "experts": 2, "top_k": 1, "skew": 50.0},
+    {"tokens": 300, "hidden": 72, "intermediate": 64, "experts": 2, "top_k": 2},
 )
 
 

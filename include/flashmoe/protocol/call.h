@@ -36,6 +36,8 @@ struct Call {
   uint32_t processors = 1;
   // 1: processors combine, unasked, once a group's returns are there (GPU). 0: the scheduler publishes combines as tasks.
   uint32_t home_combines = 0;
+  // 1: rows are joined as they come, there is no combine (GPU, a rank alone, K at most 2, dropless; stages/join.cuh).
+  uint32_t joined = 0;
   OrderPolicy order;
   uint64_t timeout_ns = 0;  // 0: none
   CallConfig config;
@@ -149,6 +151,9 @@ struct Call {
   FLASHMOE_HD uint64_t* capacity_signal(uint32_t b) const { return workspace<uint64_t>(WorkField::kPrefixSignal, b); }
   FLASHMOE_HD uint64_t* logit(uint32_t token, uint32_t expert) const {
     return workspace<uint64_t>(WorkField::kLogits, token, expert);
+  }
+  FLASHMOE_HD uint32_t* joint_word(uint32_t column, uint32_t token) const {
+    return workspace<uint32_t>(WorkField::kJoints, column, token);
   }
   FLASHMOE_HD uint8_t* hidden_row(uint32_t t, uint32_t row) const {
     return workspace<uint8_t>(WorkField::kHidden, t, row);

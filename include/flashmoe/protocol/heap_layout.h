@@ -113,6 +113,7 @@ enum class WorkField : uint32_t {
   kGemm1Tiles,
   kReducible,
   kLogits,
+  kJoints,
   kHidden,
   kStaging,
   kCount
@@ -222,6 +223,11 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kLogits, "logits", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
      "[token][expert] router logits of a few tokens, each with the epoch it is of (GPU only)"},
+    {WorkField::kJoints, "joints", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{l.ranks == 1 && l.top_k > 1 ? l.gemm1_columns() : 0, l.max_tokens, 1, 1}, 4};
+     },
+     "[column of tasks][token] 1: the first of the token's two rows is written; zero between calls (GPU only)"},
     {WorkField::kHidden, "hidden", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+
+#include "flashmoe/sm90/dtype.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -55,6 +58,18 @@ __device__ __forceinline__ float gelu(float x) {
   return fmaf(-u, detail::exp2_approx(q), detail::max_or_nan(x, 0.0f));
 }
 
+// For results of 8 significant bits: minimax for the same range, relative error 3.1e-4, a sixth of half their last place. Two
+// multiplications less, of 11 instructions.
+__device__ __forceinline__ float short_gelu(float x) {
+  const float u = fabsf(x);
+  float q = fmaf(u, -2.1686355e-04f, 4.6652417e-03f);
+  q = fmaf(u, q, -4.3719252e-02f);
+  q = fmaf(u, q, -4.7119531e-01f);
+  q = fmaf(u, q, -1.145372f);
+  q = fmaf(u, q, -1.0004399f);
+  return fmaf(-u, detail::exp2_approx(q), detail::max_or_nan(x, 0.0f));
+}
+
 // The same with erfc by Abramowitz and Stegun 7.1.26, within 1.5e-7 of it.
 __device__ __forceinline__ float exact_gelu(float x) {
   constexpr float kP = 0.3275911f * 0.707106781f, kHalfLog2E = 0.72134752f;
@@ -74,8 +89,13 @@ __device__ __forceinline__ void activate_pair(float& a, float& b) {
     a = detail::max_or_nan(a, 0.0f);
     b = detail::max_or_nan(b, 0.0f);
   } else if constexpr (A == Activation::kGelu) {
-    a = Dtype::kTensorCores ? gelu(a) : exact_gelu(a);
-    b = Dtype::kTensorCores ? gelu(b) : exact_gelu(b);
+    if constexpr (std::is_same_v<Dtype, Bf16>) {
+      a = short_gelu(a);
+      b = short_gelu(b);
+    } else {
+      a = Dtype::kTensorCores ? gelu(a) : exact_gelu(a);
+      b = Dtype::kTensorCores ? gelu(b) : exact_gelu(b);
+    }
   } else {
     a = silu(a);
     b = silu(b);

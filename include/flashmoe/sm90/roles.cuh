@@ -17,9 +17,10 @@ __device__ __forceinline__ uint32_t place_of(const KernelArgs& args, const Call&
   return static_cast<uint32_t>(at / 16) | TokenRows::kRemote;
 }
 
-__device__ __forceinline__ uint64_t result_of(const Call& c, const Row& row) {
+__device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call& c, const Row& row) {
   uint8_t* to = c.reduced() ? c.staged_row(row.source, row.token, row.ordinal, c.max_blocks * kMinTokenBlock)
                             : c.return_row(row.source, row.token, row.k);
+  if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.hidden * c.element_bytes;
   return reinterpret_cast<uint64_t>(to);
 }
 
@@ -40,8 +41,9 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     if (task.kind == TaskKind::kGemm0) {
       slot.places[r] = place_of(args, c, row[i]);
     } else {
-      slot.to[r] = result_of(c, row[i]);
+      slot.to[r] = result_of(args, c, row[i]);
       slot.weights[r] = row[i].weight;
+      slot.tokens[r] = row[i].token;
     }
   }
   if (P::lane() == 0) {
@@ -168,14 +170,32 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   }
 }
 
-// Loaders, two warps. The first thread counts the stages that it begins, for the clerk.
-template <class Dtype, bool kGated>
-__device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring) {
+// Whether rows are joined, and not there at once.
+__device__ __forceinline__ bool joins_late_rows(const Call& c) {
+  return c.joined != 0 && c.top_k == 2;
+}
+
+// Loaders, two warps. The first thread counts the stages that it begins, for the clerk. GEMM1 leaves the second warp free to
+// find and join the late rows of tasks that the consumers have done.
+template <class Dtype, bool kGated, class Trace>
+__device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
+                                           stages::LateRows& late, const Trace& trace) {
   constexpr uint32_t kGroupsOf8 = kBoxFeatures / 8;  // of feature rows in a box
+  const bool loads_hidden = threadIdx.x < kFirstLoader + kLoaders / 2;
   auto count = [&] { tasks.count_stage(); };
+  bool apart = false;  // the warps are at different stages
+  stages::Joiner<Dtype, Trace> joiner(args, c, late, trace);
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
-    if (slot.kind == TaskKind::kStop) return;
+    if (slot.kind == TaskKind::kStop) {
+      if (!loads_hidden) joiner.close();
+      return;
+    }
+    if (apart && slot.kind == TaskKind::kGemm0) {
+      // Two phases ahead, a barrier looks as if it could be passed.
+      named_barrier_sync(kLoaderBarrier, kLoaders);
+      apart = false;
+    }
     const uint32_t box = slot.column * kPair + pair_rank();
     const bool wide = slot.share.wide;
     if (slot.kind == TaskKind::kGemm0) {
@@ -186,6 +206,13 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       const FeatureBox features{&args.down, 0, 0, box * kGroupsOf8, slot.expert};
       hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
                          slot.share.rows, slot.k_bytes, count);
+      apart = true;
+      if (!loads_hidden && joins_late_rows(c)) {
+        while (!tasks.is_stored(n)) {
+          if (!joiner.step()) __nanosleep(kPause);
+        }
+        joiner.find(slot.tokens, slot.share.rows, slot.column, wide ? 2 : 1);
+      }
     }
     tasks.put_done(n);
   }
@@ -258,6 +285,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
       compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
     });
     trace.end(slot.kind == TaskKind::kGemm0 ? TracePhase::kGemm0 : TracePhase::kGemm1, slot.tile, slot.column);
+    tasks.put_stored(n);
     tasks.put_done(n);
   }
 }

@@ -13,6 +13,7 @@
 #include "flashmoe/sm90/tracer.cuh"
 #include "flashmoe/stages/combine.cuh"
 #include "flashmoe/stages/epilogue.cuh"
+#include "flashmoe/stages/join.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -29,6 +30,7 @@ struct TaskSlot {
     uint64_t to[Wide::kTokens];      // GEMM1: where the results go
   };
   alignas(8) float weights[Wide::kTokens];  // GEMM1: combine weights
+  uint32_t tokens[Wide::kTokens];           // GEMM1: whose rows they are
 };
 
 // Slots go from each block's clerk to its loaders and consumers, and back. The first block of a pair leads: its clerk takes
@@ -44,6 +46,7 @@ struct TaskRing {
   uint64_t handed[kSlots];  // 1: the leader's clerk
   uint64_t full[kSlots];    // 32: clerk, each lane for what it wrote
   uint64_t done[kSlots];    // kDoneArrivals; in the follower also the leader's clerk, for its block
+  uint64_t stored[kSlots];  // 256: consumers
   uint64_t free[kSlots];    // 1: the follower's clerk, in the leader
   uint64_t word[kSlots];    // the task that the leader handed on
   uint32_t loaded;          // stages that the loaders have begun to fill
@@ -55,6 +58,7 @@ struct TaskRing {
       barrier_init(shared_address(&handed[i]), 1);
       barrier_init(shared_address(&full[i]), Platform::kLanes);
       barrier_init(shared_address(&done[i]), kDoneArrivals + (pair_rank() == kFollower ? 1 : 0));
+      barrier_init(shared_address(&stored[i]), kConsumers * kWarpgroup);
       barrier_init(shared_address(&free[i]), 1);
     }
     loaded = 0;
@@ -68,6 +72,7 @@ struct TaskRing {
   // All lanes.
   __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
   __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
+  __device__ __forceinline__ void put_stored(uint32_t n) { arrive(shared_address(&stored[n % kSlots])); }
 
   // Of a loader thread; of the clerk.
   __device__ __forceinline__ void count_stage() { atomicAdd(&loaded, 1u); }
@@ -75,8 +80,9 @@ struct TaskRing {
     return Platform::broadcast(Platform::lane() == 0 ? atomicAdd(&loaded, 0u) : 0u, 0);
   }
 
-  // Asked by the clerks, all lanes: they are to agree.
+  // Asked by a warp, all lanes: they are to agree.
   __device__ __forceinline__ bool is_done(uint32_t n) const { return has_passed(done, n); }
+  __device__ __forceinline__ bool is_stored(uint32_t n) const { return has_passed(stored, n); }
   __device__ __forceinline__ bool is_handed(uint32_t n) const { return has_passed(handed, n); }
   __device__ __forceinline__ bool is_free(uint32_t n) const { return n < kSlots || has_passed(free, n - kSlots); }
 
@@ -102,6 +108,7 @@ struct Shared {
   uint64_t gate_barriers[Pipeline::kBarriers], stage_barriers[Pipeline::kBarriers];
   TaskRing ring;
   stages::CombinePieces combine;
+  stages::LateRows late;
   uint32_t router_bad;  // a logit of this block's tokens was not finite
   uint32_t trace_events;
   // Former.

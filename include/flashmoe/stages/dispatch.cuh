@@ -17,7 +17,6 @@ namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kTeamWarps = kWarps - 1;  // the last is the OS actor's
 inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumers' own
-inline constexpr uint32_t kLoaderBarrier = 4;
 using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
 
 // Scratch in the stages. The gate's pipeline leaves 16 KiB of each, or 4 with few experts; the logits take them, those of

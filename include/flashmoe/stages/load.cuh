@@ -98,7 +98,7 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
   }
 }
 
-// One thread does it all, and arrives for the other loaders.
+// One thread does it all, and arrives for the other loaders, who may do something else.
 template <class Dtype, class Stage, class Count>
 __device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& features, const TensorMap* hidden,
                                               uint32_t first_row, uint32_t rows, uint32_t k_bytes, Count&& count) {
