@@ -58,8 +58,8 @@ __device__ __forceinline__ float gelu(float x) {
   return fmaf(-u, detail::exp2_approx(q), detail::max_or_nan(x, 0.0f));
 }
 
-// For results of 8 significant bits: minimax for the same range, relative error 3.1e-4, a sixth of half their last place. Two
-// multiplications less, of 11 instructions.
+// For results of 8 significant bits: minimax for the same range, relative error of the tail 3.1e-4, where half their last
+// place is 2e-3 to 4e-3. Two multiplications less, of 11 instructions: 1.4 us of an epilogue's 4.2.
 __device__ __forceinline__ float short_gelu(float x) {
   const float u = fabsf(x);
   float q = fmaf(u, -2.1686355e-04f, 4.6652417e-03f);
