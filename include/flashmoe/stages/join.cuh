@@ -19,12 +19,11 @@ struct LateRows {
   static constexpr uint32_t kCapacity = 512;
 
   uint32_t row[kCapacity];  // token, and column of tasks << 16
-  uint32_t found, taken;    // ever put in the queue, and taken to be joined
-  uint32_t read;            // of those taken, whose places may be used again
+  uint32_t found, taken;    // ever put in the queue, and taken out of it
   uint32_t closed;          // 1: no more will be found
 
   // One thread, before the block's first synchronization.
-  __device__ void init() { found = taken = read = closed = 0; }
+  __device__ void init() { found = taken = closed = 0; }
 };
 
 // One warp's side of it. All functions by all lanes.
@@ -39,25 +38,24 @@ class Joiner {
   // Joins a few late rows; false if there are none.
   __device__ __forceinline__ bool step() {
     uint32_t first = 0, count = 0;
-    bool some = false;
     if (P::lane() == 0) {
       first = look(late_.taken);
       count = min_of(look(late_.found) - first, kAtOnce);
-      some = count != 0;
-      if (some && atomicCAS(&late_.taken, first, first + count) != first) count = 0;  // to another warp
     }
-    count = P::broadcast(count, 0);
-    if (count == 0) return P::broadcast(some, 0);
     first = P::broadcast(first, 0);
+    count = P::broadcast(count, 0);
+    if (count == 0) return false;
     __threadfence_block();
+    // Read before they are taken: the filling warp overwrites nothing that is not.
     uint32_t row = 0;
     if (P::lane() < count) row = look(late_.row[(first + P::lane()) % LateRows::kCapacity]);
     P::sync();
-    if (P::lane() == 0) atomicAdd(&late_.read, count);
+    const bool mine = P::lane() == 0 && atomicCAS(&late_.taken, first, first + count) == first;
+    if (P::ballot(mine) == 0) return true;  // another warp has taken some of them
     trace_.begin();
     join(row, count);
-    trace_.end(sm90::TracePhase::kCombine, (P::broadcast(row, 0) & kTokenBits) >> c_.log2_block,
-               P::broadcast(row, 0) >> 16);
+    row = P::broadcast(row, 0);
+    trace_.end(sm90::TracePhase::kCombine, (row & kTokenBits) >> c_.log2_block, row >> 16);
     return true;
   }
 
@@ -76,7 +74,8 @@ class Joiner {
   template <uint32_t kMost>
   __device__ __forceinline__ void find(const uint32_t (&tokens)[kMost], uint32_t rows, uint32_t column, uint32_t part) {
     constexpr uint32_t kEach = kMost / P::kLanes, kAll = 4;
-    while (P::broadcast(P::lane() == 0 ? late_.found - look(late_.read) : 0u, 0) > LateRows::kCapacity - kMost) step();
+    uint32_t found = P::broadcast(P::lane() == 0 ? look(late_.found) : 0u, 0);
+    while (P::broadcast(P::lane() == 0 ? found - look(late_.taken) : 0u, 0) > LateRows::kCapacity - kMost) step();
     uint32_t* const words = c_.joint_word(column, 0);
     uint32_t token[kEach], stored[kEach] = {};
 #pragma unroll
@@ -87,7 +86,6 @@ class Joiner {
       if (P::lane() + i * P::kLanes < rows) stored[i] = part + P::fetch_add(words + token[i], part);
     }
     P::acquire_fence(kDevice);
-    uint32_t found = P::broadcast(P::lane() == 0 ? look(late_.found) : 0u, 0);
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
       const bool late = stored[i] == kAll;
