@@ -216,10 +216,24 @@ def test_tensor_maps(device, dtype, code, span, activation):
         "strides": [I * size, H * I * size, 8 * I * size, H * I * size],
         "box": [span, 8, 1, 16, 1],
     }
-    assert seen["router"]["dims"] == [H, E, 1, 1, 1] and seen["router"]["box"] == [span, 128, 1, 1, 1]
+    assert seen["router"]["dims"] == [H, E, 1, 1, 1] and seen["router"]["box"] == [span, 32, 1, 1, 1]
     assert seen["router"]["base"] == args["router"].data_ptr() and seen["router"]["strides"][0] == row
     assert seen["hidden_rows"]["dims"][0] == I and seen["hidden_rows"]["dims"][1] % 256 == 0
     assert seen["hidden_rows"]["strides"] == [I * 4] and seen["hidden_rows"]["box"] == [span, 32]
+
+
+@pytest.mark.parametrize(("experts", "rows"), [(32, 32), (33, 128)])
+def test_the_routers_box(experts, rows):
+    """Few experts come by small boxes, so that the gate's stages hold more of the tokens."""
+    weights = {
+        "gate_up_proj": on_gpu(experts, 2 * I, H),
+        "down_proj": on_gpu(experts, H, I),
+        "router": on_gpu(experts, H),
+    }
+    with flashmoe.Context(engine="cuda", **{**SIZES, "experts": experts}) as ctx:
+        flashmoe.moe(ctx, **arguments(100, **weights))
+    seen = launched()["router"]
+    assert seen["dims"] == [H, experts, 1, 1, 1] and seen["box"] == [64, rows, 1, 1, 1]
 
 
 def test_strided_tensors(ctx):
