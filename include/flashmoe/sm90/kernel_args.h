@@ -44,7 +44,9 @@ inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may ha
 inline constexpr uint32_t kMaxPairs = 2048;  // its tokens times K
 inline constexpr uint32_t kMaxExperts = 1024;
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
-inline constexpr uint32_t kFewExperts = 32;        // up to so many the gate takes two k-blocks at a time
+// Of so few experts the gate takes two k-blocks at a time, and the router's box holds no more rows than they may be.
+inline constexpr uint32_t kFewExperts = 32;
+FLASHMOE_HD constexpr bool few_experts(uint32_t experts) { return experts <= kFewExperts; }
 // Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
 // The first block forms no tiles.
 inline constexpr uint32_t kFormerExperts = 16;

@@ -112,7 +112,7 @@ template <class Dtype>
 __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                               Pipeline& ring, uint32_t b) {
   const uint32_t group = threadIdx.x / kWarpgroup, all = c.tokens_in_block(b);
-  if (c.experts <= kFewExperts) return multiply_gate<Dtype, FewByTokens>(args, c, scratch, ring, group, 0, all);
+  if (few_experts(c.experts)) return multiply_gate<Dtype, FewByTokens>(args, c, scratch, ring, group, 0, all);
   for (uint32_t first = 0; first < all; first += kGateTokens<Dtype, Gate>) {
     const uint32_t tokens = min_of(all - first, kGateTokens<Dtype, Gate>);
     if (tokens <= 64) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
   if (threadIdx.x < kFirstLoader) {
     multiply_gate<Dtype>(args, c, scratch, ring, b);
   } else if (threadIdx.x < kFirstLoader + kLoaders) {
-    if (c.experts <= kFewExperts) {
+    if (few_experts(c.experts)) {
       load_gate<Dtype, DeepGate>(args, c, s, ring, b);
     } else {
       load_gate<Dtype, Gate>(args, c, s, ring, b);

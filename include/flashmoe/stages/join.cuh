@@ -130,13 +130,10 @@ class Joiner {
     }
 #pragma unroll 1
     for (uint32_t step = 0; step < kColumnBytes / kStep; ++step) {
-      uint4 piece[kAtOnce][2] = {};
+      uint4 piece[kAtOnce][2];
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        if (at[i] >= out_bytes) continue;
-        const uint8_t* const from = rows + uint64_t{token[i]} * token_bytes + at[i];
-        piece[i][0] = load_once(from);
-        piece[i][1] = load_once(from + slot_bytes);
+        load_slots<2>(piece[i], rows + uint64_t{token[i]} * token_bytes + at[i], slot_bytes, at[i] < out_bytes ? 3 : 0);
       }
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
