@@ -285,7 +285,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
       compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
     });
     trace.end(slot.kind == TaskKind::kGemm0 ? TracePhase::kGemm0 : TracePhase::kGemm1, slot.tile, slot.column);
-    tasks.put_stored(n);
+    if (joins_late_rows(c)) tasks.put_stored(n);  // else nobody waits for it
     tasks.put_done(n);
   }
 }
