@@ -3,39 +3,13 @@
 #include <algorithm>
 #include <bit>
 
+#include "cpu/agreement.h"
 #include "cpu/fault_message.h"
 #include "cpu/gemm.h"
 #include "cpu/text.h"
 
 namespace flashmoe::cpu {
 namespace {
-
-// FNV-1a; ranks compare hashes of what they must agree on.
-uint64_t hash_bytes(const void* data, size_t n) {
-  uint64_t h = 0xcbf29ce484222325u;
-  for (size_t i = 0; i < n; ++i) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
-  return h;
-}
-
-CallConfig make_config(const Layer& layer, const CallOptions& o, const Call& call, uint32_t columns_per_task) {
-  CallConfig config{};
-  config.hidden = o.hidden;
-  config.intermediate = o.intermediate;
-  config.experts = o.experts;
-  config.top_k = o.top_k;
-  config.dtype = static_cast<uint32_t>(layer.dtype);
-  config.return_mode = static_cast<uint32_t>(o.return_mode);
-  config.activation = static_cast<uint32_t>(layer.activation);
-  config.capacity_factor = o.capacity_factor;
-  config.placement = static_cast<uint32_t>(hash_bytes(o.placement.data(), o.placement.size() * sizeof(uint32_t)));
-  uint32_t ends[kMaxGroups] = {};  // in elements
-  for (uint32_t g = 0; g < call.groups; ++g) {
-    ends[g] = std::min(call.group_first[g + 1] * columns_per_task, o.hidden);
-  }
-  config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
-  config.hash = hash_bytes(&config, sizeof(config));  // the field itself is still 0
-  return config;
-}
 
 // Small blocks keep every processor busy, large ones make fewer packets; offsets within a packet are 16 bits.
 uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token) {
@@ -145,7 +119,8 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.gemm1_columns = ceil_div(o.hidden, limits_.gemm1_columns_per_task);
   cut_into_groups(o.groups);
   call_.order = o.order;
-  call_.config = make_config(layer, o, call_, limits_.gemm1_columns_per_task);
+  call_.config = make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement,
+                             limits_.gemm1_columns_per_task);
   experts_.resize(std::max(call_.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }

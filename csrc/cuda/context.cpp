@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstring>
 
+#include "cpu/agreement.h"
 #include "cpu/fault_message.h"
 #include "cpu/text.h"
 
@@ -22,8 +23,7 @@ constexpr uint32_t kAlwaysHeld = 0xffffffffu;  // alone on its link, a rank has 
 uint32_t processors_of(const Device& device, const Limits& limits) {
   const uint32_t all = device.processors() / sm90::kPair * sm90::kPair;
   const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
-  const uint32_t formers = ceil_div(limits.max_local_experts, sm90::kFormerExperts);
-  const uint32_t least = ceil_div(formers + 1, sm90::kPair) * sm90::kPair;  // the first block forms no tiles
+  const uint32_t least = sm90::least_blocks(limits.ranks, limits.max_local_experts);
   if (wanted < least || wanted > all || wanted % sm90::kPair != 0) {
     throw Error(Error::Kind::kInvalidArgument,
                 concat("processors: expected an even number from ", least, " (for E=", limits.max_local_experts,
@@ -74,29 +74,32 @@ uint32_t return_groups(uint32_t columns, uint64_t return_bytes, uint16_t (&first
   return groups;
 }
 
-Context::Context(int ordinal, const Limits& limits, uint64_t timeout_ns)
+Context::Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order,
+                 uint64_t timeout_ns)
     : device_(ordinal), limits_(with_tiles(limits)), fault_page_(device_) {
-  if (limits.ranks != 1) {
-    throw Error(Error::Kind::kOther, concat("ranks: expected 1, got ", limits.ranks,
-                                            ": the CUDA engine runs on one GPU and not yet over several"));
-  }
+  call_.rank = who.rank;
+  call_.ranks = limits_.ranks;
   limits_.processors = processors_of(device_, limits);
   call_.processors = limits_.processors / sm90::kPair;
   call_.timeout_ns = timeout_ns;
   call_.tile_rows = limits_.tile_rows;
   call_.home_combines = 1;
-  call_.order = {.gemm1_lag = kAlwaysHeld, .raster = kRaster, .window = 4 * call_.processors};
+  call_.order = {.gemm1_lag = order.gemm1_lag != 0 ? order.gemm1_lag : kAlwaysHeld,
+                 .raster = order.raster != 0 ? order.raster : kRaster,
+                 .window = order.window != 0 ? order.window : 4 * call_.processors};
   call_.heap_layout = make_heap_layout(limits_);
   call_.work_layout = make_work_layout(limits_);
   call_.max_blocks = limits_.max_blocks();
   call_.queue_mask = limits_.queue_capacity() - 1;
   call_.list_mask = limits_.list_capacity() - 1;
-  heap_ = DeviceMemory(device_, call_.heap_layout.bytes, "heap");
+  // Own memory first: who has not got it had better not join.
   workspace_ = DeviceMemory(device_, call_.work_layout.bytes, "workspace");
-  heaps_ = DeviceMemory(device_, sizeof(uint8_t*), "heap table");
-  uint8_t* const heap = heap_.as<uint8_t>();
-  heaps_.upload(&heap, sizeof(heap));
-  call_.heaps = heaps_.as<uint8_t*>();
+  heap_table_ = DeviceMemory(device_, limits_.ranks * sizeof(uint8_t*), "heap table");
+  const uint64_t heap_bytes = call_.heap_layout.bytes;
+  heaps_ = limits_.ranks == 1 ? make_own_heap(device_, heap_bytes)
+                              : join_heaps(device_, who, limits_, heap_bytes, timeout_ns);
+  heap_table_.upload(heaps_->all().data(), heap_table_.bytes());
+  call_.heaps = heap_table_.as<uint8_t*>();
   call_.work = workspace_.as<uint8_t>();
 }
 
@@ -175,14 +178,12 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   const bool gated = spec.activation == cpu::Activation::kSwiGlu;
   c.gemm0_columns = ceil_div(spec.intermediate, sm90::gemm0_columns_per_task(gated));
   c.gemm1_columns = ceil_div(spec.hidden, sm90::kGemm1ColumnsPerTask);
-  // Ranks compare it on arrival; a rank alone agrees with itself.
-  c.config.hidden = spec.hidden;
-  c.config.intermediate = spec.intermediate;
-  c.config.experts = spec.experts;
-  c.config.top_k = spec.top_k;
-  c.config.dtype = static_cast<uint32_t>(spec.dtype);
-  c.config.activation = static_cast<uint32_t>(spec.activation);
-  c.config.capacity_factor = spec.capacity_factor;
+  if (c.ranks > 1) {
+    // Alike on all ranks, whatever their tokens: one's signal is another's columns.
+    c.groups = return_groups(c.gemm1_columns, kGroupedReturnBytes, c.group_first);
+    c.config = cpu::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
+                                sm90::kGemm1ColumnsPerTask);
+  }
   return c;
 }
 
@@ -208,10 +209,12 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   a.call = call_of(spec, where);
   const uint32_t bytes = a.call.element_bytes, experts = a.call.local_experts;
   const bool gated = spec.activation == cpu::Activation::kSwiGlu;
-  a.gate_up = encode(gate_up_shape(spec.gate_up, bytes, spec.hidden, spec.intermediate, experts, gated),
-                     spec.gate_up.data, spec.dtype, "gate_up_proj");
-  a.down = encode(down_shape(spec.down, bytes, spec.hidden, spec.intermediate, experts), spec.down.data, spec.dtype,
-                  "down_proj");
+  if (experts != 0) {  // else it has no tasks
+    a.gate_up = encode(gate_up_shape(spec.gate_up, bytes, spec.hidden, spec.intermediate, experts, gated),
+                       spec.gate_up.data, spec.dtype, "gate_up_proj");
+    a.down = encode(down_shape(spec.down, bytes, spec.hidden, spec.intermediate, experts), spec.down.data, spec.dtype,
+                    "down_proj");
+  }
   a.gate_up_rows = rows_of(spec.gate_up);
   a.down_rows = rows_of(spec.down);
   a.router_rows = rows_of(spec.router);
@@ -228,7 +231,7 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   a.router_bias = reinterpret_cast<const void*>(spec.router_bias);
   a.topk_ids_64 = spec.topk_ids_64;
   a.renormalize = spec.renormalize;
-  a.host_fault = fault_page_.mapped<FaultRecord>();
+  a.host_fault = fault_page_.mapped<HostFault>();
   a.trace = spec.traced ? trace_.as<uint8_t>() : nullptr;
   plans_[++last_plan_] = std::move(plan);
   return last_plan_;
@@ -246,9 +249,11 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   c.log2_block = static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, processors())));
   c.capacity = expert_capacity(plan.capacity_factor, t.tokens, c.top_k, c.experts);
   c.joined = joins_rows(c) ? 1 : 0;
-  // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
-  const uint64_t return_bytes = c.joined != 0 ? 0 : uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
-  c.groups = return_groups(c.gemm1_columns, return_bytes, c.group_first);
+  if (c.ranks == 1) {
+    // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
+    const uint64_t return_bytes = c.joined != 0 ? 0 : uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
+    c.groups = return_groups(c.gemm1_columns, return_bytes, c.group_first);
+  }
   a.x = reinterpret_cast<const uint8_t*>(t.x);
   a.x_row_bytes = t.x_row_bytes;
   a.out = reinterpret_cast<uint8_t*>(t.out);
@@ -266,7 +271,7 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
     throw Error(Error::Kind::kHeap,
                 concat("max_tokens: expected at most ", limits_.max_tokens, ", got ", tokens.tokens));
   }
-  if (tokens.tokens == 0) return;  // alone, a rank without tokens has nothing to compute
+  if (tokens.tokens == 0 && limits_.ranks == 1) return;  // alone, a rank without tokens has nothing to compute
   set_tokens(plan, tokens);
   const Device::Use use(device_);
   if (plan.args.trace != nullptr) {
@@ -302,23 +307,39 @@ void Context::check_health() {
   if (broken_) {
     throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
   }
-  auto* record = fault_page_.host<FaultRecord>();
+  auto* record = fault_page_.host<HostFault>();
   if (std::atomic_ref(record->posted).load(std::memory_order_acquire) == 0) return;
   broken_ = true;
-  throw worded(record->fault);
+  throw worded(*record);
 }
 
-// The CPU engine words a fault from the heap in which it lies: here is one that holds nothing else.
-Error Context::worded(const Fault& fault) const {
-  const HeapLayout layout = make_heap_layout(Limits{});
-  const auto group = cpu::make_single_rank_group(layout.bytes);
+// The CPU engine words a fault from the heaps in which it lies: here are some that hold nothing else.
+Error Context::worded(const HostFault& record) const {
+  class Obituaries final : public cpu::Group {
+   public:
+    explicit Obituaries(const Heaps& heaps) : real_(heaps) {}
+    std::string obituary(uint32_t p) const override { return real_.obituary(p); }
+
+   private:
+    const Heaps& real_;
+  };
+  const Fault& fault = record.fault;
+  Limits limits;
+  limits.ranks = limits_.ranks;
+  const HeapLayout layout = make_heap_layout(limits);
+  const auto groups = cpu::make_thread_groups(limits.ranks, layout.bytes);
   Call c;
+  c.epoch = fault.epoch;
+  c.rank = call_.rank;
+  c.ranks = limits.ranks;
   c.timeout_ns = call_.timeout_ns;
-  c.heaps = group->heaps();
+  c.heaps = groups.front()->heaps();
   c.heap_layout = layout;
-  c.status(0)->entered = fault.epoch;
-  *c.fault(0, 0) = {1, fault};
-  return cpu::fault_error(c, *group);
+  c.status(fault.culprit)->entered = record.entered;
+  *c.call_config(fault.rank, fault.rank) = record.mine;
+  *c.call_config(fault.awaited, fault.awaited) = record.theirs;
+  *c.fault(c.rank, fault.rank) = {1, fault};
+  return cpu::fault_error(c, Obituaries(*heaps_));
 }
 
 void Context::read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const {

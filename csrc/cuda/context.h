@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/device.h"
+#include "cuda/group.h"
 #include "cuda/tensor_map.h"
 #include "flashmoe/sm90/kernel_args.h"
 
@@ -50,8 +51,9 @@ uint32_t return_groups(uint32_t columns, uint64_t return_bytes, uint16_t (&first
 
 class Context {
  public:
-  // limits.processors: thread blocks, 0 for one on every multiprocessor. ordinal: see Device.
-  Context(int ordinal, const Limits& limits, uint64_t timeout_ns);
+  // limits.processors: thread blocks, 0 for one on every multiprocessor. ordinal: see Device. Of order, what is 0 is left
+  // to the context. With several ranks, joins them.
+  Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order, uint64_t timeout_ns);
   // Waits for the device: a call may still be under way.
   ~Context();
 
@@ -75,7 +77,7 @@ class Context {
 
   int device() const { return device_.ordinal(); }
   uint32_t processors() const { return limits_.processors; }
-  uint64_t heap_bytes() const { return heap_.bytes(); }
+  uint64_t heap_bytes() const { return call_.heap_layout.bytes; }
   uint64_t workspace_bytes() const { return workspace_.bytes(); }
 
  private:
@@ -106,13 +108,14 @@ class Context {
   void set_tokens(Plan& plan, const TokenSpec& tokens) const;
   void launch(Plan& plan, DriverStream stream) const;
   void check_health();
-  Error worded(const Fault& fault) const;
+  Error worded(const HostFault& record) const;
 
   std::mutex mutex_;  // calls come from any thread
   const Device device_;
   Limits limits_;
   Call call_;  // what every call has in common
-  DeviceMemory heap_, workspace_, heaps_, trace_;
+  DeviceMemory workspace_, heap_table_, trace_;
+  std::unique_ptr<Heaps> heaps_;
   MappedPage fault_page_;
   bool broken_ = false;
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;

@@ -49,6 +49,10 @@ Device::~Device() {
   driver().cuDevicePrimaryCtxRelease_v2(device_);
 }
 
+void Device::identify(char (&uuid)[16]) const {
+  check(driver().cuDeviceGetUuid_v2(uuid, device_), "cannot query the device");
+}
+
 void Device::synchronize() const {
   const Use use(*this);
   check(driver().cuCtxSynchronize(), "work on the device failed");

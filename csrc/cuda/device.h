@@ -21,6 +21,8 @@ class Device {
 
   int ordinal() const { return ordinal_; }
   uint32_t processors() const { return processors_; }  // multiprocessors
+  // The device's name among all devices.
+  void identify(char (&uuid)[16]) const;
   // Waits for everything that was launched on the device.
   void synchronize() const;
 

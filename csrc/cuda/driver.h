@@ -63,6 +63,7 @@ struct LaunchConfig {  // CUlaunchConfig
   X(cuDeviceGet, (int* device, int ordinal))                                                        \
   X(cuDeviceGetCount, (int* count))                                                                 \
   X(cuDeviceGetName, (char* name, int length, int device))                                          \
+  X(cuDeviceGetUuid_v2, (void* uuid, int device))                                                   \
   X(cuDeviceGetAttribute, (int* value, int attribute, int device))                                  \
   X(cuDevicePrimaryCtxRetain, (DriverContext*, int device))                                         \
   X(cuDevicePrimaryCtxRelease_v2, (int device))                                                     \

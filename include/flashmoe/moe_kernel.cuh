@@ -8,7 +8,8 @@
 //     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
 //                         during GEMM1 the second warp joins rows (stages/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
-//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former
+//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or with several ranks sender
+//                         (stages/send.cuh)
 //   Whoever is through with its role helps to combine the block's own tokens, or to join the rows that it computed, so that
 //   at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
@@ -30,6 +31,7 @@
 #include "flashmoe/sm90/leave.cuh"
 #include "flashmoe/sm90/roles.cuh"
 #include "flashmoe/stages/dispatch.cuh"
+#include "flashmoe/stages/send.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -82,8 +84,10 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     }
   } else if (blockIdx.x == 0) {
     run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
+  } else if (const uint32_t formers = formers_of(c.ranks, c.local_experts, gridDim.x); blockIdx.x <= formers) {
+    run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
   } else {
-    run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, gridDim.x - 1});
+    stages::RowSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
   }
 }
 

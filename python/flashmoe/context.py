@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import pathlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _ffi
@@ -26,6 +28,7 @@ MAX_EXPERTS = 8192
 MAX_CUDA_TOKENS = 65536
 MAX_CUDA_EXPERTS = 1024
 MAX_CUDA_TOP_K = 32
+MAX_CUDA_RANKS = 32
 
 
 def _bounded(name: str, value: Any, low: int, high: int) -> int:
@@ -69,9 +72,36 @@ def make_limits(
     }
 
 
+PROFILE = {"gemm1_lag": 2**31, "raster": 32, "window": 2**20}
+"""What a profile may say, and the most of each; kMaxRaster in order.h."""
+
+
+def _checked_profile(profile: Mapping[str, int] | None) -> dict[str, int]:
+    """`profile` once its names and values are known to be a policy; raises `InvalidArgument`."""
+    if unknown := set(profile or ()) - set(PROFILE):
+        raise InvalidArgument(f"profile: expected names among {', '.join(PROFILE)}, got {sorted(unknown)}")
+    return {name: _bounded(f"profile[{name}]", value, 1, PROFILE[name]) for name, value in (profile or {}).items()}
+
+
+def nvshmem_library() -> str:
+    """NVSHMEM's host library: that of the package nvidia-nvshmem-cu13 (or -cu12), which PyTorch depends on, else the name
+    that the loader looks for."""
+    name = "libnvshmem_host.so.3"
+    try:
+        package = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        package = None
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        path = pathlib.Path(folder) / "lib" / name
+        if path.is_file():
+            return str(path)
+    return name
+
+
 class Context:
     """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine. With the CUDA
-    engine a rank is a GPU of compute capability 9.0 (H100, H200), so far alone in its group.
+    engine a rank is a GPU of compute capability 9.0 (H100, H200); several must reach each other's memory, over NVLink, and
+    their heaps are NVSHMEM's. All groups of several GPUs that a process joins must have the same ranks.
 
     The sizes are upper limits: calls may use any smaller T, H, I, E or K, and all layers of a model share one context.
 
@@ -102,6 +132,10 @@ class Context:
         ``"cpu"`` or ``"cuda"``. Default: ``"cuda"`` if a device is given, else ``"cpu"``.
     device:
         Ordinal of the CUDA device. Default with ``engine="cuda"``: PyTorch's current one.
+    profile:
+        CUDA engine: the order of tasks, where it is to differ from the built-in one. ``gemm1_lag``: GEMM1 tasks are
+        held back until so many GEMM0 tasks are ahead of them, while there are any. ``raster``: tiles of a window of
+        tasks. ``window``: tasks published ahead. It changes no bit of a result, and may differ from rank to rank.
 
     Raises
     ------
@@ -135,6 +169,7 @@ class Context:
         timeout: float = 30.0,
         engine: str | None = None,
         device: int | None = None,
+        profile: Mapping[str, int] | None = None,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -158,8 +193,8 @@ class Context:
         if not isinstance(timeout, int | float) or not (math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument(f"timeout: expected seconds >= 0, got {timeout!r}")
         if cuda:
-            if self.ranks > 1:
-                raise FlashMoEError(f"ranks: the CUDA engine runs on one GPU, and not yet over several; got {ranks}")
+            if self.ranks > MAX_CUDA_RANKS:
+                raise InvalidArgument(f"ranks: expected at most {MAX_CUDA_RANKS} with the CUDA engine, got {ranks}")
             if return_mode == "reduced":
                 raise InvalidArgument("return_mode: expected 'direct' or 'auto' with the CUDA engine, got 'reduced'")
             return_mode = "direct"
@@ -190,7 +225,9 @@ class Context:
         library = _ffi.library()
         if cuda:
             ordinal = -1 if device is None else _bounded("device", device, 0, 2**15)
-            self._handle = library.cuda_create(self.limits, ordinal, timeout_ns)
+            numbers = {**self.limits, **_checked_profile(profile), "rank": self.rank}
+            library_path = nvshmem_library() if self.ranks > 1 else ""
+            self._handle = library.cuda_create(numbers, name or "", library_path, ordinal, timeout_ns)
             self._finalizer = weakref.finalize(self, library.cuda_close, self._handle)
             self._layers: dict[Any, Any] = {}  # of gpu.Layer
             described = library.cuda_describe(self._handle)

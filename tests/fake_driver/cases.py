@@ -100,7 +100,7 @@ def test_memory_is_given_back():
         ({"engine": "cpu", "device": 0}, flashmoe.InvalidArgument, "device: expected none"),
         ({"device": 2}, flashmoe.InvalidArgument, "device: expected one of the 2 that the driver shows, got 2"),
         ({"device": -1}, flashmoe.InvalidArgument, "device: expected an integer"),
-        ({"ranks": 2, "name": "g"}, flashmoe.FlashMoEError, "not yet over several"),
+        ({"ranks": 33, "name": "g"}, flashmoe.InvalidArgument, "ranks: expected at most 32 with the CUDA engine"),
         ({"return_mode": "reduced"}, flashmoe.InvalidArgument, "return_mode: expected 'direct' or 'auto'"),
         (
             {"processors": 133},
@@ -132,7 +132,7 @@ def test_a_gpu_of_another_generation():
 def test_too_little_memory():
     driver.fake_memory(1000)
     before = driver.fake_allocations()
-    with pytest.raises(flashmoe.HeapError, match=r"heap: expected .* got 1000 free of 1000"):
+    with pytest.raises(flashmoe.HeapError, match=r"workspace: expected .* got 1000 free of 1000"):
         flashmoe.Context(engine="cuda", **SIZES)
     assert driver.fake_allocations() == before
 

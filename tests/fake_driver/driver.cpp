@@ -166,6 +166,10 @@ CudaResult cuDeviceGetName(char* name, int length, int) {
   std::snprintf(name, static_cast<size_t>(length), "Fake");
   return 0;
 }
+CudaResult cuDeviceGetUuid_v2(void* uuid, int) {
+  std::memset(uuid, 0, 16);
+  return 0;
+}
 CudaResult cuDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == cuda::kMultiprocessorCount ? 132 : attribute == cuda::kComputeCapabilityMajor ? major : 0;
   return 0;

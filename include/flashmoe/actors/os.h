@@ -62,8 +62,8 @@ class GroupLiveness {
  private:
   FLASHMOE_FN Status read(uint32_t p) const {
     const Status* s = c_.status(p);
-    return {P::load_acquire(&s->entered, kSystem), P::load_acquire(&s->left, kSystem), P::load_relaxed(&s->heartbeat),
-            P::load_relaxed(&s->progress)};
+    return {P::load_acquire(&s->entered, kSystem), P::load_acquire(&s->left, kSystem), P::poll(&s->heartbeat, kSystem),
+            P::poll(&s->progress, kSystem)};
   }
 
   const Call& c_;

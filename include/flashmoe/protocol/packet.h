@@ -34,13 +34,16 @@ struct PacketScratch {
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
-// Whether rank q needs the row of this token (its drops already marked).
-FLASHMOE_HD bool goes_to(const Call& c, uint32_t token, uint32_t q) {
+// Entries of this token in its packet for rank q (its drops already marked).
+FLASHMOE_HD uint32_t entries_for(const Call& c, uint32_t token, uint32_t q) {
   const int32_t* ids = c.routing(token);
-  for (uint32_t k = 0; k < c.top_k; ++k) {
-    if (ids[k] >= 0 && c.owner[ids[k]] == q) return true;
-  }
-  return false;
+  uint32_t n = 0;
+  for (uint32_t k = 0; k < c.top_k; ++k) n += ids[k] >= 0 && c.owner[ids[k]] == q;
+  return n;
+}
+// Whether rank q needs its row.
+FLASHMOE_HD bool goes_to(const Call& c, uint32_t token, uint32_t q) {
+  return entries_for(c, token, q) != 0;
 }
 
 // The pairs i = (token of block b) * K + k of this worker.
@@ -281,15 +284,20 @@ FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s
   return true;
 }
 
-// After the team's writes for block b: tells each destination, the others first, that its packet is complete. The whole
-// team calls it.
+// Tells rank q that its packet of block b is complete: `entries` of them, and their rows. One lane.
+template <class P>
+FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t entries) {
+  P::store_release(c.packet_signal(q, c.rank, b), Signal::make(c.epoch, entries), kSystem);
+}
+
+// After the team's writes for block b, rows included: tells each destination, the others first. The whole team calls it.
 template <class P>
 FLASHMOE_FN void signal_packets(const Call& c, uint32_t b, const PacketScratch& s) {
   P::team_sync();
   if (P::worker() != 0) return;
   for (uint32_t i = P::lane(); i < c.ranks; i += P::kLanes) {
     const uint32_t q = (c.rank + 1 + i) % c.ranks;
-    P::store_release(c.packet_signal(q, c.rank, b), Signal::make(c.epoch, s.entries[q]), kSystem);
+    signal_packet<P>(c, q, b, s.entries[q]);
   }
 }
 

@@ -55,6 +55,14 @@ struct alignas(64) CallConfig {
 };
 static_assert(sizeof(CallConfig) == 64);
 
+// What a GPU hands its host of a fault: the record, and what the message takes from the heaps.
+struct HostFault {
+  uint64_t posted;  // non-zero once the rest is written
+  Fault fault;
+  uint64_t entered;         // by the culprit
+  CallConfig mine, theirs;  // of fault.rank and fault.awaited
+};
+
 // Words of a rank's own that its actors contend for, one cache line each.
 struct alignas(128) Control {
   struct alignas(128) Line {

@@ -48,8 +48,18 @@ inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
 inline constexpr uint32_t kFewExperts = 32;
 FLASHMOE_HD constexpr bool few_experts(uint32_t experts) { return experts <= kFewExperts; }
 // Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
-// The first block forms no tiles.
 inline constexpr uint32_t kFormerExperts = 16;
+// Of so many thread blocks, the second to this one form tiles. Those behind them send rows to other ranks, if there are any.
+FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts, uint32_t blocks) {
+  if (ranks == 1) return blocks - 1;
+  const uint32_t wanted = max_of(blocks / 4, 1u);  // most blocks send
+  return max_of(ceil_div(local_experts, kFormerExperts), min_of(local_experts, wanted));
+}
+// The fewest blocks.
+FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_experts) {
+  const uint32_t service = 1 + max_of(ceil_div(local_experts, kFormerExperts), 1u) + (ranks > 1 ? 1 : 0);
+  return ceil_div(service, kPair) * kPair;
+}
 
 // The kernel of a few tokens.
 inline constexpr uint32_t kFewWarps = 12;
@@ -136,7 +146,7 @@ struct KernelArgs {
   const float* topk_weights;  // [T, K]
   uint32_t topk_ids_64;       // 1: int64
   uint32_t renormalize;
-  FaultRecord* host_fault;  // in mapped host memory: written when the call failed
+  HostFault* host_fault;  // in mapped host memory: written when the call failed
   uint8_t* trace;           // [blocks] of kTraceBytesPerBlock; null: not traced
 };
 static_assert(sizeof(KernelArgs) <= 4096);

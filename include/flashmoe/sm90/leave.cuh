@@ -6,6 +6,20 @@
 
 namespace flashmoe::sm90 {
 
+// The own fault if there is one, else a peer's.
+__device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
+  for (uint32_t i = 0; i < c.ranks; ++i) {
+    const FaultRecord* record = c.fault(c.rank, (c.rank + i) % c.ranks);
+    if (Platform::load_acquire(&record->posted, kSystem) == 0) continue;
+    to.fault = record->fault;
+    to.entered = Platform::load_acquire(&c.status(to.fault.culprit)->entered, kSystem);
+    to.mine = *c.call_config(to.fault.rank, to.fault.rank);
+    to.theirs = *c.call_config(to.fault.awaited, to.fault.awaited);
+    Platform::store_release(&to.posted, uint64_t{1}, kSystem);
+    return;
+  }
+}
+
 // One thread, when all of the block's warps are done. The last block to leave counts the call, when every block has read
 // the count, and hands the host what went wrong.
 __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uint64_t epoch) {
@@ -15,8 +29,7 @@ __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uin
   Platform::store_relaxed(&control->met.value, uint64_t{0});
   Platform::store_relaxed(&control->calls.value, epoch);
   if (Platform::load_relaxed(&control->abort.value) == 0) return;
-  args.host_fault->fault = c.fault(c.rank, c.rank)->fault;
-  Platform::store_release(&args.host_fault->posted, uint64_t{1}, kSystem);
+  hand_over_fault(c, *args.host_fault);
 }
 
 }  // namespace flashmoe::sm90

@@ -171,7 +171,7 @@ class Combiner {
   }
   // Two pieces for every warp of the GPU, where that many are to be had.
   __device__ __forceinline__ static uint32_t items_of_piece(uint32_t items) {
-    return min_of(ceil_div(items, gridDim.x * sm90::kWarps * 2), CombinePieces::kItems);
+    return min_of(max_of(ceil_div(items, gridDim.x * sm90::kWarps * 2), 1u), CombinePieces::kItems);
   }
   __device__ __forceinline__ uint32_t pieces_of_block(uint32_t g) const {
     const uint32_t items = c_.tokens * span_of(g).per_token(), pieces = ceil_div(items, items_of_piece(items));

@@ -1,5 +1,5 @@
-// Dispatch: a token block's way from its rows to packets in its destinations' heaps. Gate (logits on the tensor cores,
-// through the GEMM pipeline), choice of experts, packets, rows, signals.
+// Dispatch: a token block's way to packets in its destinations' heaps. Gate (logits on the tensor cores, through the GEMM
+// pipeline), choice of experts, packets, the signal of the own one. Rows, and the other signals: send.cuh.
 //
 // The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
 #pragma once
@@ -190,20 +190,6 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
   return s.router_bad == 0;
 }
 
-// Own rows to the other ranks that hold one of their experts; each crosses once.
-template <class Dtype>
-__device__ __forceinline__ void copy_rows(const KernelArgs& args, const Call& c, uint32_t b) {
-  const uint32_t first = b << c.log2_block;
-  const uint32_t chunks = c.hidden * Dtype::kBytes / 16;
-  for (uint32_t i = Team::worker(); i < (c.ranks - 1) * c.tokens_in_block(b); i += kTeamWarps) {
-    const uint32_t q = (c.rank + 1 + i / c.tokens_in_block(b)) % c.ranks, token = first + i % c.tokens_in_block(b);
-    if (!goes_to(c, token, q)) continue;
-    const auto* from = reinterpret_cast<const uint4*>(args.x + token * args.x_row_bytes);
-    auto* to = reinterpret_cast<uint4*>(c.dispatched_row(q, c.rank, token));
-    for (uint32_t k = Platform::lane(); k < chunks; k += 32) to[k] = from[k];
-  }
-}
-
 // The team's part of one token block. `ring` is the caller's side of the pipeline. False if the call is over.
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
@@ -221,11 +207,9 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
     Team::team_sync();  // the word that says so lies in the stages, and loaders may overwrite it once a warp goes on
     return false;
   }
-  if (c.ranks > 1) {
-    Team::team_sync();  // a row is copied by another warp than that which recorded its routing
-    copy_rows<Dtype>(args, c, b);
-  }
-  signal_packets<Team>(c, b, packets);
+  Team::team_sync();
+  // The other ranks' packets are complete when their rows are there, see send.cuh.
+  if (threadIdx.x == 0) signal_packet<Platform>(c, c.rank, b, packets.entries[c.rank]);
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();

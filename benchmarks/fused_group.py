@@ -1,0 +1,186 @@
+"""The fused kernel on a group of GPUs beside the bare GEMMs of the same layer, in one run.
+
+    torchrun --nproc-per-node N benchmarks/fused_group.py [--shapes NAME ...] [--tokens T ...]
+        [--profile gemm1_lag=400 ...] [--out benchmarks/results/fused_group_N.json]
+
+Per shape and tokens a GPU: the whole layer (router to combine, one launch a rank), and the floor: PyTorch's two grouped
+GEMMs alone, on ready inputs, as many rows as this rank's tokens have, spread over its experts at random. Both are timed in
+turn, by two timers. "busy": each GPU is kept busy, then all meet in an all-reduce, on which the measured span follows
+without a gap. "plain": the yardstick's, a barrier, then events around the launch. Of each iteration the slowest rank counts;
+medians of --repeats. Rank 0 prints ratios and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import flashmoe
+import torch
+import torch.distributed as dist
+from flashmoe.placement import contiguous
+from fused_gpu import BUSY_CYCLES, SHAPES, floor_call, gpu_operations
+
+
+def slowest(times: list[float]) -> list[float]:
+    """Of each iteration, the slowest rank's."""
+    all_times = torch.tensor(times, device="cuda")
+    dist.all_reduce(all_times, op=dist.ReduceOp.MAX)
+    return all_times.tolist()
+
+
+def milliseconds(call, repeats: int, busy: bool) -> list[float]:
+    """Times of single calls, by events."""
+    times = []
+    meeting = torch.zeros(1, device="cuda")
+    for i in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.barrier()
+        if busy:
+            torch.cuda._sleep(BUSY_CYCLES)
+            dist.all_reduce(meeting)
+        start.record()
+        call(i)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return slowest(times[3:])
+
+
+def measure(name: str, tokens: int, repeats: int, profile: dict[str, int]) -> dict:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    hidden, inner, experts, top_k, activation, _ = SHAPES[name]
+    gated = activation == "swiglu"
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    torch.manual_seed(tokens)
+    router = torch.randn(experts, hidden, **make) * 0.02
+    own = [e for e, owner in enumerate(contiguous(experts, ranks)) if owner == rank]
+    w1 = torch.empty(len(own), (2 if gated else 1) * inner, hidden, **make)
+    w2 = torch.empty(len(own), hidden, inner, **make)
+    for i, expert in enumerate(own):
+        torch.manual_seed(1000 + expert)
+        w1[i] = torch.randn_like(w1[i]) * 0.02
+        w2[i] = torch.randn_like(w2[i]) * 0.02
+    torch.manual_seed(rank + 1)
+    xs = [torch.randn(tokens, hidden, **make) for _ in range(4)]
+    sizes = {"max_tokens": tokens, "hidden": hidden, "intermediate": inner, "experts": experts, "top_k": top_k}
+    with flashmoe.Context.from_torch(engine="cuda", return_mode="direct", profile=profile, **sizes) as ctx:
+
+        def layer(i: int) -> torch.Tensor:
+            return flashmoe.moe(ctx, xs[i % 4], w1, w2, router=router, top_k=top_k, activation=activation)
+
+        y = layer(0)
+        ctx.synchronize()
+        error = check(xs[0], y, router, own, w1, w2, top_k, gated)
+        bare = floor_call(tokens * top_k, hidden, inner, len(own), w1, w2)
+        timed = {(what, busy): [] for what in ("fused", "floor") for busy in (True, False)}
+        for _ in range(4):  # in turn, so that both see the same clocks
+            for busy in (True, False):
+                timed["fused", busy] += milliseconds(layer, repeats // 4, busy)
+                timed["floor", busy] += milliseconds(bare, repeats // 4, busy)
+        ctx.synchronize()
+        dist.barrier()
+        operations = gpu_operations(layer) / 10
+        ctx.synchronize()
+        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+    median = {key: statistics.median(times) for key, times in timed.items()}
+    flops = tokens * top_k * (3 if gated else 2) * 2 * hidden * inner
+    return {
+        "shape": name,
+        "tokens": tokens,
+        "ranks": ranks,
+        "profile": profile,
+        "fused_ms": median["fused", True],
+        "fused_min_max": [min(timed["fused", True]), max(timed["fused", True])],
+        "floor_ms": median["floor", True],
+        "floor_min_max": [min(timed["floor", True]), max(timed["floor", True])],
+        "ratio": median["fused", True] / median["floor", True],
+        "plain_fused_ms": median["fused", False],
+        "plain_floor_ms": median["floor", False],
+        "plain_ratio": median["fused", False] / median["floor", False],
+        "tflops": flops / median["fused", True] * 1e-9,
+        "mtokens_per_s": tokens / median["fused", True] * 1e-3,
+        "gpu_operations_per_call": operations,
+        "error": error,
+    }
+
+
+def check(x, y, router, own, w1, w2, top_k: int, gated: bool) -> float:
+    """Relative error of a few of each rank's tokens, whose terms every rank computes for the experts that it holds."""
+    sample = torch.arange(0, len(x), max(1, len(x) // 4), device="cuda")[:4]
+    worst = 0.0
+    for source in range(dist.get_world_size()):
+        rows, results = x[sample].contiguous(), y[sample].contiguous()
+        dist.broadcast(rows, source)
+        dist.broadcast(results, source)
+        weights = torch.softmax(rows.float() @ router.float().t(), -1)
+        chosen, ids = weights.topk(top_k, -1)
+        chosen = (chosen / chosen.sum(-1, keepdim=True)).double()
+        expected = torch.zeros(rows.shape, dtype=torch.float64, device="cuda")
+        for t in range(len(rows)):
+            for k in range(top_k):
+                if (expert := int(ids[t, k])) not in own:
+                    continue
+                h = w1[own.index(expert)].double() @ rows[t].double()
+                if gated:
+                    g, u = h.chunk(2)
+                    h = torch.nn.functional.silu(g) * u
+                else:
+                    h = torch.nn.functional.gelu(h)
+                expected[t] += chosen[t, k] * (w2[own.index(expert)].double() @ h)
+        dist.all_reduce(expected)
+        worst = max(worst, ((results.double() - expected).norm() / expected.norm()).item())
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, nargs="*")
+    parser.add_argument("--repeats", type=int, default=32)
+    parser.add_argument("--profile", nargs="*", default=[], help="name=value, see flashmoe.Context")
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--commit", default="", help="where git is not at hand")
+    args = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    profile = {name: int(value) for name, value in (each.split("=") for each in args.profile)}
+    result = {
+        "device": f"{torch.cuda.get_device_name()} x{dist.get_world_size()}",
+        "torch": torch.__version__,
+        "commit": args.commit,
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} " + " ".join(sys.argv),
+        "shapes": [],
+    }
+    if rank == 0:
+        print(f"{'shape':>12} tokens  fused ms  floor ms  ratio plain  TFLOP/s Mtok/s ops error")
+    for name in args.shapes:
+        for tokens in args.tokens or [t for t in SHAPES[name][-1] if t >= 1024]:
+            row = measure(name, tokens, args.repeats, profile)
+            query = "clocks.sm,clocks.mem,power.draw,driver_version"
+            smi = subprocess.run(
+                ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+            )
+            row["nvidia_smi"] = {query: smi.stdout.strip().splitlines()}
+            result["shapes"].append(row)
+            if rank == 0:
+                print(
+                    f"{name:>12} {tokens:>6} {row['fused_ms']:9.4f} {row['floor_ms']:9.4f} {row['ratio']:6.3f} "
+                    f"{row['plain_ratio']:5.3f} {row['tflops']:8.0f} {row['mtokens_per_s']:6.1f} "
+                    f"{row['gpu_operations_per_call']:3.1f} {row['error']:.1e}",
+                    flush=True,
+                )
+            torch.cuda.empty_cache()
+    if args.out and rank == 0:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+#include "cuda/group.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "cpu/text.h"
+#include "cuda/nvshmem.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+using cpu::concat;
+using Clock = std::chrono::steady_clock;
+
+class OwnHeap final : public Heaps {
+ public:
+  OwnHeap(const Device& device, uint64_t bytes) : memory_(device, bytes, "heap") { heaps_ = {memory_.as<uint8_t>()}; }
+
+ private:
+  DeviceMemory memory_;
+};
+
+// Symmetric memory is allocated and freed by all ranks together, so a rank that closes its context cannot free: others may
+// never come to it. It gives its block back, and the next joining of the group, where all ranks are, takes it again or
+// frees it. Allocations are numbered alike on all ranks.
+struct Block {
+  uint64_t number, bytes;
+  uint8_t* address;
+  bool taken;
+};
+struct World {
+  std::mutex mutex;
+  uint32_t rank = 0, ranks = 0;  // 0: not initialised
+  bool broken = false;           // a thread is still in what all ranks should have done together
+  uint64_t allocations = 0;
+  std::vector<Block> blocks;
+};
+World& world() {
+  static auto* const w = new World;  // not destroyed at exit, when the driver may be gone
+  return *w;
+}
+
+// A block that this rank uses, given back at the end.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  ~Lease() {
+    const std::lock_guard lock(world().mutex);
+    for (Block& b : world().blocks) {
+      if (b.number == number_) b.taken = false;
+    }
+  }
+  uint8_t* take(Block& b) {
+    b.taken = true;
+    number_ = b.number;
+    return b.address;
+  }
+
+ private:
+  uint64_t number_ = 0;
+};
+
+// What a rank tells the others while joining: its heap in the group of shared memory.
+struct Notice {
+  static constexpr uint32_t kMostFree = 64;
+  enum Stage : uint32_t { kNothing, kPosted, kReady };
+
+  uint32_t stage;
+  uint32_t world_rank, world_ranks;
+  uint32_t free_blocks;
+  uint64_t free[kMostFree];  // numbers of blocks that this rank has given back
+  char device[16];           // which GPU
+  NvshmemUniqueId id;        // of rank 0, before there is a world
+};
+
+class NvshmemHeaps final : public Heaps {
+ public:
+  NvshmemHeaps(const Device& device, const Membership& who, const Limits& limits, uint64_t bytes, uint64_t timeout_ns)
+      : device_(device),
+        who_(who),
+        ranks_(limits.ranks),
+        timeout_ns_(timeout_ns),
+        control_(cpu::join_process_group(who.name, who.rank, limits, sizeof(Notice), timeout_ns)),
+        api_(nvshmem(who.nvshmem)) {
+    const std::lock_guard lock(world().mutex);
+    if (world().broken) {
+      throw Error(Error::Kind::kGroup,
+                  concat("group '", who_.name, "': an earlier group of this process broke while its ranks joined; start a "
+                         "new process"));
+    }
+    deadline_ = Clock::now() + std::chrono::nanoseconds(timeout_ns);
+    post();
+    for (uint32_t p = 0; p < ranks_; ++p) await(p, Notice::kPosted);
+    check_devices();
+    enter_world();
+    own_ = take_block(bytes);
+    for (uint32_t q = 0; q < ranks_; ++q) heaps_.push_back(mapped(q));
+    clear(bytes);
+    set_stage(Notice::kReady);
+    for (uint32_t p = 0; p < ranks_; ++p) await(p, Notice::kReady);
+  }
+
+  std::string obituary(uint32_t p) const override { return control_->obituary(p); }
+
+ private:
+  Notice& notice(uint32_t p) const { return *reinterpret_cast<Notice*>(control_->heaps()[p]); }
+  void set_stage(Notice::Stage s) const {
+    std::atomic_ref(notice(who_.rank).stage).store(s, std::memory_order_release);
+  }
+
+  void post() const {
+    Notice& own = notice(who_.rank);
+    own.world_rank = world().rank;
+    own.world_ranks = world().ranks;
+    for (const Block& b : world().blocks) {
+      if (!b.taken && own.free_blocks < Notice::kMostFree) own.free[own.free_blocks++] = b.number;
+    }
+    device_.identify(own.device);
+    if (who_.rank == 0 && world().ranks == 0) {
+      own.id.version = kNvshmemVersion<NvshmemUniqueId>;
+      check_nvshmem(api_.nvshmemx_get_uniqueid(&own.id), "nvshmemx_get_uniqueid");
+    }
+    set_stage(Notice::kPosted);
+  }
+
+  void await(uint32_t p, Notice::Stage stage) const {
+    while (std::atomic_ref(notice(p).stage).load(std::memory_order_acquire) < stage) {
+      const std::string gone = control_->obituary(p);
+      if (!gone.empty() || (timeout_ns_ != 0 && Clock::now() > deadline_)) {
+        throw Error(Error::Kind::kPeerTimeout,
+                    concat("group '", who_.name, "': rank ", p, " did not finish joining: ",
+                           gone.empty() ? "it makes no progress" : gone, " (rank ", who_.rank, " waited)"));
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+
+  void check_devices() const {
+    for (uint32_t p = 0; p < ranks_; ++p) {
+      for (uint32_t q = 0; q < p; ++q) {
+        if (std::memcmp(notice(p).device, notice(q).device, sizeof(Notice::device)) == 0) {
+          throw Error(Error::Kind::kInvalidArgument,
+                      concat("device: expected a GPU of its own for each rank, got the same for ranks ", q, " and ", p));
+        }
+      }
+      const uint32_t ranks = notice(p).world_ranks;
+      if (ranks != world().ranks || (ranks != 0 && (ranks != ranks_ || notice(p).world_rank != p))) {
+        throw Error(Error::Kind::kGroup,
+                    concat("group '", who_.name, "': expected the ranks of this process's first group of several GPUs, "
+                           "which NVSHMEM was initialised for, got others (rank ",
+                           p, ")"));
+      }
+    }
+  }
+
+  // What all ranks do together has no bound of its own: a rank may die in the midst of it. Then its thread stays behind.
+  template <class F>
+  auto together(const char* what, F f) const {
+    auto task = std::make_shared<std::packaged_task<decltype(f())()>>([this, f] {
+      const Device::Use use(device_);
+      return f();
+    });
+    auto done = task->get_future();
+    std::thread([task] { (*task)(); }).detach();
+    if (timeout_ns_ == 0) {
+      done.wait();
+    } else if (done.wait_until(deadline_) != std::future_status::ready) {
+      world().broken = true;
+      for (uint32_t p = 0; p < ranks_; ++p) {
+        if (const std::string gone = control_->obituary(p); !gone.empty()) {
+          throw Error(Error::Kind::kPeerTimeout, concat("group '", who_.name, "': rank ", p, ": ", gone));
+        }
+      }
+      throw Error(Error::Kind::kPeerTimeout,
+                  concat("group '", who_.name, "': ", what, " did not end within ",
+                         static_cast<double>(timeout_ns_) * 1e-9, " s (rank ", who_.rank, " waited)"));
+    }
+    return done.get();
+  }
+
+  static void check_nvshmem(int status, const char* what) {
+    if (status == 0) return;
+    throw Error(Error::Kind::kOther, concat("nvshmem: ", what, " failed with status ", status,
+                                            "; NVSHMEM_DEBUG=INFO makes it say more"));
+  }
+
+  void enter_world() const {
+    World& w = world();
+    if (w.ranks != 0) return;
+    NvshmemInitAttributes attributes{};
+    attributes.version = kNvshmemVersion<NvshmemInitAttributes>;
+    attributes.args.version = kNvshmemVersion<NvshmemInitArgs>;
+    attributes.args.unique_id = {kNvshmemVersion<NvshmemUniqueIdArgs>, nullptr, static_cast<int>(who_.rank),
+                                 static_cast<int>(ranks_)};
+    check_nvshmem(together("NVSHMEM's initialisation",
+                           [init = api_.nvshmemx_hostlib_init_attr, attributes, id = notice(0).id] {
+                             NvshmemUniqueId world_id = id;
+                             NvshmemInitAttributes with_id = attributes;
+                             with_id.args.unique_id.id = &world_id;
+                             return init(kNvshmemInitWithUniqueId, &with_id);
+                           }),
+                  "nvshmemx_hostlib_init_attr");
+    w.rank = who_.rank;
+    w.ranks = ranks_;
+  }
+
+  bool given_back_by_all(uint64_t number) const {
+    for (uint32_t p = 0; p < ranks_; ++p) {
+      const Notice& n = notice(p);
+      if (std::find(n.free, n.free + n.free_blocks, number) == n.free + n.free_blocks) return false;
+    }
+    return true;
+  }
+
+  // A block of that size that nobody uses any more, else a new one, for which all that nobody uses are freed.
+  uint8_t* take_block(uint64_t bytes) {
+    World& w = world();
+    for (Block& b : w.blocks) {
+      if (b.bytes == bytes && given_back_by_all(b.number)) return lease_.take(b);
+    }
+    std::erase_if(w.blocks, [&](const Block& b) {
+      if (!given_back_by_all(b.number)) return false;
+      together("nvshmem_free", [this, p = b.address] { api_.nvshmem_free(p); });
+      return true;
+    });
+    void* const made = together("nvshmem_malloc", [this, bytes] { return api_.nvshmem_malloc(bytes); });
+    ++w.allocations;
+    if (made == nullptr) {
+      throw Error(Error::Kind::kHeap, concat("heap: expected ", bytes, " bytes of symmetric memory on every GPU of the "
+                                             "group, got none; lower max_tokens"));
+    }
+    w.blocks.push_back({w.allocations, bytes, static_cast<uint8_t*>(made), false});
+    return lease_.take(w.blocks.back());
+  }
+  uint8_t* mapped(uint32_t q) const {
+    void* const there = q == who_.rank ? own_ : api_.nvshmem_ptr(own_, static_cast<int>(q));
+    if (there == nullptr) {
+      throw Error(Error::Kind::kGroup, concat("group '", who_.name, "': rank ", who_.rank, " cannot reach the memory of rank ",
+                                              q, "'s GPU: expected NVLink or peer access between them"));
+    }
+    return static_cast<uint8_t*>(there);
+  }
+
+  void clear(uint64_t bytes) const {
+    const Device::Use use(device_);
+    check(driver().cuMemsetD8_v2(reinterpret_cast<DevicePtr>(own_), 0, bytes), "heap");
+    check(driver().cuCtxSynchronize(), "heap");
+  }
+
+  const Device& device_;
+  const Membership who_;
+  const uint32_t ranks_;
+  const uint64_t timeout_ns_;
+  const std::unique_ptr<cpu::Group> control_;
+  const Nvshmem& api_;
+  Clock::time_point deadline_;
+  Lease lease_;
+  uint8_t* own_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Heaps> make_own_heap(const Device& device, uint64_t bytes) {
+  return std::make_unique<OwnHeap>(device, bytes);
+}
+
+std::unique_ptr<Heaps> join_heaps(const Device& device, const Membership& who, const Limits& limits, uint64_t bytes,
+                                  uint64_t timeout_ns) {
+  return std::make_unique<NvshmemHeaps>(device, who, limits, bytes, timeout_ns);
+}
+
+}  // namespace flashmoe::cuda

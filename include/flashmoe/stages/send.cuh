@@ -1,0 +1,100 @@
+// Send: a rank's rows to the other ranks that hold one of their experts, and the signals that complete their packets.
+//
+// By a warp of each block that neither schedules nor forms tiles, while the own rows are computed: a few copies at a time
+// fill the link, and nobody waits for them. Destination after destination, each rank beginning with the one behind it: so a
+// rank hears from one rank at a time, and early, instead of from all at the end.
+#pragma once
+
+#include "flashmoe/protocol/packet.h"
+#include "flashmoe/sm90/kernel_args.h"
+#include "flashmoe/sm90/platform.cuh"
+#include "flashmoe/stages/combine.cuh"
+
+namespace flashmoe::stages {
+
+// One warp's part: packets first, first + step, ... of all, those of a destination side by side. All lanes.
+template <class Dtype, class Trace>
+class RowSender {
+  using P = sm90::Platform;
+
+ public:
+  __device__ __forceinline__ RowSender(const sm90::KernelArgs& args, const Call& call, const Trace& trace)
+      : args_(args), c_(call), trace_(trace) {}
+
+  // False if the call was aborted.
+  __device__ __forceinline__ bool run(uint32_t first, uint32_t step) {
+    const uint32_t blocks = c_.blocks();
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = first; i < blocks * (c_.ranks - 1); i += step) {
+      const uint32_t b = i % blocks, q = (c_.rank + 1 + i / blocks) % c_.ranks;
+      if (!await_routing(b)) return false;
+      trace_.begin();
+      const uint32_t entries = copy_rows(b, q);
+      P::sync();  // all lanes' rows before the signal
+      if (P::lane() == 0) signal_packet<P>(c_, q, b, entries);
+      trace_.end(sm90::TracePhase::kDispatch, b, q);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr uint32_t kChunks = 8;  // of 16 bytes that a lane has on their way
+
+  // The own packet's signal says that the block's routing and entries are written.
+  __device__ __forceinline__ bool await_routing(uint32_t b) const {
+    const WaitEnd end = wait_until<P>(
+        c_,
+        [&] {
+          const uint64_t word = P::broadcast(P::poll(c_.packet_signal(c_.rank, c_.rank, b), kSystem), 0);
+          if (Signal::epoch(word) == c_.epoch) return Step::kDone;
+          __nanosleep(500);
+          return Step::kIdle;
+        },
+        OsLiveness<P>{c_});
+    P::acquire_fence(kSystem);
+    P::sync();
+    return end == WaitEnd::kDone;
+  }
+
+  // The rows of block b that rank q needs; how many entries they have there.
+  __device__ __forceinline__ uint32_t copy_rows(uint32_t b, uint32_t q) const {
+    const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
+    uint32_t mine = 0, entries;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t base = 0; base < tokens; base += P::kLanes) {
+      const uint32_t n = base + P::lane() < tokens ? entries_for(c_, first + base + P::lane(), q) : 0;
+      mine += n;
+      FLASHMOE_NO_UNROLL
+      for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
+        copy_row(first + base + lowest_bit<P>(left), q);
+      }
+    }
+    P::exclusive_scan(mine, entries);
+    return entries;
+  }
+
+  __device__ __forceinline__ void copy_row(uint32_t token, uint32_t q) const {
+    constexpr uint32_t kStep = P::kLanes * 16;
+    const uint32_t row_bytes = c_.hidden * Dtype::kBytes;
+    const uint8_t* from = args_.x + token * args_.x_row_bytes;
+    uint8_t* to = c_.dispatched_row(q, c_.rank, token);
+    FLASHMOE_NO_UNROLL
+    for (uint32_t at = P::lane() * 16; at < row_bytes; at += kChunks * kStep) {
+      uint4 chunk[kChunks];
+#pragma unroll
+      for (uint32_t k = 0; k < kChunks; ++k) {
+        if (at + k * kStep < row_bytes) chunk[k] = load_once(from + at + k * kStep);
+      }
+#pragma unroll
+      for (uint32_t k = 0; k < kChunks; ++k) {
+        if (at + k * kStep < row_bytes) *reinterpret_cast<uint4*>(to + at + k * kStep) = chunk[k];
+      }
+    }
+  }
+
+  const sm90::KernelArgs& args_;
+  const Call& c_;
+  const Trace& trace_;
+};
+
+}  // namespace flashmoe::stages

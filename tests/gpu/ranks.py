@@ -1,0 +1,221 @@
+"""What tests/gpu/test_group.py runs in the processes of a group, one GPU each."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import flashmoe
+import flashmoe.placement
+import torch
+from layers import PATIENCE, Problem, call, capture, check, context_of, random_problem
+
+LIMITS = {"max_tokens": 2048, "hidden": 2048, "intermediate": 1024, "experts": 128, "top_k": 8, "dtype": "float32"}
+"""Of the context that most tests share: one heap, calls of any size in it."""
+
+FEW_TOKENS = 8
+"""So few of a rank alone go through another kernel, whose sums have another order."""
+
+_shared: dict[str, Any] = {}
+
+
+def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
+    """This rank of a new group."""
+    torch.cuda.set_device(rank)
+    settings = {**LIMITS, "return_mode": "direct", "timeout": PATIENCE, **limits}
+    return flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings)
+
+
+def shared_context(rank: int, ranks: int, name: str) -> flashmoe.Context:
+    """The context that this process keeps from test to test."""
+    context = _shared.get("context")
+    if context is None or context.closed:
+        context = _shared["context"] = joined(rank, ranks, name)
+    return context
+
+
+def starting_anew(fn: Callable) -> Callable:
+    """`fn` on the shared context, which does not outlive a failure: then no rank's does."""
+
+    @functools.wraps(fn)
+    def wrapped(*arguments: Any) -> Any:
+        try:
+            return fn(*arguments)
+        except BaseException:
+            if "context" in _shared:
+                _shared.pop("context").close()
+            raise
+
+    return wrapped
+
+
+def share_of(problem: Problem, rank: int, tokens: list[int]) -> Problem:
+    """The problem with this rank's tokens alone, and still all experts."""
+    rows = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    given = problem.topk_ids is not None
+    return replace(
+        problem,
+        x=problem.x[rows],
+        topk_ids=problem.topk_ids[rows].contiguous() if given else None,
+        topk_weights=problem.topk_weights[rows].contiguous() if given else None,
+    )
+
+
+def with_experts(problem: Problem, experts: list[int]) -> Problem:
+    """The problem with the weights of these experts alone, as the rank that holds them passes it."""
+    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+    parts = {name: getattr(problem, name) for name in names}
+    return replace(problem, **{name: part if part is None else part[experts] for name, part in parts.items()})
+
+
+@starting_anew
+def compare(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list[int], calls: int = 1) -> int:
+    """Calls of one problem on the group; how many differ, in any bit, from the same tokens on this GPU alone. (A few
+    tokens go another way there: these are compared with the reference.)"""
+    context = shared_context(rank, ranks, name)
+    spec = dict(spec)
+    placement = spec.pop("placement", None) or flashmoe.placement.contiguous(spec["experts"], ranks)
+    problem = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{rank}", **spec)
+    own = share_of(problem, rank, tokens)
+    local = with_experts(own, context.local_experts(placement))
+    alone = None
+    if tokens[rank] > FEW_TOKENS:
+        with context_of(own, device=rank) as single:
+            alone, report = call(single, own)
+            check(own, alone, report)
+    differing = 0
+    for i in range(calls):
+        y, report = call(context, local, placement=placement)
+        if alone is not None:
+            differing += not torch.equal(y, alone)
+        elif i == 0:
+            check(own, y, report)
+    return differing
+
+
+@starting_anew
+def many_calls(rank: int, ranks: int, name: str, seed: int, calls: int, verify_every: int) -> int:
+    """Calls of random sizes on one context, tokens drawn for each rank; how many of those verified are off."""
+    context = shared_context(rank, ranks, name)
+    draw, places = random.Random(seed), random.Random(seed + 1 + rank)  # the ranks draw the same but for the places
+    problems: dict[tuple, Problem] = {}
+    off = 0
+    for i in range(calls):
+        kind = draw.randrange(6)
+        spec = draw_spec(random.Random(f"{seed} {kind}"), ranks)
+        most = draw.choice((3, 60, 400, 2048))
+        tokens = [draw.choice((0, draw.randint(0, most))) for _ in range(ranks)]
+        if kind not in problems:
+            problems[kind] = random_problem(seed + kind, 2048, device=f"cuda:{rank}", **spec)
+        whole = problems[kind]
+        first = places.randrange(2048 - tokens[rank] + 1)
+        own = share_of(whole, 1, [first, tokens[rank]])
+        placement = flashmoe.placement.contiguous(whole.experts, ranks)
+        local = with_experts(own, context.local_experts(placement))
+        if i % verify_every:
+            flashmoe.moe(context, placement=placement, **local.arguments())
+            continue
+        y, report = call(context, local, placement=placement)
+        try:
+            check(own, y, report)
+        except AssertionError as error:
+            off += 1
+            print(f"rank {rank}, call {i}, {spec}, tokens {tokens}: {error}", flush=True)
+    context.synchronize()
+    return off
+
+
+def draw_spec(draw: random.Random, ranks: int) -> dict[str, Any]:
+    experts = draw.choice((ranks, 8, 13, 64, 128))
+    return {
+        "hidden": 8 * draw.randint(1, 256),
+        "intermediate": 8 * draw.randint(1, 128),
+        "experts": experts,
+        "top_k": draw.randint(1, min(8, experts)),
+        "dtype": draw.choice(("bfloat16", "bfloat16", "float32")),
+        "activation": draw.choice(("swiglu", "gelu")),
+        "skew": draw.choice((0.0, 0.0, 3.0, 50.0)),
+        "ids": draw.choice((None, "int32")),
+    }
+
+
+def stall(rank: int, ranks: int, name: str, who: int, timeout: float) -> tuple[str, float]:
+    """Rank `who` stays out of a call until the others have given up; what each is told, and after how long. Then all
+    make a new group, whose calls are right."""
+    spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
+    whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
+    told = ""
+    with joined(rank, ranks, f"{name}-1", **spec, max_tokens=100, dtype="bfloat16", timeout=timeout) as context:
+        local = with_experts(whole, context.local_experts())
+        call(context, local)
+        started = time.monotonic()
+        try:
+            if rank == who:
+                time.sleep(3 * timeout)
+            call(context, local)
+        except flashmoe.FlashMoEError as error:
+            told = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - started
+    with joined(rank, ranks, f"{name}-2", **spec, max_tokens=100, dtype="bfloat16") as context:
+        y, report = call(context, local)
+        check(whole, y, report)
+    return told, seconds
+
+
+def die(rank: int, ranks: int, name: str, who: int, timeout: float, folder: Path) -> None:
+    """Rank `who` is killed between two calls; the others write down what they are told."""
+    spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
+    whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
+    with joined(rank, ranks, name, **spec, max_tokens=100, dtype="bfloat16", timeout=timeout) as context:
+        local = with_experts(whole, context.local_experts())
+        call(context, local)
+        if rank == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = "nothing"
+        try:
+            call(context, local)
+        except flashmoe.FlashMoEError as error:
+            told = f"{type(error).__name__}: {error}"
+        (folder / str(rank)).write_text(told)
+
+
+def disagree(rank: int, ranks: int, name: str) -> str:
+    """Rank 1 calls with another K."""
+    spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 3}
+    whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
+    with joined(rank, ranks, name, **spec, max_tokens=100, dtype="bfloat16") as context:
+        local = replace(with_experts(whole, context.local_experts()), top_k=2 if rank == 1 else 3)
+        try:
+            call(context, local)
+        except flashmoe.FlashMoEError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def replay(rank: int, ranks: int, name: str) -> int:
+    """A call captured on every rank, replayed with other tokens; how many replays are off."""
+    spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
+    problems = [random_problem(seed, 300, device=f"cuda:{rank}", **spec) for seed in range(5)]
+    first = problems[0]
+    off = 0
+    with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16") as context:
+        local = with_experts(first, context.local_experts())
+        x = first.x.clone()
+        graph, y = capture(context, replace(local, x=x))
+        for other in problems:
+            x.copy_(other.x)
+            graph.replay()
+            torch.cuda.synchronize()
+            context.synchronize()
+            expected = replace(first, x=other.x)
+            with context_of(expected, device=rank) as single:
+                alone, _ = call(single, expected)
+            off += not torch.equal(y, alone)
+    return off
