@@ -76,7 +76,7 @@ struct CpuMemory {
     store_release(p, v, kDevice);
   }
   template <class Scope>
-  static void acquire_fence(Scope) {}
+  static void acquire(const uint64_t*, Scope) {}
   template <class Scope>
   static void release_fence(Scope) {}
   template <class T>

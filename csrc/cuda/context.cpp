@@ -50,6 +50,7 @@ Limits with_tiles(Limits limits) {
   // A context serves every activation; gated ones have more columns of tasks.
   limits.gemm0_columns_per_task = sm90::gemm0_columns_per_task(true);
   limits.gemm1_columns_per_task = sm90::kGemm1ColumnsPerTask;
+  limits.outbox = limits.ranks > 1 ? 1 : 0;
   return limits;
 }
 
@@ -84,7 +85,10 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   call_.timeout_ns = timeout_ns;
   call_.tile_rows = limits_.tile_rows;
   call_.home_combines = 1;
-  call_.order = {.gemm1_lag = order.gemm1_lag != 0 ? order.gemm1_lag : kAlwaysHeld,
+  call_.outbox = limits_.outbox;
+  // Several ranks: the returns are to use the link for as long as there are tasks, once the first rows are sent.
+  const uint32_t lag = limits_.ranks == 1 ? kAlwaysHeld : 6 * call_.processors;
+  call_.order = {.gemm1_lag = order.gemm1_lag != 0 ? order.gemm1_lag : lag,
                  .raster = order.raster != 0 ? order.raster : kRaster,
                  .window = order.window != 0 ? order.window : 4 * call_.processors};
   call_.heap_layout = make_heap_layout(limits_);

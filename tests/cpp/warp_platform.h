@@ -3,7 +3,7 @@
 //
 // It promises no more than CUDA does, so that ThreadSanitizer reports what relies on more. Lanes run at their
 // own pace between collectives. Only sync() orders their memory accesses: ballot, broadcast and the scans
-// exchange values by relaxed atomics. A poll is relaxed, and acquired by the polling lane's next fence. (That
+// exchange values by relaxed atomics. A poll is relaxed, and acquired by the polling lane's acquire() or next fence. (That
 // a post releases only what came before the last release_fence is not modelled: it is a release store.)
 #pragma once
 
@@ -44,15 +44,15 @@ class WarpPlatform : public cpu::CpuMemory {
     self().polled.insert(p);
     return load_relaxed(p);
   }
+  template <class Scope>
+  static void acquire(const uint64_t* p, Scope scope) {
+    if (self().polled.erase(p) != 0) load_acquire(p, scope);
+  }
   // ThreadSanitizer knows no fences, but loads.
   template <class Scope>
-  static void acquire_fence(Scope scope) {
+  static void release_fence(Scope scope) {
     for (const uint64_t* p : self().polled) load_acquire(p, scope);
     self().polled.clear();
-  }
-  template <class Scope>
-  static void release_fence(Scope scope) {
-    acquire_fence(scope);
   }
 
   static void sync() { exchange(Op::kSync, 0, std::memory_order_release, std::memory_order_acquire); }

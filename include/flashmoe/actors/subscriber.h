@@ -99,16 +99,18 @@ class Subscriber {
       bool all = true;
       for (uint32_t q = P::lane(); q < c_.ranks; q += P::kLanes) all &= has_returned(q, returned_);
       if (P::ballot(!all) != 0) break;
+      for (uint32_t q = P::lane(); q < c_.ranks; q += P::kLanes) {
+        P::acquire(c_.return_signal(c_.rank, q, returned_), kSystem);
+      }
       ++returned_;
     }
     if (returned_ == before) return false;
-    P::acquire_fence(kSystem);
     P::sync();
     return true;
   }
 
   const Call& c_;
-  Arrivals<P> arrivals_;
+  Arrivals<P, 1, 8> arrivals_;
   TileFormer<P> former_;
   uint32_t returned_ = 0;
   bool finished_ = false;

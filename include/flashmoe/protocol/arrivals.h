@@ -15,8 +15,9 @@ struct Source {
   uint32_t next;    // first packet not yet seen
 };
 
-// kDepth: packets of a source that a step looks at, per lane; their loads are under way together.
-template <class P, uint32_t kDepth = 1>
+// kDepth: packets of a source that a step looks at, per lane; their loads are under way together. kLooks: rounds of such
+// loads in a step; as many sources get all lanes, more of them share.
+template <class P, uint32_t kDepth = 1, uint32_t kLooks = 1>
 class Arrivals {
  public:
   // sources: [R] in shared memory, uninitialised.
@@ -30,7 +31,7 @@ class Arrivals {
   template <class Consume, class Close>
   FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
     bool moved = heard_ < c_.ranks && hear_calls(close);
-    const uint32_t width = max_of(1u, P::kLanes / c_.ranks);  // lanes per source
+    const uint32_t width = max_of(1u, min_of(P::kLanes, P::kLanes * kLooks / c_.ranks));  // lanes per source
     const uint32_t per_load = P::kLanes / width;              // sources per load
     for (uint32_t base = 0; base < c_.ranks; base += per_load) {
       const uint32_t i = base + P::lane() / width;
@@ -47,7 +48,10 @@ class Arrivals {
       FLASHMOE_UNROLL
       for (uint32_t d = 0; d < kDepth; ++d) present[d] = P::ballot(Signal::epoch(word[d]) == c_.epoch);
       if (present[0] == 0) continue;
-      P::acquire_fence(kSystem);
+      FLASHMOE_UNROLL
+      for (uint32_t d = 0; d < kDepth; ++d) {
+        if (Signal::epoch(word[d]) == c_.epoch) acquire_packet(p, b + d * width);
+      }
       P::sync();
       FLASHMOE_NO_UNROLL
       for (uint32_t g = 0; g < per_load && base + g < c_.ranks; ++g) {
@@ -71,6 +75,16 @@ class Arrivals {
   FLASHMOE_FN uint32_t stranger() const { return stranger_; }
 
  private:
+  // After a poll that saw its signal. A rank signals its own packets at device scope.
+  FLASHMOE_FN void acquire_packet(uint32_t p, uint32_t b) const {
+    const uint64_t* signal = c_.packet_signal(c_.rank, p, b);
+    if (p == c_.rank) {
+      P::acquire(signal, kDevice);
+    } else {
+      P::acquire(signal, kSystem);
+    }
+  }
+
   template <class Close>
   FLASHMOE_FN bool hear_calls(Close&& close) {
     bool moved = false;

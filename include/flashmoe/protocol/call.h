@@ -38,6 +38,9 @@ struct Call {
   uint32_t home_combines = 0;
   // 1: rows are joined as they come, there is no combine (GPU, a rank alone, K at most 2, dropless; stages/join.cuh).
   uint32_t joined = 0;
+  // 1: packets for other ranks are built in the workspace, and sent with their rows (GPU: many small stores to a peer would
+  // hold up the signal of the own packet). 0: they are built where they are read.
+  uint32_t outbox = 0;
   OrderPolicy order;
   uint64_t timeout_ns = 0;  // 0: none
   CallConfig config;
@@ -112,6 +115,15 @@ struct Call {
   }
   FLASHMOE_HD Entry* packet_entries(uint32_t at, uint32_t p, uint32_t first_token) const {
     return heap<Entry>(at, HeapField::kPacketEntries, parity(), p, first_token);
+  }
+  // Where this rank builds its packets for rank q.
+  FLASHMOE_HD uint16_t* out_offsets(uint32_t q, uint32_t b) const {
+    if (outbox == 0 || q == rank) return packet_offsets(q, rank, b);
+    return workspace<uint16_t>(WorkField::kOutOffsets, q, b);
+  }
+  FLASHMOE_HD Entry* out_entries(uint32_t q, uint32_t first_token) const {
+    if (outbox == 0 || q == rank) return packet_entries(q, rank, first_token);
+    return workspace<Entry>(WorkField::kOutEntries, q, first_token);
   }
   FLASHMOE_HD uint64_t* return_signal(uint32_t at, uint32_t q, uint32_t g) const {
     return heap<uint64_t>(at, HeapField::kReturnSignal, q, g);

@@ -29,6 +29,7 @@ struct Limits {
   // Of this rank alone: they size its workspace, which no peer addresses.
   uint32_t intermediate = 0;  // I
   uint32_t staging = 0;       // 1 if `reduced` may occur
+  uint32_t outbox = 0;        // 1 if packets for other ranks are built here and sent with their rows (GPU)
   uint32_t tile_rows = 128;
   uint32_t gemm0_columns_per_task = 256;
   uint32_t gemm1_columns_per_task = 256;
@@ -114,6 +115,8 @@ enum class WorkField : uint32_t {
   kReducible,
   kLogits,
   kJoints,
+  kOutOffsets,
+  kOutEntries,
   kHidden,
   kStaging,
   kCount
@@ -228,6 +231,16 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
        return FieldShape{{l.ranks == 1 && l.top_k > 1 ? l.gemm1_columns() : 0, l.max_tokens, 1, 1}, 4};
      },
      "[column of tasks][token] 1: the first of the token's two rows is written; zero between calls (GPU only)"},
+    {WorkField::kOutOffsets, "out_offsets", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_blocks(), l.max_local_experts + 1, 1}, 2};
+     },
+     "[q][b][El+1] packet_offsets of the packets for rank q, before they are sent (GPU only)"},
+    {WorkField::kOutEntries, "out_entries", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_tokens, l.entries_per_token(), 1}, sizeof(Entry)};
+     },
+     "[q][first token of b ...] the entries of the packets for rank q, before they are sent (GPU only)"},
     {WorkField::kHidden, "hidden", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};

@@ -186,7 +186,7 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
   for (uint32_t q = P::worker(); q < c.ranks; q += P::workers()) {
     const uint32_t* experts = c.by_owner + c.owner_base[q];
     const uint32_t owned = c.owned(q);
-    uint16_t* offsets = c.packet_offsets(q, c.rank, b);
+    uint16_t* offsets = c.out_offsets(q, b);
     uint32_t entries = 0;
     constexpr uint32_t kAhead = 4;  // loads under way together
     FLASHMOE_NO_UNROLL
@@ -237,7 +237,7 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PairRange& range
     uint32_t ordinal = 0;
     for (uint32_t j = c.reduced() ? i - k : i; j < i; ++j)
       ordinal += s.pairs[j] != Pair::kDropped && Pair::owner(s.pairs[j]) == Pair::owner(pair);
-    c.packet_entries(Pair::owner(pair), c.rank, first)[s.start[Pair::expert(pair)] + at] = {
+    c.out_entries(Pair::owner(pair), first)[s.start[Pair::expert(pair)] + at] = {
         token, static_cast<uint16_t>(k), static_cast<uint16_t>(ordinal), s.weights[i]};
   });
   if (!c.reduced()) return;
@@ -287,7 +287,12 @@ FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s
 // Tells rank q that its packet of block b is complete: `entries` of them, and their rows. One lane.
 template <class P>
 FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t entries) {
-  P::store_release(c.packet_signal(q, c.rank, b), Signal::make(c.epoch, entries), kSystem);
+  const uint64_t word = Signal::make(c.epoch, entries);
+  if (q == c.rank) {
+    P::store_release(c.packet_signal(q, c.rank, b), word, kDevice);
+  } else {
+    P::store_release(c.packet_signal(q, c.rank, b), word, kSystem);
+  }
 }
 
 // After the team's writes for block b, rows included: tells each destination, the others first. The whole team calls it.

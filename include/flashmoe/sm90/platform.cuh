@@ -83,7 +83,10 @@ struct Platform {
   FLASHMOE_LOAD(poll, "ld.relaxed.gpu", FLASHMOE_TAG(DeviceScope))
   FLASHMOE_LOAD(poll, "ld.relaxed.sys", FLASHMOE_TAG(SystemScope))
   static __device__ __forceinline__ void acquire_fence(DeviceScope) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-  static __device__ __forceinline__ void acquire_fence(SystemScope) { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+  template <class T, class Scope>
+  static __device__ __forceinline__ void acquire(const T* p, Scope scope) {
+    load_acquire(p, scope);
+  }
   static __device__ __forceinline__ void release_fence(DeviceScope) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
   template <class T>
   static __device__ __forceinline__ void post(T* p, T v) {

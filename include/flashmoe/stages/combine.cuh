@@ -197,7 +197,7 @@ class Combiner {
       all &= Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
     }
     if (P::ballot(!all) != 0) return false;
-    P::acquire_fence(kSystem);
+    for (uint32_t q = P::lane(); q < c_.ranks; q += P::kLanes) P::acquire(c_.return_signal(c_.rank, q, g), kSystem);
     P::sync();
     ready_groups_ = g + 1;
     return true;

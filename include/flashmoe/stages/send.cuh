@@ -30,6 +30,7 @@ class RowSender {
       if (!await_routing(b)) return false;
       trace_.begin();
       const uint32_t entries = copy_rows(b, q);
+      copy_packet(b, q, entries);
       P::sync();  // all lanes' rows before the signal
       if (P::lane() == 0) signal_packet<P>(c_, q, b, entries);
       trace_.end(sm90::TracePhase::kDispatch, b, q);
@@ -45,13 +46,13 @@ class RowSender {
     const WaitEnd end = wait_until<P>(
         c_,
         [&] {
-          const uint64_t word = P::broadcast(P::poll(c_.packet_signal(c_.rank, c_.rank, b), kSystem), 0);
+          const uint64_t word = P::broadcast(P::poll(c_.packet_signal(c_.rank, c_.rank, b), kDevice), 0);
           if (Signal::epoch(word) == c_.epoch) return Step::kDone;
           __nanosleep(500);
           return Step::kIdle;
         },
         OsLiveness<P>{c_});
-    P::acquire_fence(kSystem);
+    P::acquire(c_.packet_signal(c_.rank, c_.rank, b), kDevice);
     P::sync();
     return end == WaitEnd::kDone;
   }
@@ -71,6 +72,32 @@ class RowSender {
     }
     P::exclusive_scan(mine, entries);
     return entries;
+  }
+
+  __device__ __forceinline__ void copy_packet(uint32_t b, uint32_t q, uint32_t entries) const {
+    const uint32_t first = b << c_.log2_block;
+    copy_words(c_.packet_offsets(q, c_.rank, b), c_.out_offsets(q, b), c_.owned(q) + 1);
+    static_assert(sizeof(Entry) % 4 == 0);
+    copy_words(reinterpret_cast<uint32_t*>(c_.packet_entries(q, c_.rank, first)),
+               reinterpret_cast<const uint32_t*>(c_.out_entries(q, first)), entries * (sizeof(Entry) / 4));
+  }
+
+  // One word a lane: packets begin anywhere.
+  template <class Word>
+  __device__ __forceinline__ void copy_words(Word* to, const Word* from, uint32_t n) const {
+    constexpr uint32_t kAtOnce = 4;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = P::lane(); i < n; i += kAtOnce * P::kLanes) {
+      Word word[kAtOnce];
+#pragma unroll
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        if (i + j * P::kLanes < n) word[j] = from[i + j * P::kLanes];
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        if (i + j * P::kLanes < n) to[i + j * P::kLanes] = word[j];
+      }
+    }
   }
 
   __device__ __forceinline__ void copy_row(uint32_t token, uint32_t q) const {
