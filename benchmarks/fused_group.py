@@ -4,10 +4,10 @@
         [--profile gemm1_lag=400 ...] [--out benchmarks/results/fused_group_N.json]
 
 Per shape and tokens a GPU: the whole layer (router to combine, one launch a rank), and the floor: PyTorch's two grouped
-GEMMs alone, on ready inputs, as many rows as this rank's tokens have, spread over its experts at random. Both are timed in
-turn, by two timers. "busy": each GPU is kept busy, then all meet in an all-reduce, on which the measured span follows
-without a gap. "plain": the yardstick's, a barrier, then events around the launch. Of each iteration the slowest rank counts;
-medians of --repeats. Rank 0 prints ratios and writes JSON.
+GEMMs alone, on ready inputs, as many rows as this rank's tokens have, spread over its experts at random. Both are timed
+in turn, by two timers. "busy": each GPU is kept busy, then all meet in an all-reduce, on which the measured span
+follows without a gap. "plain": the yardstick's, a barrier, then events around the launch. Of each iteration the slowest
+rank counts; medians of --repeats. Rank 0 prints ratios and writes JSON.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import flashmoe
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,13 +85,53 @@ def test_the_driver_is_declared_as_nvidia_does(compiler, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_on_a_fake_driver(compiler, tmp_path):
-    pytest.importorskip("torch")
-    sources = ROOT / "tests" / "fake_driver"
-    library = tmp_path / "libcuda.so.1"
-    command = [compiler, *COMPILE, "-O1", "-shared", "-fPIC", str(sources / "driver.cpp"), "-o", str(library)]
+NVSHMEM_COMPARISON = """
+#include "cuda/nvshmem.h"
+#include <host/nvshmem_api.h>
+#include <host/nvshmemx_api.h>
+
+namespace ours = flashmoe::cuda;
+
+template <class R, class... A, class S, class... B>
+constexpr bool same(R (*)(A...), S (*)(B...)) {
+  if constexpr (sizeof...(A) != sizeof...(B)) return false;
+  else return std::is_same_v<R, S> && ((sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B>) && ...);
+}
+#define SAME(symbol, result, parameters) \
+  static_assert(same(decltype(ours::Nvshmem::symbol){}, decltype(&::symbol){}), #symbol);
+FLASHMOE_NVSHMEM_API(SAME)
+
+static_assert(sizeof(ours::NvshmemUniqueId) == sizeof(nvshmemx_uniqueid_t));
+static_assert(sizeof(ours::NvshmemUniqueIdArgs) == sizeof(nvshmemx_uniqueid_args_t));
+static_assert(offsetof(ours::NvshmemUniqueIdArgs, rank) == offsetof(nvshmemx_uniqueid_args_t, myrank));
+static_assert(offsetof(ours::NvshmemUniqueIdArgs, ranks) == offsetof(nvshmemx_uniqueid_args_t, nranks));
+static_assert(sizeof(ours::NvshmemInitArgs) == sizeof(nvshmemx_init_args_t));
+static_assert(offsetof(ours::NvshmemInitArgs, unique_id) == offsetof(nvshmemx_init_args_t, uid_args));
+static_assert(sizeof(ours::NvshmemInitAttributes) == sizeof(nvshmemx_init_attr_t));
+static_assert(offsetof(ours::NvshmemInitAttributes, args) == offsetof(nvshmemx_init_attr_t, args));
+static_assert(ours::kNvshmemInitWithUniqueId == NVSHMEMX_INIT_WITH_UNIQUEID);
+"""
+
+
+def test_nvshmem_is_declared_as_nvidia_does(compiler, tmp_path):
+    cuda, folders = cuda_h(), [folder for path in sys.path for folder in Path(path).glob("nvidia/nvshmem/include")]
+    if cuda is None or not folders:
+        pytest.skip("no headers of NVSHMEM, or no cuda.h, on this machine")
+    source = tmp_path / "comparison.cpp"
+    source.write_text(NVSHMEM_COMPARISON)
+    command = [compiler, *COMPILE, "-isystem", str(cuda), "-isystem", str(folders[0]), "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_on_a_fake_driver(compiler, tmp_path):
+    """With a fake NVSHMEM beside it, whose memory of all ranks is shared memory."""
+    pytest.importorskip("torch")
+    sources = ROOT / "tests" / "fake_driver"
+    for source, library in (("driver.cpp", "libcuda.so.1"), ("nvshmem.cpp", "libnvshmem_host.so.3")):
+        command = [compiler, *COMPILE, "-O1", "-shared", "-fPIC", str(sources / source), "-o", str(tmp_path / library)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(sources / "cases.py")]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -115,8 +154,3 @@ def test_without_a_driver(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "expected the NVIDIA driver's libcuda.so.1 on this machine" in done.stdout
-
-
-def test_engine_cuda_runs_on_one_gpu():
-    with pytest.raises(flashmoe.FlashMoEError, match="not yet over several"):
-        flashmoe.Context(engine="cuda", ranks=2, name="g", max_tokens=8, hidden=8, intermediate=8, experts=2, top_k=1)

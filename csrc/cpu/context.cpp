@@ -119,8 +119,8 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.gemm1_columns = ceil_div(o.hidden, limits_.gemm1_columns_per_task);
   cut_into_groups(o.groups);
   call_.order = o.order;
-  call_.config = make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement,
-                             limits_.gemm1_columns_per_task);
+  call_.config =
+      make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement, limits_.gemm1_columns_per_task);
   experts_.resize(std::max(call_.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }

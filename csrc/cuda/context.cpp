@@ -87,7 +87,7 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   call_.home_combines = 1;
   call_.outbox = limits_.outbox;
   // Several ranks: the returns are to use the link for as long as there are tasks, once the first rows are sent.
-  const uint32_t lag = limits_.ranks == 1 ? kAlwaysHeld : 6 * call_.processors;
+  const uint32_t lag = limits_.ranks == 1 ? kAlwaysHeld : 2 * call_.processors;
   call_.order = {.gemm1_lag = order.gemm1_lag != 0 ? order.gemm1_lag : lag,
                  .raster = order.raster != 0 ? order.raster : kRaster,
                  .window = order.window != 0 ? order.window : 4 * call_.processors};

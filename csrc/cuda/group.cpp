@@ -93,7 +93,8 @@ class NvshmemHeaps final : public Heaps {
     const std::lock_guard lock(world().mutex);
     if (world().broken) {
       throw Error(Error::Kind::kGroup,
-                  concat("group '", who_.name, "': an earlier group of this process broke while its ranks joined; start a "
+                  concat("group '", who_.name,
+                         "': an earlier group of this process broke while its ranks joined; start a "
                          "new process"));
     }
     deadline_ = Clock::now() + std::chrono::nanoseconds(timeout_ns);
@@ -147,16 +148,17 @@ class NvshmemHeaps final : public Heaps {
     for (uint32_t p = 0; p < ranks_; ++p) {
       for (uint32_t q = 0; q < p; ++q) {
         if (std::memcmp(notice(p).device, notice(q).device, sizeof(Notice::device)) == 0) {
-          throw Error(Error::Kind::kInvalidArgument,
-                      concat("device: expected a GPU of its own for each rank, got the same for ranks ", q, " and ", p));
+          throw Error(
+              Error::Kind::kInvalidArgument,
+              concat("device: expected a GPU of its own for each rank, got the same for ranks ", q, " and ", p));
         }
       }
       const uint32_t ranks = notice(p).world_ranks;
       if (ranks != world().ranks || (ranks != 0 && (ranks != ranks_ || notice(p).world_rank != p))) {
-        throw Error(Error::Kind::kGroup,
-                    concat("group '", who_.name, "': expected the ranks of this process's first group of several GPUs, "
-                           "which NVSHMEM was initialised for, got others (rank ",
-                           p, ")"));
+        throw Error(Error::Kind::kGroup, concat("group '", who_.name,
+                                                "': expected the ranks of this process's first group of several GPUs, "
+                                                "which NVSHMEM was initialised for, got others (rank ",
+                                                p, ")"));
       }
     }
   }
@@ -188,8 +190,8 @@ class NvshmemHeaps final : public Heaps {
 
   static void check_nvshmem(int status, const char* what) {
     if (status == 0) return;
-    throw Error(Error::Kind::kOther, concat("nvshmem: ", what, " failed with status ", status,
-                                            "; NVSHMEM_DEBUG=INFO makes it say more"));
+    throw Error(Error::Kind::kOther,
+                concat("nvshmem: ", what, " failed with status ", status, "; NVSHMEM_DEBUG=INFO makes it say more"));
   }
 
   void enter_world() const {
@@ -234,7 +236,8 @@ class NvshmemHeaps final : public Heaps {
     void* const made = together("nvshmem_malloc", [this, bytes] { return api_.nvshmem_malloc(bytes); });
     ++w.allocations;
     if (made == nullptr) {
-      throw Error(Error::Kind::kHeap, concat("heap: expected ", bytes, " bytes of symmetric memory on every GPU of the "
+      throw Error(Error::Kind::kHeap, concat("heap: expected ", bytes,
+                                             " bytes of symmetric memory on every GPU of the "
                                              "group, got none; lower max_tokens"));
     }
     w.blocks.push_back({w.allocations, bytes, static_cast<uint8_t*>(made), false});
@@ -243,8 +246,9 @@ class NvshmemHeaps final : public Heaps {
   uint8_t* mapped(uint32_t q) const {
     void* const there = q == who_.rank ? own_ : api_.nvshmem_ptr(own_, static_cast<int>(q));
     if (there == nullptr) {
-      throw Error(Error::Kind::kGroup, concat("group '", who_.name, "': rank ", who_.rank, " cannot reach the memory of rank ",
-                                              q, "'s GPU: expected NVLink or peer access between them"));
+      throw Error(Error::Kind::kGroup,
+                  concat("group '", who_.name, "': rank ", who_.rank, " cannot reach the memory of rank ", q,
+                         "'s GPU: expected NVLink or peer access between them"));
     }
     return static_cast<uint8_t*>(there);
   }

@@ -17,9 +17,8 @@ using cpu::Error;
 void set_environment() {
   const struct {
     const char *name, *value;
-  } defaults[] = {{"NVSHMEM_DISABLE_NVLS", "1"},
-                  {"NVSHMEM_REMOTE_TRANSPORT", "none"},
-                  {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"}};
+  } defaults[] = {
+      {"NVSHMEM_DISABLE_NVLS", "1"}, {"NVSHMEM_REMOTE_TRANSPORT", "none"}, {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"}};
   for (const auto& each : defaults) setenv(each.name, each.value, 0);
 }
 

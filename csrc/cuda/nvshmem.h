@@ -36,11 +36,11 @@ template <class T>
 inline constexpr int kNvshmemVersion = (1 << 16) + static_cast<int>(sizeof(T));
 
 // X(symbol, result, parameters)
-#define FLASHMOE_NVSHMEM_API(X)                                                             \
-  X(nvshmemx_get_uniqueid, int, (NvshmemUniqueId*))                                         \
-  X(nvshmemx_hostlib_init_attr, int, (unsigned flags, NvshmemInitAttributes*))              \
-  X(nvshmem_malloc, void*, (size_t bytes))                                                  \
-  X(nvshmem_free, void, (void*))                                                            \
+#define FLASHMOE_NVSHMEM_API(X)                                                \
+  X(nvshmemx_get_uniqueid, int, (NvshmemUniqueId*))                            \
+  X(nvshmemx_hostlib_init_attr, int, (unsigned flags, NvshmemInitAttributes*)) \
+  X(nvshmem_malloc, void*, (size_t bytes))                                     \
+  X(nvshmem_free, void, (void*))                                               \
   X(nvshmem_ptr, void*, (const void* symmetric, int rank))
 
 struct Nvshmem {

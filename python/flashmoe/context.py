@@ -84,8 +84,8 @@ def _checked_profile(profile: Mapping[str, int] | None) -> dict[str, int]:
 
 
 def nvshmem_library() -> str:
-    """NVSHMEM's host library: that of the package nvidia-nvshmem-cu13 (or -cu12), which PyTorch depends on, else the name
-    that the loader looks for."""
+    """NVSHMEM's host library: that of the package nvidia-nvshmem-cu13 (or -cu12), which PyTorch depends on, else the
+    name that the loader looks for."""
     name = "libnvshmem_host.so.3"
     try:
         package = importlib.util.find_spec("nvidia.nvshmem")
@@ -100,8 +100,8 @@ def nvshmem_library() -> str:
 
 class Context:
     """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine. With the CUDA
-    engine a rank is a GPU of compute capability 9.0 (H100, H200); several must reach each other's memory, over NVLink, and
-    their heaps are NVSHMEM's. All groups of several GPUs that a process joins must have the same ranks.
+    engine a rank is a GPU of compute capability 9.0 (H100, H200); several must reach each other's memory, over NVLink,
+    and their heaps are NVSHMEM's. All groups of several GPUs that a process joins must have the same ranks.
 
     The sizes are upper limits: calls may use any smaller T, H, I, E or K, and all layers of a model share one context.
 

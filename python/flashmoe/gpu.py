@@ -46,6 +46,7 @@ class Layer:
     top_k: int
     gated: bool
     given_routing: bool
+    owners: tuple[int, ...]
 
 
 def call(
@@ -165,6 +166,7 @@ def _add_layer(
         top_k=sizes["top_k"],
         gated=activation == "swiglu",
         given_routing="topk_ids" in tensors,
+        owners=args.owners,
     )
 
 
@@ -219,7 +221,9 @@ def _routing(ctx: Context, options: dict[str, Any], tokens: int, layer: Layer) -
 
 
 def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
-    """Waits for the call, reads its routing, and counts what follows from that. Times only a trace would know."""
+    """Waits for the call, reads its routing, and counts what follows from that. Times only a trace would know. With
+    several ranks, tiles and GEMM tasks are of all ranks' tokens: only a trace knows of the tasks, and nobody of the
+    tiles and of the rows returned to others, which are left at 0."""
     ctx.synchronize()
     ids = np.empty((tokens, layer.top_k), np.int32)
     weights = np.empty((tokens, layer.top_k), np.float32)
@@ -234,6 +238,12 @@ def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
     columns0 = -(-layer.intermediate // (features // 2 if layer.gated else features))
     columns1 = -(-layer.hidden // features)
     counts = {"gate": blocks, "gemm0": tiles * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
+    rows, sent = int(load.sum()), 0
+    if ctx.ranks > 1:
+        counts |= {"gemm0": 0, "gemm1": 0}
+        tiles = rows = 0
+        owners = np.array([*layer.owners, ctx.rank])[ids]  # a dropped pair, -1, goes nowhere
+        sent = sum(int((owners == q).any(axis=1).sum()) for q in range(ctx.ranks) if q != ctx.rank)
     return CallReport(
         tokens=tokens,
         return_mode="direct",
@@ -242,10 +252,10 @@ def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
         dropped=int((ids < 0).sum()),
         tasks={kind: counts[kind] for kind in TASK_KINDS},
         tiles=tiles,
-        tile_rows=int(load.sum()),
-        rows_sent=0,
+        tile_rows=rows,
+        rows_sent=sent,
         return_rows_sent=0,
-        bytes_sent=0,
+        bytes_sent=sent * layer.hidden * layer.element_bytes,
         padded_rows=0,
         padded_bytes=0,
         phase_ns={},
@@ -256,7 +266,7 @@ def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
 
 def _traced(ctx: Context, untimed: CallReport) -> CallReport:
     """`untimed` with what the thread blocks recorded in that call, which is over."""
-    if untimed.tokens == 0:
+    if untimed.tokens == 0 and ctx.ranks == 1:
         return untimed
     library, handle = _ffi.library(), ctx._checked_handle()
     raw = np.empty(library.cuda_trace_bytes(handle), np.uint8)
@@ -268,7 +278,10 @@ def _traced(ctx: Context, untimed: CallReport) -> CallReport:
             spent[event.kind] += event.end_ns - event.start_ns
     wall = max((e.end_ns for e in events), default=0) - min((e.start_ns for e in events), default=0)
     spent["idle"] = max(0, wall * ctx.processors - sum(spent.values()))
-    return replace(untimed, phase_ns=spent, wall_ns=wall, events=events)
+    tasks = dict(untimed.tasks)
+    if ctx.ranks > 1:  # each by a pair of thread blocks
+        tasks |= {kind: sum(event.kind == kind for event in events) // 2 for kind in ("gemm0", "gemm1")}
+    return replace(untimed, tasks=tasks, phase_ns=spent, wall_ns=wall, events=events)
 
 
 def trace_events(raw: np.ndarray, blocks: int) -> list[Event]:

@@ -6,12 +6,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
+import tempfile
+from pathlib import Path
 
 import flashmoe
 import numpy as np
 import pytest
 import torch
-from flashmoe import _ffi, gpu, jit
+from flashmoe import _ffi, context, gpu, jit
+from flashmoe.launch import RankPool
 
 E, K, H, I = 16, 4, 256, 64
 SIZES = {"max_tokens": 4096, "hidden": H, "intermediate": I, "experts": E, "top_k": K}
@@ -497,3 +501,106 @@ def test_return_groups():
         sizes = np.diff(first)
         assert first[0] == 0 and first[-1] == columns
         assert len(sizes) == min(columns, 2) and sizes[-1] == columns // 2 + (columns == 1)
+
+
+# ---- several ranks: processes with a fake NVSHMEM beside the fake driver -------------------------------------------
+
+
+def join(rank, ranks, name, groups, devices, environment=()):
+    """Joins groups of these sizes one after the other; of each, what was said, and how much memory there then is."""
+    os.environ.update(environment)
+    context.nvshmem_library = lambda: os.environ.get("FAKE_NVSHMEM_PATH", "libnvshmem_host.so.3")
+    told = []
+    for i, changes in enumerate(groups):
+        settings = {"timeout": 20.0, **SIZES, **changes}
+        size, number = settings.pop("ranks", ranks), rank
+        if settings.pop("swapped", False):
+            number = ranks - 1 - rank
+        if size == 1:
+            number = 0
+        try:
+            with flashmoe.Context(
+                engine="cuda", device=devices[rank], rank=number, ranks=size, name=f"{name}-{i}", **settings
+            ) as made:
+                allocations = ctypes.CDLL("libnvshmem_host.so.3").fake_nvshmem_allocations()
+                told.append((made.heap_bytes, allocations))
+        except flashmoe.FlashMoEError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def joined(ranks, *groups, devices=(0, 1), environment=()):
+    with tempfile.NamedTemporaryFile(prefix="world") as unique:
+        world = Path(unique.name).name
+        try:
+            with RankPool(ranks) as pool:
+                settings = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
+                return pool.call(join, [(groups, devices, settings)] * ranks, timeout=90)
+        finally:
+            for segment in Path("/dev/shm").glob(f"{world}-*"):  # the ranks were killed
+                segment.unlink()
+
+
+def test_ranks_join_and_take_the_same_memory_again():
+    first, second = joined(2, {}, {}, {"max_tokens": 64}, {})
+    assert first == second
+    large, again, small, anew = first
+    assert large == again == anew and small[0] < large[0]
+    assert {allocations for _, allocations in first} == {1}
+
+
+def test_ranks_that_share_a_gpu():
+    for (told,) in joined(2, {}, devices=(1, 1)):
+        assert told == (
+            "InvalidArgument: device: expected a GPU of its own for each rank, got the same for ranks 0 and 1"
+        )
+
+
+def test_a_second_group_of_other_ranks():
+    for _, told in joined(2, {}, {"swapped": True}):
+        assert "GroupError" in told and "expected the ranks of this process's first group of several GPUs" in told
+
+
+def test_a_rank_alone_needs_no_nvshmem():
+    for before, alone, after in joined(2, {}, {"ranks": 1}, {}):
+        assert alone[1] == 1 and before == after
+
+
+def test_ranks_that_want_other_sizes():
+    with RankPool(2) as pool:
+        (first,), (second,) = pool.call(join, [(({"top_k": 2 + rank},), (0, 1)) for rank in range(2)], timeout=90)
+    assert "top_k: rank 0 has 2, rank 1 has 3" in first and "top_k: rank 1 has 3, rank 0 has 2" in second
+
+
+def test_a_rank_that_does_not_come():
+    with pytest.raises(flashmoe.PeerTimeout, match=r"rank 1 did not join within 0\.5 s"):
+        flashmoe.Context(engine="cuda", ranks=2, name=f"alone-{os.getpid()}", timeout=0.5, **SIZES)
+
+
+def test_without_nvshmem():
+    path = "/nowhere/libnvshmem_host.so.3"
+    for (told,) in joined(2, {}, environment={"FAKE_NVSHMEM_PATH": path}):
+        assert told.startswith(
+            f"FlashMoEError: nvshmem: expected the library {path}, which a group of several GPUs needs"
+        )
+
+
+def test_nvshmem_that_hangs():
+    for first, second in joined(2, {"timeout": 1.0}, {}, environment={"FAKE_NVSHMEM_HANGS": "1"}):
+        assert "PeerTimeout" in first and "NVSHMEM's initialisation did not end within 1 s" in first
+        assert "GroupError" in second and "start a new process" in second
+
+
+def test_memory_that_a_peer_cannot_reach():
+    for (told,) in joined(2, {}, environment={"FAKE_NVSHMEM_UNMAPPED": "1"}):
+        assert "expected NVLink or peer access between them" in told or "did not finish joining" in told
+
+
+def test_profiles():
+    with pytest.raises(flashmoe.InvalidArgument, match=r"profile: expected names among gemm1_lag, .* got \['lag'\]"):
+        flashmoe.Context(engine="cuda", profile={"lag": 1}, **SIZES)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"profile\[raster\]: expected an integer in \[1, 32\], got 33"):
+        flashmoe.Context(engine="cuda", profile={"raster": 33}, **SIZES)
+    with flashmoe.Context(engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9}, **SIZES) as made:
+        flashmoe.moe(made, **arguments())
+    assert [launched()[name] for name in ("gemm1_lag", "raster", "window")] == [7, 3, 9]

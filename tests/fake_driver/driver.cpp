@@ -81,6 +81,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("top_k", c.top_k), put("local_experts", c.local_experts), put("block", c.block_tokens());
   put("capacity", c.capacity), put("tile_rows", c.tile_rows), put("gemm0_columns", c.gemm0_columns);
   put("gemm1_columns", c.gemm1_columns), put("window", c.order.window), put("raster", c.order.raster);
+  put("gemm1_lag", c.order.gemm1_lag);
   put("home_combines", c.home_combines), put("epoch", c.epoch), put("element_bytes", c.element_bytes);
   put("own_heap", c.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.heaps[0])) == 1);
   put("x", reinterpret_cast<uint64_t>(a.x)), put("x_row_bytes", a.x_row_bytes);
@@ -166,8 +167,8 @@ CudaResult cuDeviceGetName(char* name, int length, int) {
   std::snprintf(name, static_cast<size_t>(length), "Fake");
   return 0;
 }
-CudaResult cuDeviceGetUuid_v2(void* uuid, int) {
-  std::memset(uuid, 0, 16);
+CudaResult cuDeviceGetUuid_v2(void* uuid, int device) {
+  std::memset(uuid, device + 1, 16);
   return 0;
 }
 CudaResult cuDeviceGetAttribute(int* value, int attribute, int) {

@@ -32,7 +32,7 @@ class Arrivals {
   FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
     bool moved = heard_ < c_.ranks && hear_calls(close);
     const uint32_t width = max_of(1u, min_of(P::kLanes, P::kLanes * kLooks / c_.ranks));  // lanes per source
-    const uint32_t per_load = P::kLanes / width;              // sources per load
+    const uint32_t per_load = P::kLanes / width;                                          // sources per load
     for (uint32_t base = 0; base < c_.ranks; base += per_load) {
       const uint32_t i = base + P::lane() / width;
       const uint32_t p = (c_.rank + i) % c_.ranks;

@@ -32,9 +32,9 @@
 //
 // poll and post are for looking often and publishing much. On a GPU an acquire load holds up every load behind it, and
 // a release store waits for every store before it; so words are polled, many at once, and those that had news are loaded
-// once more, with acquire. Not a fence: at system scope it also releases, and a GPU goes through those of all its SMs one by
-// one (0.6 us each as soon as peers have its memory mapped). CPU platforms do the work in poll and post and leave the rest
-// empty: ThreadSanitizer knows no fences.
+// once more, with acquire. Not a fence: at system scope that also releases, and waits for writes to peers, which at the
+// start of a call take 0.1 ms. CPU platforms do the work in poll and post and leave the rest empty: ThreadSanitizer knows no
+// fences.
 #pragma once
 
 #include "flashmoe/protocol/base.h"

@@ -46,7 +46,9 @@ inline constexpr uint32_t kMaxExperts = 1024;
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
 // Of so few experts the gate takes two k-blocks at a time, and the router's box holds no more rows than they may be.
 inline constexpr uint32_t kFewExperts = 32;
-FLASHMOE_HD constexpr bool few_experts(uint32_t experts) { return experts <= kFewExperts; }
+FLASHMOE_HD constexpr bool few_experts(uint32_t experts) {
+  return experts <= kFewExperts;
+}
 // Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
 inline constexpr uint32_t kFormerExperts = 16;
 // Of so many thread blocks, the second to this one form tiles. Those behind them send rows to other ranks, if there are any.
@@ -147,7 +149,7 @@ struct KernelArgs {
   uint32_t topk_ids_64;       // 1: int64
   uint32_t renormalize;
   HostFault* host_fault;  // in mapped host memory: written when the call failed
-  uint8_t* trace;           // [blocks] of kTraceBytesPerBlock; null: not traced
+  uint8_t* trace;         // [blocks] of kTraceBytesPerBlock; null: not traced
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 
