@@ -295,6 +295,13 @@ FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t e
   }
 }
 
+// After the team's writes for block b: this rank's own packet is complete. The whole team calls it.
+template <class P>
+FLASHMOE_FN void signal_own_packet(const Call& c, uint32_t b, const PacketScratch& s) {
+  P::team_sync();
+  if (P::worker() == 0 && P::lane() == 0) signal_packet<P>(c, c.rank, b, s.entries[c.rank]);
+}
+
 // After the team's writes for block b, rows included: tells each destination, the others first. The whole team calls it.
 template <class P>
 FLASHMOE_FN void signal_packets(const Call& c, uint32_t b, const PacketScratch& s) {

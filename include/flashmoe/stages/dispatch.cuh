@@ -207,9 +207,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
     Team::team_sync();  // the word that says so lies in the stages, and loaders may overwrite it once a warp goes on
     return false;
   }
-  Team::team_sync();
-  // The other ranks' packets are complete when their rows are there, see send.cuh.
-  if (threadIdx.x == 0) signal_packet<Platform>(c, c.rank, b, packets.entries[c.rank]);
+  signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();

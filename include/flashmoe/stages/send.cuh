@@ -85,7 +85,7 @@ class RowSender {
   // One word a lane: packets begin anywhere.
   template <class Word>
   __device__ __forceinline__ void copy_words(Word* to, const Word* from, uint32_t n) const {
-    constexpr uint32_t kAtOnce = 4;
+    constexpr uint32_t kAtOnce = 2;
     FLASHMOE_NO_UNROLL
     for (uint32_t i = P::lane(); i < n; i += kAtOnce * P::kLanes) {
       Word word[kAtOnce];
