@@ -94,6 +94,17 @@ def yardstick(script: pathlib.Path, name: str, tokens: int):
     return float(row.split("|")[5]), timer
 
 
+def expert_row(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gated: bool) -> torch.Tensor:
+    """One expert's result [H] for one token [H], in fp64."""
+    h = w1.double() @ x.double()
+    if gated:
+        g, u = h.chunk(2)
+        h = torch.nn.functional.silu(g) * u
+    else:
+        h = torch.nn.functional.gelu(h)
+    return w2.double() @ h
+
+
 def reference(x, router, w1, w2, top_k: int, gated: bool) -> torch.Tensor:
     """The layer in fp64 on the chosen tokens, routing in fp32 as the kernel's."""
     p = torch.softmax(x.float() @ router.float().t(), -1)
@@ -102,13 +113,7 @@ def reference(x, router, w1, w2, top_k: int, gated: bool) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for t in range(len(x)):
         for k in range(top_k):
-            h = w1[ids[t, k]].double() @ x[t].double()
-            if gated:
-                g, u = h.chunk(2)
-                h = torch.nn.functional.silu(g) * u
-            else:
-                h = torch.nn.functional.gelu(h)
-            out[t] += weights[t, k] * (w2[ids[t, k]].double() @ h)
+            out[t] += weights[t, k] * expert_row(x[t], w1[ids[t, k]], w2[ids[t, k]], gated)
     return out
 
 

@@ -24,7 +24,7 @@ import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous
-from fused_gpu import BUSY_CYCLES, SHAPES, floor_call, gpu_operations
+from fused_gpu import BUSY_CYCLES, SHAPES, expert_row, floor_call, gpu_operations
 
 
 def slowest(times: list[float]) -> list[float]:
@@ -126,13 +126,8 @@ def check(x, y, router, own, w1, w2, top_k: int, gated: bool) -> float:
             for k in range(top_k):
                 if (expert := int(ids[t, k])) not in own:
                     continue
-                h = w1[own.index(expert)].double() @ rows[t].double()
-                if gated:
-                    g, u = h.chunk(2)
-                    h = torch.nn.functional.silu(g) * u
-                else:
-                    h = torch.nn.functional.gelu(h)
-                expected[t] += chosen[t, k] * (w2[own.index(expert)].double() @ h)
+                i = own.index(expert)
+                expected[t] += chosen[t, k] * expert_row(rows[t], w1[i], w2[i], gated)
         dist.all_reduce(expected)
         worst = max(worst, ((results.double() - expected).norm() / expected.norm()).item())
     return worst

@@ -100,9 +100,9 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   workspace_ = DeviceMemory(device_, call_.work_layout.bytes, "workspace");
   heap_table_ = DeviceMemory(device_, limits_.ranks * sizeof(uint8_t*), "heap table");
   const uint64_t heap_bytes = call_.heap_layout.bytes;
-  heaps_ = limits_.ranks == 1 ? make_own_heap(device_, heap_bytes)
-                              : join_heaps(device_, who, limits_, heap_bytes, timeout_ns);
-  heap_table_.upload(heaps_->all().data(), heap_table_.bytes());
+  group_ = limits_.ranks == 1 ? make_single_gpu_group(device_, heap_bytes)
+                              : join_gpu_group(device_, who, limits_, heap_bytes, timeout_ns);
+  heap_table_.upload(group_->heaps(), heap_table_.bytes());
   call_.heaps = heap_table_.as<uint8_t*>();
   call_.work = workspace_.as<uint8_t>();
 }
@@ -319,14 +319,6 @@ void Context::check_health() {
 
 // The CPU engine words a fault from the heaps in which it lies: here are some that hold nothing else.
 Error Context::worded(const HostFault& record) const {
-  class Obituaries final : public cpu::Group {
-   public:
-    explicit Obituaries(const Heaps& heaps) : real_(heaps) {}
-    std::string obituary(uint32_t p) const override { return real_.obituary(p); }
-
-   private:
-    const Heaps& real_;
-  };
   const Fault& fault = record.fault;
   Limits limits;
   limits.ranks = limits_.ranks;
@@ -343,7 +335,7 @@ Error Context::worded(const HostFault& record) const {
   *c.call_config(fault.rank, fault.rank) = record.mine;
   *c.call_config(fault.awaited, fault.awaited) = record.theirs;
   *c.fault(c.rank, fault.rank) = {1, fault};
-  return cpu::fault_error(c, Obituaries(*heaps_));
+  return cpu::fault_error(c, *group_);
 }
 
 void Context::read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const {

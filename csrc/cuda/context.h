@@ -115,7 +115,7 @@ class Context {
   Limits limits_;
   Call call_;  // what every call has in common
   DeviceMemory workspace_, heap_table_, trace_;
-  std::unique_ptr<Heaps> heaps_;
+  std::unique_ptr<cpu::Group> group_;
   MappedPage fault_page_;
   bool broken_ = false;
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;

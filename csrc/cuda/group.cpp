@@ -7,7 +7,6 @@
 #include <future>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 #include "cpu/text.h"
 #include "cuda/nvshmem.h"
@@ -18,9 +17,11 @@ namespace {
 using cpu::concat;
 using Clock = std::chrono::steady_clock;
 
-class OwnHeap final : public Heaps {
+class SingleGpuGroup final : public cpu::Group {
  public:
-  OwnHeap(const Device& device, uint64_t bytes) : memory_(device, bytes, "heap") { heaps_ = {memory_.as<uint8_t>()}; }
+  SingleGpuGroup(const Device& device, uint64_t bytes) : memory_(device, bytes, "heap") {
+    heaps_ = {memory_.as<uint8_t>()};
+  }
 
  private:
   DeviceMemory memory_;
@@ -81,9 +82,9 @@ struct Notice {
   NvshmemUniqueId id;        // of rank 0, before there is a world
 };
 
-class NvshmemHeaps final : public Heaps {
+class NvshmemGroup final : public cpu::Group {
  public:
-  NvshmemHeaps(const Device& device, const Membership& who, const Limits& limits, uint64_t bytes, uint64_t timeout_ns)
+  NvshmemGroup(const Device& device, const Membership& who, const Limits& limits, uint64_t bytes, uint64_t timeout_ns)
       : device_(device),
         who_(who),
         ranks_(limits.ranks),
@@ -163,15 +164,19 @@ class NvshmemHeaps final : public Heaps {
     }
   }
 
-  // What all ranks do together has no bound of its own: a rank may die in the midst of it. Then its thread stays behind.
+  // What all ranks do together has no bound of its own: a rank may die in the midst of it. Then its thread stays behind, and
+  // f must refer to nothing that is gone by then.
   template <class F>
   auto together(const char* what, F f) const {
-    auto task = std::make_shared<std::packaged_task<decltype(f())()>>([this, f] {
+    auto begun = std::make_shared<std::promise<void>>();
+    auto task = std::make_shared<std::packaged_task<decltype(f())()>>([this, begun, f] {
       const Device::Use use(device_);
+      begun->set_value();
       return f();
     });
     auto done = task->get_future();
     std::thread([task] { (*task)(); }).detach();
+    begun->get_future().wait();  // the device is not looked at again
     if (timeout_ns_ == 0) {
       done.wait();
     } else if (done.wait_until(deadline_) != std::future_status::ready) {
@@ -230,10 +235,10 @@ class NvshmemHeaps final : public Heaps {
     }
     std::erase_if(w.blocks, [&](const Block& b) {
       if (!given_back_by_all(b.number)) return false;
-      together("nvshmem_free", [this, p = b.address] { api_.nvshmem_free(p); });
+      together("nvshmem_free", [free = api_.nvshmem_free, p = b.address] { free(p); });
       return true;
     });
-    void* const made = together("nvshmem_malloc", [this, bytes] { return api_.nvshmem_malloc(bytes); });
+    void* const made = together("nvshmem_malloc", [malloc = api_.nvshmem_malloc, bytes] { return malloc(bytes); });
     ++w.allocations;
     if (made == nullptr) {
       throw Error(Error::Kind::kHeap, concat("heap: expected ", bytes,
@@ -243,6 +248,7 @@ class NvshmemHeaps final : public Heaps {
     w.blocks.push_back({w.allocations, bytes, static_cast<uint8_t*>(made), false});
     return lease_.take(w.blocks.back());
   }
+
   uint8_t* mapped(uint32_t q) const {
     void* const there = q == who_.rank ? own_ : api_.nvshmem_ptr(own_, static_cast<int>(q));
     if (there == nullptr) {
@@ -272,13 +278,13 @@ class NvshmemHeaps final : public Heaps {
 
 }  // namespace
 
-std::unique_ptr<Heaps> make_own_heap(const Device& device, uint64_t bytes) {
-  return std::make_unique<OwnHeap>(device, bytes);
+std::unique_ptr<cpu::Group> make_single_gpu_group(const Device& device, uint64_t heap_bytes) {
+  return std::make_unique<SingleGpuGroup>(device, heap_bytes);
 }
 
-std::unique_ptr<Heaps> join_heaps(const Device& device, const Membership& who, const Limits& limits, uint64_t bytes,
-                                  uint64_t timeout_ns) {
-  return std::make_unique<NvshmemHeaps>(device, who, limits, bytes, timeout_ns);
+std::unique_ptr<cpu::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,
+                                           uint64_t heap_bytes, uint64_t timeout_ns) {
+  return std::make_unique<NvshmemGroup>(device, who, limits, heap_bytes, timeout_ns);
 }
 
 }  // namespace flashmoe::cuda
