@@ -1,7 +1,7 @@
 """The fused kernel on a group of GPUs beside the bare GEMMs of the same layer, in one run.
 
     torchrun --nproc-per-node N benchmarks/fused_group.py [--shapes NAME ...] [--tokens T ...]
-        [--profile gemm1_lag=400 ...] [--out benchmarks/results/fused_group_N.json]
+        [--return direct reduced ...] [--profile gemm1_lag=400 ...] [--out benchmarks/results/fused_group_N.json]
 
 Per shape and tokens a GPU: the whole layer (router to combine, one launch a rank), and the floor: PyTorch's two grouped
 GEMMs alone, on ready inputs, as many rows as this rank's tokens have, spread over its experts at random. Both are timed
@@ -13,6 +13,7 @@ rank counts; medians of --repeats. Rank 0 prints ratios and writes JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -52,7 +53,7 @@ def milliseconds(call, repeats: int, busy: bool) -> list[float]:
     return slowest(times[3:])
 
 
-def measure(name: str, tokens: int, repeats: int, profile: dict[str, int]) -> dict:
+def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], return_mode: str) -> dict:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     hidden, inner, experts, top_k, activation, _ = SHAPES[name]
     gated = activation == "swiglu"
@@ -69,7 +70,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int]) -> di
     torch.manual_seed(rank + 1)
     xs = [torch.randn(tokens, hidden, **make) for _ in range(4)]
     sizes = {"max_tokens": tokens, "hidden": hidden, "intermediate": inner, "experts": experts, "top_k": top_k}
-    with flashmoe.Context.from_torch(engine="cuda", return_mode="direct", profile=profile, **sizes) as ctx:
+    with flashmoe.Context.from_torch(engine="cuda", return_mode=return_mode, profile=profile, **sizes) as ctx:
 
         def layer(i: int) -> torch.Tensor:
             return flashmoe.moe(ctx, xs[i % 4], w1, w2, router=router, top_k=top_k, activation=activation)
@@ -86,7 +87,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int]) -> di
         ctx.synchronize()
         dist.barrier()
         operations = gpu_operations(layer) / 10
-        ctx.synchronize()
+        returned = ctx.last_call.return_mode
         dist.barrier()  # a rank that closes its context must not be awaited in another's call
     median = {key: statistics.median(times) for key, times in timed.items()}
     flops = tokens * top_k * (3 if gated else 2) * 2 * hidden * inner
@@ -94,6 +95,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int]) -> di
         "shape": name,
         "tokens": tokens,
         "ranks": ranks,
+        "return_mode": returned,
         "profile": profile,
         "fused_ms": median["fused", True],
         "fused_min_max": [min(timed["fused", True]), max(timed["fused", True])],
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--repeats", type=int, default=32)
+    parser.add_argument("--return", dest="returns", nargs="*", default=["auto"])
     parser.add_argument("--profile", nargs="*", default=[], help="name=value, see flashmoe.Context")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--commit", default="", help="where git is not at hand")
@@ -154,10 +157,10 @@ def main() -> None:
         "shapes": [],
     }
     if rank == 0:
-        print(f"{'shape':>12} tokens  fused ms  floor ms  ratio plain  TFLOP/s Mtok/s ops error")
-    for name in args.shapes:
+        print(f"{'shape':>12} tokens return  fused ms  floor ms  ratio plain  TFLOP/s Mtok/s ops error")
+    for name, return_mode in itertools.product(args.shapes, args.returns):
         for tokens in args.tokens or [t for t in SHAPES[name][-1] if t >= 1024]:
-            row = measure(name, tokens, args.repeats, profile)
+            row = measure(name, tokens, args.repeats, profile, return_mode)
             query = "clocks.sm,clocks.mem,power.draw,driver_version"
             smi = subprocess.run(
                 ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
@@ -166,7 +169,7 @@ def main() -> None:
             result["shapes"].append(row)
             if rank == 0:
                 print(
-                    f"{name:>12} {tokens:>6} {row['fused_ms']:9.4f} {row['floor_ms']:9.4f} {row['ratio']:6.3f} "
+                    f"{name:>12} {tokens:>6} {row['return_mode']:7} {row['fused_ms']:9.4f} {row['floor_ms']:9.4f} {row['ratio']:6.3f} "
                     f"{row['plain_ratio']:5.3f} {row['tflops']:8.0f} {row['mtokens_per_s']:6.1f} "
                     f"{row['gpu_operations_per_call']:3.1f} {row['error']:.1e}",
                     flush=True,

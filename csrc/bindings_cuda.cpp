@@ -60,6 +60,7 @@ int64_t add_layer(int64_t handle, Sizes s, double capacity_factor, ffi::Array<in
     spec.activation = static_cast<cpu::Activation>(size(s, "activation"));
     spec.hidden = size(s, "hidden");
     spec.intermediate = size(s, "intermediate");
+    spec.return_mode = static_cast<ReturnMode>(size(s, "return_mode"));
     spec.experts = size(s, "experts");
     spec.top_k = size(s, "top_k");
     spec.capacity_factor = capacity_factor;
@@ -122,9 +123,10 @@ int64_t token_block_of(int64_t tokens, int64_t experts, int64_t top_k, int64_t p
 }
 
 // Where each group begins, and where the last ends.
-ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_bytes) {
+ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_mode, int64_t return_bytes) {
   uint16_t first[kMaxGroups + 1];
-  const uint32_t groups = return_groups(static_cast<uint32_t>(columns), static_cast<uint64_t>(return_bytes), first);
+  const uint32_t groups = return_groups(static_cast<uint32_t>(columns), static_cast<ReturnMode>(return_mode),
+                                        static_cast<uint64_t>(return_bytes), first);
   ffi::Array<int64_t> out;
   for (uint32_t g = 0; g <= groups; ++g) out.push_back(first[g]);
   return out;

@@ -17,7 +17,7 @@ using cpu::concat;
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
 constexpr uint32_t kRaster = 8;
-constexpr uint32_t kAlwaysHeld = 0xffffffffu;  // alone on its link, a rank has nothing to win from an early return
+constexpr uint32_t kAlwaysHeld = 0xffffffffu;
 
 // Thread blocks. 0: one on every multiprocessor.
 uint32_t processors_of(const Device& device, const Limits& limits) {
@@ -35,7 +35,7 @@ uint32_t processors_of(const Device& device, const Limits& limits) {
 // Whether there is no combine, see stages/join.cuh. With two rows a token it pays where most tiles are full: small tasks
 // leave no time to join their rows beside them.
 bool joins_rows(const Call& c) {
-  if (c.ranks != 1 || c.capacity != 0 || c.tokens > sm90::kMaxJoinedTokens) return false;
+  if (c.ranks != 1 || c.capacity != 0 || c.tokens > sm90::kMaxTokens) return false;
   return c.top_k == 1 || (c.top_k == 2 && c.tokens * 2 >= sm90::kTileTokens * c.local_experts);
 }
 
@@ -63,32 +63,36 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
   return block;
 }
 
-uint32_t return_groups(uint32_t columns, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
+uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
+  // Eighths after which a group ends. Each group reads the hidden rows once more. Rows that go as they are computed, or
+  // nowhere, lose by more of them than two what combining under way wins; those that are reduced do not go before their
+  // group is computed, so that the link waits for the first, and everybody for the last.
+  constexpr uint32_t kOnce = 1u << 8, kHalves = 1u << 4 | 1u << 8;
+  constexpr uint32_t kDescending = 1u << 2 | 1u << 4 | 1u << 6 | 1u << 7 | 1u << 8;
+  const uint32_t ends = return_bytes < kGroupedReturnBytes ? kOnce
+                        : mode == ReturnMode::kDirect      ? kHalves
+                                                           : kDescending;
   uint32_t groups = 0;
   first[0] = 0;
-  // Each group reads the hidden rows once more: more of them than two cost what combining under way wins.
-  for (const uint32_t halves : {1u, 2u}) {
-    if (return_bytes < kGroupedReturnBytes && halves != 2) continue;
-    const uint32_t end = (columns * halves + 1) / 2;
-    if (end > first[groups]) first[++groups] = static_cast<uint16_t>(end);
+  for (uint32_t eighths = 1; eighths <= 8; ++eighths) {
+    const uint32_t end = ceil_div(columns * eighths, 8u);
+    if ((ends >> eighths & 1u) != 0 && end > first[groups]) first[++groups] = static_cast<uint16_t>(end);
   }
   return groups;
 }
 
 Context::Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order,
                  uint64_t timeout_ns)
-    : device_(ordinal), limits_(with_tiles(limits)), fault_page_(device_) {
+    : device_(ordinal), limits_(with_tiles(limits)), gemm1_lag_(order.gemm1_lag), fault_page_(device_) {
   call_.rank = who.rank;
   call_.ranks = limits_.ranks;
   limits_.processors = processors_of(device_, limits);
   call_.processors = limits_.processors / sm90::kPair;
   call_.timeout_ns = timeout_ns;
   call_.tile_rows = limits_.tile_rows;
-  call_.home_combines = 1;
+  call_.unasked = 1;
   call_.outbox = limits_.outbox;
-  // Several ranks: the returns are to use the link for as long as there are tasks, once the first rows are sent.
-  const uint32_t lag = limits_.ranks == 1 ? kAlwaysHeld : 2 * call_.processors;
-  call_.order = {.gemm1_lag = order.gemm1_lag != 0 ? order.gemm1_lag : lag,
+  call_.order = {.gemm1_lag = 0,  // see call_of()
                  .raster = order.raster != 0 ? order.raster : kRaster,
                  .window = order.window != 0 ? order.window : 4 * call_.processors};
   call_.heap_layout = make_heap_layout(limits_);
@@ -182,9 +186,14 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   const bool gated = spec.activation == cpu::Activation::kSwiGlu;
   c.gemm0_columns = ceil_div(spec.intermediate, sm90::gemm0_columns_per_task(gated));
   c.gemm1_columns = ceil_div(spec.hidden, sm90::kGemm1ColumnsPerTask);
+  // Where rows go as they are computed, they are to use the link for as long as there are tasks, once the first rows are
+  // sent. Elsewhere nothing is won by an early GEMM1.
+  const bool early = c.ranks > 1 && spec.return_mode == ReturnMode::kDirect;
+  c.order.gemm1_lag = gemm1_lag_ != 0 ? gemm1_lag_ : early ? 2 * c.processors : kAlwaysHeld;
   if (c.ranks > 1) {
     // Alike on all ranks, whatever their tokens: one's signal is another's columns.
-    c.groups = return_groups(c.gemm1_columns, kGroupedReturnBytes, c.group_first);
+    c.return_mode = spec.return_mode;
+    c.groups = return_groups(c.gemm1_columns, c.return_mode, kGroupedReturnBytes, c.group_first);
     c.config = cpu::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
                                 sm90::kGemm1ColumnsPerTask);
   }
@@ -256,7 +265,7 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   if (c.ranks == 1) {
     // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
     const uint64_t return_bytes = c.joined != 0 ? 0 : uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
-    c.groups = return_groups(c.gemm1_columns, return_bytes, c.group_first);
+    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
   }
   a.x = reinterpret_cast<const uint8_t*>(t.x);
   a.x_row_bytes = t.x_row_bytes;

@@ -20,6 +20,7 @@ struct LayerSpec {
   cpu::DType dtype = cpu::DType::kBFloat16;
   cpu::Activation activation = cpu::Activation::kSwiGlu;
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  ReturnMode return_mode = ReturnMode::kDirect;
   double capacity_factor = 0.0;                               // 0: dropless
   std::vector<uint32_t> placement;                            // [E] owner rank of each expert
   Matrix gate_up, down, router;                               // router.data 0: routing is given
@@ -45,9 +46,8 @@ Limits with_tiles(Limits limits);
 // memory allows.
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
-// Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin. Two halves, so that
-// one is combined while the other is computed.
-uint32_t return_groups(uint32_t columns, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]);
+// Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin.
+uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]);
 
 class Context {
  public:
@@ -113,7 +113,8 @@ class Context {
   std::mutex mutex_;  // calls come from any thread
   const Device device_;
   Limits limits_;
-  Call call_;  // what every call has in common
+  Call call_;           // what every call has in common
+  uint32_t gemm1_lag_;  // asked for; 0: the context's choice
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<cpu::Group> group_;
   MappedPage fault_page_;

@@ -10,8 +10,8 @@
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or with several ranks sender
 //                         (stages/send.cuh)
-//   Whoever is through with its role helps to combine the block's own tokens, or to join the rows that it computed, so that
-//   at the end all warps do.
+//   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
+//   (stages/reduce.cuh, combine.cuh, join.cuh), so that at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
 //   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
@@ -58,7 +58,8 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
   __syncthreads();
   if (threadIdx.x == 0) {
     s.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
-    s.combine.next = 0;
+    args.call.control()->reduces[s.call.parity() ^ 1].value = 0;  // the next call's; nobody uses it in this one
+    s.returns.init();
     s.router_bad = 0;
     s.late.init();
     s.trace_events = 0;
@@ -75,7 +76,7 @@ template <class Dtype, bool kGated, class Trace>
 __device__ __forceinline__ void run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                                  uint32_t warp, const Trace& trace) {
   if (warp < kClerkWarp) {
-    load_tasks<Dtype, kGated>(args, c, s.ring, ring, s.late, trace);
+    load_tasks<Dtype, kGated>(args, c, s, ring, trace);
   } else if (warp == kClerkWarp) {
     if (pair_rank() == TaskRing::kLeader) {
       lead_tasks<Dtype>(args, c, s.ring);
@@ -115,7 +116,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, each_warp);
   }
   if (c.joined == 0) {
-    stages::Combiner<Dtype, Tracer<kTrace, 32>>(c, args.out, s.combine, each_warp).run();
+    stages::Returns<Dtype, Tracer<kTrace, 32>>(args, c, s.returns, each_warp).run(c);
   } else if (joins_late_rows(c)) {
     stages::Joiner<Dtype, Tracer<kTrace, 32>>(args, c, s.late, each_warp).run();
   }

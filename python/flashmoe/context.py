@@ -72,6 +72,12 @@ def make_limits(
     }
 
 
+def reduces(ranks: int, top_k: int) -> bool:
+    """Whether ``auto`` means ``reduced``: the mode that sends fewer rows. A token's rows number K with ``direct``, and at
+    most min(K, R) with ``reduced``, which costs one more pass over them."""
+    return 1 < ranks < top_k
+
+
 PROFILE = {"gemm1_lag": 2**31, "raster": 32, "window": 2**20}
 """What a profile may say, and the most of each; kMaxRaster in order.h."""
 
@@ -185,6 +191,7 @@ class Context:
             raise InvalidArgument(f"name: expected a group name without '/', got {name!r}")
         self.name = name
         self.experts = _bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
+        top_k = _bounded("top_k", top_k, 1, min(self.experts, MAX_CUDA_TOP_K) if cuda else self.experts)
         self.placement = placements.checked(placement, self.experts, self.ranks)
         if dtype not in DTYPES:
             raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -195,9 +202,10 @@ class Context:
         if cuda:
             if self.ranks > MAX_CUDA_RANKS:
                 raise InvalidArgument(f"ranks: expected at most {MAX_CUDA_RANKS} with the CUDA engine, got {ranks}")
-            if return_mode == "reduced":
-                raise InvalidArgument("return_mode: expected 'direct' or 'auto' with the CUDA engine, got 'reduced'")
-            return_mode = "direct"
+            if self.ranks == 1 and return_mode == "reduced":
+                raise InvalidArgument("return_mode: expected 'direct' or 'auto' with one GPU, got 'reduced'")
+            if return_mode == "auto" and not reduces(self.ranks, top_k):
+                return_mode = "direct"  # no memory for what would not be used
         elif processors is None:
             processors = max(1, (os.cpu_count() or 1) // self.ranks)
         self.dtype = dtype
@@ -210,7 +218,7 @@ class Context:
             hidden=_bounded("hidden", hidden, 1, 2**20),
             intermediate=_bounded("intermediate", intermediate, 1, 2**20),
             experts=self.experts,
-            top_k=_bounded("top_k", top_k, 1, min(self.experts, MAX_CUDA_TOP_K) if cuda else self.experts),
+            top_k=top_k,
             dtype=dtype,
             placement_of_experts=self.placement,
             return_mode=return_mode,

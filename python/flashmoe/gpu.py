@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _ffi, arguments, jit
+from .context import RETURN_MODES
 from .errors import HeapError, InvalidArgument
 from .report import TASK_KINDS, CallReport
 from .tensors import ACTIVATIONS, DTYPES, DeviceOperand, as_view, device_operand
@@ -44,6 +45,7 @@ class Layer:
     intermediate: int
     experts: int
     top_k: int
+    return_mode: str
     gated: bool
     given_routing: bool
     owners: tuple[int, ...]
@@ -139,6 +141,7 @@ def _add_layer(
         "dtype": DTYPES.index(dtype),
         "activation": ACTIVATIONS.index(activation),
         "renormalize": int(bool(renormalize)),
+        "return_mode": RETURN_MODES.index(args.return_mode),
         "topk_ids_64": int("topk_ids" in tensors and tensors["topk_ids"].dtype == "int64"),
         "trace": int(bool(trace)),
     }
@@ -164,6 +167,7 @@ def _add_layer(
         intermediate=sizes["intermediate"],
         experts=sizes["experts"],
         top_k=sizes["top_k"],
+        return_mode=args.return_mode,
         gated=activation == "swiglu",
         given_routing="topk_ids" in tensors,
         owners=args.owners,
@@ -246,7 +250,7 @@ def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
         sent = sum(int((owners == q).any(axis=1).sum()) for q in range(ctx.ranks) if q != ctx.rank)
     return CallReport(
         tokens=tokens,
-        return_mode="direct",
+        return_mode=layer.return_mode,
         topk_ids=ids,
         topk_weights=weights,
         dropped=int((ids < 0).sum()),

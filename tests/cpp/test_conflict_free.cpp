@@ -325,7 +325,10 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
   PacketMemory scratch(l, 1);
   const Call& home = group.rank(0).call;
   const PacketScratch s = scratch.of(home);
-  for (uint32_t q = 0; q < ranks; ++q) announce<cpu::CpuPlatform>(group.rank(q).call);
+  for (uint32_t q = 0; q < ranks; ++q) {
+    announce_own<cpu::CpuPlatform>(group.rank(q).call);
+    announce_to_peers<cpu::CpuPlatform>(group.rank(q).call);
+  }
   uint32_t routings = 0;
   Routings all(tokens, l.top_k, l.experts);
   for (bool more = all.distinct() || all.next(); more; more = all.next(), ++routings) {

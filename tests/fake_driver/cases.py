@@ -105,7 +105,7 @@ def test_memory_is_given_back():
         ({"device": 2}, flashmoe.InvalidArgument, "device: expected one of the 2 that the driver shows, got 2"),
         ({"device": -1}, flashmoe.InvalidArgument, "device: expected an integer"),
         ({"ranks": 33, "name": "g"}, flashmoe.InvalidArgument, "ranks: expected at most 32 with the CUDA engine"),
-        ({"return_mode": "reduced"}, flashmoe.InvalidArgument, "return_mode: expected 'direct' or 'auto'"),
+        ({"return_mode": "reduced"}, flashmoe.InvalidArgument, "return_mode: expected 'direct' or 'auto' with one GPU"),
         (
             {"processors": 133},
             flashmoe.InvalidArgument,
@@ -166,7 +166,7 @@ def test_the_launch(ctx, device):
         "gemm1_columns": 1,
         "window": 264,
         "raster": 8,
-        "home_combines": 1,
+        "unasked": 1,
         "epoch": 0,
         "element_bytes": 2,
         "own_heap": 1,
@@ -344,7 +344,7 @@ def test_return_groups_of_a_large_call(ctx):
         weights = [on_gpu(E, 2 * I, 2048), on_gpu(E, 2048, I)]
         for tokens in (511, 512):
             flashmoe.moe(wide, on_gpu(tokens, 2048), *weights, router=on_gpu(E, 2048), top_k=K)
-            groups = _ffi.library().cuda_return_groups(8, tokens * K * 2048 * 2)
+            groups = _ffi.library().cuda_return_groups(8, 0, tokens * K * 2048 * 2)
             assert launched()["groups"] == list(groups)
             assert (len(groups) > 2) == (tokens == 512)
 
@@ -496,11 +496,15 @@ def test_token_block():
 def test_return_groups():
     groups = _ffi.library().cuda_return_groups
     for columns in (*range(1, 200), 8192):
-        assert list(groups(columns, (8 << 20) - 1)) == [0, columns]
-        first = list(groups(columns, 8 << 20))
-        sizes = np.diff(first)
-        assert first[0] == 0 and first[-1] == columns
-        assert len(sizes) == min(columns, 2) and sizes[-1] == columns // 2 + (columns == 1)
+        for mode in (0, 1):
+            assert list(groups(columns, mode, (8 << 20) - 1)) == [0, columns]
+            first = list(groups(columns, mode, 8 << 20))
+            sizes = np.diff(first)
+            assert first[0] == 0 and first[-1] == columns and (sizes > 0).all()
+            if mode == 0:
+                assert len(sizes) == min(columns, 2) and sizes[-1] == columns // 2 + (columns == 1)
+            elif columns >= 8:  # the last groups are what everybody waits for
+                assert len(sizes) == 5 and sizes[-1] <= columns // 8 and sizes[0] >= columns // 4
 
 
 # ---- several ranks: processes with a fake NVSHMEM beside the fake driver -------------------------------------------

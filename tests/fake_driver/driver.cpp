@@ -82,7 +82,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("capacity", c.capacity), put("tile_rows", c.tile_rows), put("gemm0_columns", c.gemm0_columns);
   put("gemm1_columns", c.gemm1_columns), put("window", c.order.window), put("raster", c.order.raster);
   put("gemm1_lag", c.order.gemm1_lag);
-  put("home_combines", c.home_combines), put("epoch", c.epoch), put("element_bytes", c.element_bytes);
+  put("unasked", c.unasked), put("epoch", c.epoch), put("element_bytes", c.element_bytes);
   put("own_heap", c.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.heaps[0])) == 1);
   put("x", reinterpret_cast<uint64_t>(a.x)), put("x_row_bytes", a.x_row_bytes);
   put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ _shared: dict[str, Any] = {}
 def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
     """This rank of a new group."""
     torch.cuda.set_device(rank)
-    settings = {**LIMITS, "return_mode": "direct", "timeout": PATIENCE, **limits}
+    settings = {**LIMITS, "timeout": PATIENCE, **limits}
     return flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings)
 
 
@@ -77,27 +77,52 @@ def with_experts(problem: Problem, experts: list[int]) -> Problem:
 
 @starting_anew
 def compare(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list[int], calls: int = 1) -> int:
-    """Calls of one problem on the group; how many differ, in any bit, from the same tokens on this GPU alone. (A few
-    tokens go another way there: these are compared with the reference.)"""
+    """Calls of one problem on the group, both returns in turn; how many differ, in any bit, from what the same tokens
+    give on this GPU alone. (A few tokens go another way there: these are compared with the reference.)"""
     context = shared_context(rank, ranks, name)
     spec = dict(spec)
     placement = spec.pop("placement", None) or flashmoe.placement.contiguous(spec["experts"], ranks)
     problem = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{rank}", **spec)
     own = share_of(problem, rank, tokens)
     local = with_experts(own, context.local_experts(placement))
-    alone = None
-    if tokens[rank] > FEW_TOKENS:
-        with context_of(own, device=rank) as single:
-            alone, report = call(single, own)
-            check(own, alone, report)
+    alone = results_alone(own, rank, placement)
     differing = 0
     for i in range(calls):
-        y, report = call(context, local, placement=placement)
-        if alone is not None:
-            differing += not torch.equal(y, alone)
-        elif i == 0:
-            check(own, y, report)
+        for mode in flashmoe.context.RETURN_MODES[:2]:
+            y, report = call(context, local, placement=placement, return_mode=mode)
+            assert report.return_mode == mode
+            if alone:
+                differing += not torch.equal(y, alone[mode])
+            elif i == 0:
+                check(own, y, report)
     return differing
+
+
+def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str, torch.Tensor]:
+    """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for a few
+    tokens. `reduced`: each choice's rows come from a call of their own, and are added here: those of a rank in
+    ascending k and rounded, then the ranks'."""
+    if len(own.x) <= FEW_TOKENS:
+        return {}
+    with context_of(own, device=rank) as single:
+        direct, report = call(single, own)
+        check(own, direct, report)
+        ids = torch.from_numpy(report.topk_ids).to(own.x.device)
+        weights = torch.from_numpy(report.topk_weights).to(own.x.device)
+        options = {"activation": own.options["activation"]} if "activation" in own.options else {}
+        rows = []
+        for k in range(own.top_k):
+            chosen = ids[:, k : k + 1].clamp(min=0).contiguous(), weights[:, k : k + 1].contiguous()
+            one = replace(own, topk_ids=chosen[0], topk_weights=chosen[1], top_k=1, options=options)
+            rows.append(call(single, one)[0].float())
+    owners = torch.tensor([*placement, -1], device=own.x.device)[ids.long()]
+    total = torch.zeros_like(rows[0])
+    for q in range(max(placement) + 1):
+        part = torch.zeros_like(total)
+        for k, each in enumerate(rows):
+            part += torch.where(owners[:, k : k + 1] == q, each, 0.0)
+        total += part.to(direct.dtype).float()
+    return {"direct": direct, "reduced": total.to(direct.dtype)}
 
 
 @starting_anew
@@ -119,10 +144,15 @@ def many_calls(rank: int, ranks: int, name: str, seed: int, calls: int, verify_e
         own = share_of(whole, 1, [first, tokens[rank]])
         placement = flashmoe.placement.contiguous(whole.experts, ranks)
         local = with_experts(own, context.local_experts(placement))
+        how = {"placement": placement, "return_mode": draw.choice(flashmoe.context.RETURN_MODES[:2])}
         if i % verify_every:
-            flashmoe.moe(context, placement=placement, **local.arguments())
+            flashmoe.moe(context, **how, **local.arguments())
             continue
-        y, report = call(context, local, placement=placement)
+        y, report = call(context, local, **how)
+        if how["return_mode"] == "reduced":
+            alone = results_alone(own, rank, placement)
+            off += bool(alone) and not torch.equal(y, alone["reduced"])
+            continue
         try:
             check(own, y, report)
         except AssertionError as error:
@@ -214,8 +244,6 @@ def replay(rank: int, ranks: int, name: str) -> int:
             graph.replay()
             torch.cuda.synchronize()
             context.synchronize()
-            expected = replace(first, x=other.x)
-            with context_of(expected, device=rank) as single:
-                alone, _ = call(single, expected)
-            off += not torch.equal(y, alone)
+            alone = results_alone(replace(first, x=other.x), rank, context.placement)
+            off += not torch.equal(y, alone[context.last_call.return_mode])
     return off

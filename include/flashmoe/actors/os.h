@@ -16,14 +16,22 @@ struct OsScratch {
   Status* seen;  // [R] the peers' status when last sampled
 };
 
-// Tells every rank, itself too, that this call has begun and what this rank believes it to be. All lanes.
+// Tells this rank's own actors that the call has begun. All lanes.
 template <class P>
-FLASHMOE_FN void announce(const Call& c) {
-  if (P::lane() == 0) P::store_release(&c.status(c.rank)->entered, c.epoch, kSystem);
-  for (uint32_t q = P::lane(); q < c.ranks; q += P::kLanes) {
+FLASHMOE_FN void announce_own(const Call& c) {
+  if (P::lane() != 0) return;
+  P::store_release(&c.status(c.rank)->entered, c.epoch, kSystem);
+  *c.call_config(c.rank, c.rank) = c.config;
+  P::store_release(c.call_signal(c.rank, c.rank), call_word(c), kDevice);
+}
+
+// Tells the other ranks, and what this one believes the call to be. All lanes.
+template <class P>
+FLASHMOE_FN void announce_to_peers(const Call& c) {
+  for (uint32_t i = 1 + P::lane(); i < c.ranks; i += P::kLanes) {
+    const uint32_t q = (c.rank + i) % c.ranks;
     *c.call_config(q, c.rank) = c.config;
-    P::store_release(c.call_signal(q, c.rank), Signal::make(c.epoch, CallPayload::make(c.tokens, c.log2_block)),
-                     kSystem);
+    P::store_release(c.call_signal(q, c.rank), call_word(c), kSystem);
   }
 }
 
@@ -73,7 +81,8 @@ class GroupLiveness {
 // Runs the call's OS actor to its end; false if the call was aborted or timed out. All lanes.
 template <class P>
 FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
-  announce<P>(c);
+  announce_own<P>(c);
+  if (c.outbox == 0) announce_to_peers<P>(c);  // else a sender does
   Subscriber<P> subscriber(c, scratch.subscriber);
   Scheduler<P> scheduler(c, subscriber, *scratch.scheduler);
   GroupLiveness<P> group(c, scratch.seen);

@@ -27,7 +27,7 @@ FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
 template <class P>
 FLASHMOE_FN void retire_gemm1(const Call& c, uint32_t tile, uint32_t column) {
   const uint32_t segments = c.tile(tile)->shape.segments;
-  const uint32_t slot = c.reduced() ? column : c.group_of(column);
+  const uint32_t slot = pending_slot(c, column);
   for (uint32_t base = 0; base < segments; base += P::kLanes) {
     const uint32_t i = base + P::lane();
     const Segment s = i < segments ? c.segments(tile)[i] : Segment{};

@@ -82,13 +82,13 @@ class Scheduler {
   FLASHMOE_FN uint32_t tasks_of_call() const {
     const uint32_t per_tile = c_.gemm0_columns + c_.gemm1_columns;
     uint32_t reduces = 0;
-    if (c_.reduced()) {
+    if (c_.reduce_tasks()) {
       for (uint32_t p = 0; p < c_.ranks; ++p) reduces += sub_.blocks_of(p) * c_.gemm1_columns;
       if (c_.local_experts == 0) reduces = 0;
     }
     return tiles_ * per_tile + reduces + combines();
   }
-  FLASHMOE_FN uint32_t combines() const { return c_.home_combines ? 0 : c_.blocks() * c_.groups; }
+  FLASHMOE_FN uint32_t combines() const { return c_.unasked ? 0 : c_.blocks() * c_.groups; }
 
   // Moves what formers and retiring processors pushed to where it is published from. What the items refer to is
   // acquired by the release_fence before they are published: it fences both ways, and the OS warp does not look sooner.

@@ -34,8 +34,9 @@ struct Call {
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
   uint32_t processors = 1;
-  // 1: processors combine, unasked, once a group's returns are there (GPU). 0: the scheduler publishes combines as tasks.
-  uint32_t home_combines = 0;
+  // 1: warps that have nothing else to do reduce and combine, unasked, what is there (GPU). 0: the scheduler publishes both
+  // as tasks.
+  uint32_t unasked = 0;
   // 1: rows are joined as they come, there is no combine (GPU, a rank alone, K at most 2, dropless; stages/join.cuh).
   uint32_t joined = 0;
   // 1: packets for other ranks are built in the workspace, and sent with their rows (GPU: many small stores to a peer would
@@ -68,12 +69,17 @@ struct Call {
     return g;
   }
   FLASHMOE_HD bool reduced() const { return return_mode == ReturnMode::kReduced; }
+  // Whether Reduce is a task, column by column; else it goes return group by return group.
+  FLASHMOE_HD bool reduce_tasks() const { return reduced() && unasked == 0; }
   FLASHMOE_HD uint32_t owned(uint32_t q) const { return owner_base[q + 1] - owner_base[q]; }
   FLASHMOE_HD uint32_t packet_id(uint32_t source, uint32_t block) const { return source * max_blocks + block; }
   // Blocks of rank p, whose call signal has arrived here. (Own: blocks().)
   FLASHMOE_HD uint32_t blocks_of(uint32_t p) const {
     const uint32_t payload = Signal::payload(*call_signal(rank, p));
     return ceil_div(CallPayload::tokens(payload), 1u << CallPayload::log2_block(payload));
+  }
+  FLASHMOE_HD uint32_t tokens_of(uint32_t p) const {
+    return CallPayload::tokens(Signal::payload(*call_signal(rank, p)));
   }
   // The first token of packet (p, b) that arrived here, and how many tokens its block has.
   FLASHMOE_HD uint32_t packet_first_token(uint32_t p, uint32_t b) const {
@@ -125,6 +131,10 @@ struct Call {
     if (outbox == 0 || q == rank) return packet_entries(q, rank, first_token);
     return workspace<Entry>(WorkField::kOutEntries, q, first_token);
   }
+  FLASHMOE_HD uint16_t* out_counts(uint32_t q, uint32_t first_token) const {
+    if (outbox == 0 || q == rank) return packet_counts(q, rank, first_token);
+    return workspace<uint16_t>(WorkField::kOutCounts, q, first_token);
+  }
   FLASHMOE_HD uint64_t* return_signal(uint32_t at, uint32_t q, uint32_t g) const {
     return heap<uint64_t>(at, HeapField::kReturnSignal, q, g);
   }
@@ -157,6 +167,9 @@ struct Call {
   FLASHMOE_HD uint32_t* reduce_done(uint32_t p, uint32_t g) const {
     return workspace<uint32_t>(WorkField::kReduceDone, p, g);
   }
+  FLASHMOE_HD uint64_t* reduce_signal(uint32_t p, uint32_t g) const {
+    return workspace<uint64_t>(WorkField::kReduceSignal, p, g);
+  }
   FLASHMOE_HD int32_t* routing(uint32_t token) const { return workspace<int32_t>(WorkField::kRouting, token); }
   FLASHMOE_HD float* weights(uint32_t token) const { return workspace<float>(WorkField::kWeights, token); }
   FLASHMOE_HD uint32_t* capacity_prefix(uint32_t b) const { return workspace<uint32_t>(WorkField::kPrefix, b); }
@@ -174,5 +187,10 @@ struct Call {
     return workspace<uint8_t>(WorkField::kStaging, uint64_t{p} * max_tokens + token, ordinal);
   }
 };
+
+// What a rank's call signal says.
+FLASHMOE_HD uint64_t call_word(const Call& c) {
+  return Signal::make(c.epoch, CallPayload::make(c.tokens, c.log2_block));
+}
 
 }  // namespace flashmoe

@@ -105,6 +105,7 @@ enum class WorkField : uint32_t {
   kSegments,
   kPending,
   kReduceDone,
+  kReduceSignal,
   kRouting,
   kWeights,
   kPrefix,
@@ -116,6 +117,7 @@ enum class WorkField : uint32_t {
   kLogits,
   kJoints,
   kOutOffsets,
+  kOutCounts,
   kOutEntries,
   kHidden,
   kStaging,
@@ -197,10 +199,13 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) {
        return FieldShape{{l.ranks, l.staging ? max_of(l.gemm1_columns(), kMaxGroups) : kMaxGroups, 1, 1}, 8};
      },
-     "[p][g, or column where they are reduced] rows of rank p still to compute, see Pending"},
+     "[p][g, or column where Reduce is a task] rows of rank p still to compute, see Pending"},
     {WorkField::kReduceDone, "reduce_done", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.staging * l.ranks, kMaxGroups, 1, 1}, 4}; },
-     "[p][g] (block, column) pairs of group g reduced and returned"},
+     "[p][g] (block, column) pairs of group g reduced and returned; GPU: pieces"},
+    {WorkField::kReduceSignal, "reduce_signal", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{uint64_t{l.outbox} * l.staging * l.ranks, kMaxGroups, 1, 1}, 8}; },
+     "[p][g] the rows of rank p are computed, as far as group g's columns go (GPU only)"},
     {WorkField::kRouting, "routing", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; },
      "[token][k] chosen expert, -1 where dropped"},
@@ -236,6 +241,9 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
        return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_blocks(), l.max_local_experts + 1, 1}, 2};
      },
      "[q][b][El+1] packet_offsets of the packets for rank q, before they are sent (GPU only)"},
+    {WorkField::kOutCounts, "out_counts", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_tokens, 1, 1}, 2}; },
+     "[q][token] entries of the token on rank q (GPU only)"},
     {WorkField::kOutEntries, "out_entries", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_tokens, l.entries_per_token(), 1}, sizeof(Entry)};

@@ -34,16 +34,13 @@ struct PacketScratch {
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
-// Entries of this token in its packet for rank q (its drops already marked).
-FLASHMOE_HD uint32_t entries_for(const Call& c, uint32_t token, uint32_t q) {
-  const int32_t* ids = c.routing(token);
-  uint32_t n = 0;
-  for (uint32_t k = 0; k < c.top_k; ++k) n += ids[k] >= 0 && c.owner[ids[k]] == q;
-  return n;
-}
-// Whether rank q needs its row.
+// Whether rank q needs the token's row (its drops already marked).
 FLASHMOE_HD bool goes_to(const Call& c, uint32_t token, uint32_t q) {
-  return entries_for(c, token, q) != 0;
+  const int32_t* ids = c.routing(token);
+  for (uint32_t k = 0; k < c.top_k; ++k) {
+    if (ids[k] >= 0 && c.owner[ids[k]] == q) return true;
+  }
+  return false;
 }
 
 // The pairs i = (token of block b) * K + k of this worker.
@@ -227,7 +224,8 @@ FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const PairRange& rang
   }
 }
 
-// Writes the worker's entries, and for `reduced` how many each of its tokens has on each rank.
+// Writes the worker's entries, and for `reduced` and for whoever sends from an outbox, how many each of its tokens has on
+// each rank.
 template <class P>
 FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PairRange& range, const PacketScratch& s,
                                uint16_t* place) {
@@ -240,14 +238,14 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PairRange& range
     c.out_entries(Pair::owner(pair), first)[s.start[Pair::expert(pair)] + at] = {
         token, static_cast<uint16_t>(k), static_cast<uint16_t>(ordinal), s.weights[i]};
   });
-  if (!c.reduced()) return;
+  if (!c.reduced() && c.outbox == 0) return;
   for (uint32_t q = 0; q < c.ranks; ++q) {
-    if (s.entries[q] == 0) continue;
+    if (s.entries[q] == 0 && c.outbox == 0) continue;  // they would go to a peer, who does not read them
     for (uint32_t t = range.begin / c.top_k + P::lane(); t < range.end / c.top_k; t += P::kLanes) {
       const uint32_t* pairs = s.pairs + t * c.top_k;
       uint32_t n = 0;
       for (uint32_t k = 0; k < c.top_k; ++k) n += pairs[k] != Pair::kDropped && Pair::owner(pairs[k]) == q;
-      c.packet_counts(q, c.rank, first)[t] = static_cast<uint16_t>(n);
+      c.out_counts(q, first)[t] = static_cast<uint16_t>(n);
     }
   }
 }

@@ -1,6 +1,6 @@
 // How a rank knows that it has computed all it owes to a source, while rows of that source may still be arriving.
 //
-// One counter per source and return group (`reduced`: per source and column). Its low part is the number of
+// One counter per source and return group (where Reduce is a task: per source and column). Its low part is the number of
 // (row, column) products still to compute, its high part the number of local experts that have seen the source's last
 // packet. A former adds rows before it hands them on, and its experts after the last; whoever brings the counter to
 // "every expert, no rows" has completed it and resets it. Rows are added before they can be subtracted, so the low part
@@ -19,7 +19,12 @@ struct Pending {
 // The last of what this rank owes to rank p in group g has been written there.
 template <class P>
 FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
-  P::store_release(c.return_signal(p, c.rank, g), Signal::make(c.epoch, 0), kSystem);
+  const uint64_t word = Signal::make(c.epoch, 0);
+  if (p == c.rank) {
+    P::store_release(c.return_signal(p, c.rank, g), word, kDevice);
+  } else {
+    P::store_release(c.return_signal(p, c.rank, g), word, kSystem);
+  }
 }
 
 // Adds `change` to the lanes' counters (p, slot) that have one, and completes those that it finishes. All lanes.
@@ -31,18 +36,25 @@ FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t sl
     complete = P::fetch_add_acq_rel(counter, change) + change == Pending::experts(c.local_experts);
     if (complete) {
       P::store_relaxed(counter, uint64_t{0});
-      if (!c.reduced()) signal_return<P>(c, p, slot);
+      if (!c.reduced()) {
+        signal_return<P>(c, p, slot);
+      } else if (!c.reduce_tasks()) {
+        P::store_release(c.reduce_signal(p, slot), Signal::make(c.epoch, 0), kDevice);
+      }
     }
   }
-  if (c.reduced()) push_ready<P>(c, complete, {TaskKind::kReduce, slot, p});
+  if (c.reduce_tasks()) push_ready<P>(c, complete, {TaskKind::kReduce, slot, p});
 }
 
 // Counters of a source, and the columns that one of them stands for.
 FLASHMOE_HD uint32_t pending_slots(const Call& c) {
-  return c.reduced() ? c.gemm1_columns : c.groups;
+  return c.reduce_tasks() ? c.gemm1_columns : c.groups;
+}
+FLASHMOE_HD uint32_t pending_slot(const Call& c, uint32_t column) {
+  return c.reduce_tasks() ? column : c.group_of(column);
 }
 FLASHMOE_HD uint32_t pending_columns(const Call& c, uint32_t slot) {
-  return c.reduced() ? 1 : c.group_columns(slot);
+  return c.reduce_tasks() ? 1 : c.group_columns(slot);
 }
 
 // `rows` more rows of source p will be computed here. All lanes, before those rows are handed on.

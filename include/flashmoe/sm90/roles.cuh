@@ -176,15 +176,17 @@ __device__ __forceinline__ bool joins_late_rows(const Call& c) {
 }
 
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. GEMM1 leaves the second warp free to
-// find and join the late rows of tasks that the consumers have done.
+// find and join the late rows of tasks that the consumers have done, or with several ranks to see to the returns.
 template <class Dtype, bool kGated, class Trace>
-__device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
-                                           stages::LateRows& late, const Trace& trace) {
+__device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                           const Trace& trace) {
+  TaskRing& tasks = s.ring;
   constexpr uint32_t kGroupsOf8 = kBoxFeatures / 8;  // of feature rows in a box
   const bool loads_hidden = threadIdx.x < kFirstLoader + kLoaders / 2;
   auto count = [&] { tasks.count_stage(); };
   bool apart = false;  // the warps are at different stages
-  stages::Joiner<Dtype, Trace> joiner(args, c, late, trace);
+  stages::Joiner<Dtype, Trace> joiner(args, c, s.late, trace);
+  stages::Returns<Dtype, Trace> returns(args, c, s.returns, trace);
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) {
@@ -214,7 +216,10 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         joiner.find(slot.tokens, slot.share.rows, slot.column, wide ? 2 : 1);
       }
     }
+    const bool free = !loads_hidden && slot.kind == TaskKind::kGemm1 && c.ranks > 1;
     tasks.put_done(n);
+    // Not where tasks have piled up: a step takes as long as a task or two, and the slots are five.
+    if (free && !tasks.is_full(n + 2)) returns.step();
   }
 }
 

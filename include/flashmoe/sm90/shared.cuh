@@ -11,9 +11,9 @@
 #include "flashmoe/sm90/pipeline.cuh"
 #include "flashmoe/sm90/platform.cuh"
 #include "flashmoe/sm90/tracer.cuh"
-#include "flashmoe/stages/combine.cuh"
 #include "flashmoe/stages/epilogue.cuh"
 #include "flashmoe/stages/join.cuh"
+#include "flashmoe/stages/returns.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -81,6 +81,7 @@ struct TaskRing {
   }
 
   // Asked by a warp, all lanes: they are to agree.
+  __device__ __forceinline__ bool is_full(uint32_t n) const { return has_passed(full, n); }
   __device__ __forceinline__ bool is_done(uint32_t n) const { return has_passed(done, n); }
   __device__ __forceinline__ bool is_stored(uint32_t n) const { return has_passed(stored, n); }
   __device__ __forceinline__ bool is_handed(uint32_t n) const { return has_passed(handed, n); }
@@ -107,7 +108,7 @@ struct Shared {
   Call call;  // the kernel's, with the epoch that device memory counts
   uint64_t gate_barriers[Pipeline::kBarriers], stage_barriers[Pipeline::kBarriers];
   TaskRing ring;
-  stages::CombinePieces combine;
+  stages::ReturnPlaces returns;
   stages::LateRows late;
   uint32_t router_bad;  // a logit of this block's tokens was not finite
   uint32_t trace_events;

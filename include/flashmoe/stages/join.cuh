@@ -7,10 +7,8 @@
 // came first: the bits are those of combine.
 #pragma once
 
-#include "flashmoe/protocol/call.h"
 #include "flashmoe/sm90/kernel_args.h"
-#include "flashmoe/sm90/platform.cuh"
-#include "flashmoe/stages/combine.cuh"
+#include "flashmoe/stages/sum.cuh"
 
 namespace flashmoe::stages {
 
@@ -107,7 +105,7 @@ class Joiner {
   }
 
  private:
-  static constexpr uint32_t kTokenBits = sm90::kMaxJoinedTokens - 1;
+  static constexpr uint32_t kTokenBits = sm90::kMaxTokens - 1;
   // Rows of a step, twice as many loads of a lane on their way. As registers allow.
   static constexpr uint32_t kAtOnce = Dtype::kBytes == 2 ? 6 : 4;
 
@@ -133,7 +131,11 @@ class Joiner {
       uint4 piece[kAtOnce][2];
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        load_slots<2>(piece[i], rows + uint64_t{token[i]} * token_bytes + at[i], slot_bytes, at[i] < out_bytes ? 3 : 0);
+        const uint8_t* const from = rows + uint64_t{token[i]} * token_bytes + at[i];
+        piece[i][0] = piece[i][1] = {};
+        if (at[i] >= out_bytes) continue;
+        piece[i][0] = load_once(from);
+        piece[i][1] = load_once(from + slot_bytes);
       }
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {

@@ -5,10 +5,10 @@
 // rank hears from one rank at a time, and early, instead of from all at the end.
 #pragma once
 
+#include "flashmoe/actors/os.h"
 #include "flashmoe/protocol/packet.h"
 #include "flashmoe/sm90/kernel_args.h"
-#include "flashmoe/sm90/platform.cuh"
-#include "flashmoe/stages/combine.cuh"
+#include "flashmoe/stages/sum.cuh"
 
 namespace flashmoe::stages {
 
@@ -24,6 +24,7 @@ class RowSender {
   // False if the call was aborted.
   __device__ __forceinline__ bool run(uint32_t first, uint32_t step) {
     const uint32_t blocks = c_.blocks();
+    if (first == 0 && !announce()) return false;
     FLASHMOE_NO_UNROLL
     for (uint32_t i = first; i < blocks * (c_.ranks - 1); i += step) {
       const uint32_t b = i % blocks, q = (c_.rank + 1 + i / blocks) % c_.ranks;
@@ -39,6 +40,14 @@ class RowSender {
   }
 
  private:
+  // Once this SM has signalled its own packet: the release would wait for these words, a call's first to its peers, for
+  // 0.1 ms. (So would the OS warp's, whenever it publishes tasks.) No peer has use for them sooner.
+  __device__ __forceinline__ bool announce() const {
+    if (blockIdx.x < c_.blocks() && !await_routing(blockIdx.x)) return false;
+    announce_to_peers<P>(c_);
+    return true;
+  }
+
   static constexpr uint32_t kChunks = 8;  // of 16 bytes that a lane has on their way
 
   // The own packet's signal says that the block's routing and entries are written.
@@ -63,7 +72,9 @@ class RowSender {
     uint32_t mine = 0, entries;
     FLASHMOE_NO_UNROLL
     for (uint32_t base = 0; base < tokens; base += P::kLanes) {
-      const uint32_t n = base + P::lane() < tokens ? entries_for(c_, first + base + P::lane(), q) : 0;
+      const uint32_t t = base + P::lane();
+      const uint32_t n = t < tokens ? c_.out_counts(q, first)[t] : 0;
+      if (c_.reduced() && t < tokens) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
       mine += n;
       FLASHMOE_NO_UNROLL
       for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
