@@ -5,16 +5,13 @@
 // otherwise corrupt memory is checked again.
 #include "bindings.h"
 
-#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
 #include "cpu/context.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe {
 namespace {
-
-using Tensors = ffi::Map<ffi::String, ffi::Tensor>;
 
 const char* writer_name(Writer w) {
   switch (w) {
@@ -28,8 +25,7 @@ const char* writer_name(Writer w) {
 }
 
 template <class Field, size_t N>
-void append_fields(ffi::Array<ffi::Map<ffi::String, ffi::Any>>& to, const FieldSpec<Field> (&table)[N],
-                   const Limits& limits, const char* region) {
+void append_fields(FieldRows& to, const FieldSpec<Field> (&table)[N], const Limits& limits, const char* region) {
   for (const auto& spec : table) {
     const FieldShape shape = spec.shape(limits);
     ffi::Array<int64_t> dims;
@@ -50,12 +46,24 @@ void append_fields(ffi::Array<ffi::Map<ffi::String, ffi::Any>>& to, const FieldS
   }
 }
 
-ffi::Array<ffi::Map<ffi::String, ffi::Any>> layout_fields(Sizes sizes) {
-  const Limits limits = limits_of(sizes);
-  ffi::Array<ffi::Map<ffi::String, ffi::Any>> rows;
+}  // namespace
+
+FieldRows field_rows(const Limits& limits) {
+  FieldRows rows;
   append_fields(rows, kHeapTable, limits, "heap");
   append_fields(rows, kWorkTable, limits, "workspace");
   return rows;
+}
+
+}  // namespace flashmoe
+
+namespace flashmoe::cpu {
+namespace {
+
+using Tensors = ffi::Map<ffi::String, ffi::Tensor>;
+
+FieldRows layout_fields(Sizes sizes) {
+  return field_rows(limits_of(sizes));
 }
 
 int64_t context_create(Sizes sizes, int64_t rank, ffi::String name, int64_t timeout_ns) {

@@ -1,6 +1,7 @@
 // What the bindings of the two engines share: argument maps, handles, and this project's errors as Python's.
 #pragma once
 
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/string.h>
@@ -66,6 +67,10 @@ inline Limits limits_of(const Sizes& s) {
   l.processors = size(s, "processors", l.processors);
   return l;
 }
+
+// The fields of heap and workspace for these limits, each with its size and purpose (bindings.cpp).
+using FieldRows = ffi::Array<ffi::Map<ffi::String, ffi::Any>>;
+FieldRows field_rows(const Limits& limits);
 
 // Handles instead of pointers: a stale one is an error, not a crash.
 template <class Context>

@@ -1,6 +1,5 @@
 // What Python calls of the CUDA engine. A layer's sizes, addresses and options come once, as a map; a call then passes
 // plain integers: it takes a few microseconds, and the launch is most of them.
-#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
@@ -16,6 +15,14 @@ DriverStream stream_of(int64_t stream) {
 
 std::shared_ptr<Context> context(int64_t handle) {
   return registry<Context>().get(handle);
+}
+
+// The fields of a context of these sizes; its processors are all the GPU's multiprocessors.
+FieldRows layout_fields(Sizes sizes) {
+  return guarded([&] {
+    const Limits limits = limits_of(sizes);
+    return field_rows(cuda_limits(limits, limits.processors));
+  });
 }
 
 // sizes: Limits, and rank and what OrderPolicy the caller wants. name and nvshmem: see Membership.
@@ -135,6 +142,7 @@ ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_mode, int64
 }  // namespace
 }  // namespace flashmoe::cuda
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_layout_fields, flashmoe::cuda::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_create, flashmoe::cuda::create)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, flashmoe::cuda::close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_describe, flashmoe::cuda::describe)

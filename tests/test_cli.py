@@ -268,6 +268,28 @@ def test_memory_refuses_what_exceeds_shared_memory(capsys, small_shared_memory):
     assert "1.0 MiB free in /dev/shm" in capsys.readouterr().err
 
 
+def test_memory_of_the_cuda_engine(capsys):
+    """That there is no GPU here, and little shared memory, does not matter."""
+    sizes = {"ranks": 4, "max_tokens": 4096, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8}
+    plan = memory.plan_memory(engine="cuda", **sizes)
+    assert plan == memory.plan_memory(engine="cuda", processors=132, **sizes)
+    terms = {term.name: term for term in plan.terms}
+    assert terms["hidden"].shape[1:3] == (256, 1536)  # rows of a tile, bytes of one
+    assert terms["out_entries"].bytes > 0
+    assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda"]) == 0
+    printed = capsys.readouterr().out
+    assert "cuda engine" in printed and memory.format_bytes(terms["hidden"].bytes) in printed
+    assert "fits" not in printed
+    assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--budget", "10MiB"]) == 1
+
+
+def test_memory_counts_processors():
+    sizes = {"ranks": 1, "max_tokens": 8, "hidden": 64, "intermediate": 32, "experts": 4, "top_k": 2}
+    for engine, few, many in (("cpu", 1, 1000), ("cuda", 2, 1000)):
+        plans = [memory.plan_memory(engine=engine, processors=count, **sizes) for count in (few, many)]
+        assert plans[0].workspace_bytes < plans[1].workspace_bytes  # the queue holds a stop word for each
+
+
 def test_memory_of_given_sizes(capsys):
     sizes = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--top-k", "2"]
     assert main(["memory", *sizes, "--tokens", "16", "--ranks", "1"]) == 0
@@ -284,6 +306,10 @@ def test_memory_of_given_sizes(capsys):
         (["--model", "olmoe", "--tokens", "-1"], "max_tokens: expected an integer in [1, "),
         (["--model", "olmoe", "--budget", "much"], "expected a size such as 512MiB or 2G, got 'much'"),
         (["--model", "olmoe", "--dtype", "fp8"], "dtype: expected one of"),
+        (["--model", "olmoe", "--engine", "tpu"], "engine: expected one of cpu, cuda, got 'tpu'"),
+        (["--model", "olmoe", "--engine", "cuda", "--tokens", "65537"], "max_tokens: expected an integer in [1, 65536"),
+        (["--model", "olmoe", "--engine", "cuda", "--ranks", "33"], "ranks: expected at most 32 with the CUDA engine"),
+        (["--model", "olmoe", "--engine", "cuda", "--processors", "3"], "processors: expected an even number from 4"),
     ],
 )
 def test_memory_refuses_bad_arguments_in_one_line(capsys, options, reason):

@@ -20,8 +20,8 @@ constexpr uint32_t kRaster = 8;
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
 
 // Thread blocks. 0: one on every multiprocessor.
-uint32_t processors_of(const Device& device, const Limits& limits) {
-  const uint32_t all = device.processors() / sm90::kPair * sm90::kPair;
+uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
+  const uint32_t all = multiprocessors / sm90::kPair * sm90::kPair;
   const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
   const uint32_t least = sm90::least_blocks(limits.ranks, limits.max_local_experts);
   if (wanted < least || wanted > all || wanted % sm90::kPair != 0) {
@@ -45,7 +45,8 @@ sm90::WeightRows rows_of(const Matrix& m) {
 
 }  // namespace
 
-Limits with_tiles(Limits limits) {
+Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
+  limits.processors = processors_of(limits, multiprocessors);
   limits.tile_rows = sm90::kTileTokens;
   // A context serves every activation; gated ones have more columns of tasks.
   limits.gemm0_columns_per_task = sm90::gemm0_columns_per_task(true);
@@ -83,10 +84,12 @@ uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes,
 
 Context::Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order,
                  uint64_t timeout_ns)
-    : device_(ordinal), limits_(with_tiles(limits)), gemm1_lag_(order.gemm1_lag), fault_page_(device_) {
+    : device_(ordinal),
+      limits_(cuda_limits(limits, device_.processors())),
+      gemm1_lag_(order.gemm1_lag),
+      fault_page_(device_) {
   call_.rank = who.rank;
   call_.ranks = limits_.ranks;
-  limits_.processors = processors_of(device_, limits);
   call_.processors = limits_.processors / sm90::kPair;
   call_.timeout_ns = timeout_ns;
   call_.tile_rows = limits_.tile_rows;

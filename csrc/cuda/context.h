@@ -39,8 +39,9 @@ struct TokenSpec {
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
 };
 
-// Limits of the CUDA engine's tiles: those of `limits` that its kernel decides are set.
-Limits with_tiles(Limits limits);
+// `limits` as a context allocates from them on a GPU of so many multiprocessors: what the kernel decides is set. Throws
+// Error where there cannot be limits.processors thread blocks.
+Limits cuda_limits(Limits limits, uint32_t multiprocessors);
 
 // Tokens of a block: as few as make no more token blocks than `processors` thread blocks, as far as the gate's shared
 // memory allows.

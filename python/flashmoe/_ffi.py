@@ -39,14 +39,15 @@ def library() -> Any:
         raise errors.FlashMoEError(f"library: cannot load {_LIBRARY}: {error}") from error
 
 
-def layout_fields(limits: dict[str, int]) -> list[dict[str, Any]]:
-    """The fields of heap and workspace for these limits (the names of ``Limits`` in heap_layout.h).
+def layout_fields(engine: str, limits: dict[str, int]) -> list[dict[str, Any]]:
+    """The fields of heap and workspace that the engine makes of these limits (`flashmoe.context.make_limits`).
 
-    Each is a dict of name, region ("heap" or "workspace"), shape, elem_bytes, bytes, writer and why.
+    Each is a dict of name, region ("heap" or "workspace"), shape (a tuple), elem_bytes, bytes, writer and why.
     """
+    fields = library().cuda_layout_fields if engine == "cuda" else library().layout_fields
     return [
-        {key: list(value) if key == "shape" else value for key, value in row.items()}
-        for row in ({str(k): _plain(v) for k, v in row.items()} for row in library().layout_fields(limits))
+        {str(key): tuple(value) if key == "shape" else _plain(value) for key, value in row.items()}
+        for row in fields(limits)
     ]
 
 

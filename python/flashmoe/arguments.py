@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import placement as placements
-from .context import RETURN_MODES, Context, reduces
+from .context import RETURN_MODES, Context
 from .errors import HeapError, InvalidArgument
 from .tensors import ACTIVATIONS, DTYPES, Described
 
@@ -65,14 +65,16 @@ def owners_of(ctx: Context, placement: Sequence[int] | None, experts: int) -> tu
 
 
 def resolved_return_mode(ctx: Context, return_mode: str | None, top_k: int) -> str:
-    """Resolves the default and ``auto``, see `context.reduces`."""
+    """Resolves the default and ``auto``: the context's, if it has one (that of the CUDA engine always has), else the mode
+    that sends fewer rows. A token's rows number K with `direct`, and at most min(K, R) with `reduced`, which costs one
+    more pass over them."""
     mode = ctx.return_mode if return_mode is None else return_mode
     if mode not in RETURN_MODES:
         raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {mode!r}")
     if mode == "auto":
         if ctx.return_mode != "auto":
             return ctx.return_mode
-        return "reduced" if reduces(ctx.ranks, top_k) else "direct"
+        return "reduced" if 1 < ctx.ranks < top_k else "direct"
     if ctx.return_mode not in ("auto", mode):
         raise InvalidArgument(f"return_mode: expected {ctx.return_mode!r}, the context's, got {mode!r}")
     return mode

@@ -24,6 +24,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_TOKENS = 2**20 - 1
 MAX_RANKS = 1024
 MAX_EXPERTS = 8192
+MAX_WIDTH = 2**20  # H and I
 # What the CUDA kernel's shared memory holds.
 MAX_CUDA_TOKENS = 65536
 MAX_CUDA_EXPERTS = 1024
@@ -44,6 +45,7 @@ def _bounded(name: str, value: Any, low: int, high: int) -> int:
 
 def make_limits(
     *,
+    engine: str,
     ranks: int,
     max_tokens: int,
     hidden: int,
@@ -51,19 +53,36 @@ def make_limits(
     experts: int,
     top_k: int,
     dtype: str,
-    placement_of_experts: Sequence[int],
+    placement: Sequence[int] | None,
     return_mode: str,
-    processors: int,
+    processors: int | None,
 ) -> dict[str, int]:
-    """The C++ ``Limits`` (heap_layout.h) of a context with these sizes."""
+    """The C++ ``Limits`` (heap_layout.h) that a context with these arguments asks its engine for; see `Context`.
+
+    Raises `InvalidArgument` for what no context of the engine can have.
+    """
+    cuda = engine == "cuda"
+    ranks = _bounded("ranks", ranks, 1, MAX_RANKS)
+    if cuda and ranks > MAX_CUDA_RANKS:
+        raise InvalidArgument(f"ranks: expected at most {MAX_CUDA_RANKS} with the CUDA engine, got {ranks}")
+    experts = _bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
+    top_k = _bounded("top_k", top_k, 1, min(experts, MAX_CUDA_TOP_K) if cuda else experts)
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    intermediate = _bounded("intermediate", intermediate, 1, MAX_WIDTH)
+    return_mode = engine_return_mode(engine, return_mode, ranks, top_k, intermediate)
     slots = {"direct": top_k, "reduced": ranks, "auto": max(top_k, ranks)}
+    if processors is None:
+        processors = 0 if cuda else max(1, (os.cpu_count() or 1) // ranks)
+    else:
+        processors = _bounded("processors", processors, 1, 1024)
     return {
         "ranks": ranks,
-        "max_tokens": max_tokens,
-        "hidden": hidden,
+        "max_tokens": _bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS),
+        "hidden": _bounded("hidden", hidden, 1, MAX_WIDTH),
         "intermediate": intermediate,
         "experts": experts,
-        "max_local_experts": max(1, placements.most_local(placement_of_experts, ranks)),
+        "max_local_experts": max(1, placements.most_local(placements.checked(placement, experts, ranks), ranks)),
         "top_k": top_k,
         "elem_bytes": ELEMENT_BYTES[dtype],
         "return_slots": slots[return_mode],
@@ -72,10 +91,31 @@ def make_limits(
     }
 
 
-def reduces(ranks: int, top_k: int) -> bool:
-    """Whether ``auto`` means ``reduced``: the mode that sends fewer rows. A token's rows number K with ``direct``, and at
-    most min(K, R) with ``reduced``, which costs one more pass over them."""
-    return 1 < ranks < top_k
+LINK_OVER_GEMMS = (750e12 / 350e9) * 2 / 6
+"""How many elements a link carries while a GPU's GEMMs take one row through one column of I of a gated expert, times 2
+bytes an element over 6 operations: 750 TFLOP/s and 350 GB/s, as measured on H200."""
+
+
+def reduces(ranks: int, top_k: int, intermediate: int) -> bool:
+    """Whether ``auto`` means ``reduced`` with the CUDA engine: where a token's rows, dispatched and returned as
+    ``direct`` does, would take a tenth longer on the link than its rows' GEMMs: reducing them is not free. Of R ranks and K experts, on average, K (R - 1) / R
+    rows come back, or (R - 1) (1 - (1 - 1 / R)^K), as many as go, if they are reduced."""
+    others = ranks - 1
+    sent = others * (1 - (1 - 1 / ranks) ** top_k)
+    return LINK_OVER_GEMMS * (sent + top_k * others / ranks) > 1.1 * top_k * intermediate
+
+
+def engine_return_mode(engine: str, return_mode: str, ranks: int, top_k: int, intermediate: int) -> str:
+    """The return mode that a context of the engine has, of those that its caller allows. Raises `InvalidArgument`."""
+    if return_mode not in RETURN_MODES:
+        raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
+    if engine == "cpu":
+        return return_mode
+    if ranks == 1 and return_mode == "reduced":
+        raise InvalidArgument("return_mode: expected 'direct' or 'auto' with one GPU, got 'reduced'")
+    if return_mode == "auto":
+        return "reduced" if reduces(ranks, top_k, intermediate) else "direct"
+    return return_mode
 
 
 PROFILE = {"gemm1_lag": 2**31, "raster": 32, "window": 2**20}
@@ -185,45 +225,34 @@ class Context:
             raise InvalidArgument(f"device: expected none with the CPU engine, got {device!r}")
         cuda = engine == "cuda"
         self.engine = engine
-        self.ranks = _bounded("ranks", ranks, 1, MAX_RANKS)
+        self.limits = make_limits(
+            engine=engine,
+            ranks=ranks,
+            max_tokens=max_tokens,
+            hidden=hidden,
+            intermediate=intermediate,
+            experts=experts,
+            top_k=top_k,
+            dtype=dtype,
+            placement=placement,
+            return_mode=return_mode,
+            processors=processors,
+        )
+        self.ranks = self.limits["ranks"]
         self.rank = _bounded("rank", rank, 0, self.ranks - 1)
         if self.ranks > 1 and (not name or "/" in name or len(name) > 200):
             raise InvalidArgument(f"name: expected a group name without '/', got {name!r}")
         self.name = name
-        self.experts = _bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
-        top_k = _bounded("top_k", top_k, 1, min(self.experts, MAX_CUDA_TOP_K) if cuda else self.experts)
+        self.experts = self.limits["experts"]
         self.placement = placements.checked(placement, self.experts, self.ranks)
-        if dtype not in DTYPES:
-            raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-        if return_mode not in RETURN_MODES:
-            raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
+        self.dtype = dtype
+        self.return_mode = engine_return_mode(
+            engine, return_mode, self.ranks, self.limits["top_k"], self.limits["intermediate"]
+        )
+        self.processors = self.limits["processors"]
         if not isinstance(timeout, int | float) or not (math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument(f"timeout: expected seconds >= 0, got {timeout!r}")
-        if cuda:
-            if self.ranks > MAX_CUDA_RANKS:
-                raise InvalidArgument(f"ranks: expected at most {MAX_CUDA_RANKS} with the CUDA engine, got {ranks}")
-            if self.ranks == 1 and return_mode == "reduced":
-                raise InvalidArgument("return_mode: expected 'direct' or 'auto' with one GPU, got 'reduced'")
-            if return_mode == "auto" and not reduces(self.ranks, top_k):
-                return_mode = "direct"  # no memory for what would not be used
-        elif processors is None:
-            processors = max(1, (os.cpu_count() or 1) // self.ranks)
-        self.dtype = dtype
-        self.return_mode = return_mode
         self.timeout = float(timeout)
-        self.processors = 0 if processors is None else _bounded("processors", processors, 1, 1024)
-        self.limits = make_limits(
-            ranks=self.ranks,
-            max_tokens=_bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS),
-            hidden=_bounded("hidden", hidden, 1, 2**20),
-            intermediate=_bounded("intermediate", intermediate, 1, 2**20),
-            experts=self.experts,
-            top_k=top_k,
-            dtype=dtype,
-            placement_of_experts=self.placement,
-            return_mode=return_mode,
-            processors=self.processors,
-        )
         self._report: CallReport | None = None
         self._unread: tuple[Any, int] | None = None  # what gpu.report takes, of a call whose report was not asked for
         self._perturbation = 0

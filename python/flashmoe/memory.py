@@ -1,24 +1,21 @@
 """How much memory a context takes, before it is made.
 
 The terms are the rows of the C++ field tables that the engine itself allocates from, so plan and allocation
-cannot differ. All figures are per rank unless said otherwise.
+cannot differ. All figures are per rank unless said otherwise. Not counted: what does not grow with the limits (a
+GPU's kernels and tables of a few KB), and the buffer of a traced call.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
-from typing import Any
 
 from . import _ffi
-from .context import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS, RETURN_MODES, make_limits
+from .context import ENGINES, make_limits
 from .errors import HeapError, InvalidArgument
-from .placement import contiguous
-from .tensors import DTYPES
 
-MAX_WIDTH = 2**20
-"""Largest H and I of a context."""
+HOPPER_PROCESSORS = 132
+"""Multiprocessors of an H100 or H200 (SXM)."""
 
 SHARED_MEMORY = "/dev/shm"
 """Where the CPU engine's symmetric heaps live: one file system for all ranks of the machine."""
@@ -69,6 +66,7 @@ class MemoryPlan:
 
 def plan_memory(
     *,
+    engine: str = "cpu",
     ranks: int,
     max_tokens: int,
     hidden: int,
@@ -77,34 +75,33 @@ def plan_memory(
     top_k: int,
     dtype: str = "bfloat16",
     return_mode: str = "auto",
+    processors: int | None = None,
 ) -> MemoryPlan:
-    """The memory of a context with these limits (see `flashmoe.Context`) and the default placement.
+    """The memory of a context with these arguments (see `flashmoe.Context`) and the default placement.
 
-    Raises `InvalidArgument` for sizes no context can have.
+    `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
+    GPU, default `HOPPER_PROCESSORS`.
+
+    Raises `InvalidArgument` for what no context can have.
     """
-    bounds = {
-        "ranks": (ranks, MAX_RANKS),
-        "max_tokens": (max_tokens, MAX_TOKENS),
-        "hidden": (hidden, MAX_WIDTH),
-        "intermediate": (intermediate, MAX_WIDTH),
-        "experts": (experts, MAX_EXPERTS),
-        "top_k": (top_k, experts),
-    }
-    for name, (size, most) in bounds.items():
-        if not 1 <= size <= most:
-            raise InvalidArgument(f"{name}: expected an integer in [1, {most}], got {size}")
-    if dtype not in DTYPES:
-        raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if return_mode not in RETURN_MODES:
-        raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
+    if engine not in ENGINES:
+        raise InvalidArgument(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
+    if engine == "cuda" and processors is None:
+        processors = HOPPER_PROCESSORS
     limits = make_limits(
-        **{name: size for name, (size, _) in bounds.items()},
+        engine=engine,
+        ranks=ranks,
+        max_tokens=max_tokens,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
         dtype=dtype,
-        placement_of_experts=contiguous(experts, ranks),
+        placement=None,
         return_mode=return_mode,
-        processors=max(1, (os.cpu_count() or 1) // ranks),
+        processors=processors,
     )
-    return MemoryPlan(ranks, max_tokens, tuple(_term(field) for field in _ffi.layout_fields(limits)))
+    return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in _ffi.layout_fields(engine, limits)))
 
 
 def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
@@ -153,8 +150,3 @@ def parse_bytes(text: str) -> int:
     if not 0 < count < float("inf"):
         raise InvalidArgument(f"budget: expected a size such as 512MiB or 2G, got {text!r}")
     return int(count)
-
-
-def _term(field: dict[str, Any]) -> Term:
-    """A row of the C++ tables as a `Term`."""
-    return Term(**{**field, "shape": tuple(field["shape"])})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import arguments
 from .checkpoint import MoELayer
-from .context import MAX_EXPERTS, Context, _bounded
+from .context import MAX_EXPERTS, MAX_WIDTH, Context, _bounded
 from .errors import InvalidArgument
 from .tensors import ACTIVATIONS, DTYPES
 from .torch_op import context_id
@@ -182,8 +182,8 @@ class MoE(torch.nn.Module):
             raise InvalidArgument(f"activation: expected one of {known}, got {activation!r}")
         sizes = {
             "tokens": 0,
-            "hidden": _bounded("hidden", hidden, 1, 2**20),
-            "intermediate": _bounded("intermediate", intermediate, 1, 2**20),
+            "hidden": _bounded("hidden", hidden, 1, MAX_WIDTH),
+            "intermediate": _bounded("intermediate", intermediate, 1, MAX_WIDTH),
             "experts": _bounded("experts", experts, 1, MAX_EXPERTS),
             "top_k": _bounded("top_k", top_k, 1, experts),
         }

@@ -9,20 +9,22 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import flashmoe
 import numpy as np
 import pytest
 import torch
-from flashmoe import _ffi, context, gpu, jit
+from flashmoe import _ffi, context, gpu, jit, models
 from flashmoe.launch import RankPool
+from flashmoe.memory import plan_memory
 
 E, K, H, I = 16, 4, 256, 64
 SIZES = {"max_tokens": 4096, "hidden": H, "intermediate": I, "experts": E, "top_k": K}
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_last_launch.restype = ctypes.c_char_p
-driver.fake_allocations.restype = ctypes.c_size_t
+driver.fake_allocations.restype = driver.fake_allocated_bytes.restype = ctypes.c_size_t
 driver.fake_memory.argtypes = [ctypes.c_size_t]
 driver.fake_fault.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64]
 
@@ -97,12 +99,33 @@ def test_memory_is_given_back():
         gc.enable()
 
 
+POINTER = 8
+"""Bytes of device memory that a context takes for each rank beside what its plan counts: where its heap is."""
+
+
+def sizes_of(shape: models.ModelShape) -> dict:
+    """The sizes of a context for the shape, at 8192 tokens a rank."""
+    names = ("hidden", "intermediate", "experts", "top_k")
+    return {"max_tokens": 8192, **{name: getattr(shape, name) for name in names}}
+
+
+@pytest.mark.parametrize("shape", models.MODELS, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float32", "processors": 64}])
+def test_memory_is_what_the_plan_says(shape, changes):
+    before = driver.fake_allocated_bytes()
+    with flashmoe.Context(engine="cuda", **sizes_of(shape), **changes) as context:
+        plan = plan_memory(engine="cuda", ranks=1, **sizes_of(shape), **changes)
+        assert (context.heap_bytes, context.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
+        asked = driver.fake_allocated_bytes() - before
+    assert asked == plan.heap_bytes + plan.workspace_bytes + POINTER
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"engine": "tpu"}, flashmoe.InvalidArgument, "engine: expected one of cpu, cuda, got 'tpu'"),
         ({"engine": "cpu", "device": 0}, flashmoe.InvalidArgument, "device: expected none"),
-        ({"device": 2}, flashmoe.InvalidArgument, "device: expected one of the 2 that the driver shows, got 2"),
+        ({"device": 4}, flashmoe.InvalidArgument, "device: expected one of the 4 that the driver shows, got 4"),
         ({"device": -1}, flashmoe.InvalidArgument, "device: expected an integer"),
         ({"ranks": 33, "name": "g"}, flashmoe.InvalidArgument, "ranks: expected at most 32 with the CUDA engine"),
         ({"return_mode": "reduced"}, flashmoe.InvalidArgument, "return_mode: expected 'direct' or 'auto' with one GPU"),
@@ -510,8 +533,19 @@ def test_return_groups():
 # ---- several ranks: processes with a fake NVSHMEM beside the fake driver -------------------------------------------
 
 
+class Joined(NamedTuple):
+    """What a rank of a group has."""
+
+    heap_bytes: int
+    workspace_bytes: int
+    symmetric_blocks: int
+    """Of NVSHMEM, in the process."""
+    symmetric_bytes: int
+    device_bytes: int
+
+
 def join(rank, ranks, name, groups, devices, environment=()):
-    """Joins groups of these sizes one after the other; of each, what was said, and how much memory there then is."""
+    """Joins groups of these sizes one after the other; of each, what was said, or a `Joined`."""
     os.environ.update(environment)
     context.nvshmem_library = lambda: os.environ.get("FAKE_NVSHMEM_PATH", "libnvshmem_host.so.3")
     told = []
@@ -526,14 +560,16 @@ def join(rank, ranks, name, groups, devices, environment=()):
             with flashmoe.Context(
                 engine="cuda", device=devices[rank], rank=number, ranks=size, name=f"{name}-{i}", **settings
             ) as made:
-                allocations = ctypes.CDLL("libnvshmem_host.so.3").fake_nvshmem_allocations()
-                told.append((made.heap_bytes, allocations))
+                nvshmem = ctypes.CDLL("libnvshmem_host.so.3")
+                nvshmem.fake_nvshmem_allocated_bytes.restype = ctypes.c_size_t
+                asked = nvshmem.fake_nvshmem_allocations(), nvshmem.fake_nvshmem_allocated_bytes()
+                told.append(Joined(made.heap_bytes, made.workspace_bytes, *asked, driver.fake_allocated_bytes()))
         except flashmoe.FlashMoEError as error:
             told.append(f"{type(error).__name__}: {error}")
     return told
 
 
-def joined(ranks, *groups, devices=(0, 1), environment=()):
+def joined(ranks, *groups, devices=(0, 1, 2, 3), environment=()):
     with tempfile.NamedTemporaryFile(prefix="world") as unique:
         world = Path(unique.name).name
         try:
@@ -549,8 +585,18 @@ def test_ranks_join_and_take_the_same_memory_again():
     first, second = joined(2, {}, {}, {"max_tokens": 64}, {})
     assert first == second
     large, again, small, anew = first
-    assert large == again == anew and small[0] < large[0]
-    assert {allocations for _, allocations in first} == {1}
+    assert large == again == anew and small.heap_bytes < large.heap_bytes
+    assert {each.symmetric_blocks for each in first} == {1}
+
+
+def test_ranks_take_the_memory_that_the_plan_says():
+    sizes = [sizes_of(shape) for shape in models.MODELS]
+    for told in joined(4, *sizes):
+        for each, seen in zip(sizes, told, strict=True):
+            plan = plan_memory(engine="cuda", ranks=4, **each)
+            assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
+            assert seen.symmetric_bytes == plan.heap_bytes
+            assert seen.device_bytes == plan.workspace_bytes + 4 * POINTER
 
 
 def test_ranks_that_share_a_gpu():
@@ -567,7 +613,7 @@ def test_a_second_group_of_other_ranks():
 
 def test_a_rank_alone_needs_no_nvshmem():
     for before, alone, after in joined(2, {}, {"ranks": 1}, {}):
-        assert alone[1] == 1 and before == after
+        assert alone.symmetric_blocks == 1 and before == after
 
 
 def test_ranks_that_want_other_sizes():

@@ -1,5 +1,8 @@
-// A CUDA driver for tests of the host side where there is no GPU: device memory is host memory, and a launch describes
-// itself in JSON, fills in the routing that a kernel would, and posts the fault it was told to.
+// A CUDA driver for tests of the host side where there is no GPU: device memory is host memory, of which only what is
+// written takes any, and a launch describes itself in JSON, fills in the routing that a kernel would, and posts the fault
+// it was told to.
+#include <sys/mman.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -143,6 +146,11 @@ void fake_fault(unsigned kind, unsigned token, uint64_t expected, uint64_t seen)
 size_t fake_allocations() {
   return blocks.size();
 }
+size_t fake_allocated_bytes() {
+  size_t sum = 0;
+  for (const auto& [address, bytes] : blocks) sum += bytes;
+  return sum;
+}
 
 CudaResult cuInit(unsigned) {
   return 0;
@@ -160,7 +168,7 @@ CudaResult cuDeviceGet(int* device, int ordinal) {
   return 0;
 }
 CudaResult cuDeviceGetCount(int* count) {
-  *count = 2;
+  *count = 4;
   return 0;
 }
 CudaResult cuDeviceGetName(char* name, int length, int) {
@@ -198,15 +206,15 @@ CudaResult cuCtxSynchronize() {
 CudaResult cuMemAlloc_v2(DevicePtr* address, size_t bytes) {
   if (capture) return kCaptureUnsupported;
   if (bytes > memory_left) return kOutOfMemory;
-  void* block = nullptr;
-  if (posix_memalign(&block, 256, bytes) != 0) return kOutOfMemory;
+  void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (block == MAP_FAILED) return kOutOfMemory;
   *address = reinterpret_cast<DevicePtr>(block);
   blocks[*address] = bytes;
   return 0;
 }
 CudaResult cuMemFree_v2(DevicePtr address) {
+  munmap(reinterpret_cast<void*>(address), blocks[address]);
   blocks.erase(address);
-  std::free(reinterpret_cast<void*>(address));
   return 0;
 }
 CudaResult cuMemGetInfo_v2(size_t* free, size_t* total) {
@@ -226,7 +234,10 @@ CudaResult cuMemFreeHost(void* host) {
   return 0;
 }
 CudaResult cuMemsetD8_v2(DevicePtr address, unsigned char value, size_t bytes) {
-  std::memset(reinterpret_cast<void*>(address), value, bytes);
+  void* const p = reinterpret_cast<void*>(address);
+  // Whole blocks are zeroed by giving their pages back: own ones, or shared ones of the fake NVSHMEM.
+  const int advice = blocks.count(address) != 0 ? MADV_DONTNEED : MADV_REMOVE;
+  if (value != 0 || madvise(p, bytes, advice) != 0) std::memset(p, value, bytes);
   return unless_capturing();
 }
 CudaResult cuMemsetD8Async(DevicePtr address, unsigned char value, size_t bytes, cuda::DriverStream) {

@@ -48,6 +48,12 @@ unsigned fake_nvshmem_allocations() {
   return static_cast<unsigned>(allocations.size());
 }
 
+size_t fake_nvshmem_allocated_bytes() {
+  size_t sum = 0;
+  for (const auto& [address, allocation] : allocations) sum += allocation.bytes;
+  return sum;
+}
+
 int nvshmemx_get_uniqueid(NvshmemUniqueId* id) {
   std::snprintf(id->internal, sizeof(id->internal), "%s", std::getenv("FAKE_NVSHMEM_WORLD"));
   return 0;

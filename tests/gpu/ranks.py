@@ -75,6 +75,12 @@ def with_experts(problem: Problem, experts: list[int]) -> Problem:
     return replace(problem, **{name: part if part is None else part[experts] for name, part in parts.items()})
 
 
+def memory(rank: int, ranks: int, name: str) -> tuple[int, int, int]:
+    """Processors of a new context, and bytes of its heap and workspace."""
+    with joined(rank, ranks, name) as context:
+        return context.processors, context.heap_bytes, context.workspace_bytes
+
+
 @starting_anew
 def compare(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list[int], calls: int = 1) -> int:
     """Calls of one problem on the group, both returns in turn; how many differ, in any bit, from what the same tokens

@@ -9,6 +9,7 @@ import pytest
 import ranks as on_rank
 import torch
 from flashmoe.launch import RankFailed, RankPool
+from flashmoe.memory import plan_memory
 from layers import SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -48,6 +49,13 @@ SHAPES = {
 def test_bits_are_those_of_one_gpu(pool, name):
     spec = {"seed": SEED % 1000, **SHAPES[name]}
     assert everywhere(pool, on_rank.compare, spec, [1024] * pool.ranks, 3) == [0] * pool.ranks
+
+
+def test_memory_is_what_the_plan_says(pool):
+    for processors, *sizes in everywhere(pool, on_rank.memory):
+        limits = {**on_rank.LIMITS, "ranks": pool.ranks, "return_mode": "direct", "processors": processors}
+        plan = plan_memory(engine="cuda", **limits)
+        assert sizes == [plan.heap_bytes, plan.workspace_bytes]
 
 
 TOKENS = {

@@ -44,7 +44,7 @@ def _library() -> Check:
     try:
         from .. import _ffi
 
-        _ffi.layout_fields({})
+        _ffi.layout_fields("cpu", {})
     except Exception as error:
         return Check("engine library", False, f"cannot be loaded: {error}", "pip install --force-reinstall flashmoe")
     return Check("engine library", True, "loads")

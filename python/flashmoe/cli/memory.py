@@ -17,15 +17,20 @@ def command(
     intermediate: Annotated[int | None, typer.Option(help="Intermediate size I of one expert.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts E in all.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts per token K.")] = None,
+    engine: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     ranks: Annotated[int, typer.Option(help="Ranks in the group.")] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     return_: Annotated[str, typer.Option("--return", help="direct, reduced or auto (room for both).")] = "auto",
+    processors: Annotated[
+        int | None,
+        typer.Option(help="Threads of a rank, or multiprocessors of its GPU.  [default: its share of the cores; 132]"),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Bytes that heap and workspace of one rank may take, such as 2GiB.  [default: the "
-            "heaps of all ranks must fit into the free space of /dev/shm]"
+            help="Bytes that heap and workspace of one rank may take, such as 2GiB.  [default: with the CPU engine, "
+            "the heaps of all ranks must fit into the free space of /dev/shm]"
         ),
     ] = None,
 ) -> int:
@@ -36,9 +41,19 @@ def command(
     """
     sizes = _sizes(model, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
     limit = None if budget is None else memory.parse_bytes(budget)
-    plan = memory.plan_memory(ranks=ranks, max_tokens=tokens, dtype=dtype, return_mode=return_, **sizes)
+    plan = memory.plan_memory(
+        engine=engine,
+        ranks=ranks,
+        max_tokens=tokens,
+        dtype=dtype,
+        return_mode=return_,
+        processors=processors,
+        **sizes,
+    )
     described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in sizes.items())
-    show_memory_plan(plan, f"{described}, {dtype}, return {return_}")
+    show_memory_plan(plan, f"{described}, {dtype}, return {return_}, {engine} engine")
+    if engine == "cuda" and limit is None:
+        return 0  # what a GPU has room for, its context knows
     try:
         memory.check_fits(plan, limit)
     except HeapError as error:

@@ -114,7 +114,7 @@ def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, 
         "dtype": dtype,
         "return_mode": request.return_mode,
     }
-    plan = plan_memory(**limits)
+    plan = plan_memory(engine=request.engine, **limits)
     if request.engine == "cpu":
         check_fits(plan)
     return limits
