@@ -66,6 +66,15 @@ FieldRows layout_fields(Sizes sizes) {
   return field_rows(limits_of(sizes));
 }
 
+int64_t rows_of_rank(Sizes sizes) {
+  return static_cast<int64_t>(limits_of(sizes).rows_of_rank());
+}
+
+int64_t capacity_of(double factor, int64_t tokens, int64_t top_k, int64_t experts) {
+  return expert_capacity(factor, static_cast<uint32_t>(tokens), static_cast<uint32_t>(top_k),
+                         static_cast<uint32_t>(experts));
+}
+
 int64_t context_create(Sizes sizes, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {
     const Limits limits = limits_of(sizes);
@@ -184,6 +193,8 @@ ffi::Map<ffi::String, ffi::Any> context_call(int64_t handle, Sizes sizes, double
 }  // namespace flashmoe::cpu
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_create, flashmoe::cpu::context_create)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_bytes, flashmoe::cpu::context_bytes)

@@ -59,6 +59,7 @@ inline Limits limits_of(const Sizes& s) {
   l.top_k = size(s, "top_k");
   l.elem_bytes = size(s, "elem_bytes");
   l.return_slots = size(s, "return_slots");
+  l.capacity = size(s, "capacity");
   l.intermediate = size(s, "intermediate");
   l.staging = size(s, "staging");
   l.tile_rows = size(s, "tile_rows", l.tile_rows);

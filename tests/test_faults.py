@@ -264,6 +264,7 @@ DISAGREEMENTS_IN_LIMITS = {
     "dtype": ({"dtype": "bfloat16"}, r"\(dtype\): {}", 4, 2),
     "placement": ({"placement": [0] * 6}, r"\(placement\): {}", 2, 6),
     "return mode": ({"return_mode": "direct"}, r"\(return_mode\): {}", 3, 2),
+    "capacity": ({"capacity_factor": 0.5}, r"\(capacity_factor\): {}", 0, 4),
     "number of ranks": ({"ranks": 4}, "ranks: {}", 3, 4),
 }
 
@@ -577,6 +578,7 @@ BAD_LIMITS = {
     "placement on a rank that is not":
         ({"placement": [0, 0, 0, 3, 0, 0]}, r"placement: expected .*, got 3 for expert 3"),
     "placement of fewer experts": ({"placement": [0] * 5}, r"placement: expected .*, got 5"),
+    "capacity factor of 0": ({"capacity_factor": 0}, r"capacity_factor: expected a number > 0 or None, got 0"),
     "no processors": ({"processors": 0}, r"processors: expected .*, got 0"),
     "negative timeout": ({"timeout": -1.0}, r"timeout: expected .*, got -1\.0"),
     "timeout NaN": ({"timeout": math.nan}, r"timeout: expected .*, got nan"),

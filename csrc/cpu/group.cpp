@@ -52,7 +52,8 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
                 {"most experts of a rank (placement)", mine.max_local_experts, theirs.max_local_experts},
                 {"top_k", mine.top_k, theirs.top_k},
                 {"bytes per element (dtype)", mine.elem_bytes, theirs.elem_bytes},
-                {"return slots (return_mode)", mine.return_slots, theirs.return_slots}};
+                {"return slots (return_mode)", mine.return_slots, theirs.return_slots},
+                {"capacity (capacity_factor)", mine.capacity, theirs.capacity}};
   for (const auto& f : fields) {
     if (f.mine != f.theirs) {
       return concat(f.name, ": rank ", rank, " has ", f.mine, ", rank ", peer, " has ", f.theirs);

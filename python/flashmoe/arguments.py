@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import _ffi
 from . import placement as placements
-from .context import RETURN_MODES, Context
+from .context import RETURN_MODES, Context, checked_capacity_factor
 from .errors import HeapError, InvalidArgument
 from .tensors import ACTIVATIONS, DTYPES, Described
 
@@ -54,7 +55,7 @@ def check(
     _check_shapes(tensors, sizes, local, activation)
     mode = resolved_return_mode(ctx, return_mode, sizes["top_k"])
     check_limits(ctx, sizes, tensors["x"].dtype, local, mode)
-    return Arguments(tensors, sizes, owners, mode, checked_capacity(capacity_factor))
+    return Arguments(tensors, sizes, owners, mode, checked_capacity(ctx, capacity_factor, sizes, owners))
 
 
 def owners_of(ctx: Context, placement: Sequence[int] | None, experts: int) -> tuple[int, ...]:
@@ -98,17 +99,34 @@ def check_limits(ctx: Context, sizes: dict[str, int], dtype: str, local: int, mo
             raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {value}")
 
 
-def checked_capacity(factor: float | None) -> float:
+def checked_capacity(ctx: Context, factor: float | None, sizes: dict[str, int], owners: Sequence[int]) -> float:
     """The capacity factor as the engines take it: 0 for None."""
-    if factor is None:
-        return 0.0
-    try:
-        value = float(factor)
-    except (TypeError, ValueError):
-        value = -1.0
-    if not 0.0 < value < float("inf"):
-        raise InvalidArgument(f"capacity_factor: expected a number > 0 or None, got {factor!r}")
+    value = checked_capacity_factor(factor, ctx.capacity_factor)
+    if ctx.capacity_factor is not None:
+        _check_rows(ctx, value, sizes, owners)
     return value
+
+
+def _check_rows(ctx: Context, factor: float, sizes: dict[str, int], owners: Sequence[int]) -> None:
+    """The rows that the call may keep against what the context has room for, on any rank.
+
+    Of one rank's tokens an expert keeps at most C = ceil(f T K / E) rows, and a rank's El experts El C; the context has
+    room for the El C of its own f, T, K, E and El. A call's f, T and K are no larger than these. Nor is its C if it has
+    as many experts; with fewer, C grows as E shrinks, and El C with the largest share El / E of the experts that a rank
+    holds (and by rounding: C is a whole number). So the product decides, here: for the rank that holds most experts and
+    for as many tokens as any may have, since the rows come from all ranks; and all ranks decide alike.
+    """
+    library, limits = _ffi.library(), ctx.limits
+    experts, top_k = sizes["experts"], sizes["top_k"]
+    local = placements.most_local(owners, ctx.ranks)
+    capacity = library.expert_capacity(factor, limits["max_tokens"], top_k, experts)
+    rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": top_k, "capacity": capacity})
+    room = library.rows_of_rank(limits)
+    if rows > room:
+        raise HeapError(
+            f"capacity_factor: expected one that keeps at most {room} rows of a rank on another, which the context has "
+            f"memory for, got {rows} ({local} of {experts} experts with {capacity} each); give the context a larger one"
+        )
 
 
 def _float_operands(as_operand: AsOperand, floats: dict[str, Any]) -> dict[str, Described]:

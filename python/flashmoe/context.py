@@ -56,6 +56,7 @@ def make_limits(
     placement: Sequence[int] | None,
     return_mode: str,
     processors: int | None,
+    capacity_factor: float | None,
 ) -> dict[str, int]:
     """The C++ ``Limits`` (heap_layout.h) that a context with these arguments asks its engine for; see `Context`.
 
@@ -72,13 +73,15 @@ def make_limits(
     intermediate = _bounded("intermediate", intermediate, 1, MAX_WIDTH)
     return_mode = engine_return_mode(engine, return_mode, ranks, top_k, intermediate)
     slots = {"direct": top_k, "reduced": ranks, "auto": max(top_k, ranks)}
+    max_tokens = _bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS)
+    factor = checked_capacity_factor(capacity_factor)
     if processors is None:
         processors = 0 if cuda else max(1, (os.cpu_count() or 1) // ranks)
     else:
         processors = _bounded("processors", processors, 1, 1024)
     return {
         "ranks": ranks,
-        "max_tokens": _bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS),
+        "max_tokens": max_tokens,
         "hidden": _bounded("hidden", hidden, 1, MAX_WIDTH),
         "intermediate": intermediate,
         "experts": experts,
@@ -86,9 +89,27 @@ def make_limits(
         "top_k": top_k,
         "elem_bytes": ELEMENT_BYTES[dtype],
         "return_slots": slots[return_mode],
+        "capacity": _ffi.library().expert_capacity(factor, max_tokens, top_k, experts),
         "staging": int(return_mode != "direct"),
         "processors": processors,
     }
+
+
+def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
+    """`factor` as a float, 0 for None. With `most`, that of a context, it must be a number no larger.
+
+    Raises `InvalidArgument`.
+    """
+    if factor is None and most is None:
+        return 0.0
+    try:
+        value = float(factor)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0.0 < value < math.inf or (most is not None and value > most):
+        expected = "> 0 or None" if most is None else f"in (0, {most:g}], as the context has memory for"
+        raise InvalidArgument(f"capacity_factor: expected a number {expected}, got {factor!r}")
+    return value
 
 
 LINK_OVER_GEMMS = (750e12 / 350e9) * 2 / 6
@@ -97,9 +118,9 @@ bytes an element over 6 operations: 750 TFLOP/s and 350 GB/s, as measured on H20
 
 
 def reduces(ranks: int, top_k: int, intermediate: int) -> bool:
-    """Whether ``auto`` means ``reduced`` with the CUDA engine: where a token's rows, dispatched and returned as
-    ``direct`` does, would take a tenth longer on the link than its rows' GEMMs: reducing them is not free. Of R ranks and K experts, on average, K (R - 1) / R
-    rows come back, or (R - 1) (1 - (1 - 1 / R)^K), as many as go, if they are reduced."""
+    """Whether ``auto`` means ``reduced`` with the CUDA engine: where a token's rows, dispatched and returned as ``direct``
+    does, would take a tenth longer on the link than its rows' GEMMs: reducing them is not free. Of R ranks and K
+    experts, on average, K (R - 1) / R rows come back, or (R - 1) (1 - (1 - 1 / R)^K), as many as go, if reduced."""
     others = ranks - 1
     sent = others * (1 - (1 - 1 / ranks) ** top_k)
     return LINK_OVER_GEMMS * (sent + top_k * others / ranks) > 1.1 * top_k * intermediate
@@ -168,10 +189,16 @@ class Context:
         E ranks: who holds expert 0, 1, ... Default: contiguous shares, as even as possible.
     return_mode:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
-        travel (COMET, section 3.1). ``"auto"``: per call, whichever sends fewer rows. It bounds what calls may use.
+        travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: ``"reduced"`` where
+        rows would else take longer than GEMMs, once for all calls. It bounds what calls may use.
     processors:
         What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,
         an even number, each of which takes a whole multiprocessor; default: all of them.
+    capacity_factor:
+        None: calls may be dropless. Else each must have a capacity factor, at most this one, and what holds the rows of
+        experts has room for those that such a call keeps: with 1.0, for one rank's number of (token, k) pairs instead
+        of all ranks'. A call of fewer experts must keep no more rows of one rank on another than one of all `experts`
+        may: it has fewer for more rows each.
     timeout:
         Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never.
     engine:
@@ -212,6 +239,7 @@ class Context:
         placement: Sequence[int] | None = None,
         return_mode: str = "auto",
         processors: int | None = None,
+        capacity_factor: float | None = None,
         timeout: float = 30.0,
         engine: str | None = None,
         device: int | None = None,
@@ -237,6 +265,7 @@ class Context:
             placement=placement,
             return_mode=return_mode,
             processors=processors,
+            capacity_factor=capacity_factor,
         )
         self.ranks = self.limits["ranks"]
         self.rank = _bounded("rank", rank, 0, self.ranks - 1)
@@ -250,6 +279,8 @@ class Context:
             engine, return_mode, self.ranks, self.limits["top_k"], self.limits["intermediate"]
         )
         self.processors = self.limits["processors"]
+        self.capacity_factor = checked_capacity_factor(capacity_factor) or None
+        """The largest of a call; None: calls may be dropless."""
         if not isinstance(timeout, int | float) or not (math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument(f"timeout: expected seconds >= 0, got {timeout!r}")
         self.timeout = float(timeout)

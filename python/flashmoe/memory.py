@@ -76,6 +76,7 @@ def plan_memory(
     dtype: str = "bfloat16",
     return_mode: str = "auto",
     processors: int | None = None,
+    capacity_factor: float | None = None,
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`) and the default placement.
 
@@ -100,6 +101,7 @@ def plan_memory(
         placement=None,
         return_mode=return_mode,
         processors=processors,
+        capacity_factor=capacity_factor,
     )
     return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in _ffi.layout_fields(engine, limits)))
 

@@ -191,12 +191,13 @@ class MoE(torch.nn.Module):
         self.activation = activation
         self.renormalize = bool(renormalize)
         self.placement = None if placement is None else [int(rank) for rank in placement]
-        self.capacity_factor = arguments.checked_capacity(capacity_factor) or None
         self.return_mode = return_mode
         self.exact = bool(exact)
         mode = arguments.resolved_return_mode(ctx, return_mode, self.top_k)
-        mine = ctx.local_experts(arguments.owners_of(ctx, self.placement, experts))
+        owners = arguments.owners_of(ctx, self.placement, experts)
+        mine = ctx.local_experts(owners)
         arguments.check_limits(ctx, sizes, dtype_name, len(mine), mode)
+        self.capacity_factor = arguments.checked_capacity(ctx, capacity_factor, sizes, owners) or None
 
         self.gate = Router(hidden, experts, bias=router_bias, dtype=dtype)
         rows = 2 * intermediate if activation == "swiglu" else intermediate

@@ -110,7 +110,7 @@ def sizes_of(shape: models.ModelShape) -> dict:
 
 
 @pytest.mark.parametrize("shape", models.MODELS, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("changes", [{}, {"dtype": "float32", "processors": 64}])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float32", "processors": 64}, {"capacity_factor": 1.0}])
 def test_memory_is_what_the_plan_says(shape, changes):
     before = driver.fake_allocated_bytes()
     with flashmoe.Context(engine="cuda", **sizes_of(shape), **changes) as context:
@@ -321,6 +321,18 @@ def test_refused_before_the_launch(ctx, make, message):
         flashmoe.moe(ctx, **make())
     with pytest.raises(flashmoe.InvalidArgument, match=message):  # it is not remembered as a layer
         flashmoe.moe(ctx, **make())
+
+
+def test_a_context_with_a_capacity_factor():
+    with flashmoe.Context(engine="cuda", **SIZES, capacity_factor=0.5) as bounded:
+        flashmoe.moe(bounded, **arguments(), capacity_factor=0.5)
+        assert launched()["capacity"] == 13  # ceil(0.5 * 100 * 4 / 16)
+        # Of 4096 tokens an expert keeps 512: 32 full tiles of 256 for the 16, and a partial one each.
+        assert launched()["hidden_rows"]["dims"] == [I, (32 + E) * 256]
+        for factor in (None, 0.6):
+            with pytest.raises(flashmoe.InvalidArgument, match=r"capacity_factor: expected a number in \(0, 0\.5\]"):
+                flashmoe.moe(bounded, **arguments(), capacity_factor=factor)
+        assert len(bounded._layers) == 1
 
 
 def test_every_call_is_checked(ctx):

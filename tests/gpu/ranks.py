@@ -81,6 +81,20 @@ def memory(rank: int, ranks: int, name: str) -> tuple[int, int, int]:
         return context.processors, context.heap_bytes, context.workspace_bytes
 
 
+def bounded(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list[int]) -> bool:
+    """A call on a group whose contexts have its capacity factor: whether its bits are those of the same tokens on this
+    GPU alone."""
+    whole = random_problem(9, sum(tokens), device=f"cuda:{rank}", **spec)
+    own = share_of(whole, rank, tokens)
+    limits = {size: spec[size] for size in ("hidden", "intermediate", "experts", "top_k", "capacity_factor")}
+    with joined(rank, ranks, name, **limits, max_tokens=max(tokens), dtype="bfloat16") as context:
+        y, _ = call(context, with_experts(own, context.local_experts()))
+        with context_of(own, device=rank) as single:
+            alone, report = call(single, own)
+            check(own, alone, report)
+    return torch.equal(y, alone)
+
+
 @starting_anew
 def compare(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list[int], calls: int = 1) -> int:
     """Calls of one problem on the group, both returns in turn; how many differ, in any bit, from what the same tokens

@@ -85,6 +85,26 @@ def test_edge(edge, dtype):
     run_and_check(random_problem(len(edge), tokens, dtype=dtype, **USUAL | changes))
 
 
+@pytest.mark.parametrize("edge", [edge for edge in EDGES if edge.startswith("capacity")])
+def test_memory_for_what_a_capacity_keeps(edge):
+    tokens, changes = EDGES[edge]
+    problem = random_problem(len(edge), tokens, **USUAL | changes)
+    run_and_check(problem, capacity_factor=changes["capacity_factor"])
+
+
+@pytest.mark.parametrize("tokens", [7, 200, 3000])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_every_expert_keeps_what_it_may(tokens, top_k):
+    """Nothing is dropped, and the context has room for hardly a row more."""
+    problem = random_problem(7, tokens, **USUAL | {"experts": 12, "top_k": top_k}, ids="int32", capacity_factor=1.0)
+    pairs = torch.arange(tokens * top_k, device="cuda", dtype=torch.int32)
+    problem.topk_ids = (pairs % 12).view(tokens, top_k)
+    with context_of(problem, capacity_factor=1.0) as context:
+        y, report = call(context, problem)
+        check(problem, y, report)
+    assert report.dropped == 0
+
+
 @pytest.mark.parametrize("tokens", [7, 8, 64, 65, 96, 255, 256, 257, 513, 1056, 1057, 8448, 20000])
 def test_tokens_around_the_sizes_of_blocks_and_tiles(tokens):
     run_and_check(random_problem(tokens, tokens, hidden=64, intermediate=64, experts=4, top_k=2))

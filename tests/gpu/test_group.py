@@ -58,6 +58,13 @@ def test_memory_is_what_the_plan_says(pool):
         assert sizes == [plan.heap_bytes, plan.workspace_bytes]
 
 
+@pytest.mark.parametrize("skew", [0.0, 50.0])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_memory_for_what_a_capacity_keeps(pool, top_k, skew):
+    spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": top_k, "ids": "int32", "skew": skew}
+    assert all(everywhere(pool, on_rank.bounded, spec | {"capacity_factor": 1.0}, [1500] * pool.ranks))
+
+
 TOKENS = {
     "one rank without": [700, 0, 300, 1],
     "all but one without": [0, 2000, 0, 0],

@@ -26,6 +26,7 @@ struct Limits {
   uint32_t top_k = 0;              // K
   uint32_t elem_bytes = 0;
   uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
+  uint32_t capacity = 0;      // rows of one rank that an expert gets at most, the others being dropped; 0: dropless
   // Of this rank alone: they size its workspace, which no peer addresses.
   uint32_t intermediate = 0;  // I
   uint32_t staging = 0;       // 1 if `reduced` may occur
@@ -38,16 +39,20 @@ struct Limits {
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
   // A token's entries on one rank: its experts are distinct.
   FLASHMOE_HD constexpr uint32_t entries_per_token() const { return min_of(top_k, max_local_experts); }
-  FLASHMOE_HD constexpr uint64_t max_rows() const {
-    return static_cast<uint64_t>(ranks) * max_tokens * entries_per_token();
+  // Rows of one rank that the experts of another get. With a capacity C it is El * C: a call of other sizes, whose own C
+  // may be larger, is refused unless its own product is within this one (arguments.py).
+  FLASHMOE_HD constexpr uint64_t rows_of_rank() const {
+    const uint64_t dropless = uint64_t{max_tokens} * entries_per_token();
+    return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);
   }
+  FLASHMOE_HD constexpr uint64_t max_rows() const { return ranks * rows_of_rank(); }
   // Every tile but one per expert is full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(max_local_experts, max_rows());
   }
   // A token chooses an expert at most once.
   FLASHMOE_HD constexpr uint64_t max_tiles_per_expert() const {
-    return static_cast<uint64_t>(ranks) * max_tokens / tile_rows + 1;
+    return min_of(uint64_t{ranks} * max_tokens, max_rows()) / tile_rows + 1;
   }
   FLASHMOE_HD constexpr uint32_t gemm0_columns() const {
     return ceil_div(max_of(intermediate, 1u), gemm0_columns_per_task);

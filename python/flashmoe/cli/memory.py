@@ -22,6 +22,9 @@ def command(
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     return_: Annotated[str, typer.Option("--return", help="direct, reduced or auto (room for both).")] = "auto",
+    capacity_factor: Annotated[
+        float | None, typer.Option(help="Largest capacity factor of a call, which then each has.  [default: dropless]")
+    ] = None,
     processors: Annotated[
         int | None,
         typer.Option(help="Threads of a rank, or multiprocessors of its GPU.  [default: its share of the cores; 132]"),
@@ -48,10 +51,12 @@ def command(
         dtype=dtype,
         return_mode=return_,
         processors=processors,
+        capacity_factor=capacity_factor,
         **sizes,
     )
     described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in sizes.items())
-    show_memory_plan(plan, f"{described}, {dtype}, return {return_}, {engine} engine")
+    drops = "dropless" if capacity_factor is None else f"capacity factor {capacity_factor:g}"
+    show_memory_plan(plan, f"{described}, {dtype}, return {return_}, {drops}, {engine} engine")
     if engine == "cuda" and limit is None:
         return 0  # what a GPU has room for, its context knows
     try:
