@@ -283,6 +283,24 @@ def test_memory_of_the_cuda_engine(capsys):
     assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--budget", "10MiB"]) == 1
 
 
+@pytest.mark.parametrize("row", memory.compare_published(4), ids=lambda row: f"{row.max_tokens}-{row.experts}")
+def test_memory_is_within_the_published(row):
+    assert row.bounded.total_bytes <= row.published_bytes
+    assert row.bounded.total_bytes < row.dropless.total_bytes
+
+
+def test_memory_table(capsys):
+    assert main(["memory", "--table"]) == 0
+    printed = capsys.readouterr().out
+    for row in memory.compare_published(4):
+        for plan in (row.bounded, row.dropless):
+            assert f"{plan.total_bytes / 2**20:,.2f}" in printed
+    for _, _, mib in memory.PUBLISHED:
+        assert f" {mib:.2f} " in printed
+    assert main(["memory", "--table", "--ranks", "8"]) == 0
+    assert "with 8 ranks" in capsys.readouterr().out
+
+
 def test_memory_counts_processors():
     sizes = {"ranks": 1, "max_tokens": 8, "hidden": 64, "intermediate": 32, "experts": 4, "top_k": 2}
     for engine, few, many in (("cpu", 1, 1000), ("cuda", 2, 1000)):
@@ -306,6 +324,8 @@ def test_memory_of_given_sizes(capsys):
         (["--model", "olmoe", "--tokens", "-1"], "max_tokens: expected an integer in [1, "),
         (["--model", "olmoe", "--budget", "much"], "expected a size such as 512MiB or 2G, got 'much'"),
         (["--model", "olmoe", "--dtype", "fp8"], "dtype: expected one of"),
+        (["--table", "--tokens", "8"], "--table: expected no other option but --ranks, got --tokens"),
+        (["--table", "--return", "direct"], "--table: expected no other option but --ranks, got --return"),
         (["--model", "olmoe", "--engine", "tpu"], "engine: expected one of cpu, cuda, got 'tpu'"),
         (["--model", "olmoe", "--engine", "cuda", "--tokens", "65537"], "max_tokens: expected an integer in [1, 65536"),
         (["--model", "olmoe", "--engine", "cuda", "--ranks", "33"], "ranks: expected at most 32 with the CUDA engine"),

@@ -20,6 +20,23 @@ HOPPER_PROCESSORS = 132
 SHARED_MEMORY = "/dev/shm"
 """Where the CPU engine's symmetric heaps live: one file system for all ranks of the machine."""
 
+PUBLISHED = (
+    (4096, 16, 128.57),
+    (4096, 32, 128.55),
+    (4096, 64, 256.91),
+    (4096, 128, 513.98),
+    (8192, 16, 256.95),
+    (8192, 32, 256.91),
+    (8192, 64, 256.91),
+    (8192, 128, 514.17),
+    (16384, 16, 513.90),
+    (16384, 32, 513.81),
+    (16384, 64, 513.81),
+    (16384, 128, 514.54),
+)
+"""FlashDMoE, table 6.2: tokens of a rank, experts, MiB of a rank in all. A token is 4 KiB, and an expert has room for
+tokens / experts of them from each rank: K = 1 and a capacity factor of 1."""
+
 
 @dataclass(frozen=True)
 class Term:
@@ -62,6 +79,23 @@ class MemoryPlan:
     def workspace_bytes(self) -> int:
         """Bytes of one rank's private workspace."""
         return sum(term.bytes for term in self.terms if term.region == "workspace")
+
+    @property
+    def total_bytes(self) -> int:
+        """Both."""
+        return self.heap_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of `PUBLISHED`, and what the CUDA engine takes for the same."""
+
+    max_tokens: int
+    experts: int
+    published_bytes: float
+    bounded: MemoryPlan
+    """With a capacity factor of 1."""
+    dropless: MemoryPlan
 
 
 def plan_memory(
@@ -106,6 +140,28 @@ def plan_memory(
     return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in _ffi.layout_fields(engine, limits)))
 
 
+def compare_published(ranks: int) -> list[Comparison]:
+    """The rows of `PUBLISHED` for contexts of the CUDA engine, with direct return and an intermediate size of 2048."""
+
+    def plan(max_tokens: int, experts: int, capacity_factor: float | None) -> MemoryPlan:
+        return plan_memory(
+            engine="cuda",
+            ranks=ranks,
+            max_tokens=max_tokens,
+            hidden=2048,
+            intermediate=2048,
+            experts=experts,
+            top_k=1,
+            return_mode="direct",
+            capacity_factor=capacity_factor,
+        )
+
+    return [
+        Comparison(tokens, experts, mib * 2**20, plan(tokens, experts, 1.0), plan(tokens, experts, None))
+        for tokens, experts, mib in PUBLISHED
+    ]
+
+
 def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
     """Refuse, with `HeapError`, a plan that does not fit.
 
@@ -113,8 +169,7 @@ def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
     the CPU engine needs. With one: one rank's heap and workspace must fit into `budget` bytes.
     """
     if budget is not None:
-        needed = plan.heap_bytes + plan.workspace_bytes
-        if needed > budget:
+        if plan.total_bytes > budget:
             raise HeapError(
                 f"memory: expected at most the budget of {format_bytes(budget)} per rank, got "
                 f"{format_bytes(plan.heap_bytes)} heap + {format_bytes(plan.workspace_bytes)} workspace; "

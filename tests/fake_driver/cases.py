@@ -17,7 +17,7 @@ import pytest
 import torch
 from flashmoe import _ffi, context, gpu, jit, models
 from flashmoe.launch import RankPool
-from flashmoe.memory import plan_memory
+from flashmoe.memory import PUBLISHED, plan_memory
 
 E, K, H, I = 16, 4, 256, 64
 SIZES = {"max_tokens": 4096, "hidden": H, "intermediate": I, "experts": E, "top_k": K}
@@ -602,7 +602,9 @@ def test_ranks_join_and_take_the_same_memory_again():
 
 
 def test_ranks_take_the_memory_that_the_plan_says():
+    published = {"hidden": 2048, "intermediate": 2048, "top_k": 1, "return_mode": "direct", "capacity_factor": 1.0}
     sizes = [sizes_of(shape) for shape in models.MODELS]
+    sizes += [{**published, "max_tokens": tokens, "experts": experts} for tokens, experts, _ in PUBLISHED]
     for told in joined(4, *sizes):
         for each, seen in zip(sizes, told, strict=True):
             plan = plan_memory(engine="cuda", ranks=4, **each)

@@ -8,10 +8,11 @@ import typer
 
 from .. import memory, models
 from ..errors import HeapError, InvalidArgument
-from .render import console, print_error, show_memory_plan
+from .render import console, print_error, show_comparisons, show_memory_plan
 
 
 def command(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Shape of a published model, such as qwen3-30b-a3b.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size H.")] = None,
     intermediate: Annotated[int | None, typer.Option(help="Intermediate size I of one expert.")] = None,
@@ -36,12 +37,19 @@ def command(
             "the heaps of all ranks must fit into the free space of /dev/shm]"
         ),
     ] = None,
+    table: Annotated[
+        bool, typer.Option("--table", help="FlashDMoE's table of memory, and the CUDA engine's figures beside it.")
+    ] = False,
 ) -> int:
     """Show every term of a context's memory, and refuse (exit status 1) what does not fit.
 
     Sizes come from --model, or from --hidden, --intermediate, --experts and --top-k; given both, the latter
-    replace the model's.
+    replace the model's. With --table, only --ranks.
     """
+    if table:
+        _refuse_all_but(context, "table", "ranks")
+        show_comparisons(memory.compare_published(ranks), ranks)
+        return 0
     sizes = _sizes(model, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
     limit = None if budget is None else memory.parse_bytes(budget)
     plan = memory.plan_memory(
@@ -66,6 +74,14 @@ def command(
         return 1
     console.print("fits", style="bold green")
     return 0
+
+
+def _refuse_all_but(context: typer.Context, *names: str) -> None:
+    """Raises `InvalidArgument` if the command line has other options."""
+    for name in context.params:
+        if name not in names and context.get_parameter_source(name).name == "COMMANDLINE":
+            option = "--" + name.strip("_").replace("_", "-")
+            raise InvalidArgument(f"--{names[0]}: expected no other option but --{names[1]}, got {option}")
 
 
 def _sizes(model: str | None, **given: int | None) -> dict[str, int]:

@@ -13,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..memory import MemoryPlan, format_bytes
+from ..memory import Comparison, MemoryPlan, format_bytes
 from ..report import TASK_KINDS, CallReport, GroupReport
 
 if TYPE_CHECKING:
@@ -195,8 +195,35 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
         console.print(table)
     console.print()
     console.print(
-        f"per rank {format_bytes(plan.heap_bytes + plan.workspace_bytes)}; heaps of all ranks "
+        f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
         f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"
+    )
+
+
+def show_comparisons(rows: Iterable[Comparison], ranks: int) -> None:
+    """The published totals of FlashDMoE beside the CUDA engine's."""
+
+    def mib(count: float) -> str:
+        return f"{count / 2**20:,.2f}"
+
+    head = ["tokens", "experts", "FlashDMoE", "capacity factor 1", "of FlashDMoE's", "dropless"]
+    cells = [
+        [
+            f"{row.max_tokens:,}",
+            row.experts,
+            mib(row.published_bytes),
+            mib(row.bounded.total_bytes),
+            f"{row.bounded.total_bytes / row.published_bytes:.0%}",
+            mib(row.dropless.total_bytes),
+        ]
+        for row in rows
+    ]
+    _show_table(f"MiB of a rank, heap and workspace, with {count(ranks, 'rank')}", head, cells)
+    console.print(
+        Text(
+            "FlashDMoE: table 6.2. Tokens of a rank, of 4 KiB each (H 2,048, bfloat16); I 2,048, K 1, direct return",
+            style="dim",
+        )
     )
 
 
