@@ -40,6 +40,10 @@ void close(int64_t handle) {
   registry<Context>().remove(handle);
 }
 
+ffi::String device_name_of(int64_t device) {
+  return guarded([&] { return ffi::String(device_name(static_cast<int>(device))); });
+}
+
 // Device, processors, bytes of heap and of workspace; rows of a tile, weight rows of a task.
 ffi::Array<int64_t> describe(int64_t handle) {
   return guarded([&] {
@@ -145,6 +149,7 @@ ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_mode, int64
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_layout_fields, flashmoe::cuda::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_create, flashmoe::cuda::create)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, flashmoe::cuda::close)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_device_name, flashmoe::cuda::device_name_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_describe, flashmoe::cuda::describe)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_add_layer, flashmoe::cuda::add_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)

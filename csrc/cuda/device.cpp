@@ -17,32 +17,46 @@ int attribute(int device, DeviceAttribute which) {
   return value;
 }
 
+// The driver's handle of a device. -1 becomes the ordinal of the caller's current context's device, or 0.
+int open_device(int& ordinal) {
+  const Driver& d = driver();
+  int count = 0, device = 0;
+  check(d.cuDeviceGetCount(&count), "cannot count the devices");
+  if (ordinal == -1 && d.cuCtxGetDevice(&ordinal) != kCudaSuccess) ordinal = 0;
+  if (ordinal < 0 || ordinal >= count) {
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("device: expected one of the ", count, " that the driver shows, got ", ordinal));
+  }
+  check(d.cuDeviceGet(&device, ordinal), "cannot open the device");
+  return device;
+}
+
+std::string name_of(int device) {
+  char name[128] = "";
+  driver().cuDeviceGetName(name, sizeof(name), device);
+  return name;
+}
+
 // wgmma and setmaxnreg exist on compute capability 9.0 and, that being what the `a` of sm_90a means, on no other.
 void require_hopper(int ordinal, int device) {
   const int major = attribute(device, kComputeCapabilityMajor), minor = attribute(device, kComputeCapabilityMinor);
   if (major == 9 && minor == 0) return;
-  char name[128] = "";
-  driver().cuDeviceGetName(name, sizeof(name), device);
   throw Error(Error::Kind::kInvalidArgument,
               concat("device: expected a GPU of compute capability 9.0 (H100, H200), got ", major, ".", minor, " (",
-                     name, ") for device ", ordinal));
+                     name_of(device), ") for device ", ordinal));
 }
 
 }  // namespace
 
+std::string device_name(int ordinal) {
+  return name_of(open_device(ordinal));
+}
+
 Device::Device(int ordinal) : ordinal_(ordinal) {
-  const Driver& d = driver();
-  int count = 0;
-  check(d.cuDeviceGetCount(&count), "cannot count the devices");
-  if (ordinal_ == -1 && d.cuCtxGetDevice(&ordinal_) != kCudaSuccess) ordinal_ = 0;
-  if (ordinal_ < 0 || ordinal_ >= count) {
-    throw Error(Error::Kind::kInvalidArgument,
-                concat("device: expected one of the ", count, " that the driver shows, got ", ordinal_));
-  }
-  check(d.cuDeviceGet(&device_, ordinal_), "cannot open the device");
+  device_ = open_device(ordinal_);
   require_hopper(ordinal_, device_);
   processors_ = static_cast<uint32_t>(attribute(device_, kMultiprocessorCount));
-  check(d.cuDevicePrimaryCtxRetain(&context_, device_), "cannot open the device's context");
+  check(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cannot open the device's context");
 }
 
 Device::~Device() {

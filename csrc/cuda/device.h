@@ -10,6 +10,9 @@
 
 namespace flashmoe::cuda {
 
+// What the driver calls a device, such as "NVIDIA H200". -1: that of the caller's current context, else of device 0.
+std::string device_name(int ordinal);
+
 // A device and its primary context, which PyTorch uses too.
 class Device {
  public:
