@@ -135,6 +135,7 @@ def measure(name: str, tokens: int, repeats: int, floors: pathlib.Path | None) -
         top_k=top_k,
         dtype="bfloat16",
         return_mode="direct",
+        profile={},
     ) as ctx:
 
         def layer(i: int) -> torch.Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 import pathlib
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from . import _ffi
+from . import _ffi, profiles
 from . import placement as placements
 from .errors import FlashMoEError, InvalidArgument
 from .report import CallReport
@@ -139,15 +142,43 @@ def engine_return_mode(engine: str, return_mode: str, ranks: int, top_k: int, in
     return return_mode
 
 
-PROFILE = {"gemm1_lag": 2**31, "raster": 32, "window": 2**20}
-"""What a profile may say, and the most of each; kMaxRaster in order.h."""
+@dataclass(frozen=True)
+class Knob:
+    """A number that a profile may set."""
+
+    most: int
+    """The least is 1."""
+    tried: tuple[int, ...]
+    """By `flashmoe tune`, besides what is built in."""
 
 
-def _checked_profile(profile: Mapping[str, int] | None) -> dict[str, int]:
+PROFILE = {
+    "gemm1_lag": Knob(2**31, (66, 132, 264, 528, 1056, 2**31)),
+    "raster": Knob(32, (2, 4, 8, 16, 32)),  # kMaxRaster in order.h
+    "window": Knob(2**20, (66, 132, 264, 528, 1056)),
+}
+"""What a profile may say, see `Context`."""
+
+
+def _checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
     """`profile` once its names and values are known to be a policy; raises `InvalidArgument`."""
-    if unknown := set(profile or ()) - set(PROFILE):
+    if unknown := set(profile) - set(PROFILE):
         raise InvalidArgument(f"profile: expected names among {', '.join(PROFILE)}, got {sorted(unknown)}")
-    return {name: _bounded(f"profile[{name}]", value, 1, PROFILE[name]) for name, value in (profile or {}).items()}
+    return {name: _bounded(f"profile[{name}]", value, 1, PROFILE[name].most) for name, value in profile.items()}
+
+
+def _stored_profile(setting: profiles.Setting) -> tuple[dict[str, int], str | None]:
+    """What `flashmoe tune` has stored for contexts like this one, and the return mode. Nothing, with a warning, where
+    that cannot be used: it is a matter of speed alone."""
+    try:
+        stored = profiles.lookup(setting)
+        mode = stored.pop("return_mode", None)
+        if mode is not None:
+            engine_return_mode("cuda", mode, setting.ranks, setting.top_k, setting.intermediate)
+        return _checked_profile(stored), mode
+    except FlashMoEError as error:
+        profiles.notice(logging.WARNING, f"profile: what is stored is not used: {error}")
+        return {}, None
 
 
 def nvshmem_library() -> str:
@@ -189,8 +220,9 @@ class Context:
         E ranks: who holds expert 0, 1, ... Default: contiguous shares, as even as possible.
     return_mode:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
-        travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: ``"reduced"`` where
-        rows would else take longer than GEMMs, once for all calls. It bounds what calls may use.
+        travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: the stored one (see
+        `profile`), else ``"reduced"`` where rows would else take longer than GEMMs, once for all calls. It bounds what
+        calls may use.
     processors:
         What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,
         an even number, each of which takes a whole multiprocessor; default: all of them.
@@ -209,6 +241,8 @@ class Context:
         CUDA engine: the order of tasks, where it is to differ from the built-in one. ``gemm1_lag``: GEMM1 tasks are
         held back until so many GEMM0 tasks are ahead of them, while there are any. ``raster``: tiles of a window of
         tasks. ``window``: tasks published ahead. It changes no bit of a result, and may differ from rank to rank.
+        Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E, K and a `max_tokens`
+        like this one (see ``flashmoe.profiles``); ``{}``: the built-in order, whatever is stored.
 
     Raises
     ------
@@ -253,7 +287,8 @@ class Context:
             raise InvalidArgument(f"device: expected none with the CPU engine, got {device!r}")
         cuda = engine == "cuda"
         self.engine = engine
-        self.limits = make_limits(
+        limits_with = partial(
+            make_limits,
             engine=engine,
             ranks=ranks,
             max_tokens=max_tokens,
@@ -263,10 +298,10 @@ class Context:
             top_k=top_k,
             dtype=dtype,
             placement=placement,
-            return_mode=return_mode,
             processors=processors,
             capacity_factor=capacity_factor,
         )
+        self.limits = limits_with(return_mode=return_mode)
         self.ranks = self.limits["ranks"]
         self.rank = _bounded("rank", rank, 0, self.ranks - 1)
         if self.ranks > 1 and (not name or "/" in name or len(name) > 200):
@@ -275,6 +310,14 @@ class Context:
         self.experts = self.limits["experts"]
         self.placement = placements.checked(placement, self.experts, self.ranks)
         self.dtype = dtype
+        self.profile: dict[str, int] = {}
+        """In what the order of tasks differs from the built-in one."""
+        if cuda:
+            ordinal = -1 if device is None else _bounded("device", device, 0, 2**15)
+            self.profile, stored_mode = self._chosen_profile(profile, ordinal)
+            if return_mode == "auto" and stored_mode is not None:
+                return_mode = stored_mode
+                self.limits = limits_with(return_mode=return_mode)
         self.return_mode = engine_return_mode(
             engine, return_mode, self.ranks, self.limits["top_k"], self.limits["intermediate"]
         )
@@ -292,8 +335,7 @@ class Context:
         """Ordinal of the CUDA device; None with the CPU engine."""
         library = _ffi.library()
         if cuda:
-            ordinal = -1 if device is None else _bounded("device", device, 0, 2**15)
-            numbers = {**self.limits, **_checked_profile(profile), "rank": self.rank}
+            numbers = {**self.limits, **self.profile, "rank": self.rank}
             library_path = nvshmem_library() if self.ranks > 1 else ""
             self._handle = library.cuda_create(numbers, name or "", library_path, ordinal, timeout_ns)
             self._finalizer = weakref.finalize(self, library.cuda_close, self._handle)
@@ -366,6 +408,15 @@ class Context:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _chosen_profile(self, given: Mapping[str, int] | None, ordinal: int) -> tuple[dict[str, int], str | None]:
+        """The given profile, else what is stored for contexts like this one: profile and return mode."""
+        if given is not None:
+            return _checked_profile(given), None
+        device = _ffi.library().cuda_device_name(ordinal)
+        sizes = {name: self.limits[name] for name in ("hidden", "intermediate", "experts", "top_k")}
+        tokens = self.limits["max_tokens"]
+        return _stored_profile(profiles.Setting(device, self.ranks, self.dtype, tokens=tokens, **sizes))
 
     def _checked_handle(self) -> int:
         if self.closed:

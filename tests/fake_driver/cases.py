@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ import flashmoe
 import numpy as np
 import pytest
 import torch
-from flashmoe import _ffi, context, gpu, jit, models
+from flashmoe import _ffi, context, gpu, jit, models, profiles
 from flashmoe.launch import RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
 
@@ -47,6 +48,7 @@ def device(monkeypatch, tmp_path):
     compiled = []
     monkeypatch.setattr(gpu, "current_stream", lambda device: 77)
     monkeypatch.setattr(jit, "kernel", lambda variant: compiled.append(variant) or cubin)
+    monkeypatch.setenv("FLASHMOE_PROFILES", str(tmp_path / "profiles.json"))
     yield compiled
     driver.fake_capture(0)
     driver.fake_memory(1 << 40)
@@ -668,3 +670,56 @@ def test_profiles():
     with flashmoe.Context(engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9}, **SIZES) as made:
         flashmoe.moe(made, **arguments())
     assert [launched()[name] for name in ("gemm1_lag", "raster", "window")] == [7, 3, 9]
+
+
+def store(profile, **changes):
+    """As `flashmoe tune` does, for contexts of SIZES on the fake GPU."""
+    sizes = {"hidden": H, "intermediate": I, "experts": E, "top_k": K, "tokens": 4096, **changes}
+    setting = profiles.Setting(device="Fake", ranks=1, dtype="bfloat16", **sizes)
+    profiles.store(profiles.Record(setting, "swiglu", profile, 1.0, 2.0))
+
+
+def order_of(**changes):
+    """What a call's order of tasks is, in a context with these parameters besides SIZES."""
+    with flashmoe.Context(engine="cuda", **{**SIZES, **changes}) as made:
+        flashmoe.moe(made, **arguments())
+        return made.profile, [launched()[name] for name in ("gemm1_lag", "raster", "window")]
+
+
+BUILT_IN = [2**32 - 1, 8, 264]
+
+
+def test_stored_profiles():
+    assert order_of() == ({}, BUILT_IN)
+    store({"gemm1_lag": 7, "raster": 4, "return_mode": "direct"})
+    stored = ({"gemm1_lag": 7, "raster": 4}, [7, 4, 264])
+    assert order_of() == order_of(device=0) == stored
+    assert order_of(max_tokens=500) == stored  # the nearest
+    assert order_of(profile={}) == ({}, BUILT_IN)
+    assert order_of(profile={"window": 9}) == ({"window": 9}, [2**32 - 1, 8, 9])
+    assert order_of(dtype="float32") == order_of(experts=E + 1) == ({}, BUILT_IN)
+    store({}, tokens=512)
+    assert order_of(max_tokens=500) == ({}, BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("profile", "reason"),
+    [
+        ({"raster": 33}, "profile[raster]: expected an integer in [1, 32], got 33"),
+        ({"colour": 1}, "profile: expected names among gemm1_lag, "),
+        ({"return_mode": "both"}, "profile[return_mode]: expected one of direct"),
+        (None, "profiles: cannot read "),
+    ],
+)
+def test_a_stored_profile_that_cannot_be_used(caplog, monkeypatch, profile, reason):
+    """A context is made all the same, and says once why it has the built-in order."""
+    monkeypatch.setattr(profiles, "_noticed", set())
+    if profile is None:
+        profiles.path().write_text("{")
+    else:
+        store(profile)
+    for _ in range(2):
+        assert order_of() == ({}, BUILT_IN)
+    ((name, level, message),) = caplog.record_tuples
+    assert (name, level) == ("flashmoe", logging.WARNING)
+    assert message.startswith("profile: what is stored is not used: ") and reason in message

@@ -1,0 +1,189 @@
+"""Measured profiles: a JSON file of what `flashmoe tune` found fastest, and which of it a context takes.
+
+The file is ``$FLASHMOE_PROFILES``, else ``profiles.json`` in the folder of compiled kernels. It is replaced as a whole,
+so a reader sees it before a change or after it, and it is changed under a lock, so no writer undoes another's change.
+
+Ranks may differ in the order of their tasks, but not in the return mode. What `lookup` returns follows from the file
+and from what the ranks have in common, so ranks that read one file agree. If they do not (each has a file of its own,
+or it changes while they start), the first call fails with a `GroupError` that names the mode of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from . import jit
+from .errors import FlashMoEError
+
+VERSION = 1
+
+_log = logging.getLogger("flashmoe")
+_noticed: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a group of contexts runs on and is made for."""
+
+    device: str
+    """The GPU's name, as the driver has it."""
+    ranks: int
+    dtype: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    tokens: int
+    """Most tokens of a rank."""
+
+    def in_bucket(self) -> Setting:
+        """With the next power of two tokens: what profiles are stored for."""
+        return replace(self, tokens=bucket(self.tokens))
+
+    def __str__(self) -> str:
+        sizes = f"H {self.hidden}, I {self.intermediate}, E {self.experts}, K {self.top_k}"
+        return f"{self.device} x {self.ranks}, {sizes}, {self.dtype}, {self.tokens} tokens a rank"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A profile in the file, and what it was measured for."""
+
+    setting: Setting
+    """Its tokens are a power of two."""
+    activation: str
+    profile: dict[str, int | str]
+    """Names of ``flashmoe.context.PROFILE``, and ``return_mode``; what it does not name is as built in."""
+    milliseconds: float
+    """Of a call with the profile: the median."""
+    built_in_milliseconds: float
+    """Of a call with nothing but what is built in, measured in turn with the profile."""
+
+
+def bucket(tokens: int) -> int:
+    """The least power of two that is not less than `tokens`."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
+def path() -> Path:
+    """The file, which need not be there."""
+    given = os.environ.get("FLASHMOE_PROFILES")
+    return Path(given) if given else jit.cache_folder() / "profiles.json"
+
+
+def read() -> list[Record]:
+    """All records, in the order in which they were stored. Raises `FlashMoEError` that names the file, if there is one
+    which cannot be read."""
+    file = path()
+    try:
+        content = json.loads(file.read_text())
+        if content["version"] != VERSION:
+            raise ValueError(f"expected version {VERSION}, got {content['version']!r}")
+        return [_record(each) for each in content["profiles"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise FlashMoEError(f"profiles: cannot read {file} ({what}); remove it and run flashmoe tune again") from error
+
+
+def store(*records: Record) -> Path:
+    """Add `records` to the file, in place of those for the same setting and activation; the file.
+
+    Raises `FlashMoEError` that names the file, if it cannot be read or written.
+    """
+    file = path()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(file):
+            replaced = {(record.setting, record.activation) for record in records}
+            kept = [record for record in read() if (record.setting, record.activation) not in replaced]
+            _replace(file, {"version": VERSION, "profiles": [_flat(record) for record in (*kept, *records)]})
+    except OSError as error:
+        raise FlashMoEError(
+            f"profiles: cannot write {file}: {error.strerror}; set FLASHMOE_PROFILES to a file that can be"
+        ) from error
+    return file
+
+
+def lookup(setting: Setting) -> dict[str, int | str]:
+    """The profile stored for `setting`: that for its tokens, rounded up to a power of two, else, with a notice in the
+    log, for the nearest number of them, the larger of two; empty if there is none. Of several activations, which a
+    context does not know, the one that was stored last. Raises `FlashMoEError` as `read` does.
+    """
+    setting = setting.in_bucket()
+    alike = [record for record in read() if replace(record.setting, tokens=setting.tokens) == setting]
+    if not alike:
+        return {}
+    nearest = min(reversed(alike), key=lambda record: _distance(record.setting.tokens, setting.tokens))
+    if nearest.setting.tokens != setting.tokens:
+        taken = f"taking that for {nearest.setting.tokens}"
+        notice(logging.INFO, f"profile: none measured for {setting}; {taken} (see flashmoe tune)")
+    return nearest.profile
+
+
+def notice(level: int, message: str) -> None:
+    """Log `message`, once in this process."""
+    if message not in _noticed:
+        _noticed.add(message)
+        _log.log(level, message)
+
+
+def _distance(tokens: int, wanted: int) -> tuple[int, int]:
+    """From one power of two to another; of equally near ones the larger is less."""
+    return abs(tokens.bit_length() - wanted.bit_length()), -tokens
+
+
+def _flat(record: Record) -> dict[str, Any]:
+    """A record as the file has it: the setting's fields beside the others."""
+    flat = asdict(record)
+    return flat.pop("setting") | flat
+
+
+def _record(flat: dict[str, Any]) -> Record:
+    """The inverse of `_flat`, once names and types are known to be right; raises `ValueError`, `TypeError` or
+    `KeyError`."""
+    flat = dict(flat)
+    setting = _typed(Setting, {field.name: flat.pop(field.name) for field in fields(Setting)})
+    record = _typed(Record, {"setting": setting, **flat})
+    if record.setting.tokens != bucket(record.setting.tokens):
+        raise ValueError(f"tokens: expected a power of two, got {record.setting.tokens}")
+    return record
+
+
+def _typed(kind: type, values: dict[str, Any]) -> Any:
+    made = kind(**values)
+    for name, hint in get_type_hints(kind).items():
+        expected = get_origin(hint) or hint
+        if not isinstance(values[name], expected):
+            raise ValueError(f"{name}: expected {expected.__name__}, got {values[name]!r}")
+    return made
+
+
+def _replace(file: Path, content: dict[str, Any]) -> None:
+    """Put a new file in place of `file`, which is there all the time, whole. Only for who holds the lock."""
+    new = file.with_name(file.name + ".tmp")
+    with new.open("w") as opened:
+        json.dump(content, opened, indent=1)
+        opened.flush()
+        os.fsync(opened.fileno())
+    new.replace(file)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold the lock file beside `file`, which the kernel releases when this process ends, however it does."""
+    lock = os.open(file.with_name(file.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

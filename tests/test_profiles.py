@@ -1,0 +1,179 @@
+"""The file of measured profiles, and which of them a context takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import flashmoe
+import pytest
+from flashmoe import arguments, profiles
+from flashmoe.profiles import Record, Setting
+
+SETTING = Setting("Fake", 4, "bfloat16", 2048, 768, 128, 8, 8192)
+RECORD = Record(SETTING, "swiglu", {"gemm1_lag": 264, "return_mode": "reduced"}, 1.25, 1.5)
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path, monkeypatch) -> Path:
+    """A file of profiles of a test's own, in a folder that is not there yet."""
+    path = tmp_path / "folder" / "profiles.json"
+    monkeypatch.setenv("FLASHMOE_PROFILES", str(path))
+    monkeypatch.setattr(profiles, "_noticed", set())
+    return path
+
+
+def record(tokens: int, raster: int, **changes) -> Record:
+    """A record that is known by its raster."""
+    return replace(RECORD, setting=replace(SETTING, tokens=tokens), profile={"raster": raster}, **changes)
+
+
+# ---- the file --------------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_is_read(file):
+    assert profiles.read() == []
+    other = replace(RECORD, setting=replace(SETTING, ranks=1), profile={})
+    assert profiles.store(RECORD) == profiles.store(other) == file
+    assert profiles.read() == [RECORD, other]
+
+
+def test_a_record_takes_the_place_of_its_like():
+    profiles.store(record(8192, 2), record(4096, 4), record(8192, 8, activation="gelu"))
+    profiles.store(record(8192, 16))
+    assert profiles.read() == [record(4096, 4), record(8192, 8, activation="gelu"), record(8192, 16)]
+
+
+def test_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLASHMOE_PROFILES")
+    monkeypatch.setenv("FLASHMOE_CACHE", str(tmp_path / "cache"))
+    assert profiles.path() == tmp_path / "cache" / "profiles.json"
+
+
+WRITER = """
+import sys
+from dataclasses import replace
+from flashmoe import profiles
+who = int(sys.argv[1])
+setting = profiles.Setting("Fake", who, "bfloat16", 64, 64, 8, 2, 1)
+for i in range(10):
+    profiles.store(profiles.Record(replace(setting, tokens=1 << i), "relu", {"raster": who}, 1.0, 1.0))
+"""
+
+
+def test_many_processes_store_at_once():
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(who)]) for who in (1, 2, 3, 4)]
+    seen = [0]
+    while any(writer.poll() is None for writer in writers):
+        seen.append(len(profiles.read()))  # never a half of a file
+    assert [writer.wait() for writer in writers] == [0] * 4
+    assert seen == sorted(seen)
+    found = {(each.setting.ranks, each.setting.tokens) for each in profiles.read()}
+    assert found == {(who, 1 << i) for who in (1, 2, 3, 4) for i in range(10)}
+
+
+def edited(change) -> str:
+    """The file with RECORD in it, changed."""
+    content = json.loads(profiles.store(RECORD).read_text())
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: "", "JSONDecodeError"),
+        (lambda: edited(id)[:100], "JSONDecodeError"),
+        (lambda: "[]", "TypeError"),
+        (lambda: "{}", "KeyError: 'version'"),
+        (lambda: edited(lambda c: c.update(version=2)), "expected version 1, got 2"),
+        (lambda: edited(lambda c: c["profiles"][0].pop("top_k")), "KeyError: 'top_k'"),
+        (lambda: edited(lambda c: c["profiles"][0].update(colour="red")), "unexpected keyword argument 'colour'"),
+        (lambda: edited(lambda c: c["profiles"][0].update(hidden="wide")), "hidden: expected int, got 'wide'"),
+        (lambda: edited(lambda c: c["profiles"][0].update(profile=[])), r"profile: expected dict, got \[\]"),
+        (lambda: edited(lambda c: c["profiles"][0].update(tokens=100)), "tokens: expected a power of two, got 100"),
+    ],
+)
+def test_a_file_that_cannot_be_read(file, make, reason):
+    file.parent.mkdir(exist_ok=True)
+    text = make()
+    file.write_text(text)
+    for use in (profiles.read, lambda: profiles.lookup(SETTING), lambda: profiles.store(RECORD)):
+        with pytest.raises(flashmoe.FlashMoEError, match=f"profiles: cannot read {file} .*{reason}.*; remove it"):
+            use()
+    assert file.read_text() == text  # it may be worth a look
+
+
+def test_a_file_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLASHMOE_PROFILES", str(tmp_path / "file" / "profiles.json"))
+    with pytest.raises(flashmoe.FlashMoEError, match=r"cannot write .*profiles.json: .*; set FLASHMOE_PROFILES"):
+        profiles.store(RECORD)
+
+
+# ---- lookup ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (2, 2), (3, 4), (4, 4), (4097, 8192), (65536, 65536)])
+def test_bucket(tokens, expected):
+    assert profiles.bucket(tokens) == expected
+
+
+def test_an_exact_bucket_is_found_without_a_notice(caplog):
+    caplog.set_level(logging.INFO, "flashmoe")
+    profiles.store(record(4096, 4), record(8192, 8), record(16384, 16))
+    assert profiles.lookup(replace(SETTING, tokens=5000)) == {"raster": 8}
+    assert profiles.lookup(SETTING) == {"raster": 8}
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("tokens", "raster"), [(1, 2), (200, 2), (300, 32), (1024, 32), (60000, 32)])
+def test_else_the_nearest_one_with_a_notice(caplog, tokens, raster):
+    """Of two equally near ones, as for 256 to 512 tokens, the larger."""
+    caplog.set_level(logging.INFO, "flashmoe")
+    profiles.store(record(64, 2), record(4096, 32))
+    for _ in range(2):
+        assert profiles.lookup(replace(SETTING, tokens=tokens)) == {"raster": raster}
+    (said,) = caplog.messages
+    assert f"none measured for Fake x 4, H 2048, I 768, E 128, K 8, bfloat16, {profiles.bucket(tokens)} tokens" in said
+    assert f"taking that for {64 if raster == 2 else 4096} " in said
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device": "Another"},
+        {"ranks": 2},
+        {"dtype": "float16"},
+        {"hidden": 4096},
+        {"intermediate": 512},
+        {"experts": 64},
+        {"top_k": 4},
+    ],
+    ids=str,
+)
+def test_else_none(caplog, other):
+    caplog.set_level(logging.INFO, "flashmoe")
+    profiles.store(RECORD)
+    assert profiles.lookup(replace(SETTING, **other)) == {}
+    assert caplog.records == []
+
+
+def test_of_several_activations_the_last_one_stored():
+    profiles.store(record(8192, 2, activation="gelu"), record(8192, 4, activation="relu"))
+    assert profiles.lookup(SETTING) == {"raster": 4}
+    profiles.store(record(8192, 8, activation="gelu"))
+    assert profiles.lookup(SETTING) == {"raster": 8}
+
+
+def test_a_stored_return_mode_resolves_auto():
+    with flashmoe.Context(max_tokens=8, hidden=8, intermediate=8, experts=4, top_k=2) as context:
+        context._tuned_return_mode = "reduced"
+        assert arguments.resolved_return_mode(context, None, 2) == "reduced"
+        assert arguments.resolved_return_mode(context, "direct", 2) == "direct"
+        context.return_mode = "direct"
+        assert arguments.resolved_return_mode(context, "auto", 2) == "direct"
