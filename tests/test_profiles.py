@@ -11,7 +11,7 @@ from pathlib import Path
 
 import flashmoe
 import pytest
-from flashmoe import arguments, profiles
+from flashmoe import context, profiles
 from flashmoe.profiles import Record, Setting
 
 SETTING = Setting("Fake", 4, "bfloat16", 2048, 768, 128, 8, 8192)
@@ -170,10 +170,24 @@ def test_of_several_activations_the_last_one_stored():
     assert profiles.lookup(SETTING) == {"raster": 8}
 
 
-def test_a_stored_return_mode_resolves_auto():
-    with flashmoe.Context(max_tokens=8, hidden=8, intermediate=8, experts=4, top_k=2) as context:
-        context._tuned_return_mode = "reduced"
-        assert arguments.resolved_return_mode(context, None, 2) == "reduced"
-        assert arguments.resolved_return_mode(context, "direct", 2) == "direct"
-        context.return_mode = "direct"
-        assert arguments.resolved_return_mode(context, "auto", 2) == "direct"
+def test_a_stored_return_mode_is_the_context_s():
+    profiles.store(RECORD)
+    assert context._stored_profile(SETTING) == ({"gemm1_lag": 264}, "reduced")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "top_k", "intermediate", "reduces"),
+    [
+        (1, 8, 768, False),
+        (2, 8, 768, False),  # measured: direct is faster
+        (4, 8, 768, False),  # the link takes as long as the GEMMs
+        (8, 8, 768, True),
+        (4, 8, 512, True),
+        (8, 8, 2048, False),
+        (32, 1, 64, False),  # one row a token, either way
+    ],
+)
+def test_the_cuda_engine_reduces_what_the_link_would_bound(ranks, top_k, intermediate, reduces):
+    mode = context.engine_return_mode("cuda", "auto", ranks, top_k, intermediate)
+    assert mode == ("reduced" if reduces else "direct")
+    assert context.engine_return_mode("cpu", "auto", ranks, top_k, intermediate) == "auto"

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from flashmoe import _ffi, context, gpu, jit, models, profiles
+from flashmoe.cli import bench
 from flashmoe.launch import RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
 
@@ -707,7 +708,8 @@ def test_stored_profiles():
     [
         ({"raster": 33}, "profile[raster]: expected an integer in [1, 32], got 33"),
         ({"colour": 1}, "profile: expected names among gemm1_lag, "),
-        ({"return_mode": "both"}, "profile[return_mode]: expected one of direct"),
+        ({"return_mode": "both"}, "return_mode: expected one of direct"),
+        ({"return_mode": "reduced"}, "return_mode: expected 'direct' or 'auto' with one GPU"),
         (None, "profiles: cannot read "),
     ],
 )
@@ -723,3 +725,30 @@ def test_a_stored_profile_that_cannot_be_used(caplog, monkeypatch, profile, reas
     ((name, level, message),) = caplog.record_tuples
     assert (name, level) == ("flashmoe", logging.WARNING)
     assert message.startswith("profile: what is stored is not used: ") and reason in message
+
+
+def test_candidates_take_turns(monkeypatch):
+    """Of `flashmoe tune`. Each is called in contexts with its profile, whatever is stored."""
+    marked = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            marked.append(launched()["raster"])
+            self.number = len(marked)
+
+        def elapsed_time(self, end):
+            return float(end.number - self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(bench, "_random_layer", lambda setting, activation, rank: arguments())
+    store({"raster": 2})
+    setting = profiles.Setting("Fake", 1, "bfloat16", H, I, E, K, 100)
+    candidates = [{}, {"raster": 4, "return_mode": "direct"}]
+    times = bench.time_candidates(0, 1, "group", setting, "swiglu", candidates)
+    assert times == [[1.0] * bench.ROUNDS * bench.CALLS] * 2
+    marks = bench.CALLS + 1
+    assert marked == ([8] * marks + [4] * marks) * bench.ROUNDS

@@ -1,4 +1,5 @@
-"""The ``flashmoe`` command: run a layer and check it, say what this machine can run, plan memory, compile kernels."""
+"""The ``flashmoe`` command: run a layer and check it, say what this machine can run, plan memory, compile kernels, tune
+them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import sys
 import typer
 
 from ..errors import FlashMoEError
-from . import compile, info, memory, run
+from . import compile, info, memory, run, tune
 from .render import print_error
 
 # The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
@@ -24,6 +25,7 @@ app.command("run")(run.command)
 app.command("info")(info.command)
 app.command("memory")(memory.command)
 app.command("compile")(compile.command)
+app.command("tune")(tune.command)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -51,29 +51,31 @@ def random_layer(
     """`models.random_layer` with the experts' weights made on the GPU: others than those, of the same distribution."""
     import torch
 
-    kind = getattr(torch, dtype)
-    check_fits(shape.weights * kind.itemsize)
+    check_fits(shape.weights * getattr(torch, dtype).itemsize)
     rng = np.random.default_rng(seed)
     router, states = models.router_and_tokens(shape, tokens, skew, models.DTYPES[dtype], rng)
     generator = torch.Generator(device="cuda").manual_seed(seed)
-
-    def normal(*sizes: int) -> torch.Tensor:
-        made = torch.empty(sizes, dtype=kind, device="cuda")
-        for expert in made:  # one at a time: float32 copies of all would treble the memory
-            expert.copy_(torch.randn(sizes[1:], generator=generator, device="cuda").mul_(sizes[-1] ** -0.5))
-        return made
-
     rows = shape.intermediate * (2 if shape.activation == "swiglu" else 1)
     layer = DeviceLayer(
         name=shape.name,
         router=to_device(router),
-        gate_up_proj=normal(shape.experts, rows, shape.hidden),
-        down_proj=normal(shape.experts, shape.hidden, shape.intermediate),
+        gate_up_proj=normal_weights((shape.experts, rows, shape.hidden), dtype, generator),
+        down_proj=normal_weights((shape.experts, shape.hidden, shape.intermediate), dtype, generator),
         top_k=shape.top_k,
         renormalize=shape.renormalize,
         activation=shape.activation,
     )
     return layer, states
+
+
+def normal_weights(sizes: tuple[int, ...], dtype: str, generator: torch.Generator) -> torch.Tensor:
+    """Normal numbers of variance 1 / (last dimension), on PyTorch's current GPU."""
+    import torch
+
+    made = torch.empty(sizes, dtype=getattr(torch, dtype), device="cuda")
+    for part in made:  # one at a time: float32 copies of all would treble the memory
+        part.copy_(torch.randn(sizes[1:], generator=generator, device="cuda").mul_(sizes[-1] ** -0.5))
+    return made
 
 
 def check_fits(weights: int) -> None:

@@ -50,7 +50,7 @@ def command(
         _refuse_all_but(context, "table", "ranks")
         show_comparisons(memory.compare_published(ranks), ranks)
         return 0
-    sizes = _sizes(model, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
+    sizes = sizes_of(model, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
     limit = None if budget is None else memory.parse_bytes(budget)
     plan = memory.plan_memory(
         engine=engine,
@@ -84,7 +84,7 @@ def _refuse_all_but(context: typer.Context, *names: str) -> None:
             raise InvalidArgument(f"--{names[0]}: expected no other option but --{names[1]}, got {option}")
 
 
-def _sizes(model: str | None, **given: int | None) -> dict[str, int]:
+def sizes_of(model: str | None, **given: int | None) -> dict[str, int]:
     """The four sizes: the model's, replaced by those given. Raises `InvalidArgument` if one is missing."""
     shape = models.find(model) if model else None
     sizes = {name: getattr(shape, name, None) if size is None else size for name, size in given.items()}

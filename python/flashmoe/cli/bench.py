@@ -1,0 +1,119 @@
+"""``flashmoe tune``: calls of a random layer on a group of GPUs, timed for one candidate after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from .. import jit
+from ..launch import RankPool
+from ..placement import contiguous, local_experts
+from ..profiles import Setting
+from ..tuning import Candidate, Timing
+from .device import check_fits, normal_weights
+
+if TYPE_CHECKING:
+    import torch
+
+ROUNDS = 4
+"""In each, every candidate has its turn: a clock that drifts slows them all."""
+CALLS = 5
+"""Timed in a turn."""
+WARM_UP = 3
+"""Untimed calls before them, after one that loads the kernel: the ranks fall into step."""
+
+
+class Bench:
+    """The ranks of a group, a GPU each, which stay from one measurement to the next. A context manager."""
+
+    def __init__(self, setting: Setting, activation: str) -> None:
+        jit.compile_kernel(jit.Variant(setting.dtype, activation))  # before ranks wait for one another
+        self._setting, self._activation = setting, activation
+        self._pool = RankPool(setting.ranks)
+
+    def measure(self, candidates: Sequence[Candidate]) -> list[Timing]:
+        """Times of `candidates`, ROUNDS * CALLS calls each; of every call, the slowest rank's. Raises `RankFailed` if
+        one cannot be run."""
+        arguments = (self._setting, self._activation, list(candidates))
+        answers = self._pool.call(time_candidates, [arguments] * self._setting.ranks)
+        by_candidate = zip(*answers, strict=True)
+        return [Timing.of([max(call) for call in zip(*of_ranks, strict=True)]) for of_ranks in by_candidate]
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+
+def time_candidates(
+    rank: int, ranks: int, name: str, setting: Setting, activation: str, candidates: list[Candidate]
+) -> list[list[float]]:
+    """In a rank's process: per candidate, milliseconds of ROUNDS * CALLS calls."""
+    import torch
+
+    from .. import Context, moe
+
+    torch.cuda.set_device(rank)
+    sizes = {each: getattr(setting, each) for each in ("hidden", "intermediate", "experts", "top_k", "dtype")}
+    torch.cuda.empty_cache()  # the weights of the measurement before
+    layer = _random_layer(setting, activation, rank)
+    torch.cuda.empty_cache()  # contexts have memory of their own
+    times: list[list[float]] = [[] for _ in candidates]
+    for turn in range(ROUNDS):
+        for i, candidate in enumerate(candidates):
+            profile = dict(candidate)
+            # One context at a time: memory is as a user's, and lies elsewhere each time.
+            with Context(
+                engine="cuda",
+                device=rank,
+                rank=rank,
+                ranks=ranks,
+                name=f"{name}-{turn}-{i}",
+                max_tokens=setting.tokens,
+                return_mode=profile.pop("return_mode", "auto"),
+                profile=profile,
+                **sizes,
+            ) as context:
+                times[i] += _milliseconds(lambda context=context: moe(context, **layer), context.synchronize)
+    return times
+
+
+def _random_layer(setting: Setting, activation: str, rank: int) -> dict[str, Any]:
+    """Arguments of `flashmoe.moe`: a router that all ranks have, the rank's tokens, its experts' weights. Experts are
+    about equally loaded."""
+    import torch
+
+    hidden, inner, dtype = setting.hidden, setting.intermediate, setting.dtype
+    own = len(local_experts(contiguous(setting.experts, setting.ranks), rank))
+    rows = inner * (2 if activation == "swiglu" else 1)
+    check_fits(own * (rows + inner) * hidden * getattr(torch, dtype).itemsize)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    router = normal_weights((setting.experts, hidden), dtype, generator)
+    generator.manual_seed(1 + rank)
+    return {
+        "x": torch.randn((setting.tokens, hidden), generator=generator, device="cuda").to(router.dtype),
+        "gate_up_proj": normal_weights((own, rows, hidden), dtype, generator),
+        "down_proj": normal_weights((own, hidden, inner), dtype, generator),
+        "router": router,
+        "top_k": setting.top_k,
+        "activation": activation,
+    }
+
+
+def _milliseconds(call: Callable[[], torch.Tensor], synchronize: Callable[[], None]) -> list[float]:
+    """Times of CALLS calls that follow one another without a gap, as far as the host keeps ahead of the GPU."""
+    import torch
+
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS + 1)]
+    call()
+    synchronize()
+    for _ in range(WARM_UP):
+        call()
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(marks)]
