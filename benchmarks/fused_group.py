@@ -169,8 +169,8 @@ def main() -> None:
             result["shapes"].append(row)
             if rank == 0:
                 print(
-                    f"{name:>12} {tokens:>6} {row['return_mode']:7} {row['fused_ms']:9.4f} {row['floor_ms']:9.4f} {row['ratio']:6.3f} "
-                    f"{row['plain_ratio']:5.3f} {row['tflops']:8.0f} {row['mtokens_per_s']:6.1f} "
+                    f"{name:>12} {tokens:>6} {row['return_mode']:7} {row['fused_ms']:9.4f} {row['floor_ms']:9.4f} "
+                    f"{row['ratio']:6.3f} {row['plain_ratio']:5.3f} {row['tflops']:8.0f} {row['mtokens_per_s']:6.1f} "
                     f"{row['gpu_operations_per_call']:3.1f} {row['error']:.1e}",
                     flush=True,
                 )

@@ -13,9 +13,11 @@ import flashmoe
 import numpy as np
 import pytest
 from flashmoe import memory, models
-from flashmoe.cli import main, run, verify
+from flashmoe.cli import device, main, run, verify
+from flashmoe.placement import contiguous, local_experts
 
-TINY = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
+RANDOM = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
+TINY = ["--engine", "cpu", *RANDOM]
 
 
 @pytest.fixture
@@ -79,14 +81,15 @@ def test_run_of_the_shipped_layer(tmp_path, capsys):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
 def test_run_of_every_dtype_and_return_mode(tmp_path, capsys, dtype, mode):
-    options = ["--dtype", dtype, "--return", mode, "--tokens", "40", "--ranks", "3"]
+    options = ["--engine", "cpu", "--dtype", dtype, "--return", mode, "--tokens", "40", "--ranks", "3"]
     assert main(["run", *options, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert dtype in printed and f"return {mode}" in printed
 
 
 def test_run_of_a_checkpoint_folder(tmp_path, shipped, capsys):
-    assert main(["run", "--layer", str(shipped), "--tokens", "5", "--out", str(tmp_path)]) == 0
+    options = ["--engine", "cpu", "--layer", str(shipped), "--tokens", "5"]
+    assert main(["run", *options, "--out", str(tmp_path)]) == 0
     assert "random tokens, seed 0" in capsys.readouterr().out
 
 
@@ -97,7 +100,7 @@ def test_run_on_one_rank_and_one_token(tmp_path, capsys):
 
 
 def test_run_says_what_is_not_emulated(tmp_path, capsys):
-    options = ["--model", "deepseek-v3", "--scale", "0.001", "--tokens", "4", "--ranks", "2"]
+    options = ["--engine", "cpu", "--model", "deepseek-v3", "--scale", "0.001", "--tokens", "4", "--ranks", "2"]
     assert main(["run", *options, "--out", str(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "not emulated: sigmoid" in printed and "without the model's shared experts" in printed
@@ -137,8 +140,6 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--engine", "cuda", "--ranks", "2"], "--ranks: expected 1 with --engine cuda"),
-        (["--engine", "cuda", "--return", "reduced"], "--return: expected direct or auto with --engine cuda"),
         (["--engine", "tpu"], "--engine: expected one of auto, cpu, cuda, got 'tpu'"),
         (["--model", "gpt-5"], "expected one of flashmoe-paper"),
         (["--layer", "/nonexistent"], "/nonexistent"),
@@ -162,53 +163,163 @@ def test_run_refuses_bad_arguments_in_one_line(tmp_path, monkeypatch, capsys, op
     assert reason in run_failing(capsys, "run", *options)
 
 
-def test_run_on_a_gpu_says_what_is_missing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flashmoe.cli.device.missing", lambda: "a GPU")
-    error = run_failing(capsys, "run", "--engine", "cuda", "--out", str(tmp_path))
-    assert "--engine cuda: expected a GPU, found none; see flashmoe info" in error
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with two GPUs and all that the CUDA engine needs; call it with a thing's name to take that away."""
+    torch = pytest.importorskip("torch")
+    has = {
+        "driver": ("flashmoe.cli.device.loads", lambda library: "nvshmem" in library, lambda library: True),
+        "NVSHMEM": ("flashmoe.cli.device.loads", lambda library: "nvshmem" not in library, lambda library: True),
+        "PyTorch for CUDA": (torch.cuda, "is_available", lambda: False, lambda: True),
+        "second GPU": (torch.cuda, "device_count", lambda: 1, lambda: 2),
+        "new second GPU": (torch.cuda, "get_device_capability", lambda i: (9 - i, 0), lambda i: (9, 0)),
+        "NVLink": (torch.cuda, "can_device_access_peer", lambda i, j: i < j, lambda i, j: True),
+        "nvcc": ("flashmoe.jit.find_nvcc", no_nvcc, lambda: Path("nvcc")),
+    }
+
+    def take(name: str | None) -> None:
+        if name is not None:
+            *where, without, _ = has[name]
+            monkeypatch.setattr(*where, without)
+
+    for *where, _, present in has.values():
+        monkeypatch.setattr(*where, present)
+    return take
+
+
+def no_nvcc() -> None:
+    raise flashmoe.FlashMoEError("none")
 
 
 @pytest.mark.parametrize(
-    ("lacking", "ranks", "return_mode", "chosen"),
+    ("lacking", "ranks", "reason"),
     [
-        (None, None, "auto", "cuda"),
-        (None, 2, "auto", "cpu"),
-        (None, None, "reduced", "cpu"),
-        ("PyTorch", None, "auto", "cpu"),
+        ("driver", 1, "the NVIDIA driver's libcuda.so.1, found none"),
+        ("PyTorch for CUDA", 1, "a GPU that PyTorch can use for each of 1 rank, found 0"),
+        ("second GPU", 2, "a GPU that PyTorch can use for each of 2 ranks, found 1"),
+        (None, 3, "a GPU that PyTorch can use for each of 3 ranks, found 2"),
+        ("new second GPU", 2, "GPUs of compute capability 9.0 (H100, H200), found 8.0"),
+        ("NVLink", 2, "GPUs that reach each other's memory, found that 1 does not reach that of 0"),
+        ("NVSHMEM", 2, "NVSHMEM's host library, which several GPUs need, found none"),
+        ("nvcc", 1, "nvcc, which compiles the kernel, found none"),
     ],
 )
-def test_engine_auto(monkeypatch, lacking, ranks, return_mode, chosen):
-    monkeypatch.setattr("flashmoe.cli.device.missing", lambda: lacking)
-    assert run._chosen_engine("auto", ranks, return_mode) == chosen
+def test_run_on_gpus_says_what_is_missing(tmp_path, capsys, gpus, lacking, ranks, reason):
+    gpus(lacking)
+    error = run_failing(capsys, "run", "--engine", "cuda", "--ranks", str(ranks), "--out", str(tmp_path))
+    assert error == f"error: --engine cuda: expected {reason}; see flashmoe info\n"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "ranks", "chosen"),
+    [
+        (None, 1, "cuda"),
+        (None, 2, "cuda"),
+        (None, 3, "cpu"),
+        ("driver", 1, "cpu"),
+        ("second GPU", 1, "cuda"),
+        ("second GPU", 2, "cpu"),
+        ("new second GPU", 1, "cuda"),
+        ("new second GPU", 2, "cpu"),
+        ("NVLink", 2, "cpu"),
+        ("NVSHMEM", 1, "cuda"),
+        ("NVSHMEM", 2, "cpu"),
+        ("nvcc", 1, "cpu"),
+    ],
+)
+def test_engine_auto(gpus, lacking, ranks, chosen):
+    gpus(lacking)
+    assert run._chosen_engine("auto", ranks) == chosen
+
+
+def test_run_on_gpus_refuses_widths_that_they_cannot_copy(tmp_path, capsys, monkeypatch, gpus):
+    shape = replace(models.find("olmoe"), hidden=12, intermediate=8)
+    monkeypatch.setattr("flashmoe.cli.workload.load_layer", lambda path: models.random_layer(shape, 0)[0])
+    error = run_failing(capsys, "run", "--engine", "cuda", "--layer", "layer", "--out", str(tmp_path))
+    assert "--engine cuda: expected H and I multiples of 8, got H 12 and I 8" in error
+
+
+def seeded_layer(dtype: str = "bfloat16", tokens: int = 50) -> tuple[device.SeededLayer, np.ndarray]:
+    return device.random_layer(models.scaled(models.find("olmoe"), 0.02), tokens, seed=7, skew=0.5, dtype=dtype)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+def test_seeded_experts_are_the_same_on_any_number_of_ranks(ranks):
+    torch = pytest.importorskip("torch")
+    layer, _ = seeded_layer()
+    for name in ("gate_up_proj", "down_proj"):
+        whole = getattr(layer, name)
+        parts = [
+            getattr(layer.with_experts(local_experts(contiguous(64, ranks), rank)), name).made("cpu")
+            for rank in range(ranks)
+        ]
+        assert torch.equal(torch.cat(parts), whole.made("cpu"))
+        assert whole.shape == tuple(torch.cat(parts).shape) and whole.nbytes == sum(part.nbytes for part in parts)
+
+
+def test_seeded_experts_differ():
+    pytest.importorskip("torch")
+    layer, _ = seeded_layer("float32")
+    weights = layer.gate_up_proj.made("cpu")
+    assert len({matrix.numpy().tobytes() for matrix in weights}) == 64
+    assert weights.std().item() == pytest.approx(layer.hidden**-0.5, rel=0.01)
+    square = device.SeededWeights((7, 0), (3,), 8, 8, "float32")
+    others = (square, replace(square, seed=(7, 1)), replace(square, seed=(8, 0)), replace(square, experts=(4,)))
+    assert len({other.made("cpu").numpy().tobytes() for other in others}) == 4
+
+
+def make_on_cpu(weights: device.SeededWeights) -> object:
+    """In place of `device.to_device`, where there is no GPU."""
+    return weights.made("cpu")
+
+
+def call_without_gpu(rank, ranks, name, settings, layer, x):
+    """`run.call_on_rank` with the CPU engine, of a layer whose experts this rank makes."""
+    device.to_device = make_on_cpu
+    return run.call_on_rank(rank, ranks, name, {**settings, "engine": "cpu"}, device.layer_on_host(layer), x)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_run_of_experts_that_the_ranks_make(tmp_path, capsys, monkeypatch, gpus, ranks):
+    monkeypatch.setattr(run, "call_on_rank", call_without_gpu)
+    monkeypatch.setattr(device, "to_device", make_on_cpu)
+    assert main(["run", *RANDOM, "--ranks", ranks, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{ranks} rank" in printed and "cuda engine" in printed and "PASS" in printed
+    monkeypatch.setattr(device, "to_device", lambda weights: replace(weights, seed=(1, 0)).made("cpu"))
+    assert main(["run", *RANDOM, "--ranks", ranks, "--out", str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_sample_is_judged_as_the_whole(dtype, monkeypatch):
     """Results of tokens whose experts are among a few; the routing of all."""
-    shape = models.scaled(models.find("olmoe"), 0.02)
-    layer, x = models.random_layer(shape, 50, dtype=dtype)
+    pytest.importorskip("torch")
+    monkeypatch.setattr(device, "to_device", make_on_cpu)
+    layer, x = seeded_layer(dtype)
+    whole = device.layer_on_host(layer)
     sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "experts": 64, "top_k": 8, "dtype": dtype}
     with flashmoe.Context(max_tokens=50, **sizes) as context:
         y = flashmoe.moe(
-            context, x, layer.gate_up_proj, layer.down_proj, router=layer.router, top_k=8, renormalize=False
+            context, x, whole.gate_up_proj, whole.down_proj, router=layer.router, top_k=8, renormalize=False
         )
         ids = context.last_call.topk_ids
-    few = []
 
-    def some(experts):
-        few[:] = experts.tolist()
-        return replace(layer, gate_up_proj=layer.gate_up_proj[experts], down_proj=layer.down_proj[experts])
+    def verdict(layer, y, ids):
+        return verify.verify(layer, x, y, ids, placement=contiguous(64, 2), return_mode="direct", gpu=True)
 
-    each = layer.gate_up_proj[0].size + layer.down_proj[0].size
+    assert verdict(whole, y, ids).passed and verdict(whole, y, ids).tokens == 50
+    each = whole.gate_up_proj[0].size + whole.down_proj[0].size
     monkeypatch.setattr(verify, "_MOST_WEIGHTS", 30 * each)
-    verdict = verify.verify_sample(layer.router, some, each, x, y, ids, gpu=True)
-    assert verdict.passed and 0 < verdict.tokens < 50 == verdict.of_tokens and len(few) <= 30
-    sampled = int(np.nonzero(np.isin(ids, few).all(axis=1))[0][-1])
+    few = verdict(layer, y, ids)
+    assert few.passed and 0 < few.tokens < 50 == few.of_tokens
+    sampled = verify._few_experts(ids, 30)
+    assert len(sampled) <= 30
     wrong = y.copy()
-    wrong[sampled] = -wrong[sampled]
-    assert not verify.verify_sample(layer.router, some, each, x, wrong, ids).passed
+    first = int(np.nonzero(np.isin(ids, sampled).all(axis=1))[0][-1])
+    wrong[first] = -wrong[first]
+    assert not verdict(layer, wrong, ids).passed
     ids[-1, 0] = ids[-1, 1]
-    assert verify.verify_sample(layer.router, some, each, x, y, ids).misrouted == 1
+    assert verdict(layer, y, ids).misrouted == 1
 
 
 def test_run_refuses_what_does_not_fit_before_making_it(tmp_path, capsys, small_shared_memory):
@@ -364,20 +475,18 @@ def test_info(capsys):
         "shared memory",
         "cores",
         "PyTorch",
-        "cuda engine (one GPU)",
+        "cuda engine",
         "NVIDIA driver",
         "NVIDIA GPU",
         "PyTorch for CUDA",
         "nvcc",
         "kernel cache",
+        "NVSHMEM",
     ):
         assert name in printed
 
 
 def test_info_names_the_remedy(capsys, monkeypatch):
-    def no_nvcc():
-        raise flashmoe.FlashMoEError("none")
-
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("flashmoe.cli.info._version", lambda package: None)
     monkeypatch.setattr("flashmoe.jit.find_nvcc", no_nvcc)

@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_read_is_noticed_before_anything_is_measured(machi
     ],
 )
 def test_what_cannot_be_tuned_is_refused_in_one_line(monkeypatch, capsys, file, options, reason):
-    monkeypatch.setattr("flashmoe.cli.device.missing", lambda: "a GPU")
+    monkeypatch.setattr("flashmoe.cli.device.missing", lambda ranks: "a GPU, found none")
     assert main(["tune", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and reason in error

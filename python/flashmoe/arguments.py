@@ -66,9 +66,9 @@ def owners_of(ctx: Context, placement: Sequence[int] | None, experts: int) -> tu
 
 
 def resolved_return_mode(ctx: Context, return_mode: str | None, top_k: int) -> str:
-    """Resolves the default and ``auto``: the context's, if it has one (that of the CUDA engine always has), else the mode
-    that sends fewer rows. A token's rows number K with `direct`, and at most min(K, R) with `reduced`, which costs one
-    more pass over them."""
+    """Resolves the default and ``auto``: the context's mode, if it has one (that of the CUDA engine always has), else
+    the one that sends fewer rows. A token's rows number K with `direct`, and at most min(K, R) with `reduced`, which
+    costs one more pass over them."""
     mode = ctx.return_mode if return_mode is None else return_mode
     if mode not in RETURN_MODES:
         raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {mode!r}")

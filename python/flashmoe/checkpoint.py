@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .errors import CheckpointError
-from .tensors import dtype_name
 
-Tensor = TypeVar("Tensor")
+Weights = TypeVar("Weights")
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The dtypes that are read, by their names in a safetensors file."""
@@ -44,19 +43,19 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
 
 
 @dataclass(frozen=True, eq=False)
-class MoELayerOf(Generic[Tensor]):
-    """The weights and the routing rule of one MoE layer. All tensors share one dtype (see `DTYPES`).
+class MoELayerOf(Generic[Weights]):
+    """The weights and the routing rule of one MoE layer. All share one dtype (see `DTYPES`).
 
     E is the number of experts, H the hidden size, I the intermediate size of one expert.
     """
 
     name: str
     """The layer's name in the checkpoint, such as ``model.layers.1.mlp``."""
-    router: Tensor
+    router: np.ndarray
     """[E, H]"""
-    gate_up_proj: Tensor
+    gate_up_proj: Weights
     """[E, 2I, H], an expert's gate rows before its up rows; [E, I, H] where `activation` has no gate."""
-    down_proj: Tensor
+    down_proj: Weights
     """[E, H, I]"""
     top_k: int
     """Experts per token."""
@@ -83,7 +82,11 @@ class MoELayerOf(Generic[Tensor]):
     @property
     def dtype(self) -> np.dtype:
         """The dtype of every tensor, as NumPy's."""
-        return np.dtype(dtype_name(self.router))
+        return self.router.dtype
+
+    def with_experts(self, experts: Sequence[int]) -> Self:
+        """The layer with the weights of these experts alone, in this order; its router remains [E, H]."""
+        return replace(self, gate_up_proj=self.gate_up_proj[experts], down_proj=self.down_proj[experts])
 
 
 class MoELayer(MoELayerOf[np.ndarray]):

@@ -3,6 +3,7 @@ driver.cpp in place of the NVIDIA driver. Tensors are in host memory and only sa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 from flashmoe import _ffi, context, gpu, jit, models, profiles
-from flashmoe.cli import bench
-from flashmoe.launch import RankPool
+from flashmoe.cli import bench, run, workload
+from flashmoe.cli import device as cli_device
+from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
 
 E, K, H, I = 16, 4, 256, 64
@@ -584,16 +586,22 @@ def join(rank, ranks, name, groups, devices, environment=()):
     return told
 
 
-def joined(ranks, *groups, devices=(0, 1, 2, 3), environment=()):
+@contextlib.contextmanager
+def fake_world():
+    """The name of what a fake NVSHMEM's ranks share."""
     with tempfile.NamedTemporaryFile(prefix="world") as unique:
         world = Path(unique.name).name
         try:
-            with RankPool(ranks) as pool:
-                settings = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
-                return pool.call(join, [(groups, devices, settings)] * ranks, timeout=90)
+            yield world
         finally:
             for segment in Path("/dev/shm").glob(f"{world}-*"):  # the ranks were killed
                 segment.unlink()
+
+
+def joined(ranks, *groups, devices=(0, 1, 2, 3), environment=()):
+    with fake_world() as world, RankPool(ranks) as pool:
+        settings = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
+        return pool.call(join, [(groups, devices, settings)] * ranks, timeout=90)
 
 
 def test_ranks_join_and_take_the_same_memory_again():
@@ -752,3 +760,46 @@ def test_candidates_take_turns(monkeypatch):
     assert times == [[1.0] * bench.ROUNDS * bench.CALLS] * 2
     marks = bench.CALLS + 1
     assert marked == ([8] * marks + [4] * marks) * bench.ROUNDS
+
+
+# ---- flashmoe run --engine cuda: what it does in a rank's process --------------------------------------------------
+
+
+def run_on_rank(rank, ranks, name, world, cubin, free, *arguments):
+    """`run.call_on_rank`; tensors claim to be on the rank's GPU, which has so many bytes free."""
+    os.environ["FAKE_NVSHMEM_WORLD"] = world
+    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
+    gpu.current_stream = lambda device: 77
+    jit.kernel = lambda variant: cubin
+    current = []
+    torch.cuda.set_device = current.append
+    torch.cuda.mem_get_info = lambda: (free, free)
+    OnGpu.device = property(lambda self: torch.device("cuda", *current))
+    cli_device.to_device = lambda array: torch.zeros(array.shape, dtype=torch.bfloat16).as_subclass(OnGpu)
+    return run.call_on_rank(rank, ranks, name, *arguments)
+
+
+def run_command(monkeypatch, cubin, ranks, free):
+    """Results and reports of `flashmoe run` for a small random layer."""
+    request = workload.Request(ranks, 40, None, "direct", "cuda")
+    work = workload.random_workload(models.scaled(models.find("olmoe"), 0.02), request, 0, 0.0)
+    with fake_world() as world, RankPool(ranks) as pool:
+        monkeypatch.setattr(
+            run, "run_ranks", lambda n, fn, each: pool.call(run_on_rank, [(world, cubin, free, *a) for a in each])
+        )
+        return run._call(work)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_command(monkeypatch, tmp_path, ranks):
+    results, reports = run_command(monkeypatch, tmp_path / "kernel.cubin", ranks, 1 << 40)
+    for y, report in zip(results, reports, strict=True):
+        assert y.shape == (40, 40) and y.dtype == "bfloat16"
+        assert (report.tokens, report.topk_ids.shape) == (40, (40, 8))
+        assert len(report.events) == 132 * len(gpu.PHASES)
+    assert len(reports) == ranks
+
+
+def test_run_command_on_a_gpu_without_room(monkeypatch, tmp_path):
+    with pytest.raises(RankFailed, match=r"all 2 ranks: HeapError: .* of what is free on the GPU, got .*--scale"):
+        run_command(monkeypatch, tmp_path / "kernel.cubin", 2, 1 << 10)

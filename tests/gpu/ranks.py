@@ -20,10 +20,12 @@ from layers import PATIENCE, Problem, call, capture, check, context_of, random_p
 LIMITS = {"max_tokens": 2048, "hidden": 2048, "intermediate": 1024, "experts": 128, "top_k": 8, "dtype": "float32"}
 """Of the context that most tests share: one heap, calls of any size in it."""
 
+RETURN_MODES = ("direct", "reduced")
+
 FEW_TOKENS = 8
 """So few of a rank alone go through another kernel, whose sums have another order."""
 
-_shared: dict[str, Any] = {}
+_shared: dict[str, flashmoe.Context] = {}
 
 
 def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
@@ -33,11 +35,11 @@ def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
     return flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings)
 
 
-def shared_context(rank: int, ranks: int, name: str) -> flashmoe.Context:
-    """The context that this process keeps from test to test."""
-    context = _shared.get("context")
+def shared_context(rank: int, ranks: int, name: str, mode: str) -> flashmoe.Context:
+    """The context with this return mode that this process keeps from test to test."""
+    context = _shared.get(mode)
     if context is None or context.closed:
-        context = _shared["context"] = joined(rank, ranks, name)
+        context = _shared[mode] = joined(rank, ranks, f"{name}-{mode}", return_mode=mode)
     return context
 
 
@@ -49,8 +51,8 @@ def starting_anew(fn: Callable) -> Callable:
         try:
             return fn(*arguments)
         except BaseException:
-            if "context" in _shared:
-                _shared.pop("context").close()
+            while _shared:
+                _shared.popitem()[1].close()
             raise
 
     return wrapped
@@ -99,17 +101,17 @@ def bounded(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list
 def compare(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list[int], calls: int = 1) -> int:
     """Calls of one problem on the group, both returns in turn; how many differ, in any bit, from what the same tokens
     give on this GPU alone. (A few tokens go another way there: these are compared with the reference.)"""
-    context = shared_context(rank, ranks, name)
+    contexts = {mode: shared_context(rank, ranks, name, mode) for mode in RETURN_MODES}
     spec = dict(spec)
     placement = spec.pop("placement", None) or flashmoe.placement.contiguous(spec["experts"], ranks)
     problem = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{rank}", **spec)
     own = share_of(problem, rank, tokens)
-    local = with_experts(own, context.local_experts(placement))
+    local = with_experts(own, flashmoe.placement.local_experts(placement, rank))
     alone = results_alone(own, rank, placement)
     differing = 0
     for i in range(calls):
-        for mode in flashmoe.context.RETURN_MODES[:2]:
-            y, report = call(context, local, placement=placement, return_mode=mode)
+        for mode, context in contexts.items():
+            y, report = call(context, local, placement=placement)
             assert report.return_mode == mode
             if alone:
                 differing += not torch.equal(y, alone[mode])
@@ -148,7 +150,7 @@ def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str
 @starting_anew
 def many_calls(rank: int, ranks: int, name: str, seed: int, calls: int, verify_every: int) -> int:
     """Calls of random sizes on one context, tokens drawn for each rank; how many of those verified are off."""
-    context = shared_context(rank, ranks, name)
+    contexts = [shared_context(rank, ranks, name, mode) for mode in RETURN_MODES]
     draw, places = random.Random(seed), random.Random(seed + 1 + rank)  # the ranks draw the same but for the places
     problems: dict[tuple, Problem] = {}
     off = 0
@@ -163,13 +165,13 @@ def many_calls(rank: int, ranks: int, name: str, seed: int, calls: int, verify_e
         first = places.randrange(2048 - tokens[rank] + 1)
         own = share_of(whole, 1, [first, tokens[rank]])
         placement = flashmoe.placement.contiguous(whole.experts, ranks)
-        local = with_experts(own, context.local_experts(placement))
-        how = {"placement": placement, "return_mode": draw.choice(flashmoe.context.RETURN_MODES[:2])}
+        local = with_experts(own, flashmoe.placement.local_experts(placement, rank))
+        context = draw.choice(contexts)
         if i % verify_every:
-            flashmoe.moe(context, **how, **local.arguments())
+            flashmoe.moe(context, placement=placement, **local.arguments())
             continue
-        y, report = call(context, local, **how)
-        if how["return_mode"] == "reduced":
+        y, report = call(context, local, placement=placement)
+        if context.return_mode == "reduced":
             alone = results_alone(own, rank, placement)
             off += bool(alone) and not torch.equal(y, alone["reduced"])
             continue
@@ -178,7 +180,8 @@ def many_calls(rank: int, ranks: int, name: str, seed: int, calls: int, verify_e
         except AssertionError as error:
             off += 1
             print(f"rank {rank}, call {i}, {spec}, tokens {tokens}: {error}", flush=True)
-    context.synchronize()
+    for context in contexts:
+        context.synchronize()
     return off
 
 
@@ -249,13 +252,13 @@ def disagree(rank: int, ranks: int, name: str) -> str:
     return "nothing"
 
 
-def replay(rank: int, ranks: int, name: str) -> int:
+def replay(rank: int, ranks: int, name: str, mode: str) -> int:
     """A call captured on every rank, replayed with other tokens; how many replays are off."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
     problems = [random_problem(seed, 300, device=f"cuda:{rank}", **spec) for seed in range(5)]
     first = problems[0]
     off = 0
-    with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16") as context:
+    with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16", return_mode=mode) as context:
         local = with_experts(first, context.local_experts())
         x = first.x.clone()
         graph, y = capture(context, replace(local, x=x))
@@ -265,5 +268,5 @@ def replay(rank: int, ranks: int, name: str) -> int:
             torch.cuda.synchronize()
             context.synchronize()
             alone = results_alone(replace(first, x=other.x), rank, context.placement)
-            off += not torch.equal(y, alone[context.last_call.return_mode])
+            off += not torch.equal(y, alone[mode])
     return off

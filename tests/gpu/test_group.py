@@ -106,8 +106,9 @@ def test_many_calls_of_changing_size(pool):
     assert everywhere(pool, on_rank.many_calls, SEED, CALLS, 100, timeout=280) == [0] * pool.ranks
 
 
-def test_graphs(pool):
-    assert everywhere(pool, on_rank.replay) == [0] * pool.ranks
+@pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
+def test_graphs(pool, mode):
+    assert everywhere(pool, on_rank.replay, mode) == [0] * pool.ranks
 
 
 def test_ranks_that_disagree(pool):

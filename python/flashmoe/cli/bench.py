@@ -11,7 +11,7 @@ from ..launch import RankPool
 from ..placement import contiguous, local_experts
 from ..profiles import Setting
 from ..tuning import Candidate, Timing
-from .device import check_fits, normal_weights
+from .device import SeededWeights, put_on
 
 if TYPE_CHECKING:
     import torch
@@ -86,17 +86,22 @@ def _random_layer(setting: Setting, activation: str, rank: int) -> dict[str, Any
     import torch
 
     hidden, inner, dtype = setting.hidden, setting.intermediate, setting.dtype
-    own = len(local_experts(contiguous(setting.experts, setting.ranks), rank))
+    own = tuple(local_experts(contiguous(setting.experts, setting.ranks), rank))
     rows = inner * (2 if activation == "swiglu" else 1)
-    check_fits(own * (rows + inner) * hidden * getattr(torch, dtype).itemsize)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    router = normal_weights((setting.experts, hidden), dtype, generator)
-    generator.manual_seed(1 + rank)
+    gate_up_proj, down_proj, router = put_on(
+        rank,
+        [
+            SeededWeights((0, 0), own, rows, hidden, dtype),
+            SeededWeights((0, 1), own, hidden, inner, dtype),
+            SeededWeights((0, 2), (0,), setting.experts, hidden, dtype),
+        ],
+    )
+    generator = torch.Generator(device="cuda").manual_seed(1 + rank)
     return {
         "x": torch.randn((setting.tokens, hidden), generator=generator, device="cuda").to(router.dtype),
-        "gate_up_proj": normal_weights((own, rows, hidden), dtype, generator),
-        "down_proj": normal_weights((own, hidden, inner), dtype, generator),
-        "router": router,
+        "gate_up_proj": gate_up_proj,
+        "down_proj": down_proj,
+        "router": router[0],
         "top_k": setting.top_k,
         "activation": activation,
     }

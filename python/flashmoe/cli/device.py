@@ -1,66 +1,129 @@
-"""``flashmoe run --engine cuda``: a layer in a GPU's memory, and the call there."""
+"""``flashmoe run --engine cuda``: whether this machine can, and weights and tokens in the memory of its GPUs."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .. import jit, models
 from ..checkpoint import MoELayer, MoELayerOf
-from ..errors import FlashMoEError, HeapError, InvalidArgument
+from ..context import ELEMENT_BYTES, nvshmem_library
+from ..errors import FlashMoEError, HeapError
 from ..memory import format_bytes
-from ..report import CallReport
+from .render import count
 
 if TYPE_CHECKING:
     import torch
 
-    from .workload import Workload
 
-
-class DeviceLayer(MoELayerOf["torch.Tensor"]):
-    """A layer in a GPU's memory."""
-
-
-def missing() -> str | None:
-    """What the CUDA engine lacks here, as far as that is quickly told; None: nothing."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "the NVIDIA driver's libcuda.so.1"
+def missing(ranks: int) -> str | None:
+    """What the CUDA engine lacks here for so many ranks, as far as that is quickly told; None: nothing."""
+    if not loads("libcuda.so.1"):
+        return "the NVIDIA driver's libcuda.so.1, found none"
     if importlib.util.find_spec("torch") is None:
-        return "PyTorch"
+        return "PyTorch, found none"
     import torch
 
-    if not torch.cuda.is_available():
-        return "a GPU that PyTorch can use"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "a GPU of compute capability 9.0 (H100, H200)"
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < ranks:
+        return f"a GPU that PyTorch can use for each of {count(ranks, 'rank')}, found {found}"
+    for device in range(ranks):
+        if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+            return f"GPUs of compute capability 9.0 (H100, H200), found {'.'.join(map(str, capability))}"
+    for device, peer in permutations(range(ranks), 2):
+        if not torch.cuda.can_device_access_peer(device, peer):
+            return f"GPUs that reach each other's memory, found that {device} does not reach that of {peer}"
+    if ranks > 1 and not loads(nvshmem_library()):
+        return "NVSHMEM's host library, which several GPUs need, found none"
     try:
         jit.find_nvcc()
     except FlashMoEError:
-        return "nvcc, which compiles the kernel"
+        return "nvcc, which compiles the kernel, found none"
     return None
+
+
+def require(ranks: int) -> None:
+    """Refuses a machine that lacks something for so many ranks on GPUs."""
+    if lacking := missing(ranks):
+        raise FlashMoEError(f"--engine cuda: expected {lacking}; see flashmoe info")
+
+
+def loads(library: str) -> bool:
+    """Whether the loader finds a shared library and all that it depends on."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class SeededWeights:
+    """A random matrix for each of some experts, made where it is used: up to 34 GB of them never are in host memory.
+
+    What an expert gets depends on its number, the seed and the kind of device, and on nothing else: not on the rank
+    that holds it, nor on the experts beside it. Elements are normal, of variance 1 / columns.
+    """
+
+    seed: tuple[int, ...]
+    experts: tuple[int, ...]
+    """The numbers of the experts, in the order of their matrices."""
+    rows: int
+    columns: int
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[experts, rows, columns], as of an array."""
+        return len(self.experts), self.rows, self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices together."""
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+    def __getitem__(self, positions: Sequence[int]) -> SeededWeights:
+        """Some of the matrices, as indexing an array with a list gives them."""
+        return replace(self, experts=tuple(self.experts[position] for position in positions))
+
+    def made(self, device: str) -> torch.Tensor:
+        """The matrices [experts, rows, columns] on a PyTorch device."""
+        import torch
+
+        matrices = torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+        generator = torch.Generator(device)
+        for expert, matrix in zip(self.experts, matrices, strict=True):  # float32 copies of all would treble the memory
+            mixed = np.random.SeedSequence((*self.seed, expert)).generate_state(1, np.uint64)
+            generator.manual_seed(int(mixed[0]))
+            normal = torch.randn(matrix.shape, generator=generator, device=device)
+            matrix.copy_(normal.mul_(self.columns**-0.5))
+        return matrices
+
+
+class SeededLayer(MoELayerOf[SeededWeights]):
+    """A layer whose experts are made where they are used."""
 
 
 def random_layer(
     shape: models.ModelShape, tokens: int, *, seed: int, skew: float, dtype: str
-) -> tuple[DeviceLayer, np.ndarray]:
-    """`models.random_layer` with the experts' weights made on the GPU: others than those, of the same distribution."""
-    import torch
-
-    check_fits(shape.weights * getattr(torch, dtype).itemsize)
+) -> tuple[SeededLayer, np.ndarray]:
+    """`models.random_layer` with seeded experts: others than those, of the same distribution."""
     rng = np.random.default_rng(seed)
     router, states = models.router_and_tokens(shape, tokens, skew, models.DTYPES[dtype], rng)
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+    experts = tuple(range(shape.experts))
     rows = shape.intermediate * (2 if shape.activation == "swiglu" else 1)
-    layer = DeviceLayer(
+    layer = SeededLayer(
         name=shape.name,
-        router=to_device(router),
-        gate_up_proj=normal_weights((shape.experts, rows, shape.hidden), dtype, generator),
-        down_proj=normal_weights((shape.experts, shape.hidden, shape.intermediate), dtype, generator),
+        router=router,
+        gate_up_proj=SeededWeights((seed, 0), experts, rows, shape.hidden, dtype),
+        down_proj=SeededWeights((seed, 1), experts, shape.hidden, shape.intermediate, dtype),
         top_k=shape.top_k,
         renormalize=shape.renormalize,
         activation=shape.activation,
@@ -68,89 +131,50 @@ def random_layer(
     return layer, states
 
 
-def normal_weights(sizes: tuple[int, ...], dtype: str, generator: torch.Generator) -> torch.Tensor:
-    """Normal numbers of variance 1 / (last dimension), on PyTorch's current GPU."""
+def put_on(device: int, arrays: Sequence[np.ndarray | SeededWeights]) -> list[torch.Tensor]:
+    """The arrays copied to or made on that device, which becomes PyTorch's current one.
+
+    Raises `HeapError` where they would leave no room for the context.
+    """
     import torch
 
-    made = torch.empty(sizes, dtype=getattr(torch, dtype), device="cuda")
-    for part in made:  # one at a time: float32 copies of all would treble the memory
-        part.copy_(torch.randn(sizes[1:], generator=generator, device="cuda").mul_(sizes[-1] ** -0.5))
-    return made
-
-
-def check_fits(weights: int) -> None:
-    """Refuses, with `HeapError`, weights of that many bytes that would leave the GPU no room for the context."""
-    import torch
-
-    most = 0.9 * torch.cuda.mem_get_info()[0]
-    if weights > most:
+    torch.cuda.set_device(device)
+    size, most = sum(array.nbytes for array in arrays), 0.9 * torch.cuda.mem_get_info()[0]
+    if size > most:
         raise HeapError(
-            f"weights: expected at most {format_bytes(most)}, 90 % of what is free on the GPU, got "
-            f"{format_bytes(weights)}; with --model, use --scale"
+            f"weights and tokens: expected at most {format_bytes(most)}, 90 % of what is free on the GPU, got "
+            f"{format_bytes(size)}; with --model, use --scale"
         )
+    return [to_device(array) for array in arrays]
 
 
-def to_device(array: np.ndarray) -> torch.Tensor:
-    """A copy on the GPU."""
+def to_device(array: np.ndarray | SeededWeights) -> torch.Tensor:
+    """On PyTorch's current GPU: a copy of an array, or the matrices made."""
     import torch
 
+    if isinstance(array, SeededWeights):
+        return array.made("cuda")
     array = np.ascontiguousarray(array)
     if array.dtype == models.DTYPES["bfloat16"]:
         return torch.from_numpy(array.view(np.int16).copy()).cuda().view(torch.bfloat16)
     return torch.from_numpy(array.copy()).cuda()
 
 
-def to_host(tensor: torch.Tensor) -> np.ndarray:
-    """A copy in host memory."""
+def to_host(array: np.ndarray | torch.Tensor | SeededWeights) -> np.ndarray:
+    """In host memory: an array as it is, a copy of a tensor, or matrices made on PyTorch's current GPU, since another
+    kind of device would make others."""
+    if isinstance(array, np.ndarray):
+        return array
     import torch
 
+    tensor = to_device(array) if isinstance(array, SeededWeights) else array
     host = tensor.contiguous().cpu()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(models.DTYPES["bfloat16"])
     return host.numpy()
 
 
-def call(workload: Workload) -> tuple[np.ndarray, CallReport]:
-    """One warm-up call and one traced call, of a rank alone: result [T, H] and report."""
-    from .. import Context, moe
-
-    layer = workload.layer
-    if layer.hidden % 8 or layer.intermediate % 8:
-        raise InvalidArgument(
-            f"--engine cuda: expected H and I multiples of 8, got H {layer.hidden} and I {layer.intermediate}"
-        )
-    gate_up_proj, down_proj, router = layer.gate_up_proj, layer.down_proj, layer.router
-    if isinstance(layer, MoELayer):
-        check_fits(gate_up_proj.nbytes + down_proj.nbytes + router.nbytes)
-        gate_up_proj, down_proj, router = map(to_device, (gate_up_proj, down_proj, router))
-    routing: dict[str, Any] = {
-        "router": router,
-        "top_k": layer.top_k,
-        "renormalize": layer.renormalize,
-        "activation": layer.activation,
-    }
-    x = to_device(workload.tokens[0])
-    with Context(engine="cuda", placement=workload.placement, **workload.limits) as context:
-        for trace in (False, True, True):  # the first traced call loads its kernel
-            y = moe(context, x, gate_up_proj, down_proj, trace=trace, **routing)
-        context.synchronize()
-        return to_host(y), context.last_call
-
-
-def some_experts(layer: DeviceLayer, experts: np.ndarray) -> MoELayer:
-    """The layer with these experts alone, in host memory; the router whole."""
-    return MoELayer(
-        name=layer.name,
-        router=to_host(layer.router),
-        gate_up_proj=np.stack([to_host(layer.gate_up_proj[expert]) for expert in experts.tolist()]),
-        down_proj=np.stack([to_host(layer.down_proj[expert]) for expert in experts.tolist()]),
-        top_k=layer.top_k,
-        renormalize=layer.renormalize,
-        activation=layer.activation,
-    )
-
-
-def require(engine: str) -> None:
-    """Refuses an engine that this machine has not."""
-    if engine == "cuda" and (lacking := missing()):
-        raise FlashMoEError(f"--engine cuda: expected {lacking}, found none; see flashmoe info")
+def layer_on_host(layer: MoELayer | SeededLayer) -> MoELayer:
+    """The layer with its weights in host memory."""
+    weights = {name: to_host(getattr(layer, name)) for name in ("gate_up_proj", "down_proj")}
+    return MoELayer(**{**vars(layer), **weights})

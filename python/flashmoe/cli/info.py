@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from .. import __version__, jit
+from ..context import nvshmem_library
 from ..errors import FlashMoEError
 from ..memory import SHARED_MEMORY, format_bytes
+from .device import loads
 from .render import console, show_checks
 
 
@@ -35,8 +37,8 @@ def command() -> int:
     console.print("cpu engine", style="bold")
     show_checks([_library(), _blas(), _shared_memory(), _cores(), _torch()])
     console.print()
-    console.print("cuda engine (one GPU)", style="bold")
-    show_checks([_driver(), _gpu(), _torch_cuda(), _nvcc(), _cache()])
+    console.print("cuda engine", style="bold")
+    show_checks([_driver(), _gpu(), _torch_cuda(), _nvcc(), _cache(), _nvshmem()])
     return 0
 
 
@@ -132,6 +134,13 @@ def _cache() -> Check:
     kernels = len(list(folder.glob("*.cubin")))
     hint = "" if kernels else "flashmoe compile    (else the first call of a dtype and activation does it)"
     return Check("kernel cache", True, f"{folder}: {kernels} compiled", hint)
+
+
+def _nvshmem() -> Check:
+    library = nvshmem_library()
+    if not loads(library):
+        return Check("NVSHMEM", False, "for several GPUs", "pip install nvidia-nvshmem-cu13")
+    return Check("NVSHMEM", True, f"{library}, for several GPUs")
 
 
 def _version(package: str) -> str | None:

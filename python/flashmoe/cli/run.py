@@ -1,4 +1,4 @@
-"""``flashmoe run``: one layer, ranks of this machine or a GPU, one traced call, checked against the reference."""
+"""``flashmoe run``: one layer, ranks of this machine, one traced call, checked against the reference."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 import typer
 
 from .. import models
+from ..checkpoint import MoELayer
 from ..errors import InvalidArgument
 from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize
 from ..trace import write_perfetto, write_timeline
 from . import device, render
-from .verify import Verdict, verify, verify_sample
+from .verify import verify
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
 
 ENGINES = ("auto", "cpu", "cuda")
@@ -24,7 +25,7 @@ ENGINES = ("auto", "cpu", "cuda")
 def command(
     engine: Annotated[
         str,
-        typer.Option(help="cpu, cuda (one GPU), or auto: cuda where there is a GPU for it and --ranks is not above 1."),
+        typer.Option(help="cpu, cuda (a GPU for each rank), or auto: cuda where there are GPUs for that."),
     ] = "auto",
     ranks: Annotated[
         int | None, typer.Option(help="Ranks; each is a process of this machine.  [default: 4; 1 with cuda]")
@@ -44,22 +45,21 @@ def command(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for timeline.png and trace.json.")] = Path("flashmoe-run"),
 ) -> int:
-    """Run one MoE layer, over several ranks or on a GPU, and check the result.
+    """Run one MoE layer, over several ranks or GPUs, and check the result.
 
     Without --layer or --model: the small trained layer that the package ships, on 2048 hidden states that
-    really reached it, with the uneven routing they have. One warm-up call, then one traced call. Exit status
+    really reached it, with the uneven routing they have. Calls to warm up, then one traced call. Exit status
     0 if result and routing are within the rounding error of the float64 reference, 1 if not.
     """
-    _check_engine(engine, ranks, return_)
     if layer is not None and model is not None:
         raise InvalidArgument("--layer, --model: expected one of them, got both")
     for name, number in (("ranks", ranks), ("tokens", tokens)):
         if number is not None and number < 1:
             raise InvalidArgument(f"--{name}: expected at least 1, got {number}")
     _refuse_idle_options(layer, model, scale=scale, skew=skew, seed=seed)
+    engine = _chosen_engine(engine, ranks or 1)
     _make_folder(out)
 
-    engine = _chosen_engine(engine, ranks, return_)
     ranks = ranks or (1 if engine == "cuda" else 4)
     request = Request(ranks, tokens, dtype, return_, engine)
     if model is not None:
@@ -71,7 +71,7 @@ def command(
         workload = shipped_workload(request)
     render.show_workload(workload)
 
-    who = "GPU" if engine == "cuda" else render.count(ranks, "rank")
+    who = render.count(ranks, "GPU" if engine == "cuda" else "rank")
     with render.working(f"{who}: warm-up and traced call"):
         results, reports = _call(workload)
     group = summarize(reports, workload.layer.experts)
@@ -81,27 +81,27 @@ def command(
         files = _write_traces(out, workload, reports)
     render.show_files(files)
     with render.working("float64 reference"):
-        verdict = _verify(workload, results, reports)
+        verdict = verify(
+            workload.layer,
+            np.concatenate(workload.tokens),
+            np.concatenate(results),
+            np.concatenate([report.topk_ids for report in reports]),
+            placement=workload.placement,
+            return_mode=reports[0].return_mode,
+            gpu=engine == "cuda",
+        )
     render.show_verdict(verdict)
     return 0 if verdict.passed else 1
 
 
-def _check_engine(engine: str, ranks: int | None, return_mode: str) -> None:
-    """Refuse engines that there are not, and what the CUDA engine does not do."""
+def _chosen_engine(engine: str, ranks: int) -> str:
+    """``cpu`` or ``cuda``. Refuses engines that there are not, and ``cuda`` where it cannot run so many ranks."""
     if engine not in ENGINES:
         raise InvalidArgument(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
-    if engine == "cuda" and ranks not in (None, 1):
-        raise InvalidArgument(f"--ranks: expected 1 with --engine cuda, which runs on one GPU so far, got {ranks}")
-    if engine == "cuda" and return_mode == "reduced":
-        raise InvalidArgument("--return: expected direct or auto with --engine cuda, got reduced")
-
-
-def _chosen_engine(engine: str, ranks: int | None, return_mode: str) -> str:
-    """``cpu`` or ``cuda``; refused is ``cuda`` where it cannot run."""
     if engine == "auto":
-        possible = ranks in (None, 1) and return_mode != "reduced"
-        return "cuda" if possible and device.missing() is None else "cpu"
-    device.require(engine)
+        return "cuda" if device.missing(ranks) is None else "cpu"
+    if engine == "cuda":
+        device.require(ranks)
     return engine
 
 
@@ -123,23 +123,12 @@ def _make_folder(folder: Path) -> None:
 
 def _call(workload: Workload) -> tuple[list[np.ndarray], list[CallReport]]:
     """Run the workload: every rank's result [T_p, H] and report of the traced call."""
-    if workload.engine == "cuda":
-        y, report = device.call(workload)
-        return [y], [report]
-    layer = workload.layer
-    sizes = {name: size for name, size in workload.limits.items() if name != "ranks"}
-    sizes["placement"] = workload.placement
-    routing = {
-        "router": layer.router,
-        "top_k": layer.top_k,
-        "renormalize": layer.renormalize,
-        "activation": layer.activation,
-    }
+    settings = {**workload.limits, "placement": workload.placement, "engine": workload.engine}
     per_rank = []
     for rank, x in enumerate(workload.tokens):
         local = local_experts(workload.placement, rank)
-        per_rank.append((sizes, x, layer.gate_up_proj[local], layer.down_proj[local], routing))
-    answers = run_ranks(len(workload.tokens), call_on_rank, per_rank)
+        per_rank.append((settings, workload.layer.with_experts(local), x))
+    answers = run_ranks(len(per_rank), call_on_rank, per_rank)
     return [y for y, _ in answers], [CallReport.from_dict(report) for _, report in answers]
 
 
@@ -147,19 +136,34 @@ def call_on_rank(
     rank: int,
     ranks: int,
     name: str,
-    sizes: dict[str, Any],
+    settings: dict[str, Any],
+    layer: MoELayer | device.SeededLayer,
     x: np.ndarray,
-    gate_up_proj: np.ndarray,
-    down_proj: np.ndarray,
-    routing: dict[str, Any],
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """In a rank's process: one warm-up call, one traced call; its result and report."""
+    """In a rank's process: warm-up calls of the layer with the rank's own experts, then a traced one; its result
+    [T_p, H] and report."""
     from .. import Context, moe  # loads the engine's library, which only the ranks need
 
-    with Context(rank=rank, ranks=ranks, name=name, **sizes) as context:
-        moe(context, x, gate_up_proj, down_proj, **routing)
-        y = moe(context, x, gate_up_proj, down_proj, trace=True, **routing)
-        return y, context.last_call.to_dict()
+    arrays = [x, layer.gate_up_proj, layer.down_proj, layer.router]
+    if settings["engine"] == "cuda":
+        arrays, settings = device.put_on(rank, arrays), {**settings, "device": rank}
+    x, gate_up_proj, down_proj, router = arrays
+    with Context(rank=rank, ranks=ranks, name=name, **settings) as context:
+        # A GPU's first traced call loads a kernel, and some ranks are sooner through with that and with reading the
+        # trace than others. The second call waits for nothing on the host, so that all enter the third together.
+        for trace in (True, False, True):
+            y = moe(
+                context,
+                x,
+                gate_up_proj,
+                down_proj,
+                router=router,
+                top_k=layer.top_k,
+                renormalize=layer.renormalize,
+                activation=layer.activation,
+                trace=trace,
+            )
+        return device.to_host(y), context.last_call.to_dict()
 
 
 def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
@@ -175,28 +179,3 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
     write_timeline(timeline, events, title)
     write_perfetto(trace, events)
     return [timeline, trace]
-
-
-def _verify(workload: Workload, results: list[np.ndarray], reports: list[CallReport]) -> Verdict:
-    """Check the results of all ranks together."""
-    layer = workload.layer
-    gpu = workload.engine == "cuda"
-    if isinstance(layer, device.DeviceLayer):
-        return verify_sample(
-            device.to_host(layer.router),
-            lambda experts: device.some_experts(layer, experts),
-            layer.gate_up_proj[0].numel() + layer.down_proj[0].numel(),
-            workload.tokens[0],
-            results[0],
-            reports[0].topk_ids,
-            gpu=gpu,
-        )
-    return verify(
-        layer,
-        np.concatenate(workload.tokens),
-        np.concatenate(results),
-        np.concatenate([report.topk_ids for report in reports]),
-        placement=workload.placement,
-        return_mode=reports[0].return_mode,
-        gpu=gpu,
-    )

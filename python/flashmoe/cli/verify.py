@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from ..checkpoint import MoELayer
 from ..reference import check_topk, moe_reference, router_logits, weigh
 from ..tolerance import call_error, relative_error, router_error
+from .device import SeededLayer, layer_on_host
 
 _MOST_WEIGHTS = 1 << 28
 """Elements of the experts whose float64 reference the host computes: a few GB, some seconds."""
@@ -37,7 +39,7 @@ class Verdict:
 
 
 def verify(
-    layer: MoELayer,
+    layer: MoELayer | SeededLayer,
     x: np.ndarray,
     y: np.ndarray,
     topk_ids: np.ndarray,
@@ -52,37 +54,24 @@ def verify(
     by much more than rounding. So the reference takes the engine's experts, once they are shown to be a
     top-k, and computes their weights and everything after that itself.
 
+    Of a layer whose experts are not in host memory, only a few are fetched, and the results judged are those of the
+    tokens that chose no others; the routing judged is that of all.
+
     `gpu`: tensor cores computed the experts, with float32 factors truncated to the 10 bits of mantissa of TF32, and
     the router's logits unless they are float32.
     """
     misrouted = _misrouted(layer.router, x, topk_ids, gpu)
     if not _exist(topk_ids, layer.router).all():  # a reference cannot be computed with them
         return Verdict(float("nan"), float("nan"), misrouted, 0, len(x))
-    return _judge(layer, x, y, topk_ids, topk_ids, np.asarray(placement), return_mode, misrouted, len(x), gpu)
-
-
-def verify_sample(
-    router: np.ndarray,
-    weights_of: Callable[[np.ndarray], MoELayer],
-    expert_weights: int,
-    x: np.ndarray,
-    y: np.ndarray,
-    topk_ids: np.ndarray,
-    *,
-    gpu: bool = False,
-) -> Verdict:
-    """`verify` of a layer of one rank that is too large for the host: the routing of all tokens, and the results of
-    those whose experts are among a few. `weights_of(experts)` has these alone, of `expert_weights` elements each."""
-    misrouted = _misrouted(router, x, topk_ids, gpu)
-    exist = _exist(topk_ids, router).all(axis=1)
-    if not exist.all():
-        return Verdict(float("nan"), float("nan"), misrouted, 0, len(x))
-    experts = _few_experts(topk_ids, max(topk_ids.shape[1], _MOST_WEIGHTS // expert_weights))
+    most = layer.experts
+    if isinstance(layer, SeededLayer):
+        each = prod(layer.gate_up_proj.shape[1:]) + prod(layer.down_proj.shape[1:])
+        most = max(layer.top_k, _MOST_WEIGHTS // each)
+    experts = _few_experts(topk_ids, most)
     sample = np.nonzero(np.isin(topk_ids, experts).all(axis=1))[0]
-    local = np.searchsorted(experts, topk_ids[sample])
-    layer, owners = weights_of(experts), np.zeros(len(experts), int)
-    few = topk_ids[sample], local
-    return _judge(layer, x[sample], y[sample], *few, owners, "direct", misrouted, len(x), gpu)
+    few, owners = layer_on_host(layer.with_experts(experts)), np.asarray(placement)[experts]
+    error, bound = _judge(few, experts, x[sample], y[sample], topk_ids[sample], owners, return_mode, gpu)
+    return Verdict(error, bound, misrouted, len(sample), len(x))
 
 
 def _few_experts(topk_ids: np.ndarray, most: int) -> np.ndarray:
@@ -115,20 +104,18 @@ def _misrouted(router: np.ndarray, x: np.ndarray, topk_ids: np.ndarray, gpu: boo
 
 def _judge(
     layer: MoELayer,
+    experts: np.ndarray,
     x: np.ndarray,
     y: np.ndarray,
     topk_ids: np.ndarray,
-    local_ids: np.ndarray,
     placement: np.ndarray,
     return_mode: str,
-    misrouted: int,
-    of_tokens: int,
     gpu: bool,
-) -> Verdict:
-    """`topk_ids` are rows of the router, `local_ids` the same experts among the layer's weights."""
+) -> tuple[float, float]:
+    """Error and bound, as in `Verdict`. The layer has the weights of `experts`, ascending, which `placement` places."""
     weights = weigh(router_logits(x, layer.router), topk_ids, layer.renormalize)
     _, variance = router_error(x, layer.router, None, topk_ids, weights, renormalize=layer.renormalize)
-    arrays = x, layer.gate_up_proj, layer.down_proj
+    arrays, local_ids = (x, layer.gate_up_proj, layer.down_proj), np.searchsorted(experts, topk_ids)
     reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, activation=layer.activation)
     allowed = call_error(
         *arrays,
@@ -148,8 +135,7 @@ def _judge(
         )
         bound += float(np.linalg.norm(seen.y - reference.y)) + 2.0**-10 * reference.scale
     error = relative_error(y, reference.y, reference.scale)
-    bound = bound / reference.scale if reference.scale else 0.0
-    return Verdict(error, bound, misrouted, len(x), of_tokens)
+    return error, bound / reference.scale if reference.scale else 0.0
 
 
 def _truncated(array: np.ndarray) -> np.ndarray:

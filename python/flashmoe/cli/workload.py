@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +13,8 @@ from ..checkpoint import MoELayer, load_layer, shipped_layer
 from ..errors import InvalidArgument
 from ..memory import check_fits, plan_memory
 from ..placement import contiguous
+from . import device
 from .render import working
-
-if TYPE_CHECKING:
-    from .device import DeviceLayer
 
 DEFAULT_TOKENS = 512
 """Tokens per rank where no hidden states set the number."""
@@ -41,13 +39,13 @@ class Workload:
     """A layer and every rank's tokens."""
 
     title: str
-    layer: MoELayer | DeviceLayer
+    layer: MoELayer | device.SeededLayer
     tokens: list[np.ndarray]
     """Hidden states of each rank: [T_p, H], the layer's dtype."""
     placement: tuple[int, ...]
     """Expert -> rank."""
     limits: dict[str, Any]
-    """The sizes that `flashmoe.Context` takes."""
+    """The sizes that `flashmoe.Context` takes, and the return mode."""
     notes: list[str]
     """What a reader must know about the data."""
     engine: str
@@ -59,17 +57,14 @@ def random_workload(shape: models.ModelShape, request: Request, seed: int, skew:
     dtype, tokens = request.dtype or "bfloat16", request.tokens or DEFAULT_TOKENS
     limits = _limits(shape, request, tokens, dtype)
     with working(f"random weights of {shape.name}"):
-        if request.engine == "cuda":  # up to 34 GB of them: made where they are used
-            from .device import random_layer
-        else:
-            random_layer = models.random_layer
-        layer, states = random_layer(shape, request.ranks * tokens, seed=seed, skew=skew, dtype=dtype)
+        make = device.random_layer if request.engine == "cuda" else models.random_layer
+        layer, states = make(shape, request.ranks * tokens, seed=seed, skew=skew, dtype=dtype)
     notes = [f"random weights and tokens, seed {seed}, skew {skew:g}"]
     if shape.shared:
         notes.append(f"without the model's shared experts ({shape.shared})")
     if shape.differs:
         notes.append(f"plain softmax and top-k; not emulated: {shape.differs}")
-    return _deal(shape.name, layer, states, limits, notes, request.engine)
+    return _deal(shape.name, layer, states, limits, notes, request)
 
 
 def file_workload(path: Path, request: Request, seed: int) -> Workload:
@@ -79,7 +74,7 @@ def file_workload(path: Path, request: Request, seed: int) -> Workload:
     limits = _limits(layer, request, tokens, layer.dtype.name)
     states = np.random.default_rng(seed).standard_normal((request.ranks * tokens, layer.hidden), np.float32)
     notes = [f"weights from {path}; random tokens, seed {seed}"]
-    return _deal(layer.name, layer, states.astype(layer.dtype), limits, notes, request.engine)
+    return _deal(layer.name, layer, states.astype(layer.dtype), limits, notes, request)
 
 
 def shipped_workload(request: Request) -> Workload:
@@ -95,7 +90,7 @@ def shipped_workload(request: Request) -> Workload:
     limits = _limits(layer, request, -(-wanted // request.ranks), layer.dtype.name)
     notes = ["trained weights and real hidden states, shipped with the package"]
     title = f"tiny-qwen3-moe {layer.name}"
-    return _deal(title, layer, states[:wanted].astype(layer.dtype), limits, notes, request.engine)
+    return _deal(title, layer, states[:wanted].astype(layer.dtype), limits, notes, request)
 
 
 def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, dtype: str) -> dict[str, Any]:
@@ -105,7 +100,6 @@ def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, 
     GPU has room for, its context knows.
     """
     limits = {
-        "ranks": request.ranks,
         "max_tokens": tokens,
         "hidden": sized.hidden,
         "intermediate": sized.intermediate,
@@ -114,9 +108,13 @@ def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, 
         "dtype": dtype,
         "return_mode": request.return_mode,
     }
-    plan = plan_memory(engine=request.engine, **limits)
+    plan = plan_memory(engine=request.engine, ranks=request.ranks, **limits)
     if request.engine == "cpu":
         check_fits(plan)
+    elif sized.hidden % 8 or sized.intermediate % 8:
+        raise InvalidArgument(
+            f"--engine cuda: expected H and I multiples of 8, got H {sized.hidden} and I {sized.intermediate}"
+        )
     return limits
 
 
@@ -132,13 +130,12 @@ def _cast(layer: MoELayer, dtype: str | None) -> MoELayer:
 
 def _deal(
     title: str,
-    layer: MoELayer | DeviceLayer,
+    layer: MoELayer | device.SeededLayer,
     states: np.ndarray,
     limits: dict[str, Any],
     notes: list[str],
-    engine: str,
+    request: Request,
 ) -> Workload:
     """Deal tokens and experts out, contiguously and as evenly as possible."""
-    ranks = limits["ranks"]
-    placement = contiguous(layer.experts, ranks)
-    return Workload(title, layer, np.array_split(states, ranks), placement, limits, notes, engine)
+    tokens = np.array_split(states, request.ranks)
+    return Workload(title, layer, tokens, contiguous(layer.experts, request.ranks), limits, notes, request.engine)
