@@ -13,8 +13,9 @@ import flashmoe
 import numpy as np
 import pytest
 from flashmoe import memory, models
-from flashmoe.cli import device, main, run, verify
+from flashmoe.cli import device, main, render, run, verify
 from flashmoe.placement import contiguous, local_experts
+from flashmoe.report import CallReport, summarize
 
 RANDOM = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
 TINY = ["--engine", "cpu", *RANDOM]
@@ -104,6 +105,24 @@ def test_run_says_what_is_not_emulated(tmp_path, capsys):
     assert main(["run", *options, "--out", str(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "not emulated: sigmoid" in printed and "without the model's shared experts" in printed
+
+
+def test_what_no_rank_counts_is_not_shown(capsys):
+    """As with several GPUs, whose reports know neither tiles nor rows returned to others."""
+    ids = np.zeros((3, 1), np.int32)
+    counted = {"tasks": {"gate": 1, "gemm0": 2}, "rows_sent": 5, "bytes_sent": 80, "phase_ns": {"gate": 9, "idle": 6}}
+    unknown = dict.fromkeys(("tiles", "tile_rows", "return_rows_sent", "padded_rows", "padded_bytes", "dropped"), 0)
+    report = CallReport(
+        tokens=3, return_mode="direct", topk_ids=ids, topk_weights=ids, wall_ns=15, processors=1, **counted, **unknown
+    )
+    for reports in ([report] * 2, [report, replace(report, padded_rows=7, padded_bytes=112)]):
+        render.show_ranks(reports, summarize(reports, 1))
+    first, second = capsys.readouterr().out.split("Tasks\n")[1:]
+    for name in ("rank", "gate", "gemm0", "rows out", "sent"):
+        assert name in first and name in second
+    for name in ("gemm1", "tiles", "rows/tile", "rows back"):
+        assert name not in first and name not in second
+    assert "padded" not in first and "a padded all-to-all would send" in second and "1.4x" in second
 
 
 def test_run_fails_on_a_wrong_result(tmp_path, capsys, monkeypatch):

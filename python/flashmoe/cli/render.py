@@ -27,6 +27,7 @@ _errors = Console(stderr=True, highlight=False)
 CHART_HEIGHT = 6
 CHART_WIDTH = 64
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
+_NOTHING = {"0", "-", format_bytes(0)}
 _RANK_COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "red", "bright_black")
 
 
@@ -94,15 +95,14 @@ def show_expert_load(group: GroupReport, placement: Sequence[int]) -> None:
 
 def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
     """Three tables, a row per rank: what it computed, what it sent, where its time went."""
-    kinds = [kind for kind in TASK_KINDS if any(report.tasks.get(kind) for report in reports)]
     _show_table(
         "Tasks",
-        ["rank", "tokens", *kinds, "tiles", "rows/tile"],
+        ["rank", "tokens", *TASK_KINDS, "tiles", "rows/tile"],
         [
             [
                 rank,
                 f"{report.tokens:,}",
-                *(f"{report.tasks.get(kind, 0):,}" for kind in kinds),
+                *(f"{report.tasks.get(kind, 0):,}" for kind in TASK_KINDS),
                 f"{report.tiles:,}",
                 f"{report.tile_rows / report.tiles:.1f}" if report.tiles else "-",
             ]
@@ -117,13 +117,16 @@ def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
             format_bytes(report.bytes_sent),
             f"{report.padded_rows:,}",
             format_bytes(report.padded_bytes),
-            f"{report.padded_bytes / report.bytes_sent:.1f}x" if report.bytes_sent else "-",
+            f"{report.padded_bytes / report.bytes_sent:.1f}x" if report.padded_bytes and report.bytes_sent else "-",
         ]
         for rank, report in enumerate(reports)
     ]
     if len(reports) > 1:
         head = ["rank", "rows out", "rows back", "sent", "padded rows", "padded bytes", "padded/sent"]
-        _show_table("Sent to other ranks, and what a padded all-to-all would send", head, traffic)
+        title = "Sent to other ranks"
+        if any(report.padded_rows for report in reports):
+            title += ", and what a padded all-to-all would send"
+        _show_table(title, head, traffic)
     phases = [kind for kind in reports[0].phase_ns if kind != "idle" and any(r.phase_ns[kind] for r in reports)]
     _show_table(
         "Milliseconds (phases: summed over the processors)",
@@ -242,12 +245,14 @@ def show_checks(checks: Iterable[Check]) -> None:
 
 
 def _show_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table of right-aligned cells."""
+    """A table of right-aligned cells, without the columns that hold nothing: not every engine counts everything."""
     table = Table(box=None, pad_edge=False)
-    for name in head:
+    columns = [(name, cells) for name, *cells in zip(head, *rows, strict=True)]
+    counted = [column for column in columns if column[0] == "rank" or set(column[1]) - _NOTHING]
+    for name, _ in counted:
         table.add_column(name, justify="right", header_style="dim")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+    for row in zip(*(cells for _, cells in counted), strict=True):
+        table.add_row(*map(str, row))
     console.print()
     console.print(Text(title, style="bold"))
     console.print(table)
