@@ -75,8 +75,6 @@ def resolved_return_mode(ctx: Context, return_mode: str | None, top_k: int) -> s
     if mode == "auto":
         if ctx.return_mode != "auto":
             return ctx.return_mode
-        if ctx._tuned_return_mode is not None:
-            return ctx._tuned_return_mode
         return "reduced" if 1 < ctx.ranks < top_k else "direct"
     if ctx.return_mode not in ("auto", mode):
         raise InvalidArgument(f"return_mode: expected {ctx.return_mode!r}, the context's, got {mode!r}")

@@ -14,11 +14,11 @@ from ..context import (
     MAX_CUDA_RANKS,
     MAX_CUDA_TOKENS,
     MAX_CUDA_TOP_K,
+    MAX_WIDTH,
     PROFILE,
     RETURN_MODES,
 )
 from ..errors import FlashMoEError, InvalidArgument
-from ..memory import MAX_WIDTH
 from ..tensors import ACTIVATIONS, DTYPES
 from ..tuning import Candidate, Outcome, most_timings, search
 from . import device
