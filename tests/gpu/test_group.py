@@ -102,8 +102,10 @@ def test_a_hundred_calls_give_the_same_bits(pool):
     assert everywhere(pool, on_rank.compare, spec, [1500] * pool.ranks, 100) == [0] * pool.ranks
 
 
+@pytest.mark.timeout(max(300, CALLS / 100))
 def test_many_calls_of_changing_size(pool):
-    assert everywhere(pool, on_rank.many_calls, SEED, CALLS, 100, timeout=280) == [0] * pool.ranks
+    seconds = max(280, CALLS / 100)
+    assert everywhere(pool, on_rank.many_calls, SEED, CALLS, 100, timeout=seconds) == [0] * pool.ranks
 
 
 @pytest.mark.parametrize("mode", on_rank.RETURN_MODES)

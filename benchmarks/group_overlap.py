@@ -1,0 +1,230 @@
+"""What travelling, uneven experts and late ranks cost a group of GPUs.
+
+    torchrun --nproc-per-node N benchmarks/group_overlap.py [--out benchmarks/results/group_overlap_N.json]
+
+Three parts, all with given routing, medians of --repeats calls, of each the slowest rank:
+- "hidden": a call with random routing less one in which every token chooses among its own rank's experts, so that each
+  expert has as many rows and nothing travels; over the time that the rows alone take on the link, at 350 GB/s: those that
+  a rank sends and those that it returns.
+- "uneven": E = 8, K = 2 of the paper's sizes, experts' shares with the standard deviations of COMET's figure, growing from
+  the first expert to the last, so that the last rank has most; over the bare GEMMs of that rank's rows.
+- "late": the last rank begins a millisecond late. How much later the others end, and what share of their GEMM tasks they
+  had done by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable
+
+import flashmoe
+import torch
+import torch.distributed as dist
+from flashmoe.placement import contiguous
+from fused_group import milliseconds
+from fused_gpu import BUSY_CYCLES, SHAPES
+
+LINK = 350e9
+"""Bytes per second out of one H200 over NVLink, measured with plain stores."""
+DEVIATIONS = (0.0, 0.01, 0.032, 0.05)
+
+
+class Layer:
+    """One rank's share of a layer of random weights, and its context."""
+
+    def __init__(self, name: str, tokens: int, repeats: int) -> None:
+        self.hidden, self.inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
+        self.rank, self.ranks, self.tokens, self.repeats = dist.get_rank(), dist.get_world_size(), tokens, repeats
+        self.own = [e for e, owner in enumerate(contiguous(self.experts, self.ranks)) if owner == self.rank]
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        rows = self.inner * (2 if self.activation == "swiglu" else 1)
+        self.w1 = torch.randn(len(self.own), rows, self.hidden, **make) * 0.02
+        self.w2 = torch.randn(len(self.own), self.hidden, self.inner, **make) * 0.02
+        torch.manual_seed(self.rank + 1)
+        self.x = torch.randn(tokens, self.hidden, **make)
+        self.weights = torch.full((tokens, self.top_k), 1.0 / self.top_k, device="cuda")
+        self.context = flashmoe.Context.from_torch(
+            engine="cuda",
+            profile={},
+            max_tokens=tokens,
+            hidden=self.hidden,
+            intermediate=self.inner,
+            experts=self.experts,
+            top_k=self.top_k,
+        )
+
+    def choose(self, shares: torch.Tensor) -> torch.Tensor:
+        """Ids [T, K]: distinct experts, drawn by these shares (of E, or of some: zero elsewhere)."""
+        return torch.multinomial(shares.cuda().expand(self.tokens, -1), self.top_k).int()
+
+    def call(self, ids: torch.Tensor) -> Callable[[int], torch.Tensor]:
+        def moe(_: int, **how) -> torch.Tensor:
+            return flashmoe.moe(
+                self.context,
+                self.x,
+                self.w1,
+                self.w2,
+                topk_ids=ids,
+                topk_weights=self.weights,
+                activation=self.activation,
+                **how,
+            )
+
+        return moe
+
+    def bare(self, counts: torch.Tensor) -> Callable[[int], None]:
+        """Both grouped GEMMs on ready inputs, with so many rows an expert."""
+        offsets, rows = counts.cumsum(0).int(), int(counts.sum())
+        x = torch.randn(rows, self.hidden, device="cuda", dtype=torch.bfloat16)
+        h = torch.randn(rows, self.inner, device="cuda", dtype=torch.bfloat16)
+
+        def gemms(_: int) -> None:
+            torch._grouped_mm(x, self.w1.transpose(1, 2), offs=offsets)
+            torch._grouped_mm(h, self.w2.transpose(1, 2), offs=offsets)
+
+        return gemms
+
+    def in_turn(self, *calls: Callable) -> list[float]:
+        """Median milliseconds of each, measured in turn under the same clocks."""
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(4):
+            for each, call in zip(times, calls, strict=True):
+                each += milliseconds(call, self.repeats // 4, True)
+        return [statistics.median(each) for each in times]
+
+    def close(self) -> None:
+        self.context.synchronize()
+        dist.barrier()
+        self.context.close()
+        torch.cuda.empty_cache()
+
+
+def everyone(value: float, how=dist.ReduceOp.MAX) -> float:
+    shared = torch.tensor([value], dtype=torch.float64, device="cuda")
+    dist.all_reduce(shared, op=how)
+    return shared.item()
+
+
+def hidden(name: str, tokens: int, repeats: int) -> dict:
+    layer = Layer(name, tokens, repeats)
+    everywhere = torch.ones(layer.experts)
+    at_home = torch.zeros(layer.experts).index_fill_(0, torch.tensor(layer.own), 1.0)
+    travelling, local = layer.call(layer.choose(everywhere)), layer.call(layer.choose(at_home))
+    fused, stays = layer.in_turn(travelling, local)
+    travelling(0)
+    sent = layer.context.last_call.rows_sent
+    returned = tokens * layer.top_k * (layer.ranks - 1) / layer.ranks
+    link = everyone((sent + returned) * layer.hidden * 2 / LINK * 1e3)
+    layer.close()
+    return {"shape": name, "tokens": tokens, "fused_ms": fused, "local_ms": stays, "link_ms": link,
+            "exposed": (fused - stays) / link}  # fmt: skip
+
+
+def uneven(deviation: float, tokens: int, repeats: int) -> dict:
+    layer = Layer("paper-E8", tokens, repeats)
+    spread = torch.linspace(-1.0, 1.0, layer.experts)
+    shares = 1.0 / layer.experts + deviation * spread / spread.std(correction=0)
+    ids = layer.choose(shares)
+    counts = torch.bincount(ids.flatten().long(), minlength=layer.experts)
+    dist.all_reduce(counts)
+    loads = [int(counts[[e for e, o in enumerate(contiguous(layer.experts, layer.ranks)) if o == q]].sum())
+             for q in range(layer.ranks)]  # fmt: skip
+    most = loads.index(max(loads))
+    heaviest = counts[[e for e, o in enumerate(contiguous(layer.experts, layer.ranks)) if o == most]]
+    fused, floor = layer.in_turn(layer.call(ids), layer.bare(heaviest))
+    layer.close()
+    return {"deviation": deviation, "tokens": tokens, "rows": loads, "fused_ms": fused, "floor_ms": floor,
+            "ratio": fused / floor}  # fmt: skip
+
+
+def late(name: str, tokens: int, repeats: int) -> dict:
+    layer = Layer(name, tokens, repeats)
+    moe = layer.call(layer.choose(torch.ones(layer.experts)))
+    is_late = layer.rank == layer.ranks - 1
+    cycles = cycles_of_a_millisecond()
+
+    def delayed(i: int, **how) -> None:
+        if is_late:
+            torch.cuda._sleep(cycles)
+        moe(i, **how)
+
+    usual, held_up = [], []
+    for _ in range(4):
+        usual += own_milliseconds(moe, repeats // 4)
+        held_up += own_milliseconds(delayed, repeats // 4)
+    ends_later = statistics.median(held_up) - statistics.median(usual)
+    others = everyone(-1e9 if is_late else ends_later)
+    moe(0, trace=True)
+    dist.barrier()
+    torch.cuda.synchronize()
+    delayed(0, trace=True)
+    layer.context.synchronize()
+    tasks = [event for event in layer.context.last_call.events if event.kind in ("gemm0", "gemm1")]
+    begin = min(event.start_ns for event in layer.context.last_call.events)
+    done = sum(event.end_ns < begin + 1_000_000 for event in tasks) / len(tasks)
+    share = everyone(1.0 if is_late else done, dist.ReduceOp.MIN)
+    layer.close()
+    return {"shape": name, "tokens": tokens, "others_end_later_ms": others, "done_meanwhile": share}
+
+
+def own_milliseconds(call: Callable, repeats: int) -> list[float]:
+    """This rank's times from a point at which all met."""
+    times, meeting = [], torch.zeros(1, device="cuda")
+    for i in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.barrier()
+        torch.cuda._sleep(BUSY_CYCLES)
+        dist.all_reduce(meeting)
+        start.record()
+        call(i)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return times[2:]
+
+
+def cycles_of_a_millisecond() -> int:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(2):
+        start.record()
+        torch.cuda._sleep(20_000_000)
+        end.record()
+        end.synchronize()
+    return int(20_000_000 / start.elapsed_time(end))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=24)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--commit", default="", help="where git is not at hand")
+    args = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    result = {
+        "device": f"{torch.cuda.get_device_name()} x{dist.get_world_size()}",
+        "torch": torch.__version__,
+        "commit": args.commit,
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} " + " ".join(sys.argv),
+        "hidden": [hidden(name, 8192, args.repeats) for name in ("mixtral", "qwen3-30b", "paper-E64")],
+        "uneven": [uneven(deviation, 8192, args.repeats) for deviation in DEVIATIONS],
+        "late": [late("paper-E64", 8192, args.repeats)],
+    }
+    if rank == 0:
+        for part in ("hidden", "uneven", "late"):
+            for row in result[part]:
+                shown = (f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+                print(f"{part}: " + ", ".join(shown), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
