@@ -4,12 +4,12 @@
 
 Three parts, all with given routing, medians of --repeats calls, of each the slowest rank:
 - "hidden": a call with random routing less one in which every token chooses among its own rank's experts, so that each
-  expert has as many rows and nothing travels; over the time that the rows alone take on the link, at 350 GB/s: those that
-  a rank sends and those that it returns.
-- "uneven": E = 8, K = 2 of the paper's sizes, experts' shares with the standard deviations of COMET's figure, growing from
-  the first expert to the last, so that the last rank has most; over the bare GEMMs of that rank's rows.
-- "late": the last rank begins a millisecond late. How much later the others end, and what share of their GEMM tasks they
-  had done by then.
+  expert has as many rows and nothing travels; over the time that the rows alone take on the link, at 350 GB/s: those
+  that a rank sends and those that it returns.
+- "uneven": E = 8, K = 2 of the paper's sizes, experts' shares with the standard deviations of COMET's figure, growing
+  from the first expert to the last, so that the last rank has most; over the bare GEMMs of that rank's rows.
+- "late": the last rank begins a millisecond late. How much later the others end, and what share of their GEMM tasks
+  they had done by then.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous
-from fused_group import milliseconds
 from fused_gpu import BUSY_CYCLES, SHAPES
+from fused_group import milliseconds
 
 LINK = 350e9
 """Bytes per second out of one H200 over NVLink, measured with plain stores."""

@@ -183,7 +183,7 @@ void Engine::gemm1(uint32_t tile, uint32_t n) {
   add_bias(out, t.rows, layer_.down_bias, weight_row, count);
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Row row = *c_.tile_row(tile, r);
-    uint8_t* to = c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal, limits_.max_tokens)
+    uint8_t* to = c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal)
                                : c_.return_row(row.source, row.token, row.k);
     narrow(to + bytes(first), out + size_t{r} * count, layer_.dtype, count, row.weight);
   }
@@ -201,7 +201,7 @@ void Engine::reduce(uint32_t packet, uint32_t n) {
     if (entries[t] == 0) continue;
     std::fill_n(sum, count, 0.0f);
     for (uint32_t j = 0; j < entries[t]; ++j) {
-      accumulate(sum, c_.staged_row(p, first_token + t, j, limits_.max_tokens) + bytes(first), layer_.dtype, count);
+      accumulate(sum, c_.staged_row(p, first_token + t, j) + bytes(first), layer_.dtype, count);
     }
     narrow(c_.return_row(p, first_token + t, c_.rank) + bytes(first), sum, layer_.dtype, count);
   }

@@ -158,7 +158,7 @@ class AbstractEngine {
       for (uint32_t i = 0; i < c_.intermediate; ++i) {
         CHECK_EQ(hidden[i], x_->hidden_word(home, entry.token, entry.k, i));
       }
-      uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal, limits_.max_tokens)
+      uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal)
                                         : c_.return_row(home, entry.token, entry.k));
       for_gemm1_columns(n, n + 1,
                         [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
@@ -182,7 +182,7 @@ class AbstractEngine {
       for_gemm1_columns(n, n + 1, [&](uint32_t i) {
         to[i] = 0;
         for (uint32_t j = 0; j < counts[t]; ++j) {
-          to[i] += words(c_.staged_row(p, first + t, j, limits_.max_tokens))[i];
+          to[i] += words(c_.staged_row(p, first + t, j))[i];
         }
       });
     }

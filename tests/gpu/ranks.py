@@ -89,7 +89,8 @@ def bounded(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list
     whole = random_problem(9, sum(tokens), device=f"cuda:{rank}", **spec)
     own = share_of(whole, rank, tokens)
     limits = {size: spec[size] for size in ("hidden", "intermediate", "experts", "top_k", "capacity_factor")}
-    with joined(rank, ranks, name, **limits, max_tokens=max(tokens), dtype="bfloat16") as context:
+    limits |= {"max_tokens": max(tokens), "dtype": "bfloat16", "return_mode": "direct"}
+    with joined(rank, ranks, name, **limits) as context:
         y, _ = call(context, with_experts(own, context.local_experts()))
         with context_of(own, device=rank) as single:
             alone, report = call(single, own)

@@ -183,8 +183,8 @@ struct Call {
   FLASHMOE_HD uint8_t* hidden_row(uint32_t t, uint32_t row) const {
     return workspace<uint8_t>(WorkField::kHidden, t, row);
   }
-  FLASHMOE_HD uint8_t* staged_row(uint32_t p, uint32_t token, uint32_t ordinal, uint32_t max_tokens) const {
-    return workspace<uint8_t>(WorkField::kStaging, uint64_t{p} * max_tokens + token, ordinal);
+  FLASHMOE_HD uint8_t* staged_row(uint32_t p, uint32_t token, uint32_t ordinal) const {
+    return workspace<uint8_t>(WorkField::kStaging, p, token, ordinal);
   }
 };
 

@@ -262,8 +262,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kStaging, "staging", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{
-           {l.staging * l.ranks * uint64_t{l.max_tokens}, l.entries_per_token(), row_pitch(l.hidden, l.elem_bytes), 1},
-           1};
+           {uint64_t{l.staging} * l.ranks, l.max_tokens, l.entries_per_token(), row_pitch(l.hidden, l.elem_bytes)}, 1};
      },
      "[p][token][ordinal][H] weighted expert rows that Reduce sums (reduced return only)"},
 };

@@ -117,9 +117,9 @@ class Reducer {
     const uint32_t offset = begin + P::lane() * 16;
     const auto& staged = c_.work_layout.stride[static_cast<uint32_t>(WorkField::kStaging)];
     const auto& returned = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
-    return {.rows = c_.staged_row(p, 0, 0, c_.max_blocks * kMinTokenBlock) + offset,
-            .token_bytes = static_cast<uint32_t>(staged[0]),
-            .slot_bytes = static_cast<uint32_t>(staged[1]),
+    return {.rows = c_.staged_row(p, 0, 0) + offset,
+            .token_bytes = static_cast<uint32_t>(staged[1]),
+            .slot_bytes = static_cast<uint32_t>(staged[2]),
             .out = c_.return_row(p, 0, c_.rank) + offset,
             .out_bytes = static_cast<uint32_t>(returned[0]),
             .bytes = min_of(c_.group_first[g + 1] * kColumnBytes, row_bytes) - begin,
