@@ -40,10 +40,6 @@ def test_run(tmp_path, capsys, ranks, name):
     spans = [record for record in records if record["ph"] == "X"]
     assert {span["pid"] for span in spans} == set(range(ranks))
     assert {"gate", "gemm0", "gemm1"} <= {span["name"] for span in spans}
-    # Each rank waits for tokens of the others: if none has left before another came, they tell the same time.
-    of_rank = [[span for span in spans if span["pid"] == rank] for rank in range(ranks)]
-    last_begins = max(min(span["ts"] for span in own) for own in of_rank)
-    assert last_begins < min(max(span["ts"] + span["dur"] for span in own) for own in of_rank)
 
 
 def test_auto_takes_the_gpus(tmp_path, capsys, ranks):

@@ -14,7 +14,7 @@ from ..errors import InvalidArgument
 from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize
-from ..trace import write_perfetto, write_timeline
+from ..trace import Event, write_perfetto, write_timeline
 from . import device, render
 from .verify import verify
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
@@ -166,6 +166,13 @@ def call_on_rank(
         return device.to_host(y), context.last_call.to_dict()
 
 
+def from_first_event(events: list[Event]) -> list[Event]:
+    """The events in nanoseconds since the first: the clocks of two GPUs may differ by a quarter of a millisecond, and
+    which began first is not known."""
+    begin = min((event.start_ns for event in events), default=0)
+    return [event._replace(start_ns=event.start_ns - begin, end_ns=event.end_ns - begin) for event in events]
+
+
 def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
     """Write timeline.png and trace.json; their paths."""
     layer, counts = workload.layer, [report.tokens for report in reports]
@@ -175,6 +182,8 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
         f"{layer.dtype.name}; {ranks}, {sum(counts)} tokens, {reports[0].return_mode} return"
     )
     events = [report.events for report in reports]
+    if workload.engine == "cuda":
+        events = [from_first_event(each) for each in events]
     timeline, trace = folder / "timeline.png", folder / "trace.json"
     write_timeline(timeline, events, title)
     write_perfetto(trace, events)
