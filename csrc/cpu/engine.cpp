@@ -183,8 +183,8 @@ void Engine::gemm1(uint32_t tile, uint32_t n) {
   add_bias(out, t.rows, layer_.down_bias, weight_row, count);
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Row row = *c_.tile_row(tile, r);
-    uint8_t* to = c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal)
-                               : c_.return_row(row.source, row.token, row.k);
+    uint8_t* to =
+        c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal) : c_.return_row(row.source, row.token, row.k);
     narrow(to + bytes(first), out + size_t{r} * count, layer_.dtype, count, row.weight);
   }
 }

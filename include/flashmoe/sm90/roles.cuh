@@ -18,8 +18,8 @@ __device__ __forceinline__ uint32_t place_of(const KernelArgs& args, const Call&
 }
 
 __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call& c, const Row& row) {
-  uint8_t* to = c.reduced() ? c.staged_row(row.source, row.token, row.ordinal)
-                            : c.return_row(row.source, row.token, row.k);
+  uint8_t* to =
+      c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
   if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.hidden * c.element_bytes;
   return reinterpret_cast<uint64_t>(to);
 }
