@@ -122,9 +122,9 @@ bytes an element over 6 operations: 750 TFLOP/s and 350 GB/s, as measured on H20
 
 def reduces(ranks: int, top_k: int, intermediate: int) -> bool:
     """Whether ``auto`` means ``reduced`` with the CUDA engine: where a token's rows, dispatched and returned as with
-    ``direct``, would take half as long again on the link as its rows' GEMMs, since reducing them is not free, and a fifth
-    fewer would come back. Of R ranks and K experts, on average, (R - 1) (1 - (1 - 1 / R)^K) rows go, and as many come
-    back if reduced, else K (R - 1) / R."""
+    ``direct``, would take half as long again on the link as its rows' GEMMs, since reducing them is not free, and a
+    fifth fewer would come back. Of R ranks and K experts, on average, (R - 1) (1 - (1 - 1 / R)^K) rows go, and as many
+    come back if reduced, else K (R - 1) / R."""
     others = ranks - 1
     sent, back = others * (1 - (1 - 1 / ranks) ** top_k), top_k * others / ranks
     return LINK_OVER_GEMMS * (sent + back) > 1.5 * top_k * intermediate and sent < 0.8 * back
