@@ -29,9 +29,10 @@ class Event(NamedTuple):
     end_ns: int
     """Nanoseconds, not before `start_ns`."""
     index: int
-    """The tile, or the token block, that the task works on."""
+    """The tile, or the token block, that the task works on. On a GPU, where warps reduce and combine a piece at a time:
+    the piece."""
     column: int
-    """The block of columns; 0 where the kind has none."""
+    """The block of columns; 0 where the kind has none. ``reduce`` on a GPU: 256 x source rank + group of columns."""
 
 
 # Colours by kind: the picture's (hex) and Chrome's (its reserved names). Sending is warm, computing cold,
