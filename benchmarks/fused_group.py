@@ -36,7 +36,12 @@ def slowest(times: list[float]) -> list[float]:
 
 
 def milliseconds(call, repeats: int, busy: bool) -> list[float]:
-    """Times of single calls, by events."""
+    """Of single calls, the slowest rank's times."""
+    return slowest(own_milliseconds(call, repeats, busy))
+
+
+def own_milliseconds(call, repeats: int, busy: bool) -> list[float]:
+    """This rank's times of single calls, by events."""
     times = []
     meeting = torch.zeros(1, device="cuda")
     for i in range(repeats + 3):
@@ -50,7 +55,7 @@ def milliseconds(call, repeats: int, busy: bool) -> list[float]:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return slowest(times[3:])
+    return times[3:]
 
 
 def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], return_mode: str) -> dict:

@@ -26,8 +26,8 @@ import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous
-from fused_gpu import BUSY_CYCLES, SHAPES
-from fused_group import milliseconds
+from fused_gpu import SHAPES
+from fused_group import milliseconds, own_milliseconds
 
 LINK = 350e9
 """Bytes per second out of one H200 over NVLink, measured with plain stores."""
@@ -155,8 +155,8 @@ def late(name: str, tokens: int, repeats: int) -> dict:
 
     usual, held_up = [], []
     for _ in range(4):
-        usual += own_milliseconds(moe, repeats // 4)
-        held_up += own_milliseconds(delayed, repeats // 4)
+        usual += own_milliseconds(moe, repeats // 4, True)
+        held_up += own_milliseconds(delayed, repeats // 4, True)
     ends_later = statistics.median(held_up) - statistics.median(usual)
     others = everyone(-1e9 if is_late else ends_later)
     moe(0, trace=True)
@@ -170,22 +170,6 @@ def late(name: str, tokens: int, repeats: int) -> dict:
     share = everyone(1.0 if is_late else done, dist.ReduceOp.MIN)
     layer.close()
     return {"shape": name, "tokens": tokens, "others_end_later_ms": others, "done_meanwhile": share}
-
-
-def own_milliseconds(call: Callable, repeats: int) -> list[float]:
-    """This rank's times from a point at which all met."""
-    times, meeting = [], torch.zeros(1, device="cuda")
-    for i in range(repeats + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.barrier()
-        torch.cuda._sleep(BUSY_CYCLES)
-        dist.all_reduce(meeting)
-        start.record()
-        call(i)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return times[2:]
 
 
 def cycles_of_a_millisecond() -> int:
