@@ -54,8 +54,13 @@ def milliseconds(call, repeats: int) -> list[float]:
 
 
 def floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tensor, w2: torch.Tensor):
-    """Both grouped GEMMs on ready inputs."""
+    """Both grouped GEMMs on ready inputs, their rows spread over the experts at random."""
     counts = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts)
+    return grouped_gemms(counts, rows, hidden, inner, w1, w2)
+
+
+def grouped_gemms(counts: torch.Tensor, rows: int, hidden: int, inner: int, w1: torch.Tensor, w2: torch.Tensor):
+    """Both grouped GEMMs on ready inputs, with so many of the rows an expert."""
     offsets = counts.cumsum(0).int()
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
     h = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)

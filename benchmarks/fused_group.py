@@ -24,7 +24,7 @@ import sys
 import flashmoe
 import torch
 import torch.distributed as dist
-from flashmoe.placement import contiguous
+from flashmoe.placement import contiguous, local_experts
 from fused_gpu import BUSY_CYCLES, SHAPES, expert_row, floor_call, gpu_operations
 
 
@@ -65,7 +65,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
     make = {"device": "cuda", "dtype": torch.bfloat16}
     torch.manual_seed(tokens)
     router = torch.randn(experts, hidden, **make) * 0.02
-    own = [e for e, owner in enumerate(contiguous(experts, ranks)) if owner == rank]
+    own = local_experts(contiguous(experts, ranks), rank)
     w1 = torch.empty(len(own), (2 if gated else 1) * inner, hidden, **make)
     w2 = torch.empty(len(own), hidden, inner, **make)
     for i, expert in enumerate(own):
@@ -140,6 +140,24 @@ def check(x, y, router, own, w1, w2, top_k: int, gated: bool) -> float:
     return worst
 
 
+def join() -> int:
+    """Joins the group that torchrun has started, on a GPU of its own; the rank."""
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    return rank
+
+
+def described(commit: str) -> dict[str, str]:
+    """Where a result comes from."""
+    return {
+        "device": f"{torch.cuda.get_device_name()} x{dist.get_world_size()}",
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} " + " ".join(sys.argv),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
@@ -150,17 +168,9 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--commit", default="", help="where git is not at hand")
     args = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    rank = join()
     profile = {name: int(value) for name, value in (each.split("=") for each in args.profile)}
-    result = {
-        "device": f"{torch.cuda.get_device_name()} x{dist.get_world_size()}",
-        "torch": torch.__version__,
-        "commit": args.commit,
-        "command": f"torchrun --nproc-per-node {dist.get_world_size()} " + " ".join(sys.argv),
-        "shapes": [],
-    }
+    result = {**described(args.commit), "shapes": []}
     if rank == 0:
         print(f"{'shape':>12} tokens return  fused ms  floor ms  ratio plain  TFLOP/s Mtok/s ops error")
     for name, return_mode in itertools.product(args.shapes, args.returns):

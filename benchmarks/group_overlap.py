@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable
 
 import flashmoe
 import torch
 import torch.distributed as dist
-from flashmoe.placement import contiguous
-from fused_gpu import SHAPES
-from fused_group import milliseconds, own_milliseconds
+from flashmoe.placement import contiguous, local_experts
+from fused_gpu import SHAPES, grouped_gemms
+from fused_group import described, join, milliseconds, own_milliseconds
 
 LINK = 350e9
 """Bytes per second out of one H200 over NVLink, measured with plain stores."""
@@ -40,7 +38,8 @@ class Layer:
     def __init__(self, name: str, tokens: int, repeats: int) -> None:
         self.hidden, self.inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
         self.rank, self.ranks, self.tokens, self.repeats = dist.get_rank(), dist.get_world_size(), tokens, repeats
-        self.own = [e for e, owner in enumerate(contiguous(self.experts, self.ranks)) if owner == self.rank]
+        self.owners = contiguous(self.experts, self.ranks)
+        self.own = local_experts(self.owners, self.rank)
         make = {"device": "cuda", "dtype": torch.bfloat16}
         rows = self.inner * (2 if self.activation == "swiglu" else 1)
         self.w1 = torch.randn(len(self.own), rows, self.hidden, **make) * 0.02
@@ -79,15 +78,7 @@ class Layer:
 
     def bare(self, counts: torch.Tensor) -> Callable[[int], None]:
         """Both grouped GEMMs on ready inputs, with so many rows an expert."""
-        offsets, rows = counts.cumsum(0).int(), int(counts.sum())
-        x = torch.randn(rows, self.hidden, device="cuda", dtype=torch.bfloat16)
-        h = torch.randn(rows, self.inner, device="cuda", dtype=torch.bfloat16)
-
-        def gemms(_: int) -> None:
-            torch._grouped_mm(x, self.w1.transpose(1, 2), offs=offsets)
-            torch._grouped_mm(h, self.w2.transpose(1, 2), offs=offsets)
-
-        return gemms
+        return grouped_gemms(counts, int(counts.sum()), self.hidden, self.inner, self.w1, self.w2)
 
     def in_turn(self, *calls: Callable) -> list[float]:
         """Median milliseconds of each, measured in turn under the same clocks."""
@@ -132,10 +123,9 @@ def uneven(deviation: float, tokens: int, repeats: int) -> dict:
     ids = layer.choose(shares)
     counts = torch.bincount(ids.flatten().long(), minlength=layer.experts)
     dist.all_reduce(counts)
-    loads = [int(counts[[e for e, o in enumerate(contiguous(layer.experts, layer.ranks)) if o == q]].sum())
-             for q in range(layer.ranks)]  # fmt: skip
-    most = loads.index(max(loads))
-    heaviest = counts[[e for e, o in enumerate(contiguous(layer.experts, layer.ranks)) if o == most]]
+    of_rank = [counts[local_experts(layer.owners, rank)] for rank in range(layer.ranks)]
+    loads = [int(counts.sum()) for counts in of_rank]
+    heaviest = of_rank[loads.index(max(loads))]
     fused, floor = layer.in_turn(layer.call(ids), layer.bare(heaviest))
     layer.close()
     return {"deviation": deviation, "tokens": tokens, "rows": loads, "fused_ms": fused, "floor_ms": floor,
@@ -188,14 +178,9 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--commit", default="", help="where git is not at hand")
     args = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    rank = join()
     result = {
-        "device": f"{torch.cuda.get_device_name()} x{dist.get_world_size()}",
-        "torch": torch.__version__,
-        "commit": args.commit,
-        "command": f"torchrun --nproc-per-node {dist.get_world_size()} " + " ".join(sys.argv),
+        **described(args.commit),
         "hidden": [hidden(name, 8192, args.repeats) for name in ("mixtral", "qwen3-30b", "paper-E64")],
         "uneven": [uneven(deviation, 8192, args.repeats) for deviation in DEVIATIONS],
         "late": [late("paper-E64", 8192, args.repeats)],

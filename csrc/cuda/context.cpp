@@ -35,7 +35,7 @@ uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
 // Whether there is no combine, see stages/join.cuh. With two rows a token it pays where most tiles are full: small tasks
 // leave no time to join their rows beside them.
 bool joins_rows(const Call& c) {
-  if (c.ranks != 1 || c.capacity != 0 || c.tokens > sm90::kMaxTokens) return false;
+  if (c.ranks != 1 || c.capacity != 0 || c.tokens > sm90::kMaxJoinedTokens) return false;
   return c.top_k == 1 || (c.top_k == 2 && c.tokens * 2 >= sm90::kTileTokens * c.local_experts);
 }
 

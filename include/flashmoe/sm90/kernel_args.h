@@ -71,8 +71,8 @@ inline constexpr uint32_t kFewResults = 8192;           // columns times pairs w
 inline constexpr uint32_t kFewSharedBytes = 48 * 1024;
 static_assert(kFewPairs <= kTileTokens && kFewPairs <= kFewThreads);  // their hidden rows are the first tile's
 
-// The most tokens of a call: in stages/join.cuh and sum.cuh a token and a column share a word.
-inline constexpr uint32_t kMaxTokens = 1u << 16;
+// The most tokens of a joined return (stages/join.cuh): a token and a column of tasks share a word.
+inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
 
 // Output columns of a task. SwiGLU: gate and up rows share a task's 128 features.
 FLASHMOE_HD constexpr uint32_t gemm0_columns_per_task(bool gated) {

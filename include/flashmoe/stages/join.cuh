@@ -105,7 +105,7 @@ class Joiner {
   }
 
  private:
-  static constexpr uint32_t kTokenBits = sm90::kMaxTokens - 1;
+  static constexpr uint32_t kTokenBits = sm90::kMaxJoinedTokens - 1;
   // Rows of a step, twice as many loads of a lane on their way. As registers allow.
   static constexpr uint32_t kAtOnce = Dtype::kBytes == 2 ? 6 : 4;
 

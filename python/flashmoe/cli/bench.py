@@ -55,7 +55,6 @@ def time_candidates(
 
     from .. import Context, moe
 
-    torch.cuda.set_device(rank)
     sizes = {each: getattr(setting, each) for each in ("hidden", "intermediate", "experts", "top_k", "dtype")}
     torch.cuda.empty_cache()  # the weights of the measurement before
     layer = _random_layer(setting, activation, rank)
