@@ -20,8 +20,8 @@ FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
     last = P::fetch_add_acq_rel(&c.tile(tile)->gemm0_done, 1u) + 1 == c.gemm0_columns;
     if (last) P::store_relaxed(&c.tile(tile)->gemm0_done, 0u);
   }
-  // The column's place tells the scheduler whether any row goes to another rank.
-  push_ready<P>(c, last, {TaskKind::kGemm1, c.tile(tile)->shape.remote, tile});
+  const Tile::Shape shape = c.tile(tile)->shape;
+  push_ready<P>(c, last, {TaskKind::kGemm1, ReadyTile::column(shape.expert, shape.remote), tile});
 }
 
 template <class P>

@@ -16,6 +16,9 @@ class Scheduler {
   static constexpr uint32_t kWindowTasks = 64;
   // GEMM1 tiles wait in two lists; those with rows of remote homes go first, since they have a way to go.
   static constexpr uint32_t kLists = 2;
+  static constexpr uint32_t kAhead =
+      max_of(4u, kMaxRaster / P::kLanes);  // ready tiles that a lane considers for a window
+  static constexpr uint32_t kPassed = 0xffffffffu;
   // A window of the raster: `tiles` tiles times `columns` columns, column by column.
   struct Window {
     uint32_t tiles = 0, first_column = 0, columns = 0, next = 0;
@@ -101,13 +104,13 @@ class Scheduler {
       moved = true;
       const Task task = Task::unpack(P::lane() < n ? word_ : 0);
       append(gemm0_ready_, task.kind == TaskKind::kGemm0,
-             [&](uint32_t place) { *c_.workspace<uint32_t>(WorkField::kGemm0Tiles, place) = task.index; });
+             [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kGemm0Tiles, place) = task.pack(); });
       FLASHMOE_UNROLL
       for (uint32_t list = 0; list < kLists; ++list) {
         // `reduced` returns what is summed over tiles: no tile is in a hurry.
-        const bool remote = task.column != 0 && !c_.reduced();
+        const bool remote = ReadyTile::remote(task) && !c_.reduced();
         append(gemm1_ready_[list], task.kind == TaskKind::kGemm1 && remote == (list == 0),
-               [&](uint32_t place) { *c_.workspace<uint32_t>(WorkField::kGemm1Tiles, list, place) = task.index; });
+               [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kGemm1Tiles, list, place) = task.pack(); });
       }
       append(reducible_, task.kind == TaskKind::kReduce,
              [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kReducible, place) = task.pack(); });
@@ -189,8 +192,8 @@ class Scheduler {
 
   FLASHMOE_FN bool next_gemm0(uint32_t limit, Task& task) {
     if (memory_.gemm0.empty()) {
-      const uint32_t tiles = min_of(c_.order.raster, gemm0_ready_ - gemm0_first_);
-      load_tiles(memory_.gemm0_tiles, tiles, c_.workspace<uint32_t>(WorkField::kGemm0Tiles, gemm0_first_));
+      const uint32_t tiles = take_tiles(memory_.gemm0_tiles, c_.order.raster, gemm0_ready_ - gemm0_first_,
+                                        c_.workspace<uint64_t>(WorkField::kGemm0Tiles, gemm0_first_));
       set(memory_.gemm0, Window{tiles, 0, c_.gemm0_columns, 0});
       gemm0_first_ += tiles;
     }
@@ -206,8 +209,8 @@ class Scheduler {
       const uint32_t first = memory_.gemm1_first[g][list], columns = c_.group_columns(g);
       // A narrow group takes more tiles to keep the processors supplied: each window costs a round trip.
       const uint32_t most = min_of(max_of(c_.order.raster, ceil_div(kWindowTasks, columns)), kMaxRaster);
-      const uint32_t tiles = min_of(most, gemm1_ready(list) - first);
-      load_tiles(memory_.gemm1_tiles, tiles, c_.workspace<uint32_t>(WorkField::kGemm1Tiles, list, first));
+      const uint32_t tiles = take_tiles(memory_.gemm1_tiles, most, gemm1_ready(list) - first,
+                                        c_.workspace<uint64_t>(WorkField::kGemm1Tiles, list, first));
       set(memory_.gemm1, Window{tiles, c_.group_first[g], columns, 0});
       set(memory_.gemm1_first[g][list], first + tiles);
     }
@@ -225,11 +228,53 @@ class Scheduler {
   // An index that is known only when it runs would move the array out of the registers.
   FLASHMOE_FN uint32_t gemm1_ready(uint32_t list) const { return list == 0 ? gemm1_ready_[0] : gemm1_ready_[1]; }
 
-  FLASHMOE_FN void load_tiles(uint32_t* to, uint32_t n, const uint32_t* from) {
+  // Takes up to `most` of `n` ready tiles; returns how many. Of those within sight it takes the first, then the others of
+  // that expert, then the first of what is left, and so on: with several ranks the experts' tiles fill side by side, and
+  // taken as they come, each would have its expert's weights read anew. What is passed over moves back, in order.
+  FLASHMOE_FN uint32_t take_tiles(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
+    uint64_t word[kAhead];   // 0: none
+    uint32_t place[kAhead];  // where it goes
     P::sync();
-    for (uint32_t i = P::lane(); i < n; i += P::kLanes) to[i] = from[i];
+    FLASHMOE_UNROLL
+    for (uint32_t j = 0; j < kAhead; ++j) {
+      const uint32_t i = j * P::kLanes + P::lane();
+      word[j] = i < n ? ready[i] : 0;
+      place[j] = kPassed;
+    }
+    most = min_of(most, n);  // kMaxRaster at most: all within sight
+    uint32_t taken = 0;
+    while (taken < most) {
+      uint32_t expert = kPassed;
+      FLASHMOE_UNROLL
+      for (uint32_t j = kAhead; j-- > 0;) {
+        const uint32_t left = P::ballot(word[j] != 0 && place[j] == kPassed);
+        if (left != 0) expert = expert_of(P::broadcast(word[j], lowest_bit<P>(left)));
+      }
+      FLASHMOE_UNROLL
+      for (uint32_t j = 0; j < kAhead; ++j) {
+        const bool same = word[j] != 0 && place[j] == kPassed && expert_of(word[j]) == expert;
+        uint32_t total;
+        const uint32_t at = taken + count_before<P>(same, total);
+        if (same && at < most) place[j] = at;
+        taken = min_of(taken + total, most);
+      }
+    }
+    uint32_t end = taken;
+    FLASHMOE_UNROLL
+    for (uint32_t j = 0; j < kAhead; ++j) {
+      const bool passed = word[j] != 0 && place[j] == kPassed;
+      uint32_t total;
+      const uint32_t at = end + count_before<P>(passed, total);
+      if (passed) place[j] = at;
+      end += total;
+      if (word[j] == 0) continue;
+      if (place[j] < taken) to[place[j]] = Task::unpack(word[j]).index;
+      if (place[j] != j * P::kLanes + P::lane()) ready[place[j]] = word[j];
+    }
     P::sync();
+    return taken;
   }
+  FLASHMOE_FN static uint32_t expert_of(uint64_t word) { return ReadyTile::expert(Task::unpack(word)); }
 
   // The next tasks of a window; returns how many.
   FLASHMOE_FN uint32_t next_of(TaskKind kind, Window& window, const uint32_t* tiles, uint32_t limit, bool& has,

@@ -11,8 +11,8 @@ enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kReduce = 3,
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
 // index: tile (GEMM0, GEMM1), source * max_blocks + block (Reduce), block (Combine). column: block of columns, Combine:
 // return group.
-// In the ready list the word says what has become ready: a tile for GEMM0 or GEMM1 (column: whether it has rows of
-// another rank), a column of a source's rows for Reduce (index: source), and Formed: that `column` more local experts
+// In the ready list the word says what has become ready: a tile for GEMM0 or GEMM1 (column: see ReadyTile), a column of a
+// source's rows for Reduce (index: source), and Formed: that `column` more local experts
 // have all their tiles, `index` in number.
 struct Task {
   TaskKind kind = TaskKind::kNone;
@@ -27,6 +27,14 @@ struct Task {
     return {static_cast<TaskKind>(word >> 56), static_cast<uint32_t>(word >> 32) & 0xffffffu,
             static_cast<uint32_t>(word)};
   }
+};
+
+// What the scheduler is told of a tile in the place of its column: the local expert, whose weights it needs, and whether it
+// has rows of another rank.
+struct ReadyTile {
+  FLASHMOE_HD static constexpr uint32_t column(uint32_t expert, uint32_t remote) { return expert << 1 | remote; }
+  FLASHMOE_HD static constexpr uint32_t expert(const Task& task) { return task.column >> 1; }
+  FLASHMOE_HD static constexpr bool remote(const Task& task) { return (task.column & 1u) != 0; }
 };
 
 // One (token, k) pair of a packet, as the destination needs it.

@@ -294,7 +294,7 @@ class TileFormer {
       // The last one is known: an expert with one tile need not wait for memory.
       const bool last = nth + 1 == x.closed;
       const uint32_t tile = has && !last ? *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) : x.last_closed;
-      push_ready<P>(c_, has, {TaskKind::kGemm0, 0, tile});
+      push_ready<P>(c_, has, {TaskKind::kGemm0, ReadyTile::column(l, 0), tile});
     }
     P::sync();
     if (P::lane() == 0) m_.experts[i].announced = x.closed;
