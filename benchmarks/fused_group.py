@@ -7,7 +7,8 @@ Per shape and tokens a GPU: the whole layer (router to combine, one launch a ran
 GEMMs alone, on ready inputs, as many rows as this rank's tokens have, spread over its experts at random. Both are timed
 in turn, by two timers. "busy": each GPU is kept busy, then all meet in an all-reduce, on which the measured span
 follows without a gap. "plain": the yardstick's, a barrier, then events around the launch. Of each iteration the slowest
-rank counts; medians of --repeats. Rank 0 prints ratios and writes JSON.
+rank counts; medians of --repeats. Rank 0 prints ratios and writes JSON. Where several numbers of experts of the paper's
+layer ran (paper-E8 to paper-E128, 16384 tokens), it also says how many times the fastest one's time the slowest took.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
 from fused_gpu import BUSY_CYCLES, SHAPES, expert_row, floor_call, gpu_operations
+
+PAPER_TOKENS = 16384
+"""A GPU's, where the paper varies the number of experts."""
 
 
 def slowest(times: list[float]) -> list[float]:
@@ -140,6 +144,22 @@ def check(x, y, router, own, w1, w2, top_k: int, gated: bool) -> float:
     return worst
 
 
+def paper_line(rows: list[dict]) -> dict | None:
+    """How far the paper's layer is from taking equally long whatever its number of experts; None of fewer than two."""
+    times = {
+        row["shape"]: row["fused_ms"]
+        for row in rows
+        if row["shape"].startswith("paper-E") and row["tokens"] == PAPER_TOKENS
+    }
+    if len(times) < 2:
+        return None
+    return {
+        "tokens": PAPER_TOKENS,
+        "fused_ms": times,
+        "slowest_over_fastest": max(times.values()) / min(times.values()),
+    }
+
+
 def join() -> int:
     """Joins the group that torchrun has started, on a GPU of its own; the rank."""
     rank = int(os.environ["RANK"])
@@ -170,7 +190,8 @@ def main() -> None:
     args = parser.parse_args()
     rank = join()
     profile = {name: int(value) for name, value in (each.split("=") for each in args.profile)}
-    result = {**described(args.commit), "shapes": []}
+    result = {**described(args.commit), "shapes": [], "paper_line": {}}
+    by_return: dict[str, list[dict]] = {return_mode: [] for return_mode in args.returns}
     if rank == 0:
         print(f"{'shape':>12} tokens return  fused ms  floor ms  ratio plain  TFLOP/s Mtok/s ops error")
     for name, return_mode in itertools.product(args.shapes, args.returns):
@@ -182,6 +203,7 @@ def main() -> None:
             )
             row["nvidia_smi"] = {query: smi.stdout.strip().splitlines()}
             result["shapes"].append(row)
+            by_return[return_mode].append(row)
             if rank == 0:
                 print(
                     f"{name:>12} {tokens:>6} {row['return_mode']:7} {row['fused_ms']:9.4f} {row['floor_ms']:9.4f} "
@@ -190,6 +212,13 @@ def main() -> None:
                     flush=True,
                 )
             torch.cuda.empty_cache()
+    for return_mode, rows in by_return.items():
+        if (line := paper_line(rows)) is None:
+            continue
+        result["paper_line"][return_mode] = line
+        if rank == 0:
+            names = ", ".join(name.removeprefix("paper-") for name in line["fused_ms"])
+            print(f"{names} ({return_mode}): slowest / fastest {line['slowest_over_fastest']:.3f}", flush=True)
     if args.out and rank == 0:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
