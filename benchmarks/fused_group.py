@@ -28,6 +28,8 @@ import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
 from fused_gpu import BUSY_CYCLES, SHAPES, expert_row, floor_call, gpu_operations
 
+WARM_UP = 3
+"""Calls that are not timed."""
 PAPER_TOKENS = 16384
 """A GPU's, where the paper varies the number of experts."""
 
@@ -45,21 +47,23 @@ def milliseconds(call, repeats: int, busy: bool) -> list[float]:
 
 
 def own_milliseconds(call, repeats: int, busy: bool) -> list[float]:
-    """This rank's times of single calls, by events."""
-    times = []
+    """This rank's times of single calls."""
+    return [own_span(call, i, busy) for i in range(repeats + WARM_UP)][WARM_UP:]
+
+
+def own_span(call, i: int, busy: bool) -> float:
+    """This rank's milliseconds of `call(i)`, by events, all ranks beginning together."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     meeting = torch.zeros(1, device="cuda")
-    for i in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.barrier()
-        if busy:
-            torch.cuda._sleep(BUSY_CYCLES)
-            dist.all_reduce(meeting)
-        start.record()
-        call(i)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return times[3:]
+    dist.barrier()
+    if busy:
+        torch.cuda._sleep(BUSY_CYCLES)
+        dist.all_reduce(meeting)
+    start.record()
+    call(i)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], return_mode: str) -> dict:

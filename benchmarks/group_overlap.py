@@ -2,12 +2,20 @@
 
     torchrun --nproc-per-node N benchmarks/group_overlap.py [--out benchmarks/results/group_overlap_N.json]
 
-Three parts, all with given routing, medians of --repeats calls, of each the slowest rank:
+Three parts, all with given routing, medians of --repeats calls ("hidden": four times as many), of each the slowest
+rank. What is compared is called in turn, forwards and backwards, so that all of it meets the same clocks and power.
+
 - "hidden": a call with random routing less one in which every token chooses among its own rank's experts, so that each
-  expert has as many rows and nothing travels; over the time that the rows alone take on the link, at 350 GB/s: those
-  that a rank sends and those that it returns.
-- "uneven": E = 8, K = 2 of the paper's sizes, experts' shares with the standard deviations of COMET's figure, growing
-  from the first expert to the last, so that the last rank has most; over the bare GEMMs of that rank's rows.
+  expert has as many rows and nothing travels; the median of the differences of neighbouring calls, and their quartiles.
+  "exposed" is that over what communication takes alone, as COMET has it, whose communication is that of collectives:
+  twice NCCL's all_to_all_single of the layer's T K rows of H, the yardstick's "a2a each way", there and back, in turn
+  with the calls and by the same timer. It moves a row for each expert, even two of one rank, and the rank's own rows.
+  "exposed_of_link" is over the time that what really travels takes on the link, at 350 GB/s: the rows that a rank
+  sends, each once to a rank, and those that it returns.
+- "uneven": 8 experts, K = 2, their shares with the standard deviations of COMET's figure 14, growing from the first
+  expert to the last, so that the last rank has most; over the bare GEMMs of that rank's rows. The figure's setting is
+  Mixtral's experts and 8192 tokens of all ranks together; besides 8192 tokens a GPU, of Mixtral and of the paper's
+  sizes.
 - "late": the last rank begins a millisecond late. How much later the others end, and what share of their GEMM tasks
   they had done by then.
 """
@@ -25,19 +33,21 @@ import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
 from fused_gpu import SHAPES, grouped_gemms
-from fused_group import described, join, milliseconds, own_milliseconds
+from fused_group import WARM_UP, described, join, own_milliseconds, own_span, slowest
 
 LINK = 350e9
 """Bytes per second out of one H200 over NVLink, measured with plain stores."""
 DEVIATIONS = (0.0, 0.01, 0.032, 0.05)
+FIGURE_TOKENS = 8192
+"""Of all ranks together, in COMET's figure 14."""
 
 
 class Layer:
     """One rank's share of a layer of random weights, and its context."""
 
-    def __init__(self, name: str, tokens: int, repeats: int) -> None:
+    def __init__(self, name: str, tokens: int) -> None:
         self.hidden, self.inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
-        self.rank, self.ranks, self.tokens, self.repeats = dist.get_rank(), dist.get_world_size(), tokens, repeats
+        self.rank, self.ranks, self.tokens = dist.get_rank(), dist.get_world_size(), tokens
         self.owners = contiguous(self.experts, self.ranks)
         self.own = local_experts(self.owners, self.rank)
         make = {"device": "cuda", "dtype": torch.bfloat16}
@@ -80,13 +90,25 @@ class Layer:
         """Both grouped GEMMs on ready inputs, with so many rows an expert."""
         return grouped_gemms(counts, int(counts.sum()), self.hidden, self.inner, self.w1, self.w2)
 
-    def in_turn(self, *calls: Callable) -> list[float]:
-        """Median milliseconds of each, measured in turn under the same clocks."""
+    def exchange(self) -> Callable[[int], None]:
+        """NCCL's all-to-all of a row for each of the rank's (token, k) pairs, one way."""
+        rows = self.tokens * self.top_k // self.ranks * self.ranks
+        sent = torch.randn(rows, self.hidden, device="cuda", dtype=torch.bfloat16)
+        received = torch.empty_like(sent)
+
+        def call(_: int) -> None:
+            dist.all_to_all_single(received, sent)
+
+        return call
+
+    def in_turn(self, repeats: int, *calls: Callable) -> list[list[float]]:
+        """Milliseconds of each, of single calls in turn: the n-th of one is a neighbour of the n-th of the others."""
         times: list[list[float]] = [[] for _ in calls]
-        for _ in range(4):
-            for each, call in zip(times, calls, strict=True):
-                each += milliseconds(call, self.repeats // 4, True)
-        return [statistics.median(each) for each in times]
+        for i in range(repeats + WARM_UP):
+            each_once = list(zip(times, calls, strict=True))
+            for each, call in each_once if i % 2 == 0 else reversed(each_once):  # a clock that falls favours none
+                each.append(own_span(call, i, True))
+        return [slowest(each[WARM_UP:]) for each in times]
 
     def close(self) -> None:
         self.context.synchronize()
@@ -102,38 +124,62 @@ def everyone(value: float, how=dist.ReduceOp.MAX) -> float:
 
 
 def hidden(name: str, tokens: int, repeats: int) -> dict:
-    layer = Layer(name, tokens, repeats)
+    layer = Layer(name, tokens)
     everywhere = torch.ones(layer.experts)
     at_home = torch.zeros(layer.experts).index_fill_(0, torch.tensor(layer.own), 1.0)
     travelling, local = layer.call(layer.choose(everywhere)), layer.call(layer.choose(at_home))
-    fused, stays = layer.in_turn(travelling, local)
+    fused, stays, one_way = layer.in_turn(4 * repeats, travelling, local, layer.exchange())
     travelling(0)
     sent = layer.context.last_call.rows_sent
-    returned = tokens * layer.top_k * (layer.ranks - 1) / layer.ranks
+    reduced = layer.context.last_call.return_mode == "reduced"
+    returned = sent if reduced else tokens * layer.top_k * (layer.ranks - 1) / layer.ranks
     link = everyone((sent + returned) * layer.hidden * 2 / LINK * 1e3)
     layer.close()
-    return {"shape": name, "tokens": tokens, "fused_ms": fused, "local_ms": stays, "link_ms": link,
-            "exposed": (fused - stays) / link}  # fmt: skip
+    lower, difference, upper = statistics.quantiles([a - b for a, b in zip(fused, stays, strict=True)], n=4)
+    collectives = 2 * statistics.median(one_way)
+    return {
+        "shape": name,
+        "tokens": tokens,
+        "fused_ms": statistics.median(fused),
+        "local_ms": statistics.median(stays),
+        "difference_ms": difference,
+        "difference_quartiles_ms": [lower, upper],
+        "collectives_ms": collectives,
+        "exposed": difference / collectives,
+        "link_ms": link,
+        "exposed_of_link": difference / link,
+    }
 
 
-def uneven(deviation: float, tokens: int, repeats: int) -> dict:
-    layer = Layer("paper-E8", tokens, repeats)
+def uneven(name: str, tokens: int, repeats: int) -> list[dict]:
+    layer = Layer(name, tokens)
+    rows = [uneven_row(layer, deviation, repeats) for deviation in DEVIATIONS]
+    layer.close()
+    return [{"shape": name, "tokens": tokens, "tokens_in_all": tokens * layer.ranks, **row} for row in rows]
+
+
+def uneven_row(layer: Layer, deviation: float, repeats: int) -> dict:
     spread = torch.linspace(-1.0, 1.0, layer.experts)
-    shares = 1.0 / layer.experts + deviation * spread / spread.std(correction=0)
-    ids = layer.choose(shares)
+    ids = layer.choose(1.0 / layer.experts + deviation * spread / spread.std(correction=0))
     counts = torch.bincount(ids.flatten().long(), minlength=layer.experts)
     dist.all_reduce(counts)
     of_rank = [counts[local_experts(layer.owners, rank)] for rank in range(layer.ranks)]
     loads = [int(counts.sum()) for counts in of_rank]
     heaviest = of_rank[loads.index(max(loads))]
-    fused, floor = layer.in_turn(layer.call(ids), layer.bare(heaviest))
-    layer.close()
-    return {"deviation": deviation, "tokens": tokens, "rows": loads, "fused_ms": fused, "floor_ms": floor,
-            "ratio": fused / floor}  # fmt: skip
+    fused, floor = (statistics.median(each) for each in layer.in_turn(repeats, layer.call(ids), layer.bare(heaviest)))
+    drawn = (counts / counts.sum()).std(correction=0).item()
+    return {
+        "deviation": deviation,
+        "deviation_drawn": drawn,
+        "rows": loads,
+        "fused_ms": fused,
+        "floor_ms": floor,
+        "ratio": fused / floor,
+    }
 
 
 def late(name: str, tokens: int, repeats: int) -> dict:
-    layer = Layer(name, tokens, repeats)
+    layer = Layer(name, tokens)
     moe = layer.call(layer.choose(torch.ones(layer.experts)))
     is_late = layer.rank == layer.ranks - 1
     cycles = cycles_of_a_millisecond()
@@ -172,6 +218,12 @@ def cycles_of_a_millisecond() -> int:
     return int(20_000_000 / start.elapsed_time(end))
 
 
+def shown(value: object) -> str:
+    if isinstance(value, list):
+        return " / ".join(map(shown, value))
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=24)
@@ -179,17 +231,17 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="where git is not at hand")
     args = parser.parse_args()
     rank = join()
+    settings = (("mixtral", FIGURE_TOKENS // dist.get_world_size()), ("mixtral", 8192), ("paper-E8", 8192))
     result = {
         **described(args.commit),
         "hidden": [hidden(name, 8192, args.repeats) for name in ("mixtral", "qwen3-30b", "paper-E64")],
-        "uneven": [uneven(deviation, 8192, args.repeats) for deviation in DEVIATIONS],
+        "uneven": [row for name, tokens in settings for row in uneven(name, tokens, args.repeats)],
         "late": [late("paper-E64", 8192, args.repeats)],
     }
     if rank == 0:
         for part in ("hidden", "uneven", "late"):
             for row in result[part]:
-                shown = (f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-                print(f"{part}: " + ", ".join(shown), flush=True)
+                print(f"{part}: " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
