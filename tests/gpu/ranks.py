@@ -8,14 +8,14 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import flashmoe
 import flashmoe.placement
 import torch
-from layers import PATIENCE, Problem, call, capture, check, context_of, random_problem
+from layers import PATIENCE, Problem, call, capture, check, context_of, poisoned_outputs, random_problem
 
 LIMITS = {"max_tokens": 2048, "hidden": 2048, "intermediate": 1024, "experts": 128, "top_k": 8, "dtype": "float32"}
 """Of the context that most tests share: one heap, calls of any size in it."""
@@ -24,6 +24,12 @@ RETURN_MODES = ("direct", "reduced")
 
 FEW_TOKENS = 8
 """So few of a rank alone go through another kernel, whose sums have another order."""
+
+TOKENS_DRAWN = 2048
+"""Of each layer of `many_calls`: as many as the shared contexts allow."""
+
+HALF_A_MILLISECOND = 1_000_000
+"""Clock cycles, about."""
 
 _shared: dict[str, flashmoe.Context] = {}
 
@@ -148,42 +154,78 @@ def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str
     return {"direct": direct, "reduced": total.to(direct.dtype)}
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A layer from whose tokens calls take some: its results are known before."""
+
+    spec: dict[str, Any]
+    local: dict[str, Any]
+    """Arguments of `flashmoe.moe` for all tokens."""
+    expected: dict[str, torch.Tensor]
+    """By return mode, [TOKENS_DRAWN, H]."""
+
+    @classmethod
+    def kind(cls, name: str, seed: int, rank: int, ranks: int) -> Drawn:
+        """Raises `AssertionError` unless a token's bits, on this GPU alone, are the same among fewer tokens."""
+        draw = random.Random(f"{seed} {name}")
+        spec = draw_spec(draw, ranks)
+        whole = random_problem(draw.randrange(2**31), TOKENS_DRAWN, device=f"cuda:{rank}", **spec)
+        placement = flashmoe.placement.contiguous(whole.experts, ranks)
+        expected = results_alone(whole, rank, placement)
+        first, tokens = draw.randrange(1000), draw.randrange(FEW_TOKENS + 1, 1000)
+        for mode, some in results_alone(share_of(whole, 1, [first, tokens]), rank, placement).items():
+            assert torch.equal(some, expected[mode][first : first + tokens]), f"{spec}, {tokens} tokens alone, {mode}"
+        own = with_experts(whole, flashmoe.placement.local_experts(placement, rank))
+        return cls(spec, own.arguments() | {"placement": placement}, expected)
+
+    def call(self, context: flashmoe.Context, first: int, tokens: int) -> torch.Tensor:
+        rows = slice(first, first + tokens)
+        of_tokens = ("x", "topk_ids", "topk_weights")
+        some = {name: self.local[name][rows] for name in of_tokens if name in self.local}
+        return flashmoe.moe(context, **{**self.local, **some})
+
+
 @starting_anew
 def many_calls(rank: int, ranks: int, name: str, seed: int, calls: int, verify_every: int) -> int:
-    """Calls of random sizes on one context, tokens drawn for each rank; how many of those verified are off."""
+    """Calls on two contexts, one for each return mode, back to back: the host waits for none of them before the last.
+    How many of those verified differ in any bit from what one GPU gives.
+
+    Drawn for each call, alike on all ranks: the layer, of six whose sizes, type, activation, routing and experts'
+    shares are drawn too; and each rank's number of tokens, half of them 0, the others up to 3, 60, 400 or 2048. Each
+    rank draws for itself which of the layer's tokens these are, and whether, in one call of 16, it comes up to half a
+    millisecond late. The contexts take turns of `verify_every` calls, of which one, drawn, is verified: its output
+    begins as NaN, and the GPU compares it with rows that it computed alone before the first call.
+    """
     contexts = [shared_context(rank, ranks, name, mode) for mode in RETURN_MODES]
-    draw, places = random.Random(seed), random.Random(seed + 1 + rank)  # the ranks draw the same but for the places
-    problems: dict[tuple, Problem] = {}
-    off = 0
+    layers = [Drawn.kind(str(kind), seed, rank, ranks) for kind in range(6)]
+    draw, own = random.Random(seed), random.Random(f"{seed} of rank {rank}")
+    verified: list[str] = []
+    differs = torch.zeros(-(-calls // verify_every), dtype=torch.bool, device=f"cuda:{rank}")
     for i in range(calls):
-        kind = draw.randrange(6)
-        spec = draw_spec(random.Random(f"{seed} {kind}"), ranks)
-        most = draw.choice((3, 60, 400, 2048))
-        tokens = [draw.choice((0, draw.randint(0, most))) for _ in range(ranks)]
-        if kind not in problems:
-            problems[kind] = random_problem(seed + kind, 2048, device=f"cuda:{rank}", **spec)
-        whole = problems[kind]
-        first = places.randrange(2048 - tokens[rank] + 1)
-        own = share_of(whole, 1, [first, tokens[rank]])
-        placement = flashmoe.placement.contiguous(whole.experts, ranks)
-        local = with_experts(own, flashmoe.placement.local_experts(placement, rank))
-        context = draw.choice(contexts)
-        if i % verify_every:
-            flashmoe.moe(context, placement=placement, **local.arguments())
+        turn, place = divmod(i, verify_every)
+        if place == 0:
+            context = contexts[turn % len(contexts)]
+            chosen = draw.randrange(min(verify_every, calls - i))
+        layer = draw.choice(layers)
+        most = draw.choice((3, 60, 400, TOKENS_DRAWN))
+        tokens = [draw.choice((0, draw.randint(1, most))) for _ in range(ranks)]
+        first = own.randrange(TOKENS_DRAWN - tokens[rank] + 1)
+        if own.randrange(16) == 0:
+            torch.cuda._sleep(own.randrange(HALF_A_MILLISECOND))
+        if place != chosen:
+            layer.call(context, first, tokens[rank])
             continue
-        y, report = call(context, local, placement=placement)
-        if context.return_mode == "reduced":
-            alone = results_alone(own, rank, placement)
-            off += bool(alone) and not torch.equal(y, alone["reduced"])
-            continue
-        try:
-            check(own, y, report)
-        except AssertionError as error:
-            off += 1
-            print(f"rank {rank}, call {i}, {spec}, tokens {tokens}: {error}", flush=True)
+        with poisoned_outputs():
+            y = layer.call(context, first, tokens[rank])
+        expected = layer.expected[context.return_mode][first : first + tokens[rank]]
+        differs[turn] = (y != expected).any()
+        verified.append(f"rank {rank}, call {i}, {context.return_mode}, {layer.spec}, tokens {tokens}, from {first}")
     for context in contexts:
         context.synchronize()
-    return off
+    for call_is_off, what in zip(differs.tolist(), verified, strict=True):
+        if call_is_off:
+            print(f"differs: {what}", flush=True)
+    return int(differs.sum())
 
 
 def draw_spec(draw: random.Random, ranks: int) -> dict[str, Any]:
