@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import flashmoe
 import flashmoe.placement
 import torch
+import torch.distributed
 from layers import PATIENCE, Problem, call, capture, check, context_of, poisoned_outputs, random_problem
 
 LIMITS = {"max_tokens": 2048, "hidden": 2048, "intermediate": 1024, "experts": 128, "top_k": 8, "dtype": "float32"}
@@ -240,6 +242,124 @@ def draw_spec(draw: random.Random, ranks: int) -> dict[str, Any]:
         "skew": draw.choice((0.0, 0.0, 3.0, 50.0)),
         "ids": draw.choice((None, "int32")),
     }
+
+
+Times = list[tuple[int, int]]
+"""When each call began and ended, in nanoseconds of CLOCK_MONOTONIC."""
+
+OVERLAPPING = {"hidden": 2048, "intermediate": 2048, "experts": 16, "top_k": 4, "max_tokens": 8192}
+"""The rank that has most tokens in a forward of these takes about a millisecond for a layer in which they stay."""
+
+
+class Timed:
+    """Makes calls, and knows when each of them began and ended, by the host's clock."""
+
+    def __init__(self) -> None:
+        self._clock = host_clock()
+        self._calls: list[tuple[torch.cuda.Event, int, torch.cuda.Event]] = []
+
+    def call(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        y = make()
+        end.record()
+        self._calls.append((start, time.monotonic_ns(), end))
+        return y
+
+    def times(self) -> Times:
+        """Once the device is done. Begins may be said too late, but not too early: none is before its launch."""
+        return [(max(self._clock(start), launched), self._clock(end)) for start, launched, end in self._calls]
+
+
+def host_clock() -> Callable[[torch.cuda.Event], int]:
+    """What tells an event's time in nanoseconds of CLOCK_MONOTONIC, which the ranks share, relative to an event on the
+    idle device, of ten the one whose time the host knows best, to some microseconds."""
+    torch.cuda.synchronize()
+    tries = []
+    for _ in range(10):
+        event = torch.cuda.Event(enable_timing=True)
+        before = time.monotonic_ns()
+        event.record()
+        event.synchronize()
+        after = time.monotonic_ns()
+        tries.append((after - before, (before + after) // 2, event))
+    _, known, reference = min(tries, key=lambda each: each[0])
+    return lambda event: known + round(reference.elapsed_time(event) * 1e6)
+
+
+def layers_in_turn(rank: int, ranks: int) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Tokens, and four layers' arguments for as many: two whose router sends them anywhere, each followed by one in
+    which they stay on their rank."""
+    spec = dict(OVERLAPPING)
+    tokens, experts, top_k = spec.pop("max_tokens"), spec["experts"], spec["top_k"]
+    owned = flashmoe.placement.local_experts(flashmoe.placement.contiguous(experts, ranks), rank)
+    own = torch.tensor(owned, device=f"cuda:{rank}")
+    layers = []
+    for turn in range(4):
+        whole = random_problem(100 + turn, tokens, device=f"cuda:{rank}", ids="int32" if turn % 2 else None, **spec)
+        if turn % 2:
+            whole.topk_ids = own[torch.rand(tokens, len(owned), device=own.device).argsort(dim=1)[:, :top_k]].int()
+        layers.append(with_experts(whole, owned).arguments())
+    x = random_problem(99 + 1000 * rank, tokens, device=f"cuda:{rank}", **spec).x
+    return x, layers
+
+
+def forward(
+    context: flashmoe.Context, layers: list[dict[str, Any]], x: torch.Tensor, how: Callable[[Callable], torch.Tensor]
+) -> torch.Tensor:
+    """Each layer has the results of the one before as its tokens; `how` is given what makes a call."""
+    for layer in layers:
+        routing = {name: layer[name][: len(x)] for name in ("topk_ids", "topk_weights") if name in layer}
+        x = how(functools.partial(flashmoe.moe, context, **{**layer, **routing, "x": x}))
+    return x
+
+
+def overlapping_layers(
+    rank: int, ranks: int, name: str, mode: str, forwards: int, meetings: Path
+) -> tuple[int, Times, Times]:
+    """Forwards of several layers, at first with all ranks waiting for one another after every call, then launched at
+    once, with one call of four up to two milliseconds late. How many outputs of the two differ in any bit; when the
+    calls of the former and those of the latter began and ended.
+
+    In each forward one rank has many tokens. Where they stay, the others, which have few or none, are done sooner, and
+    send it those of the next layer while it still computes."""
+    draw, own = random.Random(5), random.Random(f"rank {rank}")
+    x, layers = layers_in_turn(rank, ranks)
+    inputs = []
+    for i in range(forwards):
+        tokens = [draw.choice((0, 50, 700, 3000)) for _ in range(ranks)]
+        tokens[i % ranks] = len(x)
+        first = own.randrange(len(x) - tokens[rank] + 1)
+        inputs.append(x[first : first + tokens[rank]])
+    store = torch.distributed.FileStore(str(meetings), ranks)
+    number = itertools.count()
+    apart, together = Timed(), Timed()
+
+    def in_lockstep(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        y = apart.call(make)
+        context.synchronize()
+        meet(store, ranks, f"after call {next(number)}")
+        return y
+
+    def at_once(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if own.randrange(4) == 0:
+            torch.cuda._sleep(own.randrange(4 * HALF_A_MILLISECOND))
+        return together.call(make)
+
+    with joined(rank, ranks, name, **{**OVERLAPPING, "dtype": "bfloat16", "return_mode": mode}) as context:
+        with poisoned_outputs():
+            expected = [forward(context, layers, each, in_lockstep) for each in inputs]
+            results = [forward(context, layers, each, at_once) for each in inputs]
+        context.synchronize()
+    differing = sum(not torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    return differing, apart.times(), together.times()
+
+
+def meet(store: torch.distributed.Store, ranks: int, where: str) -> None:
+    """Returns once all ranks are there."""
+    if store.add(where, 1) == ranks:
+        store.set(f"{where}: all", "")
+    store.wait([f"{where}: all"])
 
 
 def stall(rank: int, ranks: int, name: str, who: int, timeout: float) -> tuple[str, float]:

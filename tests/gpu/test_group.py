@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import ranks as on_rank
@@ -108,6 +109,26 @@ def test_a_hundred_calls_give_the_same_bits(pool):
 def test_many_calls_of_changing_size(pool):
     """FLASHMOE_CALLS of them, every hundredth verified; see `ranks.many_calls` for what is drawn."""
     assert everywhere(pool, on_rank.many_calls, SEED, CALLS, 100, timeout=CALLS_SECONDS) == [0] * pool.ranks
+
+
+@pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
+def test_calls_on_successive_layers_overlap(pool, mode, tmp_path):
+    """A rank begins the next layer while another is in this one, and no bit differs from layers in lockstep."""
+    forwards = 32
+    results = everywhere(pool, on_rank.overlapping_layers, mode, forwards, tmp_path / "meetings")
+    differing, in_lockstep, at_once = zip(*results, strict=True)
+    assert differing == (0,) * pool.ranks
+    # Half of the calls are of layers in which tokens stay, so that they can; in lockstep none may.
+    assert overlapping(at_once) >= forwards / 2
+    assert overlapping(in_lockstep) == 0
+
+
+def overlapping(times_by_rank: tuple[on_rank.Times, ...]) -> int:
+    """How many calls a rank had ended, and begun the next one, 0.2 ms before another rank's ended: by clocks that agree
+    far better than that."""
+    calls = list(zip(*times_by_rank, strict=True))
+    ahead = [max(ends for _, ends in this) - min(begins for begins, _ in then) for this, then in pairwise(calls)]
+    return sum(nanoseconds > 200_000 for nanoseconds in ahead)
 
 
 @pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
