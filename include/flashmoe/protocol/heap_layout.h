@@ -124,6 +124,7 @@ enum class WorkField : uint32_t {
   kOutOffsets,
   kOutCounts,
   kOutEntries,
+  kOutSent,
   kHidden,
   kStaging,
   kCount
@@ -254,6 +255,9 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
        return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_tokens, l.entries_per_token(), 1}, sizeof(Entry)};
      },
      "[q][first token of b ...] the entries of the packets for rank q, before they are sent (GPU only)"},
+    {WorkField::kOutSent, "out_sent", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_blocks(), 1, 1}, 4}; },
+     "[q][b] parts of packet b's rows that have gone to rank q; zero between calls (GPU only)"},
     {WorkField::kHidden, "hidden", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};

@@ -2,7 +2,9 @@
 //
 // By a warp of each block that neither schedules nor forms tiles, while the own rows are computed: a few copies at a time
 // fill the link, and nobody waits for them. Destination after destination, each rank beginning with the one behind it: so a
-// rank hears from one rank at a time, and early, instead of from all at the end.
+// rank hears from one rank at a time, and early, instead of from all at the end. And a packet's rows by several warps, one
+// packet after the other: a warp has few copies on their way, and were each packet one warp's, all would be complete at the
+// same time, late, and until then there would be no tile of theirs.
 #pragma once
 
 #include "flashmoe/actors/os.h"
@@ -12,7 +14,7 @@
 
 namespace flashmoe::stages {
 
-// One warp's part: packets first, first + step, ... of all, those of a destination side by side. All lanes.
+// One warp's part: of all packets' parts, those of a destination side by side, the parts first, first + step, ... All lanes.
 template <class Dtype, class Trace>
 class RowSender {
   using P = sm90::Platform;
@@ -23,17 +25,18 @@ class RowSender {
 
   // False if the call was aborted.
   __device__ __forceinline__ bool run(uint32_t first, uint32_t step) {
-    const uint32_t blocks = c_.blocks();
     if (first == 0 && !announce()) return false;
+    const uint32_t parts = ceil_div(c_.block_tokens(), P::kLanes), of_rank = c_.blocks() * parts;
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = first; i < blocks * (c_.ranks - 1); i += step) {
-      const uint32_t b = i % blocks, q = (c_.rank + 1 + i / blocks) % c_.ranks;
+    for (uint32_t i = first; i < of_rank * (c_.ranks - 1); i += step) {
+      const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.ranks, b = i % of_rank / parts, part = i % parts;
       if (!await_routing(b)) return false;
       trace_.begin();
-      const uint32_t entries = copy_rows(b, q);
-      copy_packet(b, q, entries);
-      P::sync();  // all lanes' rows before the signal
-      if (P::lane() == 0) signal_packet<P>(c_, q, b, entries);
+      const uint32_t entries = c_.out_offsets(q, b)[c_.owned(q)];
+      if (part == 0) copy_packet(b, q, entries);
+      copy_rows(b, q, part * P::kLanes);
+      P::sync();  // all lanes' rows before the count
+      if (P::lane() == 0) count_part(b, q, parts, entries);
       trace_.end(sm90::TracePhase::kDispatch, b, q);
     }
     return true;
@@ -48,7 +51,8 @@ class RowSender {
     return true;
   }
 
-  static constexpr uint32_t kChunks = 8;  // of 16 bytes that a lane has on their way
+  // Of 16 bytes, that a lane has on their way: as registers allow.
+  static constexpr uint32_t kChunks = Dtype::kBytes == 2 ? 8 : 4;
 
   // The own packet's signal says that the block's routing and entries are written.
   __device__ __forceinline__ bool await_routing(uint32_t b) const {
@@ -66,23 +70,26 @@ class RowSender {
     return end == WaitEnd::kDone;
   }
 
-  // The rows of block b that rank q needs; how many entries they have there.
-  __device__ __forceinline__ uint32_t copy_rows(uint32_t b, uint32_t q) const {
-    const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
-    uint32_t mine = 0, entries;
+  // The rows that rank q needs of the block's 32 tokens from `base` on.
+  __device__ __forceinline__ void copy_rows(uint32_t b, uint32_t q, uint32_t base) const {
+    const uint32_t first = b << c_.log2_block, t = base + P::lane();
+    const bool exists = t < c_.tokens_in_block(b);
+    const uint32_t n = exists ? c_.out_counts(q, first)[t] : 0;
+    if (c_.reduced() && exists) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
     FLASHMOE_NO_UNROLL
-    for (uint32_t base = 0; base < tokens; base += P::kLanes) {
-      const uint32_t t = base + P::lane();
-      const uint32_t n = t < tokens ? c_.out_counts(q, first)[t] : 0;
-      if (c_.reduced() && t < tokens) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
-      mine += n;
-      FLASHMOE_NO_UNROLL
-      for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
-        copy_row(first + base + lowest_bit<P>(left), q);
-      }
+    for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
+      copy_row(first + base + lowest_bit<P>(left), q);
     }
-    P::exclusive_scan(mine, entries);
-    return entries;
+  }
+
+  // Who has sent the last part of a packet signals it. One lane.
+  __device__ __forceinline__ void count_part(uint32_t b, uint32_t q, uint32_t parts, uint32_t entries) const {
+    if (parts != 1) {
+      uint32_t* const sent = c_.out_sent(q, b);
+      if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return;
+      P::store_relaxed(sent, 0u);
+    }
+    signal_packet<P>(c_, q, b, entries);
   }
 
   __device__ __forceinline__ void copy_packet(uint32_t b, uint32_t q, uint32_t entries) const {
