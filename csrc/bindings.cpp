@@ -52,6 +52,7 @@ FieldRows field_rows(const Limits& limits) {
   FieldRows rows;
   append_fields(rows, kHeapTable, limits, "heap");
   append_fields(rows, kWorkTable, limits, "workspace");
+  if (limits.rdma != 0) append_fields(rows, kPutTable, limits, "workspace");
   return rows;
 }
 

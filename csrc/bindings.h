@@ -62,6 +62,7 @@ inline Limits limits_of(const Sizes& s) {
   l.capacity = size(s, "capacity");
   l.intermediate = size(s, "intermediate");
   l.staging = size(s, "staging");
+  l.rdma = size(s, "rdma");
   l.tile_rows = size(s, "tile_rows", l.tile_rows);
   l.gemm0_columns_per_task = size(s, "gemm0_columns_per_task", l.gemm0_columns_per_task);
   l.gemm1_columns_per_task = size(s, "gemm1_columns_per_task", l.gemm1_columns_per_task);

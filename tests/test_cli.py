@@ -413,6 +413,20 @@ def test_memory_of_the_cuda_engine(capsys):
     assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--budget", "10MiB"]) == 1
 
 
+def test_memory_of_ranks_that_put(capsys):
+    sizes = {"engine": "cuda", "ranks": 4, "max_tokens": 512, "hidden": 1024, "intermediate": 256, "experts": 32}
+    sizes |= {"top_k": 4, "return_mode": "reduced"}
+    mapped, puts = (memory.plan_memory(**sizes, transport=transport) for transport in ("auto", "rdma"))
+    assert mapped.heap_bytes == puts.heap_bytes
+    (rows,) = set(puts.terms) - set(mapped.terms)
+    assert (rows.name, rows.region, rows.bytes) == ("out_rows", "workspace", 512 * 1024 * 2)
+    command = "memory --engine cuda --hidden 1024 --intermediate 256 --experts 32 --top-k 4 --tokens 512 --transport"
+    assert main([*command.split(), "rdma"]) == 0
+    assert "out_rows" in capsys.readouterr().out
+    assert main([*command.split(), "nvlink"]) != 0
+    assert "transport: expected one of auto, rdma, got 'nvlink'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("row", memory.compare_published(4), ids=lambda row: f"{row.max_tokens}-{row.experts}")
 def test_memory_is_within_the_published(row):
     assert row.bounded.total_bytes <= row.published_bytes

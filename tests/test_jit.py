@@ -100,6 +100,32 @@ def test_compiles_once(machine, capfd):
     assert [path.suffix for path in machine.cache.iterdir() if path.is_dir()] == []
 
 
+@pytest.fixture
+def nvshmem(tmp_path, monkeypatch) -> Path:
+    """The folder of a package of NVSHMEM's headers."""
+    folder = tmp_path / "nvshmem"
+    (folder / "include" / "non_abi").mkdir(parents=True)
+    (folder / "include" / "non_abi" / "nvshmem_version.h").write_text("3.4.5")
+    monkeypatch.setattr(jit, "nvshmem_package", lambda: iter([folder]))
+    return folder / "include"
+
+
+def test_kernels_that_put(machine, nvshmem):
+    made = [jit.compile_kernel(jit.Variant(rdma=rdma)).path for rdma in (True, False)]
+    puts, plain = machine.compilations()
+    assert f"-DFLASHMOE_RDMA=1 -I {jit.source_root()}/include -isystem {nvshmem} " in puts
+    assert "RDMA" not in plain and "isystem" not in plain
+    assert made[0].name.startswith("bf16-swiglu-rdma-") and made[0] != made[1]
+    version = nvshmem / "non_abi" / "nvshmem_version.h"
+    version.write_text("3.4.6")
+    again = [jit.compile_kernel(jit.Variant(rdma=rdma)).path for rdma in (True, False)]
+    assert again[0] != made[0] and again[1] == made[1]
+    version.unlink()
+    with pytest.raises(FlashMoEError, match=r"nvshmem: expected its headers, .* pip install nvidia-nvshmem-cu13"):
+        jit.compile_kernel(jit.Variant(rdma=True))
+    assert jit.compile_kernel(jit.Variant()).path == made[1]
+
+
 def test_flags(machine):
     jit.compile_kernel(jit.Variant("float32", "gelu", trace=True, exact=True))
     command = machine.compilations()[0]

@@ -53,7 +53,8 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
                 {"top_k", mine.top_k, theirs.top_k},
                 {"bytes per element (dtype)", mine.elem_bytes, theirs.elem_bytes},
                 {"return slots (return_mode)", mine.return_slots, theirs.return_slots},
-                {"capacity (capacity_factor)", mine.capacity, theirs.capacity}};
+                {"capacity (capacity_factor)", mine.capacity, theirs.capacity},
+                {"rdma (transport)", mine.rdma, theirs.rdma}};
   for (const auto& f : fields) {
     if (f.mine != f.theirs) {
       return concat(f.name, ": rank ", rank, " has ", f.mine, ", rank ", peer, " has ", f.theirs);

@@ -92,6 +92,8 @@ struct CpuMemory {
   static uint32_t popcount(uint32_t v) { return static_cast<uint32_t>(std::popcount(v)); }
   static uint64_t now_ns() { return monotonic_ns(); }
 
+  static constexpr bool kPeersMapped = true;
+
   // There may be more threads than cores: give the core away soon, and then for longer.
   static constexpr bool kSleeps = true;
   static void backoff(uint32_t idle) {

@@ -104,11 +104,15 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   call_.queue_mask = limits_.queue_capacity() - 1;
   call_.list_mask = limits_.list_capacity() - 1;
   // Own memory first: who has not got it had better not join.
-  workspace_ = DeviceMemory(device_, call_.work_layout.bytes, "workspace");
+  workspace_ = DeviceMemory(device_, work_bytes(limits_), "workspace");
   heap_table_ = DeviceMemory(device_, limits_.ranks * sizeof(uint8_t*), "heap table");
   const uint64_t heap_bytes = call_.heap_layout.bytes;
   group_ = limits_.ranks == 1 ? make_single_gpu_group(device_, heap_bytes)
                               : join_gpu_group(device_, who, limits_, heap_bytes, timeout_ns);
+  if (limits_.rdma != 0) {
+    puts_ = &nvshmem(who.nvshmem);
+    registration_ = std::make_unique<Registration>(*puts_, device_, workspace_);
+  }
   heap_table_.upload(group_->heaps(), heap_table_.bytes());
   call_.heaps = heap_table_.as<uint8_t*>();
   call_.work = workspace_.as<uint8_t>();
@@ -131,16 +135,39 @@ void Context::refuse_capture(DriverStream stream, const char* what) const {
   throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
 }
 
-Context::Kernels::Kernels(const Device& device, const std::string& cubin)
-    : module(device, cubin),
+Context::Kernels::Kernels(const Device& on, const std::string& cubin, const Nvshmem* nvshmem)
+    : device(on),
+      api(nvshmem),
+      module(device, cubin),
       general(module.kernel("flashmoe_moe", sm90::kSharedBytes)),
-      few(module.kernel("flashmoe_few", sm90::kFewSharedBytes)) {}
+      few(module.kernel("flashmoe_few", sm90::kFewSharedBytes)) {
+  if (api == nullptr) return;
+  const Device::Use use(device);
+  check_nvshmem(api->nvshmemx_cumodule_init(module.handle()), "nvshmemx_cumodule_init");
+}
+
+Context::Kernels::~Kernels() {
+  if (api == nullptr) return;
+  const Device::Use use(device);
+  api->nvshmemx_cumodule_finalize(module.handle());
+}
+
+Registration::Registration(const Nvshmem& api, const Device& device, const DeviceMemory& memory)
+    : api_(api), device_(device), address_(memory.as<void>()) {
+  const Device::Use use(device_);
+  check_nvshmem(api_.nvshmemx_buffer_register(address_, memory.bytes()), "nvshmemx_buffer_register");
+}
+
+Registration::~Registration() {
+  const Device::Use use(device_);
+  api_.nvshmemx_buffer_unregister(address_);
+}
 
 const Context::Kernels& Context::kernels(const std::string& cubin, DriverStream stream) {
   std::unique_ptr<Kernels>& loaded = kernels_[cubin];
   if (loaded == nullptr) {
     refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Kernels>(device_, cubin);
+    loaded = std::make_unique<Kernels>(device_, cubin, puts_);
   }
   return *loaded;
 }
@@ -196,7 +223,9 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   if (c.ranks > 1) {
     // Alike on all ranks, whatever their tokens: one's signal is another's columns.
     c.return_mode = spec.return_mode;
-    c.groups = return_groups(c.gemm1_columns, c.return_mode, kGroupedReturnBytes, c.group_first);
+    // By puts, one group: a message is then a whole row.
+    const uint64_t return_bytes = limits_.rdma != 0 ? 0 : kGroupedReturnBytes;
+    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
     c.config = cpu::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
                                 sm90::kGemm1ColumnsPerTask);
   }

@@ -10,6 +10,7 @@
 
 #include "cuda/device.h"
 #include "cuda/group.h"
+#include "cuda/nvshmem.h"
 #include "cuda/tensor_map.h"
 #include "flashmoe/sm90/kernel_args.h"
 
@@ -50,6 +51,20 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 // Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin.
 uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]);
 
+// Memory that a network may read, while this lives.
+class Registration {
+ public:
+  Registration(const Nvshmem& api, const Device& device, const DeviceMemory& memory);
+  ~Registration();
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+ private:
+  const Nvshmem& api_;
+  const Device& device_;
+  void* const address_;
+};
+
 class Context {
  public:
   // limits.processors: thread blocks, 0 for one on every multiprocessor. ordinal: see Device. Of order, what is 0 is left
@@ -89,9 +104,13 @@ class Context {
     const uint32_t* owner_base;
     uint32_t local_experts;
   };
-  // Of one cubin: for any number of tokens, and for a few.
+  // Of one cubin: for any number of tokens, and for a few. api: null but for kernels that put, whose module NVSHMEM tells
+  // where everything is.
   struct Kernels {
-    Kernels(const Device& device, const std::string& cubin);
+    Kernels(const Device& device, const std::string& cubin, const Nvshmem* api);
+    ~Kernels();
+    const Device& device;
+    const Nvshmem* const api;
     Module module;
     DriverFunction general, few;
   };
@@ -118,6 +137,8 @@ class Context {
   uint32_t gemm1_lag_;  // asked for; 0: the context's choice
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<cpu::Group> group_;
+  const Nvshmem* puts_ = nullptr;               // where peers are reached by puts alone
+  std::unique_ptr<Registration> registration_;  // then, of the workspace
   MappedPage fault_page_;
   bool broken_ = false;
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;

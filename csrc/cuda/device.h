@@ -108,6 +108,7 @@ class Module {
   Module(const Module&) = delete;
   Module& operator=(const Module&) = delete;
 
+  DriverModule handle() const { return module_; }
   // A kernel that may use shared_bytes of dynamic shared memory.
   DriverFunction kernel(const char* name, uint32_t shared_bytes) const;
 

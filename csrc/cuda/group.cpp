@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <mutex>
@@ -72,10 +73,11 @@ class Lease {
 // What a rank tells the others while joining: its heap in the group of shared memory.
 struct Notice {
   static constexpr uint32_t kMostFree = 64;
-  enum Stage : uint32_t { kNothing, kPosted, kReady };
+  enum Stage : uint32_t { kNothing, kPosted, kLooked, kReady };
 
   uint32_t stage;
   uint32_t world_rank, world_ranks;
+  uint32_t maps_all;  // once it has looked: whether it has every rank's memory mapped
   uint32_t free_blocks;
   uint64_t free[kMostFree];  // numbers of blocks that this rank has given back
   char device[16];           // which GPU
@@ -91,6 +93,7 @@ class NvshmemGroup final : public cpu::Group {
         timeout_ns_(timeout_ns),
         control_(cpu::join_process_group(who.name, who.rank, limits, sizeof(Notice), timeout_ns)),
         api_(nvshmem(who.nvshmem)) {
+    if (limits.rdma != 0) refuse_ibgda();
     const std::lock_guard lock(world().mutex);
     if (world().broken) {
       throw Error(Error::Kind::kGroup,
@@ -104,7 +107,9 @@ class NvshmemGroup final : public cpu::Group {
     check_devices();
     enter_world();
     own_ = take_block(bytes);
-    for (uint32_t q = 0; q < ranks_; ++q) heaps_.push_back(mapped(q));
+    heaps_.assign(ranks_, nullptr);
+    heaps_[who_.rank] = own_;
+    if (limits.rdma == 0) map_all();
     clear(bytes);
     set_stage(Notice::kReady);
     for (uint32_t p = 0; p < ranks_; ++p) await(p, Notice::kReady);
@@ -193,12 +198,6 @@ class NvshmemGroup final : public cpu::Group {
     return done.get();
   }
 
-  static void check_nvshmem(int status, const char* what) {
-    if (status == 0) return;
-    throw Error(Error::Kind::kOther,
-                concat("nvshmem: ", what, " failed with status ", status, "; NVSHMEM_DEBUG=INFO makes it say more"));
-  }
-
   void enter_world() const {
     World& w = world();
     if (w.ranks != 0) return;
@@ -217,6 +216,17 @@ class NvshmemGroup final : public cpu::Group {
                   "nvshmemx_hostlib_init_attr");
     w.rank = who_.rank;
     w.ranks = ranks_;
+  }
+
+  // The kernel is compiled without it, and where it is on there may be no proxy that serves puts instead.
+  static void refuse_ibgda() {
+    const char* const set = std::getenv("NVSHMEM_IB_ENABLE_IBGDA");
+    if (set == nullptr || std::strcmp(set, "") == 0 || std::strcmp(set, "0") == 0) return;
+    throw Error(
+        Error::Kind::kInvalidArgument,
+        concat("NVSHMEM_IB_ENABLE_IBGDA: expected it unset or 0 with transport 'rdma', whose puts to other nodes are "
+               "NVSHMEM's proxy's, got ",
+               set));
   }
 
   bool given_back_by_all(uint64_t number) const {
@@ -249,14 +259,19 @@ class NvshmemGroup final : public cpu::Group {
     return lease_.take(w.blocks.back());
   }
 
-  uint8_t* mapped(uint32_t q) const {
-    void* const there = q == who_.rank ? own_ : api_.nvshmem_ptr(own_, static_cast<int>(q));
-    if (there == nullptr) {
-      throw Error(Error::Kind::kGroup,
-                  concat("group '", who_.name, "': rank ", who_.rank, " cannot reach the memory of rank ", q,
-                         "'s GPU: expected NVLink or peer access between them"));
+  // Ranks agree on whether all have all mapped: what reaches one peer by puts must be sent so by all.
+  void map_all() {
+    for (uint32_t q = 0; q < ranks_; ++q) {
+      if (q != who_.rank) heaps_[q] = static_cast<uint8_t*>(api_.nvshmem_ptr(own_, static_cast<int>(q)));
     }
-    return static_cast<uint8_t*>(there);
+    notice(who_.rank).maps_all = std::find(heaps_.begin(), heaps_.end(), nullptr) == heaps_.end() ? 1 : 0;
+    set_stage(Notice::kLooked);
+    bool all = true;
+    for (uint32_t p = 0; p < ranks_; ++p) {
+      await(p, Notice::kLooked);
+      all = all && notice(p).maps_all != 0;
+    }
+    if (!all) throw NotMapped{};
   }
 
   void clear(uint64_t bytes) const {

@@ -19,8 +19,11 @@ struct Membership {
 // A rank alone: memory of its own.
 std::unique_ptr<cpu::Group> make_single_gpu_group(const Device& device, uint64_t heap_bytes);
 
-// Ranks are processes of one machine, each with a GPU of its own whose memory the others have mapped: NVSHMEM's. They meet
-// in shared memory (cpu::join_process_group), so that a rank that is missing, dies or disagrees is named within timeout_ns.
+// Every rank of a group throws it if one of them cannot map the memory of another, and limits.rdma is 0.
+struct NotMapped {};
+
+// Ranks are processes of one machine, each with a GPU of its own whose memory is NVSHMEM's: the others have it mapped, or with
+// limits.rdma reach it by puts alone, so that heaps() has null for them. They meet in shared memory (cpu::join_process_group), so that a rank that is missing, dies or disagrees is named within timeout_ns.
 // NVSHMEM is initialised by the first group of a process, whose ranks all its later groups have. All heaps are zeroed before
 // any rank has joined.
 std::unique_ptr<cpu::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,

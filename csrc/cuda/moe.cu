@@ -3,6 +3,7 @@
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
+//   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (sm90/network.cuh)
 #include "flashmoe/few_kernel.cuh"
 #include "flashmoe/moe_kernel.cuh"
 

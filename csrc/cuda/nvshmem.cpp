@@ -12,8 +12,8 @@ namespace {
 using cpu::concat;
 using cpu::Error;
 
-// Where the user has not said otherwise: ranks of one machine, which meet on its loopback; no memory that NVLink multicasts,
-// which nothing here uses and which not every machine grants.
+// Where the user has not said otherwise: ranks of one machine, which meet on its loopback; no network, whose drivers not
+// every machine has; no memory that NVLink multicasts, which nothing here uses and which not every machine grants.
 void set_environment() {
   const struct {
     const char *name, *value;
@@ -47,6 +47,12 @@ Nvshmem load(const std::string& path) {
 }
 
 }  // namespace
+
+void check_nvshmem(int status, const char* what) {
+  if (status == 0) return;
+  throw Error(Error::Kind::kOther,
+              concat("nvshmem: ", what, " failed with status ", status, "; NVSHMEM_DEBUG=INFO makes it say more"));
+}
 
 const Nvshmem& nvshmem(const std::string& path) {
   static const Nvshmem loaded = load(path);  // a load that threw is tried again at the next call

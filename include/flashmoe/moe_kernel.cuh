@@ -9,7 +9,7 @@
 //                         during GEMM1 the second warp joins rows (stages/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or with several ranks sender
-//                         (stages/send.cuh)
+//                         (stages/send.cuh, or network_sender.cuh where peers are not mapped)
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
 //   (stages/reduce.cuh, combine.cuh, join.cuh), so that at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
@@ -32,6 +32,9 @@
 #include "flashmoe/sm90/roles.cuh"
 #include "flashmoe/stages/dispatch.cuh"
 #include "flashmoe/stages/send.cuh"
+#if FLASHMOE_RDMA
+#include "flashmoe/stages/network_sender.cuh"
+#endif
 
 namespace flashmoe::sm90 {
 
@@ -88,7 +91,12 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
   } else if (const uint32_t formers = formers_of(c.ranks, c.local_experts, gridDim.x); blockIdx.x <= formers) {
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
   } else {
-    stages::RowSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
+    const uint32_t first = blockIdx.x - 1 - formers, senders = gridDim.x - 1 - formers;
+#if FLASHMOE_RDMA
+    stages::NetworkSender<Dtype, Trace>(args, c, trace).run(first, senders);
+#else
+    stages::RowSender<Dtype, Trace>(args, c, trace).run(first, senders);
+#endif
   }
 }
 
@@ -121,7 +129,11 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     stages::Joiner<Dtype, Tracer<kTrace, 32>>(args, c, s.late, each_warp).run();
   }
   __syncwarp();  // waits let lanes go one by one
-  pair_sync();   // neither block may leave while the other arrives at its barriers
+#if FLASHMOE_RDMA
+  // The first sender: every rank has one, and it is through with all that may fail.
+  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) stages::tell_fault(c);
+#endif
+  pair_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {
     trace.finish();
     leave(args, c, c.epoch);

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import os
-import pathlib
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +14,13 @@ from typing import Any
 from . import _ffi, profiles
 from . import placement as placements
 from .errors import FlashMoEError, InvalidArgument
+from .jit import nvshmem_package
 from .report import CallReport
 from .tensors import DTYPES
 
 ENGINES = ("cpu", "cuda")
 RETURN_MODES = ("direct", "reduced", "auto")
+TRANSPORTS = ("auto", "rdma")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # What the C++ types hold: tokens 20 bits of a signal, tasks' columns 24 bits, an entry's k 16 bits.
@@ -60,6 +60,7 @@ def make_limits(
     return_mode: str,
     processors: int | None,
     capacity_factor: float | None,
+    transport: str = "auto",
 ) -> dict[str, int]:
     """The C++ ``Limits`` (heap_layout.h) that a context with these arguments asks its engine for; see `Context`.
 
@@ -74,7 +75,8 @@ def make_limits(
     if dtype not in DTYPES:
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     intermediate = _bounded("intermediate", intermediate, 1, MAX_WIDTH)
-    return_mode = engine_return_mode(engine, return_mode, ranks, top_k, intermediate)
+    rdma = checked_transport(transport, engine, ranks) == "rdma"
+    return_mode = engine_return_mode(engine, return_mode, ranks, top_k, intermediate, rdma)
     slots = {"direct": top_k, "reduced": ranks, "auto": max(top_k, ranks)}
     max_tokens = _bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS)
     factor = checked_capacity_factor(capacity_factor)
@@ -94,8 +96,20 @@ def make_limits(
         "return_slots": slots[return_mode],
         "capacity": _ffi.library().expert_capacity(factor, max_tokens, top_k, experts),
         "staging": int(return_mode != "direct"),
+        "rdma": int(rdma),
         "processors": processors,
     }
+
+
+def checked_transport(transport: str, engine: str, ranks: int) -> str:
+    """`transport`, once it is one that such a context may ask for; raises `InvalidArgument`."""
+    if transport not in TRANSPORTS:
+        raise InvalidArgument(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    if transport == "rdma" and engine != "cuda":
+        raise InvalidArgument("transport: expected 'auto' with the CPU engine, got 'rdma'")
+    if transport == "rdma" and ranks == 1:
+        raise InvalidArgument("transport: expected 'auto' with one GPU, got 'rdma'")
+    return transport
 
 
 def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
@@ -130,7 +144,9 @@ def reduces(ranks: int, top_k: int, intermediate: int) -> bool:
     return LINK_OVER_GEMMS * (sent + back) > 1.5 * top_k * intermediate and sent < 0.8 * back
 
 
-def engine_return_mode(engine: str, return_mode: str, ranks: int, top_k: int, intermediate: int) -> str:
+def engine_return_mode(
+    engine: str, return_mode: str, ranks: int, top_k: int, intermediate: int, rdma: bool = False
+) -> str:
     """The return mode that a context of the engine has, of those that its caller allows. Raises `InvalidArgument`."""
     if return_mode not in RETURN_MODES:
         raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {return_mode!r}")
@@ -138,8 +154,10 @@ def engine_return_mode(engine: str, return_mode: str, ranks: int, top_k: int, in
         return return_mode
     if ranks == 1 and return_mode == "reduced":
         raise InvalidArgument("return_mode: expected 'direct' or 'auto' with one GPU, got 'reduced'")
+    if rdma and return_mode == "direct":
+        raise InvalidArgument("return_mode: expected 'reduced' or 'auto' with transport 'rdma', got 'direct'")
     if return_mode == "auto":
-        return "reduced" if reduces(ranks, top_k, intermediate) else "direct"
+        return "reduced" if rdma or reduces(ranks, top_k, intermediate) else "direct"
     return return_mode
 
 
@@ -186,21 +204,14 @@ def nvshmem_library() -> str:
     """NVSHMEM's host library: that of the package nvidia-nvshmem-cu13 (or -cu12), which PyTorch depends on, else the
     name that the loader looks for."""
     name = "libnvshmem_host.so.3"
-    try:
-        package = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        package = None
-    for folder in (package.submodule_search_locations or ()) if package else ():
-        path = pathlib.Path(folder) / "lib" / name
-        if path.is_file():
-            return str(path)
-    return name
+    return next((str(path) for folder in nvshmem_package() if (path := folder / "lib" / name).is_file()), name)
 
 
 class Context:
     """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine. With the CUDA
-    engine a rank is a GPU of compute capability 9.0 (H100, H200); several must reach each other's memory, over NVLink,
-    and their heaps are NVSHMEM's. All groups of several GPUs that a process joins must have the same ranks.
+    engine a rank is a GPU of compute capability 9.0 (H100, H200); several have each other's memory mapped, over NVLink
+    (else see `transport`), and their heaps are NVSHMEM's. All groups of several GPUs that a process joins must have the
+    same ranks.
 
     The sizes are upper limits: calls may use any smaller T, H, I, E or K, and all layers of a model share one context.
 
@@ -244,6 +255,13 @@ class Context:
         tasks. ``window``: tasks published ahead. It changes no bit of a result, and may differ from rank to rank.
         Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E, K and a `max_tokens`
         like this one (see ``flashmoe.profiles``); ``{}``: the built-in order, whatever is stored.
+    transport:
+        CUDA engine, several ranks: how rows get to other GPUs. ``"auto"``: they are stored to mapped memory; where some
+        rank cannot map another's, all take what follows. ``"rdma"``: by NVSHMEM's puts, mapped or not; returns are then
+        ``"reduced"``, and `timeout` must be longer than ranks wait for one another, since whether another rank makes
+        progress cannot be seen. Puts to memory that is not mapped take a network that ``NVSHMEM_REMOTE_TRANSPORT``
+        names (``"none"`` unless it is set). No network has carried this path yet: tests force it over NVLink. It needs
+        NVSHMEM's headers, which its package has.
 
     Raises
     ------
@@ -279,6 +297,7 @@ class Context:
         engine: str | None = None,
         device: int | None = None,
         profile: Mapping[str, int] | None = None,
+        transport: str = "auto",
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -302,7 +321,7 @@ class Context:
             processors=processors,
             capacity_factor=capacity_factor,
         )
-        self.limits = limits_with(return_mode=return_mode)
+        self.limits = limits_with(return_mode=return_mode, transport=transport)
         self.ranks = self.limits["ranks"]
         self.rank = _bounded("rank", rank, 0, self.ranks - 1)
         if self.ranks > 1 and (not name or "/" in name or len(name) > 200):
@@ -311,17 +330,15 @@ class Context:
         self.experts = self.limits["experts"]
         self.placement = placements.checked(placement, self.experts, self.ranks)
         self.dtype = dtype
+        mode = return_mode
         self.profile: dict[str, int] = {}
         """In what the order of tasks differs from the built-in one."""
         if cuda:
             ordinal = -1 if device is None else _bounded("device", device, 0, 2**15)
             self.profile, stored_mode = self._chosen_profile(profile, ordinal)
-            if return_mode == "auto" and stored_mode is not None:
-                return_mode = stored_mode
-                self.limits = limits_with(return_mode=return_mode)
-        self.return_mode = engine_return_mode(
-            engine, return_mode, self.ranks, self.limits["top_k"], self.limits["intermediate"]
-        )
+            if return_mode == "auto" and stored_mode is not None and transport != "rdma":
+                mode = stored_mode
+                self.limits = limits_with(return_mode=mode)
         self.processors = self.limits["processors"]
         self.capacity_factor = checked_capacity_factor(capacity_factor) or None
         """The largest of a call; None: calls may be dropless."""
@@ -336,9 +353,17 @@ class Context:
         """Ordinal of the CUDA device; None with the CPU engine."""
         library = _ffi.library()
         if cuda:
-            numbers = {**self.limits, **self.profile, "rank": self.rank}
             library_path = nvshmem_library() if self.ranks > 1 else ""
-            self._handle = library.cuda_create(numbers, name or "", library_path, ordinal, timeout_ns)
+
+            def create(joining: str) -> int:
+                numbers = {**self.limits, **self.profile, "rank": self.rank}
+                return library.cuda_create(numbers, joining, library_path, ordinal, timeout_ns)
+
+            self._handle = create(name or "")
+            if self._handle == 0:  # on every rank: some memory is not mapped
+                mode = return_mode
+                self.limits = limits_with(return_mode=mode, transport="rdma")
+                self._handle = create(f"{name}-rdma")
             self._finalizer = weakref.finalize(self, library.cuda_close, self._handle)
             self._layers: dict[Any, Any] = {}  # of gpu.Layer
             described = library.cuda_describe(self._handle)
@@ -347,6 +372,12 @@ class Context:
             self._handle = library.context_create(self.limits, self.rank, name or "", timeout_ns)
             self._finalizer = weakref.finalize(self, library.context_close, self._handle)
             heap, workspace = library.context_bytes(self._handle)
+        rdma = self.limits["rdma"] != 0
+        self.transport = "rdma" if rdma else "mapped"
+        """How rows get to other ranks: stored to memory that is ``"mapped"``, or put, ``"rdma"``."""
+        self.return_mode = engine_return_mode(
+            engine, mode, self.ranks, self.limits["top_k"], self.limits["intermediate"], rdma
+        )
         self.heap_bytes: int = heap
         """Bytes of this rank's symmetric heap."""
         self.workspace_bytes: int = workspace

@@ -135,7 +135,9 @@ def _add_layer(
                 f"{name}: expected {symbol} a multiple of 8 (16-byte rows for the copy engine), got {value}"
             )
     dtype, activation = tensors["x"].dtype, options["activation"]
-    variant = jit.Variant(dtype, activation, bool(trace), bool(exact) and dtype == "float32")
+    variant = jit.Variant(
+        dtype, activation, bool(trace), bool(exact) and dtype == "float32", rdma=ctx.transport == "rdma"
+    )
     numbers = {
         **{name: sizes[name] for name in ("hidden", "intermediate", "experts", "top_k")},
         "dtype": DTYPES.index(dtype),

@@ -42,13 +42,15 @@ class Variant:
     """Whether it records what it does when."""
     exact: bool = False
     """float32 products in float32, without the tensor cores."""
+    rdma: bool = False
+    """For ranks that reach one another by NVSHMEM's puts."""
 
     @property
     def title(self) -> str:
         """For messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         activation = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU", "swiglu": "SwiGLU"}[self.activation]
-        return " ".join(["exact"] * self.exact + [dtype, activation] + ["traced"] * self.trace)
+        return " ".join(["exact"] * self.exact + [dtype, activation] + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
     def flags(self) -> list[str]:
@@ -59,6 +61,7 @@ class Variant:
             f"-DFLASHMOE_ACTIVATION={ACTIVATIONS.index(self.activation)}",
             f"-DFLASHMOE_TRACE={int(self.trace)}",
             f"-DFLASHMOE_EXACT={int(self.exact)}",
+            *["-DFLASHMOE_RDMA=1"] * self.rdma,
         ]
 
 
@@ -170,9 +173,32 @@ def _key(root: Path, nvcc: Path, cache: Path, variant: Variant) -> str:
     digest = hashlib.sha256()
     parts = [(str(path.relative_to(root)), path.read_bytes()) for path in _sources(root)]
     parts += [("flags", " ".join(variant.flags).encode()), ("nvcc", _version(nvcc, cache).encode())]
+    if variant.rdma:
+        parts.append(("nvshmem", (nvshmem_headers() / _NVSHMEM_VERSION).read_bytes()))
     for name, content in parts:
         digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:24]
+
+
+def nvshmem_package() -> Iterator[Path]:
+    """The folders of the Python package nvidia-nvshmem-cu13 (or -cu12), which PyTorch depends on."""
+    with contextlib.suppress(ModuleNotFoundError):
+        package = importlib.util.find_spec("nvidia.nvshmem")
+        yield from map(Path, (package and package.submodule_search_locations) or ())
+
+
+_NVSHMEM_VERSION = Path("non_abi") / "nvshmem_version.h"
+
+
+def nvshmem_headers() -> Path:
+    """The folder of NVSHMEM's headers. Raises `FlashMoEError` if there is none."""
+    for folder in nvshmem_package():
+        if (folder / "include" / _NVSHMEM_VERSION).is_file():
+            return folder / "include"
+    raise FlashMoEError(
+        "nvshmem: expected its headers, which kernels for transport 'rdma' are compiled with, found none; to install "
+        "them: pip install nvidia-nvshmem-cu13"
+    )
 
 
 def _sources(root: Path) -> list[Path]:
@@ -222,7 +248,10 @@ def _locked(path: Path, variant: Variant) -> Iterator[bool]:
 
 
 def _run_nvcc(nvcc: Path, root: Path, variant: Variant, cubin: Path, log: Path) -> None:
-    command = [nvcc, *variant.flags, "-I", root / "include", root / "csrc" / "cuda" / "moe.cu", "-o", cubin]
+    folders = ["-I", root / "include"]
+    if variant.rdma:
+        folders += ["-isystem", nvshmem_headers()]
+    command = [nvcc, *variant.flags, *folders, root / "csrc" / "cuda" / "moe.cu", "-o", cubin]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     except OSError as error:

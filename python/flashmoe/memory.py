@@ -111,8 +111,10 @@ def plan_memory(
     return_mode: str = "auto",
     processors: int | None = None,
     capacity_factor: float | None = None,
+    transport: str = "auto",
 ) -> MemoryPlan:
-    """The memory of a context with these arguments (see `flashmoe.Context`) and the default placement.
+    """The memory of a context with these arguments (see `flashmoe.Context`) and the default placement. ``"auto"``: of
+    ranks that have each other's memory mapped.
 
     `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
     GPU, default `HOPPER_PROCESSORS`.
@@ -136,6 +138,7 @@ def plan_memory(
         return_mode=return_mode,
         processors=processors,
         capacity_factor=capacity_factor,
+        transport=transport,
     )
     return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in _ffi.layout_fields(engine, limits)))
 

@@ -355,6 +355,74 @@ void check_spoilt_calls() {
   }
 }
 
+// ---- peers that are not mapped ----------------------------------------------------------------------------
+
+struct UnmappedPlatform : CpuPlatform {
+  static constexpr bool kPeersMapped = false;
+};
+
+// Rank 1 of three, as it would be on GPUs: nothing but its own heap is there to be touched.
+struct Unmapped {
+  Unmapped() : limits(three_ranks()) {
+    limits.staging = limits.outbox = limits.rdma = 1;
+    const HeapLayout heap_layout = make_heap_layout(limits);
+    heap = std::make_unique<Region>(heap_layout.bytes);
+    work = std::make_unique<Region>(work_bytes(limits));
+    heaps = {nullptr, heap->base(), nullptr};
+    call.epoch = 5;
+    call.rank = 1;
+    call.ranks = 3;
+    call.return_mode = ReturnMode::kReduced;
+    call.unasked = call.outbox = 1;
+    call.heaps = heaps.data();
+    call.work = work->base();
+    call.heap_layout = heap_layout;
+    call.work_layout = make_work_layout(limits);
+  }
+  Limits limits;
+  std::unique_ptr<Region> heap, work;
+  std::array<uint8_t*, 3> heaps;
+  Call call;
+};
+
+void check_unmapped_peers() {
+  Unmapped own;
+  const Call& c = own.call;
+  // The calls that peers are known to have begun: rank 0 this one, rank 2 the one before.
+  *c.call_signal(1, 0) = Signal::make(5, 0);
+  *c.heap<uint64_t>(1, HeapField::kCallSignal, 0, 2) = Signal::make(4, 0);
+  c.status(1)->entered = 5;
+  CHECK_EQ(entered_by<UnmappedPlatform>(c, 0), 5u);
+  CHECK_EQ(entered_by<UnmappedPlatform>(c, 1), 5u);
+  CHECK_EQ(entered_by<UnmappedPlatform>(c, 2), 4u);
+  std::array<Status, 3> seen{};
+  GroupLiveness<UnmappedPlatform> group(c, seen.data());
+  group.sample();
+  CHECK(!group.moved());
+  CHECK_EQ(group.culprit(0), 2u);
+  // All have begun it: whether they move is not known, so it is who was awaited.
+  *c.call_signal(1, 2) = Signal::make(5, 0);
+  CHECK_EQ(group.culprit(0), 0u);
+  CHECK_EQ(group.culprit(2), 2u);
+  // What is owed to the own rank is signalled, what to others handed to the senders.
+  signal_return<UnmappedPlatform>(c, 1, 0);
+  CHECK_EQ(*c.return_signal(1, 1, 0), Signal::make(5, 0));
+  signal_return<UnmappedPlatform>(c, 2, 0);
+  CHECK_EQ(*c.returns_ready(2), Signal::make(5, 0));
+  CHECK_EQ(*c.returns_ready(0), 0u);
+  // Who comes second neither overwrites a fault nor ends the call before it is posted.
+  c.control()->fault_claim.value = 1;
+  post_fault<UnmappedPlatform>(c, {.kind = FaultKind::kLocal});
+  CHECK_EQ(c.control()->abort.value, 0u);
+  c.control()->fault_claim.value = 0;
+  post_fault<UnmappedPlatform>(c, {.kind = FaultKind::kPacket, .awaited = 2, .culprit = 2});
+  CHECK_EQ(c.control()->abort.value, 1u);
+  CHECK_EQ(record(c, 1, 1).posted, 1u);
+  CHECK_EQ(record(c, 1, 1).fault.epoch, 5u);
+  // Behind the workspace there is room for the rows.
+  CHECK(c.out_row(own.limits.max_tokens) <= c.work + work_bytes(own.limits));
+}
+
 }  // namespace
 }  // namespace flashmoe::test
 
@@ -368,4 +436,5 @@ int main() {
   check_dead_os_actor();
   check_first_fault_only();
   check_spoilt_calls();
+  check_unmapped_peers();
 }

@@ -134,6 +134,18 @@ def test_memory_is_what_the_plan_says(shape, changes):
         ({"device": -1}, flashmoe.InvalidArgument, "device: expected an integer"),
         ({"ranks": 33, "name": "g"}, flashmoe.InvalidArgument, "ranks: expected at most 32 with the CUDA engine"),
         ({"return_mode": "reduced"}, flashmoe.InvalidArgument, "return_mode: expected 'direct' or 'auto' with one GPU"),
+        ({"transport": "nvlink"}, flashmoe.InvalidArgument, "transport: expected one of auto, rdma, got 'nvlink'"),
+        ({"transport": "rdma"}, flashmoe.InvalidArgument, "transport: expected 'auto' with one GPU, got 'rdma'"),
+        (
+            {"transport": "rdma", "engine": "cpu", "ranks": 2, "name": "g"},
+            flashmoe.InvalidArgument,
+            "transport: expected 'auto' with the CPU engine, got 'rdma'",
+        ),
+        (
+            {"transport": "rdma", "return_mode": "direct", "ranks": 2, "name": "g"},
+            flashmoe.InvalidArgument,
+            "return_mode: expected 'reduced' or 'auto' with transport 'rdma', got 'direct'",
+        ),
         (
             {"processors": 133},
             flashmoe.InvalidArgument,
@@ -666,9 +678,137 @@ def test_nvshmem_that_hangs():
         assert "GroupError" in second and "start a new process" in second
 
 
-def test_memory_that_a_peer_cannot_reach():
-    for (told,) in joined(2, {}, environment={"FAKE_NVSHMEM_UNMAPPED": "1"}):
-        assert "expected NVLink or peer access between them" in told or "did not finish joining" in told
+class Put(NamedTuple):
+    """What a rank of a group that puts has, and a call of it."""
+
+    transport: str
+    return_mode: str
+    heap_bytes: int
+    workspace_bytes: int
+    registered_bytes: int
+    modules: int
+    """That NVSHMEM knows of, after a call."""
+    left: tuple[int, int]
+    """Bytes registered and modules known, once the context is closed."""
+    variants: list
+    launch: dict
+
+
+def put(rank, ranks, name, changes, cubin, environment):
+    """A call in a new group; what was said, or a `Put`."""
+    os.environ.update(environment)
+    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
+    gpu.current_stream = lambda device: 77
+    compiled = []
+    jit.kernel = lambda variant: compiled.append(variant) or cubin
+    OnGpu.device = property(lambda self: torch.device("cuda", rank))
+    nvshmem = ctypes.CDLL("libnvshmem_host.so.3")
+    nvshmem.fake_nvshmem_registered_bytes.restype = ctypes.c_size_t
+
+    def counted():
+        return nvshmem.fake_nvshmem_registered_bytes(), nvshmem.fake_nvshmem_modules()
+
+    try:
+        settings = {"timeout": 20.0, **SIZES, **changes}
+        with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
+            held = len(made.local_experts())
+            local = {"gate_up_proj": on_gpu(held, 2 * I, H), "down_proj": on_gpu(held, H, I)}
+            flashmoe.moe(made, **arguments(100, **local))
+            seen = made.transport, made.return_mode, made.heap_bytes, made.workspace_bytes, *counted()
+        return Put(*seen, counted(), compiled, launched())
+    except flashmoe.FlashMoEError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def put_by(ranks, *changes, cubin, environment=()):
+    """Of each rank; `changes`: of all ranks, or one for each."""
+    cubin.write_bytes(b"a kernel")
+    with fake_world() as world, RankPool(ranks) as pool:
+        settings = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
+        each = changes if len(changes) == ranks else changes * ranks
+        return pool.call(put, [(mine, cubin, settings) for mine in each], timeout=90)
+
+
+@pytest.mark.parametrize("mode", ["auto", "reduced"])
+def test_puts(tmp_path, mode):
+    plan = plan_memory(engine="cuda", ranks=3, transport="rdma", **SIZES)
+    mapped = plan_memory(engine="cuda", ranks=3, return_mode="reduced", **SIZES)
+    assert plan.heap_bytes == mapped.heap_bytes
+    assert plan.workspace_bytes == mapped.workspace_bytes + SIZES["max_tokens"] * H * 2
+    told = put_by(3, {"transport": "rdma", "return_mode": mode}, cubin=tmp_path / "kernel.cubin")
+    for seen in told:
+        assert (seen.transport, seen.return_mode) == ("rdma", "reduced")
+        assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
+        assert (seen.registered_bytes, seen.modules) == (plan.workspace_bytes, 1)
+        assert seen.left == (0, 0)
+        assert seen.variants == [jit.Variant("bfloat16", "swiglu", rdma=True)]
+        assert (seen.launch["mapped"], seen.launch["return_mode"], seen.launch["groups"]) == (1, 1, [0, 1])
+
+
+def test_one_return_group_by_puts(tmp_path):
+    sizes = {"max_tokens": 64, "return_mode": "reduced"}
+    for transport, several in (("auto", True), ("rdma", False)):
+        wide = {**sizes, "transport": transport}
+        (seen, _) = wide_groups(wide, tmp_path / "kernel.cubin")
+        assert (len(seen) > 2) == several
+
+
+def wide_groups(changes, cubin):
+    """The return groups of a call of many columns, on each of two ranks."""
+    cubin.write_bytes(b"a kernel")
+    with fake_world() as world, RankPool(2) as pool:
+        return pool.call(groups_of, [(changes, cubin, {"FAKE_NVSHMEM_WORLD": world})] * 2, timeout=90)
+
+
+def groups_of(rank, ranks, name, changes, cubin, environment):
+    os.environ.update(environment)
+    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
+    gpu.current_stream = lambda device: 77
+    jit.kernel = lambda variant: cubin
+    OnGpu.device = property(lambda self: torch.device("cuda", rank))
+    settings = {"timeout": 20.0, **SIZES, **changes, "hidden": 2048}
+    with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
+        weights = [on_gpu(E // ranks, 2 * I, 2048), on_gpu(E // ranks, 2048, I)]
+        flashmoe.moe(made, on_gpu(10, 2048), *weights, router=on_gpu(E, 2048), top_k=K)
+        return launched()["groups"]
+
+
+def test_where_memory_is_mapped_nothing_is_put(tmp_path):
+    for seen in put_by(2, {}, cubin=tmp_path / "kernel.cubin"):
+        assert (seen.transport, seen.registered_bytes, seen.modules) == ("mapped", 0, 0)
+        assert seen.variants == [jit.Variant("bfloat16", "swiglu")] and seen.launch["mapped"] == 2
+
+
+def test_memory_that_one_rank_cannot_map(tmp_path):
+    """Then all ranks put."""
+    plan = plan_memory(engine="cuda", ranks=3, transport="rdma", **SIZES)
+    unmapped = {"FAKE_NVSHMEM_UNMAPPED": "1"}
+    for seen in put_by(3, {}, cubin=tmp_path / "kernel.cubin", environment=unmapped):
+        assert (seen.transport, seen.return_mode, seen.launch["mapped"]) == ("rdma", "reduced", 1)
+        assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
+    for told in put_by(3, {"return_mode": "direct"}, cubin=tmp_path / "kernel.cubin", environment=unmapped):
+        assert told == (
+            "InvalidArgument: return_mode: expected 'reduced' or 'auto' with transport 'rdma', got 'direct'"
+        )
+
+
+def test_ranks_that_want_other_transports(tmp_path):
+    reduced = {"return_mode": "reduced"}
+    first, second = put_by(2, {**reduced, "transport": "rdma"}, reduced, cubin=tmp_path / "kernel.cubin")
+    assert "rdma (transport): rank 0 has 1, rank 1 has 0" in first
+    assert "rdma (transport): rank 1 has 0, rank 0 has 1" in second
+
+
+def test_a_module_of_another_nvshmem(tmp_path):
+    other = {"FAKE_NVSHMEM_OTHER_VERSION": "1"}
+    for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment=other):
+        assert told.startswith("FlashMoEError: nvshmem: nvshmemx_cumodule_init failed with status 1")
+
+
+def test_puts_by_the_gpu_itself_are_refused(tmp_path):
+    by_gpu = {"NVSHMEM_IB_ENABLE_IBGDA": "1"}
+    for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment=by_gpu):
+        assert told.startswith("InvalidArgument: NVSHMEM_IB_ENABLE_IBGDA: expected it unset or 0 with transport 'rdma'")
 
 
 def test_profiles():

@@ -87,6 +87,9 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("gemm1_lag", c.order.gemm1_lag);
   put("unasked", c.unasked), put("epoch", c.epoch), put("element_bytes", c.element_bytes);
   put("own_heap", c.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.heaps[0])) == 1);
+  uint32_t mapped = 0;
+  for (uint32_t q = 0; q < c.ranks; ++q) mapped += c.heaps[q] != nullptr;
+  put("mapped", mapped), put("return_mode", c.return_mode);
   put("x", reinterpret_cast<uint64_t>(a.x)), put("x_row_bytes", a.x_row_bytes);
   put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));
   put("topk_weights", reinterpret_cast<uint64_t>(a.topk_weights)), put("topk_ids_64", a.topk_ids_64);

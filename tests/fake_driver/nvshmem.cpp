@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
 
 using flashmoe::cuda::NvshmemInitAttributes;
@@ -26,6 +27,8 @@ std::string world;
 int own_rank = -1;
 unsigned allocated = 0;
 std::map<const void*, Allocation> allocations;
+std::map<const void*, size_t> registered;
+std::multiset<flashmoe::cuda::DriverModule> modules;
 
 std::string name_of(unsigned number, int rank) {
   return "/" + world + "-" + std::to_string(number) + "-" + std::to_string(rank);
@@ -54,6 +57,35 @@ size_t fake_nvshmem_allocated_bytes() {
   return sum;
 }
 
+size_t fake_nvshmem_registered_bytes() {
+  size_t sum = 0;
+  for (const auto& [address, bytes] : registered) sum += bytes;
+  return sum;
+}
+
+unsigned fake_nvshmem_modules() {
+  return static_cast<unsigned>(modules.size());
+}
+
+int nvshmemx_buffer_register(void* p, size_t bytes) {
+  return registered.emplace(p, bytes).second ? 0 : 1;
+}
+
+int nvshmemx_buffer_unregister(void* p) {
+  return registered.erase(p) == 1 ? 0 : 1;
+}
+
+int nvshmemx_cumodule_init(flashmoe::cuda::DriverModule module) {
+  if (std::getenv("FAKE_NVSHMEM_OTHER_VERSION") != nullptr) return 1;
+  modules.insert(module);
+  return 0;
+}
+
+int nvshmemx_cumodule_finalize(flashmoe::cuda::DriverModule module) {
+  modules.erase(modules.find(module));
+  return 0;
+}
+
 int nvshmemx_get_uniqueid(NvshmemUniqueId* id) {
   std::snprintf(id->internal, sizeof(id->internal), "%s", std::getenv("FAKE_NVSHMEM_WORLD"));
   return 0;
@@ -80,7 +112,9 @@ void nvshmem_free(void* p) {
 }
 
 void* nvshmem_ptr(const void* p, int rank) {
-  if (std::getenv("FAKE_NVSHMEM_UNMAPPED") != nullptr) return nullptr;
+  // To one rank alone: what the others can map is not enough for them.
+  const char* const unmapped = std::getenv("FAKE_NVSHMEM_UNMAPPED");
+  if (unmapped != nullptr && std::atoi(unmapped) == own_rank) return nullptr;
   return map(allocations[p].number, rank, allocations[p].bytes);
 }
 }

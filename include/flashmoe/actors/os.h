@@ -69,6 +69,10 @@ class GroupLiveness {
 
  private:
   FLASHMOE_FN Status read(uint32_t p) const {
+    if constexpr (!P::kPeersMapped) {
+      // Whether it moves cannot be seen. It is not blamed for that: it has left, for all that is known.
+      if (p != c_.rank) return {entered_by<P>(c_, p), c_.epoch, 0, 0};
+    }
     const Status* s = c_.status(p);
     return {P::load_acquire(&s->entered, kSystem), P::load_acquire(&s->left, kSystem), P::poll(&s->heartbeat, kSystem),
             P::poll(&s->progress, kSystem)};

@@ -95,6 +95,9 @@ class Arrivals {
       if (p < c_.ranks && sources_[p].blocks == Source::kUnheard) {
         const uint64_t word = P::load_acquire(c_.call_signal(c_.rank, p), kSystem);
         fresh = Signal::epoch(word) == c_.epoch;
+        if constexpr (!P::kPeersMapped) {
+          if (fresh) P::acquire(c_.call_signal(c_.rank, p), kSystem);
+        }
         // A rank that computes something else must not be listened to: its packets mean something else.
         strange = fresh && c_.call_config(c_.rank, p)->hash != c_.config.hash;
         fresh = fresh && !strange;

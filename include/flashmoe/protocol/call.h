@@ -171,6 +171,10 @@ struct Call {
   FLASHMOE_HD uint64_t* reduce_signal(uint32_t p, uint32_t g) const {
     return workspace<uint64_t>(WorkField::kReduceSignal, p, g);
   }
+  // Where peers are not mapped there is one return group, and the words behind its own are of use: rank p's rows lie
+  // summed in the staging area; how many senders have sent theirs of them.
+  FLASHMOE_HD uint64_t* returns_ready(uint32_t p) const { return reduce_signal(p, 1); }
+  FLASHMOE_HD uint32_t* returns_sent(uint32_t p) const { return reduce_done(p, 1); }
   FLASHMOE_HD int32_t* routing(uint32_t token) const { return workspace<int32_t>(WorkField::kRouting, token); }
   FLASHMOE_HD float* weights(uint32_t token) const { return workspace<float>(WorkField::kWeights, token); }
   FLASHMOE_HD uint32_t* capacity_prefix(uint32_t b) const { return workspace<uint32_t>(WorkField::kPrefix, b); }
@@ -186,6 +190,11 @@ struct Call {
   }
   FLASHMOE_HD uint8_t* staged_row(uint32_t p, uint32_t token, uint32_t ordinal) const {
     return workspace<uint8_t>(WorkField::kStaging, p, token, ordinal);
+  }
+  // Own token's row as other ranks get it, where peers are not mapped: behind the workspace (PutField), rows as far apart
+  // as dispatched ones.
+  FLASHMOE_HD uint8_t* out_row(uint32_t token) const {
+    return work + work_layout.bytes + token * heap_layout.stride[static_cast<uint32_t>(HeapField::kRows)][1];
   }
 };
 

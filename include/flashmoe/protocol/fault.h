@@ -6,20 +6,36 @@
 
 namespace flashmoe {
 
-// Called by one lane. Only the first fault of a rank is recorded: what follows from it would hide it.
+// Called by one lane. Only the first fault of a rank is recorded: what follows from it would hide it. Peers that are not
+// mapped hear of it from a sender, once this rank's actors leave.
 template <class P>
 FLASHMOE_FN void post_fault(const Call& c, Fault fault) {
   if (P::fetch_add(&c.control()->fault_claim.value, uint64_t{1}) == 0) {
     fault.rank = c.rank;
     fault.epoch = c.epoch;
-    for (uint32_t i = 0; i < c.ranks; ++i) {
+    for (uint32_t i = 0; i < (P::kPeersMapped ? c.ranks : 1); ++i) {
       const uint32_t q = (c.rank + i) % c.ranks;  // own heap first: the host reads it there
       FaultRecord* to = c.fault(q, c.rank);
       to->fault = fault;
       P::store_release(&to->posted, uint64_t{1}, kSystem);
     }
+  } else if constexpr (!P::kPeersMapped) {
+    return;  // nobody may leave before the record is there to be sent
   }
   P::store_release(&c.control()->abort.value, uint64_t{1}, kDevice);
+}
+
+// The call that rank p has begun, as far as is known here: of a peer that is not mapped, by its call signals.
+template <class P>
+FLASHMOE_FN Epoch entered_by(const Call& c, uint32_t p) {
+  if constexpr (!P::kPeersMapped) {
+    if (p != c.rank) {
+      const uint64_t* other = c.heap<uint64_t>(c.rank, HeapField::kCallSignal, c.parity() ^ 1, p);
+      return max_of(Signal::epoch(P::load_acquire(c.call_signal(c.rank, p), kSystem)),
+                    Signal::epoch(P::load_acquire(other, kSystem)));
+    }
+  }
+  return P::load_acquire(&c.status(p)->entered, kSystem);
 }
 
 // All lanes; true if any rank has posted a fault. Then every actor of this rank is told to leave.

@@ -31,6 +31,7 @@ struct Limits {
   uint32_t intermediate = 0;  // I
   uint32_t staging = 0;       // 1 if `reduced` may occur
   uint32_t outbox = 0;        // 1 if packets for other ranks are built here and sent with their rows (GPU)
+  uint32_t rdma = 0;          // 1 if peers are reached by puts alone (GPU; equal on every rank)
   uint32_t tile_rows = 128;
   uint32_t gemm0_columns_per_task = 256;
   uint32_t gemm1_columns_per_task = 256;
@@ -130,6 +131,9 @@ enum class WorkField : uint32_t {
   kCount
 };
 
+// What only groups that put have, behind the workspace. A table of its own: the layouts above are a part of every kernel.
+enum class PutField : uint32_t { kRows, kCount };
+
 template <class Field>
 struct FieldSpec {
   Field field;
@@ -208,10 +212,10 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[p][g, or column where Reduce is a task] rows of rank p still to compute, see Pending"},
     {WorkField::kReduceDone, "reduce_done", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.staging * l.ranks, kMaxGroups, 1, 1}, 4}; },
-     "[p][g] (block, column) pairs of group g reduced and returned; GPU: pieces"},
+     "[p][g] (block, column) pairs of group g reduced and returned; GPU: pieces; by puts, [p][1]: senders through"},
     {WorkField::kReduceSignal, "reduce_signal", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{uint64_t{l.outbox} * l.staging * l.ranks, kMaxGroups, 1, 1}, 8}; },
-     "[p][g] the rows of rank p are computed, as far as group g's columns go (GPU only)"},
+     "[p][g] the rows of rank p are computed, as far as group g's columns go; by puts, [p][1]: and summed (GPU only)"},
     {WorkField::kRouting, "routing", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; },
      "[token][k] chosen expert, -1 where dropped"},
@@ -271,8 +275,15 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[p][token][ordinal][H] weighted expert rows that Reduce sums (reduced return only)"},
 };
 
+inline constexpr FieldSpec<PutField> kPutTable[] = {
+    {PutField::kRows, "out_rows", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.max_tokens, row_pitch(l.hidden, l.elem_bytes), 1, 1}, 1}; },
+     "[token][H] own rows on their way to other ranks: a network reads memory that is registered, as the input is not"},
+};
+
 static_assert(sizeof(kHeapTable) / sizeof(kHeapTable[0]) == static_cast<size_t>(HeapField::kCount));
 static_assert(sizeof(kWorkTable) / sizeof(kWorkTable[0]) == static_cast<size_t>(WorkField::kCount));
+static_assert(sizeof(kPutTable) / sizeof(kPutTable[0]) == static_cast<size_t>(PutField::kCount));
 
 // Offsets and strides of a region, computed once on the host and passed to the kernel by value.
 template <class Field>
@@ -317,6 +328,10 @@ inline HeapLayout make_heap_layout(const Limits& limits) {
 }
 inline WorkLayout make_work_layout(const Limits& limits) {
   return make_layout(kWorkTable, limits);
+}
+// Workspace and what lies behind it.
+inline uint64_t work_bytes(const Limits& limits) {
+  return make_work_layout(limits).bytes + (limits.rdma != 0 ? make_layout(kPutTable, limits).bytes : 0);
 }
 
 // Slot of rank `source` among the peers of rank `home`: home itself has none.

@@ -16,14 +16,17 @@ struct Pending {
   FLASHMOE_HD static constexpr uint64_t experts(uint32_t n) { return uint64_t{n} << kRowBits; }
 };
 
-// The last of what this rank owes to rank p in group g has been written there.
+// The last of what this rank owes to rank p in group g has been written there. (Where peers are not mapped: lies here, and
+// the senders are told, who send it and signal.)
 template <class P>
 FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
   const uint64_t word = Signal::make(c.epoch, 0);
   if (p == c.rank) {
     P::store_release(c.return_signal(p, c.rank, g), word, kDevice);
-  } else {
+  } else if constexpr (P::kPeersMapped) {
     P::store_release(c.return_signal(p, c.rank, g), word, kSystem);
+  } else {
+    P::store_release(c.returns_ready(p), word, kDevice);
   }
 }
 

@@ -1,6 +1,7 @@
 // The end of a kernel's call.
 #pragma once
 
+#include "flashmoe/protocol/fault.h"
 #include "flashmoe/sm90/kernel_args.h"
 #include "flashmoe/sm90/platform.cuh"
 
@@ -12,9 +13,11 @@ __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
     const FaultRecord* record = c.fault(c.rank, (c.rank + i) % c.ranks);
     if (Platform::load_acquire(&record->posted, kSystem) == 0) continue;
     to.fault = record->fault;
-    to.entered = Platform::load_acquire(&c.status(to.fault.culprit)->entered, kSystem);
-    to.mine = *c.call_config(to.fault.rank, to.fault.rank);
-    to.theirs = *c.call_config(to.fault.awaited, to.fault.awaited);
+    to.entered = entered_by<Platform>(c, to.fault.culprit);
+    // A rank's configuration is in its own heap, and here once it has announced it.
+    auto at = [&](uint32_t p) { return Platform::kPeersMapped ? p : c.rank; };
+    to.mine = *c.call_config(at(to.fault.rank), to.fault.rank);
+    to.theirs = *c.call_config(at(to.fault.awaited), to.fault.awaited);
     Platform::store_release(&to.posted, uint64_t{1}, kSystem);
     return;
   }

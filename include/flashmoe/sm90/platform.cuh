@@ -3,9 +3,18 @@
 
 #include "flashmoe/protocol/platform.h"
 
+// 1: the kernel of groups whose ranks reach one another by puts alone.
+#ifndef FLASHMOE_RDMA
+#define FLASHMOE_RDMA 0
+#endif
+#if FLASHMOE_RDMA
+#include "flashmoe/sm90/network.cuh"
+#endif
+
 namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
+inline constexpr bool kRdma = FLASHMOE_RDMA != 0;
 
 // One pair of overloads (32 and 64 bits) per instruction; "memory" keeps the compiler from moving plain accesses across.
 #define FLASHMOE_LOAD(name, ptx, tag)                                      \
@@ -42,6 +51,7 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 struct Platform {
   static constexpr uint32_t kLanes = 32;
   static constexpr bool kSleeps = false;
+  static constexpr bool kPeersMapped = !kRdma;
 
   static __device__ __forceinline__ uint32_t lane() {
     uint32_t l;
@@ -83,9 +93,16 @@ struct Platform {
   FLASHMOE_LOAD(poll, "ld.relaxed.gpu", FLASHMOE_TAG(DeviceScope))
   FLASHMOE_LOAD(poll, "ld.relaxed.sys", FLASHMOE_TAG(SystemScope))
   static __device__ __forceinline__ void acquire_fence(DeviceScope) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-  template <class T, class Scope>
-  static __device__ __forceinline__ void acquire(const T* p, Scope scope) {
+  template <class T>
+  static __device__ __forceinline__ void acquire(const T* p, DeviceScope scope) {
     load_acquire(p, scope);
+  }
+  template <class T>
+  static __device__ __forceinline__ void acquire(const T* p, SystemScope scope) {
+    load_acquire(p, scope);
+#if FLASHMOE_RDMA
+    network::settle();
+#endif
   }
   static __device__ __forceinline__ void release_fence(DeviceScope) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
   template <class T>

@@ -117,13 +117,21 @@ class Reducer {
     const uint32_t offset = begin + P::lane() * 16;
     const auto& staged = c_.work_layout.stride[static_cast<uint32_t>(WorkField::kStaging)];
     const auto& returned = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
-    return {.rows = c_.staged_row(p, 0, 0) + offset,
-            .token_bytes = static_cast<uint32_t>(staged[1]),
-            .slot_bytes = static_cast<uint32_t>(staged[2]),
-            .out = c_.return_row(p, 0, c_.rank) + offset,
-            .out_bytes = static_cast<uint32_t>(returned[0]),
-            .bytes = min_of(c_.group_first[g + 1] * kColumnBytes, row_bytes) - begin,
-            .writes_all = false};
+    SumSpan span{.rows = c_.staged_row(p, 0, 0) + offset,
+                 .token_bytes = static_cast<uint32_t>(staged[1]),
+                 .slot_bytes = static_cast<uint32_t>(staged[2]),
+                 .out = c_.return_row(p, 0, c_.rank) + offset,
+                 .out_bytes = static_cast<uint32_t>(returned[0]),
+                 .bytes = min_of(c_.group_first[g + 1] * kColumnBytes, row_bytes) - begin,
+                 .writes_all = false};
+    if constexpr (!P::kPeersMapped) {
+      // Senders take it from here. In place: a lane has loaded its chunk of every slot before it stores the sum.
+      if (p != c_.rank) {
+        span.out = c_.staged_row(p, 0, 0) + offset;
+        span.out_bytes = static_cast<uint32_t>(staged[1]);
+      }
+    }
+    return span;
   }
 
   // Of a stage: enough for every block to have one, where that many are to be had. Loaders have no time for long ones.

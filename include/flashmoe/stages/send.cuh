@@ -14,6 +14,43 @@
 
 namespace flashmoe::stages {
 
+// Of a sender, all lanes: waits for the own packet's signal, which says that the block's routing and entries are written.
+// False if the call was aborted.
+__device__ __forceinline__ bool await_routing(const Call& c, uint32_t b) {
+  using P = sm90::Platform;
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        const uint64_t word = P::broadcast(P::poll(c.packet_signal(c.rank, c.rank, b), kDevice), 0);
+        if (Signal::epoch(word) == c.epoch) return Step::kDone;
+        __nanosleep(500);
+        return Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  P::acquire(c.packet_signal(c.rank, c.rank, b), kDevice);
+  P::sync();
+  return end == WaitEnd::kDone;
+}
+
+// All lanes: a row of a multiple of 16 bytes. kChunks: of 16 bytes that a lane has on their way.
+template <uint32_t kChunks>
+__device__ __forceinline__ void copy_row(const uint8_t* from, uint8_t* to, uint32_t bytes) {
+  using P = sm90::Platform;
+  constexpr uint32_t kStep = P::kLanes * 16;
+  FLASHMOE_NO_UNROLL
+  for (uint32_t at = P::lane() * 16; at < bytes; at += kChunks * kStep) {
+    uint4 chunk[kChunks];
+#pragma unroll
+    for (uint32_t k = 0; k < kChunks; ++k) {
+      if (at + k * kStep < bytes) chunk[k] = load_once(from + at + k * kStep);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kChunks; ++k) {
+      if (at + k * kStep < bytes) *reinterpret_cast<uint4*>(to + at + k * kStep) = chunk[k];
+    }
+  }
+}
+
 // One warp's part: of all packets' parts, those of a destination side by side, the parts first, first + step, ... All lanes.
 template <class Dtype, class Trace>
 class RowSender {
@@ -30,7 +67,7 @@ class RowSender {
     FLASHMOE_NO_UNROLL
     for (uint32_t i = first; i < of_rank * (c_.ranks - 1); i += step) {
       const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.ranks, b = i % of_rank / parts, part = i % parts;
-      if (!await_routing(b)) return false;
+      if (!await_routing(c_, b)) return false;
       trace_.begin();
       const uint32_t entries = c_.out_offsets(q, b)[c_.owned(q)];
       if (part == 0) copy_packet(b, q, entries);
@@ -46,29 +83,13 @@ class RowSender {
   // Once this SM has signalled its own packet: the release would wait for these words, a call's first to its peers, for
   // 0.1 ms. (So would the OS warp's, whenever it publishes tasks.) No peer has use for them sooner.
   __device__ __forceinline__ bool announce() const {
-    if (blockIdx.x < c_.blocks() && !await_routing(blockIdx.x)) return false;
+    if (blockIdx.x < c_.blocks() && !await_routing(c_, blockIdx.x)) return false;
     announce_to_peers<P>(c_);
     return true;
   }
 
   // Of 16 bytes, that a lane has on their way: as registers allow.
   static constexpr uint32_t kChunks = Dtype::kBytes == 2 ? 8 : 4;
-
-  // The own packet's signal says that the block's routing and entries are written.
-  __device__ __forceinline__ bool await_routing(uint32_t b) const {
-    const WaitEnd end = wait_until<P>(
-        c_,
-        [&] {
-          const uint64_t word = P::broadcast(P::poll(c_.packet_signal(c_.rank, c_.rank, b), kDevice), 0);
-          if (Signal::epoch(word) == c_.epoch) return Step::kDone;
-          __nanosleep(500);
-          return Step::kIdle;
-        },
-        OsLiveness<P>{c_});
-    P::acquire(c_.packet_signal(c_.rank, c_.rank, b), kDevice);
-    P::sync();
-    return end == WaitEnd::kDone;
-  }
 
   // The rows that rank q needs of the block's 32 tokens from `base` on.
   __device__ __forceinline__ void copy_rows(uint32_t b, uint32_t q, uint32_t base) const {
@@ -78,7 +99,9 @@ class RowSender {
     if (c_.reduced() && exists) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
     FLASHMOE_NO_UNROLL
     for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
-      copy_row(first + base + lowest_bit<P>(left), q);
+      const uint32_t token = first + base + lowest_bit<P>(left);
+      copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.dispatched_row(q, c_.rank, token),
+                        c_.hidden * Dtype::kBytes);
     }
   }
 
@@ -114,25 +137,6 @@ class RowSender {
 #pragma unroll
       for (uint32_t j = 0; j < kAtOnce; ++j) {
         if (i + j * P::kLanes < n) to[i + j * P::kLanes] = word[j];
-      }
-    }
-  }
-
-  __device__ __forceinline__ void copy_row(uint32_t token, uint32_t q) const {
-    constexpr uint32_t kStep = P::kLanes * 16;
-    const uint32_t row_bytes = c_.hidden * Dtype::kBytes;
-    const uint8_t* from = args_.x + token * args_.x_row_bytes;
-    uint8_t* to = c_.dispatched_row(q, c_.rank, token);
-    FLASHMOE_NO_UNROLL
-    for (uint32_t at = P::lane() * 16; at < row_bytes; at += kChunks * kStep) {
-      uint4 chunk[kChunks];
-#pragma unroll
-      for (uint32_t k = 0; k < kChunks; ++k) {
-        if (at + k * kStep < row_bytes) chunk[k] = load_once(from + at + k * kStep);
-      }
-#pragma unroll
-      for (uint32_t k = 0; k < kChunks; ++k) {
-        if (at + k * kStep < row_bytes) *reinterpret_cast<uint4*>(to + at + k * kStep) = chunk[k];
       }
     }
   }

@@ -30,6 +30,9 @@ def command(
         int | None,
         typer.Option(help="Threads of a rank, or multiprocessors of its GPU.  [default: its share of the cores; 132]"),
     ] = None,
+    transport: Annotated[
+        str, typer.Option(help="How rows get to other GPUs: auto (memory is mapped) or rdma.")
+    ] = "auto",
     budget: Annotated[
         str | None,
         typer.Option(
@@ -60,6 +63,7 @@ def command(
         return_mode=return_,
         processors=processors,
         capacity_factor=capacity_factor,
+        transport=transport,
         **sizes,
     )
     described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in sizes.items())

@@ -1,0 +1,69 @@
+// The network: what the kernel calls of NVSHMEM, and all that it does.
+//
+// Inlined from NVSHMEM's headers: a call that is left in the kernel, be it of an assertion, would have ptxas serialise
+// every wgmma. Without its GPU-initiated InfiniBand (IBGDA), for that is 390 KB of instructions with a stack frame and a
+// printf, behind headers of rdma-core that its package lacks: to a peer that is not mapped, NVSHMEM's CPU proxy sends.
+// A mapped peer's memory these functions write themselves.
+//
+// A remote address is a symmetric one: that of the same place in the own heap.
+#pragma once
+
+#include <cassert>
+#include <cstdint>
+#include <cstdio>
+
+#define NVSHMEM_ENABLE_ALL_DEVICE_INLINING
+#include "non_abi/nvshmem_build_options.h"
+#undef NVSHMEM_IBGDA_SUPPORT
+#include "device_host/nvshmem_common.cuh"
+#include "non_abi/device/common/nvshmemi_common_device.cuh"
+#include "non_abi/nvshmem_version.h"
+
+// nvshmemx_cumodule_init looks for it in the module, and for nvshmemi_device_state_d, which the headers define.
+__constant__ nvshmemi_version_t nvshmemi_device_lib_version_d = {
+    NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION};
+
+namespace flashmoe::sm90::network {
+
+// Sends `bytes` to the place `to` of a peer's heap. The source must not change before quiet(). All lanes of a warp, whose
+// earlier writes are sent.
+__device__ __forceinline__ void put(void* to, const void* from, uint32_t bytes, uint32_t peer) {
+  nvshmemi_put_nbi_threadgroup<char, NVSHMEMI_THREADGROUP_WARP>(static_cast<char*>(to), static_cast<const char*>(from),
+                                                                bytes, static_cast<int>(peer));
+}
+
+// put(), then the signal. Earlier puts are ordered before both by fence(). All lanes.
+__device__ __forceinline__ void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal, uint64_t word,
+                                           uint32_t peer) {
+  nvshmemi_put_signal_threadgroup<char, NVSHMEMI_THREADGROUP_WARP>(
+      static_cast<char*>(to), static_cast<const char*>(from), bytes, signal, word, NVSHMEMI_AMO_SIGNAL_SET,
+      static_cast<int>(peer), true);
+}
+
+// Orders the warp's earlier puts before its later ones to the same peer. All lanes; one of them issued the puts to peers that
+// are not mapped, and it is that one's fence.
+__device__ __forceinline__ void fence() {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) nvshmemi_fence();
+  __syncwarp();
+}
+
+// Returns when the warp's earlier puts have arrived. All lanes.
+__device__ __forceinline__ void quiet() {
+  __syncwarp();
+  nvshmemi_quiet<NVSHMEMI_THREADGROUP_WARP>();
+}
+
+// Sets a word of a peer, after puts of any warp that has been through quiet() and of which this lane knows. One lane.
+__device__ __forceinline__ void signal(uint64_t* to, uint64_t word, uint32_t peer) {
+  __threadfence_system();
+  nvshmemi_signal_op(to, word, NVSHMEMI_AMO_SIGNAL_SET, static_cast<int>(peer));
+}
+
+// After a peer's signal was seen here: makes what was put before it visible, where a transport needs help with that. (As
+// nvshmem_signal_wait_until does once its wait is over.) Any lane.
+__device__ __forceinline__ void settle() {
+  nvshmemi_transfer_syncapi_update_mem();
+}
+
+}  // namespace flashmoe::sm90::network
