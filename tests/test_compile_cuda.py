@@ -70,6 +70,24 @@ def test_instances(tool):
     found = tool.instances()
     assert len(found) == len(set(found)) == 16 + 4 + 3
     assert sum(tool.TRACE in defines for defines in found) == 4 + 3
+    assert all(tool.RDMA not in defines for defines in found)
+
+
+def test_what_needs_headers_of_nvshmem_is_skipped_by_name(tool, tmp_path, monkeypatch, capsys):
+    compiled = []
+    monkeypatch.setattr(tool, "find_nvcc", lambda: Path("true"))
+    monkeypatch.setattr(tool, "find_nvdisasm", lambda nvcc: Path("nvdisasm"))
+    monkeypatch.setattr(tool, "compile_unit", lambda nvcc, nvdisasm, unit: compiled.append(unit) or tool.Compiled(""))
+    monkeypatch.setattr(tool, "report", lambda unit, compiled: 0)
+    monkeypatch.setattr(tool.sys, "path", [str(tmp_path)])
+    assert tool.main() == 0
+    out = capsys.readouterr().out
+    assert "SKIPPED, no headers of NVSHMEM: csrc/cuda/moe.cu -DFLASHMOE_DTYPE=1 -DFLASHMOE_ACTIVATION=3 " in out
+    assert not any(tool.RDMA in unit.defines for unit in compiled)
+    (tmp_path / "nvidia" / "nvshmem" / "include").mkdir(parents=True)
+    (tmp_path / "nvidia" / "nvshmem" / "include" / "nvshmem.h").touch()
+    assert tool.main() == 0 and "SKIPPED" not in capsys.readouterr().out
+    assert sum(tool.RDMA in unit.defines for unit in compiled) == len(tool.rdma_instances())
 
 
 def test_other_kernels_need_no_particular_instruction(tool):

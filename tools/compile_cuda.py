@@ -44,7 +44,7 @@ LOADS = ("UTMALDG", "LDGSTS")
 WGMMA = "HGMMA"
 
 BF16, SWIGLU = 1, 3  # as csrc/cuda/moe.cu numbers them
-EXACT, TRACE = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1"
+EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
 
 # C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.
 ADVISORY = re.compile(r"\(C75\d\d\).*|Potential Performance Loss.*")
@@ -160,11 +160,26 @@ def instances() -> list[tuple[str, ...]]:
     return found
 
 
+def rdma_instances() -> list[tuple[str, ...]]:
+    """The same, of those that put to other ranks: one of each set of registers."""
+    kinds = ((BF16, SWIGLU), (BF16, 1), (2, SWIGLU), (0, SWIGLU), (0, 1))
+    return [(f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", RDMA) for dtype, activation in kinds]
+
+
+def nvshmem_headers() -> Path | None:
+    """Those of NVSHMEM's PyPI package, which PyTorch for CUDA depends on."""
+    found = (Path(path) / "nvidia" / "nvshmem" / "include" for path in sys.path)
+    return next((folder for folder in found if (folder / "nvshmem.h").exists()), None)
+
+
 def units() -> list[Unit]:
     """Everything to compile."""
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
-        found += [Unit(source, defines) for defines in instances()] if Unit(source).fused else [Unit(source)]
+        if Unit(source).fused:
+            found += [Unit(source, defines) for defines in (*instances(), *rdma_instances())]
+        else:
+            found.append(Unit(source))
     return found
 
 
@@ -185,7 +200,8 @@ def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
     OUTPUT.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9=]+", "-", unit.title)
     mode, output = ("-cubin", OUTPUT / f"{name}.cubin") if unit.fused else ("-c", OUTPUT / f"{name}.o")
-    command = [str(nvcc), *FLAGS, *unit.defines, mode, str(unit.source), "-o", str(output)]
+    folders = ["-isystem", str(nvshmem_headers())] if RDMA in unit.defines else []
+    command = [str(nvcc), *FLAGS, *unit.defines, *folders, mode, str(unit.source), "-o", str(output)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (OUTPUT / f"{name}.log").write_text(done.stdout)
     if done.returncode:
@@ -238,6 +254,11 @@ def main() -> int:
         print(f"FAILED: no nvdisasm to look at the kernels with. Install one:\n    {INSTALL_NVDISASM}", file=sys.stderr)
         return 1
 
+    if nvshmem_headers() is None:
+        without = [unit for unit in todo if RDMA in unit.defines]
+        todo = [unit for unit in todo if unit not in without]
+        print(f"SKIPPED, no headers of NVSHMEM: {', '.join(unit.title for unit in without)}. To compile them:")
+        print("    pip install nvidia-nvshmem-cu13")
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release [^\n]*", version)
     print(f"nvcc {release[0] if release else '(version unknown)'}")

@@ -24,6 +24,9 @@ LIMITS = {"max_tokens": 2048, "hidden": 2048, "intermediate": 1024, "experts": 1
 
 RETURN_MODES = ("direct", "reduced")
 
+WAYS = {mode: {"return_mode": mode} for mode in RETURN_MODES} | {"rdma": {"transport": "rdma"}}
+"""How results come home, and what a context is told for that. ``rdma`` is reduced, and forced: memory is mapped."""
+
 FEW_TOKENS = 8
 """So few of a rank alone go through another kernel, whose sums have another order."""
 
@@ -43,11 +46,11 @@ def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
     return flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings)
 
 
-def shared_context(rank: int, ranks: int, name: str, mode: str) -> flashmoe.Context:
-    """The context with this return mode that this process keeps from test to test."""
-    context = _shared.get(mode)
+def shared_context(rank: int, ranks: int, name: str, way: str) -> flashmoe.Context:
+    """The context of this way that this process keeps from test to test."""
+    context = _shared.get(way)
     if context is None or context.closed:
-        context = _shared[mode] = joined(rank, ranks, f"{name}-{mode}", return_mode=mode)
+        context = _shared[way] = joined(rank, ranks, f"{name}-{way}", **WAYS[way])
     return context
 
 
@@ -85,9 +88,9 @@ def with_experts(problem: Problem, experts: list[int]) -> Problem:
     return replace(problem, **{name: part if part is None else part[experts] for name, part in parts.items()})
 
 
-def memory(rank: int, ranks: int, name: str) -> tuple[int, int, int]:
+def memory(rank: int, ranks: int, name: str, way: str) -> tuple[int, int, int]:
     """Processors of a new context, and bytes of its heap and workspace."""
-    with joined(rank, ranks, name) as context:
+    with joined(rank, ranks, name, **WAYS[way]) as context:
         return context.processors, context.heap_bytes, context.workspace_bytes
 
 
@@ -107,10 +110,13 @@ def bounded(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list
 
 
 @starting_anew
-def compare(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list[int], calls: int = 1) -> int:
-    """Calls of one problem on the group, both returns in turn; how many differ, in any bit, from what the same tokens
-    give on this GPU alone. (A few tokens go another way there: these are compared with the reference.)"""
-    contexts = {mode: shared_context(rank, ranks, name, mode) for mode in RETURN_MODES}
+def compare(
+    rank: int, ranks: int, name: str, ways: Sequence[str], spec: dict[str, Any], tokens: list[int], calls: int = 1
+) -> int:
+    """Calls of one problem on the group, these ways in turn; how many differ, in any bit, from what the same tokens
+    give on this GPU alone, or from another way with the same return mode. (A few tokens go another way on a GPU alone:
+    these are compared with the reference.)"""
+    contexts = [shared_context(rank, ranks, name, way) for way in ways]
     spec = dict(spec)
     placement = spec.pop("placement", None) or flashmoe.placement.contiguous(spec["experts"], ranks)
     problem = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{rank}", **spec)
@@ -118,14 +124,17 @@ def compare(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list
     local = with_experts(own, flashmoe.placement.local_experts(placement, rank))
     alone = results_alone(own, rank, placement)
     differing = 0
+    first: dict[str, torch.Tensor] = {}
     for i in range(calls):
-        for mode, context in contexts.items():
+        for context in contexts:
             y, report = call(context, local, placement=placement)
-            assert report.return_mode == mode
+            mode = report.return_mode
+            assert mode == context.return_mode
             if alone:
                 differing += not torch.equal(y, alone[mode])
             elif i == 0:
                 check(own, y, report)
+            differing += not torch.equal(y, first.setdefault(mode, y))
     return differing
 
 
@@ -188,9 +197,8 @@ class Drawn:
 
 
 @starting_anew
-def many_calls(rank: int, ranks: int, name: str, seed: int, calls: int, verify_every: int) -> int:
-    """Calls on two contexts, one for each return mode, back to back: the host waits for none of them before the last.
-    How many of those verified differ in any bit from what one GPU gives.
+def many_calls(rank: int, ranks: int, name: str, ways: Sequence[str], seed: int, calls: int, verify_every: int) -> int:
+    """Calls on a context of each way, back to back: the host waits for none of them before the last. How many of those verified differ in any bit from what one GPU gives.
 
     Drawn for each call, alike on all ranks: the layer, of six whose sizes, type, activation, routing and experts'
     shares are drawn too; and each rank's number of tokens, half of them 0, the others up to 3, 60, 400 or 2048. Each
@@ -198,7 +206,7 @@ def many_calls(rank: int, ranks: int, name: str, seed: int, calls: int, verify_e
     millisecond late. The contexts take turns of `verify_every` calls, of which one, drawn, is verified: its output
     begins as NaN, and the GPU compares it with rows that it computed alone before the first call.
     """
-    contexts = [shared_context(rank, ranks, name, mode) for mode in RETURN_MODES]
+    contexts = [shared_context(rank, ranks, name, way) for way in ways]
     layers = [Drawn.kind(str(kind), seed, rank, ranks) for kind in range(6)]
     draw, own = random.Random(seed), random.Random(f"{seed} of rank {rank}")
     verified: list[str] = []
@@ -315,7 +323,7 @@ def forward(
 
 
 def overlapping_layers(
-    rank: int, ranks: int, name: str, mode: str, forwards: int, meetings: Path
+    rank: int, ranks: int, name: str, way: str, forwards: int, meetings: Path
 ) -> tuple[int, Times, Times]:
     """Forwards of several layers, at first with all ranks waiting for one another after every call, then launched at
     once, with one call of four up to two milliseconds late. How many outputs of the two differ in any bit; when the
@@ -346,7 +354,7 @@ def overlapping_layers(
             torch.cuda._sleep(own.randrange(4 * HALF_A_MILLISECOND))
         return together.call(make)
 
-    with joined(rank, ranks, name, **{**OVERLAPPING, "dtype": "bfloat16", "return_mode": mode}) as context:
+    with joined(rank, ranks, name, **{**OVERLAPPING, "dtype": "bfloat16", **WAYS[way]}) as context:
         with poisoned_outputs():
             expected = [forward(context, layers, each, in_lockstep) for each in inputs]
             results = [forward(context, layers, each, at_once) for each in inputs]
@@ -362,13 +370,14 @@ def meet(store: torch.distributed.Store, ranks: int, where: str) -> None:
     store.wait([f"{where}: all"])
 
 
-def stall(rank: int, ranks: int, name: str, who: int, timeout: float) -> tuple[str, float]:
+def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float) -> tuple[str, float]:
     """Rank `who` stays out of a call until the others have given up; what each is told, and after how long. Then all
     make a new group, whose calls are right."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
     whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
+    limits = {**spec, "max_tokens": 100, "dtype": "bfloat16", "transport": transport}
     told = ""
-    with joined(rank, ranks, f"{name}-1", **spec, max_tokens=100, dtype="bfloat16", timeout=timeout) as context:
+    with joined(rank, ranks, f"{name}-1", **limits, timeout=timeout) as context:
         local = with_experts(whole, context.local_experts())
         call(context, local)
         started = time.monotonic()
@@ -379,17 +388,18 @@ def stall(rank: int, ranks: int, name: str, who: int, timeout: float) -> tuple[s
         except flashmoe.FlashMoEError as error:
             told = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - started
-    with joined(rank, ranks, f"{name}-2", **spec, max_tokens=100, dtype="bfloat16") as context:
+    with joined(rank, ranks, f"{name}-2", **limits) as context:
         y, report = call(context, local)
         check(whole, y, report)
     return told, seconds
 
 
-def die(rank: int, ranks: int, name: str, who: int, timeout: float, folder: Path) -> None:
+def die(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float, folder: Path) -> None:
     """Rank `who` is killed between two calls; the others write down what they are told."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
     whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
-    with joined(rank, ranks, name, **spec, max_tokens=100, dtype="bfloat16", timeout=timeout) as context:
+    limits = {**spec, "max_tokens": 100, "dtype": "bfloat16", "transport": transport}
+    with joined(rank, ranks, name, **limits, timeout=timeout) as context:
         local = with_experts(whole, context.local_experts())
         call(context, local)
         if rank == who:
@@ -402,11 +412,11 @@ def die(rank: int, ranks: int, name: str, who: int, timeout: float, folder: Path
         (folder / str(rank)).write_text(told)
 
 
-def disagree(rank: int, ranks: int, name: str) -> str:
+def disagree(rank: int, ranks: int, name: str, transport: str) -> str:
     """Rank 1 calls with another K."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 3}
     whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
-    with joined(rank, ranks, name, **spec, max_tokens=100, dtype="bfloat16") as context:
+    with joined(rank, ranks, name, **spec, max_tokens=100, dtype="bfloat16", transport=transport) as context:
         local = replace(with_experts(whole, context.local_experts()), top_k=2 if rank == 1 else 3)
         try:
             call(context, local)
@@ -415,13 +425,30 @@ def disagree(rank: int, ranks: int, name: str) -> str:
     return "nothing"
 
 
-def replay(rank: int, ranks: int, name: str, mode: str) -> int:
+def operations(rank: int, ranks: int, name: str, way: str, calls: int) -> list[str]:
+    """What this GPU does in so many calls, once one has loaded the kernel."""
+    spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
+    whole = random_problem(3, 300, device=f"cuda:{rank}", **spec)
+    with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16", **WAYS[way]) as context:
+        local = with_experts(whole, context.local_experts())
+        call(context, local)
+        arguments = local.arguments()
+        for _ in range(2):  # the profiler has a first time of its own
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(calls):
+                    flashmoe.moe(context, **arguments)
+                context.synchronize()
+        names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        return [name for name in names if "sync" not in name.lower()]
+
+
+def replay(rank: int, ranks: int, name: str, way: str) -> int:
     """A call captured on every rank, replayed with other tokens; how many replays are off."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
     problems = [random_problem(seed, 300, device=f"cuda:{rank}", **spec) for seed in range(5)]
     first = problems[0]
     off = 0
-    with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16", return_mode=mode) as context:
+    with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16", **WAYS[way]) as context:
         local = with_experts(first, context.local_experts())
         x = first.x.clone()
         graph, y = capture(context, replace(local, x=x))
@@ -431,5 +458,5 @@ def replay(rank: int, ranks: int, name: str, mode: str) -> int:
             torch.cuda.synchronize()
             context.synchronize()
             alone = results_alone(replace(first, x=other.x), rank, context.placement)
-            off += not torch.equal(y, alone[mode])
+            off += not torch.equal(y, alone[context.return_mode])
     return off

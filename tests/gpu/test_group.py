@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import ranks as on_rank
 import torch
+from flashmoe.context import TRANSPORTS
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import plan_memory
 from layers import SEED
@@ -30,6 +31,12 @@ def pool(request) -> Iterator[RankPool]:
         yield made
 
 
+@pytest.fixture(params=["mapped", "rdma"])
+def ways(request) -> tuple[str, ...]:
+    """How results come home. By puts, forced on memory that is mapped: beside what they are to be equal to."""
+    return on_rank.RETURN_MODES if request.param == "mapped" else ("reduced", "rdma")
+
+
 def everywhere(pool: RankPool, fn, *arguments, timeout: float = 120.0) -> list:
     return pool.call(fn, [arguments] * pool.ranks, timeout=timeout)
 
@@ -49,14 +56,15 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_bits_are_those_of_one_gpu(pool, name):
+def test_bits_are_those_of_one_gpu(pool, ways, name):
     spec = {"seed": SEED % 1000, **SHAPES[name]}
-    assert everywhere(pool, on_rank.compare, spec, [1024] * pool.ranks, 3) == [0] * pool.ranks
+    assert everywhere(pool, on_rank.compare, ways, spec, [1024] * pool.ranks, 3) == [0] * pool.ranks
 
 
-def test_memory_is_what_the_plan_says(pool):
-    for processors, *sizes in everywhere(pool, on_rank.memory):
-        limits = {**on_rank.LIMITS, "ranks": pool.ranks, "return_mode": "direct", "processors": processors}
+@pytest.mark.parametrize("way", on_rank.WAYS)
+def test_memory_is_what_the_plan_says(pool, way):
+    for processors, *sizes in everywhere(pool, on_rank.memory, way):
+        limits = {**on_rank.LIMITS, "ranks": pool.ranks, "processors": processors, **on_rank.WAYS[way]}
         plan = plan_memory(engine="cuda", **limits)
         assert sizes == [plan.heap_bytes, plan.workspace_bytes]
 
@@ -78,44 +86,45 @@ TOKENS = {
 
 
 @pytest.mark.parametrize("case", TOKENS)
-def test_uneven_tokens(pool, case):
+def test_uneven_tokens(pool, ways, case):
     spec = {"seed": 3, "hidden": 1024, "intermediate": 512, "experts": 32, "top_k": 4}
-    assert everywhere(pool, on_rank.compare, spec, TOKENS[case][: pool.ranks], 5) == [0] * pool.ranks
+    assert everywhere(pool, on_rank.compare, ways, spec, TOKENS[case][: pool.ranks], 5) == [0] * pool.ranks
 
 
 @pytest.mark.parametrize("owner", [0, 1])
-def test_all_experts_on_one_rank(pool, owner):
+def test_all_experts_on_one_rank(pool, ways, owner):
     spec = {"seed": 4, "hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4, "placement": [owner] * 16}
-    assert everywhere(pool, on_rank.compare, spec, [500] * pool.ranks, 5) == [0] * pool.ranks
+    assert everywhere(pool, on_rank.compare, ways, spec, [500] * pool.ranks, 5) == [0] * pool.ranks
 
 
-def test_scattered_placement(pool):
+def test_scattered_placement(pool, ways):
     placement = [(7 * expert + 1) % pool.ranks for expert in range(24)]
     spec = {"seed": 5, "hidden": 512, "intermediate": 256, "experts": 24, "top_k": 4, "placement": placement}
-    assert everywhere(pool, on_rank.compare, spec, [500] * pool.ranks, 5) == [0] * pool.ranks
+    assert everywhere(pool, on_rank.compare, ways, spec, [500] * pool.ranks, 5) == [0] * pool.ranks
 
 
-def test_skewed_routing(pool):
+def test_skewed_routing(pool, ways):
     spec = {"seed": 6, "hidden": 1024, "intermediate": 512, "experts": 64, "top_k": 4, "skew": 50.0}
-    assert everywhere(pool, on_rank.compare, spec, [2048] * pool.ranks, 5) == [0] * pool.ranks
+    assert everywhere(pool, on_rank.compare, ways, spec, [2048] * pool.ranks, 5) == [0] * pool.ranks
 
 
-def test_a_hundred_calls_give_the_same_bits(pool):
+def test_a_hundred_calls_give_the_same_bits(pool, ways):
     spec = {"seed": 8, **SHAPES["Qwen3"]}
-    assert everywhere(pool, on_rank.compare, spec, [1500] * pool.ranks, 100) == [0] * pool.ranks
+    assert everywhere(pool, on_rank.compare, ways, spec, [1500] * pool.ranks, 100) == [0] * pool.ranks
 
 
 @pytest.mark.timeout(CALLS_SECONDS + 60)
-def test_many_calls_of_changing_size(pool):
+def test_many_calls_of_changing_size(pool, ways):
     """FLASHMOE_CALLS of them, every hundredth verified; see `ranks.many_calls` for what is drawn."""
-    assert everywhere(pool, on_rank.many_calls, SEED, CALLS, 100, timeout=CALLS_SECONDS) == [0] * pool.ranks
+    seconds = CALLS_SECONDS
+    assert everywhere(pool, on_rank.many_calls, ways, SEED, CALLS, 100, timeout=seconds) == [0] * pool.ranks
 
 
-@pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
-def test_calls_on_successive_layers_overlap(pool, mode, tmp_path):
+@pytest.mark.parametrize("way", on_rank.WAYS)
+def test_calls_on_successive_layers_overlap(pool, way, tmp_path):
     """A rank begins the next layer while another is in this one, and no bit differs from layers in lockstep."""
     forwards = 32
-    results = everywhere(pool, on_rank.overlapping_layers, mode, forwards, tmp_path / "meetings")
+    results = everywhere(pool, on_rank.overlapping_layers, way, forwards, tmp_path / "meetings")
     differing, in_lockstep, at_once = zip(*results, strict=True)
     assert differing == (0,) * pool.ranks
     # Half of the calls are of layers in which tokens stay, so that they can; in lockstep none may.
@@ -131,28 +140,37 @@ def overlapping(times_by_rank: tuple[on_rank.Times, ...]) -> int:
     return sum(nanoseconds > 200_000 for nanoseconds in ahead)
 
 
-@pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
-def test_graphs(pool, mode):
-    assert everywhere(pool, on_rank.replay, mode) == [0] * pool.ranks
+@pytest.mark.parametrize("way", on_rank.WAYS)
+def test_graphs(pool, way):
+    assert everywhere(pool, on_rank.replay, way) == [0] * pool.ranks
 
 
-def test_ranks_that_disagree(pool):
-    for told in everywhere(pool, on_rank.disagree):
+@pytest.mark.parametrize("way", on_rank.WAYS)
+def test_one_gpu_operation_a_call(pool, way):
+    for done in everywhere(pool, on_rank.operations, way, 3):
+        assert len(done) == 3 and all("flashmoe_moe" in name for name in done), done
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_disagree(pool, transport):
+    for told in everywhere(pool, on_rank.disagree, transport):
         assert told.startswith("GroupError: ranks disagree on call 1: ")
         assert "top_k K: rank" in told
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_stalls_is_named(pool, who):
-    for rank, (told, seconds) in enumerate(everywhere(pool, on_rank.stall, who, 2.0)):
+def test_a_rank_that_stalls_is_named(pool, who, transport):
+    for rank, (told, seconds) in enumerate(everywhere(pool, on_rank.stall, transport, who, 2.0)):
         assert told.startswith(f"PeerTimeout: rank {who} holds up call 2: ")
         if rank != who:  # by the time that it is told itself, it has begun
             assert "it has not begun call 2 (it is at 1)" in told and 1.0 < seconds < 5.0
 
 
-def test_a_rank_that_dies_is_named(pool, tmp_path):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_dies_is_named(pool, tmp_path, transport):
     with RankPool(pool.ranks) as mortal, pytest.raises(RankFailed) as failed:
-        everywhere(mortal, on_rank.die, 1, 2.0, tmp_path)
+        everywhere(mortal, on_rank.die, transport, 1, 2.0, tmp_path)
     assert set(failed.value.errors) == {1}
     for rank in {*range(pool.ranks)} - {1}:
         told = (tmp_path / str(rank)).read_text()
