@@ -181,8 +181,13 @@ __device__ __forceinline__ void tell_fault(const Call& c) {
   P::load_acquire(&c.control()->abort.value, kDevice);  // set after the record
   if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) == 0) return;
   P::sync();
+  // A disagreement is worded from both configurations, and this rank may not have come to announce its own.
+  CallConfig* const config = c.call_config(c.rank, c.rank);
+  const bool begun = Signal::epoch(P::broadcast(P::load_acquire(c.call_signal(c.rank, c.rank), kDevice), 0)) == c.epoch;
   FLASHMOE_NO_UNROLL
   for (uint32_t i = 1; i < c.ranks; ++i) {
+    if (begun) sm90::network::put(config, config, sizeof(CallConfig), (c.rank + i) % c.ranks);
+    sm90::network::fence();
     sm90::network::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.ranks);
   }
   sm90::network::quiet();
