@@ -198,7 +198,8 @@ class Drawn:
 
 @starting_anew
 def many_calls(rank: int, ranks: int, name: str, ways: Sequence[str], seed: int, calls: int, verify_every: int) -> int:
-    """Calls on a context of each way, back to back: the host waits for none of them before the last. How many of those verified differ in any bit from what one GPU gives.
+    """Calls on a context of each way, back to back: the host waits for none of them before the last. How many of those
+    verified differ in any bit from what one GPU gives.
 
     Drawn for each call, alike on all ranks: the layer, of six whose sizes, type, activation, routing and experts'
     shares are drawn too; and each rank's number of tokens, half of them 0, the others up to 3, 60, 400 or 2048. Each
