@@ -127,8 +127,8 @@ def test_calls_on_successive_layers_overlap(pool, way, tmp_path):
     results = everywhere(pool, on_rank.overlapping_layers, way, forwards, tmp_path / "meetings")
     differing, in_lockstep, at_once = zip(*results, strict=True)
     assert differing == (0,) * pool.ranks
-    # Half of the calls are of layers in which tokens stay, so that they can; in lockstep none may.
-    assert overlapping(at_once) >= forwards / 2
+    # That it happens is what counts; how often depends on how long the layers take. In lockstep it must not.
+    assert overlapping(at_once) > 0
     assert overlapping(in_lockstep) == 0
 
 

@@ -79,8 +79,10 @@ class NetworkSender {
     return true;
   }
 
-  // The block's rows that any other rank needs, to where puts may read. (Four chunks at a time: with eight, and NVSHMEM's code
-  // in the same loop, fp32 kernels spill.)
+  // With more, and NVSHMEM's code in the same loop, kernels spill.
+  static constexpr uint32_t kChunks = Dtype::kBytes == 2 ? 4 : 2;
+
+  // The block's rows that any other rank needs, to where puts may read.
   __device__ __forceinline__ void copy_rows(uint32_t b) const {
     const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
     FLASHMOE_NO_UNROLL
@@ -94,7 +96,7 @@ class NetworkSender {
       FLASHMOE_NO_UNROLL
       for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
         const uint32_t token = first + base + lowest_bit<P>(left);
-        copy_row<4>(args_.x + token * args_.x_row_bytes, c_.out_row(token), row_bytes());
+        copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.out_row(token), row_bytes());
       }
     }
     P::sync();
