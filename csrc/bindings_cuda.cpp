@@ -30,8 +30,10 @@ FieldRows layout_fields(Sizes sizes) {
 int64_t create(Sizes sizes, ffi::String name, ffi::String nvshmem, int64_t device, int64_t timeout_ns) {
   return guarded([&] {
     const Membership who{size(sizes, "rank"), name, nvshmem};
-    const OrderPolicy order{
-        .gemm1_lag = size(sizes, "gemm1_lag"), .raster = size(sizes, "raster"), .window = size(sizes, "window")};
+    const OrderPolicy order{.gemm1_lag = size(sizes, "gemm1_lag"),
+                            .raster = size(sizes, "raster"),
+                            .window = size(sizes, "window"),
+                            .senders = size(sizes, "senders")};
     try {
       return registry<Context>().add(std::make_shared<Context>(static_cast<int>(device), who, limits_of(sizes), order,
                                                                static_cast<uint64_t>(timeout_ns)));

@@ -17,6 +17,7 @@ using cpu::concat;
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
 constexpr uint32_t kRaster = 8;
+constexpr uint32_t kSenders = 24;
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
 
 // Thread blocks. 0: one on every multiprocessor.
@@ -87,6 +88,7 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
     : device_(ordinal),
       limits_(cuda_limits(limits, device_.processors())),
       gemm1_lag_(order.gemm1_lag),
+      senders_(order.senders),
       fault_page_(device_) {
   call_.rank = who.rank;
   call_.ranks = limits_.ranks;
@@ -97,7 +99,8 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   call_.outbox = limits_.outbox;
   call_.order = {.gemm1_lag = 0,  // see call_of()
                  .raster = order.raster != 0 ? order.raster : kRaster,
-                 .window = order.window != 0 ? order.window : 4 * call_.processors};
+                 .window = order.window != 0 ? order.window : 4 * call_.processors,
+                 .senders = 0};
   call_.heap_layout = make_heap_layout(limits_);
   call_.work_layout = make_work_layout(limits_);
   call_.max_blocks = limits_.max_blocks();
@@ -221,6 +224,8 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   const bool early = c.ranks > 1 && spec.return_mode == ReturnMode::kDirect;
   c.order.gemm1_lag = gemm1_lag_ != 0 ? gemm1_lag_ : early ? 2 * c.processors : kAlwaysHeld;
   if (c.ranks > 1) {
+    const uint32_t service = 1 + sm90::formers_of(c.ranks, c.local_experts, processors());
+    c.order.senders = min_of(senders_ != 0 ? senders_ : kSenders, processors() - service);
     // Alike on all ranks, whatever their tokens: one's signal is another's columns.
     c.return_mode = spec.return_mode;
     // By puts, one group: a message is then a whole row.

@@ -3,13 +3,14 @@
 //
 // Roles
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
-//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                                 200 registers
-//   warpgroup 2                                                                                             104
+//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, fp32: 192
+//   warpgroup 2                                                                                104, fp32: 120
 //     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
 //                         during GEMM1 the second warp joins rows (stages/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
-//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or with several ranks sender
-//                         (stages/send.cuh, or network_sender.cuh where peers are not mapped)
+//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
+//                         sender (stages/network_sender.cuh)
+//   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (stages/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
 //   (stages/reduce.cuh, combine.cuh, join.cuh), so that at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
@@ -49,8 +50,12 @@ __device__ __forceinline__ void take_registers() {
 inline constexpr uint32_t kClerkWarp = kWarps - 2;
 // Registers change hands within what the block entered with: an increase that exceeds it waits for ever.
 inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
-inline constexpr uint32_t kConsumerRegisters = 200, kServiceRegisters = 104;
-static_assert(kConsumers * kConsumerRegisters + kServiceRegisters <= kThreads / kWarpgroup * kEntryRegisters);
+// (Sums of fp32 take more.)
+template <class Dtype>
+inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 ? 104 : 120;
+template <class Dtype>
+inline constexpr uint32_t kConsumerRegisters =
+    (kThreads / kWarpgroup * kEntryRegisters - kServiceRegisters<Dtype>) / kConsumers / 8 * 8;
 
 // All threads, first of all: this block's copy of the call, its barriers.
 template <class Dtype>
@@ -91,11 +96,8 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
   } else if (const uint32_t formers = formers_of(c.ranks, c.local_experts, gridDim.x); blockIdx.x <= formers) {
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
   } else {
-    const uint32_t first = blockIdx.x - 1 - formers, senders = gridDim.x - 1 - formers;
 #if FLASHMOE_RDMA
-    stages::NetworkSender<Dtype, Trace>(args, c, trace).run(first, senders);
-#else
-    stages::RowSender<Dtype, Trace>(args, c, trace).run(first, senders);
+    stages::NetworkSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
 #endif
   }
 }
@@ -114,13 +116,20 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
+#if !FLASHMOE_RDMA
+  if (blockIdx.x + c.order.senders >= gridDim.x) {
+    const uint32_t sender = blockIdx.x + c.order.senders - gridDim.x;
+    stages::RowSender<Dtype, Tracer<kTrace, 32>>(args, c, each_warp)
+        .run(warp * c.order.senders + sender, kWarps * c.order.senders);
+  }
+#endif
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
-    take_registers<kConsumerRegisters>();
+    take_registers<kConsumerRegisters<Dtype>>();
     const uint32_t staging = ring_memory + kStages * kStageBytes + warpgroup * kStagingBytes;
     compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
   } else {
-    give_registers<kServiceRegisters>();
+    give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, each_warp);
   }
   if (c.joined == 0) {

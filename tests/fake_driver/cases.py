@@ -816,9 +816,12 @@ def test_profiles():
         flashmoe.Context(engine="cuda", profile={"lag": 1}, **SIZES)
     with pytest.raises(flashmoe.InvalidArgument, match=r"profile\[raster\]: expected an integer in \[1, 32\], got 33"):
         flashmoe.Context(engine="cuda", profile={"raster": 33}, **SIZES)
-    with flashmoe.Context(engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9}, **SIZES) as made:
+    with flashmoe.Context(
+        engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9, "senders": 2}, **SIZES
+    ) as made:
         flashmoe.moe(made, **arguments())
-    assert [launched()[name] for name in ("gemm1_lag", "raster", "window")] == [7, 3, 9]
+    # Alone, a rank sends nothing.
+    assert [launched()[name] for name in ("gemm1_lag", "raster", "window", "senders")] == [7, 3, 9, 0]
 
 
 def store(profile, **changes):

@@ -17,6 +17,8 @@ struct OrderPolicy {
   uint32_t raster = 1;
   // Tasks published beyond those already asked for. 0 binds latest; a few hide the scheduler's latency.
   uint32_t window = 0;
+  // Thread blocks that first send this rank's rows, all their warps, and then compute (GPU, several ranks).
+  uint32_t senders = 0;
 };
 
 // What is ready and what was published, as the choice sees it.

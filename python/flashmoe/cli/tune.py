@@ -91,9 +91,11 @@ def _require_gpus(ranks: int) -> None:
 
 
 def _knobs(ranks: int) -> dict[str, tuple[int | str, ...]]:
-    """What is tried. Alone, a rank returns nothing."""
+    """What is tried. Alone, a rank sends and returns nothing."""
     knobs: dict[str, tuple[int | str, ...]] = {name: knob.tried for name, knob in PROFILE.items()}
-    return {"return_mode": RETURN_MODES[:2], **knobs} if ranks > 1 else knobs
+    if ranks > 1:
+        return {"return_mode": RETURN_MODES[:2], **knobs}
+    return {name: tried for name, tried in knobs.items() if name != "senders"}
 
 
 def _stored(setting: profiles.Setting, activation: str, outcome: Outcome) -> Path:
