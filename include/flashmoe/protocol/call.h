@@ -135,7 +135,9 @@ struct Call {
     if (outbox == 0 || q == rank) return packet_counts(q, rank, first_token);
     return workspace<uint16_t>(WorkField::kOutCounts, q, first_token);
   }
-  FLASHMOE_HD uint32_t* out_sent(uint32_t q, uint32_t b) const { return workspace<uint32_t>(WorkField::kOutSent, q, b); }
+  FLASHMOE_HD uint32_t* out_sent(uint32_t q, uint32_t b) const {
+    return workspace<uint32_t>(WorkField::kOutSent, q, b);
+  }
   FLASHMOE_HD uint64_t* return_signal(uint32_t at, uint32_t q, uint32_t g) const {
     return heap<uint64_t>(at, HeapField::kReturnSignal, q, g);
   }
