@@ -133,7 +133,7 @@ class Context {
   std::mutex mutex_;  // calls come from any thread
   const Device device_;
   Limits limits_;
-  Call call_;           // what every call has in common
+  Call call_;                     // what every call has in common
   uint32_t gemm1_lag_, senders_;  // asked for; 0: the context's choice
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<cpu::Group> group_;
