@@ -16,9 +16,9 @@ class Scheduler {
   static constexpr uint32_t kWindowTasks = 64;
   // GEMM1 tiles wait in two lists; those with rows of remote homes go first, since they have a way to go.
   static constexpr uint32_t kLists = 2;
-  static constexpr uint32_t kAhead =
-      max_of(4u, kMaxRaster / P::kLanes);  // ready tiles that a lane considers for a window
-  static constexpr uint32_t kPassed = 0xffffffffu;
+  // Ready tiles that a lane considers for a window: in all at least as many as a window has.
+  static constexpr uint32_t kAhead = max_of(4u, kMaxRaster / P::kLanes);
+  static constexpr uint32_t kPassed = 0xffffffffu;  // a place: not taken
   // A window of the raster: `tiles` tiles times `columns` columns, column by column.
   struct Window {
     uint32_t tiles = 0, first_column = 0, columns = 0, next = 0;
@@ -241,7 +241,7 @@ class Scheduler {
       word[j] = i < n ? ready[i] : 0;
       place[j] = kPassed;
     }
-    most = min_of(most, n);  // kMaxRaster at most: all within sight
+    most = min_of(most, n);
     uint32_t taken = 0;
     while (taken < most) {
       uint32_t expert = kPassed;

@@ -12,8 +12,8 @@ enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kReduce = 3,
 // index: tile (GEMM0, GEMM1), source * max_blocks + block (Reduce), block (Combine). column: block of columns, Combine:
 // return group.
 // In the ready list the word says what has become ready: a tile for GEMM0 or GEMM1 (column: see ReadyTile), a column of a
-// source's rows for Reduce (index: source), and Formed: that `column` more local experts
-// have all their tiles, `index` in number.
+// source's rows for Reduce (index: source), and Formed: that `column` more local experts have all their tiles, `index` in
+// number.
 struct Task {
   TaskKind kind = TaskKind::kNone;
   uint32_t column = 0;
