@@ -259,6 +259,7 @@ class Scheduler {
         taken = min_of(taken + total, most);
       }
     }
+    P::sync();  // all lanes have read what others now overwrite
     uint32_t end = taken;
     FLASHMOE_UNROLL
     for (uint32_t j = 0; j < kAhead; ++j) {
