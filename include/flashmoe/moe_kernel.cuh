@@ -52,7 +52,7 @@ inline constexpr uint32_t kClerkWarp = kWarps - 2;
 inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
 // (Sums of fp32 take more.)
 template <class Dtype>
-inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 ? 104 : 120;
+inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 || !Dtype::kTensorCores ? 104 : 120;
 template <class Dtype>
 inline constexpr uint32_t kConsumerRegisters =
     (kThreads / kWarpgroup * kEntryRegisters - kServiceRegisters<Dtype>) / kConsumers / 8 * 8;
@@ -79,6 +79,16 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
   pair_sync();
 }
 
+// Of the blocks that send, the part of one of `warps` warps.
+template <class Dtype, class Trace>
+__device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, uint32_t warp, uint32_t warps,
+                                          const Trace& trace) {
+  const uint32_t senders = c.order.senders;
+  if (blockIdx.x + senders < gridDim.x) return;
+  stages::RowSender<Dtype, Trace>(args, c, trace)
+      .run(warp * senders + blockIdx.x + senders - gridDim.x, warps * senders);
+}
+
 // One warp of the last warpgroup.
 template <class Dtype, bool kGated, class Trace>
 __device__ __forceinline__ void run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
@@ -98,6 +108,9 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
   } else {
 #if FLASHMOE_RDMA
     stages::NetworkSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
+#else
+    // Without tensor cores there are no registers left for all warps to send.
+    if constexpr (!Dtype::kTensorCores) send_rows<Dtype>(args, c, 0, 1, trace);
 #endif
   }
 }
@@ -116,13 +129,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
-#if !FLASHMOE_RDMA
-  if (blockIdx.x + c.order.senders >= gridDim.x) {
-    const uint32_t sender = blockIdx.x + c.order.senders - gridDim.x;
-    stages::RowSender<Dtype, Tracer<kTrace, 32>>(args, c, each_warp)
-        .run(warp * c.order.senders + sender, kWarps * c.order.senders);
-  }
-#endif
+  if constexpr (!kRdma && Dtype::kTensorCores) send_rows<Dtype>(args, c, warp, kWarps, each_warp);
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();

@@ -91,7 +91,8 @@ class RowSender {
     return true;
   }
 
-  static constexpr uint32_t kChunks = 8;  // of 16 bytes that a lane has on their way
+  // Of 16 bytes, that a lane has on their way: as registers allow.
+  static constexpr uint32_t kChunks = Dtype::kBytes == 2 ? 8 : 4;
 
   // The rows that rank q needs of the block's 32 tokens from `base` on.
   __device__ __forceinline__ void copy_rows(uint32_t b, uint32_t q, uint32_t base) const {
