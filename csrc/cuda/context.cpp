@@ -17,8 +17,11 @@ using cpu::concat;
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
 constexpr uint32_t kRaster = 8;
-constexpr uint32_t kSenders = 24;
+constexpr uint32_t kSenders = 16;
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
+// Tasks published ahead for each processor, most and least: fewer where they take longer.
+constexpr uint32_t kMostAhead = 4, kLeastAhead = 2;
+constexpr uint32_t kStagesAhead = 64;  // 40 us
 
 // Thread blocks. 0: one on every multiprocessor.
 uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
@@ -38,6 +41,14 @@ uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
 bool joins_rows(const Call& c) {
   if (c.ranks != 1 || c.capacity != 0 || c.tokens > sm90::kMaxJoinedTokens) return false;
   return c.top_k == 1 || (c.top_k == 2 && c.tokens * 2 >= sm90::kTileTokens * c.local_experts);
+}
+
+// Tasks published ahead for each processor. Several ranks' rows become ready one after the other, and what is ready waits
+// behind what is published, however late that is computed; short tasks need more of it to hide the scheduler.
+uint32_t tasks_ahead(const Call& c) {
+  if (c.ranks == 1) return kMostAhead;
+  const uint32_t stages = ceil_div(min_of(c.hidden, c.intermediate) * c.element_bytes, sm90::kRowBytes);
+  return std::clamp(ceil_div(kStagesAhead, stages), kLeastAhead, kMostAhead);
 }
 
 sm90::WeightRows rows_of(const Matrix& m) {
@@ -88,6 +99,7 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
     : device_(ordinal),
       limits_(cuda_limits(limits, device_.processors())),
       gemm1_lag_(order.gemm1_lag),
+      window_(order.window),
       senders_(order.senders),
       fault_page_(device_) {
   call_.rank = who.rank;
@@ -99,7 +111,7 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   call_.outbox = limits_.outbox;
   call_.order = {.gemm1_lag = 0,  // see call_of()
                  .raster = order.raster != 0 ? order.raster : kRaster,
-                 .window = order.window != 0 ? order.window : 4 * call_.processors,
+                 .window = 0,
                  .senders = 0};
   call_.heap_layout = make_heap_layout(limits_);
   call_.work_layout = make_work_layout(limits_);
@@ -223,6 +235,7 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   // sent. Elsewhere nothing is won by an early GEMM1.
   const bool early = c.ranks > 1 && spec.return_mode == ReturnMode::kDirect;
   c.order.gemm1_lag = gemm1_lag_ != 0 ? gemm1_lag_ : early ? 2 * c.processors : kAlwaysHeld;
+  c.order.window = window_ != 0 ? window_ : tasks_ahead(c) * c.processors;
   if (c.ranks > 1) {
     const uint32_t service = 1 + sm90::formers_of(c.ranks, c.local_experts, processors());
     c.order.senders = min_of(senders_ != 0 ? senders_ : kSenders, processors() - service);

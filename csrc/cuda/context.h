@@ -133,8 +133,8 @@ class Context {
   std::mutex mutex_;  // calls come from any thread
   const Device device_;
   Limits limits_;
-  Call call_;                     // what every call has in common
-  uint32_t gemm1_lag_, senders_;  // asked for; 0: the context's choice
+  Call call_;                              // what every call has in common
+  uint32_t gemm1_lag_, window_, senders_;  // asked for; 0: the context's choice
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<cpu::Group> group_;
   const Nvshmem* puts_ = nullptr;               // where peers are reached by puts alone

@@ -74,19 +74,27 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
     s.ring.init();
     Pipeline::init(shared_address(s.gate_barriers), kConsumers * kReleases<typename Scores<Dtype>::Type>);
     Pipeline::init(shared_address(s.stage_barriers), kPair * kConsumers * kReleases<Dtype>);
+    for (uint32_t w = 0; w < kWarps; ++w) stages::RowCopies::init(shared_address(s.send_barriers[w]));
     fence_barrier_init();
   }
   pair_sync();
 }
 
-// Of the blocks that send, the part of one of `warps` warps.
+// All threads of the blocks that send; `memory`: the stages.
 template <class Dtype, class Trace>
-__device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, uint32_t warp, uint32_t warps,
+__device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, Shared& s, uint32_t memory,
                                           const Trace& trace) {
-  const uint32_t senders = c.order.senders;
-  if (blockIdx.x + senders < gridDim.x) return;
-  stages::RowSender<Dtype, Trace>(args, c, trace)
-      .run(warp * senders + blockIdx.x + senders - gridDim.x, warps * senders);
+  // Volatile: these are to be read again behind it, or ptxas keeps them for the roles, and spills.
+  uint32_t thread, blocks;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  const uint32_t senders = c.order.senders, warp = thread / 32;
+  if (blockIdx.x + senders < blocks) return;
+  __syncthreads();  // the stages are not dispatch's any more,
+  const stages::RowCopies copies(memory + warp * stages::RowCopies::kBytes, shared_address(s.send_barriers[warp]));
+  stages::RowSender<Dtype, Trace>(args, c, copies, trace)
+      .run(warp * senders + blockIdx.x + senders - blocks, kWarps * senders);
+  __syncthreads();  // nor, now, the senders'
 }
 
 // One warp of the last warpgroup.
@@ -105,12 +113,9 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
   } else if (const uint32_t formers = formers_of(c.ranks, c.local_experts, gridDim.x); blockIdx.x <= formers) {
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
-  } else {
 #if FLASHMOE_RDMA
+  } else {
     stages::NetworkSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
-#else
-    // Without tensor cores there are no registers left for all warps to send.
-    if constexpr (!Dtype::kTensorCores) send_rows<Dtype>(args, c, 0, 1, trace);
 #endif
   }
 }
@@ -129,7 +134,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
-  if constexpr (!kRdma && Dtype::kTensorCores) send_rows<Dtype>(args, c, warp, kWarps, each_warp);
+  if constexpr (!kRdma) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();

@@ -242,16 +242,20 @@ class Scheduler {
       place[j] = kPassed;
     }
     most = min_of(most, n);
+    const uint32_t rounds =
+        ceil_div(min_of(n, kAhead * P::kLanes), P::kLanes);  // of the look-ahead that hold something
     uint32_t taken = 0;
     while (taken < most) {
       uint32_t expert = kPassed;
       FLASHMOE_UNROLL
       for (uint32_t j = kAhead; j-- > 0;) {
+        if (j >= rounds) continue;
         const uint32_t left = P::ballot(word[j] != 0 && place[j] == kPassed);
         if (left != 0) expert = expert_of(P::broadcast(word[j], lowest_bit<P>(left)));
       }
       FLASHMOE_UNROLL
       for (uint32_t j = 0; j < kAhead; ++j) {
+        if (j >= rounds) break;
         const bool same = word[j] != 0 && place[j] == kPassed && expert_of(word[j]) == expert;
         uint32_t total;
         const uint32_t at = taken + count_before<P>(same, total);
@@ -263,6 +267,7 @@ class Scheduler {
     uint32_t end = taken;
     FLASHMOE_UNROLL
     for (uint32_t j = 0; j < kAhead; ++j) {
+      if (j >= rounds) break;
       const bool passed = word[j] != 0 && place[j] == kPassed;
       uint32_t total;
       const uint32_t at = end + count_before<P>(passed, total);

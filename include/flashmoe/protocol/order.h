@@ -15,7 +15,8 @@ struct OrderPolicy {
   // a tile's rows, while both are in the cache. In [1, kMaxRaster]. (Between windows GEMM1 goes by return group, COMET
   // section 3.1.2: the first columns of all tiles travel while the last are computed.)
   uint32_t raster = 1;
-  // Tasks published beyond those already asked for. 0 binds latest; a few hide the scheduler's latency.
+  // Tasks published beyond those already asked for: what becomes ready later waits behind them. 0 binds latest; a few hide
+  // the scheduler's latency.
   uint32_t window = 0;
   // Thread blocks that first send this rank's rows, all their warps, and then compute (GPU, several ranks).
   uint32_t senders = 0;

@@ -1,6 +1,7 @@
 // Shared memory of the fused kernel's block, and the ring of task slots that its roles pass on.
 //
-//   stages   4 x 48 KiB   the GEMM pipeline (pipeline.cuh); before the first task, the gate's, and scratch of dispatch
+//   stages   4 x 48 KiB   the GEMM pipeline (pipeline.cuh); before the first task, the gate's, scratch of dispatch, and
+//                         the rows that a block sends
 //   staging  2 x  8 KiB   the consumers' epilogues
 //   Shared                everything else
 #pragma once
@@ -14,6 +15,7 @@
 #include "flashmoe/stages/epilogue.cuh"
 #include "flashmoe/stages/join.cuh"
 #include "flashmoe/stages/returns.cuh"
+#include "flashmoe/stages/send.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -107,6 +109,7 @@ struct TaskRing {
 struct Shared {
   Call call;  // the kernel's, with the epoch that device memory counts
   uint64_t gate_barriers[Pipeline::kBarriers], stage_barriers[Pipeline::kBarriers];
+  uint64_t send_barriers[kWarps][stages::RowCopies::kBarriers];
   TaskRing ring;
   stages::ReturnPlaces returns;
   stages::LateRows late;
@@ -122,6 +125,7 @@ struct Shared {
   TraceStarts trace_starts;
 };
 
+static_assert(kWarps * stages::RowCopies::kBytes <= kStages * kStageBytes);
 inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;
 static_assert(kSharedOffset + sizeof(Shared) <= kSharedBytes);
 

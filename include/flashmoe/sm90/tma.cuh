@@ -1,4 +1,5 @@
-// Copies from global to shared memory: whole boxes by the copy engine (TMA), 16 bytes at a time by cp.async.
+// Copies between global and shared memory: whole boxes and runs of bytes by the copy engine (TMA), 16 bytes at a time by
+// cp.async.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +36,29 @@ __device__ __forceinline__ void tma_load_to_pair(uint32_t to, const TensorMap* m
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(kBoth)
       : "memory");
+}
+
+// So many bytes, a multiple of 16 as both addresses are, to shared memory; they complete transactions of `barrier`.
+__device__ __forceinline__ void bulk_load(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// From shared memory, to a peer's too. What a thread stored so since its last bulk_commit() is a group.
+__device__ __forceinline__ void bulk_store(uint8_t* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until the shared memory of all of the thread's groups has been read;
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// until they are written, as if by the thread.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Has the L2 fetch so many bytes, a multiple of 16 as the address is.

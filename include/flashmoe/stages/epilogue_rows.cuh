@@ -129,35 +129,47 @@ __device__ __forceinline__ void stage_piece(uint32_t own, const Lane& at, const 
 // Stores the warp's rows, of which those below `rows` of the block's share and `columns` of their columns exist.
 // row_of(r) points to the task's first column of row r of the share.
 template <class Dtype, bool kGated, class Finish, class RowOf>
-__device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, const float (&acc)[128], uint32_t rows,
+__device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (&acc)[128], uint32_t rows,
                                            uint32_t columns, Finish finish, RowOf row_of) {
   constexpr uint32_t kColumns = TokensByFeatures::kN / (kGated ? 2 : 1);
   constexpr uint32_t kPieces = kColumns * Dtype::kBytes / kLineBytes;
+  // Half of the accumulators at a time, by the same code: it runs once a task, and to fetch it takes as long as to run it.
+  constexpr uint32_t kPasses = 2, kPassAccumulators = 128 / kPasses, kPassBytes = kPieces / kPasses * kLineBytes;
   // A lane stores chunk lane % 8 of every fourth row.
   constexpr uint32_t kRowsApart = kWarpRows / kPieceStores;
   const uint32_t chunk = at.lane % 8, row = at.lane / 8, first = at.group * 64 + at.warp * kWarpRows + row;
-  Piece<Dtype> next = finish_piece<Dtype, kGated>(acc, 0, finish);
   uint8_t* to[kPieceStores];
 #pragma unroll
   for (uint32_t i = 0; i < kPieceStores; ++i) to[i] = row_of(first + i * kRowsApart) + chunk * 16;
-  // A piece is on its way out of shared memory while the next is computed.
+  uint32_t left = min_of(columns, kColumns) * Dtype::kBytes;
+#pragma unroll 1
+  while (true) {
+    Piece<Dtype> next = finish_piece<Dtype, kGated>(acc, 0, finish);
+    // A piece is on its way out of shared memory while the next is computed.
 #pragma unroll
-  for (uint32_t p = 0; p < kPieces; ++p) {
-    if (p * kLineBytes >= columns * Dtype::kBytes) break;  // a branch also keeps ptxas from mixing pieces, and spilling
-    stage_piece(own, at, next);
-    __syncwarp();
-    uint4 piece[kPieceStores];
+    for (uint32_t p = 0; p < kPieces / kPasses; ++p) {
+      if (p * kLineBytes >= left) break;  // a branch also keeps ptxas from mixing pieces, and spilling
+      stage_piece(own, at, next);
+      __syncwarp();
+      uint4 piece[kPieceStores];
 #pragma unroll
-    for (uint32_t i = 0; i < kPieceStores; ++i) {
-      piece[i] = load_shared16(own + staged_in_piece(row + i * kRowsApart, chunk));
+      for (uint32_t i = 0; i < kPieceStores; ++i) {
+        piece[i] = load_shared16(own + staged_in_piece(row + i * kRowsApart, chunk));
+      }
+      if (p + 1 < kPieces / kPasses) next = finish_piece<Dtype, kGated>(acc, p + 1, finish);
+      const bool exists = p * kLineBytes + chunk * 16 < left;
+#pragma unroll
+      for (uint32_t i = 0; i < kPieceStores; ++i) {
+        if (exists && first + i * kRowsApart < rows) store_global16(to[i] + p * kLineBytes, piece[i]);
+      }
+      __syncwarp();
     }
-    if (p + 1 < kPieces) next = finish_piece<Dtype, kGated>(acc, p + 1, finish);
-    const bool exists = p * kLineBytes + chunk * 16 < columns * Dtype::kBytes;
+    if (left <= kPassBytes) break;
+    left -= kPassBytes;
 #pragma unroll
-    for (uint32_t i = 0; i < kPieceStores; ++i) {
-      if (exists && first + i * kRowsApart < rows) store_global16(to[i] + p * kLineBytes, piece[i]);
-    }
-    __syncwarp();
+    for (uint32_t i = 0; i < kPieceStores; ++i) to[i] += kPassBytes;
+#pragma unroll
+    for (uint32_t i = 0; i < kPassAccumulators; ++i) acc[i] = acc[i + kPassAccumulators];
   }
   named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the buffer as the warpgroup's
 }

@@ -10,8 +10,28 @@
 #include "flashmoe/sm90/kernel_args.h"
 #include "flashmoe/sm90/network.cuh"
 #include "flashmoe/stages/send.cuh"
+#include "flashmoe/stages/sum.cuh"
 
 namespace flashmoe::stages {
+
+// All lanes: a row of a multiple of 16 bytes. kChunks: of 16 bytes that a lane has on their way.
+template <uint32_t kChunks>
+__device__ __forceinline__ void copy_row(const uint8_t* from, uint8_t* to, uint32_t bytes) {
+  using P = sm90::Platform;
+  constexpr uint32_t kStep = P::kLanes * 16;
+  FLASHMOE_NO_UNROLL
+  for (uint32_t at = P::lane() * 16; at < bytes; at += kChunks * kStep) {
+    uint4 chunk[kChunks];
+#pragma unroll
+    for (uint32_t k = 0; k < kChunks; ++k) {
+      if (at + k * kStep < bytes) chunk[k] = load_once(from + at + k * kStep);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kChunks; ++k) {
+      if (at + k * kStep < bytes) *reinterpret_cast<uint4*>(to + at + k * kStep) = chunk[k];
+    }
+  }
+}
 
 // One of `senders` warps. All functions by all lanes; those that return a bool: false if the call was aborted.
 template <class Dtype, class Trace>

@@ -2,18 +2,21 @@
 //
 // By all warps of some blocks, before they compute. Not by a warp of each, although that would be free while the own rows
 // are computed: a block's first stores to a peer take 0.1 ms, and its loads wait behind them. So nearly all blocks had no
-// task until 0.16 ms into the call.
+// task until 0.16 ms into the call. And by the copy engine, through the stages, which are free until then: a few blocks keep
+// as much on its way as fills the link.
 //
 // Destination after destination, each rank beginning with the one behind it: so a rank hears from one rank at a time, and
-// early, instead of from all at the end. And a packet's rows by several warps, one packet after the other: a warp has few
-// copies on their way, and were each packet one warp's, all would be complete at the same time, late, and until then there
-// would be no tile of theirs.
+// early, instead of from all at the end. And a packet's rows by several warps, one packet after the other: were each packet
+// one warp's, all would be complete at the same time, late, and until then there would be no tile of theirs.
 #pragma once
 
 #include "flashmoe/actors/os.h"
 #include "flashmoe/protocol/packet.h"
+#include "flashmoe/sm90/barrier.cuh"
 #include "flashmoe/sm90/kernel_args.h"
-#include "flashmoe/stages/sum.cuh"
+#include "flashmoe/sm90/platform.cuh"
+#include "flashmoe/sm90/tma.cuh"
+#include "flashmoe/sm90/tracer.cuh"
 
 namespace flashmoe::stages {
 
@@ -35,24 +38,70 @@ __device__ __forceinline__ bool await_routing(const Call& c, uint32_t b) {
   return end == WaitEnd::kDone;
 }
 
-// All lanes: a row of a multiple of 16 bytes. kChunks: of 16 bytes that a lane has on their way.
-template <uint32_t kChunks>
-__device__ __forceinline__ void copy_row(const uint8_t* from, uint8_t* to, uint32_t bytes) {
+// One warp's copies of rows, by the copy engine through the warp's own shared memory: half of it is loaded while the other
+// is stored. A lane without a chunk of its own takes part in the waits.
+class RowCopies {
   using P = sm90::Platform;
-  constexpr uint32_t kStep = P::kLanes * 16;
-  FLASHMOE_NO_UNROLL
-  for (uint32_t at = P::lane() * 16; at < bytes; at += kChunks * kStep) {
-    uint4 chunk[kChunks];
-#pragma unroll
-    for (uint32_t k = 0; k < kChunks; ++k) {
-      if (at + k * kStep < bytes) chunk[k] = load_once(from + at + k * kStep);
-    }
-#pragma unroll
-    for (uint32_t k = 0; k < kChunks; ++k) {
-      if (at + k * kStep < bytes) *reinterpret_cast<uint4*>(to + at + k * kStep) = chunk[k];
-    }
+
+ public:
+  // As few chunks as keep the memory full: the engine takes them one by one.
+  static constexpr uint32_t kChunkBytes = 2048, kAtOnce = 4;  // of one lane; lanes
+  static constexpr uint32_t kBytes = 2 * kAtOnce * kChunkBytes;
+  static constexpr uint32_t kBarriers = 2;
+
+  // One thread, before the block's first synchronization.
+  static __device__ void init(uint32_t barriers) {
+    for (uint32_t i = 0; i < kBarriers; ++i) sm90::barrier_init(barriers + i * 8, kAtOnce);
   }
-}
+
+  // kBytes of shared memory, and barriers that no other warp uses.
+  __device__ __forceinline__ RowCopies(uint32_t memory, uint32_t barriers)
+      : memory_(memory + P::lane() % kAtOnce * kChunkBytes), barriers_(barriers) {}
+
+  // Rows 0 to rows - 1, of `row_bytes`, from from(row) to to(row), which are called by all lanes, each for a row of its own.
+  // They are written when it returns. All lanes.
+  template <class From, class To>
+  __device__ __forceinline__ void copy(uint32_t rows, uint32_t row_bytes, From&& from, To&& to) {
+    const uint32_t per_row = ceil_div(row_bytes, kChunkBytes), all = rows * per_row, turns = ceil_div(all, kAtOnce);
+    uint8_t* last_to = nullptr;
+    uint32_t last_bytes = 0;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t turn = 0; turn <= turns; ++turn) {
+      uint8_t* next_to = nullptr;
+      uint32_t next_bytes = 0;
+      if (turn < turns) {
+        const uint32_t i = turn * kAtOnce + P::lane() % kAtOnce, row = i < all ? i / per_row : 0;
+        const uint32_t at = (i - row * per_row) * kChunkBytes;
+        const uint8_t* const next_from = from(row) + at;
+        next_to = to(row) + at;
+        if (P::lane() < kAtOnce) {
+          if (i < all) next_bytes = min_of(row_bytes - at, kChunkBytes);
+          sm90::bulk_wait_read();
+          sm90::arrive_expect_tx(barrier(turn), next_bytes);
+          if (next_bytes != 0) sm90::bulk_load(buffer(turn), next_from, next_bytes, barrier(turn));
+        }
+      }
+      if (turn != 0) {
+        sm90::wait(barrier(turn - 1), (turns_ + turn - 1) / 2 % 2);
+        if (last_bytes != 0) sm90::bulk_store(last_to, buffer(turn - 1), last_bytes);
+        sm90::bulk_commit();
+      }
+      last_to = next_to, last_bytes = next_bytes;
+    }
+    turns_ += turns;
+    sm90::bulk_wait();
+    P::sync();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t buffer(uint32_t turn) const {
+    return memory_ + (turns_ + turn) % 2 * (kAtOnce * kChunkBytes);
+  }
+  __device__ __forceinline__ uint32_t barrier(uint32_t turn) const { return barriers_ + (turns_ + turn) % 2 * 8; }
+
+  const uint32_t memory_, barriers_;
+  uint32_t turns_ = 0;  // of earlier copies
+};
 
 // One warp's part: of all packets' parts, those of a destination side by side, the parts first, first + step, ... All lanes.
 template <class Dtype, class Trace>
@@ -60,8 +109,9 @@ class RowSender {
   using P = sm90::Platform;
 
  public:
-  __device__ __forceinline__ RowSender(const sm90::KernelArgs& args, const Call& call, const Trace& trace)
-      : args_(args), c_(call), trace_(trace) {}
+  __device__ __forceinline__ RowSender(const sm90::KernelArgs& args, const Call& call, const RowCopies& copies,
+                                       const Trace& trace)
+      : args_(args), c_(call), copies_(copies), trace_(trace) {}
 
   // False if the call was aborted.
   __device__ __forceinline__ bool run(uint32_t first, uint32_t step) {
@@ -75,7 +125,7 @@ class RowSender {
       const uint32_t entries = c_.out_offsets(q, b)[c_.owned(q)];
       if (part == 0) copy_packet(b, q, entries);
       copy_rows(b, q, part * P::kLanes);
-      P::sync();  // all lanes' rows before the count
+      P::sync();  // all lanes' writes before the count
       if (P::lane() == 0) count_part(b, q, parts, entries);
       trace_.end(sm90::TracePhase::kDispatch, b, q);
     }
@@ -91,21 +141,18 @@ class RowSender {
     return true;
   }
 
-  // Of 16 bytes, that a lane has on their way: as registers allow.
-  static constexpr uint32_t kChunks = Dtype::kBytes == 2 ? 8 : 4;
-
   // The rows that rank q needs of the block's 32 tokens from `base` on.
-  __device__ __forceinline__ void copy_rows(uint32_t b, uint32_t q, uint32_t base) const {
+  __device__ __forceinline__ void copy_rows(uint32_t b, uint32_t q, uint32_t base) {
     const uint32_t first = b << c_.log2_block, t = base + P::lane();
     const bool exists = t < c_.tokens_in_block(b);
     const uint32_t n = exists ? c_.out_counts(q, first)[t] : 0;
     if (c_.reduced() && exists) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
-    FLASHMOE_NO_UNROLL
-    for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
-      const uint32_t token = first + base + lowest_bit<P>(left);
-      copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.dispatched_row(q, c_.rank, token),
-                        c_.hidden * Dtype::kBytes);
-    }
+    const uint32_t needed = P::ballot(n != 0);
+    const uint32_t token = first + base + __fns(needed, 0, static_cast<int>(P::lane() + 1));  // of row lane()
+    copies_.copy(
+        P::popcount(needed), c_.hidden * Dtype::kBytes,
+        [&](uint32_t row) { return args_.x + __shfl_sync(sm90::kFullWarp, token, row) * args_.x_row_bytes; },
+        [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, __shfl_sync(sm90::kFullWarp, token, row)); });
   }
 
   // Who has sent the last part of a packet signals it. One lane.
@@ -146,6 +193,7 @@ class RowSender {
 
   const sm90::KernelArgs& args_;
   const Call& c_;
+  RowCopies copies_;
   const Trace& trace_;
 };
 
