@@ -51,6 +51,13 @@ uint32_t tasks_ahead(const Call& c) {
   return std::clamp(ceil_div(kStagesAhead, stages), kLeastAhead, kMostAhead);
 }
 
+// Whether rows are computed by GEMM1 no faster than the link takes those that go to other ranks, at 750 TFLOP/s and 350 GB/s
+// (measured on H200).
+bool link_keeps_up(const Call& c) {
+  constexpr uint64_t kOperationsOfByte = 750'000 / 350;
+  return uint64_t{c.element_bytes} * (c.ranks - 1) * kOperationsOfByte <= uint64_t{c.ranks} * 2 * c.intermediate;
+}
+
 sm90::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
@@ -96,12 +103,7 @@ uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes,
 
 Context::Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order,
                  uint64_t timeout_ns)
-    : device_(ordinal),
-      limits_(cuda_limits(limits, device_.processors())),
-      gemm1_lag_(order.gemm1_lag),
-      window_(order.window),
-      senders_(order.senders),
-      fault_page_(device_) {
+    : device_(ordinal), limits_(cuda_limits(limits, device_.processors())), asked_(order), fault_page_(device_) {
   call_.rank = who.rank;
   call_.ranks = limits_.ranks;
   call_.processors = limits_.processors / sm90::kPair;
@@ -109,10 +111,6 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   call_.tile_rows = limits_.tile_rows;
   call_.unasked = 1;
   call_.outbox = limits_.outbox;
-  call_.order = {.gemm1_lag = 0,  // see call_of()
-                 .raster = order.raster != 0 ? order.raster : kRaster,
-                 .window = 0,
-                 .senders = 0};
   call_.heap_layout = make_heap_layout(limits_);
   call_.work_layout = make_work_layout(limits_);
   call_.max_blocks = limits_.max_blocks();
@@ -231,14 +229,8 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   const bool gated = spec.activation == cpu::Activation::kSwiGlu;
   c.gemm0_columns = ceil_div(spec.intermediate, sm90::gemm0_columns_per_task(gated));
   c.gemm1_columns = ceil_div(spec.hidden, sm90::kGemm1ColumnsPerTask);
-  // Where rows go as they are computed, they are to use the link for as long as there are tasks, once the first rows are
-  // sent. Elsewhere nothing is won by an early GEMM1.
-  const bool early = c.ranks > 1 && spec.return_mode == ReturnMode::kDirect;
-  c.order.gemm1_lag = gemm1_lag_ != 0 ? gemm1_lag_ : early ? 2 * c.processors : kAlwaysHeld;
-  c.order.window = window_ != 0 ? window_ : tasks_ahead(c) * c.processors;
+  c.order = order_of(c, spec.return_mode);
   if (c.ranks > 1) {
-    const uint32_t service = 1 + sm90::formers_of(c.ranks, c.local_experts, processors());
-    c.order.senders = min_of(senders_ != 0 ? senders_ : kSenders, processors() - service);
     // Alike on all ranks, whatever their tokens: one's signal is another's columns.
     c.return_mode = spec.return_mode;
     // By puts, one group: a message is then a whole row.
@@ -248,6 +240,24 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
                                 sm90::kGemm1ColumnsPerTask);
   }
   return c;
+}
+
+OrderPolicy Context::order_of(const Call& c, ReturnMode return_mode) const {
+  // Where rows go as they are computed, they are to use the link for as long as there are tasks, once the first rows are
+  // sent. Elsewhere nothing is won by an early GEMM1.
+  const bool early = c.ranks > 1 && return_mode == ReturnMode::kDirect;
+  OrderPolicy chosen{.gemm1_lag = early ? 2 * c.processors : kAlwaysHeld,
+                     .raster = kRaster,
+                     .window = tasks_ahead(c) * c.processors,
+                     .early_groups = link_keeps_up(c) ? 1 : kMaxGroups,
+                     .senders = kSenders};
+  for (const auto field : {&OrderPolicy::gemm1_lag, &OrderPolicy::raster, &OrderPolicy::window,
+                           &OrderPolicy::early_groups, &OrderPolicy::senders}) {
+    if (asked_.*field != 0) chosen.*field = asked_.*field;
+  }
+  const uint32_t service = 1 + sm90::formers_of(c.ranks, c.local_experts, processors());
+  chosen.senders = c.ranks == 1 ? 0 : min_of(chosen.senders, processors() - service);
+  return chosen;
 }
 
 int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {

@@ -124,6 +124,7 @@ class Context {
   void refuse_capture(DriverStream stream, const char* what) const;
   const Kernels& kernels(const std::string& cubin, DriverStream stream);
   const Placement& placement(const std::vector<uint32_t>& owners, DriverStream stream);
+  OrderPolicy order_of(const Call& c, ReturnMode return_mode) const;
   Call call_of(const LayerSpec& spec, const Placement& where) const;
   void set_tokens(Plan& plan, const TokenSpec& tokens) const;
   void launch(Plan& plan, DriverStream stream) const;
@@ -133,8 +134,8 @@ class Context {
   std::mutex mutex_;  // calls come from any thread
   const Device device_;
   Limits limits_;
-  Call call_;                              // what every call has in common
-  uint32_t gemm1_lag_, window_, senders_;  // asked for; 0: the context's choice
+  Call call_;                // what every call has in common
+  const OrderPolicy asked_;  // 0: the context's choice
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<cpu::Group> group_;
   const Nvshmem* puts_ = nullptr;               // where peers are reached by puts alone

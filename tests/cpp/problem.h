@@ -129,7 +129,8 @@ class Problems {
       r.tokens = one_of({0u, 1u, l_.max_tokens, below(l_.max_tokens + 1), below(l_.max_tokens + 1)});
       r.log2_block = 3 + below(3);
       r.capacity = capacity ? 1 + below(l_.max_tokens) : 0;
-      r.order = {one_of({0u, 3u, 1000u}), one_of({1u, 2u, kMaxRaster}), one_of({0u, 1u, 9u})};
+      r.order = {one_of({0u, 3u, 1000u}), one_of({1u, 2u, kMaxRaster}), one_of({0u, 1u, 9u}),
+                 one_of({1u, 2u, kMaxGroups})};
       std::vector<int32_t> choice(popular);
       std::iota(choice.begin(), choice.end(), 0);
       for (uint32_t t = 0; t < r.tokens; ++t) {

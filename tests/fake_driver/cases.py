@@ -710,9 +710,10 @@ def put(rank, ranks, name, changes, cubin, environment):
 
     try:
         settings = {"timeout": 20.0, **SIZES, **changes}
+        inner = settings["intermediate"]
         with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
             held = len(made.local_experts())
-            local = {"gate_up_proj": on_gpu(held, 2 * I, H), "down_proj": on_gpu(held, H, I)}
+            local = {"gate_up_proj": on_gpu(held, 2 * inner, H), "down_proj": on_gpu(held, H, inner)}
             flashmoe.moe(made, **arguments(100, **local))
             seen = made.transport, made.return_mode, made.heap_bytes, made.workspace_bytes, *counted()
         return Put(*seen, counted(), compiled, launched())
@@ -743,6 +744,14 @@ def test_puts(tmp_path, mode):
         assert seen.left == (0, 0)
         assert seen.variants == [jit.Variant("bfloat16", "swiglu", rdma=True)]
         assert (seen.launch["mapped"], seen.launch["return_mode"], seen.launch["groups"]) == (1, 1, [0, 1])
+
+
+# Short tasks: many published ahead. What a wide GEMM1 returns the link keeps up with: no group but the first is early.
+@pytest.mark.parametrize(("inner", "order"), [(I, [132, 4 * 66, 8, 16]), (1072, [132, 4 * 66, 1, 16])])
+def test_order_of_several_ranks(tmp_path, inner, order):
+    changes = {"intermediate": inner, "return_mode": "direct"}
+    for seen in put_by(2, changes, cubin=tmp_path / "kernel.cubin"):
+        assert [seen.launch[name] for name in ("gemm1_lag", "window", "early_groups", "senders")] == order
 
 
 def test_one_return_group_by_puts(tmp_path):
@@ -817,11 +826,12 @@ def test_profiles():
     with pytest.raises(flashmoe.InvalidArgument, match=r"profile\[raster\]: expected an integer in \[1, 32\], got 33"):
         flashmoe.Context(engine="cuda", profile={"raster": 33}, **SIZES)
     with flashmoe.Context(
-        engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9, "senders": 2}, **SIZES
+        engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9, "early_groups": 2, "senders": 2}, **SIZES
     ) as made:
         flashmoe.moe(made, **arguments())
     # Alone, a rank sends nothing.
-    assert [launched()[name] for name in ("gemm1_lag", "raster", "window", "senders")] == [7, 3, 9, 0]
+    names = ("gemm1_lag", "raster", "window", "early_groups", "senders")
+    assert [launched()[name] for name in names] == [7, 3, 9, 2, 0]
 
 
 def store(profile, **changes):

@@ -94,14 +94,16 @@ def memory(rank: int, ranks: int, name: str, way: str) -> tuple[int, int, int]:
         return context.processors, context.heap_bytes, context.workspace_bytes
 
 
-def bounded(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: list[int]) -> bool:
-    """A call on a group whose contexts have its capacity factor: whether its bits are those of the same tokens on this
-    GPU alone."""
+def in_own_group(
+    rank: int, ranks: int, name: str, limits: dict[str, Any], spec: dict[str, Any], tokens: list[int]
+) -> bool:
+    """A call on a group of its sizes and these limits: whether its bits are those of the same tokens on this GPU
+    alone."""
     whole = random_problem(9, sum(tokens), device=f"cuda:{rank}", **spec)
     own = share_of(whole, rank, tokens)
-    limits = {size: spec[size] for size in ("hidden", "intermediate", "experts", "top_k", "capacity_factor")}
-    limits |= {"max_tokens": max(tokens), "dtype": "bfloat16", "return_mode": "direct"}
-    with joined(rank, ranks, name, **limits) as context:
+    sizes = {size: spec[size] for size in ("hidden", "intermediate", "experts", "top_k")}
+    sizes |= {"max_tokens": max(tokens), "dtype": "bfloat16", "return_mode": "direct"}
+    with joined(rank, ranks, name, **sizes, **limits) as context:
         y, _ = call(context, with_experts(own, context.local_experts()))
         with context_of(own, device=rank) as single:
             alone, report = call(single, own)

@@ -72,8 +72,24 @@ def test_memory_is_what_the_plan_says(pool, way):
 @pytest.mark.parametrize("skew", [0.0, 50.0])
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_memory_for_what_a_capacity_keeps(pool, top_k, skew):
+    capacity = {"capacity_factor": 1.0}
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": top_k, "ids": "int32", "skew": skew}
-    assert all(everywhere(pool, on_rank.bounded, spec | {"capacity_factor": 1.0}, [1500] * pool.ranks))
+    assert all(everywhere(pool, on_rank.in_own_group, capacity, spec | capacity, [1500] * pool.ranks))
+
+
+ORDERS = [
+    {"senders": 1, "early_groups": 8},
+    {"senders": 60, "early_groups": 1},
+    {"gemm1_lag": 1, "window": 1, "early_groups": 1},
+    {"gemm1_lag": 2**31, "raster": 1, "window": 2000},
+]
+
+
+@pytest.mark.parametrize("profile", ORDERS, ids=str)
+def test_order_changes_no_bit(pool, profile):
+    """With as many tokens as return in several groups."""
+    spec = {"hidden": 2048, "intermediate": 256, "experts": 16, "top_k": 2}
+    assert all(everywhere(pool, on_rank.in_own_group, {"profile": profile}, spec, [1500] * pool.ranks))
 
 
 TOKENS = {

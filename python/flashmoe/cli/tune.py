@@ -95,7 +95,7 @@ def _knobs(ranks: int) -> dict[str, tuple[int | str, ...]]:
     knobs: dict[str, tuple[int | str, ...]] = {name: knob.tried for name, knob in PROFILE.items()}
     if ranks > 1:
         return {"return_mode": RETURN_MODES[:2], **knobs}
-    return {name: tried for name, tried in knobs.items() if name != "senders"}
+    return {name: tried for name, tried in knobs.items() if name not in ("early_groups", "senders")}
 
 
 def _stored(setting: profiles.Setting, activation: str, outcome: Outcome) -> Path:

@@ -1,0 +1,152 @@
+"""Where the time of a call goes on each of a group of GPUs, from a trace of it.
+
+    torchrun --nproc-per-node N benchmarks/group_trace.py [--shape NAME] [--tokens T] [--profile name=value ...]
+        [--histogram 40]
+
+The traced call follows 40 others that begin like it: each GPU is kept busy, then all meet in an all-reduce. A call
+after a pause is another matter: its first stores to a peer take 0.1 ms. Of each rank, in microseconds since its first
+event: when gate and packets end, when blocks send, when each block's first task begins and its last one ends, how long
+tasks, epilogues, waits and combines take, and with --histogram how GEMM tasks that begin within so many microseconds of
+one another fare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import flashmoe
+import torch
+import torch.distributed as dist
+from flashmoe.placement import contiguous, local_experts
+from flashmoe.trace import Event
+from fused_gpu import BUSY_CYCLES, SHAPES
+from fused_group import join
+
+CALLS_BEFORE = 40
+GEMMS = ("gemm0", "gemm1")
+
+
+def summary(events: Sequence[Event], histogram: int = 0) -> list[str]:
+    """Lines of text about one rank's call; `histogram`: microseconds of a bin, 0: none."""
+    begin = min(event.start_ns for event in events)
+
+    def at(ns: float) -> float:
+        return (ns - begin) / 1000
+
+    by_kind, by_block = defaultdict(list), defaultdict(list)
+    for event in sorted(events, key=lambda event: event.end_ns):
+        by_kind[event.kind].append(event)
+        by_block[event.actor].append(event)
+    lines = [f"ends {at(max(event.end_ns for event in events)):.0f}"]
+    if gates := by_kind["gate"]:
+        lines.append("gate ends " + spread(at(event.end_ns) for event in gates))
+    # A block dispatches its own tokens once or a few times; one that sends has as many spans as its warps have shares.
+    sending = {actor for actor, own in by_block.items() if sum(event.kind == "dispatch" for event in own) > 8}
+    sent = [event for event in by_kind["dispatch"] if event.actor in sending]
+    if own := [event for event in by_kind["dispatch"] if event.actor not in sending]:
+        lines.append("packets end " + spread(at(event.end_ns) for event in own))
+    if sent:
+        lines.append(f"{len(sending)} blocks send {len(sent)} shares, each " + spread(map(microseconds, sent)))
+        lines.append(f"rows have gone at {at(max(event.end_ns for event in sent)):.0f}")
+    tasks = [[event for event in own if event.kind in GEMMS] for own in by_block.values()]
+    if any(tasks):
+        lines.append("blocks' first task begins " + spread(at(min(e.start_ns for e in own)) for own in tasks if own))
+        lines.append("blocks' last task ends " + spread(at(own[-1].end_ns) for own in tasks if own))
+    for kind in (*GEMMS, "wait", "reduce", "combine"):
+        if spans := by_kind[kind]:
+            last = at(max(event.end_ns for event in spans))
+            lines.append(f"{len(spans)} {kind}, until {last:.0f}, each " + spread(map(microseconds, spans)))
+    epilogues = within_tasks(by_block)
+    for kind in GEMMS:
+        if pairs := [pair for pair in epilogues if pair[0].kind == kind]:
+            lines.append(f"epilogue of {kind} " + spread(microseconds(epilogue) for _, epilogue in pairs))
+    if histogram:
+        lines += binned(epilogues, begin, histogram)
+    return lines
+
+
+def within_tasks(by_block: dict[str, list[Event]]) -> list[tuple[Event, Event]]:
+    """Each GEMM task that was traced with its epilogue, and that."""
+    pairs = []
+    for events in by_block.values():
+        epilogue = None
+        for event in events:
+            if event.kind == "epilogue":
+                epilogue = event
+            elif event.kind in GEMMS and epilogue is not None:
+                pairs.append((event, epilogue))
+    return pairs
+
+
+def binned(pairs: Iterable[tuple[Event, Event]], begin: int, width: int) -> list[str]:
+    """A line for each bin: of either GEMM the tasks that begin in it, their time, and that of their epilogues."""
+    bins = defaultdict(lambda: {kind: [] for kind in GEMMS})
+    for task, epilogue in pairs:
+        bins[(task.start_ns - begin) // (1000 * width)][task.kind].append((microseconds(task), microseconds(epilogue)))
+    lines = ["begin     gemm0  time epilogue     gemm1  time epilogue"]
+    for n in sorted(bins):
+        columns = []
+        for kind in GEMMS:
+            times = bins[n][kind] or [(0.0, 0.0)]
+            task, epilogue = (statistics.mean(each) for each in zip(*times, strict=True))
+            columns.append(f"{len(bins[n][kind]):9d} {task:5.1f} {epilogue:8.2f}")
+        lines.append(f"{n * width:5d}" + " ".join(columns))
+    return lines
+
+
+def microseconds(event: Event) -> float:
+    return (event.end_ns - event.start_ns) / 1000
+
+
+def spread(values: Iterable[float]) -> str:
+    ordered = sorted(values)
+    return (
+        f"{ordered[0]:.1f} to {ordered[-1]:.1f}, mean {statistics.mean(ordered):.1f}, "
+        f"median {statistics.median(ordered):.1f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="paper-E64", choices=list(SHAPES))
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--profile", nargs="*", default=[], help="name=value, see flashmoe.Context")
+    parser.add_argument("--histogram", type=int, default=0, help="microseconds of a bin")
+    args = parser.parse_args()
+    rank = join()
+    ranks = dist.get_world_size()
+    hidden, inner, experts, top_k, activation, _ = SHAPES[args.shape]
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    torch.manual_seed(args.tokens)
+    router = torch.randn(experts, hidden, **make) * 0.02
+    held = len(local_experts(contiguous(experts, ranks), rank))
+    w1 = torch.randn(held, (2 if activation == "swiglu" else 1) * inner, hidden, **make) * 0.02
+    w2 = torch.randn(held, hidden, inner, **make) * 0.02
+    torch.manual_seed(rank + 1)
+    x = torch.randn(args.tokens, hidden, **make)
+    sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "top_k": top_k}
+    profile = {name: int(value) for name, value in (each.split("=") for each in args.profile)}
+    with flashmoe.Context.from_torch(engine="cuda", max_tokens=args.tokens, profile=profile, **sizes) as ctx:
+        meeting = torch.zeros(1, device="cuda")
+        for i in range(CALLS_BEFORE + 1):
+            dist.barrier()
+            torch.cuda._sleep(BUSY_CYCLES)
+            dist.all_reduce(meeting)
+            traced = i == CALLS_BEFORE
+            flashmoe.moe(ctx, x, w1, w2, router=router, top_k=top_k, activation=activation, trace=traced)
+            torch.cuda.synchronize()
+        texts: list[list[str]] = [[]] * ranks
+        dist.all_gather_object(texts, summary(ctx.last_call.events, args.histogram))
+        if rank == 0:
+            for number, lines in enumerate(texts):
+                print(f"rank {number} of {args.shape}, {args.tokens} tokens")
+                print("\n".join(f"  {line}" for line in lines), flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
