@@ -116,12 +116,17 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   call_.max_blocks = limits_.max_blocks();
   call_.queue_mask = limits_.queue_capacity() - 1;
   call_.list_mask = limits_.list_capacity() - 1;
-  // Own memory first: who has not got it had better not join.
-  workspace_ = DeviceMemory(device_, work_bytes(limits_), "workspace");
-  heap_table_ = DeviceMemory(device_, limits_.ranks * sizeof(uint8_t*), "heap table");
+  auto take_own_memory = [&] {
+    workspace_ = DeviceMemory(device_, work_bytes(limits_), "workspace");
+    heap_table_ = DeviceMemory(device_, limits_.ranks * sizeof(uint8_t*), "heap table");
+  };
   const uint64_t heap_bytes = call_.heap_layout.bytes;
-  group_ = limits_.ranks == 1 ? make_single_gpu_group(device_, heap_bytes)
-                              : join_gpu_group(device_, who, limits_, heap_bytes, timeout_ns);
+  if (limits_.ranks == 1) {
+    take_own_memory();
+    group_ = make_single_gpu_group(device_, heap_bytes);
+  } else {
+    group_ = join_gpu_group(device_, who, limits_, heap_bytes, timeout_ns, take_own_memory);
+  }
   if (limits_.rdma != 0) {
     puts_ = &nvshmem(who.nvshmem);
     registration_ = std::make_unique<Registration>(*puts_, device_, workspace_);

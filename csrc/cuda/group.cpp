@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <future>
@@ -73,7 +74,7 @@ class Lease {
 // What a rank tells the others while joining: its heap in the group of shared memory.
 struct Notice {
   static constexpr uint32_t kMostFree = 64;
-  enum Stage : uint32_t { kNothing, kPosted, kLooked, kReady };
+  enum Stage : uint32_t { kNothing, kPosted, kLooked, kReady, kFailed };
 
   uint32_t stage;
   uint32_t world_rank, world_ranks;
@@ -82,11 +83,13 @@ struct Notice {
   uint64_t free[kMostFree];  // numbers of blocks that this rank has given back
   char device[16];           // which GPU
   NvshmemUniqueId id;        // of rank 0, before there is a world
+  char failure[512];         // why it does not join
 };
 
 class NvshmemGroup final : public cpu::Group {
  public:
-  NvshmemGroup(const Device& device, const Membership& who, const Limits& limits, uint64_t bytes, uint64_t timeout_ns)
+  NvshmemGroup(const Device& device, const Membership& who, const Limits& limits, uint64_t bytes, uint64_t timeout_ns,
+               const std::function<void()>& prepare)
       : device_(device),
         who_(who),
         ranks_(limits.ranks),
@@ -102,6 +105,13 @@ class NvshmemGroup final : public cpu::Group {
                          "new process"));
     }
     deadline_ = Clock::now() + std::chrono::nanoseconds(timeout_ns);
+    try {
+      prepare();
+    } catch (const Error& e) {
+      std::snprintf(notice(who_.rank).failure, sizeof(Notice::failure), "%s", e.what());
+      set_stage(Notice::kFailed);
+      throw;
+    }
     post();
     for (uint32_t p = 0; p < ranks_; ++p) await(p, Notice::kPosted);
     check_devices();
@@ -139,7 +149,8 @@ class NvshmemGroup final : public cpu::Group {
   }
 
   void await(uint32_t p, Notice::Stage stage) const {
-    while (std::atomic_ref(notice(p).stage).load(std::memory_order_acquire) < stage) {
+    auto reached = [&] { return std::atomic_ref(notice(p).stage).load(std::memory_order_acquire); };
+    while (reached() < stage) {
       const std::string gone = control_->obituary(p);
       if (!gone.empty() || (timeout_ns_ != 0 && Clock::now() > deadline_)) {
         throw Error(Error::Kind::kPeerTimeout,
@@ -147,6 +158,10 @@ class NvshmemGroup final : public cpu::Group {
                            gone.empty() ? "it makes no progress" : gone, " (rank ", who_.rank, " waited)"));
       }
       std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    if (reached() == Notice::kFailed) {
+      throw Error(Error::Kind::kGroup,
+                  concat("group '", who_.name, "': rank ", p, " did not join: ", notice(p).failure));
     }
   }
 
@@ -298,8 +313,9 @@ std::unique_ptr<cpu::Group> make_single_gpu_group(const Device& device, uint64_t
 }
 
 std::unique_ptr<cpu::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,
-                                           uint64_t heap_bytes, uint64_t timeout_ns) {
-  return std::make_unique<NvshmemGroup>(device, who, limits, heap_bytes, timeout_ns);
+                                           uint64_t heap_bytes, uint64_t timeout_ns,
+                                           const std::function<void()>& prepare) {
+  return std::make_unique<NvshmemGroup>(device, who, limits, heap_bytes, timeout_ns, prepare);
 }
 
 }  // namespace flashmoe::cuda

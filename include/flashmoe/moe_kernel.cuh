@@ -19,6 +19,8 @@
 // Pipelines
 //   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
 //   gate    the same memory, before: full 1 + 64 and the copy engine's bytes, empty 2; without tensor cores each empty is x 128
+//   rows    the same memory, between, of blocks that send: 16 KiB a warp, two buffers in turn, each full 4 and the copy
+//           engine's bytes; the lane that stored from a buffer waits before it loads there again     (stages/send.cuh)
 //   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
 //           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (shared.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders

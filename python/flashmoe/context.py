@@ -277,7 +277,7 @@ class Context:
     FlashMoEError
         There is no CUDA driver.
     GroupError
-        The ranks disagree on the limits, or a rank number is taken twice.
+        The ranks disagree on the limits, a rank number is taken twice, or another rank did not get its memory.
     PeerTimeout
         A rank did not join in time.
     """

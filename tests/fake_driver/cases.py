@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -583,6 +584,7 @@ def join(rank, ranks, name, groups, devices, environment=()):
         size, number = settings.pop("ranks", ranks), rank
         if settings.pop("swapped", False):
             number = ranks - 1 - rank
+        driver.fake_memory(1000 if settings.pop("without_memory", None) == rank else 1 << 40)
         if size == 1:
             number = 0
         try:
@@ -614,6 +616,15 @@ def joined(ranks, *groups, devices=(0, 1, 2, 3), environment=()):
     with fake_world() as world, RankPool(ranks) as pool:
         settings = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
         return pool.call(join, [(groups, devices, settings)] * ranks, timeout=90)
+
+
+def test_a_rank_without_memory_is_named_at_once():
+    """By all others, who are then free to join again."""
+    changes = {"timeout": 0}  # for ever
+    for rank, told in enumerate(joined(3, {**changes, "without_memory": 1}, changes)):
+        own = r"workspace: expected .* got 1000 free of 1000.*"
+        expected = rf"HeapError: {own}" if rank == 1 else rf"GroupError: group '.*': rank 1 did not join: {own}"
+        assert re.fullmatch(expected, told[0]) and isinstance(told[1], Joined)
 
 
 def test_ranks_join_and_take_the_same_memory_again():

@@ -245,8 +245,7 @@ class Scheduler {
       place[j] = kPassed;
     }
     most = min_of(most, n);
-    const uint32_t rounds =
-        ceil_div(min_of(n, kAhead * P::kLanes), P::kLanes);  // of the look-ahead that hold something
+    const uint32_t rounds = min_of(ceil_div(n, P::kLanes), kAhead);  // of the look-ahead, that hold something
     uint32_t taken = 0;
     while (taken < most) {
       uint32_t expert = kPassed;
