@@ -164,6 +164,11 @@ def paper_line(rows: list[dict]) -> dict | None:
     }
 
 
+def profile_of(settings: list[str]) -> dict[str, int]:
+    """What --profile says: name=value each, see flashmoe.Context."""
+    return {name: int(value) for name, value in (each.split("=") for each in settings)}
+
+
 def join() -> int:
     """Joins the group that torchrun has started, on a GPU of its own; the rank."""
     rank = int(os.environ["RANK"])
@@ -193,7 +198,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="where git is not at hand")
     args = parser.parse_args()
     rank = join()
-    profile = {name: int(value) for name, value in (each.split("=") for each in args.profile)}
+    profile = profile_of(args.profile)
     result = {**described(args.commit), "shapes": [], "paper_line": {}}
     by_return: dict[str, list[dict]] = {return_mode: [] for return_mode in args.returns}
     if rank == 0:

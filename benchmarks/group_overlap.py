@@ -43,9 +43,9 @@ FIGURE_TOKENS = 8192
 
 
 class Layer:
-    """One rank's share of a layer of random weights, and its context."""
+    """One rank's share of a layer of random weights, and its context, of the built-in order but for `profile`."""
 
-    def __init__(self, name: str, tokens: int) -> None:
+    def __init__(self, name: str, tokens: int, profile: dict[str, int] | None = None) -> None:
         self.hidden, self.inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
         self.rank, self.ranks, self.tokens = dist.get_rank(), dist.get_world_size(), tokens
         self.owners = contiguous(self.experts, self.ranks)
@@ -59,7 +59,7 @@ class Layer:
         self.weights = torch.full((tokens, self.top_k), 1.0 / self.top_k, device="cuda")
         self.context = flashmoe.Context.from_torch(
             engine="cuda",
-            profile={},
+            profile=profile or {},
             max_tokens=tokens,
             hidden=self.hidden,
             intermediate=self.inner,

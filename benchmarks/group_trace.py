@@ -20,10 +20,10 @@ from collections.abc import Iterable, Sequence
 import flashmoe
 import torch
 import torch.distributed as dist
-from flashmoe.placement import contiguous, local_experts
 from flashmoe.trace import Event
-from fused_gpu import BUSY_CYCLES, SHAPES
-from fused_group import join
+from fused_gpu import SHAPES
+from fused_group import join, own_span, profile_of
+from group_overlap import Layer
 
 CALLS_BEFORE = 40
 GEMMS = ("gemm0", "gemm1")
@@ -117,34 +117,23 @@ def main() -> None:
     parser.add_argument("--histogram", type=int, default=0, help="microseconds of a bin")
     args = parser.parse_args()
     rank = join()
-    ranks = dist.get_world_size()
-    hidden, inner, experts, top_k, activation, _ = SHAPES[args.shape]
-    make = {"device": "cuda", "dtype": torch.bfloat16}
+    layer = Layer(args.shape, args.tokens, profile_of(args.profile))
     torch.manual_seed(args.tokens)
-    router = torch.randn(experts, hidden, **make) * 0.02
-    held = len(local_experts(contiguous(experts, ranks), rank))
-    w1 = torch.randn(held, (2 if activation == "swiglu" else 1) * inner, hidden, **make) * 0.02
-    w2 = torch.randn(held, hidden, inner, **make) * 0.02
-    torch.manual_seed(rank + 1)
-    x = torch.randn(args.tokens, hidden, **make)
-    sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "top_k": top_k}
-    profile = {name: int(value) for name, value in (each.split("=") for each in args.profile)}
-    with flashmoe.Context.from_torch(engine="cuda", max_tokens=args.tokens, profile=profile, **sizes) as ctx:
-        meeting = torch.zeros(1, device="cuda")
-        for i in range(CALLS_BEFORE + 1):
-            dist.barrier()
-            torch.cuda._sleep(BUSY_CYCLES)
-            dist.all_reduce(meeting)
-            traced = i == CALLS_BEFORE
-            flashmoe.moe(ctx, x, w1, w2, router=router, top_k=top_k, activation=activation, trace=traced)
-            torch.cuda.synchronize()
-        texts: list[list[str]] = [[]] * ranks
-        dist.all_gather_object(texts, summary(ctx.last_call.events, args.histogram))
-        if rank == 0:
-            for number, lines in enumerate(texts):
-                print(f"rank {number} of {args.shape}, {args.tokens} tokens")
-                print("\n".join(f"  {line}" for line in lines), flush=True)
-        dist.barrier()
+    router = torch.randn(layer.experts, layer.hidden, device="cuda", dtype=torch.bfloat16) * 0.02
+
+    def call(i: int) -> torch.Tensor:
+        routing = {"router": router, "top_k": layer.top_k, "activation": layer.activation}
+        return flashmoe.moe(layer.context, layer.x, layer.w1, layer.w2, **routing, trace=i == CALLS_BEFORE)
+
+    for i in range(CALLS_BEFORE + 1):
+        own_span(call, i, True)
+    texts: list[list[str]] = [[]] * layer.ranks
+    dist.all_gather_object(texts, summary(layer.context.last_call.events, args.histogram))
+    if rank == 0:
+        for number, lines in enumerate(texts):
+            print(f"rank {number} of {args.shape}, {args.tokens} tokens")
+            print("\n".join(f"  {line}" for line in lines), flush=True)
+    layer.close()
     dist.destroy_process_group()
 
 

@@ -52,7 +52,7 @@ uint32_t tasks_ahead(const Call& c) {
 }
 
 // Whether rows are computed by GEMM1 no faster than the link takes those that go to other ranks, at 750 TFLOP/s and 350 GB/s
-// (measured on H200).
+// (measured on H200; LINK_OVER_GEMMS in context.py, which decides on the return mode, is of the same rates).
 bool link_keeps_up(const Call& c) {
   constexpr uint64_t kOperationsOfByte = 750'000 / 350;
   return uint64_t{c.element_bytes} * (c.ranks - 1) * kOperationsOfByte <= uint64_t{c.ranks} * 2 * c.intermediate;

@@ -74,7 +74,7 @@ class Lease {
 // What a rank tells the others while joining: its heap in the group of shared memory.
 struct Notice {
   static constexpr uint32_t kMostFree = 64;
-  enum Stage : uint32_t { kNothing, kPosted, kLooked, kReady, kFailed };
+  enum Stage : uint32_t { kNothing, kPosted, kLooked, kReady, kFailed };  // failed last: nobody waits for it
 
   uint32_t stage;
   uint32_t world_rank, world_ranks;
@@ -96,23 +96,18 @@ class NvshmemGroup final : public cpu::Group {
         timeout_ns_(timeout_ns),
         control_(cpu::join_process_group(who.name, who.rank, limits, sizeof(Notice), timeout_ns)),
         api_(nvshmem(who.nvshmem)) {
-    if (limits.rdma != 0) refuse_ibgda();
     const std::lock_guard lock(world().mutex);
-    if (world().broken) {
-      throw Error(Error::Kind::kGroup,
-                  concat("group '", who_.name,
-                         "': an earlier group of this process broke while its ranks joined; start a "
-                         "new process"));
-    }
     deadline_ = Clock::now() + std::chrono::nanoseconds(timeout_ns);
     try {
+      if (limits.rdma != 0) refuse_ibgda();
+      refuse_broken_world();
       prepare();
+      post();
     } catch (const Error& e) {
       std::snprintf(notice(who_.rank).failure, sizeof(Notice::failure), "%s", e.what());
       set_stage(Notice::kFailed);
       throw;
     }
-    post();
     for (uint32_t p = 0; p < ranks_; ++p) await(p, Notice::kPosted);
     check_devices();
     enter_world();
@@ -131,6 +126,13 @@ class NvshmemGroup final : public cpu::Group {
   Notice& notice(uint32_t p) const { return *reinterpret_cast<Notice*>(control_->heaps()[p]); }
   void set_stage(Notice::Stage s) const {
     std::atomic_ref(notice(who_.rank).stage).store(s, std::memory_order_release);
+  }
+
+  void refuse_broken_world() const {
+    if (!world().broken) return;
+    throw Error(Error::Kind::kGroup,
+                concat("group '", who_.name,
+                       "': an earlier group of this process broke while its ranks joined; start a new process"));
   }
 
   void post() const {

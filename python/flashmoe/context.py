@@ -169,14 +169,16 @@ class Knob:
     """The least is 1."""
     tried: tuple[int, ...]
     """By `flashmoe tune`, besides what is built in."""
+    alone: bool = True
+    """Whether it means something to a rank that has no peers."""
 
 
 PROFILE = {
     "gemm1_lag": Knob(2**31, (66, 132, 264, 528, 1056, 2**31)),
     "raster": Knob(32, (2, 4, 8, 16, 32)),  # kMaxRaster in order.h
     "window": Knob(2**20, (66, 132, 264, 528, 1056)),
-    "early_groups": Knob(8, (1, 8)),  # kMaxGroups in heap_layout.h
-    "senders": Knob(2**10, (8, 16, 24, 32, 48)),
+    "early_groups": Knob(8, (1, 8), alone=False),  # kMaxGroups in heap_layout.h
+    "senders": Knob(2**10, (8, 16, 24, 32, 48), alone=False),
 }
 """What a profile may say, see `Context`."""
 

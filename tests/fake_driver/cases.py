@@ -721,11 +721,11 @@ def put(rank, ranks, name, changes, cubin, environment):
 
     try:
         settings = {"timeout": 20.0, **SIZES, **changes}
-        inner = settings["intermediate"]
+        hidden, inner = settings["hidden"], settings["intermediate"]
         with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
             held = len(made.local_experts())
-            local = {"gate_up_proj": on_gpu(held, 2 * inner, H), "down_proj": on_gpu(held, H, inner)}
-            flashmoe.moe(made, **arguments(100, **local))
+            local = {"gate_up_proj": on_gpu(held, 2 * inner, hidden), "down_proj": on_gpu(held, hidden, inner)}
+            flashmoe.moe(made, **arguments(100, x=on_gpu(100, hidden), router=on_gpu(E, hidden), **local))
             seen = made.transport, made.return_mode, made.heap_bytes, made.workspace_bytes, *counted()
         return Put(*seen, counted(), compiled, launched())
     except flashmoe.FlashMoEError as error:
@@ -757,10 +757,14 @@ def test_puts(tmp_path, mode):
         assert (seen.launch["mapped"], seen.launch["return_mode"], seen.launch["groups"]) == (1, 1, [0, 1])
 
 
-# Short tasks: many published ahead. What a wide GEMM1 returns the link keeps up with: no group but the first is early.
-@pytest.mark.parametrize(("inner", "order"), [(I, [132, 4 * 66, 8, 16]), (1072, [132, 4 * 66, 1, 16])])
-def test_order_of_several_ranks(tmp_path, inner, order):
-    changes = {"intermediate": inner, "return_mode": "direct"}
+# Of short tasks more are published ahead. What a wide GEMM1 returns the link keeps up with: no group but the first is
+# early.
+@pytest.mark.parametrize(
+    ("hidden", "inner", "order"),
+    [(H, I, [132, 4 * 66, 8, 16]), (H, 1072, [132, 4 * 66, 1, 16]), (2048, 2048, [132, 2 * 66, 1, 16])],
+)
+def test_order_of_several_ranks(tmp_path, hidden, inner, order):
+    changes = {"hidden": hidden, "intermediate": inner, "return_mode": "direct"}
     for seen in put_by(2, changes, cubin=tmp_path / "kernel.cubin"):
         assert [seen.launch[name] for name in ("gemm1_lag", "window", "early_groups", "senders")] == order
 

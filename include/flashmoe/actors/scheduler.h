@@ -142,10 +142,9 @@ class Scheduler {
     ReadyState r;
     r.reduce = memory_.reduces_published < reducible_;
     r.combine = memory_.combines_published < min_of(combines(), sub_.returned() * c_.blocks());
-    const uint32_t next = next_gemm1_list();
-    const bool begun = !memory_.gemm1.empty();  // a window: others wait for its end, whatever their group
-    r.gemm1 = begun || next < kLists * c_.groups;
-    r.gemm1_group = begun ? 0 : next / kLists;
+    // Others wait for the end of a window that has begun, whatever their group.
+    r.gemm1_group = memory_.gemm1.empty() ? next_gemm1_list() / kLists : 0;
+    r.gemm1 = r.gemm1_group < c_.groups;
     r.gemm0 = !memory_.gemm0.empty() || gemm0_first_ < gemm0_ready_;
     r.gemm0_published = gemm0_published_;
     r.gemm1_published = gemm1_published_;

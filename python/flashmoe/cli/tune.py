@@ -92,10 +92,10 @@ def _require_gpus(ranks: int) -> None:
 
 def _knobs(ranks: int) -> dict[str, tuple[int | str, ...]]:
     """What is tried. Alone, a rank sends and returns nothing."""
-    knobs: dict[str, tuple[int | str, ...]] = {name: knob.tried for name, knob in PROFILE.items()}
-    if ranks > 1:
-        return {"return_mode": RETURN_MODES[:2], **knobs}
-    return {name: tried for name, tried in knobs.items() if name not in ("early_groups", "senders")}
+    knobs: dict[str, tuple[int | str, ...]] = {
+        name: knob.tried for name, knob in PROFILE.items() if ranks > 1 or knob.alone
+    }
+    return {"return_mode": RETURN_MODES[:2], **knobs} if ranks > 1 else knobs
 
 
 def _stored(setting: profiles.Setting, activation: str, outcome: Outcome) -> Path:
