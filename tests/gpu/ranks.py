@@ -1,4 +1,4 @@
-"""What tests/gpu/test_group.py runs in the processes of a group, one GPU each."""
+"""What tests/gpu/test_group.py runs in the processes of a group, one rank each."""
 
 from __future__ import annotations
 
@@ -39,11 +39,17 @@ HALF_A_MILLISECOND = 1_000_000
 _shared: dict[str, flashmoe.Context] = {}
 
 
+def device_of(rank: int) -> int:
+    """The GPU of a rank: its own, or where there are fewer than ranks, one that it shares."""
+    return rank % torch.cuda.device_count()
+
+
 def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
     """This rank of a new group."""
-    torch.cuda.set_device(rank)
+    device = device_of(rank)
+    torch.cuda.set_device(device)
     settings = {**LIMITS, "timeout": PATIENCE, **limits}
-    return flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings)
+    return flashmoe.Context(engine="cuda", device=device, rank=rank, ranks=ranks, name=name, **settings)
 
 
 def shared_context(rank: int, ranks: int, name: str, way: str) -> flashmoe.Context:
@@ -99,13 +105,13 @@ def in_own_group(
 ) -> bool:
     """A call on a group of its sizes and these limits: whether its bits are those of the same tokens on this GPU
     alone."""
-    whole = random_problem(9, sum(tokens), device=f"cuda:{rank}", **spec)
+    whole = random_problem(9, sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
     own = share_of(whole, rank, tokens)
     sizes = {size: spec[size] for size in ("hidden", "intermediate", "experts", "top_k")}
     sizes |= {"max_tokens": max(tokens), "dtype": "bfloat16", "return_mode": "direct"}
     with joined(rank, ranks, name, **sizes, **limits) as context:
         y, _ = call(context, with_experts(own, context.local_experts()))
-        with context_of(own, device=rank) as single:
+        with context_of(own, device=device_of(rank)) as single:
             alone, report = call(single, own)
             check(own, alone, report)
     return torch.equal(y, alone)
@@ -121,7 +127,7 @@ def compare(
     contexts = [shared_context(rank, ranks, name, way) for way in ways]
     spec = dict(spec)
     placement = spec.pop("placement", None) or flashmoe.placement.contiguous(spec["experts"], ranks)
-    problem = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{rank}", **spec)
+    problem = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
     own = share_of(problem, rank, tokens)
     local = with_experts(own, flashmoe.placement.local_experts(placement, rank))
     alone = results_alone(own, rank, placement)
@@ -146,7 +152,7 @@ def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str
     ascending k and rounded, then the ranks'."""
     if len(own.x) <= FEW_TOKENS:
         return {}
-    with context_of(own, device=rank) as single:
+    with context_of(own, device=device_of(rank)) as single:
         direct, report = call(single, own)
         check(own, direct, report)
         ids = torch.from_numpy(report.topk_ids).to(own.x.device)
@@ -182,7 +188,7 @@ class Drawn:
         """Raises `AssertionError` unless a token's bits, on this GPU alone, are the same among fewer tokens."""
         draw = random.Random(f"{seed} {name}")
         spec = draw_spec(draw, ranks)
-        whole = random_problem(draw.randrange(2**31), TOKENS_DRAWN, device=f"cuda:{rank}", **spec)
+        whole = random_problem(draw.randrange(2**31), TOKENS_DRAWN, device=f"cuda:{device_of(rank)}", **spec)
         placement = flashmoe.placement.contiguous(whole.experts, ranks)
         expected = results_alone(whole, rank, placement)
         first, tokens = draw.randrange(1000), draw.randrange(FEW_TOKENS + 1, 1000)
@@ -213,7 +219,7 @@ def many_calls(rank: int, ranks: int, name: str, ways: Sequence[str], seed: int,
     layers = [Drawn.kind(str(kind), seed, rank, ranks) for kind in range(6)]
     draw, own = random.Random(seed), random.Random(f"{seed} of rank {rank}")
     verified: list[str] = []
-    differs = torch.zeros(-(-calls // verify_every), dtype=torch.bool, device=f"cuda:{rank}")
+    differs = torch.zeros(-(-calls // verify_every), dtype=torch.bool, device=f"cuda:{device_of(rank)}")
     for i in range(calls):
         turn, place = divmod(i, verify_every)
         if place == 0:
@@ -304,14 +310,14 @@ def layers_in_turn(rank: int, ranks: int) -> tuple[torch.Tensor, list[dict[str, 
     spec = dict(OVERLAPPING)
     tokens, experts, top_k = spec.pop("max_tokens"), spec["experts"], spec["top_k"]
     owned = flashmoe.placement.local_experts(flashmoe.placement.contiguous(experts, ranks), rank)
-    own = torch.tensor(owned, device=f"cuda:{rank}")
+    own = torch.tensor(owned, device=f"cuda:{device_of(rank)}")
     layers = []
     for turn in range(4):
-        whole = random_problem(100 + turn, tokens, device=f"cuda:{rank}", ids="int32" if turn % 2 else None, **spec)
+        whole = random_problem(100 + turn, tokens, device=f"cuda:{device_of(rank)}", ids="int32" if turn % 2 else None, **spec)
         if turn % 2:
             whole.topk_ids = own[torch.rand(tokens, len(owned), device=own.device).argsort(dim=1)[:, :top_k]].int()
         layers.append(with_experts(whole, owned).arguments())
-    x = random_problem(99 + 1000 * rank, tokens, device=f"cuda:{rank}", **spec).x
+    x = random_problem(99 + 1000 * rank, tokens, device=f"cuda:{device_of(rank)}", **spec).x
     return x, layers
 
 
@@ -377,7 +383,7 @@ def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: f
     """Rank `who` stays out of a call until the others have given up; what each is told, and after how long. Then all
     make a new group, whose calls are right."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
-    whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
+    whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     limits = {**spec, "max_tokens": 100, "dtype": "bfloat16", "transport": transport}
     told = ""
     with joined(rank, ranks, f"{name}-1", **limits, timeout=timeout) as context:
@@ -400,7 +406,7 @@ def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: f
 def die(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float, folder: Path) -> None:
     """Rank `who` is killed between two calls; the others write down what they are told."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
-    whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
+    whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     limits = {**spec, "max_tokens": 100, "dtype": "bfloat16", "transport": transport}
     with joined(rank, ranks, name, **limits, timeout=timeout) as context:
         local = with_experts(whole, context.local_experts())
@@ -418,7 +424,7 @@ def die(rank: int, ranks: int, name: str, transport: str, who: int, timeout: flo
 def disagree(rank: int, ranks: int, name: str, transport: str) -> str:
     """Rank 1 calls with another K."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 3}
-    whole = random_problem(7, 100, device=f"cuda:{rank}", **spec)
+    whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     with joined(rank, ranks, name, **spec, max_tokens=100, dtype="bfloat16", transport=transport) as context:
         local = replace(with_experts(whole, context.local_experts()), top_k=2 if rank == 1 else 3)
         try:
@@ -431,7 +437,7 @@ def disagree(rank: int, ranks: int, name: str, transport: str) -> str:
 def operations(rank: int, ranks: int, name: str, way: str, calls: int) -> list[str]:
     """What this GPU does in so many calls, once one has loaded the kernel."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
-    whole = random_problem(3, 300, device=f"cuda:{rank}", **spec)
+    whole = random_problem(3, 300, device=f"cuda:{device_of(rank)}", **spec)
     with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16", **WAYS[way]) as context:
         local = with_experts(whole, context.local_experts())
         call(context, local)
@@ -448,7 +454,7 @@ def operations(rank: int, ranks: int, name: str, way: str, calls: int) -> list[s
 def replay(rank: int, ranks: int, name: str, way: str) -> int:
     """A call captured on every rank, replayed with other tokens; how many replays are off."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
-    problems = [random_problem(seed, 300, device=f"cuda:{rank}", **spec) for seed in range(5)]
+    problems = [random_problem(seed, 300, device=f"cuda:{device_of(rank)}", **spec) for seed in range(5)]
     first = problems[0]
     off = 0
     with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16", **WAYS[way]) as context:

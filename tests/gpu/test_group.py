@@ -1,4 +1,6 @@
-"""Groups of several GPUs: every rank is a process with a GPU of its own. Skipped by name where there are too few."""
+"""Groups of several GPUs: every rank is a process with a GPU of its own. Skipped by name where there are too few, unless
+FLASHMOE_SHARE_GPUS is set: then ranks share them, in turns of some milliseconds. Two there have to be:
+one GPU has no peer."""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ CALLS_SECONDS = 120 + CALLS / 400
 GROUPS = (2, 4)
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=[f"{n} GPUs" for n in GROUPS])
+@pytest.fixture(scope="module", params=GROUPS, ids=[f"{n}ranks" for n in GROUPS])
 def pool(request) -> Iterator[RankPool]:
     """Processes that stay from test to test."""
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"{request.param} GPUs needed, {torch.cuda.device_count()} here")
+    here = torch.cuda.device_count()
+    if here < request.param and not (os.environ.get("FLASHMOE_SHARE_GPUS") and here > 1):
+        pytest.skip(f"{request.param} GPUs needed, {here} here")
     with RankPool(request.param) as made:
         yield made
 
