@@ -71,12 +71,6 @@ class Lease {
   uint64_t number_ = 0;
 };
 
-// Whether an environment variable is set to something but 0.
-bool switched_on(const char* name) {
-  const char* const set = std::getenv(name);
-  return set != nullptr && *set != '\0' && std::strcmp(set, "0") != 0;
-}
-
 // What a rank tells the others while joining: its heap in the group of shared memory.
 struct Notice {
   static constexpr uint32_t kMostFree = 64;
@@ -173,12 +167,19 @@ class NvshmemGroup final : public cpu::Group {
     }
   }
 
-  // Ranks on one GPU take turns of milliseconds, each waiting for the others: right, but of use to tests alone.
+  // Ranks that share a GPU take turns of milliseconds, each waiting for the others, unless MPS lets them run side by side:
+  // right, but of use to tests alone.
+  static uint32_t most_on_a_gpu() {
+    const char* const set = std::getenv("FLASHMOE_SHARE_GPUS");
+    return set == nullptr ? 1 : static_cast<uint32_t>(std::max(1, std::atoi(set)));
+  }
+
   void check_devices() const {
-    const bool may_share = switched_on("FLASHMOE_SHARE_GPUS");
+    const uint32_t most = most_on_a_gpu();
     for (uint32_t p = 0; p < ranks_; ++p) {
-      for (uint32_t q = 0; q < p && !may_share; ++q) {
-        if (std::memcmp(notice(p).device, notice(q).device, sizeof(Notice::device)) == 0) {
+      uint32_t sharing = 1;
+      for (uint32_t q = 0; q < p; ++q) {
+        if (std::memcmp(notice(p).device, notice(q).device, sizeof(Notice::device)) == 0 && ++sharing > most) {
           throw Error(
               Error::Kind::kInvalidArgument,
               concat("device: expected a GPU of its own for each rank, got the same for ranks ", q, " and ", p));
@@ -245,12 +246,13 @@ class NvshmemGroup final : public cpu::Group {
 
   // The kernel is compiled without it, and where it is on there may be no proxy that serves puts instead.
   static void refuse_ibgda() {
-    constexpr const char* kName = "NVSHMEM_IB_ENABLE_IBGDA";
-    if (!switched_on(kName)) return;
+    const char* const set = std::getenv("NVSHMEM_IB_ENABLE_IBGDA");
+    if (set == nullptr || std::strcmp(set, "") == 0 || std::strcmp(set, "0") == 0) return;
     throw Error(
         Error::Kind::kInvalidArgument,
-        concat(kName, ": expected it unset or 0 with transport 'rdma', whose puts to other nodes are NVSHMEM's ",
-               "proxy's, got ", std::getenv(kName)));
+        concat("NVSHMEM_IB_ENABLE_IBGDA: expected it unset or 0 with transport 'rdma', whose puts to other nodes are "
+               "NVSHMEM's proxy's, got ",
+               set));
   }
 
   bool given_back_by_all(uint64_t number) const {

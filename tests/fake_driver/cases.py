@@ -652,7 +652,7 @@ def test_ranks_that_share_a_gpu():
         assert told == (
             "InvalidArgument: device: expected a GPU of its own for each rank, got the same for ranks 0 and 1"
         )
-    for (made,) in joined(2, {}, devices=(1, 1), environment={"FLASHMOE_SHARE_GPUS": "1"}):
+    for (made,) in joined(2, {}, devices=(1, 1), environment={"FLASHMOE_SHARE_GPUS": "2"}):
         assert isinstance(made, Joined)
 
 

@@ -22,6 +22,9 @@ from layers import PATIENCE, Problem, call, capture, check, context_of, poisoned
 LIMITS = {"max_tokens": 2048, "hidden": 2048, "intermediate": 1024, "experts": 128, "top_k": 8, "dtype": "float32"}
 """Of the context that most tests share: one heap, calls of any size in it."""
 
+RANKS_A_GPU = int(os.environ.get("FLASHMOE_SHARE_GPUS") or 1)
+"""How many may share one."""
+
 RETURN_MODES = ("direct", "reduced")
 
 WAYS = {mode: {"return_mode": mode} for mode in RETURN_MODES} | {"rdma": {"transport": "rdma"}}
@@ -44,12 +47,24 @@ def device_of(rank: int) -> int:
     return rank % torch.cuda.device_count()
 
 
+def processors() -> int:
+    """Thread blocks of a context, 0: as many as fit. Ranks that share a GPU leave each other room."""
+    if RANKS_A_GPU == 1:
+        return 0
+    return torch.cuda.get_device_properties(0).multi_processor_count // RANKS_A_GPU // 2 * 2
+
+
 def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
     """This rank of a new group."""
     device = device_of(rank)
     torch.cuda.set_device(device)
-    settings = {**LIMITS, "timeout": PATIENCE, **limits}
+    settings = {**LIMITS, "timeout": PATIENCE, "processors": processors(), **limits}
     return flashmoe.Context(engine="cuda", device=device, rank=rank, ranks=ranks, name=name, **settings)
+
+
+def alone_on(rank: int, problem: Problem) -> flashmoe.Context:
+    """A context for the problem on this rank's GPU, without the others."""
+    return context_of(problem, device=device_of(rank), processors=processors())
 
 
 def shared_context(rank: int, ranks: int, name: str, way: str) -> flashmoe.Context:
@@ -111,7 +126,7 @@ def in_own_group(
     sizes |= {"max_tokens": max(tokens), "dtype": "bfloat16", "return_mode": "direct"}
     with joined(rank, ranks, name, **sizes, **limits) as context:
         y, _ = call(context, with_experts(own, context.local_experts()))
-        with context_of(own, device=device_of(rank)) as single:
+        with alone_on(rank, own) as single:
             alone, report = call(single, own)
             check(own, alone, report)
     return torch.equal(y, alone)
@@ -152,7 +167,7 @@ def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str
     ascending k and rounded, then the ranks'."""
     if len(own.x) <= FEW_TOKENS:
         return {}
-    with context_of(own, device=device_of(rank)) as single:
+    with alone_on(rank, own) as single:
         direct, report = call(single, own)
         check(own, direct, report)
         ids = torch.from_numpy(report.topk_ids).to(own.x.device)
@@ -313,7 +328,9 @@ def layers_in_turn(rank: int, ranks: int) -> tuple[torch.Tensor, list[dict[str, 
     own = torch.tensor(owned, device=f"cuda:{device_of(rank)}")
     layers = []
     for turn in range(4):
-        whole = random_problem(100 + turn, tokens, device=f"cuda:{device_of(rank)}", ids="int32" if turn % 2 else None, **spec)
+        whole = random_problem(
+            100 + turn, tokens, device=f"cuda:{device_of(rank)}", ids="int32" if turn % 2 else None, **spec
+        )
         if turn % 2:
             whole.topk_ids = own[torch.rand(tokens, len(owned), device=own.device).argsort(dim=1)[:, :top_k]].int()
         layers.append(with_experts(whole, owned).arguments())

@@ -1,6 +1,6 @@
-"""Groups of several GPUs: every rank is a process with a GPU of its own. Skipped by name where there are too few, unless
-FLASHMOE_SHARE_GPUS is set: then ranks share them, in turns of some milliseconds. Two there have to be:
-one GPU has no peer."""
+"""Groups of several GPUs: every rank is a process with a GPU of its own. Skipped by name where there are too few.
+
+With FLASHMOE_SHARE_GPUS=2 two ranks share a GPU: in turns of some milliseconds, or side by side under NVIDIA's MPS."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ GROUPS = (2, 4)
 @pytest.fixture(scope="module", params=GROUPS, ids=[f"{n}ranks" for n in GROUPS])
 def pool(request) -> Iterator[RankPool]:
     """Processes that stay from test to test."""
-    here = torch.cuda.device_count()
-    if here < request.param and not (os.environ.get("FLASHMOE_SHARE_GPUS") and here > 1):
+    here = torch.cuda.device_count() * on_rank.RANKS_A_GPU
+    if here < request.param:
         pytest.skip(f"{request.param} GPUs needed, {here} here")
     with RankPool(request.param) as made:
         yield made
