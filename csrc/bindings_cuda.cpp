@@ -33,7 +33,7 @@ int64_t create(Sizes sizes, ffi::String name, ffi::String nvshmem, int64_t devic
     const OrderPolicy order{.gemm1_lag = size(sizes, "gemm1_lag"),
                             .raster = size(sizes, "raster"),
                             .window = size(sizes, "window"),
-                            .early_groups = size(sizes, "early_groups"),
+                            .gemm1_lists = size(sizes, "gemm1_lists"),
                             .senders = size(sizes, "senders")};
     try {
       return registry<Context>().add(std::make_shared<Context>(static_cast<int>(device), who, limits_of(sizes), order,

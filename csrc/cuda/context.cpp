@@ -16,12 +16,13 @@ using cpu::concat;
 
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
-constexpr uint32_t kRaster = 8;
+// Of a window, with several ranks: all of an expert's, where it has about a thousand rows.
+constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6;
 constexpr uint32_t kSenders = 16;
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
 // Tasks published ahead for each processor, most and least: fewer where they take longer.
-constexpr uint32_t kMostAhead = 4, kLeastAhead = 2;
-constexpr uint32_t kStagesAhead = 64;  // 40 us
+constexpr uint32_t kMostAhead = 4, kLeastAhead = 1;
+constexpr uint32_t kStagesAhead = 32;  // 20 us
 
 // Thread blocks. 0: one on every multiprocessor.
 uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
@@ -248,16 +249,16 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
 }
 
 OrderPolicy Context::order_of(const Call& c, ReturnMode return_mode) const {
-  // Where rows go as they are computed, they are to use the link for as long as there are tasks, once the first rows are
-  // sent. Elsewhere nothing is won by an early GEMM1.
-  const bool early = c.ranks > 1 && return_mode == ReturnMode::kDirect;
+  // Rows that go as they are computed, and faster than the link takes them, are to use it for as long as there are tasks, once
+  // the first rows are sent, and those that it takes before others. Elsewhere nothing is won by an early GEMM1.
+  const bool early = c.ranks > 1 && return_mode == ReturnMode::kDirect && !link_keeps_up(c);
   OrderPolicy chosen{.gemm1_lag = early ? 2 * c.processors : kAlwaysHeld,
-                     .raster = kRaster,
+                     .raster = c.ranks > 1 ? kRasterOfSeveral : kRaster,
                      .window = tasks_ahead(c) * c.processors,
-                     .early_groups = link_keeps_up(c) ? 1 : kMaxGroups,
+                     .gemm1_lists = early ? 2u : 1u,
                      .senders = kSenders};
   for (const auto field : {&OrderPolicy::gemm1_lag, &OrderPolicy::raster, &OrderPolicy::window,
-                           &OrderPolicy::early_groups, &OrderPolicy::senders}) {
+                           &OrderPolicy::gemm1_lists, &OrderPolicy::senders}) {
     if (asked_.*field != 0) chosen.*field = asked_.*field;
   }
   const uint32_t service = 1 + sm90::formers_of(c.ranks, c.local_experts, processors());

@@ -76,7 +76,6 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
     s.ring.init();
     Pipeline::init(shared_address(s.gate_barriers), kConsumers * kReleases<typename Scores<Dtype>::Type>);
     Pipeline::init(shared_address(s.stage_barriers), kPair * kConsumers * kReleases<Dtype>);
-    for (uint32_t w = 0; w < kWarps; ++w) stages::RowCopies::init(shared_address(s.send_barriers[w]));
     fence_barrier_init();
   }
   pair_sync();

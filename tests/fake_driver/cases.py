@@ -759,16 +759,20 @@ def test_puts(tmp_path, mode):
         assert (seen.launch["mapped"], seen.launch["return_mode"], seen.launch["groups"]) == (1, 1, [0, 1])
 
 
-# Of short tasks more are published ahead. What a wide GEMM1 returns the link keeps up with: no group but the first is
-# early.
+ALWAYS_HELD = 2**32 - 1
+
+
+# Of short tasks more are published ahead.
+# What a wide GEMM1 returns the link keeps up with: it then follows all of GEMM0,
+# in one list.
 @pytest.mark.parametrize(
     ("hidden", "inner", "order"),
-    [(H, I, [132, 4 * 66, 8, 16]), (H, 1072, [132, 4 * 66, 1, 16]), (2048, 2048, [132, 2 * 66, 1, 16])],
+    [(H, I, [132, 4 * 66, 2, 16]), (H, 1072, [ALWAYS_HELD, 4 * 66, 1, 16]), (2048, 2048, [ALWAYS_HELD, 66, 1, 16])],
 )
 def test_order_of_several_ranks(tmp_path, hidden, inner, order):
     changes = {"hidden": hidden, "intermediate": inner, "return_mode": "direct"}
     for seen in put_by(2, changes, cubin=tmp_path / "kernel.cubin"):
-        assert [seen.launch[name] for name in ("gemm1_lag", "window", "early_groups", "senders")] == order
+        assert [seen.launch[name] for name in ("gemm1_lag", "window", "gemm1_lists", "senders")] == order
 
 
 def test_one_return_group_by_puts(tmp_path):
@@ -843,11 +847,11 @@ def test_profiles():
     with pytest.raises(flashmoe.InvalidArgument, match=r"profile\[raster\]: expected an integer in \[1, 32\], got 33"):
         flashmoe.Context(engine="cuda", profile={"raster": 33}, **SIZES)
     with flashmoe.Context(
-        engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9, "early_groups": 2, "senders": 2}, **SIZES
+        engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9, "gemm1_lists": 2, "senders": 2}, **SIZES
     ) as made:
         flashmoe.moe(made, **arguments())
     # Alone, a rank sends nothing.
-    names = ("gemm1_lag", "raster", "window", "early_groups", "senders")
+    names = ("gemm1_lag", "raster", "window", "gemm1_lists", "senders")
     assert [launched()[name] for name in names] == [7, 3, 9, 2, 0]
 
 

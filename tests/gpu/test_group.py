@@ -81,9 +81,9 @@ def test_memory_for_what_a_capacity_keeps(pool, top_k, skew):
 
 
 ORDERS = [
-    {"senders": 1, "early_groups": 8},
-    {"senders": 60, "early_groups": 1},
-    {"gemm1_lag": 1, "window": 1, "early_groups": 1},
+    {"senders": 1, "gemm1_lists": 1},
+    {"senders": 60, "gemm1_lists": 2},
+    {"gemm1_lag": 1, "window": 1, "gemm1_lists": 2},
     {"gemm1_lag": 2**31, "raster": 1, "window": 2000},
 ]
 

@@ -14,8 +14,8 @@ template <class P>
 class Scheduler {
  public:
   static constexpr uint32_t kWindowTasks = 64;
-  // GEMM1 tiles wait in two lists; those with rows of remote homes go first, since they have a way to go.
-  static constexpr uint32_t kLists = 2;
+  // GEMM1 tiles wait in two lists, the first of which goes first: see OrderPolicy.
+  static constexpr uint32_t kLists = kMaxGemm1Lists;
   // Ready tiles that a lane considers for a window: in all at least as many as a window has.
   static constexpr uint32_t kAhead = max_of(4u, kMaxRaster / P::kLanes);
   static constexpr uint32_t kPassed = 0xffffffffu;  // a place: not taken
@@ -107,9 +107,8 @@ class Scheduler {
              [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kGemm0Tiles, place) = task.pack(); });
       FLASHMOE_UNROLL
       for (uint32_t list = 0; list < kLists; ++list) {
-        // `reduced` returns what is summed over tiles: no tile is in a hurry.
-        const bool remote = ReadyTile::remote(task) && !c_.reduced();
-        append(gemm1_ready_[list], task.kind == TaskKind::kGemm1 && remote == (list == 0),
+        const bool hurries = c_.order.gemm1_lists > 1 && ReadyTile::remote(task);
+        append(gemm1_ready_[list], task.kind == TaskKind::kGemm1 && hurries == (list == 0),
                [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kGemm1Tiles, list, place) = task.pack(); });
       }
       append(reducible_, task.kind == TaskKind::kReduce,
@@ -142,9 +141,7 @@ class Scheduler {
     ReadyState r;
     r.reduce = memory_.reduces_published < reducible_;
     r.combine = memory_.combines_published < min_of(combines(), sub_.returned() * c_.blocks());
-    // Others wait for the end of a window that has begun, whatever their group.
-    r.gemm1_group = memory_.gemm1.empty() ? next_gemm1_list() / kLists : 0;
-    r.gemm1 = r.gemm1_group < c_.groups;
+    r.gemm1 = !memory_.gemm1.empty() || next_gemm1_list() < kLists * c_.groups;
     r.gemm0 = !memory_.gemm0.empty() || gemm0_first_ < gemm0_ready_;
     r.gemm0_published = gemm0_published_;
     r.gemm1_published = gemm1_published_;

@@ -7,6 +7,7 @@
 namespace flashmoe {
 
 inline constexpr uint32_t kMaxRaster = 32;
+inline constexpr uint32_t kMaxGemm1Lists = 2;
 
 struct OrderPolicy {
   // GEMM1 is held back until it trails GEMM0 by this many tasks, as long as GEMM0 tasks are ready: early return
@@ -19,10 +20,9 @@ struct OrderPolicy {
   // Tasks published beyond those already asked for: what becomes ready later waits behind them. 0 binds latest; a few hide
   // the scheduler's latency.
   uint32_t window = 0;
-  // Of GEMM1's tasks, those of so many leading return groups go before GEMM0 tasks that are ready, as the lag allows, and
-  // those of later groups behind them. Were all groups computed tile by tile, none would be complete, and nothing combined,
-  // before the end; but what later groups return then has to go in what time is left.
-  uint32_t early_groups = kMaxGroups;
+  // 2: GEMM1's tiles with rows of remote homes go first, since these have a way to go. 1: all go as they are ready, so that an
+  // expert's tiles run side by side, whosever rows they have, and its weights are read once.
+  uint32_t gemm1_lists = kMaxGemm1Lists;
   // Thread blocks that first send this rank's rows, all their warps, and then compute (GPU, several ranks).
   uint32_t senders = 0;
 };
@@ -32,21 +32,18 @@ struct ReadyState {
   bool reduce = false;
   bool combine = false;
   bool gemm1 = false;
-  uint32_t gemm1_group = 0;  // the return group that is next
   bool gemm0 = false;
   uint64_t gemm0_published = 0;
   uint64_t gemm1_published = 0;
 };
 
 // Reduce first: a peer waits for it. Combine next: it is short and memory-bound, so it fills in between GEMMs.
-// GEMM1 before GEMM0, since it completes rows, unless the lag holds it back, or it is of a later group. Never kNone while
-// something is ready.
+// GEMM1 before GEMM0, since it completes rows, unless the lag holds it back. Never kNone while something is ready.
 FLASHMOE_HD TaskKind choose(const OrderPolicy& policy, const ReadyState& ready) {
   if (ready.reduce) return TaskKind::kReduce;
   if (ready.combine) return TaskKind::kCombine;
   const bool held =
-      policy.gemm1_lag != 0 && ready.gemm0 &&
-      (ready.gemm1_group >= policy.early_groups || ready.gemm1_published + policy.gemm1_lag > ready.gemm0_published);
+      policy.gemm1_lag != 0 && ready.gemm0 && ready.gemm1_published + policy.gemm1_lag > ready.gemm0_published;
   if (ready.gemm1 && !held) return TaskKind::kGemm1;
   if (ready.gemm0) return TaskKind::kGemm0;
   return TaskKind::kNone;

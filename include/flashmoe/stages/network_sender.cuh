@@ -54,7 +54,7 @@ class NetworkSender {
   // Later than the OS actor's own, see RowSender: from the copy in the own heap, since that is where puts may read.
   __device__ __forceinline__ bool announce() const {
     if (blockIdx.x < c_.blocks() && !await_routing(c_, blockIdx.x)) return false;
-    if (!await_word(c_.call_signal(c_.rank, c_.rank))) return false;
+    if (!await_word(c_, c_.call_signal(c_.rank, c_.rank))) return false;
     CallConfig* const config = c_.call_config(c_.rank, c_.rank);
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 1; i < c_.ranks; ++i) {
@@ -62,21 +62,6 @@ class NetworkSender {
                                 (c_.rank + i) % c_.ranks);
     }
     return true;
-  }
-
-  // Until an own actor's word is of this call.
-  __device__ __forceinline__ bool await_word(const uint64_t* word) const {
-    const WaitEnd end = wait_until<P>(
-        c_,
-        [&] {
-          if (Signal::epoch(P::broadcast(P::poll(word, kDevice), 0)) == c_.epoch) return Step::kDone;
-          __nanosleep(500);
-          return Step::kIdle;
-        },
-        OsLiveness<P>{c_});
-    P::acquire(word, kDevice);
-    P::sync();
-    return end == WaitEnd::kDone;
   }
 
   // Token blocks first, first + senders, ..., for all ranks: so each row is copied once.
@@ -160,10 +145,10 @@ class NetworkSender {
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 1; i < c_.ranks; ++i) {
       const uint32_t p = (c_.rank + i) % c_.ranks;
-      if (!await_word(c_.call_signal(c_.rank, p))) return false;
+      if (!await_word(c_, c_.call_signal(c_.rank, p))) return false;
       const uint32_t tokens = c_.tokens_of(p);
       if (tokens == 0) continue;  // it awaits nothing, and nobody says that it is owed something
-      if (!await_word(c_.returns_ready(p))) return false;
+      if (!await_word(c_, c_.returns_ready(p))) return false;
       trace_.begin();
       send_rows(p, tokens, first * P::kLanes, senders * P::kLanes);
       sm90::network::quiet();

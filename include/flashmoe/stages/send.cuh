@@ -20,22 +20,26 @@
 
 namespace flashmoe::stages {
 
-// Of a sender, all lanes: waits for the own packet's signal, which says that the block's routing and entries are written.
-// False if the call was aborted.
-__device__ __forceinline__ bool await_routing(const Call& c, uint32_t b) {
+// Of a sender, all lanes: waits until a word, which this rank's own actors write, is of this call. False if the call was
+// aborted.
+__device__ __forceinline__ bool await_word(const Call& c, const uint64_t* word) {
   using P = sm90::Platform;
   const WaitEnd end = wait_until<P>(
       c,
       [&] {
-        const uint64_t word = P::broadcast(P::poll(c.packet_signal(c.rank, c.rank, b), kDevice), 0);
-        if (Signal::epoch(word) == c.epoch) return Step::kDone;
+        if (Signal::epoch(P::broadcast(P::poll(word, kDevice), 0)) == c.epoch) return Step::kDone;
         __nanosleep(500);
         return Step::kIdle;
       },
       OsLiveness<P>{c});
-  P::acquire(c.packet_signal(c.rank, c.rank, b), kDevice);
+  P::acquire(word, kDevice);
   P::sync();
   return end == WaitEnd::kDone;
+}
+
+// The same for the own packet's signal, which says that the block's routing and entries are written.
+__device__ __forceinline__ bool await_routing(const Call& c, uint32_t b) {
+  return await_word(c, c.packet_signal(c.rank, c.rank, b));
 }
 
 // One warp's copies of rows, by the copy engine through the warp's own shared memory: half of it is loaded while the other
@@ -49,14 +53,15 @@ class RowCopies {
   static constexpr uint32_t kBytes = 2 * kAtOnce * kChunkBytes;
   static constexpr uint32_t kBarriers = 2;
 
-  // One thread, before the block's first synchronization.
-  static __device__ void init(uint32_t barriers) {
-    for (uint32_t i = 0; i < kBarriers; ++i) sm90::barrier_init(barriers + i * 8, kAtOnce);
-  }
-
   // kBytes of shared memory, and barriers that no other warp uses.
   __device__ __forceinline__ RowCopies(uint32_t memory, uint32_t barriers)
-      : memory_(memory + P::lane() % kAtOnce * kChunkBytes), barriers_(barriers) {}
+      : memory_(memory + P::lane() % kAtOnce * kChunkBytes), barriers_(barriers) {
+    if (P::lane() == 0) {
+      for (uint32_t i = 0; i < kBarriers; ++i) sm90::barrier_init(barriers + i * 8, kAtOnce);
+      sm90::fence_barrier_init();
+    }
+    P::sync();
+  }
 
   // Rows 0 to rows - 1, of `row_bytes`, from from(row) to to(row), which are called by all lanes, each for a row of its own.
   // They are written when it returns. All lanes.
