@@ -47,10 +47,10 @@ def device_of(rank: int) -> int:
     return rank % torch.cuda.device_count()
 
 
-def processors() -> int:
-    """Thread blocks of a context, 0: as many as fit. Ranks that share a GPU leave each other room."""
+def processors() -> int | None:
+    """Thread blocks of a context, None: as many as fit. Ranks that share a GPU leave each other room."""
     if RANKS_A_GPU == 1:
-        return 0
+        return None
     return torch.cuda.get_device_properties(0).multi_processor_count // RANKS_A_GPU // 2 * 2
 
 
