@@ -12,6 +12,7 @@ import torch
 from flashmoe import jit
 from flashmoe.errors import FlashMoEError
 from layers import ACTIVATIONS, DTYPES, SEED
+from ranks import RANKS_A_GPU
 
 HERE = Path(__file__).resolve().parent
 PUT = [(dtype, "swiglu") for dtype in DTYPES] + [("bfloat16", "gelu"), ("float32", "gelu")]
@@ -58,7 +59,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     )
     variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in ACTIVATIONS]
     variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
-    if torch.cuda.device_count() > 1:
+    if torch.cuda.device_count() * RANKS_A_GPU > 1:
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         list(pool.map(jit.compile_kernel, variants))
