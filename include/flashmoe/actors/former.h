@@ -13,10 +13,9 @@ namespace flashmoe {
 template <class P>
 FLASHMOE_FN bool run_former(const Call& c, Source* sources, const FormerMemory& memory) {
   if (memory.step == 0 || memory.first >= c.local_experts) return true;
-  constexpr uint32_t kDepth = 4;  // 128 packets at a time: all of a rank's, with a block of tokens per SM
   constexpr uint32_t kLooks = 8;  // the own packets arrive all at once, and the first tiles wait for them
-  Arrivals<P, kDepth, kLooks> arrivals(c, sources);
-  TileFormer<P, kDepth> former(c, memory);
+  Arrivals<P, kPacketsOfLane, kLooks> arrivals(c, sources);
+  TileFormer<P, kPacketsOfLane> former(c, memory);
   const WaitEnd end = wait_until<P>(
       c,
       [&] {

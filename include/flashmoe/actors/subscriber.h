@@ -38,7 +38,9 @@ class Subscriber {
         moved = true;
       }
     }
-    return find_returns() || moved;
+    // Sooner hardly anything is returned, and to look for it holds up the packets, for which tasks wait.
+    if (finished_) moved |= find_returns();
+    return moved;
   }
 
   // Every packet of every rank is here, so every source's blocks are known.
@@ -110,8 +112,8 @@ class Subscriber {
   }
 
   const Call& c_;
-  Arrivals<P, 1, 8> arrivals_;
-  TileFormer<P> former_;
+  Arrivals<P, kPacketsOfLane, 8> arrivals_;
+  TileFormer<P, kPacketsOfLane> former_;
   uint32_t returned_ = 0;
   bool finished_ = false;
 };

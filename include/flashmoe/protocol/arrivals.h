@@ -15,9 +15,12 @@ struct Source {
   uint32_t next;    // first packet not yet seen
 };
 
+// Packets of a source that a lane looks at in a step: with a warp's lanes all of a rank's, if it has a block of tokens per SM.
+inline constexpr uint32_t kPacketsOfLane = 4;
+
 // kDepth: packets of a source that a step looks at, per lane; their loads are under way together. kLooks: rounds of such
 // loads in a step; as many sources get all lanes, more of them share.
-template <class P, uint32_t kDepth = 1, uint32_t kLooks = 1>
+template <class P, uint32_t kDepth, uint32_t kLooks>
 class Arrivals {
  public:
   // sources: [R] in shared memory, uninitialised.
@@ -93,11 +96,9 @@ class Arrivals {
       const uint32_t p = base + P::lane();
       bool fresh = false, empty = false, strange = false;
       if (p < c_.ranks && sources_[p].blocks == Source::kUnheard) {
-        const uint64_t word = P::load_acquire(c_.call_signal(c_.rank, p), kSystem);
+        const uint64_t word = P::poll(c_.call_signal(c_.rank, p), kSystem);
         fresh = Signal::epoch(word) == c_.epoch;
-        if constexpr (!P::kPeersMapped) {
-          if (fresh) P::acquire(c_.call_signal(c_.rank, p), kSystem);
-        }
+        if (fresh) P::acquire(c_.call_signal(c_.rank, p), kSystem);
         // A rank that computes something else must not be listened to: its packets mean something else.
         strange = fresh && c_.call_config(c_.rank, p)->hash != c_.config.hash;
         fresh = fresh && !strange;
