@@ -34,6 +34,7 @@ int64_t create(Sizes sizes, ffi::String name, ffi::String nvshmem, int64_t devic
                             .raster = size(sizes, "raster"),
                             .window = size(sizes, "window"),
                             .gemm1_lists = size(sizes, "gemm1_lists"),
+                            .own_first = size(sizes, "own_first"),
                             .senders = size(sizes, "senders")};
     try {
       return registry<Context>().add(std::make_shared<Context>(static_cast<int>(device), who, limits_of(sizes), order,

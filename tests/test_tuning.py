@@ -181,9 +181,11 @@ def test_no_gain_is_stored_as_such(machine, monkeypatch, file, capsys):
 @pytest.mark.parametrize(("ranks", "tried"), [(1, False), (2, True)])
 def test_sending_and_returning_are_tried_where_there_is_a_peer(ranks, tried):
     knobs = tune._knobs(ranks)
-    assert ("return_mode" in knobs) == ("senders" in knobs) == ("gemm1_lists" in knobs) == tried
+    assert (
+        ("return_mode" in knobs) == ("senders" in knobs) == ("gemm1_lists" in knobs) == ("own_first" in knobs) == tried
+    )
     for name, knob in flashmoe.context.PROFILE.items():
-        if name in ("gemm1_lists", "senders") and not tried:
+        if name in ("gemm1_lists", "own_first", "senders") and not tried:
             continue
         assert knobs[name] == knob.tried == tuple(sorted(set(knob.tried)))
         assert knob.tried[0] >= 1 and knob.tried[-1] <= knob.most

@@ -256,9 +256,10 @@ OrderPolicy Context::order_of(const Call& c, ReturnMode return_mode) const {
                      .raster = c.ranks > 1 ? kRasterOfSeveral : kRaster,
                      .window = tasks_ahead(c) * c.processors,
                      .gemm1_lists = early ? 2u : 1u,
+                     .own_first = early ? 2u : 1u,
                      .senders = kSenders};
   for (const auto field : {&OrderPolicy::gemm1_lag, &OrderPolicy::raster, &OrderPolicy::window,
-                           &OrderPolicy::gemm1_lists, &OrderPolicy::senders}) {
+                           &OrderPolicy::gemm1_lists, &OrderPolicy::own_first, &OrderPolicy::senders}) {
     if (asked_.*field != 0) chosen.*field = asked_.*field;
   }
   const uint32_t service = 1 + sm90::formers_of(c.ranks, c.local_experts, processors());

@@ -178,6 +178,7 @@ PROFILE = {
     "raster": Knob(32, (2, 4, 8, 16, 32)),  # kMaxRaster in order.h
     "window": Knob(2**20, (66, 132, 264, 528, 1056)),
     "gemm1_lists": Knob(2, (1, 2), alone=False),
+    "own_first": Knob(2**10, (1, 2, 4), alone=False),
     "senders": Knob(2**10, (8, 16, 24, 32, 48), alone=False),
 }
 """What a profile may say, see `Context`."""
@@ -257,9 +258,10 @@ class Context:
         CUDA engine: the order of tasks, where it is to differ from the built-in one. ``gemm1_lag``: GEMM1 tasks are
         held back until so many GEMM0 tasks are ahead of them, while there are any. ``raster``: tiles of a window of
         tasks. ``window``: tasks published ahead. ``gemm1_lists``: 2, GEMM1 tasks with rows of
-        other ranks' tokens go first; 1, all of an expert's go side by side. ``senders``: thread blocks that send rows
-        to mapped memory before they compute, as far as there are any that form no tiles. It changes no bit of a
-        result, and may differ from rank to rank.
+        other ranks' tokens go first; 1, all of an expert's go side by side. ``own_first``: of so many of the rank's
+        experts one begins with its own rows, the others when those of another rank are here. ``senders``: thread
+        blocks that send rows to mapped memory before they compute, as far as there are any that form no tiles. It
+        changes no bit of a result, and may differ from rank to rank.
         Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E, K and a `max_tokens`
         like this one (see ``flashmoe.profiles``); ``{}``: the built-in order, whatever is stored.
     transport:

@@ -130,7 +130,7 @@ class Problems {
       r.log2_block = 3 + below(3);
       r.capacity = capacity ? 1 + below(l_.max_tokens) : 0;
       r.order = {one_of({0u, 3u, 1000u}), one_of({1u, 2u, kMaxRaster}), one_of({0u, 1u, 9u}),
-                 one_of({1u, 2u, kMaxGroups})};
+                 one_of({1u, kMaxGemm1Lists}), one_of({1u, 2u, 3u})};
       std::vector<int32_t> choice(popular);
       std::iota(choice.begin(), choice.end(), 0);
       for (uint32_t t = 0; t < r.tokens; ++t) {

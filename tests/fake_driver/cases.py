@@ -764,15 +764,20 @@ ALWAYS_HELD = 2**32 - 1
 
 # Of short tasks more are published ahead.
 # What a wide GEMM1 returns the link keeps up with: it then follows all of GEMM0,
-# in one list.
+# in one list, and no expert waits for other ranks' rows.
 @pytest.mark.parametrize(
     ("hidden", "inner", "order"),
-    [(H, I, [132, 4 * 66, 2, 16]), (H, 1072, [ALWAYS_HELD, 4 * 66, 1, 16]), (2048, 2048, [ALWAYS_HELD, 66, 1, 16])],
+    [
+        (H, I, [132, 4 * 66, 2, 2, 16]),
+        (H, 1072, [ALWAYS_HELD, 4 * 66, 1, 1, 16]),
+        (2048, 2048, [ALWAYS_HELD, 66, 1, 1, 16]),
+    ],
 )
 def test_order_of_several_ranks(tmp_path, hidden, inner, order):
     changes = {"hidden": hidden, "intermediate": inner, "return_mode": "direct"}
     for seen in put_by(2, changes, cubin=tmp_path / "kernel.cubin"):
-        assert [seen.launch[name] for name in ("gemm1_lag", "window", "gemm1_lists", "senders")] == order
+        names = ("gemm1_lag", "window", "gemm1_lists", "own_first", "senders")
+        assert [seen.launch[name] for name in names] == order
 
 
 def test_one_return_group_by_puts(tmp_path):
@@ -846,13 +851,11 @@ def test_profiles():
         flashmoe.Context(engine="cuda", profile={"lag": 1}, **SIZES)
     with pytest.raises(flashmoe.InvalidArgument, match=r"profile\[raster\]: expected an integer in \[1, 32\], got 33"):
         flashmoe.Context(engine="cuda", profile={"raster": 33}, **SIZES)
-    with flashmoe.Context(
-        engine="cuda", profile={"gemm1_lag": 7, "raster": 3, "window": 9, "gemm1_lists": 2, "senders": 2}, **SIZES
-    ) as made:
+    profile = {"gemm1_lag": 7, "raster": 3, "window": 9, "gemm1_lists": 2, "own_first": 3, "senders": 2}
+    with flashmoe.Context(engine="cuda", profile=profile, **SIZES) as made:
         flashmoe.moe(made, **arguments())
     # Alone, a rank sends nothing.
-    names = ("gemm1_lag", "raster", "window", "gemm1_lists", "senders")
-    assert [launched()[name] for name in names] == [7, 3, 9, 2, 0]
+    assert [launched()[name] for name in profile] == [7, 3, 9, 2, 3, 0]
 
 
 def store(profile, **changes):

@@ -82,9 +82,9 @@ def test_memory_for_what_a_capacity_keeps(pool, top_k, skew):
 
 ORDERS = [
     {"senders": 1, "gemm1_lists": 1},
-    {"senders": 60, "gemm1_lists": 2},
+    {"senders": 60, "gemm1_lists": 2, "own_first": 2},
     {"gemm1_lag": 1, "window": 1, "gemm1_lists": 2},
-    {"gemm1_lag": 2**31, "raster": 1, "window": 2000},
+    {"gemm1_lag": 2**31, "raster": 1, "window": 2000, "own_first": 1024},
 ]
 
 

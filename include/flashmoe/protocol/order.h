@@ -23,6 +23,10 @@ struct OrderPolicy {
   // 2: GEMM1's tiles with rows of remote homes go first, since these have a way to go. 1: all go as they are ready, so that an
   // expert's tiles run side by side, whosever rows they have, and its weights are read once.
   uint32_t gemm1_lists = kMaxGemm1Lists;
+  // One in so many local experts, the first of them, has the tiles of this rank's own rows announced as they fill. The others'
+  // wait until all of another rank's rows are here, so that an expert's tiles run side by side and its weights are read less
+  // often; the first ones' bridge the time until then. 1, and 0: none waits.
+  uint32_t own_first = 1;
   // Thread blocks that first send this rank's rows, all their warps, and then compute (GPU, several ranks).
   uint32_t senders = 0;
 };

@@ -28,10 +28,13 @@ struct FormerMemory {
 };
 
 // kDepth: packets that a lane handles at a time.
-template <class P, uint32_t kDepth = 1>
+template <class P, uint32_t kDepth>
 class TileFormer {
  public:
-  FLASHMOE_FN TileFormer(const Call& call, const FormerMemory& memory) : c_(call), m_(memory) {
+  FLASHMOE_FN TileFormer(const Call& call, const FormerMemory& memory)
+      : c_(call),
+        m_(memory),
+        first_experts_(call.ranks == 1 ? ~0u : ceil_div(call.local_experts, max_of(call.order.own_first, 1u))) {
     const uint32_t el = c_.local_experts;
     count_ = m_.step == 0 || m_.first >= el ? 0 : ceil_div(el - m_.first, m_.step);
     for (uint32_t i = P::lane(); i < count_; i += P::kLanes) m_.experts[i] = {};
@@ -48,13 +51,15 @@ class TileFormer {
   FLASHMOE_FN void close(uint32_t p) {
     if (count_ == 0) return;
     close_source<P>(c_, p, count_);
-    // Tiles of own rows that waited for one another, see consume_slice().
-    if (p != c_.rank || c_.ranks == 1) return;  // alone, finish() has
+    if (c_.ranks == 1) return;  // finish() announces
+    // Tiles of own rows that waited for one another, see consume_slice(), or for another rank's.
+    if (p != c_.rank) first_experts_ = ~0u;
     for (uint32_t i = 0; i < count_; ++i) announce(i);
   }
 
   // No more packets at all: the partial tiles are ready as they are. All lanes.
   FLASHMOE_FN void finish() {
+    first_experts_ = ~0u;
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 0; i < count_; ++i) {
       const FormedExpert x = m_.experts[i];
@@ -144,6 +149,9 @@ class TileFormer {
     return static_cast<uint32_t>(P::broadcast(id, 0));
   }
 
+  // Whether the expert's tiles are not to be announced yet, see OrderPolicy::own_first.
+  FLASHMOE_FN bool waits(uint32_t i) const { return expert(i) >= first_experts_; }
+
   // Whether an expert's first tile is announced by itself.
   FLASHMOE_FN bool announces_first() const {
     return c_.local_experts * c_.gemm0_columns <= kFirstTasks * c_.processors;
@@ -157,7 +165,7 @@ class TileFormer {
     const uint32_t before = P::exclusive_scan(span.count(), total);
     if (total == 0) return false;
     const uint32_t rows = m_.experts[i].rows;
-    const bool first = m_.experts[i].announced == 0 && announces_first();
+    const bool first = m_.experts[i].announced == 0 && announces_first() && !waits(i);
     const uint32_t lanes = first ? count_lanes<P>(rows + before < c_.tile_rows) : P::kLanes;
     if (lanes < P::kLanes) total = P::broadcast(before, lanes);
     const Span now = P::lane() < lanes ? span : Span{};
@@ -284,10 +292,11 @@ class TileFormer {
     *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) = tile;
   }
 
-  // Tells the scheduler of the expert's closed tiles. All lanes.
+  // Tells the scheduler of the expert's closed tiles, unless they are to wait. All lanes.
   FLASHMOE_FN void announce(uint32_t i) {
     const FormedExpert x = m_.experts[i];
     const uint32_t l = expert(i);
+    if (waits(i)) return;
     for (uint32_t base = x.announced; base < x.closed; base += P::kLanes) {
       const uint32_t nth = base + P::lane();
       const bool has = nth < x.closed;
@@ -303,7 +312,8 @@ class TileFormer {
 
   const Call& c_;
   const FormerMemory m_;
-  uint32_t count_;  // experts served
+  uint32_t count_;          // experts served
+  uint32_t first_experts_;  // local experts below it have their tiles announced as they fill
 };
 
 }  // namespace flashmoe
