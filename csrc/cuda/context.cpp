@@ -283,6 +283,7 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   }
   auto plan = std::make_unique<Plan>();
   plan->kernels = &loaded;
+  plan->dtype = spec.dtype;
   plan->capacity_factor = spec.capacity_factor;
   sm90::KernelArgs& a = plan->args;
   a = {};
@@ -304,7 +305,7 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   }
   const auto hidden_rows = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 0));
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 1)) - hidden_rows;
-  a.hidden = encode(hidden_shape(pitch, bytes, spec.intermediate, l.max_tiles() * l.tile_rows), hidden_rows, spec.dtype,
+  a.hidden = encode(rows_shape(pitch, bytes, spec.intermediate, l.max_tiles() * l.tile_rows), hidden_rows, spec.dtype,
                     "the hidden rows");
   a.gate_up_bias = reinterpret_cast<const void*>(spec.gate_up_bias);
   a.down_bias = reinterpret_cast<const void*>(spec.down_bias);
@@ -339,6 +340,9 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   a.out = reinterpret_cast<uint8_t*>(t.out);
   a.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   a.topk_weights = reinterpret_cast<const float*>(t.topk_weights);
+  if (t.topk_ids == 0 && t.tokens != 0) {
+    a.tokens = encode(rows_shape(t.x_row_bytes, c.element_bytes, c.hidden, t.tokens), t.x, plan.dtype, "x");
+  }
 }
 
 void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) {

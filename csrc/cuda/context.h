@@ -117,6 +117,7 @@ class Context {
   struct Plan {
     sm90::KernelArgs args;
     const Kernels* kernels;
+    cpu::DType dtype;
     double capacity_factor;
   };
 

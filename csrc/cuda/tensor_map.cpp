@@ -40,13 +40,13 @@ TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidd
 // Any E goes, so its rows cannot come in eights; the dimensions of size 1 make it look like the others to the kernel.
 TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts) {
   const uint64_t all = experts * m.row_bytes;
-  const uint32_t rows = sm90::few_experts(experts) ? sm90::kFewExperts : sm90::kBoxFeatures;
+  const uint32_t rows = sm90::gate_features(experts);
   return {
       5, {hidden, experts, 1, 1, 1}, {m.row_bytes, all, all, all}, {sm90::kRowBytes / element_bytes, rows, 1, 1, 1}};
 }
 
-TensorMapShape hidden_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t intermediate, uint64_t rows) {
-  return {2, {intermediate, rows}, {row_bytes}, {sm90::kRowBytes / element_bytes, sm90::kHiddenBoxRows}};
+TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows) {
+  return {2, {columns, rows}, {row_bytes}, {sm90::kRowBytes / element_bytes, sm90::kRowBox}};
 }
 
 sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, cpu::DType dtype, const char* what) {

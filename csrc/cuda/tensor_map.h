@@ -26,7 +26,7 @@ TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t h
 TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
                           uint32_t experts);
 TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts);
-TensorMapShape hidden_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t intermediate, uint64_t rows);
+TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows);
 
 // Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error.
 sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, cpu::DType dtype, const char* what);

@@ -18,12 +18,13 @@
 //
 // Pipelines
 //   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
-//   gate    the same memory, before: full 1 + 64 and the copy engine's bytes, empty 2; without tensor cores each empty is x 128
+//   gate    the same memory, before, in 4 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2; without tensor cores
+//           each empty is x 128
 //   rows    the same memory, between, of blocks that send: 16 KiB a warp, two buffers in turn, each full 4 and the copy
 //           engine's bytes; the lane that stored from a buffer waits before it loads there again     (stages/send.cuh)
 //   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
 //           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (shared.cuh)
-//   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
+//   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders, 5 both consumer warpgroups
 //
 // A call that fails still runs every role to its stop: the pair's other block counts on them, and nothing but the word that
 // aborts it says that it has (a flag in each thread would have to be spilled).
@@ -74,7 +75,8 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
     s.late.init();
     s.trace_events = 0;
     s.ring.init();
-    Pipeline::init(shared_address(s.gate_barriers), kConsumers * kReleases<typename Scores<Dtype>::Type>);
+    Ring<kMostGateStages, 0>::init(shared_address(s.gate_barriers),
+                                   kConsumers * kReleases<typename Scores<Dtype>::Type>);
     Pipeline::init(shared_address(s.stage_barriers), kPair * kConsumers * kReleases<Dtype>);
     fence_barrier_init();
   }
@@ -128,10 +130,8 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   const uint32_t warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
   const uint32_t ring_memory = shared_address(memory);
   if (warp < kTeamWarps) {
-    // A fresh barrier passes waits of parity 1: the gate's loaders find all stages empty.
-    Pipeline gate{ring_memory, shared_address(s.gate_barriers), 0, warpgroup < kConsumers ? 0u : 1u};
     for (uint32_t b = blockIdx.x; b < c.blocks(); b += gridDim.x) {
-      if (!dispatch_block<Dtype>(args, c, s, memory, gate, b, trace)) break;
+      if (!dispatch_block<Dtype>(args, c, s, memory, b, trace)) break;
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};

@@ -265,9 +265,16 @@ def test_tensor_maps(device, dtype, code, span, activation):
     assert seen["router"]["base"] == args["router"].data_ptr() and seen["router"]["strides"][0] == row
     assert seen["hidden_rows"]["dims"][0] == I and seen["hidden_rows"]["dims"][1] % 256 == 0
     assert seen["hidden_rows"]["strides"] == [I * 4] and seen["hidden_rows"]["box"] == [span, 32]
+    assert seen["token_rows"] == {
+        "base": args["x"].data_ptr(),
+        "type": code,
+        "dims": [H, 100],
+        "strides": [row],
+        "box": [span, 32],
+    }
 
 
-@pytest.mark.parametrize(("experts", "rows"), [(32, 32), (33, 128)])
+@pytest.mark.parametrize(("experts", "rows"), [(32, 32), (33, 64), (64, 64), (65, 128)])
 def test_the_routers_box(experts, rows):
     """Few experts come by small boxes, so that the gate's stages hold more of the tokens."""
     weights = {
@@ -290,6 +297,7 @@ def test_strided_tensors(ctx):
     assert y.is_contiguous()
     seen = launched()
     assert (seen["x"], seen["x_row_bytes"]) == (x.data_ptr(), 6 * H)
+    assert (seen["token_rows"]["base"], seen["token_rows"]["strides"]) == (x.data_ptr(), [6 * H])
     row = 2 * (H + 16)
     assert seen["gate_up"]["strides"] == [row, I * row, 8 * row, (2 * I + 8) * row]
     assert seen["down"]["strides"][3] == 2 * H * I * 2
@@ -301,7 +309,7 @@ def test_given_routing(ctx):
         args = given(ids=ids)
         flashmoe.moe(ctx, **args)
         seen = launched()
-        assert seen["router"] is None and seen["topk_ids_64"] == (ids == torch.int64)
+        assert seen["router"] is seen["token_rows"] is None and seen["topk_ids_64"] == (ids == torch.int64)
         assert seen["topk_ids"] == args["topk_ids"].data_ptr()
         assert seen["topk_weights"] == args["topk_weights"].data_ptr()
 

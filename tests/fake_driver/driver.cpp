@@ -102,7 +102,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"gate_up\": " << described(a.gate_up) << ", \"down\": " << described(a.down)
       << ", \"router\": " << described(a.router) << ", \"gate_up_rows\": " << described(a.gate_up_rows)
       << ", \"down_rows\": " << described(a.down_rows) << ", \"router_rows\": " << described(a.router_rows)
-      << ", \"hidden_rows\": " << described(a.hidden) << "}";
+      << ", \"hidden_rows\": " << described(a.hidden) << ", \"token_rows\": " << described(a.tokens) << "}";
   last_launch = out.str();
 }
 

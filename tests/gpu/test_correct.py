@@ -110,6 +110,14 @@ def test_tokens_around_the_sizes_of_blocks_and_tiles(tokens):
     run_and_check(random_problem(tokens, tokens, hidden=64, intermediate=64, experts=4, top_k=2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("experts", [1, 32, 33, 64, 65, 128, 129, 300])
+def test_experts_around_the_gates_sizes(experts, dtype):
+    """With as many token blocks for each thread block as make the gate's ring go round and begin anywhere."""
+    sizes = {"hidden": 360, "intermediate": 64, "experts": experts, "top_k": min(experts, 2)}
+    run_and_check(random_problem(experts, 3000, dtype=dtype, **sizes), processors=36)
+
+
 @pytest.mark.parametrize("processors", [2, 4, 6, 66])
 def test_few_thread_blocks(processors):
     run_and_check(random_problem(9, 500, **USUAL), processors=processors)
@@ -162,6 +170,16 @@ def test_strided_rows(dtype):
         y, report = call(context, strided)
         check(strided, y, report)
         assert torch.equal(y, call(context, problem)[0])
+
+
+@pytest.mark.parametrize("apart", [0, 8, 64])
+def test_rows_of_x_that_overlap(apart):
+    """As Tensor.expand() and Tensor.as_strided() give them."""
+    problem = random_problem(8, 300, **USUAL)
+    rows = problem.x.flatten().as_strided((300, USUAL["hidden"]), (apart, 1))
+    with context_of(problem) as context:
+        y, report = call(context, replace(problem, x=rows))
+        check(replace(problem, x=rows.contiguous()), y, report)
 
 
 def test_weights_that_a_caller_changes_are_read_anew():

@@ -20,7 +20,7 @@ inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile
 inline constexpr uint32_t kTaskFeatures = 256;  // weight rows of a task
 inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's half
 inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
-inline constexpr uint32_t kHiddenBoxRows = 32;  // rows of one TMA box of the hidden tile
+inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of hidden rows or tokens
 inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
 inline constexpr uint32_t kNoTile = ~0u;        // index of a task that is only rehearsed (roles.cuh)
 
@@ -44,10 +44,9 @@ inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may ha
 inline constexpr uint32_t kMaxPairs = 2048;  // its tokens times K
 inline constexpr uint32_t kMaxExperts = 1024;
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
-// Of so few experts the gate takes two k-blocks at a time, and the router's box holds no more rows than they may be.
-inline constexpr uint32_t kFewExperts = 32;
-FLASHMOE_HD constexpr bool few_experts(uint32_t experts) {
-  return experts <= kFewExperts;
+// Rows of the router that the gate loads at a time: of fewer, it loads more k-blocks side by side.
+FLASHMOE_HD constexpr uint32_t gate_features(uint32_t experts) {
+  return experts <= 32 ? 32 : experts <= 64 ? 64 : kBoxFeatures;
 }
 // Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
 inline constexpr uint32_t kFormerExperts = 16;
@@ -132,9 +131,10 @@ struct KernelArgs {
   //   gate_up  5D {H, 8, gated ? 2 : 1, I / 8, El}, box {., 8, gated ? 2 : 1, gated ? 8 : 16, 1}: with a gate, a box
   //            holds 8 gate rows, their 8 up rows, and so on, so that one thread's accumulators have both, either way
   //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
-  //   router   5D {H, E, 1, 1, 1},       box {., E <= 32 ? 32 : 128, 1, 1, 1}
+  //   router   5D {H, E, 1, 1, 1},       box {., gate_features(E), 1, 1, 1}
   //   hidden   2D {I, tiles * 256},      box {., 32}
-  TensorMap gate_up, down, router, hidden;
+  //   tokens   2D {H, T},                box {., 32}; x, for the router
+  TensorMap gate_up, down, router, hidden, tokens;
   // The same without TMA: [El][2I or I], H elements a row; [El][H], I; [1][E], H.
   WeightRows gate_up_rows, down_rows, router_rows;
 

@@ -1,20 +1,21 @@
 // The ring of stages between the two loader warps and the two consumer warpgroups, in dynamic shared memory.
 //
-// A stage is 48 KiB and holds k-blocks of 128 bytes of K of features and tokens, laid out in one of four ways, all of it
-// 128-byte swizzled: chunk c of row r lies at chunk c ^ (r % 8).
-//   Wide    256 features at 0 (the lower 128 by the pair's first block, the upper by its second), 128 tokens at 32 KiB
-//   Narrow  two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens at 32
-//           and 40 KiB
-//   Gate    128 features at 0, 128 tokens at 16 KiB; the rest is the logits' (dispatch.cuh)
-//   DeepGate  two k-blocks, where 32 features are all: a block's tokens arrive at the pace of the bytes in flight. 128
-//           tokens at 0 and 16 KiB, the logits, and the features at 36 and 40 KiB. A wgmma takes 64 rows of features: what
-//           lies behind these stands for the others, and what becomes of it is not read
+// A stage holds k-blocks of 128 bytes of K of features and tokens, laid out in one of three ways, all of it 128-byte
+// swizzled: chunk c of row r lies at chunk c ^ (r % 8).
+//   Wide    48 KiB: 256 features at 0 (the lower 128 by the pair's first block, the upper by its second), 128 tokens at 32
+//           KiB
+//   Narrow  48 KiB: two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens
+//           at 32 and 40 KiB
+//   Gate    128 tokens at 0, 32, 64 or 128 features behind them, and as many stages as there is room for: a block's tokens
+//           arrive at the pace of the bytes in flight. (A wgmma takes 64 rows of features: of 32, what lies behind them
+//           stands for the others, and what becomes of it is not read.)
 // Barriers: full takes an arrival of every loader thread of the block and the copy engine's bytes, half of which the other
 // block's copy engine writes; empty takes one of each consumer that reads what is written when it is passed: of both
 // blocks. Gate's are its own, and the block's alone.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "flashmoe/sm90/barrier.cuh"
 #include "flashmoe/sm90/kernel_args.h"
@@ -38,9 +39,44 @@ inline constexpr uint32_t kStageBytes = 48 * 1024;
 inline constexpr uint32_t kStageAlign = 1024;  // the swizzle pattern repeats every 8 rows
 inline constexpr uint32_t kBoxBytes = kBoxFeatures * kRowBytes;
 
-template <uint32_t kBlocks_, uint32_t kFeatures_, uint32_t kFeaturesAt, uint32_t kTokens_, uint32_t kTokensAt,
-          bool kPaired_>
+// One side of a ring of kCount stages of kBytes.
+template <uint32_t kCount_, uint32_t kBytes_>
+struct Ring {
+  static constexpr uint32_t kCount = kCount_, kBytes = kBytes_;
+
+  uint32_t stages;    // shared address of stage 0
+  uint32_t barriers;  // shared addresses of full and empty of stage 0, of stage 1, ...
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  // By one thread, before the block's first synchronization. releases: arrivals that free a stage.
+  static __device__ __forceinline__ void init(uint32_t barriers, uint32_t releases) {
+    for (uint32_t s = 0; s < kCount; ++s) {
+      barrier_init(barriers + s * 16, 1 + kLoaders);
+      barrier_init(barriers + s * 16 + 8, releases);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t data() const { return stages + stage * kBytes; }
+  __device__ __forceinline__ uint32_t full() const { return barriers + stage * 16; }
+  __device__ __forceinline__ uint32_t empty() const { return empty(stage); }
+  __device__ __forceinline__ uint32_t empty(uint32_t s) const { return barriers + s * 16 + 8; }
+  __device__ __forceinline__ void advance() {
+    stage = stage + 1 == kCount ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+  // As many times.
+  __device__ __forceinline__ void advance(uint32_t n) {
+    parity ^= (stage + n) / kCount & 1u;
+    stage = (stage + n) % kCount;
+  }
+};
+using Pipeline = Ring<kStages, kStageBytes>;
+
+template <class Ring_, uint32_t kBlocks_, uint32_t kFeatures_, uint32_t kFeaturesAt, uint32_t kTokens_,
+          uint32_t kTokensAt, bool kPaired_>
 struct StageLayout {
+  using Ring = Ring_;
   static constexpr uint32_t kBlocks = kBlocks_;                       // k-blocks
   static constexpr uint32_t kFeatures = kFeatures_;                   // rows of each
   static constexpr uint32_t kTokens = kTokens_;                       // rows of each
@@ -56,44 +92,26 @@ struct StageLayout {
   // Stages that rows of so many bytes go through: producer and consumers both count with this.
   static FLASHMOE_HD constexpr uint32_t stages(uint32_t k_bytes) { return ceil_div(k_bytes, kBlocks * kRowBytes); }
 };
-using Wide = StageLayout<1, 256, 0, 128, 32 * 1024, true>;
-using Narrow = StageLayout<2, 128, 0, 64, 32 * 1024, true>;
-using Gate = StageLayout<1, kBoxFeatures, 0, 128, 16 * 1024, false>;
-using DeepGate = StageLayout<2, kFewExperts, 36 * 1024, 128, 0, false>;
+using Wide = StageLayout<Pipeline, 1, 256, 0, 128, 32 * 1024, true>;
+using Narrow = StageLayout<Pipeline, 2, 128, 0, 64, 32 * 1024, true>;
 static_assert(Wide::tokens(1) == kStageBytes && Narrow::tokens(2) == kStageBytes);
-static_assert(DeepGate::features(1) + 64 * kRowBytes <= kStageBytes);
 static_assert(Narrow::kTokens == kNarrowTokens && Wide::kTokens * kPair == kTileTokens);
 
-// One side's place in the ring.
-struct Pipeline {
-  uint32_t stages;    // shared address of stage 0
-  uint32_t barriers;  // shared address of full[kStages], empty[kStages]
-  uint32_t stage = 0;
-  uint32_t parity = 0;
-
-  static constexpr uint32_t kBarriers = 2 * kStages;
-
-  // By one thread, before the block's first synchronization. releases: arrivals that free a stage.
-  static __device__ __forceinline__ void init(uint32_t barriers, uint32_t releases) {
-    for (uint32_t s = 0; s < kStages; ++s) {
-      barrier_init(barriers + s * 8, 1 + kLoaders);
-      barrier_init(barriers + (kStages + s) * 8, releases);
-    }
-  }
-
-  __device__ __forceinline__ uint32_t data() const { return stages + stage * kStageBytes; }
-  __device__ __forceinline__ uint32_t full() const { return barriers + stage * 8; }
-  __device__ __forceinline__ uint32_t empty() const { return barriers + (kStages + stage) * 8; }
-  __device__ __forceinline__ void advance() {
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    parity ^= stage == 0;
-  }
-  // As many times.
-  __device__ __forceinline__ void advance(uint32_t n) {
-    parity ^= (stage + n) / kStages & 1u;
-    stage = (stage + n) % kStages;
-  }
-};
+// The gate's, in `room` bytes.
+inline constexpr uint32_t kMostGateStages = 8;
+template <uint32_t kFeatures, uint32_t kRoom, uint32_t kBytes = (kMaxTokenBlock + kFeatures) * kRowBytes>
+using GateLayout = StageLayout<Ring<min_of(kMostGateStages, kRoom / kBytes), kBytes>, 1, kFeatures,
+                               kMaxTokenBlock * kRowBytes, kMaxTokenBlock, 0, false>;
+// With all of a block's tokens and all experts at once, the logits come when the stages are done with.
+template <uint32_t kFeatures>
+using Gate = GateLayout<kFeatures, kStages * kStageBytes>;
+// Else beside them.
+inline constexpr uint32_t kLogitsAt = kStages * kStageBytes - kMaxGateLogits * 4;
+using GateInPasses = GateLayout<kBoxFeatures, kLogitsAt>;
+template <class Stage>
+inline constexpr bool kInPasses = std::is_same_v<Stage, GateInPasses>;
+static_assert(Gate<32>::Ring::kCount == 8 && Gate<64>::Ring::kCount == 8 && Gate<128>::Ring::kCount == 6);
+static_assert(GateInPasses::Ring::kCount == 4);
 
 // Arrivals of a consumer warpgroup at an empty barrier. The tensor cores read for all of its threads. Without them each
 // thread arrives for what it has read itself: racecheck takes no arrival for others' reads.

@@ -175,6 +175,12 @@ __device__ __forceinline__ bool joins_late_rows(const Call& c) {
   return c.joined != 0 && c.top_k == 2;
 }
 
+// Whether experts have a tile or less, on average over all ranks, were all as large as this one. Their weights then take the
+// L2 from all else, and from the kernel's own code, if they are kept there when they have been used.
+__device__ __forceinline__ bool reads_weights_once(const Call& c) {
+  return uint64_t{c.tokens} * c.top_k * c.ranks <= uint64_t{kTileTokens} * c.experts;
+}
+
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. GEMM1 leaves the second warp free to
 // find and join the late rows of tasks that the consumers have done, or with several ranks to see to the returns.
 template <class Dtype, bool kGated, class Trace>
@@ -184,6 +190,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   constexpr uint32_t kGroupsOf8 = kBoxFeatures / 8;  // of feature rows in a box
   const bool loads_hidden = threadIdx.x < kFirstLoader + kLoaders / 2;
   auto count = [&] { tasks.count_stage(); };
+  const bool read_once = reads_weights_once(c);
   bool apart = false;  // the warps are at different stages
   stages::Joiner<Dtype, Trace> joiner(args, c, s.late, trace);
   stages::Returns<Dtype, Trace> returns(args, c, s.returns, trace);
@@ -201,11 +208,12 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t box = slot.column * kPair + pair_rank();
     const bool wide = slot.share.wide;
     if (slot.kind == TaskKind::kGemm0) {
-      const FeatureBox features{&args.gate_up, 0, 0, box * (kGated ? kGroupsOf8 / 2 : kGroupsOf8), slot.expert};
+      const FeatureBox features{&args.gate_up, 0,        0, box * (kGated ? kGroupsOf8 / 2 : kGroupsOf8),
+                                slot.expert,   read_once};
       const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
       gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
     } else {
-      const FeatureBox features{&args.down, 0, 0, box * kGroupsOf8, slot.expert};
+      const FeatureBox features{&args.down, 0, 0, box * kGroupsOf8, slot.expert, read_once};
       hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
                          slot.share.rows, slot.k_bytes, count);
       apart = true;
@@ -279,7 +287,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
                                               uint32_t group, uint32_t staging, const Trace& trace) {
   // The stages were scratch: only now may either block's loaders fill them.
   fence_pair();
-  for (uint32_t s = 0; s < kStages; ++s) release_stage<Dtype, Wide>(ring.barriers + (kStages + s) * 8);
+  for (uint32_t s = 0; s < kStages; ++s) release_stage<Dtype, Wide>(ring.empty(s));
   for (uint32_t n = 0;; ++n) {
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);

@@ -108,7 +108,7 @@ struct TaskRing {
 
 struct Shared {
   Call call;  // the kernel's, with the epoch that device memory counts
-  uint64_t gate_barriers[Pipeline::kBarriers], stage_barriers[Pipeline::kBarriers];
+  uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
   uint64_t send_barriers[kWarps][stages::RowCopies::kBarriers];
   TaskRing ring;
   stages::ReturnPlaces returns;

@@ -8,6 +8,11 @@
 
 namespace flashmoe::sm90 {
 
+// How long the L2 is to keep what is loaded, as createpolicy.fractional has it: as long as other lines, or no longer than it
+// must. Constants, since a policy in registers, which the gather's addresses fill, is a policy spilled.
+inline constexpr uint64_t kKeepNormally = 0x1000'0000'0000'0000;
+inline constexpr uint64_t kEvictFirst = 0x12f0'0000'0000'0000;
+
 // Box of a tensor at coordinates (c0 innermost) to shared memory; its bytes complete transactions of `barrier`.
 __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0,
                                          uint32_t c1) {
@@ -19,22 +24,22 @@ __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint
 }
 
 __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0, uint32_t c1,
-                                         uint32_t c2, uint32_t c3, uint32_t c4) {
+                                         uint32_t c2, uint32_t c3, uint32_t c4, uint64_t hint) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(hint)
       : "memory");
 }
 
 // The same to both blocks of the pair, at the same place of each, where it completes transactions of the same barrier.
 __device__ __forceinline__ void tma_load_to_pair(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0,
-                                                 uint32_t c1, uint32_t c2, uint32_t c3, uint32_t c4) {
+                                                 uint32_t c1, uint32_t c2, uint32_t c3, uint32_t c4, uint64_t hint) {
   constexpr uint16_t kBoth = (1 << kPair) - 1;
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(kBoth)
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(kBoth), "l"(hint)
       : "memory");
 }
 

@@ -10,16 +10,19 @@ namespace flashmoe::sm90 {
 struct FeatureBox {
   const TensorMap* map;
   uint32_t c1, c2, c3, c4;
+  bool read_once;  // nobody else is about to load them: see reads_weights_once()
 
   template <class Dtype, class Stage>
-  __device__ __forceinline__ void load(const Pipeline& ring, uint32_t k_byte) const {
+  __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
     const uint32_t k = k_byte / Dtype::kBytes;
+    const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
     if constexpr (Stage::kFeatures == kPair * kBoxFeatures) {
-      tma_load_to_pair(ring.data() + pair_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, c4);
+      tma_load_to_pair(ring.data() + pair_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, c4, hint);
     } else {
 #pragma unroll
       for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
-        tma_load(ring.data() + Stage::features(b), map, ring.full(), k + b * kRowBytes / Dtype::kBytes, c1, c2, c3, c4);
+        tma_load(ring.data() + Stage::features(b), map, ring.full(), k + b * kRowBytes / Dtype::kBytes, c1, c2, c3, c4,
+                 hint);
       }
     }
   }
@@ -41,8 +44,8 @@ namespace detail {
 // warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced every other
 // k-block, and no question asked per row, it is hardly more than one. Rows that the tile does not have are copies of row 0.
 template <class Dtype, class Stage, class Count>
-__device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& features, const TokenRows& tokens,
-                                              uint32_t k_bytes, Count&& count) {
+__device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const FeatureBox& features,
+                                              const TokenRows& tokens, uint32_t k_bytes, Count&& count) {
   constexpr uint32_t kRowsApart = kLoaders / 8;
   constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
   constexpr uint32_t kAtOnce = 4;  // rows of a thread between two looks at whether there are more
@@ -98,21 +101,22 @@ __device__ __forceinline__ void gather_stages(Pipeline& ring, const FeatureBox& 
   }
 }
 
-// One thread does it all, and arrives for the other loaders, who may do something else.
+// Token rows that lie one behind the other, rows first_row .. first_row + rows - 1 of `map`, by the copy engine. One thread
+// does it all, and arrives for the other loaders, who may do something else.
 template <class Dtype, class Stage, class Count>
-__device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& features, const TensorMap* hidden,
-                                              uint32_t first_row, uint32_t rows, uint32_t k_bytes, Count&& count) {
+__device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const FeatureBox& features, const TensorMap* map,
+                                           uint32_t first_row, uint32_t rows, uint32_t k_bytes, Count&& count) {
   const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
-    Pipeline at = ring;
+    typename Stage::Ring at = ring;
     // The hidden rows were stored through the generic proxy, by other blocks, whose stores the task's clerk acquired.
     fence_proxy_async_global();
-    const uint32_t boxes = ceil_div(rows, kHiddenBoxRows);
+    const uint32_t boxes = ceil_div(rows, kRowBox);
 #pragma unroll 1
     for (uint32_t s = 0; s < stages; ++s, at.advance()) {
       wait(at.empty(), at.parity);
       arrive(at.full(), kLoaders);
-      arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kHiddenBoxRows * kRowBytes);
+      arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kRowBox * kRowBytes);
       const uint32_t k_byte = s * Stage::kBlocks * kRowBytes;
       features.load<Dtype, Stage>(at, k_byte);
       count();
@@ -121,8 +125,8 @@ __device__ __forceinline__ void hidden_stages(Pipeline& ring, const FeatureBox& 
         const uint32_t to = at.data() + Stage::tokens(b);
 #pragma unroll 1
         for (uint32_t i = 0; i < boxes; ++i) {
-          tma_load(to + i * kHiddenBoxRows * kRowBytes, hidden, at.full(), (k_byte + b * kRowBytes) / Dtype::kBytes,
-                   first_row + i * kHiddenBoxRows);
+          tma_load(to + i * kRowBox * kRowBytes, map, at.full(), (k_byte + b * kRowBytes) / Dtype::kBytes,
+                   first_row + i * kRowBox);
         }
       }
     }
@@ -151,9 +155,9 @@ __device__ __forceinline__ void hidden_load(Pipeline& ring, bool wide, const Fea
                                             const TensorMap* hidden, uint32_t first_row, uint32_t rows,
                                             uint32_t k_bytes, Count&& count) {
   if (wide) {
-    detail::hidden_stages<Dtype, Wide>(ring, features, hidden, first_row, rows, k_bytes, count);
+    detail::box_stages<Dtype, Wide>(ring, features, hidden, first_row, rows, k_bytes, count);
   } else {
-    detail::hidden_stages<Dtype, Narrow>(ring, features, hidden, first_row, rows, k_bytes, count);
+    detail::box_stages<Dtype, Narrow>(ring, features, hidden, first_row, rows, k_bytes, count);
   }
 }
 

@@ -30,9 +30,10 @@ struct TokensByFeatures {
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
 };
 static_assert(TokensByFeatures::kMs == 1);
-// All features down, half of the tokens across.
+// All features down, of which there are at most 64, half of the tokens across.
+template <class Stage_>
 struct FewByTokens {
-  using Stage = DeepGate;
+  using Stage = Stage_;
   static constexpr uint32_t kMs = Stage::kMs, kN = Stage::kTokens / kConsumers, kNextA = 0, kNextB = kN;
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::features(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
@@ -71,13 +72,13 @@ namespace detail {
 // at compile time matters: else ptxas sees accumulators read that nothing wrote, keeps those of all N alive from task
 // to task, and runs out of registers.
 template <class Dtype, class Shape, bool kFirst>
-__device__ __forceinline__ void multiply_stage(const Pipeline& ring, uint64_t a, uint64_t b, bool gathered,
-                                               Accumulators<Shape>& acc) {
+__device__ __forceinline__ void multiply_stage(const typename Shape::Stage::Ring& ring, uint64_t a, uint64_t b,
+                                               bool gathered, Accumulators<Shape>& acc) {
   wait(ring.full(), ring.parity);
   // cp.async writes through the generic proxy, wgmma reads through the async proxy.
   if (gathered) fence_proxy_async_shared();
   wgmma_fence();
-  const uint64_t stage = descriptor_step(ring.stage * kStageBytes);
+  const uint64_t stage = descriptor_step(ring.stage * Shape::Stage::Ring::kBytes);
 #pragma unroll
   for (uint32_t i = 0; i < Shape::Stage::kBlocks; ++i) {
 #pragma unroll
@@ -116,7 +117,8 @@ __device__ __forceinline__ float dot(float sum, const float4& a, const float4& b
 // The products of one stage without the tensor cores, in the same places of acc: a thread has features r and r + 8, and
 // of each 8 tokens two. Its operands are rows of shared memory that 8 and 4 lanes of a warp read alike.
 template <class Shape>
-__device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uint32_t group, Accumulators<Shape>& acc) {
+__device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Stage::Ring& ring, uint32_t group,
+                                                       Accumulators<Shape>& acc) {
   using Stage = typename Shape::Stage;
   const uint32_t thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const uint32_t feature = group * Shape::kNextA + thread / 32 * 16 + lane / 4;
@@ -144,7 +146,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const Pipeline& ring, uin
 }
 
 template <class Dtype, class Shape>
-__device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group, uint32_t stages,
+__device__ __forceinline__ void multiply_exactly(typename Shape::Stage::Ring& ring, uint32_t group, uint32_t stages,
                                                  Accumulators<Shape>& acc) {
 #pragma unroll
   for (uint32_t m = 0; m < Shape::kMs; ++m) {
@@ -166,8 +168,8 @@ __device__ __forceinline__ void multiply_exactly(Pipeline& ring, uint32_t group,
 // the tokens were written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight
 // while the next is issued: a stage is released when the one after it is under way.
 template <class Dtype, class Shape>
-__device__ __forceinline__ void multiply(Pipeline& ring, uint32_t group, uint32_t k_bytes, bool gathered,
-                                         Accumulators<Shape>& acc) {
+__device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint32_t group, uint32_t k_bytes,
+                                         bool gathered, Accumulators<Shape>& acc) {
   using Stage = typename Shape::Stage;
   const uint32_t stages = Stage::stages(k_bytes);
   if constexpr (Dtype::kTensorCores) {
