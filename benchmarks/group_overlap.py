@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N benchmarks/group_overlap.py [--out benchmarks/results/group_overlap_N.json]
 
-Three parts, all with given routing, medians of --repeats calls ("hidden": four times as many), of each the slowest
+Three parts, all with given routing, medians of --repeats calls ("hidden": sixteen times as many), of each the slowest
 rank. What is compared is called in turn, forwards and backwards, so that all of it meets the same clocks and power.
 
 - "hidden": a call with random routing less one in which every token chooses among its own rank's experts, so that each
@@ -128,7 +128,7 @@ def hidden(name: str, tokens: int, repeats: int) -> dict:
     everywhere = torch.ones(layer.experts)
     at_home = torch.zeros(layer.experts).index_fill_(0, torch.tensor(layer.own), 1.0)
     travelling, local = layer.call(layer.choose(everywhere)), layer.call(layer.choose(at_home))
-    fused, stays, one_way = layer.in_turn(4 * repeats, travelling, local, layer.exchange())
+    fused, stays, one_way = layer.in_turn(16 * repeats, travelling, local, layer.exchange())
     travelling(0)
     sent = layer.context.last_call.rows_sent
     reduced = layer.context.last_call.return_mode == "reduced"
