@@ -3,8 +3,8 @@
 //
 // Roles
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
-//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, fp32: 192
-//   warpgroup 2                                                                                104, fp32: 120
+//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, fp32: 184
+//   warpgroup 2                                                                                104, fp32: 128
 //     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
 //                         during GEMM1 the second warp joins rows (stages/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
@@ -55,7 +55,7 @@ inline constexpr uint32_t kClerkWarp = kWarps - 2;
 inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
 // (Sums of fp32 take more.)
 template <class Dtype>
-inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 || !Dtype::kTensorCores ? 104 : 120;
+inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 || !Dtype::kTensorCores ? 104 : 128;
 template <class Dtype>
 inline constexpr uint32_t kConsumerRegisters =
     (kThreads / kWarpgroup * kEntryRegisters - kServiceRegisters<Dtype>) / kConsumers / 8 * 8;
