@@ -5,8 +5,10 @@
 Three parts, all with given routing, medians of --repeats calls ("hidden": sixteen times as many), of each the slowest
 rank. What is compared is called in turn, forwards and backwards, so that all of it meets the same clocks and power.
 
-- "hidden": a call with random routing less one in which every token chooses among its own rank's experts, so that each
-  expert has as many rows and nothing travels; the median of the differences of neighbouring calls, and their quartiles.
+- "hidden": a call whose tokens choose among all experts less one in which they choose among their own rank's, so that
+  nothing travels; the median of the differences of neighbouring calls, and their quartiles. Each expert has exactly as
+  many rows in both, so that both compute the same tiles: drawn freely, the fullest rank's rows vary by as much as is to
+  be measured.
   "exposed" is that over what communication takes alone, as COMET has it, whose communication is that of collectives:
   twice NCCL's all_to_all_single of the layer's T K rows of H, the yardstick's "a2a each way", there and back, in turn
   with the calls and by the same timer. It moves a row for each expert, even two of one rank, and the rank's own rows.
@@ -71,6 +73,16 @@ class Layer:
         """Ids [T, K]: distinct experts, drawn by these shares (of E, or of some: zero elsewhere)."""
         return torch.multinomial(shares.cuda().expand(self.tokens, -1), self.top_k).int()
 
+    def choose_evenly(self, among: list[int]) -> torch.Tensor:
+        """Ids [T, K]: distinct experts, drawn so that each of `among` has as many tokens as any other."""
+        n = len(among)
+        if self.tokens % n != 0:
+            raise SystemExit(f"tokens: expected a multiple of {n} experts, got {self.tokens}")
+        # n tokens at a time go round the experts, at the same distances from a token's first to its others.
+        distances = torch.rand(self.tokens // n, n).argsort(1)[:, : self.top_k]
+        ids = (distances[:, None, :] + torch.arange(n)[None, :, None]).remainder(n).flatten(0, 1)
+        return torch.tensor(among)[ids[torch.randperm(self.tokens)]].int().cuda()
+
     def call(self, ids: torch.Tensor) -> Callable[[int], torch.Tensor]:
         def moe(_: int, **how) -> torch.Tensor:
             return flashmoe.moe(
@@ -125,9 +137,7 @@ def everyone(value: float, how=dist.ReduceOp.MAX) -> float:
 
 def hidden(name: str, tokens: int, repeats: int) -> dict:
     layer = Layer(name, tokens)
-    everywhere = torch.ones(layer.experts)
-    at_home = torch.zeros(layer.experts).index_fill_(0, torch.tensor(layer.own), 1.0)
-    travelling, local = layer.call(layer.choose(everywhere)), layer.call(layer.choose(at_home))
+    travelling, local = (layer.call(layer.choose_evenly(among)) for among in (list(range(layer.experts)), layer.own))
     fused, stays, one_way = layer.in_turn(16 * repeats, travelling, local, layer.exchange())
     travelling(0)
     sent = layer.context.last_call.rows_sent
