@@ -5,7 +5,7 @@
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
 //   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, fp32: 184
 //   warpgroup 2                                                                                104, fp32: 128
-//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
+//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one warp:
 //                         during GEMM1 the second warp joins rows (stages/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped

@@ -87,9 +87,9 @@ __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
 // Of a clerk between two looks, nanoseconds: the consumers issue from the same scheduler, and draw on the same power.
 inline constexpr uint32_t kPause = 250;
 
-// Clerk: hands a task to its block's loaders and consumers.
+// Clerk: hands a task to its block's loaders and consumers. gemm1_tasks: of that kind so far.
 __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
-                                         const Task& task) {
+                                         const Task& task, uint32_t& gemm1_tasks) {
   using P = Platform;
   TaskSlot& slot = ring.at(n);
   if (task.index == kNoTile) {
@@ -97,7 +97,11 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   } else if (task.kind != TaskKind::kStop) {
     look_up(args, c, task, slot);
   }
-  if (P::lane() == 0) slot.kind = task.kind;
+  if (P::lane() == 0) {
+    slot.kind = task.kind;
+    slot.stored = gemm1_tasks;
+  }
+  if (task.kind == TaskKind::kGemm1) ++gemm1_tasks;
   P::sync();
   ring.put_full(n);
 }
@@ -115,7 +119,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   // one looked up, four round trips to the L2: what is taken early runs late elsewhere.
   constexpr uint32_t kAhead = 10;
   const uint32_t rehearsed = rehearsals<Dtype>(c);
-  uint32_t stages = 0;  // of the tasks so far
+  uint32_t stages = 0, gemm1_tasks = 0;  // of the tasks so far
   uint32_t reported = 0;
   auto report_done = [&](uint32_t taken) {
     if (reported == taken || !ring.is_done(reported)) return false;
@@ -134,7 +138,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
       task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
     }
     if (P::lane() == 0) ring.hand_on(n, task);
-    put_task(args, c, ring, n, task);
+    put_task(args, c, ring, n, task, gemm1_tasks);
     if (task.kind == TaskKind::kStop) {
       while (reported < n) report_done(n);
       return;
@@ -148,7 +152,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
 // before whoever sees its counters by those (cumulativity).
 __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
-  uint32_t retired = 0;
+  uint32_t retired = 0, gemm1_tasks = 0;
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
@@ -163,7 +167,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
       if (!retire_done(n)) __nanosleep(kPause);
     }
     const Task task = ring.handed_task(n);
-    put_task(args, c, ring, n, task);
+    put_task(args, c, ring, n, task, gemm1_tasks);
     if (task.kind != TaskKind::kStop) continue;
     while (retired < n) retire_done(n);
     return;
@@ -218,7 +222,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
                          slot.share.rows, slot.k_bytes, count);
       apart = true;
       if (!loads_hidden && joins_late_rows(c)) {
-        while (!tasks.is_stored(n)) {
+        while (!tasks.is_stored(slot.stored)) {
           if (!joiner.step()) __nanosleep(kPause);
         }
         joiner.find(slot.tokens, slot.share.rows, slot.column, wide ? 2 : 1);
@@ -298,7 +302,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
       compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
     });
     trace.end(slot.kind == TaskKind::kGemm0 ? TracePhase::kGemm0 : TracePhase::kGemm1, slot.tile, slot.column);
-    if (joins_late_rows(c)) tasks.put_stored(n);  // else nobody waits for it
+    if (slot.kind == TaskKind::kGemm1 && joins_late_rows(c)) tasks.put_stored(slot.stored);  // else nobody waits for it
     tasks.put_done(n);
   }
 }

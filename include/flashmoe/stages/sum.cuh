@@ -39,13 +39,13 @@ class PlaceOfWarp {
  public:
   // One thread, before the block's first synchronization.
   __device__ void init() {
-    for (S& s : place_) s = {};
+    for (Aligned& a : place_) a.place = {};
   }
   // Own; all lanes.
-  __device__ __forceinline__ S load() const { return place_[warp()]; }
+  __device__ __forceinline__ S load() const { return place_[warp()].place; }
   __device__ __forceinline__ void save(const S& s) {
     P::sync();
-    if (P::lane() == 0) place_[warp()] = s;
+    if (P::lane() == 0) place_[warp()].place = s;
     P::sync();
   }
 
@@ -57,7 +57,11 @@ class PlaceOfWarp {
     return thread / P::kLanes;
   }
 
-  S place_[sm90::kWarps];
+  // Else ptxas loads 16 bytes that begin in the place of the warp before, which may be writing there.
+  struct alignas(16) Aligned {
+    S place;
+  };
+  Aligned place_[sm90::kWarps];
 };
 
 // Some items of a span, at most one a lane. Offsets in units of 16 bytes, else they would be 64 bits.
