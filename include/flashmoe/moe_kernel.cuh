@@ -5,7 +5,7 @@
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
 //   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, fp32: 184
 //   warpgroup 2                                                                                104, fp32: 128
-//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one warp:
+//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
 //                         during GEMM1 the second warp joins rows (stages/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
@@ -24,7 +24,7 @@
 //           engine's bytes; the lane that stored from a buffer waits before it loads there again     (stages/send.cuh)
 //   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
 //           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (shared.cuh)
-//   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders, 5 both consumer warpgroups
+//   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
 // A call that fails still runs every role to its stop: the pair's other block counts on them, and nothing but the word that
 // aborts it says that it has (a flag in each thread would have to be spilled).

@@ -15,7 +15,6 @@ namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kTeamWarps = kWarps - 1;  // the last is the OS actor's
 inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumer warpgroups' own
-inline constexpr uint32_t kConsumerBarrier = 5;     // of both; 4 is the loaders'
 using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
 
 // Scratch in the stages: the logits at their end (pipeline.cuh), and in front of them, when these are there, the packets.
@@ -79,6 +78,13 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   }
 }
 
+// Where the logits go, the other warpgroup may still be reading. All of the team meet, although it is a matter between the
+// consumers: while they met at a barrier of their own, the others waited at the team's, and racecheck took what these read
+// behind it for unordered.
+__device__ __forceinline__ void gate_stages_read() {
+  Team::team_sync();
+}
+
 // Consumers: logits[token][expert] of `tokens` tokens from `first` on.
 template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
@@ -91,8 +97,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
     FeatureBias bias[Shape::kMs];
     load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
     multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.hidden * Dtype::kBytes, false, acc);
-    // Where the logits go, the other warpgroup may still be reading.
-    if constexpr (!kInPasses<typename Shape::Stage>) named_barrier_sync(kConsumerBarrier, kConsumers * kWarpgroup);
+    if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
     const Lane at = Lane::of_thread(group);  // anew: else the addresses are computed before the products
     const uint32_t token = first + skipped + at.token();
     float* const to[2] = {scratch.logits(experts, token), scratch.logits(experts, token + 1)};
@@ -178,8 +183,9 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     ring.advance(b / gridDim.x * gate_stages<Dtype, Stage>(c));
     if (!loads) {
       compute_logits<Dtype, Stage>(args, c, scratch, ring, b);
-    } else if (threadIdx.x < kFirstLoader + kLoaders) {
-      load_gate<Dtype, Stage>(args, c, ring, b);
+    } else {
+      if (threadIdx.x < kFirstLoader + kLoaders) load_gate<Dtype, Stage>(args, c, ring, b);
+      if constexpr (!kInPasses<Stage>) gate_stages_read();
     }
   });
   Team::team_sync();

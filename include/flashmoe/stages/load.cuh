@@ -101,14 +101,13 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
   }
 }
 
-// Token rows that lie one behind the other, rows first_row .. first_row + rows - 1 of `map`, by the copy engine. One warp
-// does it all, and arrives for the other loaders, who may do something else. (Its first thread could by itself. But a warp
-// that was apart for so long makes racecheck take what it reads behind the next named barrier for unordered.)
+// Token rows that lie one behind the other, rows first_row .. first_row + rows - 1 of `map`, by the copy engine. One thread
+// does it all, and arrives for the other loaders, who may do something else.
 template <class Dtype, class Stage, class Count>
 __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const FeatureBox& features, const TensorMap* map,
                                            uint32_t first_row, uint32_t rows, uint32_t k_bytes, Count&& count) {
   const uint32_t stages = Stage::stages(k_bytes);
-  if (threadIdx.x < kFirstLoader + 32) {
+  if (threadIdx.x == kFirstLoader) {
     typename Stage::Ring at = ring;
     // The hidden rows were stored through the generic proxy, by other blocks, whose stores the task's clerk acquired.
     fence_proxy_async_global();
@@ -116,23 +115,20 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const Fea
 #pragma unroll 1
     for (uint32_t s = 0; s < stages; ++s, at.advance()) {
       wait(at.empty(), at.parity);
-      if (threadIdx.x == kFirstLoader) {
-        arrive(at.full(), kLoaders);
-        arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kRowBox * kRowBytes);
-        const uint32_t k_byte = s * Stage::kBlocks * kRowBytes;
-        features.load<Dtype, Stage>(at, k_byte);
-        count();
+      arrive(at.full(), kLoaders);
+      arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kRowBox * kRowBytes);
+      const uint32_t k_byte = s * Stage::kBlocks * kRowBytes;
+      features.load<Dtype, Stage>(at, k_byte);
+      count();
 #pragma unroll
-        for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
-          const uint32_t to = at.data() + Stage::tokens(b);
+      for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
+        const uint32_t to = at.data() + Stage::tokens(b);
 #pragma unroll 1
-          for (uint32_t i = 0; i < boxes; ++i) {
-            tma_load(to + i * kRowBox * kRowBytes, map, at.full(), (k_byte + b * kRowBytes) / Dtype::kBytes,
-                     first_row + i * kRowBox);
-          }
+        for (uint32_t i = 0; i < boxes; ++i) {
+          tma_load(to + i * kRowBox * kRowBytes, map, at.full(), (k_byte + b * kRowBytes) / Dtype::kBytes,
+                   first_row + i * kRowBox);
         }
       }
-      __syncwarp();
     }
   }
   __syncwarp();
