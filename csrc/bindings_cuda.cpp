@@ -129,6 +129,14 @@ void read_routing(int64_t handle, ffi::Tensor ids, ffi::Tensor weights) {
   });
 }
 
+// Adds to rows [R, El], int32, those that each rank's tokens have with each of this rank's experts in the last call, which
+// was the layer's; returns how many rows went to other ranks as results.
+int64_t read_received(int64_t handle, int64_t layer, ffi::Tensor rows) {
+  return guarded([&] {
+    return static_cast<int64_t>(context(handle)->read_received(layer, static_cast<int32_t*>(rows.data_ptr())));
+  });
+}
+
 int64_t trace_bytes(int64_t handle) {
   return guarded([&] { return static_cast<int64_t>(context(handle)->trace_bytes()); });
 }
@@ -165,6 +173,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_synchronize, flashmoe::cuda::synchronize)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_routing, flashmoe::cuda::read_routing)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_received, flashmoe::cuda::read_received)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_trace_bytes, flashmoe::cuda::trace_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_trace, flashmoe::cuda::read_trace)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_token_block, flashmoe::cuda::token_block_of)

@@ -108,7 +108,7 @@ def test_run_says_what_is_not_emulated(tmp_path, capsys):
 
 
 def test_what_no_rank_counts_is_not_shown(capsys):
-    """As with several GPUs, whose reports know neither tiles nor rows returned to others."""
+    """A column in which no rank has a figure is left out."""
     ids = np.zeros((3, 1), np.int32)
     counted = {"tasks": {"gate": 1, "gemm0": 2}, "rows_sent": 5, "bytes_sent": 80, "phase_ns": {"gate": 9, "idle": 6}}
     unknown = dict.fromkeys(("tiles", "tile_rows", "return_rows_sent", "padded_rows", "padded_bytes", "dropped"), 0)

@@ -6,6 +6,7 @@
 #include "cpu/agreement.h"
 #include "cpu/fault_message.h"
 #include "cpu/gemm.h"
+#include "cpu/received.h"
 #include "cpu/text.h"
 
 namespace flashmoe::cpu {
@@ -193,21 +194,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   r.tiles = r.count[static_cast<uint32_t>(Phase::kGemm0)] / call_.gemm0_columns;
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
-  // Rows that this rank's experts produced for other ranks, as they travelled: per entry, or summed per token.
-  for (uint32_t p = 0; p < call_.ranks; ++p) {
-    if (p == call_.rank) continue;
-    const uint32_t payload = Signal::payload(*call_.call_signal(call_.rank, p));
-    const uint32_t tokens = CallPayload::tokens(payload);
-    const uint32_t block = 1u << CallPayload::log2_block(payload);
-    for (uint32_t b = 0; b < ceil_div(tokens, block); ++b) {
-      const uint32_t entries = Signal::payload(*call_.packet_signal(call_.rank, p, b));
-      if (!call_.reduced()) r.return_rows_sent += entries;
-      if (!call_.reduced() || entries == 0) continue;
-      const uint16_t* counts = call_.packet_counts(call_.rank, p, b * block);
-      r.return_rows_sent += static_cast<uint64_t>(
-          std::count_if(counts, counts + call_.packet_tokens(p, b), [](uint16_t n) { return n != 0; }));
-    }
-  }
+  r.return_rows_sent = rows_returned(call_);
   return r;
 }
 

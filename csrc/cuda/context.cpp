@@ -7,6 +7,7 @@
 
 #include "cpu/agreement.h"
 #include "cpu/fault_message.h"
+#include "cpu/received.h"
 #include "cpu/text.h"
 
 namespace flashmoe::cuda {
@@ -345,12 +346,16 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   }
 }
 
+Context::Plan& Context::plan_of(int64_t layer) const {
+  const auto found = plans_.find(layer);
+  if (found == plans_.end()) throw Error(Error::Kind::kOther, "layer: expected one of this context");
+  return *found->second;
+}
+
 void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   check_health();
-  const auto found = plans_.find(layer);
-  if (found == plans_.end()) throw Error(Error::Kind::kOther, "layer: expected one of this context");
-  Plan& plan = *found->second;
+  Plan& plan = plan_of(layer);
   if (tokens.tokens > limits_.max_tokens) {
     throw Error(Error::Kind::kHeap,
                 concat("max_tokens: expected at most ", limits_.max_tokens, ", got ", tokens.tokens));
@@ -433,6 +438,23 @@ void Context::read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float*
   };
   read(WorkField::kRouting, ids);
   read(WorkField::kWeights, weights);
+}
+
+uint64_t Context::read_received(int64_t layer, int32_t* rows) {
+  const std::lock_guard lock(mutex_);
+  Call c = plan_of(layer).args.call;
+  Control control;
+  workspace_.download(&control, sizeof(control), c.work_layout.offset[static_cast<uint32_t>(WorkField::kControl)]);
+  c.epoch = control.calls.value;
+  // A copy of the heap up to the packets' entries. The others may be a call ahead, and write: with the other parity.
+  std::vector<uint8_t> heap(c.heap_layout.offset[static_cast<uint32_t>(HeapField::kPacketEntries)]);
+  const Device::Use use(device_);
+  const auto own = reinterpret_cast<DevicePtr>(group_->heaps()[c.rank]);
+  check(driver().cuMemcpyDtoH_v2(heap.data(), own, heap.size()), "cannot copy from the heap");
+  const std::vector<uint8_t*> heaps(c.ranks, heap.data());
+  c.heaps = heaps.data();
+  cpu::count_rows(c, rows);
+  return cpu::rows_returned(c);
 }
 
 void Context::read_trace(uint8_t* to) const {

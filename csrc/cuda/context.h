@@ -87,6 +87,9 @@ class Context {
 
   // Of the last call, once it is over: [tokens, top_k] chosen experts (-1: dropped) and weights.
   void read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const;
+  // Of the last call, once it is over, if it was this layer's: adds to rows[p * El + l] the rows that rank p's tokens have
+  // with local expert l; returns how many rows went to other ranks as results.
+  uint64_t read_received(int64_t layer, int32_t* rows);
   // Of the last call, if its layer is traced: trace_bytes() bytes, kTraceBytesPerBlock per thread block.
   void read_trace(uint8_t* to) const;
   uint64_t trace_bytes() const { return uint64_t{processors()} * sm90::kTraceBytesPerBlock; }
@@ -127,6 +130,7 @@ class Context {
   const Placement& placement(const std::vector<uint32_t>& owners, DriverStream stream);
   OrderPolicy order_of(const Call& c, ReturnMode return_mode) const;
   Call call_of(const LayerSpec& spec, const Placement& where) const;
+  Plan& plan_of(int64_t layer) const;
   void set_tokens(Plan& plan, const TokenSpec& tokens) const;
   void launch(Plan& plan, DriverStream stream) const;
   void check_health();

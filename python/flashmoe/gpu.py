@@ -16,7 +16,7 @@ import numpy as np
 from . import _ffi, arguments, jit
 from .context import RETURN_MODES
 from .errors import HeapError, InvalidArgument
-from .report import TASK_KINDS, CallReport
+from .report import TASK_KINDS, CallReport, traffic
 from .tensors import ACTIVATIONS, DTYPES, DeviceOperand, as_view, device_operand
 from .trace import Event
 
@@ -227,16 +227,19 @@ def _routing(ctx: Context, options: dict[str, Any], tokens: int, layer: Layer) -
 
 
 def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
-    """Waits for the call, reads its routing, and counts what follows from that. Times only a trace would know. With
-    several ranks, tiles and GEMM tasks are of all ranks' tokens: only a trace knows of the tasks, and nobody of the
-    tiles and of the rows returned to others, which are left at 0."""
+    """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows from that.
+    Times only a trace would know."""
     ctx.synchronize()
     ids = np.empty((tokens, layer.top_k), np.int32)
     weights = np.empty((tokens, layer.top_k), np.float32)
-    library = _ffi.library()
-    library.cuda_read_routing(ctx._checked_handle(), as_view(ids), as_view(weights))
+    library, handle = _ffi.library(), ctx._checked_handle()
+    library.cuda_read_routing(handle, as_view(ids), as_view(weights))
+    load, returned = np.bincount(ids[ids >= 0], minlength=layer.experts), 0
+    if ctx.ranks > 1:
+        received = np.zeros((ctx.ranks, layer.owners.count(ctx.rank)), np.int32)
+        returned = library.cuda_read_received(handle, layer.number, as_view(received))
+        load = received.sum(axis=0)
     # Every tile of an expert but the last is full.
-    load = np.bincount(ids[ids >= 0], minlength=layer.experts)
     tiles = int((-(-load // ctx._tile_rows)).sum())
     block = library.cuda_token_block(tokens, layer.experts, layer.top_k, ctx.processors)
     blocks = -(-tokens // block)
@@ -244,12 +247,8 @@ def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
     columns0 = -(-layer.intermediate // (features // 2 if layer.gated else features))
     columns1 = -(-layer.hidden // features)
     counts = {"gate": blocks, "gemm0": tiles * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
-    rows, sent = int(load.sum()), 0
-    if ctx.ranks > 1:
-        counts |= {"gemm0": 0, "gemm1": 0}
-        tiles = rows = 0
-        owners = np.array([*layer.owners, ctx.rank])[ids]  # a dropped pair, -1, goes nowhere
-        sent = sum(int((owners == q).any(axis=1).sum()) for q in range(ctx.ranks) if q != ctx.rank)
+    owners = np.array([*layer.owners, ctx.rank])[ids]  # a dropped pair, -1, goes nowhere
+    others = [q for q in range(ctx.ranks) if q != ctx.rank]
     return CallReport(
         tokens=tokens,
         return_mode=layer.return_mode,
@@ -258,12 +257,17 @@ def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
         dropped=int((ids < 0).sum()),
         tasks={kind: counts[kind] for kind in TASK_KINDS},
         tiles=tiles,
-        tile_rows=rows,
-        rows_sent=sent,
-        return_rows_sent=0,
-        bytes_sent=sent * layer.hidden * layer.element_bytes,
-        padded_rows=0,
-        padded_bytes=0,
+        tile_rows=int(load.sum()),
+        **traffic(
+            ids,
+            layer.owners,
+            ctx.rank,
+            layer.hidden * layer.element_bytes,
+            rows=sum(int((owners == q).any(axis=1).sum()) for q in others),
+            returned=returned,
+            pairs=int((owners != ctx.rank).sum()),
+            packets=blocks * len(others),
+        ),
         phase_ns={},
         wall_ns=0,
         processors=ctx.processors,
@@ -284,10 +288,7 @@ def _traced(ctx: Context, untimed: CallReport) -> CallReport:
             spent[event.kind] += event.end_ns - event.start_ns
     wall = max((e.end_ns for e in events), default=0) - min((e.start_ns for e in events), default=0)
     spent["idle"] = max(0, wall * ctx.processors - sum(spent.values()))
-    tasks = dict(untimed.tasks)
-    if ctx.ranks > 1:  # each by a pair of thread blocks
-        tasks |= {kind: sum(event.kind == kind for event in events) // 2 for kind in ("gemm0", "gemm1")}
-    return replace(untimed, tasks=tasks, phase_ns=spent, wall_ns=wall, events=events)
+    return replace(untimed, phase_ns=spent, wall_ns=wall, events=events)
 
 
 def trace_events(raw: np.ndarray, blocks: int) -> list[Event]:

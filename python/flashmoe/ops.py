@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 
 from . import _ffi, arguments, gpu
-from . import placement as placements
 from .context import RETURN_MODES, Context
 from .errors import InvalidArgument
-from .report import TASK_KINDS, CallReport
+from .report import TASK_KINDS, CallReport, traffic
 from .tensors import ACTIVATIONS, DTYPES, Operand, as_view, empty_like, operand
 from .trace import Event
 
 _PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule")
-_ENTRY_BYTES = 12
-_SIGNAL_BYTES = 8
 
 
 def moe(
@@ -170,7 +167,7 @@ def _call_cpu(ctx: Context, floats: dict[str, Any], options: dict[str, Any], ren
         as_view(ids),
         as_view(weights),
     )
-    ctx._report = _report(ctx, raw, sizes, args.return_mode, tensors["x"].dtype, ids, weights)
+    ctx._report = _report(ctx, raw, sizes, args, tensors["x"].dtype, ids, weights)
     return out
 
 
@@ -188,7 +185,7 @@ def _report(
     ctx: Context,
     raw: Any,
     sizes: dict[str, int],
-    mode: str,
+    args: arguments.Arguments,
     dtype: str,
     ids: np.ndarray,
     weights: np.ndarray,
@@ -200,39 +197,30 @@ def _report(
     tasks = {kind: int(count[kind]) for kind in TASK_KINDS}
     phase_ns = {kind: int(spent) for kind, spent in ns.items() if kind not in ("wait", "schedule")}
     phase_ns["idle"] = max(0, int(raw["wall_ns"]) * ctx.processors - sum(phase_ns.values()))
-    rows_sent, returned = int(raw["rows_sent"]), int(raw["return_rows_sent"])
-    padded = _padded_rows(ctx, sizes, ids)
     return CallReport(
         tokens=sizes["tokens"],
-        return_mode=mode,
+        return_mode=args.return_mode,
         topk_ids=ids,
         topk_weights=weights,
         dropped=int(raw["dropped"]),
         tasks=tasks,
         tiles=int(raw["tiles"]),
         tile_rows=int(raw["tile_rows"]),
-        rows_sent=rows_sent,
-        return_rows_sent=returned,
-        bytes_sent=(rows_sent + returned) * row_bytes
-        + int(raw["entries_sent"]) * _ENTRY_BYTES
-        + tasks["gate"] * (ctx.ranks - 1) * _SIGNAL_BYTES,
-        padded_rows=padded,
-        padded_bytes=padded * row_bytes,
+        **traffic(
+            ids,
+            args.owners,
+            ctx.rank,
+            row_bytes,
+            rows=int(raw["rows_sent"]),
+            returned=int(raw["return_rows_sent"]),
+            pairs=int(raw["entries_sent"]),
+            packets=tasks["gate"] * (ctx.ranks - 1),
+        ),
         phase_ns=phase_ns,
         wall_ns=int(raw["wall_ns"]),
         processors=ctx.processors,
         events=_events(raw["events"]),
     )
-
-
-def _padded_rows(ctx: Context, sizes: dict[str, int], ids: np.ndarray) -> int:
-    """Rows that an all-to-all would send which pads every expert to the largest share that one of them gets of this
-    rank's tokens, there and back: what a capacity-based layer needs in order to drop nothing."""
-    if ids.size == 0 or ctx.ranks == 1:
-        return 0
-    largest = int(np.bincount(ids[ids >= 0], minlength=1).max(initial=0))
-    remote = sum(owner != ctx.rank for owner in placements.contiguous(sizes["experts"], ctx.ranks))
-    return 2 * largest * remote
 
 
 def _events(flat: Sequence[int]) -> list[Event]:

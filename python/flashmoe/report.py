@@ -13,6 +13,9 @@ from .trace import Event
 TASK_KINDS = ("gate", "gemm0", "gemm1", "reduce", "combine")
 """The kinds of task, in the order in which a token meets them."""
 
+_ENTRY_BYTES = 12
+_SIGNAL_BYTES = 8
+
 
 @dataclass(frozen=True, eq=False)
 class CallReport:
@@ -124,6 +127,35 @@ def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
     for ids in topk_ids:
         load += np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts)
     return load
+
+
+def traffic(
+    ids: np.ndarray,
+    owners: Sequence[int],
+    rank: int,
+    row_bytes: int,
+    *,
+    rows: int,
+    returned: int,
+    pairs: int,
+    packets: int,
+) -> dict[str, int]:
+    """The fields of a rank's `CallReport` about what crosses to other ranks.
+
+    `ids`: its routing, int [T, K]; `owners`: the rank of each expert. What it sent them: `rows` of tokens and
+    `returned` ones of results, the entries of `pairs` (token, k), and `packets`, each with its signal.
+    """
+    # An all-to-all pads every expert to the largest share that one of them gets of this rank's tokens, there and back:
+    # what a capacity-based layer needs in order to drop nothing.
+    largest = int(np.bincount(ids[ids >= 0], minlength=1).max(initial=0))
+    padded = 2 * largest * sum(owner != rank for owner in owners)
+    return {
+        "rows_sent": rows,
+        "return_rows_sent": returned,
+        "bytes_sent": (rows + returned) * row_bytes + pairs * _ENTRY_BYTES + packets * _SIGNAL_BYTES,
+        "padded_rows": padded,
+        "padded_bytes": padded * row_bytes,
+    }
 
 
 def summarize(reports: Sequence[CallReport], experts: int) -> GroupReport:

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -814,6 +815,55 @@ def groups_of(rank, ranks, name, changes, cubin, environment):
         weights = [on_gpu(E // ranks, 2 * I, 2048), on_gpu(E // ranks, 2048, I)]
         flashmoe.moe(made, on_gpu(10, 2048), *weights, router=on_gpu(E, 2048), top_k=K)
         return launched()["groups"]
+
+
+def account(rank, ranks, name, settings, calls, placement, folder, environment):
+    """Reports of calls of so many tokens (by call, by rank), each read when all ranks have made it."""
+    os.environ.update(environment)
+    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
+    gpu.current_stream = lambda device: 77
+    jit.kernel = lambda variant: folder / "kernel.cubin"
+    OnGpu.device = property(lambda self: torch.device("cuda", rank))
+    held = placement.count(rank)
+    local = {"gate_up_proj": on_gpu(held, 2 * I, H), "down_proj": on_gpu(held, H, I), "placement": placement}
+    reports = []
+    with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
+        for i, tokens in enumerate(calls):
+            x, router = on_gpu(tokens[rank], H), on_gpu(E, H)
+            flashmoe.moe(made, **arguments(x=x, router=router, **local))
+            (folder / f"{i}-{rank}").touch()
+            while len(list(folder.glob(f"{i}-*"))) < ranks:
+                time.sleep(0.01)
+            reports.append(made.last_call.to_dict())
+    return reports
+
+
+@pytest.mark.parametrize("mode", ["direct", "reduced"])
+@pytest.mark.parametrize("placement", [[0] * 6 + [1] * 5 + [2] * 5, [2, 0, 0, 1] * 4, [0, 1] * 8])
+def test_reports_of_several_ranks(tmp_path, mode, placement):
+    calls = [(2500, 1300, 901), (0, 40, 4096), (64, 64, 64)]
+    settings = {"timeout": 20.0, **SIZES, "placement": placement, "return_mode": mode}
+    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
+    with fake_world() as world, RankPool(3) as pool:
+        each = (settings, calls, placement, tmp_path, {"FAKE_NVSHMEM_WORLD": world})
+        told = pool.call(account, [each] * 3, timeout=90)
+    owners = np.array(placement)
+    for i, tokens in enumerate(calls):
+        ids = [(np.arange(n)[:, None] + np.arange(K)) % E for n in tokens]  # as the fake driver routes
+        for rank, reports in enumerate(told):
+            report, others = flashmoe.CallReport.from_dict(reports[i]), [q for q in range(3) if q != rank]
+            np.testing.assert_array_equal(report.topk_ids, ids[rank])
+            load = [sum(int((each == e).sum()) for each in ids) for e in np.flatnonzero(owners == rank)]
+            tiles = sum(-(-rows // 256) for rows in load)
+            assert (report.tiles, report.tile_rows) == (tiles, sum(load))
+            assert (report.tasks["gemm0"], report.tasks["gemm1"]) == (tiles, tiles)  # of one column each
+            here = [owners[each] == rank for each in ids]
+            back = sum(int(here[p].sum() if mode == "direct" else here[p].any(axis=1).sum()) for p in others)
+            assert report.return_rows_sent == back
+            sent = sum(int((owners[ids[rank]] == q).any(axis=1).sum()) for q in others)
+            assert report.rows_sent == sent
+            pairs, packets = int((owners[ids[rank]] != rank).sum()), 2 * report.tasks["gate"]
+            assert report.bytes_sent == (sent + back) * H * 2 + pairs * 12 + packets * 8
 
 
 def test_where_memory_is_mapped_nothing_is_put(tmp_path):

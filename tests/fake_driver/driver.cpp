@@ -116,6 +116,32 @@ void route(const Call& c) {
   }
 }
 
+// The packets of that routing, to every rank whose memory is mapped, without their entries.
+void send(const Call& c) {
+  for (uint32_t q = 0; q < c.ranks; ++q) {
+    if (c.heaps[q] == nullptr) continue;
+    *c.call_signal(q, c.rank) = call_word(c);
+    for (uint32_t b = 0; b < c.blocks(); ++b) {
+      const uint32_t first = b << c.log2_block, end = first + c.tokens_in_block(b);
+      uint16_t* const offsets = c.packet_offsets(q, c.rank, b);
+      std::memset(offsets, 0, (c.owned(q) + 1) * sizeof(*offsets));
+      for (uint32_t t = first; t < end; ++t) {
+        uint16_t here = 0;
+        for (uint32_t k = 0; k < c.top_k; ++k) {
+          const uint32_t e = static_cast<uint32_t>(c.routing(t)[k]);
+          if (c.owner[e] != q) continue;
+          ++here;
+          const uint32_t* const experts = c.by_owner + c.owner_base[q];
+          for (uint32_t l = 0; l < c.owned(q); ++l) offsets[l + 1] += experts[l] == e;
+        }
+        if (c.reduced()) c.packet_counts(q, c.rank, first)[t - first] = here;
+      }
+      for (uint32_t l = 0; l < c.owned(q); ++l) offsets[l + 1] += offsets[l];
+      *c.packet_signal(q, c.rank, b) = Signal::make(c.epoch, offsets[c.owned(q)]);
+    }
+  }
+}
+
 // Block b: one span of each phase, 100 ns long, from 1000 * (b + 1) on.
 void record(uint8_t* trace, uint32_t processors) {
   for (uint32_t b = 0; trace != nullptr && b < processors; ++b, trace += sm90::kTraceBytesPerBlock) {
@@ -279,7 +305,10 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
   if (std::getenv("FAKE_DRIVER_QUICK") != nullptr) return 0;
   describe(args, *config, reinterpret_cast<uintptr_t>(function) == kFew);
   if (capture) return 0;
-  route(args.call);
+  Call call = args.call;
+  call.epoch = ++call.control()->calls.value;
+  route(call);
+  if (call.ranks > 1) send(call);
   record(args.trace, config->grid_x);
   if (next_fault.kind != FaultKind::kNone) {
     args.host_fault->fault = next_fault;

@@ -451,6 +451,18 @@ def disagree(rank: int, ranks: int, name: str, transport: str) -> str:
     return "nothing"
 
 
+@starting_anew
+def reports(
+    rank: int, ranks: int, name: str, ways: Sequence[str], spec: dict[str, Any], tokens: list[int]
+) -> list[dict[str, Any]]:
+    """Of a call each of these ways."""
+    whole = random_problem(10, sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
+    owners = flashmoe.placement.contiguous(spec["experts"], ranks)
+    local = with_experts(share_of(whole, rank, tokens), flashmoe.placement.local_experts(owners, rank))
+    contexts = (shared_context(rank, ranks, name, way) for way in ways)
+    return [call(context, local, placement=owners)[1].to_dict() for context in contexts]
+
+
 def operations(rank: int, ranks: int, name: str, way: str, calls: int) -> list[str]:
     """What this GPU does in so many calls, once one has loaded the kernel."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}

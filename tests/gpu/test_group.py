@@ -8,12 +8,14 @@ import os
 from collections.abc import Iterator
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import ranks as on_rank
 import torch
 from flashmoe.context import TRANSPORTS
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import plan_memory
+from flashmoe.placement import contiguous
 from layers import SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -108,6 +110,22 @@ TOKENS = {
 def test_uneven_tokens(pool, ways, case):
     spec = {"seed": 3, "hidden": 1024, "intermediate": 512, "experts": 32, "top_k": 4}
     assert everywhere(pool, on_rank.compare, ways, spec, TOKENS[case][: pool.ranks], 5) == [0] * pool.ranks
+
+
+def test_reports_count_what_crosses(pool, ways):
+    """By the routing of all ranks."""
+    spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4, "ids": "int32", "capacity_factor": 0.7}
+    told = everywhere(pool, on_rank.reports, ways, spec, TOKENS["very uneven"][: pool.ranks])
+    owners = np.array([*contiguous(16, pool.ranks), -1])  # a dropped pair, -1, goes nowhere
+    for reports in zip(*told, strict=True):
+        choices = [report["topk_ids"] for report in reports]
+        for rank, report in enumerate(reports):
+            here = [owners[ids] == rank for ids in choices]
+            load = [sum(int((ids == e).sum()) for ids in choices) for e in np.flatnonzero(owners == rank)]
+            back = [each.any(axis=1) if report["return_mode"] == "reduced" else each for each in here]
+            assert report["tile_rows"] == sum(load)
+            assert report["tiles"] == sum(-(-rows // 256) for rows in load)
+            assert report["return_rows_sent"] == sum(int(back[p].sum()) for p in range(pool.ranks) if p != rank)
 
 
 @pytest.mark.parametrize("owner", [0, 1])
