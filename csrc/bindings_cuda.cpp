@@ -150,6 +150,10 @@ int64_t token_block_of(int64_t tokens, int64_t experts, int64_t top_k, int64_t p
                      static_cast<uint32_t>(processors));
 }
 
+bool reduces_of(int64_t ranks, int64_t top_k, int64_t intermediate) {
+  return reduces(static_cast<uint32_t>(ranks), static_cast<uint32_t>(top_k), static_cast<uint32_t>(intermediate));
+}
+
 // Where each group begins, and where the last ends.
 ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_mode, int64_t return_bytes) {
   uint16_t first[kMaxGroups + 1];
@@ -176,5 +180,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_routing, flashmoe::cuda::read_routing)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_received, flashmoe::cuda::read_received)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_trace_bytes, flashmoe::cuda::trace_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_trace, flashmoe::cuda::read_trace)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_reduces, flashmoe::cuda::reduces_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_token_block, flashmoe::cuda::token_block_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_return_groups, flashmoe::cuda::return_groups_of)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 #include "cpu/agreement.h"
@@ -53,11 +54,12 @@ uint32_t tasks_ahead(const Call& c) {
   return std::clamp(ceil_div(kStagesAhead, stages), kLeastAhead, kMostAhead);
 }
 
-// Whether rows are computed by GEMM1 no faster than the link takes those that go to other ranks, at 750 TFLOP/s and 350 GB/s
-// (measured on H200; LINK_OVER_GEMMS in context.py, which decides on the return mode, is of the same rates).
+// Operations of the GEMMs and bytes out over the link, a second, as measured on H200.
+constexpr double kGemmRate = 750e12, kLinkRate = 350e9;
+
+// Whether rows are computed by GEMM1 no faster than the link takes those that go to other ranks.
 bool link_keeps_up(const Call& c) {
-  constexpr uint64_t kOperationsOfByte = 750'000 / 350;
-  return uint64_t{c.element_bytes} * (c.ranks - 1) * kOperationsOfByte <= uint64_t{c.ranks} * 2 * c.intermediate;
+  return c.element_bytes * (c.ranks - 1) / kLinkRate <= c.ranks * 2.0 * c.intermediate / kGemmRate;
 }
 
 sm90::WeightRows rows_of(const Matrix& m) {
@@ -74,6 +76,15 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
   limits.gemm1_columns_per_task = sm90::kGemm1ColumnsPerTask;
   limits.outbox = limits.ranks > 1 ? 1 : 0;
   return limits;
+}
+
+bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate) {
+  constexpr double kElementBytes = 2, kOperations = 6;  // of a row's element; of it and a column of a gated expert's I
+  const double others = ranks - 1;
+  const double sent = others * (1 - std::pow(1 - 1.0 / ranks, top_k)), back = top_k * others / ranks;
+  const double link = (sent + back) * kElementBytes / kLinkRate;
+  const double gemms = top_k * kOperations * intermediate / kGemmRate;
+  return link > 1.5 * gemms && sent < 0.8 * back;
 }
 
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors) {

@@ -44,6 +44,11 @@ struct TokenSpec {
 // Error where there cannot be limits.processors thread blocks.
 Limits cuda_limits(Limits limits, uint32_t multiprocessors);
 
+// Whether the return mode `auto` is `reduced`: where a token's rows, dispatched and returned as with `direct`, would take half
+// as long again on the link as its rows' GEMMs, since reducing them is not free, and a fifth fewer would come back. Of R
+// ranks and K experts, on average, (R - 1) (1 - (1 - 1 / R)^K) rows go, and as many come back if reduced, else K (R - 1) / R.
+bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
+
 // Tokens of a block: as few as make no more token blocks than `processors` thread blocks, as far as the gate's shared
 // memory allows.
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);

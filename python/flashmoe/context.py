@@ -129,21 +129,6 @@ def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
     return value
 
 
-LINK_OVER_GEMMS = (750e12 / 350e9) * 2 / 6
-"""How many elements a link carries while a GPU's GEMMs take one row through one column of I of a gated expert, times 2
-bytes an element over 6 operations: 750 TFLOP/s and 350 GB/s, as measured on H200."""
-
-
-def reduces(ranks: int, top_k: int, intermediate: int) -> bool:
-    """Whether ``auto`` means ``reduced`` with the CUDA engine: where a token's rows, dispatched and returned as with
-    ``direct``, would take half as long again on the link as its rows' GEMMs, since reducing them is not free, and a
-    fifth fewer would come back. Of R ranks and K experts, on average, (R - 1) (1 - (1 - 1 / R)^K) rows go, and as many
-    come back if reduced, else K (R - 1) / R."""
-    others = ranks - 1
-    sent, back = others * (1 - (1 - 1 / ranks) ** top_k), top_k * others / ranks
-    return LINK_OVER_GEMMS * (sent + back) > 1.5 * top_k * intermediate and sent < 0.8 * back
-
-
 def engine_return_mode(
     engine: str, return_mode: str, ranks: int, top_k: int, intermediate: int, rdma: bool = False
 ) -> str:
@@ -157,7 +142,7 @@ def engine_return_mode(
     if rdma and return_mode == "direct":
         raise InvalidArgument("return_mode: expected 'reduced' or 'auto' with transport 'rdma', got 'direct'")
     if return_mode == "auto":
-        return "reduced" if rdma or reduces(ranks, top_k, intermediate) else "direct"
+        return "reduced" if rdma or _ffi.library().cuda_reduces(ranks, top_k, intermediate) else "direct"
     return return_mode
 
 
