@@ -62,6 +62,11 @@ bool link_keeps_up(const Call& c) {
   return c.element_bytes * (c.ranks - 1) / kLinkRate <= c.ranks * 2.0 * c.intermediate / kGemmRate;
 }
 
+// Whether the kernel of a few tokens takes the call.
+bool is_few(const Call& c) {
+  return c.ranks == 1 && c.tokens <= kFewTokens;
+}
+
 sm90::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
@@ -352,7 +357,7 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   a.out = reinterpret_cast<uint8_t*>(t.out);
   a.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   a.topk_weights = reinterpret_cast<const float*>(t.topk_weights);
-  if (t.topk_ids == 0 && t.tokens != 0) {
+  if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c)) {
     a.tokens = encode(rows_shape(t.x_row_bytes, c.element_bytes, c.hidden, t.tokens), t.x, plan.dtype, "x");
   }
 }
@@ -382,7 +387,7 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
 }
 
 void Context::launch(Plan& plan, DriverStream stream) const {
-  const bool few = limits_.ranks == 1 && plan.args.call.tokens <= kFewTokens;
+  const bool few = is_few(plan.args.call);
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
   LaunchConfig config{processors(), 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
@@ -458,6 +463,8 @@ uint64_t Context::read_received(int64_t layer, int32_t* rows) {
   workspace_.download(&control, sizeof(control), c.work_layout.offset[static_cast<uint32_t>(WorkField::kControl)]);
   c.epoch = control.calls.value;
   // A copy of the heap up to the packets' entries. The others may be a call ahead, and write: with the other parity.
+  static_assert(std::max({HeapField::kCallSignal, HeapField::kPacketSignal, HeapField::kPacketOffsets,
+                          HeapField::kPacketCounts}) < HeapField::kPacketEntries);
   std::vector<uint8_t> heap(c.heap_layout.offset[static_cast<uint32_t>(HeapField::kPacketEntries)]);
   const Device::Use use(device_);
   const auto own = reinterpret_cast<DevicePtr>(group_->heaps()[c.rank]);

@@ -16,7 +16,7 @@ import numpy as np
 from . import _ffi, arguments, jit
 from .context import RETURN_MODES
 from .errors import HeapError, InvalidArgument
-from .report import TASK_KINDS, CallReport, traffic
+from .report import TASK_KINDS, CallReport, expert_load, traffic
 from .tensors import ACTIVATIONS, DTYPES, DeviceOperand, as_view, device_operand
 from .trace import Event
 
@@ -234,8 +234,9 @@ def report(ctx: Context, layer: Layer, tokens: int) -> CallReport:
     weights = np.empty((tokens, layer.top_k), np.float32)
     library, handle = _ffi.library(), ctx._checked_handle()
     library.cuda_read_routing(handle, as_view(ids), as_view(weights))
-    load, returned = np.bincount(ids[ids >= 0], minlength=layer.experts), 0
-    if ctx.ranks > 1:
+    if ctx.ranks == 1:
+        load, returned = expert_load([ids], layer.experts), 0
+    else:
         received = np.zeros((ctx.ranks, layer.owners.count(ctx.rank)), np.int32)
         returned = library.cuda_read_received(handle, layer.number, as_view(received))
         load = received.sum(axis=0)

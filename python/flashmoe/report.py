@@ -147,7 +147,7 @@ def traffic(
     """
     # An all-to-all pads every expert to the largest share that one of them gets of this rank's tokens, there and back:
     # what a capacity-based layer needs in order to drop nothing.
-    largest = int(np.bincount(ids[ids >= 0], minlength=1).max(initial=0))
+    largest = int(expert_load([ids], len(owners)).max())
     padded = 2 * largest * sum(owner != rank for owner in owners)
     return {
         "rows_sent": rows,

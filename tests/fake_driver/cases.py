@@ -386,6 +386,7 @@ def test_layers_are_found_again(ctx, device):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(tokens, H)})
         assert (launched()["tokens"], launched()["block"]) == (tokens, 32 if tokens == 4096 else 8)
         assert (launched()["few"], launched()["geometry"]) == (tokens <= 8, 1)
+        assert (launched()["token_rows"] is None) == (tokens <= 8)  # not made for a kernel that does not read it
     assert len(ctx._layers) == 1 and len(device) == 1
     flashmoe.moe(ctx, **args, renormalize=False)
     flashmoe.moe(ctx, **{**args, "router": on_gpu(E, H)})
@@ -716,14 +717,20 @@ class Put(NamedTuple):
     launch: dict
 
 
-def put(rank, ranks, name, changes, cubin, environment):
-    """A call in a new group; what was said, or a `Put`."""
+def pretend(device, cubin, environment):
+    """In a rank's process: a GPU, whose number `device` holds, NVSHMEM and kernels. Returns what is compiled."""
     os.environ.update(environment)
+    compiled = []
     context.nvshmem_library = lambda: "libnvshmem_host.so.3"
     gpu.current_stream = lambda device: 77
-    compiled = []
     jit.kernel = lambda variant: compiled.append(variant) or cubin
-    OnGpu.device = property(lambda self: torch.device("cuda", rank))
+    OnGpu.device = property(lambda self: torch.device("cuda", *device))
+    return compiled
+
+
+def put(rank, ranks, name, changes, cubin, environment):
+    """A call in a new group; what was said, or a `Put`."""
+    compiled = pretend([rank], cubin, environment)
     nvshmem = ctypes.CDLL("libnvshmem_host.so.3")
     nvshmem.fake_nvshmem_registered_bytes.restype = ctypes.c_size_t
 
@@ -805,11 +812,7 @@ def wide_groups(changes, cubin):
 
 
 def groups_of(rank, ranks, name, changes, cubin, environment):
-    os.environ.update(environment)
-    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
-    gpu.current_stream = lambda device: 77
-    jit.kernel = lambda variant: cubin
-    OnGpu.device = property(lambda self: torch.device("cuda", rank))
+    pretend([rank], cubin, environment)
     settings = {"timeout": 20.0, **SIZES, **changes, "hidden": 2048}
     with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
         weights = [on_gpu(E // ranks, 2 * I, 2048), on_gpu(E // ranks, 2048, I)]
@@ -819,11 +822,7 @@ def groups_of(rank, ranks, name, changes, cubin, environment):
 
 def account(rank, ranks, name, settings, calls, placement, folder, environment):
     """Reports of calls of so many tokens (by call, by rank), each read when all ranks have made it."""
-    os.environ.update(environment)
-    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
-    gpu.current_stream = lambda device: 77
-    jit.kernel = lambda variant: folder / "kernel.cubin"
-    OnGpu.device = property(lambda self: torch.device("cuda", rank))
+    pretend([rank], folder / "kernel.cubin", environment)
     held = placement.count(rank)
     local = {"gate_up_proj": on_gpu(held, 2 * I, H), "down_proj": on_gpu(held, H, I), "placement": placement}
     reports = []
@@ -1002,14 +1001,10 @@ def test_candidates_take_turns(monkeypatch):
 
 def run_on_rank(rank, ranks, name, world, cubin, free, *arguments):
     """`run.call_on_rank`; tensors claim to be on the rank's GPU, which has so many bytes free."""
-    os.environ["FAKE_NVSHMEM_WORLD"] = world
-    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
-    gpu.current_stream = lambda device: 77
-    jit.kernel = lambda variant: cubin
     current = []
+    pretend(current, cubin, {"FAKE_NVSHMEM_WORLD": world})
     torch.cuda.set_device = current.append
     torch.cuda.mem_get_info = lambda: (free, free)
-    OnGpu.device = property(lambda self: torch.device("cuda", *current))
     cli_device.to_device = lambda array: torch.zeros(array.shape, dtype=torch.bfloat16).as_subclass(OnGpu)
     return run.call_on_rank(rank, ranks, name, *arguments)
 

@@ -44,9 +44,10 @@ inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may ha
 inline constexpr uint32_t kMaxPairs = 2048;  // its tokens times K
 inline constexpr uint32_t kMaxExperts = 1024;
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
-// Rows of the router that the gate loads at a time: of fewer, it loads more k-blocks side by side.
+// Rows of the router that the gate loads at a time, and a box of it has: the fewer, the smaller is a stage.
+inline constexpr uint32_t kSmallGate = 32, kMiddleGate = 64;
 FLASHMOE_HD constexpr uint32_t gate_features(uint32_t experts) {
-  return experts <= 32 ? 32 : experts <= 64 ? 64 : kBoxFeatures;
+  return experts <= kSmallGate ? kSmallGate : experts <= kMiddleGate ? kMiddleGate : kBoxFeatures;
 }
 // Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
 inline constexpr uint32_t kFormerExperts = 16;

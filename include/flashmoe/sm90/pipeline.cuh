@@ -110,7 +110,8 @@ inline constexpr uint32_t kLogitsAt = kStages * kStageBytes - kMaxGateLogits * 4
 using GateInPasses = GateLayout<kBoxFeatures, kLogitsAt>;
 template <class Stage>
 inline constexpr bool kInPasses = std::is_same_v<Stage, GateInPasses>;
-static_assert(Gate<32>::Ring::kCount == 8 && Gate<64>::Ring::kCount == 8 && Gate<128>::Ring::kCount == 6);
+static_assert(Gate<kSmallGate>::Ring::kCount == 8 && Gate<kMiddleGate>::Ring::kCount == 8);
+static_assert(Gate<kBoxFeatures>::Ring::kCount == 6);
 static_assert(GateInPasses::Ring::kCount == 4);
 
 // Arrivals of a consumer warpgroup at an empty barrier. The tensor cores read for all of its threads. Without them each

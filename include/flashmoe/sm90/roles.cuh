@@ -60,11 +60,16 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
 // very code of the tasks behind them. Only where tasks are retired and traced is there a case for them.
 inline constexpr uint32_t kRehearsals = 2;
 
+// Rows of all ranks' experts, were all ranks as large as this one.
+__device__ __forceinline__ uint64_t rows_of_all(const Call& c) {
+  return uint64_t{c.tokens} * c.top_k * c.ranks;
+}
+
 // How many tasks each ring begins with that are rehearsals. None where hardly a tile is full: the others run other code.
 template <class Dtype>
 __device__ __forceinline__ uint32_t rehearsals(const Call& c) {
-  constexpr uint32_t kRows = kTileTokens / 2;  // of an expert, on average over all ranks, were all as large as this one
-  const bool full = uint64_t{c.tokens} * c.top_k * c.ranks >= uint64_t{kRows} * c.experts;
+  constexpr uint64_t kRows = kTileTokens / 2;  // of an expert, on average
+  const bool full = rows_of_all(c) >= kRows * c.experts;
   return Dtype::kTensorCores && c.local_experts != 0 && full ? kRehearsals : 0;
 }
 
@@ -179,10 +184,10 @@ __device__ __forceinline__ bool joins_late_rows(const Call& c) {
   return c.joined != 0 && c.top_k == 2;
 }
 
-// Whether experts have a tile or less, on average over all ranks, were all as large as this one. Their weights then take the
-// L2 from all else, and from the kernel's own code, if they are kept there when they have been used.
+// Whether experts have a tile or less, on average. Their weights then take the L2 from all else, and from the kernel's own
+// code, if they are kept there when they have been used.
 __device__ __forceinline__ bool reads_weights_once(const Call& c) {
-  return uint64_t{c.tokens} * c.top_k * c.ranks <= uint64_t{kTileTokens} * c.experts;
+  return rows_of_all(c) <= uint64_t{kTileTokens} * c.experts;
 }
 
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. GEMM1 leaves the second warp free to
@@ -212,8 +217,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t box = slot.column * kPair + pair_rank();
     const bool wide = slot.share.wide;
     if (slot.kind == TaskKind::kGemm0) {
-      const FeatureBox features{&args.gate_up, 0,        0, box * (kGated ? kGroupsOf8 / 2 : kGroupsOf8),
-                                slot.expert,   read_once};
+      const uint32_t group = box * (kGated ? kGroupsOf8 / 2 : kGroupsOf8);
+      const FeatureBox features{&args.gate_up, 0, 0, group, slot.expert, read_once};
       const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
       gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
     } else {

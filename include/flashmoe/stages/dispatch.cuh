@@ -44,8 +44,8 @@ static_assert(kMaxExperts * 4 <= 8 * 1024 && kStageBytes + kTeamWarps * kMaxExpe
 // Calls f, a lambda `[&]<class Stage>() {..}`, with the gate's layout.
 template <class Dtype, class F>
 __device__ __forceinline__ void with_gate(uint32_t experts, F&& f) {
-  if (experts <= 32) return f.template operator()<Gate<32>>();
-  if (experts <= 64) return f.template operator()<Gate<64>>();
+  if (experts <= kSmallGate) return f.template operator()<Gate<kSmallGate>>();
+  if (experts <= kMiddleGate) return f.template operator()<Gate<kMiddleGate>>();
   if constexpr (Scores<Dtype>::Type::kTensorCores) {
     if (experts <= kBoxFeatures) return f.template operator()<Gate<kBoxFeatures>>();
   }
@@ -110,7 +110,7 @@ template <class Dtype, class Stage>
 __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                                typename Stage::Ring& ring, uint32_t b) {
   const uint32_t group = threadIdx.x / kWarpgroup, all = c.tokens_in_block(b);
-  if constexpr (Stage::kFeatures <= 64) {
+  if constexpr (Stage::kFeatures <= kMiddleGate) {
     multiply_gate<Dtype, FewByTokens<Stage>>(args, c, scratch, ring, group, 0, all);
   } else {
     for (uint32_t first = 0; first < all; first += kGateTokens<Dtype, Stage>) {
