@@ -63,6 +63,10 @@ struct CpuMemory {
     std::atomic_ref(*p).store(v, std::memory_order_relaxed);
   }
   template <class T, class Scope>
+  static void store_relaxed(T* p, T v, Scope) {
+    store_relaxed(p, v);
+  }
+  template <class T, class Scope>
   static void store_release(T* p, T v, Scope) {
     Perturbation::point();
     std::atomic_ref(*p).store(v, std::memory_order_release);

@@ -45,7 +45,7 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kPair) __launch_boun
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
   auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);
   using Dtype = sm90::DtypeOf<FLASHMOE_DTYPE>::Type;
-  sm90::prepare<Dtype>(args, shared);
+  if (!sm90::prepare<Dtype>(args, shared)) return;
   sm90::run_roles<Dtype, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION), FLASHMOE_TRACE != 0>(args, shared, memory);
 }
 

@@ -98,8 +98,8 @@ __device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
 
 // All threads: whether the block is to go on.
 __device__ __forceinline__ bool all_well(const Block& b) {
-  __syncthreads();
-  return b.s.failed == 0;
+  return __syncthreads_or(static_cast<int>(b.s.failed)) ==
+         0;  // in one step: who is first through may fail at what follows
 }
 
 // ---- gate -----------------------------------------------------------------------------------------------------------
@@ -412,6 +412,7 @@ __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
 template <class Dtype, Activation kActivation, bool kTrace>
 __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   const few::Block b{args, args.call, s, Platform::load_relaxed(&args.call.control()->calls.value) + 1};
+  if (b.epoch == 0) return;  // an earlier call failed, see leave()
   const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
   if (threadIdx.x == 0) {
     s.failed = 0;

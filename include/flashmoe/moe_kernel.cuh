@@ -3,8 +3,8 @@
 //
 // Roles
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
-//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, fp32: 184
-//   warpgroup 2                                                                                104, fp32: 128
+//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, TF32: 184
+//   warpgroup 2                                                                                104, TF32: 128
 //     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
 //                         during GEMM1 the second warp joins rows (stages/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
@@ -60,9 +60,9 @@ template <class Dtype>
 inline constexpr uint32_t kConsumerRegisters =
     (kThreads / kWarpgroup * kEntryRegisters - kServiceRegisters<Dtype>) / kConsumers / 8 * 8;
 
-// All threads, first of all: this block's copy of the call, its barriers.
+// All threads, first of all: this block's copy of the call, its barriers. False, in every block, if an earlier call failed.
 template <class Dtype>
-__device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
+__device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
   const auto* from = reinterpret_cast<const uint32_t*>(&args.call);
   auto* to = reinterpret_cast<uint32_t*>(&s.call);
   for (uint32_t i = threadIdx.x; i < sizeof(Call) / 4; i += kThreads) to[i] = from[i];
@@ -81,6 +81,7 @@ __device__ __forceinline__ void prepare(const KernelArgs& args, Shared& s) {
     fence_barrier_init();
   }
   pair_sync();
+  return s.call.epoch != 0;  // see leave()
 }
 
 // All threads of the blocks that send; `memory`: the stages.

@@ -23,7 +23,7 @@ class Event(NamedTuple):
     """``os`` or ``processor N``."""
     kind: str
     """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of the OS, ``schedule``.
-    On a GPU also, within those, ``wait_data`` (for operands) and ``epilogue`` (from accumulators to memory)."""
+    On a GPU also, within those, ``epilogue`` (from accumulators to memory)."""
     start_ns: int
     """Nanoseconds of CLOCK_MONOTONIC, which processes of one machine share; on a GPU, of its global timer."""
     end_ns: int
@@ -46,10 +46,9 @@ _COLOURS = {
     "combine": ("#3a9e5c", "good"),
     "wait": ("#e3e3e3", "grey"),
     "schedule": ("#b8a9c9", "thread_state_unknown"),
-    "wait_data": ("#d6dfe8", "thread_state_sleeping"),
     "epilogue": ("#12406f", "rail_load"),
 }
-_WITHIN_TASKS = ("wait_data", "epilogue")
+_WITHIN_TASKS = ("epilogue",)
 _OTHER_COLOUR = ("#d4508b", "bad")
 
 
@@ -144,7 +143,7 @@ def _draw_rank(
     # a short task visible.
     for kind in sorted(rectangles, key=lambda kind: (kind in _WITHIN_TASKS) - (kind == "wait")):
         colour = _colour(kind)[0]
-        edges = "none" if kind in ("wait", "wait_data") else colour
+        edges = "none" if kind == "wait" else colour
         axes.add_collection(PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.7))
     stride = max(1, round(0.15 / row_inches))  # a label is 0.15 inch high
     # os, then every processor whose number the stride divides, but for 0, whose label would cover that of os.

@@ -101,8 +101,8 @@ FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
         Step s = scheduler.step();
         if (s == Step::kIdle && arrived) s = Step::kProgress;
         if (P::lane() == 0) {
-          P::store_relaxed(&own->heartbeat, ++heartbeat);
-          if (s != Step::kIdle) P::store_relaxed(&own->progress, ++progress);
+          P::store_relaxed(&own->heartbeat, ++heartbeat, kSystem);
+          if (s != Step::kIdle) P::store_relaxed(&own->progress, ++progress, kSystem);
         }
         if (s == Step::kIdle) peer_faulted<P>(c);
         return s;

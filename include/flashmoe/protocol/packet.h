@@ -176,8 +176,8 @@ FLASHMOE_FN void drop_over_capacity(const Call& c, const PairRange& range, const
   P::sync();
 }
 
-// Turns the experts' counts into the packets' sizes and offsets, a worker per destination. (Those of a packet without
-// entries are written too, and not read.)
+// Turns the experts' counts into the packets' sizes and offsets, a worker per destination. (The offsets of a
+// packet without entries too: formers look at every packet.)
 template <class P>
 FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s) {
   for (uint32_t q = P::worker(); q < c.ranks; q += P::workers()) {

@@ -16,7 +16,7 @@
 //                                                       // this is the highest active lane with that key
 //   T        load_relaxed(const T*);                        // T: uint32_t or uint64_t
 //   T        load_acquire(const T*, Scope);
-//   void     store_relaxed(T*, T);
+//   void     store_relaxed(T*, T);                     with kSystem: for words that peers poll
 //   void     store_release(T*, T, Scope);
 //   T        poll(const T*, Scope);                      // relaxed; what it saw is acquired by acquire() or a fence
 //   void     acquire(const T*, Scope);                  // what the lane saw in its last poll of the word

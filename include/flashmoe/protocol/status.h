@@ -63,6 +63,8 @@ struct HostFault {
   CallConfig mine, theirs;  // of fault.rank and fault.awaited
 };
 
+inline constexpr uint64_t kNoMoreCalls = ~uint64_t{0};  // the call behind it has epoch 0, which no call has
+
 // Words of a rank's own that its actors contend for, one cache line each.
 struct alignas(128) Control {
   struct alignas(128) Line {
@@ -75,7 +77,7 @@ struct alignas(128) Control {
   Line tiles;        // tiles made in this call; zero between calls
   Line left;         // blocks that have left the kernel (GPU); zero between calls
   Line met;          // blocks that have come to the few-token kernel's meeting (GPU); zero between calls
-  Line calls;        // calls completed (GPU)
+  Line calls;        // calls completed (GPU); kNoMoreCalls once one has failed
   Line reduces[2];   // [parity] pieces of Reduce taken (GPU); zero before the call
   Line published;    // queue_tail between calls
   Line list_head;    // drained items between calls

@@ -1,5 +1,5 @@
-// The project's only spin loop. Every wait ends: its condition holds, the call is aborted, or nothing has progressed
-// for the call's timeout.
+// The wait for what other actors or ranks do. It ends: its condition holds, the call is aborted, or nothing has progressed for
+// the call's timeout. (What a block's warps wait for among themselves ends with its clerk, who waits here.)
 #pragma once
 
 #include "flashmoe/protocol/call.h"

@@ -74,8 +74,9 @@ FLASHMOE_HAS_PASSED(try_wait, "mbarrier.try_wait.parity.shared::cta.b64")
 FLASHMOE_HAS_PASSED(test_wait_pair, "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64")
 #undef FLASHMOE_HAS_PASSED
 
-// Every wait inside a block is this one. It needs no bound of its own: the block's clerk waits boundedly for tasks and
-// always delivers, a stop if nothing else, and the other warps wait only for what a delivered task makes them pass on.
+// Waits inside a block need no bound of their own, this one and those that test_wait_pair(): the block's clerk waits boundedly
+// for tasks and always delivers, a stop if nothing else, and the other warps wait only for what a delivered task makes them
+// pass on.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   while (!try_wait(barrier, parity)) {
   }

@@ -22,6 +22,8 @@ inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's hal
 inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
 inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of hidden rows or tokens
 inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
+inline constexpr uint64_t kReachBytes = uint64_t{16}
+                                        << 31;  // rows to gather lie within so many behind the first (TokenRows)
 inline constexpr uint32_t kNoTile = ~0u;        // index of a task that is only rehearsed (roles.cuh)
 
 // The rows of a tile that one block of the pair multiplies.
@@ -93,7 +95,7 @@ struct TraceEvent {
 };
 static_assert(sizeof(TraceEvent) == 32);
 
-// Order and names are those of python/flashmoe/trace.py; kWaitData and kEpilogue are the GPU's own.
+// Order and names are those of python/flashmoe/trace.py; kEpilogue is the GPU's own.
 enum class TracePhase : uint32_t {
   kGate,
   kDispatch,
@@ -103,7 +105,6 @@ enum class TracePhase : uint32_t {
   kCombine,
   kWait,
   kSchedule,
-  kWaitData,
   kEpilogue,
   kCount
 };

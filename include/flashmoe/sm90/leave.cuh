@@ -24,15 +24,16 @@ __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
 }
 
 // One thread, when all of the block's warps are done. The last block to leave counts the call, when every block has read
-// the count, and hands the host what went wrong.
+// the count, and hands the host what went wrong. Calls that are queued behind one that failed, or replayed, find its leftovers
+// in queue and lists, and tokens of another number: they must not begin.
 __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uint64_t epoch) {
   Control* control = c.control();
   if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != gridDim.x) return;
   Platform::store_relaxed(&control->left.value, uint64_t{0});
   Platform::store_relaxed(&control->met.value, uint64_t{0});
-  Platform::store_relaxed(&control->calls.value, epoch);
-  if (Platform::load_relaxed(&control->abort.value) == 0) return;
-  hand_over_fault(c, *args.host_fault);
+  const bool failed = Platform::load_relaxed(&control->abort.value) != 0;
+  Platform::store_relaxed(&control->calls.value, failed ? kNoMoreCalls : epoch);
+  if (failed) hand_over_fault(c, *args.host_fault);
 }
 
 }  // namespace flashmoe::sm90

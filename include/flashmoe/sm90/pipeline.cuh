@@ -126,7 +126,7 @@ __device__ __forceinline__ void release_stage(uint32_t empty) {
   if constexpr (!Stage::kPaired) {
     if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
   } else if constexpr (kReleases<Dtype> != 1) {
-    for (uint32_t b = 0; b < kPair; ++b) arrive_at_block(b, empty);
+    for (uint32_t b = 0; b < kPair; ++b) arrive_release_at_block(b, empty);  // behind loads that nothing has waited for
   } else {
     if (thread < kPair) arrive_at_block(thread, empty);
   }

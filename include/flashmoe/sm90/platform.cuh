@@ -85,6 +85,7 @@ struct Platform {
   FLASHMOE_LOAD(load_acquire, "ld.acquire.gpu", FLASHMOE_TAG(DeviceScope))
   FLASHMOE_LOAD(load_acquire, "ld.acquire.sys", FLASHMOE_TAG(SystemScope))
   FLASHMOE_STORE(store_relaxed, "st.relaxed.gpu", )
+  FLASHMOE_STORE(store_relaxed, "st.relaxed.sys", FLASHMOE_TAG(SystemScope))
   FLASHMOE_STORE(store_release, "st.release.gpu", FLASHMOE_TAG(DeviceScope))
   FLASHMOE_STORE(store_release, "st.release.sys", FLASHMOE_TAG(SystemScope))
   FLASHMOE_ADD(fetch_add, "atom.relaxed.gpu.add")

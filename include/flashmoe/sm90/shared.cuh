@@ -104,7 +104,9 @@ struct TaskRing {
 
  private:
   __device__ __forceinline__ bool has_passed(const uint64_t (&barrier)[kSlots], uint32_t n) const {
-    return __any_sync(kFullWarp, test_wait_pair(shared_address(&barrier[n % kSlots]), parity(n)));
+    const bool passed = __any_sync(kFullWarp, test_wait_pair(shared_address(&barrier[n % kSlots]), parity(n)));
+    __syncwarp();  // what one lane has acquired is every lane's: a vote orders no memory
+    return passed;
   }
 };
 

@@ -31,6 +31,7 @@ struct FeatureBox {
 // Where gathered rows lie. A place is an offset in units of 16 bytes; bit 31 says from which of the two bases.
 struct TokenRows {
   static constexpr uint32_t kRemote = 1u << 31;
+  static_assert(uint64_t{kRemote} * 16 == kReachBytes);
 
   const uint8_t* own;
   const uint8_t* remote;

@@ -181,9 +181,18 @@ class NetworkSender {
   const Trace& trace_;
 };
 
-// Sends this rank's own fault to the others, if it has posted one. One warp, all lanes, when the rank's actors leave.
+// Sends this rank's own fault to the others, if it posts one. One warp, all lanes. The OS actor is the last that may: while it
+// awaits what others return.
 __device__ __forceinline__ void tell_fault(const Call& c) {
   using P = sm90::Platform;
+  wait_until<P>(
+      c,
+      [&] {
+        if (P::broadcast(P::poll(&c.status(c.rank)->left, kDevice), 0) == c.epoch) return Step::kDone;
+        __nanosleep(500);
+        return Step::kIdle;
+      },
+      OsLiveness<P>{c});
   FaultRecord* const own = c.fault(c.rank, c.rank);
   P::load_acquire(&c.control()->abort.value, kDevice);  // set after the record
   if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) == 0) return;

@@ -20,8 +20,8 @@
 
 namespace flashmoe::stages {
 
-// Of a sender, all lanes: waits until a word, which this rank's own actors write, is of this call. False if the call was
-// aborted.
+// Of a sender, all lanes: waits until a word of the own heap or workspace is of this call. False if the call was aborted. What
+// is behind it is acquired where this rank's own actors wrote it; of a peer's word, what the word itself says.
 __device__ __forceinline__ bool await_word(const Call& c, const uint64_t* word) {
   using P = sm90::Platform;
   const WaitEnd end = wait_until<P>(
