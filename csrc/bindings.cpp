@@ -6,6 +6,7 @@
 #include "bindings.h"
 
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
 #include "cpu/context.h"
@@ -75,6 +76,13 @@ int64_t capacity_of(double factor, int64_t tokens, int64_t top_k, int64_t expert
   return expert_capacity(factor, static_cast<uint32_t>(tokens), static_cast<uint32_t>(top_k),
                          static_cast<uint32_t>(experts));
 }
+
+// Python's signal handlers run in the main thread, when it asks.
+void end_if_interrupted() {
+  if (TVMFFIEnvCheckSignals() != 0) throw ffi::EnvErrorAlreadySet();
+}
+
+[[maybe_unused]] const bool kHooked = (set_joining_hook(end_if_interrupted), true);  // when the library is loaded
 
 int64_t context_create(Sizes sizes, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {
@@ -156,13 +164,9 @@ ffi::Map<ffi::String, ffi::Any> context_call(int64_t handle, Sizes sizes, double
   return guarded([&] {
     const auto context = registry<Context>().get(handle);
     const CallOptions o = options_of(sizes, capacity_factor, placement);
-    const CallReport r = context->call(layer_of(sizes, tensors), o);
-    auto* ids = static_cast<int32_t*>(topk_ids.data_ptr());
-    auto* weights = static_cast<float*>(topk_weights.data_ptr());
-    for (uint32_t t = 0; t < o.tokens; ++t) {
-      std::copy_n(context->routing(t), o.top_k, ids + uint64_t{t} * o.top_k);
-      std::copy_n(context->weights(t), o.top_k, weights + uint64_t{t} * o.top_k);
-    }
+    const CallReport r =
+        context->call(layer_of(sizes, tensors), o,
+                      {static_cast<int32_t*>(topk_ids.data_ptr()), static_cast<float*>(topk_weights.data_ptr())});
     ffi::Map<ffi::String, ffi::Any> out;
     auto set = [&](const char* name, uint64_t v) { out.Set(name, static_cast<int64_t>(v)); };
     set("wall_ns", r.wall_ns);

@@ -49,10 +49,25 @@ Context::Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limi
     traces_[id + 1].actor = id + 1;
     engines_.push_back(std::make_unique<Engine>(call_, layer_, limits_, traces_[id + 1]));
   }
-  for (uint32_t id = 0; id < limits.processors; ++id) threads_.emplace_back([this, id] { processor_loop(id); });
+  start_processors();
 }
 
 Context::~Context() {
+  stop_processors();
+}
+
+void Context::start_processors() {
+  try {
+    for (uint32_t id = 0; id < limits_.processors; ++id) threads_.emplace_back([this, id] { processor_loop(id); });
+  } catch (const std::exception& e) {
+    const size_t started = threads_.size();
+    stop_processors();
+    throw Error(Error::Kind::kOther,
+                concat("processors: expected ", limits_.processors, " threads, got ", started, " (", e.what(), ")"));
+  }
+}
+
+void Context::stop_processors() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -70,6 +85,7 @@ void Context::make_workspace() {
 }
 
 void Context::set_tile(uint32_t rows, uint32_t columns) {
+  const std::lock_guard no_call(calls_);
   if (rows == 0 || rows > kMaxTileRows || columns == 0) {
     throw Error(Error::Kind::kInvalidArgument,
                 concat("tile: expected rows in [1, ", kMaxTileRows, "] and columns >= 1, got ", rows, " x ", columns));
@@ -77,20 +93,6 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
   limits_.tile_rows = rows;
   limits_.gemm0_columns_per_task = limits_.gemm1_columns_per_task = columns;
   make_workspace();
-}
-
-void Context::place(const std::vector<uint32_t>& placement) {
-  owner_ = placement;
-  owner_base_.assign(limits_.ranks + 1, 0);
-  for (const uint32_t q : placement) ++owner_base_[q + 1];
-  for (uint32_t q = 0; q < limits_.ranks; ++q) owner_base_[q + 1] += owner_base_[q];
-  by_owner_.resize(placement.size());
-  std::vector<uint32_t> next(owner_base_.begin(), owner_base_.end() - 1);
-  for (uint32_t e = 0; e < placement.size(); ++e) by_owner_[next[placement[e]]++] = e;
-  call_.owner = owner_.data();
-  call_.by_owner = by_owner_.data();
-  call_.owner_base = owner_base_.data();
-  call_.local_experts = owner_base_[call_.rank + 1] - owner_base_[call_.rank];
 }
 
 // Spreads GEMM1's columns evenly; no group is without any.
@@ -102,9 +104,13 @@ void Context::cut_into_groups(uint32_t groups) {
 }
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
+  placement_ = placement_tables(o.placement, limits_);
   layer_ = layer;
   perturbation_ = o.perturbation;
-  place(o.placement);
+  call_.owner = placement_.owner.data();
+  call_.by_owner = placement_.by_owner.data();
+  call_.owner_base = placement_.owner_base.data();
+  call_.local_experts = placement_.local_experts(call_.rank);
   ++call_.epoch;
   call_.tokens = o.tokens;
   call_.hidden = o.hidden;
@@ -136,10 +142,21 @@ void Context::processor_loop(uint32_t id) {
       seen = generation_;
     }
     Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003 + id + 1);
-    run_processor<CpuPlatform>(call_, id, *engines_[id]);
+    try {
+      run_processor<CpuPlatform>(call_, id, *engines_[id]);
+    } catch (...) {
+      give_up(std::current_exception());
+    }
     const std::lock_guard lock(mutex_);
     if (--running_ == 0) done_.notify_one();
   }
+}
+
+// A processor is out of memory in the midst of a task: this rank's call ends. The peers' end when they have waited for it.
+void Context::give_up(std::exception_ptr why) {
+  const std::lock_guard lock(mutex_);
+  if (failure_ == nullptr) failure_ = std::move(why);
+  CpuPlatform::store_release(&call_.control()->abort.value, uint64_t{1}, kDevice);
 }
 
 // The calling thread is the OS actor.
@@ -161,7 +178,8 @@ void Context::run_actors() {
   done_.wait(lock, [&] { return running_ == 0; });
 }
 
-CallReport Context::call(const Layer& layer, const CallOptions& options) {
+CallReport Context::call(const Layer& layer, const CallOptions& options, const RoutingOut& routing) {
+  const std::lock_guard one_at_a_time(calls_);
   if (broken_) {
     throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
   }
@@ -169,11 +187,24 @@ CallReport Context::call(const Layer& layer, const CallOptions& options) {
   const uint64_t start = monotonic_ns();
   run_actors();
   const uint64_t end = monotonic_ns();
-  if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) != 0) {
-    broken_ = true;
-    throw fault_error(call_, *group_);
+  check_outcome();
+  for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
+    std::copy_n(call_.routing(t), options.top_k, routing.ids + uint64_t{t} * options.top_k);
+    std::copy_n(call_.weights(t), options.top_k, routing.weights + uint64_t{t} * options.top_k);
   }
   return report(options, start, end);
+}
+
+void Context::check_outcome() {
+  if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) == 0) return;
+  broken_ = true;
+  if (failure_ == nullptr) throw fault_error(call_, *group_);
+  try {
+    std::rethrow_exception(failure_);
+  } catch (const std::exception& e) {
+    throw Error(Error::Kind::kOther,
+                concat("call ", call_.epoch, ": a processor of rank ", call_.rank, " could not go on: ", e.what()));
+  }
 }
 
 CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end_ns) const {

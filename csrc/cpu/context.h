@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -9,6 +10,7 @@
 
 #include "cpu/engine.h"
 #include "cpu/group.h"
+#include "cpu/placement.h"
 #include "flashmoe/actors/os.h"
 
 namespace flashmoe::cpu {
@@ -36,6 +38,12 @@ struct CallReport {
   std::vector<Event> events;
 };
 
+// Where a call leaves the chosen experts (-1: dropped) and their weights, [T, K] each. Null: nowhere.
+struct RoutingOut {
+  int32_t* ids = nullptr;
+  float* weights = nullptr;
+};
+
 class Context {
  public:
   // limits are the same on every rank but for the part that sizes the workspace; see Limits.
@@ -45,15 +53,11 @@ class Context {
   Context& operator=(const Context&) = delete;
 
   // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete. After
-  // a fault it throws the fault, and from then on that the context is broken.
-  CallReport call(const Layer& layer, const CallOptions& options);
+  // a fault it throws the fault, and from then on that the context is broken. Of several threads one calls at a time.
+  CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
-  const Limits& limits() const { return limits_; }
   uint64_t heap_bytes() const { return call_.heap_layout.bytes; }
   uint64_t workspace_bytes() const { return call_.work_layout.bytes; }
-  // Of the last call: [T, K] chosen experts (-1: dropped) and weights.
-  const int32_t* routing(uint32_t token) const { return call_.routing(token); }
-  const float* weights(uint32_t token) const { return call_.weights(token); }
 
   // For tests: tiles of another shape, so that small problems have many.
   void set_tile(uint32_t rows, uint32_t columns);
@@ -61,10 +65,13 @@ class Context {
  private:
   void make_workspace();
   void prepare(const Layer& layer, const CallOptions& options);
-  void place(const std::vector<uint32_t>& placement);
   void cut_into_groups(uint32_t groups);
+  void start_processors();
+  void stop_processors();
   void processor_loop(uint32_t id);
+  void give_up(std::exception_ptr why);
   void run_actors();
+  void check_outcome();
   CallReport report(const CallOptions& options, uint64_t start_ns, uint64_t end_ns) const;
 
   std::unique_ptr<Group> group_;
@@ -72,11 +79,12 @@ class Context {
   Call call_;
   Layer layer_;
   std::unique_ptr<Group> workspace_;  // private memory of this rank
+  std::mutex calls_;                  // held for the length of a call
   bool broken_ = false;
   uint64_t perturbation_ = 0;
 
   // Placement tables and OS scratch, as Call and OsScratch point to them.
-  std::vector<uint32_t> owner_, by_owner_, owner_base_;
+  PlacementTables placement_;
   std::vector<Source> sources_;
   std::vector<FormedExpert> experts_;
   Scheduler<CpuPlatform>::Memory scheduler_;
@@ -90,6 +98,7 @@ class Context {
   uint64_t generation_ = 0;
   uint32_t running_ = 0;
   bool stopping_ = false;
+  std::exception_ptr failure_;  // what a processor threw in this call, the first of them
   std::vector<std::thread> threads_;
 };
 

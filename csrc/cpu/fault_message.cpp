@@ -30,8 +30,11 @@ Error timeout_error(const Call& c, const Group& group, const Fault& r) {
     state = entered < r.epoch ? concat("it has not begun call ", r.epoch, " (it is at ", entered, ")")
                               : concat("it has begun call ", r.epoch, " but makes no progress");
   }
-  return {Kind::kPeerTimeout, concat("rank ", guilty, " holds up call ", r.epoch, ": ", state, "; rank ", r.rank,
-                                     " waited ", static_cast<double>(c.timeout_ns) * 1e-9, " s for ", awaited(r))};
+  // Another rank's time limit may be another.
+  const std::string waited =
+      r.rank == c.rank ? concat(" waited ", static_cast<double>(c.timeout_ns) * 1e-9, " s for ") : " waited for ";
+  return {Kind::kPeerTimeout,
+          concat("rank ", guilty, " holds up call ", r.epoch, ": ", state, "; rank ", r.rank, waited, awaited(r))};
 }
 
 const char* dtype_name(uint32_t v) {

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <thread>
@@ -26,12 +27,15 @@ using Kind = Error::Kind;
 
 // The first page of a segment: who the rank is and how far it has come. The heap follows.
 struct ControlPage {
-  enum State : uint32_t { kCreated = 0, kReady = 1, kSawAll = 2, kFailed = 3 };
+  enum State : uint32_t { kCreated = 0, kReady = 1, kSawAll = 2, kJoined = 3, kFailed = 4 };
   uint32_t state;
   uint32_t seen_by;  // ranks that have opened this segment
-  uint32_t rank;
   int32_t pid;
+  uint64_t pid_space;  // in which the pid means something
+  uint64_t bytes;      // of the segment
   Limits limits;
+  Error::Kind failure_kind;  // of kFailed
+  char failure[512];
 };
 constexpr uint64_t kPageBytes = 4096;
 static_assert(sizeof(ControlPage) <= kPageBytes);
@@ -63,7 +67,15 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
   return {};
 }
 
-bool process_is_gone(pid_t pid) {
+// Containers may share their memory and not their processes' numbers. 0: unknown.
+uint64_t own_pid_space() {
+  struct stat space;
+  return stat("/proc/self/ns/pid", &space) == 0 ? space.st_ino : 0;
+}
+
+bool process_is_gone(const ControlPage& of) {
+  const pid_t pid = of.pid;
+  if (pid == 0 || of.pid_space != own_pid_space()) return false;  // as far as can be told
   if (kill(pid, 0) != 0 && errno == ESRCH) return true;
   // A zombie answers kill; its state follows the parenthesised name in /proc.
   std::ifstream stat(concat("/proc/", pid, "/stat"));
@@ -102,7 +114,10 @@ class FileDescriptor {
  public:
   explicit FileDescriptor(int fd) : fd_(fd) {}
   FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  FileDescriptor& operator=(FileDescriptor&&) = delete;
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
   ~FileDescriptor() {
     if (fd_ >= 0) close(fd_);
   }
@@ -112,9 +127,11 @@ class FileDescriptor {
   int fd_;
 };
 
+void (*joining_hook)() = [] {};
+
 // Joining, as seen by one rank: create the own segment; open every peer's, whose control page says what it is; once
-// every rank has opened all, nobody needs a name any more. Only then are limits compared and heaps mapped, so that ranks
-// which disagree all see with whom.
+// every rank has opened all, compare limits, so that ranks which disagree all see with whom, and map the heaps. Then nobody
+// needs a name any more; and once every rank has taken its own away, the next group of this name may form.
 class ProcessGroup final : public Group {
  public:
   ProcessGroup(const std::string& name, uint32_t rank, const Limits& limits, uint64_t heap_bytes, uint64_t timeout_ns)
@@ -129,32 +146,43 @@ class ProcessGroup final : public Group {
     try {
       std::vector<FileDescriptor> files;
       for (uint32_t p = 0; p < limits.ranks; ++p) files.push_back(p == rank ? FileDescriptor(-1) : open_peer(p));
-      set_state(ControlPage::kSawAll);
-      for (uint32_t p = 0; p < limits.ranks; ++p) await_state(p, ControlPage::kSawAll);
+      reach(ControlPage::kSawAll);
       for (uint32_t p = 0; p < limits.ranks; ++p) check_agreement(p);
       for (uint32_t p = 0; p < limits.ranks; ++p) {
         if (p != rank) pages_[p] = Mapping(files[p].get(), bytes_);
       }
+      remove_own_name();
+      reach(ControlPage::kJoined);
     } catch (const Error& e) {
-      leave(e);
+      leave(e.kind, e.what());
+      throw;
+    } catch (...) {
+      leave(Kind::kOther, "it was interrupted");
       throw;
     }
-    shm_unlink(segment_name(name, rank).c_str());
     for (const Mapping& m : pages_) heaps_.push_back(m.base() + kPageBytes);
   }
 
   std::string obituary(uint32_t p) const override {
-    const pid_t pid = page(p)->pid;
-    return process_is_gone(pid) ? concat("its process ", pid, " is gone") : std::string();
+    return process_is_gone(*page(p)) ? concat("its process ", page(p)->pid, " is gone") : std::string();
   }
 
  private:
+  // Peers that have a disagreement to see look every millisecond.
+  static constexpr uint64_t kFarewellNs = 5'000'000'000;
+  // Whether a process lives, and whether this one is interrupted, is asked at every so many looks.
+  static constexpr uint32_t kRarely = 32;
+
   ControlPage* page(uint32_t p) const { return reinterpret_cast<ControlPage*>(pages_[p].base()); }
+  uint32_t state(uint32_t p) const { return std::atomic_ref(page(p)->state).load(std::memory_order_acquire); }
   void set_state(ControlPage::State s) { std::atomic_ref(page(rank_)->state).store(s, std::memory_order_release); }
+  Error error(Kind kind, const std::string& what) const { return {kind, concat("group '", name_, "'", what)}; }
 
   void create_own() {
     const std::string path = segment_name(name_, rank_);
-    const FileDescriptor fd(shm_open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600));
+    auto create = [&] { return FileDescriptor(shm_open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600)); };
+    FileDescriptor fd = create();
+    if (fd.get() < 0 && errno == EEXIST && remove_name_of_the_dead(path)) fd = create();
     if (fd.get() < 0) {
       if (errno == EEXIST) {
         throw Error(Kind::kGroup, concat("rank: group '", name_, "' already has a rank ", rank_, " (shared memory ",
@@ -162,18 +190,38 @@ class ProcessGroup final : public Group {
       }
       throw Error(Kind::kHeap, concat("heap: cannot create shared memory ", path, ": ", std::strerror(errno)));
     }
+    named_ = true;
     try {
       reserve(fd.get());
       pages_[rank_] = Mapping(fd.get(), bytes_);
     } catch (...) {
-      shm_unlink(path.c_str());
+      remove_own_name();
       throw;
     }
     ControlPage* own = page(rank_);
-    own->rank = rank_;
     own->pid = getpid();
+    own->pid_space = own_pid_space();
+    own->bytes = bytes_;
     own->limits = limits_;
     set_state(ControlPage::kReady);
+  }
+
+  void remove_own_name() {
+    if (named_) shm_unlink(segment_name(name_, rank_).c_str());
+    named_ = false;
+  }
+
+  // What a process that was killed while it joined has left behind. Whether it had.
+  static bool remove_name_of_the_dead(const std::string& path) {
+    const FileDescriptor file(shm_open(path.c_str(), O_RDWR, 0600));
+    if (!has_page(file)) return false;
+    const Mapping found(file.get(), kPageBytes);
+    return process_is_gone(*reinterpret_cast<const ControlPage*>(found.base())) && shm_unlink(path.c_str()) == 0;
+  }
+
+  static bool has_page(const FileDescriptor& file) {
+    struct stat info;
+    return file.get() >= 0 && fstat(file.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) >= kPageBytes;
   }
 
   // Takes the memory now: a file system that fills up later would kill the process at a store.
@@ -194,11 +242,14 @@ class ProcessGroup final : public Group {
     const std::string path = segment_name(name_, p);
     while (true) {
       FileDescriptor file(shm_open(path.c_str(), O_RDWR, 0600));
-      struct stat info;
-      if (file.get() >= 0 && fstat(file.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) >= kPageBytes) {
+      if (file.get() < 0 && errno != ENOENT) {
+        throw error(Kind::kGroup, concat(": rank ", rank_, " cannot open rank ", p, "'s shared memory ", path, ": ",
+                                         std::strerror(errno)));
+      }
+      if (has_page(file)) {
         pages_[p] = Mapping(file.get(), kPageBytes);
-        await_state(p, ControlPage::kReady);
         std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
+        await_state(p, ControlPage::kReady);
         // Whom to wait for depends on this; everything else can be compared when all are there.
         if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
         return file;
@@ -207,45 +258,76 @@ class ProcessGroup final : public Group {
     }
   }
 
-  void check_agreement(uint32_t p) const {
-    const std::string differs = difference(limits_, rank_, page(p)->limits, p);
-    if (!differs.empty()) throw Error(Kind::kGroup, concat("group '", name_, "' disagrees on ", differs));
-  }
-
-  void await_state(uint32_t p, ControlPage::State wanted) const {
-    while (true) {
-      const uint32_t state = std::atomic_ref(page(p)->state).load(std::memory_order_acquire);
-      if (state == ControlPage::kFailed) {
-        check_agreement(p);
-        throw Error(Kind::kGroup, concat("group '", name_, "': rank ", p, " failed to join (rank ", rank_, " saw it)"));
-      }
-      if (state >= wanted) return;
-      pause(p, "did not finish joining");
+  void check_agreement(uint32_t p) {
+    std::string differs = difference(limits_, rank_, page(p)->limits, p);
+    if (differs.empty() && page(p)->bytes != bytes_) {
+      differs = concat("engine or version, by the bytes that a rank shares: rank ", rank_, " has ", bytes_, ", rank ",
+                       p, " has ", page(p)->bytes);
     }
+    if (differs.empty()) return;
+    disagrees_ = true;
+    throw error(Kind::kGroup, concat(" disagrees on ", differs));
   }
 
-  void pause(uint32_t p, const char* what) const {
+  // Says that this rank has come so far, and waits until all have.
+  void reach(ControlPage::State s) {
+    set_state(s);
+    for (uint32_t p = 0; p < limits_.ranks; ++p) await_state(p, s);
+  }
+
+  void await_state(uint32_t p, ControlPage::State wanted) {
+    while (state(p) < wanted || state(p) == ControlPage::kFailed) pause(p, "did not finish joining");
+  }
+
+  // A look at the peers that are there, then a millisecond.
+  void pause(uint32_t p, const char* what) {
+    if (++looks_ % kRarely == 0) call_joining_hook();
+    for (uint32_t q = 0; q < limits_.ranks; ++q) {
+      if (q != rank_ && page(q) != nullptr) check_peer(q);
+    }
     if (monotonic_ns() > deadline_) {
-      throw Error(Kind::kPeerTimeout, concat("group '", name_, "': rank ", p, " ", what, " within ",
+      throw error(Kind::kPeerTimeout, concat(": rank ", p, " ", what, " within ",
                                              static_cast<double>(timeout_ns_) * 1e-9, " s (rank ", rank_, " waited)"));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 
-  // Tells the peers that this rank gives up, and cleans up.
-  void leave(const Error& e) {
+  // A peer that has given up or died ends the joining of all, which may try again together.
+  void check_peer(uint32_t q) {
+    const uint32_t reached = state(q);
+    if (reached == ControlPage::kFailed) {
+      if (page(q)->limits.ranks != 0) check_agreement(q);
+      const Kind kind = page(q)->failure_kind;
+      if (kind == Kind::kPeerTimeout || kind == Kind::kGroup) throw Error(kind, page(q)->failure);
+      throw error(Kind::kGroup, concat(": rank ", q, " failed to join: ", page(q)->failure));
+    }
+    if (reached < ControlPage::kJoined && looks_ % kRarely == 0 && process_is_gone(*page(q))) {
+      throw error(Kind::kPeerTimeout,
+                  concat(": rank ", q, " did not finish joining: ", obituary(q), " (rank ", rank_, " waited)"));
+    }
+  }
+
+  // Tells the peers that this rank gives up, and why, and cleans up.
+  void leave(Kind kind, const char* why) {
+    page(rank_)->failure_kind = kind;
+    std::snprintf(page(rank_)->failure, sizeof(ControlPage::failure), "%s", why);
     set_state(ControlPage::kFailed);
-    if (e.kind == Kind::kPeerTimeout) {
-      // Somebody is missing for good: nobody can use any name of the group, and owners may be dead.
-      for (uint32_t p = 0; p < limits_.ranks; ++p) shm_unlink(segment_name(name_, p).c_str());
-      return;
+    if (disagrees_) await_witnesses();
+    remove_own_name();
+    for (uint32_t p = 0; p < limits_.ranks; ++p) remove_name_of_the_dead(segment_name(name_, p));
+  }
+
+  // Both sides are to see a disagreement. If it is about who there is, then those of whom both know.
+  void await_witnesses() const {
+    uint32_t ranks = limits_.ranks;
+    for (const Mapping& m : pages_) {
+      if (m.base() == nullptr) continue;
+      const uint32_t theirs = reinterpret_cast<const ControlPage*>(m.base())->limits.ranks;
+      if (theirs != 0) ranks = min_of(ranks, theirs);
     }
-    // The peers must still be able to see why.
+    const uint64_t end = min_of(deadline_, monotonic_ns() + kFarewellNs);
     auto seen_by = [&] { return std::atomic_ref(page(rank_)->seen_by).load(std::memory_order_relaxed); };
-    while (seen_by() + 1 < limits_.ranks && monotonic_ns() < deadline_) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    shm_unlink(segment_name(name_, rank_).c_str());
+    while (seen_by() + 1 < ranks && monotonic_ns() < end) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 
   const std::string name_;
@@ -253,6 +335,9 @@ class ProcessGroup final : public Group {
   const Limits limits_;
   const uint64_t bytes_, timeout_ns_, deadline_;
   std::vector<Mapping> pages_;
+  bool named_ = false;      // the own segment has its name
+  bool disagrees_ = false;  // with a peer, by its limits
+  uint32_t looks_ = 0;
 };
 
 class LocalGroup final : public Group {
@@ -266,6 +351,13 @@ class LocalGroup final : public Group {
 };
 
 }  // namespace
+
+void set_joining_hook(void (*hook)()) {
+  joining_hook = hook;
+}
+void call_joining_hook() {
+  joining_hook();
+}
 
 std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
                                           uint64_t heap_bytes, uint64_t timeout_ns) {

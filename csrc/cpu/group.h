@@ -24,11 +24,16 @@ class Group {
   std::vector<uint8_t*> heaps_;
 };
 
-// Ranks are processes, heaps are POSIX shared memory. Returns once every rank has mapped every heap; by then the names
-// are unlinked, so that nothing outlives the processes however they end. A rank that does not join within timeout_ns,
-// or whose limits differ, makes every rank throw, naming it.
+// Ranks are processes, heaps are POSIX shared memory. Returns once every rank has mapped every heap; by then all names
+// are unlinked, so that nothing outlives the processes however they end, and a group of the same name may form anew. A rank
+// that dies or does not join within timeout_ns, or whose limits differ, makes every rank throw, naming it.
 std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
                                           uint64_t heap_bytes, uint64_t timeout_ns);
+
+// What joining calls a few times a second while it waits; it may throw, which ends the wait. The bindings set it, so that an
+// interrupt is heard.
+void set_joining_hook(void (*hook)());
+void call_joining_hook();
 
 // A rank alone.
 std::unique_ptr<Group> make_single_rank_group(uint64_t heap_bytes);

@@ -8,6 +8,7 @@
 
 #include "cpu/agreement.h"
 #include "cpu/fault_message.h"
+#include "cpu/placement.h"
 #include "cpu/received.h"
 #include "cpu/text.h"
 
@@ -31,12 +32,34 @@ uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
   const uint32_t all = multiprocessors / sm90::kPair * sm90::kPair;
   const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
   const uint32_t least = sm90::least_blocks(limits.ranks, limits.max_local_experts);
-  if (wanted < least || wanted > all || wanted % sm90::kPair != 0) {
+  if (least > all) {
     throw Error(Error::Kind::kInvalidArgument,
-                concat("processors: expected an even number from ", least, " (for E=", limits.max_local_experts,
-                       ") to ", all, ", the device's multiprocessors, got ", wanted));
+                concat("device: expected at least ", least, " multiprocessors for R=", limits.ranks,
+                       " and El=", limits.max_local_experts, ", got ", all));
+  }
+  if (wanted < least || wanted > all || wanted % sm90::kPair != 0) {
+    throw Error(Error::Kind::kInvalidArgument, concat("processors: expected an even number from ", least,
+                                                      " (for R=", limits.ranks, " and El=", limits.max_local_experts,
+                                                      ") to ", all, ", the device's multiprocessors, got ", wanted));
   }
   return wanted;
+}
+
+// What the kernel counts in units of 16 bytes, in 31 or 32 bits: rows of other ranks' tokens (TokenRows), and rows to sum
+// (SumPiece).
+void check_reach(const Limits& limits) {
+  const uint64_t pitch = row_pitch(limits.hidden, limits.elem_bytes), tokens = limits.max_tokens;
+  const struct {
+    const char* what;
+    uint64_t bytes, most;
+  } fields[] = {{"other ranks' tokens", (limits.ranks - 1) * tokens * pitch, sm90::kReachBytes},
+                {"results to sum", tokens * limits.return_slots * pitch, 2 * sm90::kReachBytes}};
+  for (const auto& f : fields) {
+    if (f.bytes <= f.most) continue;
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("max_tokens: expected rows of ", f.what, " within ", f.most >> 30, " GiB, got ", f.bytes,
+                       " bytes for R=", limits.ranks, ", T=", tokens, ", K=", limits.top_k, " and H=", limits.hidden));
+  }
 }
 
 // Whether there is no combine, see stages/join.cuh. With two rows a token it pays where most tiles are full: small tasks
@@ -74,6 +97,7 @@ sm90::WeightRows rows_of(const Matrix& m) {
 }  // namespace
 
 Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
+  check_reach(limits);
   limits.processors = processors_of(limits, multiprocessors);
   limits.tile_rows = sm90::kTileTokens;
   // A context serves every activation; gated ones have more columns of tasks.
@@ -211,30 +235,20 @@ const Context::Kernels& Context::kernels(const std::string& cubin, DriverStream 
 const Context::Placement& Context::placement(const std::vector<uint32_t>& owners, DriverStream stream) {
   if (const auto it = placements_.find(owners); it != placements_.end()) return it->second;
   refuse_capture(stream, "uploading a placement, as the first call with it does,");
-  const auto experts = static_cast<uint32_t>(owners.size());
-  std::vector<uint32_t> tables(owners);  // owner [E], by_owner [E], owner_base [R + 1]
-  for (uint32_t q = 0; q < limits_.ranks; ++q) {
-    for (uint32_t e = 0; e < experts; ++e) {
-      if (owners[e] == q) tables.push_back(e);
-    }
-  }
-  if (tables.size() != 2 * owners.size()) {
-    throw Error(Error::Kind::kInvalidArgument, "placement: expected ranks of the group");
-  }
-  tables.push_back(0);
-  for (uint32_t q = 0; q < limits_.ranks; ++q) {
-    tables.push_back(tables.back() + static_cast<uint32_t>(std::count(owners.begin(), owners.end(), q)));
-  }
+  const cpu::PlacementTables t = cpu::placement_tables(owners, limits_);
+  std::vector<uint32_t> tables(t.owner);
+  tables.insert(tables.end(), t.by_owner.begin(), t.by_owner.end());
+  tables.insert(tables.end(), t.owner_base.begin(), t.owner_base.end());
   const uint64_t bytes = tables.size() * sizeof(uint32_t);
   Placement p{.tables = DeviceMemory(device_, bytes, "placement"),
               .owner = nullptr,
               .by_owner = nullptr,
               .owner_base = nullptr,
-              .local_experts = static_cast<uint32_t>(std::count(owners.begin(), owners.end(), call_.rank))};
+              .local_experts = t.local_experts(call_.rank)};
   p.tables.upload(tables.data(), bytes);
   p.owner = p.tables.as<uint32_t>();
-  p.by_owner = p.owner + experts;
-  p.owner_base = p.by_owner + experts;
+  p.by_owner = p.owner + owners.size();
+  p.owner_base = p.by_owner + owners.size();
   return placements_.emplace(owners, std::move(p)).first->second;
 }
 

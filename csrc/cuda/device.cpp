@@ -115,7 +115,8 @@ void DeviceMemory::download(void* to, uint64_t bytes, uint64_t offset) const {
   check(driver().cuMemcpyDtoH_v2(to, address_ + offset, bytes), "cannot copy from the device");
 }
 
-MappedPage::MappedPage(const Device& device) : device_(device) {
+// As DeviceMemory's.
+MappedPage::MappedPage(const Device& device) : MappedPage(device, nullptr) {
   const Device::Use use(device);
   check(driver().cuMemHostAlloc(&host_, kBytes, kHostAllocMapped | kHostAllocPortable), "cannot map host memory");
   std::memset(host_, 0, kBytes);
@@ -123,6 +124,7 @@ MappedPage::MappedPage(const Device& device) : device_(device) {
 }
 
 MappedPage::~MappedPage() {
+  if (host_ == nullptr) return;
   const Device::Use use(device_);
   driver().cuMemFreeHost(host_);
 }

@@ -3,6 +3,7 @@
 // Destructors report no errors: at the exit of the process the driver may be gone before its users.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <utility>
 
@@ -61,8 +62,8 @@ class DeviceMemory {
   ~DeviceMemory();
 
   template <class T>
-  T* as(uint64_t offset = 0) const {
-    return reinterpret_cast<T*>(address_ + offset);
+  T* as() const {
+    return reinterpret_cast<T*>(address_);
   }
   uint64_t bytes() const { return bytes_; }
   // Returns when the data is there for every stream; waits for the device.
@@ -95,6 +96,8 @@ class MappedPage {
   }
 
  private:
+  MappedPage(const Device& device, std::nullptr_t) : device_(device) {}
+
   const Device& device_;
   void* host_ = nullptr;
   DevicePtr mapped_ = 0;

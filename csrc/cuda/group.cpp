@@ -74,9 +74,10 @@ class Lease {
 // What a rank tells the others while joining: its heap in the group of shared memory.
 struct Notice {
   static constexpr uint32_t kMostFree = 64;
-  enum Stage : uint32_t { kNothing, kPosted, kLooked, kReady, kFailed };  // failed last: nobody waits for it
+  enum Stage : uint32_t { kNothing, kPosted, kLooked, kReady };
 
   uint32_t stage;
+  uint32_t failed;  // it goes no further, see failure
   uint32_t world_rank, world_ranks;
   uint32_t maps_all;  // once it has looked: whether it has every rank's memory mapped
   uint32_t free_blocks;
@@ -94,38 +95,50 @@ class NvshmemGroup final : public cpu::Group {
         who_(who),
         ranks_(limits.ranks),
         timeout_ns_(timeout_ns),
-        control_(cpu::join_process_group(who.name, who.rank, limits, sizeof(Notice), timeout_ns)),
-        api_(nvshmem(who.nvshmem)) {
+        control_(cpu::join_process_group(who.name, who.rank, limits, sizeof(Notice), timeout_ns)) {
     const std::lock_guard lock(world().mutex);
     deadline_ = Clock::now() + std::chrono::nanoseconds(timeout_ns);
     try {
+      api_ = &nvshmem(who.nvshmem);
       if (limits.rdma != 0) refuse_ibgda();
       refuse_broken_world();
       prepare();
       post();
+      await_all(Notice::kPosted);
+      check_devices();
+      enter_world();
+      own_ = take_block(bytes);
+      heaps_.assign(ranks_, nullptr);
+      heaps_[who_.rank] = own_;
+      if (limits.rdma == 0) map_all();
+      clear(bytes);
+      set_stage(Notice::kReady);
+      await_all(Notice::kReady);
     } catch (const Error& e) {
-      std::snprintf(notice(who_.rank).failure, sizeof(Notice::failure), "%s", e.what());
-      set_stage(Notice::kFailed);
+      fail(e.what());
+      throw;
+    } catch (const NotMapped&) {  // so it is on all ranks
+      throw;
+    } catch (...) {
+      fail("it was interrupted");
       throw;
     }
-    for (uint32_t p = 0; p < ranks_; ++p) await(p, Notice::kPosted);
-    check_devices();
-    enter_world();
-    own_ = take_block(bytes);
-    heaps_.assign(ranks_, nullptr);
-    heaps_[who_.rank] = own_;
-    if (limits.rdma == 0) map_all();
-    clear(bytes);
-    set_stage(Notice::kReady);
-    for (uint32_t p = 0; p < ranks_; ++p) await(p, Notice::kReady);
   }
 
   std::string obituary(uint32_t p) const override { return control_->obituary(p); }
 
  private:
+  static constexpr uint32_t kRarely = 128;  // looks between two calls of the hook: 25 ms
+
   Notice& notice(uint32_t p) const { return *reinterpret_cast<Notice*>(control_->heaps()[p]); }
   void set_stage(Notice::Stage s) const {
     std::atomic_ref(notice(who_.rank).stage).store(s, std::memory_order_release);
+  }
+
+  void fail(const char* why) const {
+    Notice& own = notice(who_.rank);
+    std::snprintf(own.failure, sizeof(Notice::failure), "%s", why);
+    std::atomic_ref(own.failed).store(1, std::memory_order_release);
   }
 
   void refuse_broken_world() const {
@@ -145,14 +158,19 @@ class NvshmemGroup final : public cpu::Group {
     device_.identify(own.device);
     if (who_.rank == 0 && world().ranks == 0) {
       own.id.version = kNvshmemVersion<NvshmemUniqueId>;
-      check_nvshmem(api_.nvshmemx_get_uniqueid(&own.id), "nvshmemx_get_uniqueid");
+      check_nvshmem(api_->nvshmemx_get_uniqueid(&own.id), "nvshmemx_get_uniqueid");
     }
     set_stage(Notice::kPosted);
   }
 
   void await(uint32_t p, Notice::Stage stage) const {
     auto reached = [&] { return std::atomic_ref(notice(p).stage).load(std::memory_order_acquire); };
-    while (reached() < stage) {
+    for (uint32_t looks = 1; reached() < stage; ++looks) {
+      if (std::atomic_ref(notice(p).failed).load(std::memory_order_acquire) != 0 && reached() < stage) {
+        throw Error(Error::Kind::kGroup,
+                    concat("group '", who_.name, "': rank ", p, " did not join: ", notice(p).failure));
+      }
+      if (looks % kRarely == 0) cpu::call_joining_hook();
       const std::string gone = control_->obituary(p);
       if (!gone.empty() || (timeout_ns_ != 0 && Clock::now() > deadline_)) {
         throw Error(Error::Kind::kPeerTimeout,
@@ -161,10 +179,10 @@ class NvshmemGroup final : public cpu::Group {
       }
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
-    if (reached() == Notice::kFailed) {
-      throw Error(Error::Kind::kGroup,
-                  concat("group '", who_.name, "': rank ", p, " did not join: ", notice(p).failure));
-    }
+  }
+
+  void await_all(Notice::Stage stage) const {
+    for (uint32_t p = 0; p < ranks_; ++p) await(p, stage);
   }
 
   // Ranks that share a GPU take turns of milliseconds, each waiting for the others, unless MPS lets them run side by side:
@@ -233,7 +251,7 @@ class NvshmemGroup final : public cpu::Group {
     attributes.args.unique_id = {kNvshmemVersion<NvshmemUniqueIdArgs>, nullptr, static_cast<int>(who_.rank),
                                  static_cast<int>(ranks_)};
     check_nvshmem(together("NVSHMEM's initialisation",
-                           [init = api_.nvshmemx_hostlib_init_attr, attributes, id = notice(0).id] {
+                           [init = api_->nvshmemx_hostlib_init_attr, attributes, id = notice(0).id] {
                              NvshmemUniqueId world_id = id;
                              NvshmemInitAttributes with_id = attributes;
                              with_id.args.unique_id.id = &world_id;
@@ -271,10 +289,10 @@ class NvshmemGroup final : public cpu::Group {
     }
     std::erase_if(w.blocks, [&](const Block& b) {
       if (!given_back_by_all(b.number)) return false;
-      together("nvshmem_free", [free = api_.nvshmem_free, p = b.address] { free(p); });
+      together("nvshmem_free", [free = api_->nvshmem_free, p = b.address] { free(p); });
       return true;
     });
-    void* const made = together("nvshmem_malloc", [malloc = api_.nvshmem_malloc, bytes] { return malloc(bytes); });
+    void* const made = together("nvshmem_malloc", [malloc = api_->nvshmem_malloc, bytes] { return malloc(bytes); });
     ++w.allocations;
     if (made == nullptr) {
       throw Error(Error::Kind::kHeap, concat("heap: expected ", bytes,
@@ -288,7 +306,7 @@ class NvshmemGroup final : public cpu::Group {
   // Ranks agree on whether all have all mapped: what reaches one peer by puts must be sent so by all.
   void map_all() {
     for (uint32_t q = 0; q < ranks_; ++q) {
-      if (q != who_.rank) heaps_[q] = static_cast<uint8_t*>(api_.nvshmem_ptr(own_, static_cast<int>(q)));
+      if (q != who_.rank) heaps_[q] = static_cast<uint8_t*>(api_->nvshmem_ptr(own_, static_cast<int>(q)));
     }
     notice(who_.rank).maps_all = std::find(heaps_.begin(), heaps_.end(), nullptr) == heaps_.end() ? 1 : 0;
     set_stage(Notice::kLooked);
@@ -311,7 +329,7 @@ class NvshmemGroup final : public cpu::Group {
   const uint32_t ranks_;
   const uint64_t timeout_ns_;
   const std::unique_ptr<cpu::Group> control_;
-  const Nvshmem& api_;
+  const Nvshmem* api_ = nullptr;
   Clock::time_point deadline_;
   Lease lease_;
   uint8_t* own_ = nullptr;
