@@ -187,7 +187,9 @@ def test_a_rank_is_killed_before_it_joins(group):
         time.sleep(0.001)
     since = group.kill(1)
     (error,) = group.errors(0, since=since)
-    expect([error], PeerTimeout, r"rank [12] did not (join|finish joining) within 2 s")
+    expect(
+        [error], PeerTimeout, r"rank 2 did not join within 2 s|rank 1 did not finish joining: its process \d+ is gone"
+    )
 
 
 def test_a_rank_never_calls(group):
@@ -197,7 +199,7 @@ def test_a_rank_never_calls(group):
     expect(
         errors,
         PeerTimeout,
-        r"rank 1 holds up call 1: it has not begun call 1 .* waited 2 s for the call signal",
+        r"rank 1 holds up call 1: it has not begun call 1 .* waited (2 s )?for the call signal",
     )
 
 
@@ -207,7 +209,7 @@ def test_a_rank_leaves_after_some_calls(group):
     since = group.go()
     assert group.errors(1, since=since) == [None]
     errors = group.errors(0, 2, since=since)
-    expect(errors, PeerTimeout, r"rank 1 holds up call 3: its process \d+ is gone; .* waited 2 s for ")
+    expect(errors, PeerTimeout, r"rank 1 holds up call 3: its process \d+ is gone; .* waited (2 s )?for ")
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.1, 0.2, 0.4])
@@ -217,7 +219,7 @@ def test_a_rank_is_killed_at_any_moment_of_many_calls(group, delay):
     group.go()
     time.sleep(delay)
     errors = group.errors(0, 2, since=group.kill(1))
-    expect(errors, PeerTimeout, r"rank 1 holds up call \d+: its process \d+ is gone; .* waited 2 s for .* rank")
+    expect(errors, PeerTimeout, r"rank 1 holds up call \d+: its process \d+ is gone; .* waited (2 s )?for .* rank")
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.4])
@@ -227,7 +229,7 @@ def test_a_rank_is_stopped_at_any_moment_of_many_calls(group, delay):
     group.go()
     time.sleep(delay)
     errors = group.errors(0, 2, since=group.kill(1, signal.SIGSTOP))
-    expect(errors, PeerTimeout, r"rank 1 holds up call \d+: it has (not )?begun .* waited 2 s for .* rank")
+    expect(errors, PeerTimeout, r"rank 1 holds up call \d+: it has (not )?begun .* waited (2 s )?for .* rank")
     group.kill(1, signal.SIGCONT)  # the late one is told as well
     expect(group.errors(1, since=time.monotonic()), PeerTimeout, r"rank 1 holds up call")
 
@@ -548,7 +550,7 @@ def test_call_above_the_limits(calls, what):
 def test_wider_type_than_the_context_is_made_for():
     problem = random_problem(1, [8], **SIZES)
     context = flashmoe.Context(**LIMITS | {"dtype": "bfloat16"})
-    with context, pytest.raises(HeapError, match=r"bytes.*: expected at most 2, .*, got 4"):
+    with context, pytest.raises(HeapError, match=r"x: expected at most 2 bytes an element .*bfloat16.*, got float32"):
         flashmoe.moe(context, **problem.arguments(0))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import _ffi
 from . import placement as placements
-from .context import RETURN_MODES, Context, checked_capacity_factor
+from .context import ELEMENT_BYTES, RETURN_MODES, Context, checked_capacity_factor
 from .errors import HeapError, InvalidArgument
 from .tensors import ACTIVATIONS, DTYPES, Described
 
@@ -54,7 +55,7 @@ def check(
     local = owners.count(ctx.rank)
     _check_shapes(tensors, sizes, local, activation)
     mode = resolved_return_mode(ctx, return_mode, sizes["top_k"])
-    check_limits(ctx, sizes, tensors["x"].dtype, local, mode)
+    check_limits(ctx, sizes, tensors["x"].dtype, owners, mode)
     return Arguments(tensors, sizes, owners, mode, checked_capacity(ctx, capacity_factor, sizes, owners))
 
 
@@ -81,22 +82,35 @@ def resolved_return_mode(ctx: Context, return_mode: str | None, top_k: int) -> s
     return mode
 
 
-def check_limits(ctx: Context, sizes: dict[str, int], dtype: str, local: int, mode: str) -> None:
-    """The call against what the context's memory was made for."""
+def check_limits(ctx: Context, sizes: dict[str, int], dtype: str, owners: Sequence[int], mode: str) -> None:
+    """The call against what the memory of the ranks' contexts was made for. Alike on all ranks but for T, H to K."""
     limits = ctx.limits
-    used = {
-        "max_tokens": sizes["tokens"],
-        "hidden": sizes["hidden"],
-        "intermediate": sizes["intermediate"],
-        "experts": sizes["experts"],
-        "max_local_experts": local,
-        "top_k": sizes["top_k"],
-        "elem_bytes": 4 if dtype == "float32" else 2,
-        "return_slots": sizes["top_k"] if mode == "direct" else ctx.ranks,
-    }
-    for name, value in used.items():
-        if value > limits[name]:
-            raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {value}")
+    for name, size in (
+        ("max_tokens", "tokens"),
+        ("hidden", "hidden"),
+        ("intermediate", "intermediate"),
+        ("experts", "experts"),
+        ("top_k", "top_k"),
+    ):
+        if sizes[size] > limits[name]:
+            raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {sizes[size]}")
+    if ELEMENT_BYTES[dtype] > limits["elem_bytes"]:
+        raise HeapError(
+            f"x: expected at most {limits['elem_bytes']} bytes an element (the context's dtype is {ctx.dtype}), "
+            f"got {dtype}"
+        )
+    most = placements.most_local(owners, ctx.ranks)
+    if most > limits["max_local_experts"]:
+        raise HeapError(
+            f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
+            f"got {most}"
+        )
+    slots = sizes["top_k"] if mode == "direct" else ctx.ranks
+    if slots > limits["return_slots"]:
+        raise HeapError(
+            f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
+            f"limit, got {slots} with {mode!r}"
+        )
 
 
 def checked_capacity(ctx: Context, factor: float | None, sizes: dict[str, int], owners: Sequence[int]) -> float:
@@ -176,13 +190,14 @@ def _sizes(
             missing = "topk_ids" if topk_ids is None else "topk_weights"
             raise InvalidArgument(f"{missing}: expected a tensor, since router is not given, got None")
         experts = len(placement) if placement is not None else ctx.experts
-        shape = tuple(getattr(topk_ids, "shape", ()))
-        if len(shape) != 2:
-            raise InvalidArgument(f"topk_ids: expected [T, K] int32 or int64, got {list(shape)}")
+        shape = getattr(topk_ids, "shape", None)
+        if shape is None or len(shape) != 2:
+            got = type(topk_ids).__name__ if shape is None else list(shape)
+            raise InvalidArgument(f"topk_ids: expected [T, K] int32 or int64, got {got}")
         if top_k is not None and top_k != shape[1]:
             raise InvalidArgument(f"top_k: expected {shape[1]}, the columns of topk_ids, got {top_k!r}")
         top_k = int(shape[1])
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= experts:
+    if isinstance(top_k, bool) or not hasattr(top_k, "__index__") or not 1 <= top_k <= experts:
         raise InvalidArgument(f"top_k: expected an integer in [1, E={experts}], got {top_k!r}")
     tokens, hidden = tensors["x"].shape
     return {
@@ -190,7 +205,7 @@ def _sizes(
         "hidden": hidden,
         "intermediate": tensors["down_proj"].shape[2],
         "experts": experts,
-        "top_k": top_k,
+        "top_k": operator.index(top_k),
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import operator
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,13 +37,30 @@ MAX_CUDA_TOP_K = 32
 MAX_CUDA_RANKS = 32
 
 
-def _bounded(name: str, value: Any, low: int, high: int) -> int:
-    """`value` as an int in [low, high]; raises `InvalidArgument`."""
+MAX_SECONDS = 1e9  # nanoseconds in 63 bits
+
+contexts: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+"""Those that live, by `context_id`."""
+_numbers = itertools.count(1)
+
+
+def context_id(ctx: Context) -> int:
+    """The number that stands for `ctx` in calls of ``torch.ops.flashmoe.moe``: always the same, and never another's.
+
+    It does not keep the context alive; calls with the number of a context that is gone raise `FlashMoEError`.
+    """
+    if not isinstance(ctx, Context):
+        raise InvalidArgument(f"ctx: expected a flashmoe.Context, got {type(ctx).__name__}")
+    return ctx._number
+
+
+def bounded(name: str, value: Any, low: int, high: int) -> int:
+    """`value`, an integer of any type, as an int in [low, high]; raises `InvalidArgument`."""
     try:
-        number = int(value)
-    except (TypeError, ValueError):
+        number = operator.index(value)
+    except TypeError:
         number = low - 1
-    if not low <= number <= high or number != value:
+    if not low <= number <= high or isinstance(value, bool):
         raise InvalidArgument(f"{name}: expected an integer in [{low}, {high}], got {value!r}")
     return number
 
@@ -67,27 +86,27 @@ def make_limits(
     Raises `InvalidArgument` for what no context of the engine can have.
     """
     cuda = engine == "cuda"
-    ranks = _bounded("ranks", ranks, 1, MAX_RANKS)
+    ranks = bounded("ranks", ranks, 1, MAX_RANKS)
     if cuda and ranks > MAX_CUDA_RANKS:
         raise InvalidArgument(f"ranks: expected at most {MAX_CUDA_RANKS} with the CUDA engine, got {ranks}")
-    experts = _bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
-    top_k = _bounded("top_k", top_k, 1, min(experts, MAX_CUDA_TOP_K) if cuda else experts)
+    experts = bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
+    top_k = bounded("top_k", top_k, 1, min(experts, MAX_CUDA_TOP_K) if cuda else experts)
     if dtype not in DTYPES:
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    intermediate = _bounded("intermediate", intermediate, 1, MAX_WIDTH)
+    intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
     rdma = checked_transport(transport, engine, ranks) == "rdma"
     return_mode = engine_return_mode(engine, return_mode, ranks, top_k, intermediate, rdma)
     slots = {"direct": top_k, "reduced": ranks, "auto": max(top_k, ranks)}
-    max_tokens = _bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS)
+    max_tokens = bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS)
     factor = checked_capacity_factor(capacity_factor)
     if processors is None:
         processors = 0 if cuda else max(1, (os.cpu_count() or 1) // ranks)
     else:
-        processors = _bounded("processors", processors, 1, 1024)
+        processors = bounded("processors", processors, 1, 1024)
     return {
         "ranks": ranks,
         "max_tokens": max_tokens,
-        "hidden": _bounded("hidden", hidden, 1, MAX_WIDTH),
+        "hidden": bounded("hidden", hidden, 1, MAX_WIDTH),
         "intermediate": intermediate,
         "experts": experts,
         "max_local_experts": max(1, placements.most_local(placements.checked(placement, experts, ranks), ranks)),
@@ -173,7 +192,7 @@ def _checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
     """`profile` once its names and values are known to be a policy; raises `InvalidArgument`."""
     if unknown := set(profile) - set(PROFILE):
         raise InvalidArgument(f"profile: expected names among {', '.join(PROFILE)}, got {sorted(unknown)}")
-    return {name: _bounded(f"profile[{name}]", value, 1, PROFILE[name].most) for name, value in profile.items()}
+    return {name: bounded(f"profile[{name}]", value, 1, PROFILE[name].most) for name, value in profile.items()}
 
 
 def _stored_profile(setting: profiles.Setting) -> tuple[dict[str, int], str | None]:
@@ -195,6 +214,19 @@ def nvshmem_library() -> str:
     name that the loader looks for."""
     name = "libnvshmem_host.so.3"
     return next((str(path) for folder in nvshmem_package() if (path := folder / "lib" / name).is_file()), name)
+
+
+def _checked_name(name: Any) -> str:
+    """`name`, once it can be part of a file's name; raises `InvalidArgument`."""
+    if not isinstance(name, str) or not name or set(name) & set("/\0") or len(os.fsencode(name)) > 200:
+        raise InvalidArgument(f"name: expected a group name of 1 to 200 bytes without '/' and NUL, got {name!r}")
+    return name
+
+
+def _close(close: Any, handle: int, process: int) -> None:
+    """Closes a context, but not what a fork has copied of it: its threads are not there, and would be waited for."""
+    if os.getpid() == process:
+        close(handle)
 
 
 class Context:
@@ -317,18 +349,18 @@ class Context:
         )
         self.limits = limits_with(return_mode=return_mode, transport=transport)
         self.ranks = self.limits["ranks"]
-        self.rank = _bounded("rank", rank, 0, self.ranks - 1)
-        if self.ranks > 1 and (not name or "/" in name or len(name) > 200):
-            raise InvalidArgument(f"name: expected a group name without '/', got {name!r}")
-        self.name = name
+        self.rank = bounded("rank", rank, 0, self.ranks - 1)
+        self.name = _checked_name(name) if self.ranks > 1 else name
         self.experts = self.limits["experts"]
         self.placement = placements.checked(placement, self.experts, self.ranks)
         self.dtype = dtype
         mode = return_mode
         self.profile: dict[str, int] = {}
         """In what the order of tasks differs from the built-in one."""
+        if profile and not cuda:
+            raise InvalidArgument(f"profile: expected none with the CPU engine, got {profile!r}")
         if cuda:
-            ordinal = -1 if device is None else _bounded("device", device, 0, 2**15)
+            ordinal = -1 if device is None else bounded("device", device, 0, 2**15)
             self.profile, stored_mode = self._chosen_profile(profile, ordinal)
             if return_mode == "auto" and stored_mode is not None and transport != "rdma":
                 mode = stored_mode
@@ -336,12 +368,13 @@ class Context:
         self.processors = self.limits["processors"]
         self.capacity_factor = checked_capacity_factor(capacity_factor) or None
         """The largest of a call; None: calls may be dropless."""
-        if not isinstance(timeout, int | float) or not (math.isfinite(timeout) and timeout >= 0):
-            raise InvalidArgument(f"timeout: expected seconds >= 0, got {timeout!r}")
+        if not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_SECONDS:
+            raise InvalidArgument(f"timeout: expected seconds in [0, {MAX_SECONDS:g}], got {timeout!r}")
         self.timeout = float(timeout)
         self._report: CallReport | None = None
         self._unread: tuple[Any, int] | None = None  # what gpu.report takes, of a call whose report was not asked for
         self._perturbation = 0
+        self._process = os.getpid()
         timeout_ns = round(self.timeout * 1e9)
         self.device: int | None = None
         """Ordinal of the CUDA device; None with the CPU engine."""
@@ -358,13 +391,13 @@ class Context:
                 mode = return_mode
                 self.limits = limits_with(return_mode=mode, transport="rdma")
                 self._handle = create(f"{name}-rdma")
-            self._finalizer = weakref.finalize(self, library.cuda_close, self._handle)
+            self._finalizer = weakref.finalize(self, _close, library.cuda_close, self._handle, self._process)
             self._layers: dict[Any, Any] = {}  # of gpu.Layer
             described = library.cuda_describe(self._handle)
             self.device, self.processors, heap, workspace, self._tile_rows, self._tile_features = described
         else:
             self._handle = library.context_create(self.limits, self.rank, name or "", timeout_ns)
-            self._finalizer = weakref.finalize(self, library.context_close, self._handle)
+            self._finalizer = weakref.finalize(self, _close, library.context_close, self._handle, self._process)
             heap, workspace = library.context_bytes(self._handle)
         rdma = self.limits["rdma"] != 0
         self.transport = "rdma" if rdma else "mapped"
@@ -376,6 +409,8 @@ class Context:
         """Bytes of this rank's symmetric heap."""
         self.workspace_bytes: int = workspace
         """Bytes of this rank's private workspace; with the CPU engine, taken from the system as they are first used."""
+        self._number = next(_numbers)
+        contexts[self._number] = self
 
     @classmethod
     def from_torch(cls, group: Any = None, **sizes: Any) -> Context:
@@ -395,13 +430,16 @@ class Context:
         return cls(rank=dist.get_rank(group), ranks=dist.get_world_size(group), name=names[0], **sizes)
 
     def local_experts(self, placement: Sequence[int] | None = None) -> list[int]:
-        """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement."""
-        owners = self.placement if placement is None else placement
-        return placements.local_experts(owners, self.rank)
+        """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement.
+
+        Raises `InvalidArgument` for a placement that is none of ranks of the group.
+        """
+        owners = self.placement if placement is None else placements.as_ints(placement)
+        return placements.local_experts(placements.checked(owners, len(owners), self.ranks), self.rank)
 
     @property
     def last_call(self) -> CallReport | None:
-        """Report of the last call, None before the first.
+        """Report of the last call, None before the first, and on the CPU engine after one that failed.
 
         With the CUDA engine, reading it waits for the call and raises what that ran into, so it cannot be read during
         a capture. It has times of traced calls only. After the replay of a graph: of the last call that was made.
@@ -414,11 +452,12 @@ class Context:
         return self._report
 
     def synchronize(self) -> None:
-        """Waits until all calls are over, and raises what the last of them ran into. With the CPU engine they are."""
+        """Waits until all calls are over, and raises what the last of them ran into. The CPU engine's have done so."""
+        handle = self._checked_handle()
         if self.engine == "cuda":
             from . import gpu
 
-            _ffi.library().cuda_synchronize(self._checked_handle(), gpu.current_stream(self.device))
+            _ffi.library().cuda_synchronize(handle, gpu.current_stream(self.device))
 
     @property
     def closed(self) -> bool:
@@ -430,10 +469,21 @@ class Context:
         self._finalizer()
 
     def __enter__(self) -> Context:
+        self._checked_handle()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        """The context itself: copies of a layer share it."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise FlashMoEError(
+            "context: expected to stay in its process, got a copy by pickle (torch.save of a module?); "
+            "save the module's state_dict() instead"
+        )
 
     def _chosen_profile(self, given: Mapping[str, int] | None, ordinal: int) -> tuple[dict[str, int], str | None]:
         """The given profile, else what is stored for contexts like this one: profile and return mode."""
@@ -445,6 +495,11 @@ class Context:
         return _stored_profile(profiles.Setting(device, self.ranks, self.dtype, tokens=tokens, **sizes))
 
     def _checked_handle(self) -> int:
+        if os.getpid() != self._process:
+            raise FlashMoEError(
+                f"context: expected to be used in process {self._process}, which made it, got process {os.getpid()}, "
+                "which has none of its threads"
+            )
         if self.closed:
             raise FlashMoEError("context: it is closed")
         return self._handle

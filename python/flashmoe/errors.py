@@ -10,7 +10,9 @@ class FlashMoEError(RuntimeError):
 class InvalidArgument(FlashMoEError, ValueError):
     """An argument is outside its documented domain: wrong shape, dtype, range, option or placement.
 
-    Raised before any rank has been sent anything, so the context stays usable.
+    What a rank sees before it begins a call (shapes, types, options) leaves the context usable, and the other ranks
+    waiting for the call. What only values show (an expert id, a router logit that is not finite) ends the call on every
+    rank, and the context with it.
     """
 
 

@@ -27,7 +27,7 @@ _MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
 _ALIGNMENT = 16  # of a row's address: what its copies move at a time
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
 
-PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule", "wait_data", "epilogue")
+PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule", "epilogue")
 """In the order of ``TracePhase`` in include/flashmoe/sm90/kernel_args.h."""
 _EVENT = np.dtype(
     [("start", "<u8"), ("end", "<u8"), ("kind", "<u4"), ("index", "<u4"), ("column", "<u4"), ("pad", "<u4")]
@@ -92,7 +92,6 @@ def _key(floats: dict[str, Any], options: dict[str, Any], *flags: bool) -> Any:
     """Equal for calls that differ in nothing but their tokens; None if there is something in them that has no place in
     memory, which the checks will refuse."""
     x, ids = floats["x"], options["topk_ids"]
-    placement = options["placement"]
     try:
         parts = [
             (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if each is not None else None
@@ -103,10 +102,8 @@ def _key(floats: dict[str, Any], options: dict[str, Any], *flags: bool) -> Any:
         if ids is not None:
             weights = options["topk_weights"]
             parts += (ids.shape[1:], ids.dtype, ids.device, weights.dtype, weights.device)
-        if placement is not None:
-            placement = tuple(placement)
         key = (*parts, options["top_k"], options["activation"], options["capacity_factor"])
-        key = (*key, options["return_mode"], placement, ids is None, options["topk_weights"] is None, *flags)
+        key = (*key, options["return_mode"], options["placement"], ids is None, options["topk_weights"] is None, *flags)
         hash(key)
         return key
     except (AttributeError, TypeError):

@@ -131,6 +131,7 @@ class RankPool:
         except BaseException:  # an interrupt: their answers would be taken for those of the next call
             for worker in workers:
                 worker.kill()
+            _remove_segments(name)
             raise
         if errors:
             _remove_segments(name)
@@ -223,19 +224,21 @@ def _collect(workers: Sequence[_Worker], timeout: float | None) -> tuple[dict[in
 def _serve(pipe: Connection) -> None:
     """A worker's life: take a call, answer it, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C goes to the whole group; the parent ends us
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    groups: list[str] = []  # of the call that is under way
+    threading.Thread(target=_follow_parent, args=(groups,), daemon=True).start()
     while True:
         try:
             message = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        pipe.send_bytes(_answer(message))
+        pipe.send_bytes(_answer(message, groups))
 
 
-def _answer(message: bytes) -> bytes:
-    """Run one pickled (fn, args); the pickled (result, error, traceback text)."""
+def _answer(message: bytes, groups: list[str]) -> bytes:
+    """Run one pickled (fn, args), its group's name in `groups`; the pickled (result, error, traceback text)."""
     try:
         fn, args = pickle.loads(message)
+        groups[:] = [args[2]]
         return pickle.dumps((fn(*args), None, ""))
     except BaseException as error:  # SystemExit too: the parent is owed an answer
         text = traceback.format_exc()
@@ -251,13 +254,15 @@ def _portable(error: BaseException) -> BaseException:
         return FlashMoEError(_describe(error))
 
 
-def _follow_parent() -> None:
-    """End this process when its parent is gone, also in the middle of a call.
+def _follow_parent(groups: list[str]) -> None:
+    """End this process when its parent is gone, also in the middle of a call, and leave nothing of its `groups` behind.
 
     Not prctl(PR_SET_PDEATHSIG): that fires when the thread that started this process ends, parent alive or
     not.
     """
     wait([multiprocessing.parent_process().sentinel])
+    for name in groups:
+        _remove_segments(name)
     os._exit(1)
 
 

@@ -20,6 +20,9 @@ HOPPER_PROCESSORS = 132
 SHARED_MEMORY = "/dev/shm"
 """Where the CPU engine's symmetric heaps live: one file system for all ranks of the machine."""
 
+CONTROL_PAGE = 4096
+"""Bytes in front of each of them there, by which the ranks meet (csrc/cpu/group.cpp)."""
+
 PUBLISHED = (
     (4096, 16, 128.57),
     (4096, 32, 128.55),
@@ -168,8 +171,8 @@ def compare_published(ranks: int) -> list[Comparison]:
 def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
     """Refuse, with `HeapError`, a plan that does not fit.
 
-    Without a `budget`: the heaps of all ranks together must fit into the free space of `SHARED_MEMORY`, as
-    the CPU engine needs. With one: one rank's heap and workspace must fit into `budget` bytes.
+    Without a `budget`: the heaps of all ranks together, if there are several, must fit into the free space of
+    `SHARED_MEMORY`, as the CPU engine needs. With one: one rank's heap and workspace must fit into `budget` bytes.
     """
     if budget is not None:
         if plan.total_bytes > budget:
@@ -179,8 +182,10 @@ def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
                 "lower tokens per rank"
             )
         return
+    if plan.ranks == 1:
+        return  # memory of its own, taken as it is used
     free = shutil.disk_usage(SHARED_MEMORY).free
-    needed = plan.ranks * plan.heap_bytes
+    needed = plan.ranks * (plan.heap_bytes + CONTROL_PAGE)
     if needed > free:
         raise HeapError(
             f"memory: expected at most the {format_bytes(free)} free in {SHARED_MEMORY}, got {plan.ranks} "

@@ -53,6 +53,9 @@ class ModelShape:
         return self.experts * self.hidden * (1 + matrices * self.intermediate)
 
 
+MAX_SKEW = 16.0
+"""Long before it, all tokens have the same experts."""
+
 _SIGMOID = "sigmoid scores, a per-expert bias on the choice"
 _GPT_OSS = "bias on router and experts, SwiGLU clamped and with 1 added to the up half"
 _LLAMA4 = "sigmoid weight, applied to the expert's input instead of its output"
@@ -167,10 +170,10 @@ def router_and_tokens(
     and orthogonal to that. A router row's component along the direction is then a constant added to the
     expert's logits: a bias per expert, by means of weights alone.
 
-    Raises `InvalidArgument` for a negative skew.
+    Raises `InvalidArgument` for a skew outside [0, MAX_SKEW].
     """
-    if skew < 0:
-        raise InvalidArgument(f"skew: expected at least 0, got {skew}")
+    if not 0 <= skew <= MAX_SKEW:
+        raise InvalidArgument(f"skew: expected a number in [0, {MAX_SKEW:g}], got {skew}")
     direction = rng.choice(np.float32([-1, 1]), shape.hidden)
     random_part = _orthogonal(rng.standard_normal((tokens, shape.hidden), np.float32), direction)
     hidden_states = (random_part + 0.5 * direction).astype(dtype)

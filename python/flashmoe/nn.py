@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from . import arguments
+from . import placement as placements
 from .checkpoint import MoELayer
-from .context import MAX_EXPERTS, MAX_WIDTH, Context, _bounded
+from .context import MAX_EXPERTS, MAX_WIDTH, Context, bounded
 from .errors import InvalidArgument
 from .tensors import ACTIVATIONS, DTYPES
 from .torch_op import context_id
@@ -180,23 +180,26 @@ class MoE(torch.nn.Module):
         if activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise InvalidArgument(f"activation: expected one of {known}, got {activation!r}")
+        hidden = bounded("hidden", hidden, 1, MAX_WIDTH)
+        intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
+        experts = bounded("experts", experts, 1, MAX_EXPERTS)
+        self.top_k = bounded("top_k", top_k, 1, experts)
         sizes = {
             "tokens": 0,
-            "hidden": _bounded("hidden", hidden, 1, MAX_WIDTH),
-            "intermediate": _bounded("intermediate", intermediate, 1, MAX_WIDTH),
-            "experts": _bounded("experts", experts, 1, MAX_EXPERTS),
-            "top_k": _bounded("top_k", top_k, 1, experts),
+            "hidden": hidden,
+            "intermediate": intermediate,
+            "experts": experts,
+            "top_k": self.top_k,
         }
-        self.top_k = sizes["top_k"]
         self.activation = activation
         self.renormalize = bool(renormalize)
-        self.placement = None if placement is None else [int(rank) for rank in placement]
+        self.placement = None if placement is None else placements.checked(placement, experts, ctx.ranks)
         self.return_mode = return_mode
         self.exact = bool(exact)
         mode = arguments.resolved_return_mode(ctx, return_mode, self.top_k)
         owners = arguments.owners_of(ctx, self.placement, experts)
         mine = ctx.local_experts(owners)
-        arguments.check_limits(ctx, sizes, dtype_name, len(mine), mode)
+        arguments.check_limits(ctx, sizes, dtype_name, owners, mode)
         self.capacity_factor = arguments.checked_capacity(ctx, capacity_factor, sizes, owners) or None
 
         self.gate = Router(hidden, experts, bias=router_bias, dtype=dtype)
@@ -291,13 +294,6 @@ class MoE(torch.nn.Module):
             f"top_k={self.top_k}, activation={self.activation!r}, renormalize={self.renormalize}, "
             f"rank {self.ctx.rank} of {self.ctx.ranks}"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
-        memo[id(self.ctx)] = self.ctx
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
 
 
 def _reset(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import _ffi, arguments, gpu
-from .context import RETURN_MODES, Context
+from . import placement as placements
+from .context import RETURN_MODES, Context, context_id
 from .errors import InvalidArgument
 from .report import TASK_KINDS, CallReport, traffic
 from .tensors import ACTIVATIONS, DTYPES, Operand, as_view, empty_like, operand
@@ -93,15 +95,17 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    Inference only: gradients do not flow through it. Inside ``torch.compile`` use `flashmoe.nn.MoE` or
-    ``torch.ops.flashmoe.moe``, which call this.
+    Inference only: a backward pass that reaches the call raises `NotImplementedError`. Inside ``torch.compile``, and
+    where gradients would be recorded, an untraced call is one of ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    Threads that call with the same context are served one after the other.
 
     Raises
     ------
     InvalidArgument
-        A tensor or option is outside its domain. Where only the values show it (ids, a non-finite router logit), every
-        rank raises it and the context is broken. The CUDA engine then raises it in a later call, in
-        `Context.synchronize`, or where ``ctx.last_call`` is read: the call itself does not wait.
+        A tensor or option is outside its domain. What shapes, types and options show leaves the context usable, and the
+        other ranks waiting for this rank, which must make the call again as it should be. Where only the values show it
+        (ids, a non-finite router logit), every rank raises it and the context is broken. The CUDA engine then raises it
+        in a later call, in `Context.synchronize`, or where ``ctx.last_call`` is read: the call itself does not wait.
     HeapError
         The call exceeds the context's limits.
     GroupError
@@ -127,18 +131,38 @@ def moe(
         "capacity_factor": capacity_factor,
         "return_mode": return_mode,
     }
+    if not trace and _goes_through_torch(floats):
+        from . import torch_op
+
+        return torch_op.moe(context_id(ctx), **floats, **options, renormalize=renormalize, exact=exact)
+    if not isinstance(ctx, Context):
+        raise InvalidArgument(f"ctx: expected a flashmoe.Context, got {type(ctx).__name__}")
+    if placement is not None:
+        options["placement"] = placements.as_ints(placement)
     if ctx.engine == "cuda":
         return gpu.call(ctx, floats, options, renormalize, trace, exact)
     return _call_cpu(ctx, floats, options, renormalize, trace)
 
 
+def _goes_through_torch(floats: dict[str, Any]) -> bool:
+    """Whether PyTorch is to see one operator: where it compiles, it cannot look into this; where it records what
+    gradients need, it must learn that there are none."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in floats.values())
+
+
 def _call_cpu(ctx: Context, floats: dict[str, Any], options: dict[str, Any], renormalize: bool, trace: bool) -> Any:
     """A call of the CPU engine, which is over when this returns."""
     handle = ctx._checked_handle()
+    ctx._report = None
     args = arguments.check(ctx, operand, floats, **options)
     sizes, tensors = args.sizes, dict(args.tensors)
     if "topk_ids" in tensors:
-        tensors["topk_ids"] = _expert_ids(tensors["topk_ids"], sizes["experts"])
+        tensors["topk_ids"] = _expert_ids(ctx, tensors["topk_ids"], sizes["experts"])
     x = floats["x"]
     out = empty_like(x)
     tensors["out"] = operand("out", out, "", DTYPES)
@@ -171,14 +195,17 @@ def _call_cpu(ctx: Context, floats: dict[str, Any], options: dict[str, Any], ren
     return out
 
 
-def _expert_ids(ids: Operand, experts: int) -> Operand:
-    """Given ids as the engine takes them, int32, once they are known to be experts."""
-    array = np.from_dlpack(ids.view)
-    outside = np.argwhere((array < 0) | (array >= experts))
-    if len(outside):
+def _expert_ids(ctx: Context, ids: Operand, experts: int) -> Operand:
+    """Given ids as the engine takes them, int32; -1 for what does not fit. A rank alone is told here of what is no
+    expert, and its context stays usable; several all hear of it, from the engine."""
+    wide = np.from_dlpack(ids.view)
+    if ctx.ranks == 1 and len(outside := np.argwhere((wide < 0) | (wide >= experts))):
         token, k = outside[0]
-        raise InvalidArgument(f"topk_ids: expected ids in [0, E={experts}), got {array[token, k]} at [{token}, {k}]")
-    return ids if ids.dtype == "int32" else operand("topk_ids", array.astype(np.int32), "", ("int32",))
+        raise InvalidArgument(f"topk_ids: expected ids in [0, E={experts}), got {wide[token, k]} at [{token}, {k}]")
+    if ids.dtype == "int32":
+        return ids
+    narrow = wide.astype(np.int32)
+    return operand("topk_ids", np.where(narrow == wide, narrow, np.int32(-1)), "", ("int32",))
 
 
 def _report(

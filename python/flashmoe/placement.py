@@ -14,14 +14,19 @@ def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(ranks) for _ in range(share + (rank < more)))
 
 
+def as_ints(placement: Sequence[int]) -> tuple[int, ...]:
+    """`placement`, any iterable of integers, as a tuple of them. Raises `InvalidArgument`."""
+    try:
+        return tuple(operator.index(rank) for rank in placement)
+    except TypeError:
+        raise InvalidArgument(f"placement: expected rank numbers, one for each expert, got {placement!r}") from None
+
+
 def checked(placement: Sequence[int] | None, experts: int, ranks: int) -> tuple[int, ...]:
     """`placement` as a tuple of E ranks, the default if None. Raises `InvalidArgument`."""
     if placement is None:
         return contiguous(experts, ranks)
-    try:
-        owners = tuple(operator.index(rank) for rank in placement)
-    except TypeError:
-        raise InvalidArgument(f"placement: expected E={experts} rank numbers, got {placement!r}") from None
+    owners = as_ints(placement)
     if len(owners) != experts:
         raise InvalidArgument(f"placement: expected one rank for each of E={experts} experts, got {len(owners)}")
     for expert, rank in enumerate(owners):

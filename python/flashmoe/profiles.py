@@ -90,7 +90,7 @@ def read() -> list[Record]:
         return [_record(each) for each in content["profiles"]]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise FlashMoEError(f"profiles: cannot read {file} ({what}); remove it and run flashmoe tune again") from error
 

@@ -6,6 +6,7 @@ NumPy has no bfloat16 of its own: arrays of ``ml_dtypes.bfloat16`` are handed ov
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,7 +81,8 @@ def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> O
         tensor = _writeable(tensor)
     else:
         contiguous = tensor.is_contiguous() if hasattr(tensor, "is_contiguous") else True
-        tensor = tensor.detach() if hasattr(tensor, "detach") else tensor
+        if hasattr(tensor, "detach"):
+            tensor = tensor.detach().resolve_neg()  # DLPack knows no views that are negated as they are read
     if not contiguous:
         raise InvalidArgument(f"{name}: expected a contiguous tensor, got a strided one; call .contiguous() on it")
     return Operand(as_view(tensor), shape, dtype)
@@ -141,8 +143,7 @@ def empty_like(tensor: Any) -> Any:
     """An uninitialised contiguous tensor of the same library, shape and type."""
     if isinstance(tensor, np.ndarray):
         return np.empty(tensor.shape, tensor.dtype)
-    import torch
-
-    if isinstance(tensor, torch.Tensor):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
         return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
     raise InvalidArgument(f"x: expected a NumPy array or a PyTorch tensor, got {type(tensor).__name__}")

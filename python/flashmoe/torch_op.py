@@ -11,38 +11,21 @@ rank does not use, nor merge two equal calls, nor swap two independent ones.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .context import Context
-from .errors import FlashMoEError, InvalidArgument
+from .context import Context, context_id, contexts
+from .errors import FlashMoEError
 from .ops import moe as call
 
-_ids: weakref.WeakKeyDictionary[Context, int] = weakref.WeakKeyDictionary()
-_contexts: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
-_next_id = itertools.count(1)
-
-
-def context_id(ctx: Context) -> int:
-    """The number that stands for `ctx` in calls of the operator: the same each time, and never another's.
-
-    It does not keep the context alive; calls with the number of a context that is gone raise `FlashMoEError`.
-    """
-    if not isinstance(ctx, Context):
-        raise InvalidArgument(f"ctx: expected a flashmoe.Context, got {type(ctx).__name__}")
-    if ctx not in _ids:
-        _ids[ctx] = next(_next_id)
-        _contexts[_ids[ctx]] = ctx
-    return _ids[ctx]
+__all__ = ["context_id", "moe", "moe_backward"]
 
 
 def _context(number: int) -> Context:
-    ctx = _contexts.get(number)
+    ctx = contexts.get(number)
     if ctx is None:
         raise FlashMoEError(
             f"context: expected the context_id of a live Context, got {number}: it is gone, or never was"
@@ -70,25 +53,26 @@ def _moe(
     return_mode: str | None = None,
     exact: bool = False,
 ) -> Tensor:
-    return call(
-        _context(context),
-        x,
-        gate_up_proj,
-        down_proj,
-        router=router,
-        topk_ids=topk_ids,
-        topk_weights=topk_weights,
-        top_k=top_k,
-        activation=activation,
-        renormalize=renormalize,
-        router_bias=router_bias,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        placement=placement,
-        capacity_factor=capacity_factor,
-        return_mode=return_mode,
-        exact=exact,
-    )
+    with torch.no_grad():  # else the call would come back here
+        return call(
+            _context(context),
+            x,
+            gate_up_proj,
+            down_proj,
+            router=router,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            top_k=top_k,
+            activation=activation,
+            renormalize=renormalize,
+            router_bias=router_bias,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            placement=placement,
+            capacity_factor=capacity_factor,
+            return_mode=return_mode,
+            exact=exact,
+        )
 
 
 def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -151,12 +151,12 @@ def test_memory_is_what_the_plan_says(shape, changes):
         (
             {"processors": 133},
             flashmoe.InvalidArgument,
-            r"processors: expected an even number from 2 \(for E=16\) to 132, .* got 133",
+            r"processors: expected an even number from 2 \(for R=1 and El=16\) to 132, .* got 133",
         ),
         (
             {"processors": 2, "experts": 17},
             flashmoe.InvalidArgument,
-            r"processors: expected an even number from 4 \(for E=17\)",
+            r"processors: expected an even number from 4 \(for R=1 and El=17\)",
         ),
         ({"processors": 5}, flashmoe.InvalidArgument, r"processors: expected an even number .* got 5"),
         ({"max_tokens": 65537}, flashmoe.InvalidArgument, "max_tokens: expected"),
@@ -445,7 +445,7 @@ def test_trace(ctx, device):
     assert report.events[0] == ("processor 0", "gate", 1000, 1100, 0, 0)
     assert report.events[len(gpu.PHASES) + 2] == ("processor 1", "gemm0", 2200, 2300, 1, 2)
     assert {event.actor for event in report.events if event.kind == "schedule"} == {"os"}
-    assert report.wall_ns == 1000 * 132
+    assert report.wall_ns == 1000 * 131 + 100 * len(gpu.PHASES)
     assert report.phase_ns["gemm0"] == 132 * 100 and "epilogue" not in report.phase_ns
     assert report.phase_ns["idle"] == 132 * (report.wall_ns - 600)
 

@@ -48,7 +48,12 @@ def _library() -> Check:
 
         _ffi.layout_fields("cpu", {})
     except Exception as error:
-        return Check("engine library", False, f"cannot be loaded: {error}", "pip install --force-reinstall flashmoe")
+        return Check(
+            "engine library",
+            False,
+            f"cannot be loaded: {error}",
+            "in the source folder: pip install --force-reinstall .",
+        )
     return Check("engine library", True, "loads")
 
 
@@ -79,7 +84,7 @@ def _torch() -> Check:
     """Read from the package's metadata: importing torch takes seconds and is not needed to know it."""
     version = _version("torch")
     if version is None:
-        return Check("PyTorch", False, "optional: for torch tensors and flashmoe.nn", "pip install 'flashmoe[torch]'")
+        return Check("PyTorch", False, "optional: for torch tensors and flashmoe.nn", "pip install torch")
     return Check("PyTorch", True, version)
 
 
@@ -110,7 +115,7 @@ def _torch_cuda() -> Check:
     """The engine takes PyTorch's tensors; what a build of it is for is part of its version, or of its requirements."""
     version = _version("torch")
     if version is None:
-        return Check("PyTorch for CUDA", False, "holds the tensors", "pip install 'flashmoe[torch]'")
+        return Check("PyTorch for CUDA", False, "holds the tensors", "pip install torch")
     if "+cpu" in version:
         return Check("PyTorch for CUDA", False, f"{version} is for CPUs", "pip install --force-reinstall torch")
     return Check("PyTorch for CUDA", True, version)

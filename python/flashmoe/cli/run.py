@@ -53,9 +53,9 @@ def command(
     """
     if layer is not None and model is not None:
         raise InvalidArgument("--layer, --model: expected one of them, got both")
-    for name, number in (("ranks", ranks), ("tokens", tokens)):
-        if number is not None and number < 1:
-            raise InvalidArgument(f"--{name}: expected at least 1, got {number}")
+    for name, number, least in (("ranks", ranks, 1), ("tokens", tokens, 1), ("seed", seed, 0)):
+        if number is not None and number < least:
+            raise InvalidArgument(f"--{name}: expected at least {least}, got {number}")
     _refuse_idle_options(layer, model, scale=scale, skew=skew, seed=seed)
     engine = _chosen_engine(engine, ranks or 1)
     _make_folder(out)
