@@ -170,7 +170,9 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
         (["--dtype", "int8"], "expected one of float32, float16, bfloat16, got 'int8'"),
         (["--return", "both", "--engine", "cpu"], "expected one of direct, reduced, auto, got 'both'"),
         (["--model", "olmoe", "--scale", "0"], "expected 0 < scale <= 1, got 0"),
-        (["--model", "olmoe", "--scale", "0.01", "--skew", "-1"], "skew: expected at least 0"),
+        (["--model", "olmoe", "--scale", "0.01", "--skew", "-1"], "skew: expected a number in [0, 16], got -1"),
+        (["--model", "olmoe", "--scale", "0.01", "--skew", "nan"], "skew: expected a number in [0, 16], got nan"),
+        (["--model", "olmoe", "--scale", "0.01", "--seed", "-1"], "--seed: expected at least 0, got -1"),
         (["--skew", "1"], "--skew: has an effect only with --model"),
         (["--seed", "1"], "--seed: has an effect only with --model or --layer"),
         (["--out", "/dev/null/folder"], "cannot make the folder"),
@@ -385,6 +387,14 @@ def test_memory_depends_on_sizes_and_return_mode():
     assert 1.8 < wide.heap_bytes / direct.heap_bytes <= 2
 
 
+def test_a_rank_alone_takes_no_shared_memory(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    sizes = {"max_tokens": 8, "hidden": 8, "intermediate": 8, "experts": 4, "top_k": 2}
+    memory.check_fits(memory.plan_memory(ranks=1, **sizes))
+    with pytest.raises(flashmoe.HeapError, match="memory: expected at most the 0 B free"):
+        memory.check_fits(memory.plan_memory(ranks=2, **sizes))
+
+
 def test_memory_refuses_what_exceeds_the_budget(capsys):
     assert main(["memory", "--model", "mixtral-8x7b", "--budget", "1MiB"]) == 1
     captured = capsys.readouterr()
@@ -525,7 +535,7 @@ def test_info_names_the_remedy(capsys, monkeypatch):
     monkeypatch.setattr("flashmoe.jit.find_nvcc", no_nvcc)
     assert main(["info"]) == 0
     printed = capsys.readouterr().out
-    for package in ("scipy-openblas32", "'nvidia-cuda-nvcc==13.0.*'", "'flashmoe[torch]'"):
+    for package in ("scipy-openblas32", "'nvidia-cuda-nvcc==13.0.*'", "torch"):
         assert f"pip install {package}" in printed
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,8 @@ class Group:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.name = f"fault-{secrets.token_hex(6)}"
-        self._processes: list[multiprocessing.Process] = []
+        self._processes: dict[int, multiprocessing.Process] = {}
+        self._ended: list[multiprocessing.Process] = []
         self._pipes: dict[int, Any] = {}
 
     def start(self, rank: int, *, calls: int = 1, limits: dict | None = None, **problem: Any) -> None:
@@ -67,7 +69,9 @@ class Group:
         process = _FORKSERVER.Process(target=_live, args=(theirs, limits, calls, problem), daemon=True)
         process.start()
         theirs.close()
-        self._processes.append(process)
+        if rank in self._processes:  # another process takes its place
+            self._ended.append(self._processes[rank])
+        self._processes[rank] = process
         self._pipes[rank] = pipe
 
     def hear(self, rank: int) -> Any:
@@ -88,6 +92,11 @@ class Group:
         os.kill(self._processes[rank].pid, number)
         return time.monotonic()
 
+    def exit_code(self, rank: int) -> int | None:
+        """Of a rank's process, once it has ended by itself; None if it does not in time."""
+        self._processes[rank].join(TIMEOUT + MARGIN)
+        return self._processes[rank].exitcode
+
     def errors(self, *ranks: int, since: float) -> list[Exception]:
         """What these ranks raised, each in time; then they close their context and exit by themselves."""
         failures = [self.hear(rank) for rank in ranks]
@@ -103,7 +112,7 @@ class Group:
         return glob.glob(f"/dev/shm/*{self.name}*")
 
     def end(self) -> None:
-        for process in self._processes:
+        for process in (*self._processes.values(), *self._ended):
             process.kill()
             process.join()
         left = self.segments()
@@ -190,6 +199,37 @@ def test_a_rank_is_killed_before_it_joins(group):
     expect(
         [error], PeerTimeout, r"rank 2 did not join within 2 s|rank 1 did not finish joining: its process \d+ is gone"
     )
+
+
+def test_a_rank_that_was_killed_while_it_joined_starts_again(group):
+    """Under the same name, beside what it has left there."""
+    group.start(1)
+    while not group.segments():
+        time.sleep(0.001)
+    group.kill(1)
+    assert group.exit_code(1) == -signal.SIGKILL
+    for rank in range(3):
+        group.start(rank)
+    assert group.errors(0, 1, 2, since=group.go()) == [None] * 3
+
+
+def test_an_interrupt_ends_the_wait_for_others(group):
+    group.start(0, limits={"timeout": 0})
+    while not group.segments():
+        time.sleep(0.001)
+    group.kill(0, signal.SIGINT)
+    assert group.exit_code(0) == 1
+    assert group.segments() == []
+
+
+def _join_again_and_again(rank: int, ranks: int, name: str) -> None:
+    for _ in range(300):
+        flashmoe.Context(rank=rank, ranks=ranks, name=name, **LIMITS).close()
+
+
+def test_a_group_of_the_same_name_forms_at_once():
+    """However far a rank is ahead of the others, it meets none of the group before."""
+    flashmoe.launch.run_ranks(3, _join_again_and_again, [()] * 3, timeout=60)
 
 
 def test_a_rank_never_calls(group):
@@ -290,6 +330,13 @@ def test_contexts_disagree(group, what):
     assert any(re.search(disagreement, str(error)) for error in errors)
 
 
+def test_ranks_that_disagree_on_who_there_is_wait_for_nobody_else(group):
+    """Whose time limit would be none."""
+    for rank, ranks in ((0, 3), (1, 4)):
+        group.start(rank, limits={"ranks": ranks, "timeout": 0})
+    expect(group.errors(0, 1, since=time.monotonic()), GroupError, "ranks: rank . has ., rank . has .")
+
+
 DISAGREEMENTS_IN_CALLS = {
     "hidden": ({"hidden": 8}, "hidden size H: {}", 16, 8),
     "intermediate": ({"intermediate": 5}, "intermediate size I: {}", 12, 5),
@@ -317,6 +364,13 @@ def test_calls_disagree(group, what):
     expect(errors, GroupError, f"ranks disagree on call 1: .*{either_order(pattern, usual, of_rank_1)}")
 
 
+def test_a_placement_that_overloads_one_rank_is_refused_by_all(group):
+    for rank in range(3):
+        group.start(rank, placement=[0, 0, 0, 1, 1, 2])
+    errors = group.errors(0, 1, 2, since=group.go())
+    expect(errors, HeapError, "placement: expected at most 2 experts on a rank, the context's limit, got 3")
+
+
 def test_two_processes_claim_one_rank(group):
     group.start(0)
     while not group.segments():
@@ -336,6 +390,8 @@ BAD_VALUES = {
         ("topk_ids", 3, 4),
         "topk_ids: expected distinct experts .* got expert 4 twice for token 3",
     ),
+    "an id that is no expert": (("topk_ids", (3, 1), 6), r"topk_ids: expected ids in \[0, E=6\), got 6 for token 3"),
+    "a negative id": (("topk_ids", (3, 1), -2), r"topk_ids: expected ids in \[0, E=6\), got -2 for token 3"),
 }
 
 
@@ -370,6 +426,17 @@ def test_calls_after_a_fault_are_refused():
                 flashmoe.moe(context, **good)
 
 
+def test_a_failed_call_has_no_report():
+    problem = random_problem(1, [8], fused=False, **SIZES)
+    good = problem.arguments(0)
+    with flashmoe.Context(**problem.limits()) as context:
+        flashmoe.moe(context, **good)
+        assert context.last_call is not None
+        with pytest.raises(InvalidArgument, match="distinct"):
+            flashmoe.moe(context, **good | {"topk_ids": np.zeros_like(good["topk_ids"])})
+        assert context.last_call is None
+
+
 def test_calls_after_close_are_refused():
     problem = random_problem(1, [8], **SIZES)
     context = flashmoe.Context(**problem.limits())
@@ -377,8 +444,9 @@ def test_calls_after_close_are_refused():
     context.close()
     context.close()
     assert context.closed
-    with pytest.raises(FlashMoEError, match="closed"):
-        flashmoe.moe(context, **problem.arguments(0))
+    for use in (lambda: flashmoe.moe(context, **problem.arguments(0)), context.synchronize, context.__enter__):
+        with pytest.raises(FlashMoEError, match="closed"):
+            use()
 
 
 def test_given_routing_passes_nan_on_to_its_own_token_only():
@@ -585,6 +653,12 @@ BAD_LIMITS = {
     "negative timeout": ({"timeout": -1.0}, r"timeout: expected .*, got -1\.0"),
     "timeout NaN": ({"timeout": math.nan}, r"timeout: expected .*, got nan"),
     "timeout None": ({"timeout": None}, r"timeout: expected .*, got None"),
+    "a timeout of centuries": ({"timeout": 1e12}, r"timeout: expected seconds in \[0, 1e\+09\], got 1"),
+    "tokens infinite": ({"max_tokens": math.inf}, r"max_tokens: expected an integer .*, got inf"),
+    "a name that C ends early": ({"ranks": 2, "name": "a\0b"}, r"name: expected a group name"),
+    "a name of too many bytes": ({"ranks": 2, "name": "é" * 150}, r"name: expected a group name"),
+    "a number for a name": ({"ranks": 2, "name": 5}, r"name: expected a group name .*, got 5"),
+    "a profile": ({"profile": {"raster": 2}}, r"profile: expected none with the CPU engine"),
 }  # fmt: skip
 
 
@@ -593,6 +667,82 @@ def test_bad_limit(what):
     changes, pattern = BAD_LIMITS[what]
     with pytest.raises(InvalidArgument, match=f"^{pattern}"):
         flashmoe.Context(**LIMITS | changes)
+
+
+# ---- threads and processes of one context ------------------------------------------------------------------
+
+
+def test_threads_that_call_at_once_are_served_one_after_the_other():
+    problems = [random_problem(seed, [tokens], **SIZES) for seed, tokens in ((1, 20), (2, 11))]
+    calls = [problem.arguments(0) for problem in problems]
+    with flashmoe.Context(**LIMITS) as context:
+        expected = [flashmoe.moe(context, **call) for call in calls]
+        with ThreadPoolExecutor(4) as threads:
+            which = [i % 2 for i in range(200)]
+            results = list(threads.map(lambda i: flashmoe.moe(context, **calls[i]), which))
+    for i, result in zip(which, results, strict=True):
+        np.testing.assert_array_equal(result, expected[i])
+
+
+_IN_A_FORK = """
+import os, sys
+import flashmoe
+context = flashmoe.Context(max_tokens=8, hidden=16, intermediate=16, experts=6, top_k=2, dtype="float32", processors=2)
+child = os.fork()
+if child == 0:
+    try:
+        context.synchronize()
+    except flashmoe.FlashMoEError as error:
+        print(error, flush=True)
+    sys.exit(7)  # with all that Python does at the end
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+context.synchronize()
+"""
+
+
+def test_a_fork_has_no_part_in_the_context():
+    told = run_python(_IN_A_FORK)
+    assert re.match(r"context: expected to be used in process \d+, which made it, got process \d+, .*\n7\n$", told)
+
+
+_WITH_LITTLE_MEMORY = """
+import resource
+import numpy as np
+import flashmoe
+import flashmoe._ffi
+sizes = {"hidden": 65536, "intermediate": 16, "experts": 2, "top_k": 1, "dtype": "float32"}
+flashmoe._ffi.library()
+def leave(bytes):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + bytes, resource.RLIM_INFINITY))
+leave(1 << 30)
+try:
+    flashmoe.Context(max_tokens=8, processors=1024, **sizes)
+except flashmoe.FlashMoEError as error:
+    print(error)
+leave(1 << 40)
+context = flashmoe.Context(max_tokens=128, processors=1, **sizes)
+zeros = lambda *shape: np.zeros(shape, np.float32)
+call = {"x": zeros(128, 65536), "gate_up_proj": zeros(2, 32, 65536), "down_proj": zeros(2, 65536, 16), "top_k": 1}
+leave(48 << 20)  # a result, and not the 32 MiB of a token block's rows as well
+try:
+    flashmoe.moe(context, router=zeros(2, 65536), **call)
+except flashmoe.FlashMoEError as error:
+    print(error)
+"""
+
+
+def test_too_little_memory_for_threads_and_their_buffers():
+    threads, call = run_python(_WITH_LITTLE_MEMORY).splitlines()
+    assert re.match(r"processors: expected 1024 threads, got \d+ \(.*\)$", threads)
+    assert re.match(r"call 1: a processor of rank 0 could not go on: std::bad_alloc$", call)
+
+
+def run_python(code: str) -> str:
+    """What a process prints that runs `code` to its end."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # ---- shared memory is full ---------------------------------------------------------------------------------

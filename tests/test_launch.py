@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import flashmoe
 import pytest
 from flashmoe import launch
 from flashmoe.errors import InvalidArgument
@@ -194,6 +195,49 @@ def test_segments_of_a_failed_group_are_freed():
     with pytest.raises(RankFailed):
         run_ranks(2, leave_a_segment, [(), ()])
     assert not list(Path("/dev/shm").glob(f"flashmoe-{os.getpid()}-*"))
+
+
+def join_in_vain(rank: int, ranks: int, name: str) -> None:
+    if rank != 2:
+        flashmoe.Context(
+            rank=rank, ranks=ranks, name=name, timeout=0, max_tokens=8, hidden=8, intermediate=8, experts=3, top_k=1
+        )
+    time.sleep(600)
+
+
+def segments_of(process: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"flashmoe-{process}-*"))
+
+
+def test_an_interrupt_while_ranks_join_leaves_no_segment(monkeypatch):
+    def interrupted(*_: object) -> None:
+        while len(segments_of(os.getpid())) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_collect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(3, join_in_vain, [()] * 3)
+    assert segments_of(os.getpid()) == []
+
+
+def test_a_parent_that_dies_while_ranks_join_leaves_no_segment():
+    script = (
+        "import test_launch\n"
+        "if __name__ == '__main__':\n"
+        "    test_launch.run_ranks(3, test_launch.join_in_vain, [()] * 3)\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
+    deadline = time.monotonic() + 60
+    while len(segments_of(parent.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(segments_of(parent.pid)) == 2
+    parent.kill()
+    parent.wait()
+    while segments_of(parent.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert segments_of(parent.pid) == []
 
 
 @pytest.mark.parametrize("busy", [False, True])

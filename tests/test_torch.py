@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import os
 import subprocess
 import sys
@@ -280,9 +281,19 @@ def test_copies_share_the_context(layer, problem):
     assert not twin(x).any() and layer(x).any()
 
 
+def test_a_context_stays_in_its_process(ctx, layer):
+    assert copy.deepcopy(ctx) is ctx
+    for each in (ctx, layer):
+        with pytest.raises(flashmoe.FlashMoEError, match=r"context: .* pickle .* save the module's state_dict\(\)"):
+            torch.save(each, io.BytesIO())
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"hidden": 40.0}, flashmoe.InvalidArgument, r"hidden: expected an integer in .*, got 40\.0"),
+        ({"placement": 4}, flashmoe.InvalidArgument, "placement: expected rank numbers, .*, got 4"),
+        ({"placement": [0.7] * 8}, flashmoe.InvalidArgument, r"placement: expected rank numbers, .*, got \[0\.7"),
         ({"hidden": 41}, flashmoe.HeapError, "hidden: expected at most 40, the context's limit, got 41"),
         ({"hidden": 0}, flashmoe.InvalidArgument, "hidden: expected an integer in .*, got 0"),
         ({"top_k": 9}, flashmoe.InvalidArgument, "top_k: expected an integer in .1, 8., got 9"),
@@ -322,6 +333,29 @@ def test_gradients_are_asked_for_in_vain(layer, problem, wanted, backend):
     with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
         y.sum().backward()
     assert x.grad is None and all(each.grad is None for each in layer.parameters())
+
+
+@pytest.mark.parametrize("wanted", ["x", "router", "down_proj"])
+def test_the_function_gives_no_gradients_either(ctx, problem, wanted):
+    arguments = as_tensors(problem.arguments(0))
+    expected = flashmoe.moe(ctx, **arguments)
+    arguments[wanted].requires_grad_()
+    with torch.no_grad():
+        assert not flashmoe.moe(ctx, **arguments).requires_grad
+    y = flashmoe.moe(ctx, **arguments)
+    assert y.requires_grad and bits(y) == bits(expected)
+    with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
+        y.sum().backward()
+
+
+def test_the_function_compiles(ctx, counted, problem):
+    arguments = as_tensors(problem.arguments(0))
+    x = arguments.pop("x")
+    expected = flashmoe.moe(ctx, x, **arguments) + 1
+    assert not counted
+    with torch.no_grad():
+        assert torch.equal(compiled(lambda x: flashmoe.moe(ctx, x, **arguments) + 1, "aot_eager")(x), expected)
+    assert len(counted) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

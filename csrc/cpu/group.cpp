@@ -248,11 +248,14 @@ class ProcessGroup final : public Group {
       }
       if (has_page(file)) {
         pages_[p] = Mapping(file.get(), kPageBytes);
-        std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
-        await_state(p, ControlPage::kReady);
-        // Whom to wait for depends on this; everything else can be compared when all are there.
-        if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
-        return file;
+        if (!process_is_gone(*page(p))) {
+          std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
+          await_state(p, ControlPage::kReady);
+          // Whom to wait for depends on this; everything else can be compared when all are there.
+          if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
+          return file;
+        }
+        pages_[p] = Mapping();  // left by a process that was killed, in whose place another may come
       }
       pause(p, "did not join");
     }

@@ -32,15 +32,12 @@ uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
   const uint32_t all = multiprocessors / sm90::kPair * sm90::kPair;
   const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
   const uint32_t least = sm90::least_blocks(limits.ranks, limits.max_local_experts);
-  if (least > all) {
-    throw Error(Error::Kind::kInvalidArgument,
-                concat("device: expected at least ", least, " multiprocessors for R=", limits.ranks,
-                       " and El=", limits.max_local_experts, ", got ", all));
-  }
   if (wanted < least || wanted > all || wanted % sm90::kPair != 0) {
-    throw Error(Error::Kind::kInvalidArgument, concat("processors: expected an even number from ", least,
-                                                      " (for R=", limits.ranks, " and El=", limits.max_local_experts,
-                                                      ") to ", all, ", the device's multiprocessors, got ", wanted));
+    const std::string most =
+        least > all ? concat(", of which the device has ", all) : concat(" to ", all, ", the device's multiprocessors");
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("processors: expected an even number from ", least, " (for R=", limits.ranks,
+                       " and El=", limits.max_local_experts, ")", most, ", got ", wanted));
   }
   return wanted;
 }

@@ -159,6 +159,16 @@ def test_memory_is_what_the_plan_says(shape, changes):
             r"processors: expected an even number from 4 \(for R=1 and El=17\)",
         ),
         ({"processors": 5}, flashmoe.InvalidArgument, r"processors: expected an even number .* got 5"),
+        (
+            {"max_tokens": 65536, "top_k": 16, "hidden": 20480, "dtype": "float32"},
+            flashmoe.InvalidArgument,
+            "max_tokens: expected rows of results to sum within 64 GiB, got 85899345920 bytes for R=1, T=65536, K=16",
+        ),
+        (
+            {"ranks": 8, "name": "g", "max_tokens": 65536, "top_k": 1, "hidden": 40960},
+            flashmoe.InvalidArgument,
+            "max_tokens: expected rows of other ranks' tokens within 32 GiB, got 37580963840 bytes for R=8, T=65536",
+        ),
         ({"max_tokens": 65537}, flashmoe.InvalidArgument, "max_tokens: expected"),
         ({"experts": 1025}, flashmoe.InvalidArgument, "experts: expected"),
         ({"experts": 64, "top_k": 33}, flashmoe.InvalidArgument, "top_k: expected"),
@@ -693,6 +703,36 @@ def test_without_nvshmem():
         assert told.startswith(
             f"FlashMoEError: nvshmem: expected the library {path}, which a group of several GPUs needs"
         )
+
+
+def join_with_libraries(rank, ranks, name, world, libraries):
+    return join(rank, ranks, name, [{"timeout": 0}], (0, 1), {"FAKE_NVSHMEM_WORLD": world, **libraries})
+
+
+def test_one_rank_without_nvshmem_is_named_at_once():
+    path = "/nowhere/libnvshmem_host.so.3"
+    with fake_world() as world, RankPool(2) as pool:
+        libraries = {}, {"FAKE_NVSHMEM_PATH": path}
+        (there,), (missing,) = pool.call(join_with_libraries, [(world, each) for each in libraries], timeout=90)
+    own = f"nvshmem: expected the library {path}, which a group of several GPUs needs"
+    assert missing.startswith(f"FlashMoEError: {own}")
+    assert re.match(rf"GroupError: group '.*': rank 1 did not join: {own}", there)
+
+
+def join_with_an_engine_of_its_own(rank, ranks, name, world):
+    os.environ["FAKE_NVSHMEM_WORLD"] = world
+    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
+    engine = {"engine": "cpu", "processors": 1} if rank == 0 else {"engine": "cuda", "device": 1}
+    try:
+        flashmoe.Context(rank=rank, ranks=ranks, name=name, timeout=20.0, return_mode="direct", **engine, **SIZES)
+    except flashmoe.FlashMoEError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_ranks_of_different_engines():
+    with fake_world() as world, RankPool(2) as pool:
+        for told in pool.call(join_with_an_engine_of_its_own, [(world,)] * 2, timeout=90):
+            assert re.match(r"GroupError: group '.*' disagrees on engine or version, .*: rank \d has \d+, rank", told)
 
 
 def test_nvshmem_that_hangs():
