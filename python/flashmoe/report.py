@@ -105,13 +105,6 @@ class GroupReport:
         mean = float(self.expert_load.mean()) if self.expert_load.size else 0.0
         return float(self.expert_load.max()) / mean if mean else 0.0
 
-    @property
-    def padded_ratio(self) -> float:
-        """How many times the bytes sent a padded all-to-all would send; 1 if nothing crosses either way."""
-        if self.bytes_sent:
-            return self.padded_bytes / self.bytes_sent
-        return float("inf") if self.padded_bytes else 1.0
-
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dict of plain values, `expert_load` as a list."""
         return {**asdict(self), "expert_load": self.expert_load.tolist()}
