@@ -223,10 +223,10 @@ class Parking {
 
 struct ParkingPlatform : CpuPlatform {
   static inline Parking* parking = nullptr;
-  template <class T>
-  static void store_relaxed(T* p, T v) {
+  template <class T, class... Scope>
+  static void store_relaxed(T* p, T v, Scope... scope) {
     parking->pass(p);
-    CpuPlatform::store_relaxed(p, v);
+    CpuPlatform::store_relaxed(p, v, scope...);
   }
   template <class T, class Scope>
   static void store_release(T* p, T v, Scope scope) {

@@ -95,6 +95,27 @@ def test_fault_in_the_thousandth_call(dtype):
             context.synchronize()
 
 
+def test_calls_behind_a_failed_one_do_nothing():
+    """Queued before the host can know, with fewer tokens; and replayed."""
+    good, bad = random_problem(8, 300, **USUAL), with_logit(math.nan)
+    with context_of(bad) as context:
+        check(good, *good_call(context, good))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = flashmoe.moe(context, **good.arguments())
+        y.fill_(7.0)
+        torch.cuda._sleep(50_000_000)
+        flashmoe.moe(context, **bad.arguments())
+        flashmoe.moe(context, **good.arguments())
+        graph.replay()
+        graph.replay()
+        with pytest.raises(flashmoe.InvalidArgument, match=NOT_FINITE):
+            context.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (y == 7.0).all()
+
+
 def test_every_token_is_wrong():
     """Every block finds a fault: one is reported, and all leave."""
     problem = random_problem(5, 3000, **USUAL)
