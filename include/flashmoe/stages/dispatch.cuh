@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
 // consumers: while they met at a barrier of their own, the others waited at the team's, and racecheck took what these read
 // behind it for unordered.
 __device__ __forceinline__ void gate_stages_read() {
-  Team::team_sync();
+  Team::team_sync_of_roles();
 }
 
 // Consumers: logits[token][expert] of `tokens` tokens from `first` on.
