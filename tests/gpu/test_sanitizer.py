@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from ranks import RANKS_A_GPU
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]
 
@@ -29,23 +32,42 @@ def sanitizer() -> str | None:
     return next((str(place) for place in places if place.is_file()), None)
 
 
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "2ranks"])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_sanitizer(tool):
+def test_sanitizer(tool, ranks):
     program = sanitizer()
     if program is None:
         pytest.skip(f"{tool}: no compute-sanitizer on this machine")
+    if (here := torch.cuda.device_count() * RANKS_A_GPU) < ranks:
+        pytest.skip(f"{tool}: room for {ranks} ranks needed, {here} here")
     options = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
     if "--kernel-regex" in options and tool != "initcheck":  # PyTorch's own kernels, which write x, are none of ours
         command += ["--kernel-regex", "kns=flashmoe_"]
-    # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(
-        [*command, sys.executable, str(SCRIPT)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=LIMIT,
-    )  # fmt: skip
-    if "Device not supported" in done.stdout:
+    if tool == "memcheck" and ranks > 1:  # NVSHMEM asks the driver for symbols that a module need not have
+        command += ["--report-api-errors", "no"]
+    command += [sys.executable, str(SCRIPT)]
+    # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation. The others look at shared memory.
+    global_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in ("memcheck", "initcheck") else {}
+    environment = {**os.environ, **global_memory}
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        of_group = [] if ranks == 1 else [str(rank), str(ranks), f"sanitized-{os.getpid()}"]
+        return subprocess.run(
+            [*command, *of_group],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=LIMIT,
+        )
+
+    with ThreadPoolExecutor(ranks) as pool:
+        done = list(pool.map(run, range(ranks)))
+    if any("Device not supported" in each.stdout for each in done):
         pytest.skip(f"{tool}: compute-sanitizer does not support this machine's device")
-    tail = "\n".join(done.stdout.splitlines()[-60:])
-    assert done.returncode == 0, tail
-    assert "all calls are right" in done.stdout, tail
+    for rank, each in enumerate(done):
+        tail = f"rank {rank}:\n" + "\n".join(each.stdout.splitlines()[-60:])
+        assert each.returncode == 0, tail
+        assert "all calls are right" in each.stdout, tail
