@@ -7,6 +7,7 @@
 #include "flashmoe/actors/subscriber.h"
 #include "flashmoe/protocol/ready_list.h"
 #include "flashmoe/protocol/ready_queue.h"
+#include "flashmoe/protocol/tile_window.h"
 
 namespace flashmoe {
 
@@ -16,9 +17,6 @@ class Scheduler {
   static constexpr uint32_t kWindowTasks = 64;
   // GEMM1 tiles wait in two lists, the first of which goes first: see OrderPolicy.
   static constexpr uint32_t kLists = kMaxGemm1Lists;
-  // Ready tiles that a lane considers for a window: in all at least as many as a window has.
-  static constexpr uint32_t kAhead = max_of(4u, kMaxRaster / P::kLanes);
-  static constexpr uint32_t kPassed = 0xffffffffu;  // a place: not taken
   // A window of the raster: `tiles` tiles times `columns` columns, column by column.
   struct Window {
     uint32_t tiles = 0, first_column = 0, columns = 0, next = 0;
@@ -227,58 +225,17 @@ class Scheduler {
   // An index that is known only when it runs would move the array out of the registers.
   FLASHMOE_FN uint32_t gemm1_ready(uint32_t list) const { return list == 0 ? gemm1_ready_[0] : gemm1_ready_[1]; }
 
-  // Takes up to `most` of `n` ready tiles; returns how many. Of those within sight it takes the first, then the others of
-  // that expert, then the first of what is left, and so on: with several ranks the experts' tiles fill side by side, and
-  // taken as they come, each would have its expert's weights read anew. What is passed over moves back, in order.
+  // The tiles of a new window, up to `most` of the n that are ready; returns how many.
   FLASHMOE_FN uint32_t take_tiles(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
-    uint64_t word[kAhead];   // 0: none
-    uint32_t place[kAhead];  // where it goes
-    P::sync();
-    FLASHMOE_UNROLL
-    for (uint32_t j = 0; j < kAhead; ++j) {
-      const uint32_t i = j * P::kLanes + P::lane();
-      word[j] = i < n ? ready[i] : 0;
-      place[j] = kPassed;
-    }
     most = min_of(most, n);
-    const uint32_t rounds = min_of(ceil_div(n, P::kLanes), kAhead);  // of the look-ahead, that hold something
-    uint32_t taken = 0;
-    while (taken < most) {
-      uint32_t expert = kPassed;
-      FLASHMOE_UNROLL
-      for (uint32_t j = kAhead; j-- > 0;) {
-        if (j >= rounds) continue;
-        const uint32_t left = P::ballot(word[j] != 0 && place[j] == kPassed);
-        if (left != 0) expert = expert_of(P::broadcast(word[j], lowest_bit<P>(left)));
-      }
-      FLASHMOE_UNROLL
-      for (uint32_t j = 0; j < kAhead; ++j) {
-        if (j >= rounds) break;
-        const bool same = word[j] != 0 && place[j] == kPassed && expert_of(word[j]) == expert;
-        uint32_t total;
-        const uint32_t at = taken + count_before<P>(same, total);
-        if (same && at < most) place[j] = at;
-        taken = min_of(taken + total, most);
-      }
+    // Hardly an expert has two: their tasks are short, and it is enough to keep up with them.
+    if (formed_ == c_.local_experts && tiles_ <= formed_) {
+      take_in_order<P>(to, most, ready);
+    } else {
+      take_by_expert<P>(to, most, n, ready);
     }
-    P::sync();  // all lanes have read what others now overwrite
-    uint32_t end = taken;
-    FLASHMOE_UNROLL
-    for (uint32_t j = 0; j < kAhead; ++j) {
-      if (j >= rounds) break;
-      const bool passed = word[j] != 0 && place[j] == kPassed;
-      uint32_t total;
-      const uint32_t at = end + count_before<P>(passed, total);
-      if (passed) place[j] = at;
-      end += total;
-      if (word[j] == 0) continue;
-      if (place[j] < taken) to[place[j]] = Task::unpack(word[j]).index;
-      if (place[j] != j * P::kLanes + P::lane()) ready[place[j]] = word[j];
-    }
-    P::sync();
-    return taken;
+    return most;
   }
-  FLASHMOE_FN static uint32_t expert_of(uint64_t word) { return ReadyTile::expert(Task::unpack(word)); }
 
   // The next tasks of a window; returns how many.
   FLASHMOE_FN uint32_t next_of(TaskKind kind, Window& window, const uint32_t* tiles, uint32_t limit, bool& has,

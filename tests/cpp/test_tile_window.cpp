@@ -1,0 +1,75 @@
+// Windows of ready tiles against a plain sort: an expert's together, in the order of their first ones, the others kept.
+#include <algorithm>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "flashmoe/protocol/tile_window.h"
+#include "warp_platform.h"
+
+namespace flashmoe::test {
+namespace {
+
+using Ready = std::vector<uint64_t>;
+using Window = std::vector<uint32_t>;
+
+Ready random_tiles(std::mt19937_64& random, uint32_t n, uint32_t experts) {
+  Ready ready;
+  for (uint32_t i = 0; i < n; ++i) {
+    const uint32_t column = ReadyTile::column(static_cast<uint32_t>(random() % experts), random() % 2);
+    ready.push_back(Task{TaskKind::kGemm0, column, static_cast<uint32_t>(random())}.pack());
+  }
+  return ready;
+}
+
+uint32_t expert_of(uint64_t word) {
+  return ReadyTile::expert(Task::unpack(word));
+}
+
+// What is taken, and in `ready` what is left behind it.
+Window by_expert(Ready& ready, uint32_t most, uint32_t sight) {
+  const auto seen = ready.begin() + std::min<std::ptrdiff_t>(sight, std::ssize(ready));
+  Ready taken;
+  for (auto first = ready.begin(); first != seen; ++first) {
+    if (std::find(taken.begin(), taken.end(), *first) != taken.end()) continue;  // indices differ
+    std::copy_if(first, seen, std::back_inserter(taken),
+                 [&](uint64_t word) { return expert_of(word) == expert_of(*first); });
+  }
+  taken.resize(most);
+  std::stable_partition(ready.begin(), seen,
+                        [&](uint64_t word) { return std::find(taken.begin(), taken.end(), word) != taken.end(); });
+  Window window;
+  for (const uint64_t word : taken) window.push_back(Task::unpack(word).index);
+  return window;
+}
+
+template <class P>
+void run(const char* name, uint32_t rounds) {
+  const uint32_t sight = P::kLanes * std::max(4u, kMaxRaster / P::kLanes);
+  std::mt19937_64 random(P::kLanes);
+  for (uint32_t round = 0; round < rounds; ++round) {
+    const auto n = static_cast<uint32_t>(1 + random() % (2 * sight));
+    const uint32_t most = std::min(n, static_cast<uint32_t>(1 + random() % kMaxRaster));
+    Ready ready = random_tiles(random, n, 1 + static_cast<uint32_t>(random() % n)), expected_rest = ready;
+    Window in_order(most), grouped(most);
+    P::run_warp([&] { take_in_order<P>(in_order.data(), most, ready.data()); });
+    for (uint32_t i = 0; i < most; ++i) CHECK_EQ(in_order[i], Task::unpack(ready[i]).index);
+
+    const Window expected = by_expert(expected_rest, most, sight);
+    P::run_warp([&] { take_by_expert<P>(grouped.data(), most, n, ready.data()); });
+    CHECK(grouped == expected);
+    CHECK(std::equal(ready.begin() + most, ready.end(), expected_rest.begin() + most));
+  }
+  std::printf("%s: %u windows\n", name, rounds);
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  run<WarpPlatform<1>>("1 lane", 300);
+  run<WarpPlatform<4>>("4 lanes", 100);
+  run<WarpPlatform<32>>("32 lanes", 20);
+}
