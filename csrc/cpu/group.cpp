@@ -40,8 +40,10 @@ struct ControlPage {
 constexpr uint64_t kPageBytes = 4096;
 static_assert(sizeof(ControlPage) <= kPageBytes);
 
+// Shared memory lies in files, as shm_open() makes them; a segment's name is that of its file.
+constexpr const char* kFolder = "/dev/shm/";
 std::string segment_name(const std::string& group, uint32_t rank) {
-  return concat("/flashmoe-", group, "-", rank);
+  return concat(kFolder, "flashmoe-", group, "-", rank);
 }
 
 // The difference between two ranks' limits that no call could bridge, as a message; empty if there is none.
@@ -129,6 +131,12 @@ class FileDescriptor {
 
 void (*joining_hook)() = [] {};
 
+// Removes a file.
+struct Unlink {
+  const std::string& path;
+  ~Unlink() { unlink(path.c_str()); }
+};
+
 // Joining, as seen by one rank: create the own segment; open every peer's, whose control page says what it is; once
 // every rank has opened all, compare limits, so that ranks which disagree all see with whom, and map the heaps. Then nobody
 // needs a name any more; and once every rank has taken its own away, the next group of this name may form.
@@ -142,8 +150,11 @@ class ProcessGroup final : public Group {
         timeout_ns_(timeout_ns),
         deadline_(timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns),
         pages_(limits.ranks) {
-    create_own();
+    const FileDescriptor own = create_own();
     try {
+      reserve(own.get(), bytes_);
+      pages_[rank] = Mapping(own.get(), bytes_);
+      set_state(ControlPage::kReady);
       std::vector<FileDescriptor> files;
       for (uint32_t p = 0; p < limits.ranks; ++p) files.push_back(p == rank ? FileDescriptor(-1) : open_peer(p));
       reach(ControlPage::kSawAll);
@@ -178,45 +189,51 @@ class ProcessGroup final : public Group {
   void set_state(ControlPage::State s) { std::atomic_ref(page(rank_)->state).store(s, std::memory_order_release); }
   Error error(Kind kind, const std::string& what) const { return {kind, concat("group '", name_, "'", what)}; }
 
-  void create_own() {
+  // The own segment, as yet without its heap. It has its name when its page says whose it is: a process that is killed from
+  // then on can be seen to be gone.
+  FileDescriptor create_own() {
     const std::string path = segment_name(name_, rank_);
-    auto create = [&] { return FileDescriptor(shm_open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600)); };
-    FileDescriptor fd = create();
-    if (fd.get() < 0 && errno == EEXIST && remove_name_of_the_dead(path)) fd = create();
-    if (fd.get() < 0) {
-      if (errno == EEXIST) {
-        throw Error(Kind::kGroup, concat("rank: group '", name_, "' already has a rank ", rank_, " (shared memory ",
-                                         path, " exists)"));
-      }
+    std::string unnamed = concat(kFolder, ".flashmoe-", name_, "-", rank_, ".XXXXXX");
+    FileDescriptor file(mkostemp(unnamed.data(), O_CLOEXEC));
+    if (file.get() < 0) {
       throw Error(Kind::kHeap, concat("heap: cannot create shared memory ", path, ": ", std::strerror(errno)));
     }
-    named_ = true;
-    try {
-      reserve(fd.get());
-      pages_[rank_] = Mapping(fd.get(), bytes_);
-    } catch (...) {
-      remove_own_name();
-      throw;
-    }
+    const Unlink unlink_it{unnamed};
+    reserve(file.get(), kPageBytes);
+    pages_[rank_] = Mapping(file.get(), kPageBytes);
     ControlPage* own = page(rank_);
     own->pid = getpid();
     own->pid_space = own_pid_space();
     own->bytes = bytes_;
     own->limits = limits_;
-    set_state(ControlPage::kReady);
+    auto give_name = [&] { return link(unnamed.c_str(), path.c_str()) == 0 ? 0 : errno; };
+    int failed = give_name();
+    if (failed == EEXIST && remove_name_of_the_dead(path)) failed = give_name();
+    if (failed == EEXIST) {
+      throw Error(Kind::kGroup,
+                  concat("rank: group '", name_, "' already has a rank ", rank_, " (shared memory ", path, " exists)"));
+    }
+    if (failed != 0)
+      throw Error(Kind::kHeap, concat("heap: cannot name shared memory ", path, ": ", std::strerror(failed)));
+    named_ = true;
+    return file;
   }
 
   void remove_own_name() {
-    if (named_) shm_unlink(segment_name(name_, rank_).c_str());
+    if (named_) unlink(segment_name(name_, rank_).c_str());
     named_ = false;
   }
 
   // What a process that was killed while it joined has left behind. Whether it had.
   static bool remove_name_of_the_dead(const std::string& path) {
-    const FileDescriptor file(shm_open(path.c_str(), O_RDWR, 0600));
+    const FileDescriptor file = open_segment(path);
     if (!has_page(file)) return false;
     const Mapping found(file.get(), kPageBytes);
-    return process_is_gone(*reinterpret_cast<const ControlPage*>(found.base())) && shm_unlink(path.c_str()) == 0;
+    return process_is_gone(*reinterpret_cast<const ControlPage*>(found.base())) && unlink(path.c_str()) == 0;
+  }
+
+  static FileDescriptor open_segment(const std::string& path) {
+    return FileDescriptor(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
   }
 
   static bool has_page(const FileDescriptor& file) {
@@ -224,8 +241,8 @@ class ProcessGroup final : public Group {
     return file.get() >= 0 && fstat(file.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) >= kPageBytes;
   }
 
-  // Takes the memory now: a file system that fills up later would kill the process at a store.
-  void reserve(int fd) const {
+  // Takes the memory of the first `bytes` now: a file system that fills up later would kill the process at a store.
+  void reserve(int fd, uint64_t bytes) const {
     auto refuse = [&](const char* why) {
       struct statvfs fs;
       const uint64_t free = fstatvfs(fd, &fs) == 0 ? uint64_t{fs.f_bavail} * fs.f_frsize : 0;
@@ -234,14 +251,14 @@ class ProcessGroup final : public Group {
     };
     struct statvfs fs;
     if (fstatvfs(fd, &fs) == 0 && uint64_t{fs.f_bavail} * fs.f_frsize < bytes_) refuse("too small");
-    if (const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes_)); error != 0) refuse(std::strerror(error));
+    if (const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes)); error != 0) refuse(std::strerror(error));
   }
 
   // Opens a peer's segment and maps its control page: the rest may not be there yet, or be of another size.
   FileDescriptor open_peer(uint32_t p) {
     const std::string path = segment_name(name_, p);
     while (true) {
-      FileDescriptor file(shm_open(path.c_str(), O_RDWR, 0600));
+      FileDescriptor file = open_segment(path);
       if (file.get() < 0 && errno != ENOENT) {
         throw error(Kind::kGroup, concat(": rank ", rank_, " cannot open rank ", p, "'s shared memory ", path, ": ",
                                          std::strerror(errno)));
@@ -299,7 +316,7 @@ class ProcessGroup final : public Group {
   void check_peer(uint32_t q) {
     const uint32_t reached = state(q);
     if (reached == ControlPage::kFailed) {
-      if (page(q)->limits.ranks != 0) check_agreement(q);
+      check_agreement(q);
       const Kind kind = page(q)->failure_kind;
       if (kind == Kind::kPeerTimeout || kind == Kind::kGroup) throw Error(kind, page(q)->failure);
       throw error(Kind::kGroup, concat(": rank ", q, " failed to join: ", page(q)->failure));
@@ -324,9 +341,7 @@ class ProcessGroup final : public Group {
   void await_witnesses() const {
     uint32_t ranks = limits_.ranks;
     for (const Mapping& m : pages_) {
-      if (m.base() == nullptr) continue;
-      const uint32_t theirs = reinterpret_cast<const ControlPage*>(m.base())->limits.ranks;
-      if (theirs != 0) ranks = min_of(ranks, theirs);
+      if (m.base() != nullptr) ranks = min_of(ranks, reinterpret_cast<const ControlPage*>(m.base())->limits.ranks);
     }
     const uint64_t end = min_of(deadline_, monotonic_ns() + kFarewellNs);
     auto seen_by = [&] { return std::atomic_ref(page(rank_)->seen_by).load(std::memory_order_relaxed); };
