@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import flashmoe
@@ -20,6 +21,7 @@ from flashmoe.nn import MoE
 from flashmoe.torch_op import context_id
 from problems import DTYPES, PATIENCE, Outcome, check, random_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 SIZES = {"hidden": 40, "intermediate": 24, "experts": 8, "top_k": 3}
 QWEN3_MOE_BLOCK = {  # Qwen3MoeSparseMoeBlock.state_dict() in Transformers 5
@@ -78,13 +80,13 @@ def layer(ctx, problem):
 @pytest.fixture
 def counted(monkeypatch):
     """A list that grows by one with each call of the operator."""
-    calls, call = [], torch_op.call
+    calls, call = [], torch_op.run
 
     def count(*args, **kwargs):
         calls.append(None)
         return call(*args, **kwargs)
 
-    monkeypatch.setattr(torch_op, "call", count)
+    monkeypatch.setattr(torch_op, "run", count)
     return calls
 
 
@@ -333,6 +335,87 @@ def test_gradients_are_asked_for_in_vain(layer, problem, wanted, backend):
     with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
         y.sum().backward()
     assert x.grad is None and all(each.grad is None for each in layer.parameters())
+
+
+def _traced(call, x):
+    return torch.jit.trace(call, (x,), check_trace=False)
+
+
+def _made_fx(call, x):
+    return make_fx(call)(x)
+
+
+def _exported(call, x):
+    module = torch.nn.Module()
+    module.forward = call
+    return torch.export.export(module, (x,)).module()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*deprecated")
+@pytest.mark.parametrize("record", [_traced, _made_fx, _exported])
+def test_what_records_the_function_records_the_operator(ctx, problem, record):
+    """On other values the record gives what the function gives on them."""
+    arguments = as_tensors(problem.arguments(0))
+    x = arguments.pop("x")
+
+    def call(x):
+        return flashmoe.moe(ctx, x, **arguments)
+
+    recorded, other = record(call, x), x.flip(0) * 2
+    assert bits(recorded(other)) == bits(call(other)) != bits(call(x))
+
+
+def test_the_function_under_a_transform(ctx, problem):
+    arguments = as_tensors(problem.arguments(0))
+    x = arguments.pop("x")
+    both = torch.stack([x, x.flip(0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has no batching rule, and calls one by one
+        y = torch.vmap(lambda x: flashmoe.moe(ctx, x, **arguments))(both)
+    for one, x in zip(y, both, strict=True):
+        assert bits(one.contiguous()) == bits(flashmoe.moe(ctx, x, **arguments))
+
+
+def test_the_function_on_tensors_without_values(ctx, counted, problem):
+    arguments = as_tensors(problem.arguments(0))
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(each) if torch.is_tensor(each) else each for name, each in arguments.items()}
+    y = flashmoe.moe(ctx, **fake)
+    assert y.shape == arguments["x"].shape and type(y) is type(fake["x"])
+    assert counted == []
+
+
+def test_a_compiler_in_another_thread_is_none_of_its_business(ctx, problem, monkeypatch):
+    """What `torch.compiler.is_compiling` says is said of the process."""
+    arguments = as_tensors(problem.arguments(0))
+    expected = bits(flashmoe.moe(ctx, **arguments))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert bits(flashmoe.moe(ctx, **arguments)) == expected
+
+
+def test_arrays_beside_parameters(ctx, problem):
+    """PyTorch has no part in a call on an array."""
+    arguments = problem.arguments(0)
+    parameters = {name: torch.nn.Parameter(tensor(arguments[name])) for name in ("gate_up_proj", "down_proj", "router")}
+    assert bits(flashmoe.moe(ctx, **arguments | parameters)) == bits(flashmoe.moe(ctx, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("top_k", 2.0), ("top_k", True), ("activation", None), ("return_mode", 1)]
+)
+def test_wrong_options_are_refused_where_gradients_are_recorded(ctx, problem, option, value):
+    arguments = as_tensors(problem.arguments(0))
+    arguments["x"].requires_grad_()
+    with pytest.raises(flashmoe.InvalidArgument, match=f"{option}: expected"):
+        flashmoe.moe(ctx, **arguments | {option: value})
+
+
+def test_given_weights_get_no_gradients_either(ctx):
+    arguments = as_tensors(random_problem(1, [17], fused=False, **SIZES).arguments(0))
+    arguments["topk_weights"].requires_grad_()
+    y = flashmoe.moe(ctx, **arguments)
+    with pytest.raises(NotImplementedError, match="no backward pass"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("wanted", ["x", "router", "down_proj"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import _ffi
 from . import placement as placements
-from .context import ELEMENT_BYTES, RETURN_MODES, Context, checked_capacity_factor
+from .context import ELEMENT_BYTES, MAX_EXPERTS, RETURN_MODES, Context, bounded, checked_capacity_factor
 from .errors import HeapError, InvalidArgument
 from .tensors import ACTIVATIONS, DTYPES, Described
 
@@ -59,6 +58,30 @@ def check(
     return Arguments(tensors, sizes, owners, mode, checked_capacity(ctx, capacity_factor, sizes, owners))
 
 
+def as_plain_values(options: dict[str, Any]) -> dict[str, Any]:
+    """`moe`'s options with values of the types that PyTorch's operator takes. Raises `InvalidArgument`."""
+    _check_activation(options["activation"])
+    mode, factor, placement = options["return_mode"], options["capacity_factor"], options["placement"]
+    if mode is not None:
+        _check_return_mode(mode)
+    return {
+        **options,
+        "top_k": None if options["top_k"] is None else bounded("top_k", options["top_k"], 1, MAX_EXPERTS),
+        "placement": None if placement is None else placements.as_ints(placement),
+        "capacity_factor": None if factor is None else checked_capacity_factor(factor, None),
+    }
+
+
+def _check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise InvalidArgument(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def _check_return_mode(mode: str) -> None:
+    if mode not in RETURN_MODES:
+        raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {mode!r}")
+
+
 def owners_of(ctx: Context, placement: Sequence[int] | None, experts: int) -> tuple[int, ...]:
     """The call's placement: the given one, else the context's where it fits, else the default."""
     if placement is None and experts == len(ctx.placement):
@@ -71,8 +94,7 @@ def resolved_return_mode(ctx: Context, return_mode: str | None, top_k: int) -> s
     the one that sends fewer rows. A token's rows number K with `direct`, and at most min(K, R) with `reduced`, which
     costs one more pass over them."""
     mode = ctx.return_mode if return_mode is None else return_mode
-    if mode not in RETURN_MODES:
-        raise InvalidArgument(f"return_mode: expected one of {', '.join(RETURN_MODES)}, got {mode!r}")
+    _check_return_mode(mode)
     if mode == "auto":
         if ctx.return_mode != "auto":
             return ctx.return_mode
@@ -173,8 +195,7 @@ def _sizes(
     placement: Sequence[int] | None,
 ) -> dict[str, int]:
     """T, H, I, E and K of the call, from the shapes that define them."""
-    if activation not in ACTIVATIONS:
-        raise InvalidArgument(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    _check_activation(activation)
     for name, rank in (("x", 2), ("down_proj", 3), ("gate_up_proj", 3), ("router", 2)):
         if name in tensors and len(tensors[name].shape) != rank:
             symbols = {"x": "T, H", "down_proj": "El, H, I", "gate_up_proj": "El, 2I or I, H", "router": "E, H"}[name]
@@ -194,18 +215,17 @@ def _sizes(
         if shape is None or len(shape) != 2:
             got = type(topk_ids).__name__ if shape is None else list(shape)
             raise InvalidArgument(f"topk_ids: expected [T, K] int32 or int64, got {got}")
-        if top_k is not None and top_k != shape[1]:
+        if top_k is not None and bounded("top_k", top_k, 1, experts, "E=") != shape[1]:
             raise InvalidArgument(f"top_k: expected {shape[1]}, the columns of topk_ids, got {top_k!r}")
         top_k = int(shape[1])
-    if isinstance(top_k, bool) or not hasattr(top_k, "__index__") or not 1 <= top_k <= experts:
-        raise InvalidArgument(f"top_k: expected an integer in [1, E={experts}], got {top_k!r}")
+    top_k = bounded("top_k", top_k, 1, experts, "E=")
     tokens, hidden = tensors["x"].shape
     return {
         "tokens": tokens,
         "hidden": hidden,
         "intermediate": tensors["down_proj"].shape[2],
         "experts": experts,
-        "top_k": operator.index(top_k),
+        "top_k": top_k,
     }
 
 

@@ -54,14 +54,14 @@ def context_id(ctx: Context) -> int:
     return ctx._number
 
 
-def bounded(name: str, value: Any, low: int, high: int) -> int:
-    """`value`, an integer of any type, as an int in [low, high]; raises `InvalidArgument`."""
+def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int:
+    """`value`, an integer of any type, as an int in [low, high]; raises `InvalidArgument`. `symbol`: what `high` is."""
     try:
         number = operator.index(value)
     except TypeError:
         number = low - 1
     if not low <= number <= high or isinstance(value, bool):
-        raise InvalidArgument(f"{name}: expected an integer in [{low}, {high}], got {value!r}")
+        raise InvalidArgument(f"{name}: expected an integer in [{low}, {symbol}{high}], got {value!r}")
     return number
 
 
@@ -218,7 +218,11 @@ def nvshmem_library() -> str:
 
 def _checked_name(name: Any) -> str:
     """`name`, once it can be part of a file's name; raises `InvalidArgument`."""
-    if not isinstance(name, str) or not name or set(name) & set("/\0") or len(os.fsencode(name)) > 200:
+    try:
+        size = len(name.encode())
+    except (AttributeError, UnicodeEncodeError):
+        size = 0
+    if not 1 <= size <= 200 or set(name) & set("/\0"):
         raise InvalidArgument(f"name: expected a group name of 1 to 200 bytes without '/' and NUL, got {name!r}")
     return name
 
@@ -375,7 +379,7 @@ class Context:
         self._unread: tuple[Any, int] | None = None  # what gpu.report takes, of a call whose report was not asked for
         self._perturbation = 0
         self._process = os.getpid()
-        timeout_ns = round(self.timeout * 1e9)
+        timeout_ns = math.ceil(self.timeout * 1e9)  # 0 is no limit
         self.device: int | None = None
         """Ordinal of the CUDA device; None with the CPU engine."""
         library = _ffi.library()

@@ -131,28 +131,43 @@ def moe(
         "capacity_factor": capacity_factor,
         "return_mode": return_mode,
     }
-    if not trace and _goes_through_torch(floats):
+    if not trace and _goes_through_torch(x, (*floats.values(), topk_weights)):
         from . import torch_op
 
-        return torch_op.moe(context_id(ctx), **floats, **options, renormalize=renormalize, exact=exact)
+        plain = arguments.as_plain_values(options)
+        return torch_op.moe(context_id(ctx), **floats, **plain, renormalize=bool(renormalize), exact=bool(exact))
+    return run(ctx, floats, options, renormalize, trace, exact)
+
+
+def run(
+    ctx: Context, floats: dict[str, Any], options: dict[str, Any], renormalize: bool, trace: bool, exact: bool
+) -> Any:
+    """`moe`, where PyTorch has no part in it."""
     if not isinstance(ctx, Context):
         raise InvalidArgument(f"ctx: expected a flashmoe.Context, got {type(ctx).__name__}")
-    if placement is not None:
-        options["placement"] = placements.as_ints(placement)
+    if options["placement"] is not None:
+        options = {**options, "placement": placements.as_ints(options["placement"])}
     if ctx.engine == "cuda":
         return gpu.call(ctx, floats, options, renormalize, trace, exact)
     return _call_cpu(ctx, floats, options, renormalize, trace)
 
 
-def _goes_through_torch(floats: dict[str, Any]) -> bool:
-    """Whether PyTorch is to see one operator: where it compiles, it cannot look into this; where it records what
-    gradients need, it must learn that there are none."""
+def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:
+    """Whether PyTorch is to see one operator: where it compiles, traces or transforms calls, it cannot look into this;
+    where it records what gradients need, it must learn that there are none."""
     torch = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or not isinstance(x, torch.Tensor):
         return False
     if torch.compiler.is_compiling():
         return True
-    return torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in floats.values())
+    tensors = [each for each in others if isinstance(each, torch.Tensor)]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return True
+    traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    # Such a subclass wraps tensors, or has no data at all.
+    plain = torch.Tensor.__torch_dispatch__
+    return traced or transformed or any(type(each).__torch_dispatch__ is not plain for each in tensors)
 
 
 def _call_cpu(ctx: Context, floats: dict[str, Any], options: dict[str, Any], renormalize: bool, trace: bool) -> Any:

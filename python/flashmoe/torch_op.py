@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .context import Context, context_id, contexts
 from .errors import FlashMoEError
-from .ops import moe as call
+from .ops import run
 
 __all__ = ["context_id", "moe", "moe_backward"]
 
@@ -53,26 +53,25 @@ def _moe(
     return_mode: str | None = None,
     exact: bool = False,
 ) -> Tensor:
-    with torch.no_grad():  # else the call would come back here
-        return call(
-            _context(context),
-            x,
-            gate_up_proj,
-            down_proj,
-            router=router,
-            topk_ids=topk_ids,
-            topk_weights=topk_weights,
-            top_k=top_k,
-            activation=activation,
-            renormalize=renormalize,
-            router_bias=router_bias,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            placement=placement,
-            capacity_factor=capacity_factor,
-            return_mode=return_mode,
-            exact=exact,
-        )
+    floats = {
+        "x": x,
+        "gate_up_proj": gate_up_proj,
+        "down_proj": down_proj,
+        "router": router,
+        "router_bias": router_bias,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }
+    options = {
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+        "top_k": top_k,
+        "activation": activation,
+        "placement": placement,
+        "capacity_factor": capacity_factor,
+        "return_mode": return_mode,
+    }
+    return run(_context(context), floats, options, renormalize, False, exact)
 
 
 def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
