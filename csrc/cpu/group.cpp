@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -13,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <random>
 #include <thread>
 #include <utility>
 
@@ -25,8 +27,9 @@ namespace {
 
 using Kind = Error::Kind;
 
-// The first page of a segment: who the rank is and how far it has come. The heap follows.
+// The first bytes of a segment: who the rank is and how far it has come. The heap follows.
 struct ControlPage {
+  static constexpr uint32_t kMostRanks = 1024;
   enum State : uint32_t { kCreated = 0, kReady = 1, kSawAll = 2, kJoined = 3, kFailed = 4 };
   uint32_t state;
   uint32_t seen_by;  // ranks that have opened this segment
@@ -36,8 +39,11 @@ struct ControlPage {
   Limits limits;
   Error::Kind failure_kind;  // of kFailed
   char failure[512];
+  // A rank that gives up may come back at once, or be started again, and meet the others while they still join with what it
+  // was before. So each attempt to join has a number, and says with which of each peer's it goes, once it has met it.
+  uint64_t attempt, met[kMostRanks];
 };
-constexpr uint64_t kPageBytes = 4096;
+constexpr uint64_t kPageBytes = 3 * 4096;
 static_assert(sizeof(ControlPage) <= kPageBytes);
 
 // Shared memory lies in files, as shm_open() makes them; a segment's name is that of its file.
@@ -77,7 +83,7 @@ uint64_t own_pid_space() {
 
 bool process_is_gone(const ControlPage& of) {
   const pid_t pid = of.pid;
-  if (pid == 0 || of.pid_space != own_pid_space()) return false;  // as far as can be told
+  if (of.pid_space == 0 || of.pid_space != own_pid_space()) return false;  // as far as can be told
   if (kill(pid, 0) != 0 && errno == ESRCH) return true;
   // A zombie answers kill; its state follows the parenthesised name in /proc.
   std::ifstream stat(concat("/proc/", pid, "/stat"));
@@ -114,7 +120,7 @@ class Mapping {
 
 class FileDescriptor {
  public:
-  explicit FileDescriptor(int fd) : fd_(fd) {}
+  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
   FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   FileDescriptor& operator=(FileDescriptor&& other) noexcept {
     std::swap(fd_, other.fd_);
@@ -137,6 +143,12 @@ struct Unlink {
   ~Unlink() { unlink(path.c_str()); }
 };
 
+// Not 0, and hardly ever the same twice.
+uint64_t new_attempt() {
+  std::random_device random;
+  return (uint64_t{random()} << 32 | random()) | 1;
+}
+
 // Joining, as seen by one rank: create the own segment; open every peer's, whose control page says what it is; once
 // every rank has opened all, compare limits, so that ranks which disagree all see with whom, and map the heaps. Then nobody
 // needs a name any more; and once every rank has taken its own away, the next group of this name may form.
@@ -149,19 +161,24 @@ class ProcessGroup final : public Group {
         bytes_(kPageBytes + heap_bytes),
         timeout_ns_(timeout_ns),
         deadline_(timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns),
+        files_(limits.ranks),
         pages_(limits.ranks) {
+    if (limits.ranks > ControlPage::kMostRanks) {
+      throw Error(Kind::kInvalidArgument,
+                  concat("ranks: expected at most ", ControlPage::kMostRanks, ", got ", limits.ranks));
+    }
     const FileDescriptor own = create_own();
     try {
       reserve(own.get(), bytes_);
       pages_[rank] = Mapping(own.get(), bytes_);
       set_state(ControlPage::kReady);
-      std::vector<FileDescriptor> files;
-      for (uint32_t p = 0; p < limits.ranks; ++p) files.push_back(p == rank ? FileDescriptor(-1) : open_peer(p));
+      open_peers();
       reach(ControlPage::kSawAll);
       for (uint32_t p = 0; p < limits.ranks; ++p) check_agreement(p);
       for (uint32_t p = 0; p < limits.ranks; ++p) {
-        if (p != rank) pages_[p] = Mapping(files[p].get(), bytes_);
+        if (p != rank) pages_[p] = Mapping(files_[p].get(), bytes_);
       }
+      files_.clear();
       remove_own_name();
       reach(ControlPage::kJoined);
     } catch (const Error& e) {
@@ -206,6 +223,7 @@ class ProcessGroup final : public Group {
     own->pid_space = own_pid_space();
     own->bytes = bytes_;
     own->limits = limits_;
+    own->attempt = new_attempt();
     auto give_name = [&] { return link(unnamed.c_str(), path.c_str()) == 0 ? 0 : errno; };
     int failed = give_name();
     if (failed == EEXIST && remove_name_of_the_dead(path)) failed = give_name();
@@ -224,10 +242,16 @@ class ProcessGroup final : public Group {
     named_ = false;
   }
 
-  // What a process that was killed while it joined has left behind. Whether it had.
+  // Removes the name that a process which was killed while it joined has left behind; whether the name is free. Who comes
+  // second, locked out by the first, must not remove what has been named so since.
   static bool remove_name_of_the_dead(const std::string& path) {
     const FileDescriptor file = open_segment(path);
-    if (!has_page(file)) return false;
+    if (file.get() < 0) return errno == ENOENT;
+    if (!has_page(file) || flock(file.get(), LOCK_EX) != 0) return false;
+    struct stat opened, named;
+    if (fstat(file.get(), &opened) != 0) return false;
+    if (stat(path.c_str(), &named) != 0) return errno == ENOENT;
+    if (opened.st_ino != named.st_ino) return false;
     const Mapping found(file.get(), kPageBytes);
     return process_is_gone(*reinterpret_cast<const ControlPage*>(found.base())) && unlink(path.c_str()) == 0;
   }
@@ -243,39 +267,61 @@ class ProcessGroup final : public Group {
 
   // Takes the memory of the first `bytes` now: a file system that fills up later would kill the process at a store.
   void reserve(int fd, uint64_t bytes) const {
+    struct stat file;
+    struct statvfs fs;
+    const bool known = fstat(fd, &file) == 0 && fstatvfs(fd, &fs) == 0;
+    const uint64_t free = known ? uint64_t{fs.f_bavail} * fs.f_frsize + static_cast<uint64_t>(file.st_blocks) * 512 : 0;
     auto refuse = [&](const char* why) {
-      struct statvfs fs;
-      const uint64_t free = fstatvfs(fd, &fs) == 0 ? uint64_t{fs.f_bavail} * fs.f_frsize : 0;
       throw Error(Kind::kHeap, concat("heap: expected ", bytes_, " bytes free in /dev/shm, got ", free, " (", why,
                                       "); use smaller limits or enlarge it: mount -o remount,size=... /dev/shm"));
     };
-    struct statvfs fs;
-    if (fstatvfs(fd, &fs) == 0 && uint64_t{fs.f_bavail} * fs.f_frsize < bytes_) refuse("too small");
-    if (const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes)); error != 0) refuse(std::strerror(error));
+    if (known && free < bytes) refuse("too small");
+    int failed = EINTR;
+    while (failed == EINTR) failed = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+    if (failed != 0) refuse(std::strerror(failed));
   }
 
-  // Opens a peer's segment and maps its control page: the rest may not be there yet, or be of another size.
-  FileDescriptor open_peer(uint32_t p) {
-    const std::string path = segment_name(name_, p);
+  void open_peers() {
     while (true) {
-      FileDescriptor file = open_segment(path);
-      if (file.get() < 0 && errno != ENOENT) {
-        throw error(Kind::kGroup, concat(": rank ", rank_, " cannot open rank ", p, "'s shared memory ", path, ": ",
-                                         std::strerror(errno)));
+      uint32_t missing = limits_.ranks;  // the first
+      for (uint32_t p = limits_.ranks; p-- > 0;) {
+        if (p != rank_ && page(p) == nullptr && !try_open(p)) missing = p;
       }
-      if (has_page(file)) {
-        pages_[p] = Mapping(file.get(), kPageBytes);
-        if (!process_is_gone(*page(p))) {
-          std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
-          await_state(p, ControlPage::kReady);
-          // Whom to wait for depends on this; everything else can be compared when all are there.
-          if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
-          return file;
-        }
-        pages_[p] = Mapping();  // left by a process that was killed, in whose place another may come
-      }
-      pause(p, "did not join");
+      if (missing == limits_.ranks) return;
+      pause(missing, "did not join");
     }
+  }
+
+  // Opens a peer's segment, if it is there, and maps its control page: the rest may not be there yet, or be of another size.
+  bool try_open(uint32_t p) {
+    const std::string path = segment_name(name_, p);
+    FileDescriptor file = open_segment(path);
+    if (file.get() < 0 && errno != ENOENT) {
+      throw error(Kind::kGroup, concat(": rank ", rank_, " cannot open rank ", p, "'s shared memory ", path, ": ",
+                                       std::strerror(errno)));
+    }
+    if (!has_page(file)) return false;
+    pages_[p] = Mapping(file.get(), kPageBytes);
+    if (process_is_gone(*page(p)) || goes_with_another(p)) {  // another may come in its place
+      pages_[p] = Mapping();
+      return false;
+    }
+    files_[p] = std::move(file);
+    std::atomic_ref(page(rank_)->met[p]).store(page(p)->attempt, std::memory_order_relaxed);
+    std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
+    // Whom to wait for depends on this; everything else can be compared when all are there.
+    if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
+    return true;
+  }
+
+  // Whether a peer joins with what was this rank before: what failed, or a process that this one replaces.
+  bool goes_with_another(uint32_t p) const {
+    const uint64_t met = std::atomic_ref(page(p)->met[rank_]).load(std::memory_order_relaxed);
+    return met != 0 && met != page(rank_)->attempt;
+  }
+  void forget(uint32_t p) {
+    std::atomic_ref(page(rank_)->met[p]).store(0, std::memory_order_relaxed);
+    pages_[p] = Mapping();
   }
 
   void check_agreement(uint32_t p) {
@@ -297,6 +343,7 @@ class ProcessGroup final : public Group {
 
   void await_state(uint32_t p, ControlPage::State wanted) {
     while (state(p) < wanted || state(p) == ControlPage::kFailed) pause(p, "did not finish joining");
+    if (p != rank_) check_peer(p);
   }
 
   // A look at the peers that are there, then a millisecond.
@@ -314,6 +361,10 @@ class ProcessGroup final : public Group {
 
   // A peer that has given up or died ends the joining of all, which may try again together.
   void check_peer(uint32_t q) {
+    if (goes_with_another(q)) {
+      if (state(rank_) < ControlPage::kSawAll) return forget(q);
+      throw error(Kind::kGroup, concat(": rank ", q, " joins with an attempt of rank ", rank_, " before this one"));
+    }
     const uint32_t reached = state(q);
     if (reached == ControlPage::kFailed) {
       check_agreement(q);
@@ -352,6 +403,7 @@ class ProcessGroup final : public Group {
   const uint32_t rank_;
   const Limits limits_;
   const uint64_t bytes_, timeout_ns_, deadline_;
+  std::vector<FileDescriptor> files_;  // the peers', until their heaps are mapped
   std::vector<Mapping> pages_;
   bool named_ = false;      // the own segment has its name
   bool disagrees_ = false;  // with a peer, by its limits

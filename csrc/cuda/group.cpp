@@ -38,7 +38,8 @@ struct Block {
   bool taken;
 };
 struct World {
-  std::mutex mutex;
+  // Recursive: the hook that a joining rank calls runs the user's code, which may drop another context, and its lease.
+  std::recursive_mutex mutex;
   uint32_t rank = 0, ranks = 0;  // 0: not initialised
   bool broken = false;           // a thread is still in what all ranks should have done together
   uint64_t allocations = 0;
@@ -95,9 +96,9 @@ class NvshmemGroup final : public cpu::Group {
         who_(who),
         ranks_(limits.ranks),
         timeout_ns_(timeout_ns),
+        deadline_(Clock::now() + std::chrono::nanoseconds(timeout_ns)),
         control_(cpu::join_process_group(who.name, who.rank, limits, sizeof(Notice), timeout_ns)) {
     const std::lock_guard lock(world().mutex);
-    deadline_ = Clock::now() + std::chrono::nanoseconds(timeout_ns);
     try {
       api_ = &nvshmem(who.nvshmem);
       if (limits.rdma != 0) refuse_ibgda();
@@ -328,9 +329,9 @@ class NvshmemGroup final : public cpu::Group {
   const Membership who_;
   const uint32_t ranks_;
   const uint64_t timeout_ns_;
+  const Clock::time_point deadline_;
   const std::unique_ptr<cpu::Group> control_;
   const Nvshmem* api_ = nullptr;
-  Clock::time_point deadline_;
   Lease lease_;
   uint8_t* own_ = nullptr;
 };

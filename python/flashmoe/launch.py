@@ -124,9 +124,9 @@ class RankPool:
         workers, name = self._workers[:ranks], group_name()
         # All messages are made before the first is sent: an argument that cannot be pickled starts no rank.
         messages = [pickle.dumps((fn, (rank, ranks, name, *args))) for rank, args in enumerate(per_rank_args)]
-        for worker, message in zip(workers, messages, strict=True):
-            worker.send(message)
         try:
+            for worker, message in zip(workers, messages, strict=True):
+                worker.send(message)
             results, errors = _collect(workers, timeout)
         except BaseException:  # an interrupt: their answers would be taken for those of the next call
             for worker in workers:
@@ -261,15 +261,18 @@ def _follow_parent(groups: list[str]) -> None:
     not.
     """
     wait([multiprocessing.parent_process().sentinel])
-    for name in groups:
-        _remove_segments(name)
-    os._exit(1)
+    try:
+        for name in groups:
+            _remove_segments(name)
+    finally:
+        os._exit(1)
 
 
 def _remove_segments(name: str) -> None:
     """Free what ranks that died while they made the group `name` left in shared memory."""
-    for segment in Path("/dev/shm").glob(f"flashmoe-{name}-*"):
-        segment.unlink(missing_ok=True)
+    for pattern in (f"flashmoe-{name}-*", f".flashmoe-{name}-*"):  # named, and not yet (csrc/cpu/group.cpp)
+        for segment in Path("/dev/shm").glob(pattern):
+            segment.unlink(missing_ok=True)
 
 
 @contextmanager

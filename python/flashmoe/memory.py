@@ -20,7 +20,7 @@ HOPPER_PROCESSORS = 132
 SHARED_MEMORY = "/dev/shm"
 """Where the CPU engine's symmetric heaps live: one file system for all ranks of the machine."""
 
-CONTROL_PAGE = 4096
+CONTROL_PAGE = 3 * 4096
 """Bytes in front of each of them there, by which the ranks meet (csrc/cpu/group.cpp)."""
 
 PUBLISHED = (

@@ -98,6 +98,8 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
     if tensor.device.type != "cuda" or tensor.device.index != device:
         raise InvalidArgument(f"{name}: expected a tensor of cuda:{device}, the context's device, got {tensor.device}")
+    if tensor.is_neg():
+        raise InvalidArgument(f"{name}: expected values in memory, got a view that negates them; resolve_neg()")
     address = tensor.data_ptr()
     if len(shape) < 2 or name.startswith("topk_") or name.endswith("_bias"):
         if not tensor.is_contiguous():

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -169,6 +170,20 @@ def test_memory_is_what_the_plan_says(shape, changes):
             flashmoe.InvalidArgument,
             "max_tokens: expected rows of other ranks' tokens within 32 GiB, got 37580963840 bytes for R=8, T=65536",
         ),
+        (
+            {
+                "ranks": 2,
+                "name": "g",
+                "max_tokens": 65536,
+                "top_k": 32,
+                "experts": 64,
+                "hidden": 8256,
+                "dtype": "float32",
+                "return_mode": "reduced",
+            },
+            flashmoe.InvalidArgument,
+            "max_tokens: expected rows of results to reduce within 64 GiB, got 69256347648 bytes for R=2, T=65536",
+        ),
         ({"max_tokens": 65537}, flashmoe.InvalidArgument, "max_tokens: expected"),
         ({"experts": 1025}, flashmoe.InvalidArgument, "experts: expected"),
         ({"experts": 64, "top_k": 33}, flashmoe.InvalidArgument, "top_k: expected"),
@@ -325,10 +340,6 @@ def test_given_routing(ctx):
         assert seen["topk_weights"] == args["topk_weights"].data_ptr()
 
 
-def cast(**changes):
-    return lambda: arguments(**changes)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -339,6 +350,10 @@ def cast(**changes):
         (lambda: arguments(x=on_gpu(9, H + 1)[:, 1:]), "x: expected rows that begin at multiples of 16 bytes"),
         (lambda: arguments(x=on_gpu(H, 16).T), "x: expected rows without gaps"),
         (lambda: arguments(router=on_gpu(E, 2 * H)[:, ::2]), "router: expected rows without gaps"),
+        (
+            lambda: arguments(x=torch._neg_view(on_gpu(16, H))),
+            "x: expected values in memory, got a view that negates them",
+        ),
         (lambda: arguments(router_bias=on_gpu(2 * E)[::2]), "router_bias: expected a contiguous tensor"),
         (lambda: arguments(router=None), "topk_ids: expected a tensor"),
         (lambda: arguments(activation="tanh"), "activation: expected one of"),
@@ -645,6 +660,33 @@ def test_a_rank_without_memory_is_named_at_once():
         own = r"workspace: expected .* got 1000 free of 1000.*"
         expected = rf"HeapError: {own}" if rank == 1 else rf"GroupError: group '.*': rank 1 did not join: {own}"
         assert re.fullmatch(expected, told[0]) and isinstance(told[1], Joined)
+
+
+def close_while_joining(rank, ranks, name, world):
+    """Joins two groups; while rank 0 waits for the second, a signal handler of its closes the first. Its last words."""
+    os.environ["FAKE_NVSHMEM_WORLD"] = world
+    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
+    settings = {**SIZES, "engine": "cuda", "rank": rank, "ranks": ranks, "device": rank, "timeout": 20.0}
+    first = flashmoe.Context(name=f"{name}-1", **settings)
+    closed = []
+
+    def close(*_):
+        first.close()
+        closed.append(True)
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, close)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        driver.fake_allocation_ms(1000)  # when all have met
+    with flashmoe.Context(name=f"{name}-2", **settings):
+        return first.closed, closed
+
+
+def test_a_context_is_closed_while_another_joins():
+    """By what an interrupted wait runs: a handler, or a collection of garbage."""
+    with fake_world() as world, RankPool(2) as pool:
+        assert pool.call(close_while_joining, [(world,)] * 2, timeout=60) == [(True, [True]), (False, [])]
 
 
 def test_ranks_join_and_take_the_same_memory_again():

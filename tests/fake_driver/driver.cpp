@@ -3,12 +3,14 @@
 // it was told to.
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <sstream>
 #include <string>
+#include <thread>
 
 #include "cuda/driver.h"
 #include "flashmoe/sm90/kernel_args.h"
@@ -24,6 +26,7 @@ constexpr CudaResult kOutOfMemory = 2, kCaptureUnsupported = 900;
 
 int major = 9;
 size_t memory_left = size_t{1} << 40;
+unsigned allocation_ms = 0;
 bool capture = false;
 Fault next_fault;
 std::string last_launch = "{}";
@@ -167,6 +170,9 @@ void fake_capture(int on) {
 void fake_memory(size_t bytes) {
   memory_left = bytes;
 }
+void fake_allocation_ms(unsigned ms) {
+  allocation_ms = ms;
+}
 void fake_compute_capability(int value) {
   major = value;
 }
@@ -236,6 +242,7 @@ CudaResult cuCtxSynchronize() {
 CudaResult cuMemAlloc_v2(DevicePtr* address, size_t bytes) {
   if (capture) return kCaptureUnsupported;
   if (bytes > memory_left) return kOutOfMemory;
+  std::this_thread::sleep_for(std::chrono::milliseconds(allocation_ms));
   void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (block == MAP_FAILED) return kOutOfMemory;
   *address = reinterpret_cast<DevicePtr>(block);
