@@ -130,6 +130,7 @@ class NvshmemGroup final : public cpu::Group {
 
  private:
   static constexpr uint32_t kRarely = 128;  // looks between two calls of the hook: 25 ms
+  static constexpr std::chrono::milliseconds kLook{25};
 
   Notice& notice(uint32_t p) const { return *reinterpret_cast<Notice*>(control_->heaps()[p]); }
   void set_stage(Notice::Stage s) const {
@@ -214,7 +215,7 @@ class NvshmemGroup final : public cpu::Group {
     }
   }
 
-  // What all ranks do together has no bound of its own: a rank may die in the midst of it. Then its thread stays behind, and
+  // What all ranks do together has no bound of its own: a rank may die in the midst of it. Then the task stays behind, and
   // f must refer to nothing that is gone by then.
   template <class F>
   auto together(const char* what, F f) const {
@@ -227,20 +228,27 @@ class NvshmemGroup final : public cpu::Group {
     auto done = task->get_future();
     std::thread([task] { (*task)(); }).detach();
     begun->get_future().wait();  // the device is not looked at again
-    if (timeout_ns_ == 0) {
-      done.wait();
-    } else if (done.wait_until(deadline_) != std::future_status::ready) {
+    try {
+      while (done.wait_for(kLook) != std::future_status::ready) watch_others(what);
+    } catch (...) {
       world().broken = true;
-      for (uint32_t p = 0; p < ranks_; ++p) {
-        if (const std::string gone = control_->obituary(p); !gone.empty()) {
-          throw Error(Error::Kind::kPeerTimeout, concat("group '", who_.name, "': rank ", p, ": ", gone));
-        }
+      throw;
+    }
+    return done.get();
+  }
+
+  void watch_others(const char* what) const {
+    cpu::call_joining_hook();
+    for (uint32_t p = 0; p < ranks_; ++p) {
+      if (const std::string gone = control_->obituary(p); !gone.empty()) {
+        throw Error(Error::Kind::kPeerTimeout, concat("group '", who_.name, "': rank ", p, ": ", gone));
       }
+    }
+    if (timeout_ns_ != 0 && Clock::now() > deadline_) {
       throw Error(Error::Kind::kPeerTimeout,
                   concat("group '", who_.name, "': ", what, " did not end within ",
                          static_cast<double>(timeout_ns_) * 1e-9, " s (rank ", who_.rank, " waited)"));
     }
-    return done.get();
   }
 
   void enter_world() const {
