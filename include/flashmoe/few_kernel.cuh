@@ -98,8 +98,8 @@ __device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
 
 // All threads: whether the block is to go on.
 __device__ __forceinline__ bool all_well(const Block& b) {
-  return __syncthreads_or(static_cast<int>(b.s.failed)) ==
-         0;  // in one step: who is first through may fail at what follows
+  // In one step: who is first through may fail at what follows.
+  return __syncthreads_or(static_cast<int>(b.s.failed)) == 0;
 }
 
 // ---- gate -----------------------------------------------------------------------------------------------------------
