@@ -22,6 +22,7 @@ import runpy
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import flashmoe
 import torch
@@ -41,6 +42,8 @@ SHAPES = {  # H, I, E, K, activation, token counts
 DEFAULT = tuple(name for name in SHAPES if name not in ("paper-E16", "paper-E32"))
 """On one GPU: the line over E is a matter of groups."""
 BUSY_CYCLES = 1_000_000  # about half a millisecond: longer than it takes to launch any of what is timed
+QUERY = "clocks.sm,clocks.mem,power.draw,driver_version"
+"""What `nvidia_smi` asks for."""
 
 
 def milliseconds(call, repeats: int) -> list[float]:
@@ -88,6 +91,18 @@ def gpu_operations(call, calls: int = 10) -> int:
     return sum(1 for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
+def nvidia_smi() -> str:
+    """A line of figures for each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def flops(name: str, tokens: int) -> int:
+    """Of the experts' GEMMs, for so many tokens."""
+    hidden, inner, _, top_k, activation, _ = SHAPES[name]
+    return tokens * top_k * (3 if activation == "swiglu" else 2) * 2 * hidden * inner
+
+
 def yardstick(script: pathlib.Path, name: str, tokens: int):
     """Runs the yardstick on a shape: the GEMM-only milliseconds that it prints, and its timer."""
     hidden, inner, experts, top_k, activation, _ = SHAPES[name]
@@ -114,15 +129,18 @@ def expert_row(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gated: bool)
     return w2.double() @ h
 
 
-def reference(x, router, w1, w2, top_k: int, gated: bool) -> torch.Tensor:
-    """The layer in fp64 on the chosen tokens, routing in fp32 as the kernel's."""
+def reference(x, router, w1, w2, top_k: int, gated: bool, own: Sequence[int]) -> torch.Tensor:
+    """The layer in fp64 on the chosen tokens, routing in fp32 as the kernel's: the terms of the experts `own`, whose
+    weights these are."""
     p = torch.softmax(x.float() @ router.float().t(), -1)
     weights, ids = p.topk(top_k, -1)
     weights = (weights / weights.sum(-1, keepdim=True)).double()
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for t in range(len(x)):
         for k in range(top_k):
-            out[t] += weights[t, k] * expert_row(x[t], w1[ids[t, k]], w2[ids[t, k]], gated)
+            if (expert := int(ids[t, k])) in own:
+                i = own.index(expert)
+                out[t] += weights[t, k] * expert_row(x[t], w1[i], w2[i], gated)
     return out
 
 
@@ -153,7 +171,7 @@ def measure(name: str, tokens: int, repeats: int, floors: pathlib.Path | None) -
         y = layer(0)
         ctx.synchronize()
         sample = torch.randperm(tokens, device="cuda")[:8]
-        expected = reference(xs[0][sample], router, w1, w2, top_k, gated)
+        expected = reference(xs[0][sample], router, w1, w2, top_k, gated, range(experts))
         error = ((y[sample].double() - expected).norm() / expected.norm()).item()
         bare = floor_call(tokens * top_k, hidden, inner, experts, w1, w2)
         layer_ms, floor_ms = [], []
@@ -174,7 +192,6 @@ def measure(name: str, tokens: int, repeats: int, floors: pathlib.Path | None) -
                 "yardstick_timer_ratio": timed[0] / timed[1],
             }
     fused, floor = statistics.median(layer_ms), statistics.median(floor_ms)
-    flops = tokens * top_k * (3 if gated else 2) * 2 * hidden * inner
     touched = min(experts, tokens * top_k)
     if tokens * top_k < 8 * experts:
         touched = experts * (1 - (1 - top_k / experts) ** tokens)
@@ -186,7 +203,7 @@ def measure(name: str, tokens: int, repeats: int, floors: pathlib.Path | None) -
         "floor_ms": floor,
         "floor_min_max": [min(floor_ms), max(floor_ms)],
         "ratio": fused / floor,
-        "tflops": flops / fused * 1e-9,
+        "tflops": flops(name, tokens) / fused * 1e-9,
         "weight_tb_s": touched * (w1[0].numel() + w2[0].numel()) * 2 / fused * 1e-9,
         "gpu_operations_per_call": operations,
         "error": error,
@@ -223,17 +240,13 @@ def main() -> None:
         "command": "python " + " ".join(sys.argv),
         "shapes": [],
     }
-    query = "clocks.sm,clocks.mem,power.draw,driver_version"
     print(f"{device}: cuBLAS {result['cublas_8192_tflops']:.0f} TFLOP/s, copy {result['copy_tb_s']:.2f} TB/s")
     columns = f"{'fused ms':>9} {'floor ms':>9} {'ratio':>6} {'TFLOP/s':>8} {'w TB/s':>7} ops error"
     print(f"{'shape':>12} {'tokens':>6} {columns}")
     for name in args.shapes:
         for tokens in args.tokens or SHAPES[name][-1]:
             row = measure(name, tokens, args.repeats, args.floors)
-            smi = subprocess.run(
-                ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
-            )
-            row["nvidia_smi"] = {query: smi.stdout.strip()}
+            row["nvidia_smi"] = {QUERY: nvidia_smi()}
             result["shapes"].append(row)
             figures = f"{row['fused_ms']:9.4f} {row['floor_ms']:9.4f} {row['ratio']:6.3f} {row['tflops']:8.0f}"
             rest = f"{row['weight_tb_s']:7.2f} {row['gpu_operations_per_call']:3.1f} {row['error']:.1e}"

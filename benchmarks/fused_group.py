@@ -19,14 +19,13 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 
 import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
-from fused_gpu import BUSY_CYCLES, SHAPES, expert_row, floor_call, gpu_operations
+from fused_gpu import BUSY_CYCLES, QUERY, SHAPES, floor_call, flops, gpu_operations, nvidia_smi, reference
 
 WARM_UP = 3
 """Calls that are not timed."""
@@ -103,7 +102,6 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
         returned = ctx.last_call.return_mode
         dist.barrier()  # a rank that closes its context must not be awaited in another's call
     median = {key: statistics.median(times) for key, times in timed.items()}
-    flops = tokens * top_k * (3 if gated else 2) * 2 * hidden * inner
     return {
         "shape": name,
         "tokens": tokens,
@@ -118,7 +116,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
         "plain_fused_ms": median["fused", False],
         "plain_floor_ms": median["floor", False],
         "plain_ratio": median["fused", False] / median["floor", False],
-        "tflops": flops / median["fused", True] * 1e-9,
+        "tflops": flops(name, tokens) / median["fused", True] * 1e-9,
         "mtokens_per_s": tokens / median["fused", True] * 1e-3,
         "gpu_operations_per_call": operations,
         "error": error,
@@ -133,16 +131,7 @@ def check(x, y, router, own, w1, w2, top_k: int, gated: bool) -> float:
         rows, results = x[sample].contiguous(), y[sample].contiguous()
         dist.broadcast(rows, source)
         dist.broadcast(results, source)
-        weights = torch.softmax(rows.float() @ router.float().t(), -1)
-        chosen, ids = weights.topk(top_k, -1)
-        chosen = (chosen / chosen.sum(-1, keepdim=True)).double()
-        expected = torch.zeros(rows.shape, dtype=torch.float64, device="cuda")
-        for t in range(len(rows)):
-            for k in range(top_k):
-                if (expert := int(ids[t, k])) not in own:
-                    continue
-                i = own.index(expert)
-                expected[t] += chosen[t, k] * expert_row(rows[t], w1[i], w2[i], gated)
+        expected = reference(rows, router, w1, w2, top_k, gated, own)
         dist.all_reduce(expected)
         worst = max(worst, ((results.double() - expected).norm() / expected.norm()).item())
     return worst
@@ -206,11 +195,7 @@ def main() -> None:
     for name, return_mode in itertools.product(args.shapes, args.returns):
         for tokens in args.tokens or [t for t in SHAPES[name][-1] if t >= 1024]:
             row = measure(name, tokens, args.repeats, profile, return_mode)
-            query = "clocks.sm,clocks.mem,power.draw,driver_version"
-            smi = subprocess.run(
-                ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
-            )
-            row["nvidia_smi"] = {query: smi.stdout.strip().splitlines()}
+            row["nvidia_smi"] = {QUERY: nvidia_smi().splitlines()}
             result["shapes"].append(row)
             by_return[return_mode].append(row)
             if rank == 0:

@@ -70,4 +70,5 @@ def test_second_and_thousandth_call_repeat_the_first(ranks, dtype, return_mode):
     calls = [problem, problem, *(others[i % 3] for i in range(997)), problem]
     runs = ranks.calls(calls, problem.limits())
     assert len(runs) == 1000
+    check(problem, runs[0])
     assert bits(runs[0]) == bits(runs[1]) == bits(runs[999])

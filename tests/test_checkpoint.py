@@ -187,7 +187,7 @@ def test_folder_without_tensors(tmp_path):
         load_layer(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a tensor file at all", b"\xff" * 64])
+@pytest.mark.parametrize("content", [b"", b"not a tensor file at all", b"\xff" * 64, b"PK\x03\x04" + bytes(500)])
 def test_not_safetensors(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -195,11 +195,11 @@ def test_not_safetensors(tmp_path, content):
         load_layer(path)
 
 
-@pytest.mark.parametrize("keep", [4, 40, -1])
+@pytest.mark.parametrize("keep", [4, 40, 500, -1])
 def test_truncated_file(write, keep):
     path = write(fused()) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with refused("path", "expected a complete safetensors file", "got"):
+    with refused("path", "expected a complete safetensors file", str(path), "got"):
         load_layer(path)
 
 
@@ -298,6 +298,7 @@ def test_tensors_the_layer_cannot_express(write, extra):
         ("experts.gate_up_proj", (EXPERTS - 1, 2 * INTERMEDIATE, HIDDEN), "gate_up_proj"),
         ("experts.down_proj", (EXPERTS, INTERMEDIATE, HIDDEN), "down_proj"),
         ("experts.down_proj", (EXPERTS, HIDDEN, 0), "down_proj"),
+        ("experts.down_proj", (EXPERTS, HIDDEN, INTERMEDIATE - 1), "gate_up_proj"),
         ("experts.down_proj", (HIDDEN, INTERMEDIATE), "down_proj"),
     ],
 )

@@ -132,10 +132,3 @@ def test_no_rows_and_many_rows_in_turn(ranks):
     limits = problems[0].limits() | {"max_tokens": 300}
     for problem, outcomes in zip(problems, ranks.calls(problems, limits), strict=True):
         check(problem, outcomes)
-
-
-def test_second_and_thousandth_call(ranks):
-    problem = random_problem(5, [20, 13], dtype="bfloat16", **USUAL)
-    runs = ranks.calls([problem] * 1000)
-    for turn in (0, 1, 999):
-        check(problem, runs[turn])

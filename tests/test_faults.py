@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import flashmoe.checkpoint
+import flashmoe
 import flashmoe.launch
 import ml_dtypes
 import numpy as np

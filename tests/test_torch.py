@@ -177,9 +177,10 @@ def test_tensors_and_arrays_give_the_same_bits(ctx, dtype, fused):
         assert bits(flashmoe.moe(ctx, **wide)) == bits(expected)
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["router", "given routing"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_read_only_arrays_are_read_and_not_written(ctx, dtype):
-    problem = random_problem(5, [33], dtype=dtype, biases=(True, True, True), **SIZES)
+def test_read_only_arrays_are_read_and_not_written(ctx, dtype, fused):
+    problem = random_problem(5, [33], dtype=dtype, fused=fused, biases=(fused, True, True), **SIZES)
     arguments = problem.arguments(0)
     expected = flashmoe.moe(ctx, **arguments)
     arrays = [value for value in arguments.values() if isinstance(value, np.ndarray)]

@@ -20,6 +20,9 @@ its square, next to that of an exact float32 sum.
 **Functions.** exp and the reciprocal by the approximations of the SM: SiLU within 2^-20 of itself. GELU is max(z, 0)
 less its tail |z| erfc(|z| / sqrt 2) / 2, of which a polynomial is within 3.1e-4 for bfloat16, within 5.4e-6 otherwise;
 exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/sm90/activation.cuh).
+
+**Exact** calls of float32 tensors have no tensor cores, hence nothing of the first two: their sums round as
+`flashmoe.tolerance` has it.
 """
 
 from __future__ import annotations
@@ -82,8 +85,10 @@ def expected_result(
     topk_weights: Tensor | None = None,
     capacity_factor: float | None = None,
     reported: Tensor | None = None,
+    exact: bool = False,
 ) -> Expected:
-    """The reference of a call. `reported`: the engine's ids, to follow where the router cannot tell two apart."""
+    """The reference of a call. `reported`: the engine's ids, to follow where the router cannot tell two apart. `exact`:
+    as the call's; of other types than float32 it means nothing."""
     valid = True
     if topk_ids is None:
         logits = logits_of(x, router, router_bias)
@@ -101,8 +106,8 @@ def expected_result(
     sums = _Sums.zeros(x)
     for expert in ids[ids >= 0].unique().tolist():
         t, k = (ids == expert).nonzero(as_tuple=True)
-        w = weights[t, k, None], weights[t, k, None], variance[t, k, None]
-        _add_expert(sums, x[t], t, experts, expert, w)
+        w = weights[t, k, None], variance[t, k, None]
+        _add_expert(sums, x[t], t, experts, expert, w, exact and _name(x) == "float32")
     dtype = _name(x)
     several = (ids >= 0).sum(dim=1) > 1
     of_sum = _VARIANCE32 * (top_k + 1) * (sums.squares / 6.0 + sums.y**2 / 3.0) + _rounding(sums.y, dtype)
@@ -209,32 +214,32 @@ class _Sums:
 
 
 def _add_expert(
-    sums: _Sums, x: Tensor, t: Tensor, experts: Weights, expert: int, w: tuple[Tensor, Tensor, Tensor]
+    sums: _Sums, x: Tensor, t: Tensor, experts: Weights, expert: int, w: tuple[Tensor, Tensor], exact: bool
 ) -> None:
-    """The terms of one expert for the tokens t, whose rows are x."""
+    """The terms of one expert for the tokens t, whose rows are x; `w`: their weights, and the variances of these."""
     dtype, activation = _name(x), experts.activation
     w1, w2 = experts.gate_up_proj[expert], experts.down_proj[expert]
     b1, b2 = (0.0 if bias is None else bias[expert].double() for bias in (experts.gate_up_bias, experts.down_bias))
     z = x.double() @ w1.double().T + b1
-    a, a_variance = _activated(z, _dot_variance(x.double(), w1.double(), z), activation, dtype)
+    a, a_variance = _activated(z, _dot_variance(x.double(), w1.double(), z, exact), activation, dtype, exact)
     a_variance = a_variance + _rounding(a, dtype)
     f = a @ w2.double().T + b2
     f_engine = f
-    if dtype == "float32":
+    if dtype == "float32" and not exact:
         a_engine, _ = _activated(round_operand(x) @ round_operand(w1).T + b1, None, activation, dtype)
         step = _TF32_STEP * _binade(a_engine, dtype)
         a_engine = torch.where(a_engine.abs() > step, a_engine - a_engine.sign() * step / 2.0, a_engine)
         a_variance = a_variance + step**2 / 12.0
         f_engine = a_engine @ round_operand(w2).T + b2
-    f_variance = _dot_variance(a, w2.double(), f) + a_variance @ (w2.double() ** 2).T
-    weight, weight_engine, weight_variance = w
+    f_variance = _dot_variance(a, w2.double(), f, exact) + a_variance @ (w2.double() ** 2).T
+    weight, weight_variance = w
     row = weight * f
     variance = weight**2 * f_variance + weight_variance * f**2 + _rounding(row, dtype)
     if dtype != "float32":
         variance = variance + _VARIANCE32 * row**2  # the product, before that rounding
     # A token has an expert once, so that no two of t are equal.
     sums.y[t] += row
-    sums.engine[t] += weight_engine * f_engine
+    sums.engine[t] += weight * f_engine
     sums.variance[t] += variance
     sums.squares[t] += row**2
 
@@ -246,15 +251,17 @@ def round_operand(v: Tensor) -> Tensor:
     return (v.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
 
 
-def _dot_variance(x: Tensor, matrix: Tensor, values: Tensor) -> Tensor:
-    """Of ``matrix @ x[t] + bias``, which is `values`, summed in float32 by the tensor cores."""
+def _dot_variance(x: Tensor, matrix: Tensor, values: Tensor, exact: bool = False) -> Tensor:
+    """Of ``matrix @ x[t] + bias``, which is `values`, summed in float32: by the tensor cores, or without (`exact`)."""
     n = x.shape[1] + 2
     squares = (x**2) @ (matrix**2).T
-    truncation = (n / 16.0 * 2.0**-23) ** 2
+    truncation = 0.0 if exact else (n / 16.0 * 2.0**-23) ** 2
     return _VARIANCE32 * n * (squares / 6.0 + values**2 / 3.0) + truncation * (squares + values**2)
 
 
-def _activated(z: Tensor, variance: Tensor | None, activation: str, dtype: str) -> tuple[Tensor, Tensor | None]:
+def _activated(
+    z: Tensor, variance: Tensor | None, activation: str, dtype: str, exact: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """act(z), and its variance for z of the given one."""
     if activation == "swiglu":
         (gate, up), parts = z.chunk(2, dim=1), (None, None) if variance is None else variance.chunk(2, dim=1)
@@ -267,9 +274,10 @@ def _activated(z: Tensor, variance: Tensor | None, activation: str, dtype: str) 
         return a, None
     step = 1e-6 * (1.0 + z.abs())
     slope = (_activate(z + step, activation) - a) / step
+    tail_error = 0.0 if exact else _GELU_TAIL_ERROR[dtype]
     of_function = {
         "relu": torch.zeros_like(z),
-        "gelu": _ERFC_ERROR * z + _GELU_TAIL_ERROR[dtype] * (z.clamp(min=0.0) - _activate(z, "gelu")),
+        "gelu": _ERFC_ERROR * z + tail_error * (z.clamp(min=0.0) - _activate(z, "gelu")),
         # exp's argument is rounded, which exp(-z) has as a relative error that grows with |z|.
         "silu": a * (_SILU_ERROR + 4.0 * UNIT_ROUNDOFF["float32"] * (-z).clamp(min=0.0)),
     }[activation]

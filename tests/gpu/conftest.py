@@ -58,6 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         f"torch {torch.__version__}, {jit.find_nvcc()}; FLASHMOE_SEED={SEED}"
     )
     variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in ACTIVATIONS]
+    variants += [jit.Variant("float32", activation, exact=True) for activation in ACTIVATIONS]
     variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
     if torch.cuda.device_count() * RANKS_A_GPU > 1:
         variants += [jit.Variant(*each, rdma=True) for each in PUT]

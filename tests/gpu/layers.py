@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +14,16 @@ import flashmoe
 import pytest
 import torch
 from bounds import Expected, Weights, choose, expected_result, logits_of, router_slack
+from flashmoe.nn import MoE
 from flashmoe.report import CallReport
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+ARITHMETIC = {**{dtype: {"dtype": dtype} for dtype in DTYPES}, "exact": {"dtype": "float32", "exact": True}}
+"""What `random_problem` is told for each way to multiply."""
 SEED = int(os.environ.get("FLASHMOE_SEED") or secrets.randbelow(2**31))
 """Of what is new in each run; conftest.py prints it."""
 PATIENCE = 10.0
@@ -40,7 +45,7 @@ class Problem:
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """activation, renormalize, capacity_factor"""
+    """activation, renormalize, capacity_factor, exact"""
 
     @property
     def dtype(self) -> str:
@@ -175,6 +180,29 @@ def call(context: flashmoe.Context, problem: Problem, **how: Any) -> tuple[Tenso
     return y, context.last_call
 
 
+def module_of(context: flashmoe.Context, problem: Problem) -> MoE:
+    """A module with the problem's options and parameters, which are those of all experts: it keeps this rank's."""
+    experts, hidden, intermediate = problem.down_proj.shape
+    biases = {"router_bias": problem.router_bias is not None, "expert_bias": problem.down_bias is not None}
+    options = {**biases, **problem.options, "dtype": problem.x.dtype}
+    module = MoE(context, hidden, intermediate, experts, problem.top_k, **options).to(problem.x.device)
+    state = {
+        "gate.weight": problem.router,
+        "gate.bias": problem.router_bias,
+        "experts.gate_up_proj": problem.gate_up_proj,
+        "experts.gate_up_proj_bias": problem.gate_up_bias,
+        "experts.down_proj": problem.down_proj,
+        "experts.down_proj_bias": problem.down_bias,
+    }
+    module.load_state_dict({name: tensor for name, tensor in state.items() if tensor is not None})
+    return module
+
+
+def compiled(function: Callable, backend: str) -> Callable:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
 def capture(context: flashmoe.Context, problem: Problem) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph of one call, and its output."""
     call(context, problem)  # loads and prepares what a capture may not
@@ -182,6 +210,16 @@ def capture(context: flashmoe.Context, problem: Problem) -> tuple[torch.cuda.CUD
     with torch.cuda.graph(graph):
         y = flashmoe.moe(context, **problem.arguments())
     return graph, y
+
+
+def gpu_operations(run: Callable[[], object]) -> list[str]:
+    """Names of the kernels, copies and fills that `run` makes this process's GPUs do. (The first time in a process, the
+    profiler may do something of its own.)"""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
+    return [name for name in names if "sync" not in name.lower()]
 
 
 def check(problem: Problem, y: Tensor, report: CallReport) -> Expected:
@@ -201,6 +239,7 @@ def check(problem: Problem, y: Tensor, report: CallReport) -> Expected:
         topk_weights=problem.topk_weights,
         capacity_factor=problem.options.get("capacity_factor"),
         reported=reported,
+        exact=problem.options.get("exact", False),
     )
     assert expected.routing_is_valid, "experts that are no top-k of the float64 logits"
     assert torch.equal(reported, expected.topk_ids)

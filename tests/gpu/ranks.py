@@ -17,7 +17,19 @@ import flashmoe
 import flashmoe.placement
 import torch
 import torch.distributed
-from layers import PATIENCE, Problem, call, capture, check, context_of, poisoned_outputs, random_problem
+from layers import (
+    PATIENCE,
+    Problem,
+    call,
+    capture,
+    check,
+    compiled,
+    context_of,
+    gpu_operations,
+    module_of,
+    poisoned_outputs,
+    random_problem,
+)
 
 LIMITS = {"max_tokens": 2048, "hidden": 2048, "intermediate": 1024, "experts": 128, "top_k": 8, "dtype": "float32"}
 """Of the context that most tests share: one heap, calls of any size in it."""
@@ -396,9 +408,9 @@ def meet(store: torch.distributed.Store, ranks: int, where: str) -> None:
     store.wait([f"{where}: all"])
 
 
-def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float) -> tuple[str, float]:
-    """Rank `who` stays out of a call until the others have given up; what each is told, and after how long. Then all
-    make a new group, whose calls are right."""
+def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float) -> str:
+    """Rank `who` stays out of a call until the others have given up; what each is told. Then all make a new group,
+    whose calls are right."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
     whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     limits = {**spec, "max_tokens": 100, "dtype": "bfloat16", "transport": transport}
@@ -406,18 +418,16 @@ def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: f
     with joined(rank, ranks, f"{name}-1", **limits, timeout=timeout) as context:
         local = with_experts(whole, context.local_experts())
         call(context, local)
-        started = time.monotonic()
         try:
             if rank == who:
                 time.sleep(3 * timeout)
             call(context, local)
         except flashmoe.FlashMoEError as error:
             told = f"{type(error).__name__}: {error}"
-        seconds = time.monotonic() - started
     with joined(rank, ranks, f"{name}-2", **limits) as context:
         y, report = call(context, local)
         check(whole, y, report)
-    return told, seconds
+    return told
 
 
 def die(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float, folder: Path) -> None:
@@ -471,13 +481,41 @@ def operations(rank: int, ranks: int, name: str, way: str, calls: int) -> list[s
         local = with_experts(whole, context.local_experts())
         call(context, local)
         arguments = local.arguments()
-        for _ in range(2):  # the profiler has a first time of its own
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                for _ in range(calls):
-                    flashmoe.moe(context, **arguments)
-                context.synchronize()
-        names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        return [name for name in names if "sync" not in name.lower()]
+
+        def run() -> None:
+            for _ in range(calls):
+                flashmoe.moe(context, **arguments)
+            context.synchronize()
+
+        gpu_operations(run)  # the profiler's own first time
+        return gpu_operations(run)
+
+
+def module_over_process_group(
+    rank: int, ranks: int, name: str, rendezvous: Path
+) -> tuple[int, int, int | None, list[bool]]:
+    """Of a context over a process group: its rank, its ranks, its device; and whether what a module on it gives, called
+    as it is and then compiled, twice, has the bits of the same tokens on this GPU alone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(device_of(rank))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    try:
+        spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
+        tokens = [200 + 50 * each for each in range(ranks)]
+        whole = random_problem(12, sum(tokens), device=f"cuda:{device_of(rank)}", biases=True, **spec)
+        own = share_of(whole, rank, tokens)
+        sizes = {**spec, "max_tokens": max(tokens), "dtype": "bfloat16"}
+        limits = {"timeout": 60.0, "processors": processors()}  # ranks wait for one another's compilers
+        with flashmoe.Context.from_torch(engine="cuda", **sizes, **limits) as context, torch.no_grad():
+            module = module_of(context, whole)
+            fast = compiled(module, "aot_eager")
+            results = [module(own.x), fast(own.x), fast(own.x)]
+            context.synchronize()
+            alone = results_alone(own, rank, context.placement)[context.return_mode]
+            same = [torch.equal(y, alone) for y in results]
+            return context.rank, context.ranks, context.device, same
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def replay(rank: int, ranks: int, name: str, way: str) -> int:

@@ -15,6 +15,10 @@ from layers import call, check, context_of, random_problem
 from ranks import WAYS, device_of, joined, share_of, with_experts
 
 KINDS = (("bfloat16", "swiglu"), ("float32", "gelu"))
+ALONE = [
+    *({"dtype": dtype, "activation": activation} for dtype, activation in KINDS),
+    {"dtype": "float32", "activation": "swiglu", "exact": True},
+]
 SHAPES = (
     {"tokens": 8, "hidden": 136, "intermediate": 72, "experts": 5, "top_k": 2, "ids": "int32", "capacity_factor": 0.7},
     {"tokens": 5, "hidden": 72, "intermediate": 40, "experts": 3, "top_k": 2},
@@ -30,8 +34,8 @@ TWICE = 2
 
 def alone() -> None:
     for turn, shape in enumerate(SHAPES):
-        for dtype, activation in KINDS:
-            problem = random_problem(turn, dtype=dtype, activation=activation, **shape)
+        for kind in ALONE:
+            problem = random_problem(turn, **kind, **shape)
             # No timeout: under a sanitizer, progress is a matter of patience.
             with context_of(problem, processors=4, timeout=0.0) as context:
                 for _ in range(TWICE):

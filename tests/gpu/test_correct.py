@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from layers import (
     ACTIVATIONS,
+    ARITHMETIC,
     DTYPES,
     SEED,
     Problem,
@@ -41,12 +42,10 @@ ROUTINGS = {"router": None, "int32": "int32", "int64": "int64"}
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kind_of_call(dtype, activation, biases, routing):
-    problem = random_problem(
-        1, 333, dtype=dtype, activation=activation, biases=biases, ids=ROUTINGS[routing], skew=3.0, **USUAL
-    )
-    run_and_check(problem)
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_every_kind_of_call(arithmetic, activation, biases, routing):
+    kind = {**ARITHMETIC[arithmetic], "activation": activation, "biases": biases, "ids": ROUTINGS[routing]}
+    run_and_check(random_problem(1, 333, **kind, skew=3.0, **USUAL))
 
 
 EDGES = {
@@ -78,11 +77,22 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
 @pytest.mark.parametrize("edge", EDGES)
-def test_edge(edge, dtype):
+def test_edge(edge, arithmetic):
     tokens, changes = EDGES[edge]
-    run_and_check(random_problem(len(edge), tokens, dtype=dtype, **USUAL | changes))
+    run_and_check(random_problem(len(edge), tokens, **ARITHMETIC[arithmetic], **USUAL | changes))
+
+
+@pytest.mark.parametrize("tokens", [9, 300])
+def test_exact_is_more_than_tf32(tokens):
+    """A test of the tests: what the tensor cores make of the same call is outside the bound of an exact one. (Ids are
+    given: that leaves the products. Fewer tokens never see the tensor cores.)"""
+    problem = random_problem(13, tokens, dtype="float32", ids="int32", exact=True, **USUAL)
+    with context_of(problem) as context:
+        expected = check(problem, *call(context, problem))
+        y, _ = call(context, replace(problem, options={**problem.options, "exact": False}))
+    assert float((y.double() - expected.y).norm()) > expected.bound
 
 
 @pytest.mark.parametrize("edge", [edge for edge in EDGES if edge.startswith("capacity")])

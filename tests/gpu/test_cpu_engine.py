@@ -6,8 +6,8 @@ import flashmoe
 import numpy as np
 import pytest
 import torch
-from bounds import expected_result
-from flashmoe.tolerance import UNIT_ROUNDOFF
+from bounds import Expected, expected_result
+from flashmoe.tolerance import UNIT_ROUNDOFF, router_error
 from layers import ACTIVATIONS, DTYPES, PATIENCE, Problem, call, check, context_of, is_certain, random_problem
 
 pytestmark = pytest.mark.gpu
@@ -15,6 +15,17 @@ pytestmark = pytest.mark.gpu
 
 def on_cpu(problem: Problem) -> dict:
     return {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in problem.arguments().items()}
+
+
+def cpu_weight_slack(problem: Problem, expected: Expected) -> np.ndarray | float:
+    """[T, K]: what the CPU engine's weights may differ from the reference's by; nothing where they are given."""
+    if problem.router is None:
+        return 0.0
+    given = (problem.x, problem.router, problem.router_bias)
+    operands = [None if each is None else each.double().cpu().numpy() for each in given]
+    routing = expected.topk_ids.cpu().numpy(), expected.weights.cpu().numpy()
+    _, variance = router_error(*operands, *routing, renormalize=problem.options.get("renormalize", True))
+    return 8.0 * np.sqrt(variance)
 
 
 @pytest.mark.parametrize("ids", [None, "int32", "int64"], ids=["router", "int32", "int64"])
@@ -44,9 +55,8 @@ def test_engines_agree(dtype, activation, ids):
         other = flashmoe.moe(context, **on_cpu(problem))
         theirs = context.last_call
     np.testing.assert_array_equal(report.topk_ids, theirs.topk_ids)
-    np.testing.assert_allclose(
-        report.topk_weights, theirs.topk_weights, rtol=2.0**-8 if dtype == "float32" else 1e-4, atol=1e-6
-    )
+    slack = expected.weight_slack.cpu().numpy() + cpu_weight_slack(problem, expected)
+    assert (np.abs(report.topk_weights.astype(np.float64) - theirs.topk_weights) <= slack).all()
     # The CPU engine's operands are exact, and its roundings are among those that the bound allows for.
     error = float((y.double().cpu() - other.double()).norm())
     assert error <= 2.0 * expected.bound

@@ -188,6 +188,12 @@ def test_one_gpu_operation_a_call(pool, way):
         assert len(done) == 3 and all("flashmoe_moe" in name for name in done), done
 
 
+def test_a_module_over_a_process_group(pool, tmp_path):
+    """Eager and compiled, it gives the bits of one GPU."""
+    told = everywhere(pool, on_rank.module_over_process_group, tmp_path / "rendezvous")
+    assert told == [(rank, pool.ranks, on_rank.device_of(rank), [True] * 3) for rank in range(pool.ranks)]
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_disagree(pool, transport):
     for told in everywhere(pool, on_rank.disagree, transport):
@@ -198,10 +204,10 @@ def test_ranks_that_disagree(pool, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_stalls_is_named(pool, who, transport):
-    for rank, (told, seconds) in enumerate(everywhere(pool, on_rank.stall, transport, who, 2.0)):
+    for rank, told in enumerate(everywhere(pool, on_rank.stall, transport, who, 2.0)):
         assert told.startswith(f"PeerTimeout: rank {who} holds up call 2: ")
         if rank != who:  # by the time that it is told itself, it has begun
-            assert "it has not begun call 2 (it is at 1)" in told and 1.0 < seconds < 5.0
+            assert "it has not begun call 2 (it is at 1)" in told
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

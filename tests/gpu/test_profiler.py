@@ -5,22 +5,11 @@ from __future__ import annotations
 import flashmoe
 import pytest
 import torch
-from layers import call, context_of, random_problem
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from layers import call, context_of, gpu_operations, random_problem
 
 pytestmark = pytest.mark.gpu
 
 CALLS = 10
-
-
-def operations(run) -> list[str]:
-    """Names of the kernels, copies and fills that `run` makes the GPU do."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        run()
-        torch.cuda.synchronize()
-    names = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
-    return [name for name in names if "sync" not in name.lower()]
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 5000])
@@ -31,9 +20,9 @@ def test_one_operation_per_call(tokens, ids):
     ones = torch.ones(8, device="cuda")
     with context_of(problem) as context:
         call(context, problem)
-        operations(lambda: ones + 1)  # the profiler's own first time
-        assert len(operations(lambda: ones + 1)) == 1, "the profiler does not see a kernel of PyTorch's"
-        seen = operations(lambda: [flashmoe.moe(context, **arguments) for _ in range(CALLS)])
+        gpu_operations(lambda: ones + 1)  # the profiler's own first time
+        assert len(gpu_operations(lambda: ones + 1)) == 1, "the profiler does not see a kernel of PyTorch's"
+        seen = gpu_operations(lambda: [flashmoe.moe(context, **arguments) for _ in range(CALLS)])
     assert len(seen) == CALLS, seen
     kernel = "flashmoe_few" if tokens <= 8 else "flashmoe_moe"
     assert all(kernel in name for name in seen), seen

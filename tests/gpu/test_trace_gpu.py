@@ -37,10 +37,9 @@ def test_traced_call(tmp_path, ids):
             assert 0 < event.start_ns <= event.end_ns
             number = int(event.actor.removeprefix("processor ")) if event.actor != "os" else 0
             assert 0 <= number < processors
-        assert 0 < report.wall_ns < 10**9
-        assert report.wall_ns <= max(e.end_ns for e in report.events) - min(e.start_ns for e in report.events)
-        assert all(spent >= 0 for spent in report.phase_ns.values()) and report.phase_ns["gemm0"] > 0
-        assert 0.0 <= report.idle_share < 1.0
+        assert report.phase_ns["gemm0"] > 0
+        _, later = call(context, problem, trace=True)  # whose events are its own
+        assert max(event.end_ns for event in report.events) <= min(event.start_ns for event in later.events)
 
         write_timeline(tmp_path / "timeline.png", [report.events], "one GPU")
         write_perfetto(tmp_path / "trace.json", [report.events])
