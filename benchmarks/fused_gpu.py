@@ -91,6 +91,14 @@ def gpu_operations(call, calls: int = 10) -> int:
     return sum(1 for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
+def head() -> str:
+    """The commit that is checked out; empty where git does not know."""
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
 def nvidia_smi() -> str:
     """A line of figures for each GPU."""
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
@@ -227,7 +235,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=32)
     parser.add_argument("--floors", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--commit", default="", help="where git is not at hand")
+    parser.add_argument("--commit", default=head(), help="where git is not at hand")
     args = parser.parse_args()
     device = torch.cuda.get_device_name()
     product_ms, copy_ms = ceilings()

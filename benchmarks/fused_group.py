@@ -25,7 +25,7 @@ import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
-from fused_gpu import BUSY_CYCLES, QUERY, SHAPES, floor_call, flops, gpu_operations, nvidia_smi, reference
+from fused_gpu import BUSY_CYCLES, QUERY, SHAPES, floor_call, flops, gpu_operations, head, nvidia_smi, reference
 
 WARM_UP = 3
 """Calls that are not timed."""
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--return", dest="returns", nargs="*", default=["auto"])
     parser.add_argument("--profile", nargs="*", default=[], help="name=value, see flashmoe.Context")
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--commit", default="", help="where git is not at hand")
+    parser.add_argument("--commit", default=head(), help="where git is not at hand")
     args = parser.parse_args()
     rank = join()
     profile = profile_of(args.profile)

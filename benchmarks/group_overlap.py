@@ -34,7 +34,7 @@ import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
-from fused_gpu import SHAPES, grouped_gemms
+from fused_gpu import SHAPES, grouped_gemms, head
 from fused_group import WARM_UP, described, join, own_milliseconds, own_span, slowest
 
 LINK = 350e9
@@ -238,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=24)
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--commit", default="", help="where git is not at hand")
+    parser.add_argument("--commit", default=head(), help="where git is not at hand")
     args = parser.parse_args()
     rank = join()
     settings = (("mixtral", FIGURE_TOKENS // dist.get_world_size()), ("mixtral", 8192), ("paper-E8", 8192))

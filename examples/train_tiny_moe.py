@@ -17,6 +17,7 @@ import argparse
 import copy
 import json
 import math
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -271,6 +272,7 @@ def main() -> None:
     shipped = exported["model"]
     test_loss = mean_loss(shipped, corpus.test, arguments.context)
     log = {
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
         "command": " ".join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},

@@ -244,14 +244,14 @@ class Context:
     Parameters
     ----------
     rank, ranks:
-        This process's rank and the number of ranks R, at most 1024.
+        This process's rank and the number of ranks R, at most 1024; CUDA engine: 32.
     name:
         The group's name, the same on every rank and used by no other group of the machine at that time. Required if
         ``ranks > 1``.
     max_tokens:
-        Most tokens T of a rank in a call, at most 2**20 - 1.
+        Most tokens T of a rank in a call, at most 2**20 - 1; CUDA engine: 65536.
     hidden, intermediate, experts, top_k:
-        Largest H, I, E and K.
+        Largest H, I, E and K: H and I at most 2**20, E at most 8192; CUDA engine: E at most 1024, K at most 32.
     dtype:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
     placement:
@@ -259,7 +259,8 @@ class Context:
     return_mode:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
         travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: the stored one (see
-        `profile`), else ``"reduced"`` where rows would else take longer than GEMMs, once for all calls. It bounds what
+        `profile`), else ``"reduced"`` where direct rows would take 1.5 times as long as the GEMMs, and fewer
+        travel, once for all calls. It bounds what
         calls may use.
     processors:
         What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,

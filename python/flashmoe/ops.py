@@ -86,8 +86,8 @@ def moe(
     trace:
         Record what every actor did when, in ``ctx.last_call.events``. On a GPU the call then waits for its end.
     exact:
-        CUDA engine, float32: multiply in float32 (FFMA), about ten times as slow as the default, which rounds factors
-        to the tensor cores' TF32 (10 bits of mantissa) and sums in float32. The CPU engine is always exact.
+        CUDA engine, float32: multiply in float32 (FFMA), about ten times as slow as the default, which truncates
+        factors to the tensor cores' TF32 (10 bits of mantissa) and sums in float32. The CPU engine is always exact.
 
     Returns
     -------
@@ -95,8 +95,9 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    Inference only: a backward pass that reaches the call raises `NotImplementedError`. Inside ``torch.compile``, and
-    where gradients would be recorded, an untraced call is one of ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    Inference only: a backward pass that reaches the call raises `NotImplementedError`. Where PyTorch compiles,
+    traces or transforms calls, has tensors without values, or would record gradients, a call without `trace` is one of
+    ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
     Threads that call with the same context are served one after the other.
 
     Raises
@@ -109,9 +110,12 @@ def moe(
     HeapError
         The call exceeds the context's limits.
     GroupError
-        The ranks disagree on H, I, E, K, dtype, activation, return mode, capacity factor or placement.
+        The ranks disagree on H, I, E, K, dtype, activation, return mode, capacity factor or placement; or an earlier
+        call of the group failed.
     PeerTimeout
         The group made no progress for the context's timeout. The message names who holds it up.
+    FlashMoEError
+        The context is closed, or another process's; the kernel cannot be compiled or launched.
     """
     floats = {
         "x": x,

@@ -32,9 +32,10 @@ class CallReport:
     dropped: int
     """(token, k) pairs dropped by the capacity factor."""
     tasks: dict[str, int]
-    """Tasks this rank executed, by kind (see `TASK_KINDS`)."""
+    """Tasks this rank executed, by kind (see `TASK_KINDS`). GPU: what the routing makes of the call, with no tasks for
+    Reduce, which is none there; of a call of at most 8 tokens too, which one kernel of its own computes without."""
     tiles: int
-    """Tiles this rank formed: groups of rows that one expert computes together."""
+    """Tiles this rank formed: groups of rows that one expert computes together. GPU: likewise, by the routing."""
     tile_rows: int
     """Real rows in those tiles, padding not counted."""
     rows_sent: int
@@ -48,9 +49,9 @@ class CallReport:
     padded_bytes: int
     """Bytes of those rows."""
     phase_ns: dict[str, int]
-    """Nanoseconds summed over the processors: by kind of task, and ``idle``."""
+    """Nanoseconds summed over the processors: by kind of task, and ``idle``. GPU: empty unless the call was traced."""
     wall_ns: int
-    """Nanoseconds from this rank's entry into the call to its exit."""
+    """Nanoseconds from this rank's entry into the call to its exit. GPU: 0 unless the call was traced."""
     processors: int
     """Processors (threads or thread blocks that execute tasks) of this rank."""
     events: list[Event] = field(default_factory=list)

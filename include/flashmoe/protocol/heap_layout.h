@@ -240,7 +240,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "columns of a source's rows that are ready for Reduce (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
-     "[token][expert] router logits of a few tokens, each with the epoch it is of (GPU only)"},
+     "[token][expert] router logits of a few tokens, each with the epoch it is of (used on a GPU)"},
     {WorkField::kJoints, "joints", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.ranks == 1 && l.top_k > 1 ? l.gemm1_columns() : 0, l.max_tokens, 1, 1}, 4};

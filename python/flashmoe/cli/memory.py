@@ -22,7 +22,9 @@ def command(
     ranks: Annotated[int, typer.Option(help="Ranks in the group.")] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    return_: Annotated[str, typer.Option("--return", help="direct, reduced or auto (room for both).")] = "auto",
+    return_: Annotated[
+        str, typer.Option("--return", help="direct, reduced or auto: room for both; cuda: the one it takes.")
+    ] = "auto",
     capacity_factor: Annotated[
         float | None, typer.Option(help="Largest capacity factor of a call, which then each has.  [default: dropless]")
     ] = None,
