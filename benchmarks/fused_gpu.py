@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import flashmoe
 import torch
+from protocol_gpu import head
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHAPES = {  # H, I, E, K, activation, token counts
@@ -89,14 +90,6 @@ def gpu_operations(call, calls: int = 10) -> int:
             call(i)
         torch.cuda.synchronize()
     return sum(1 for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-
-
-def head() -> str:
-    """The commit that is checked out; empty where git does not know."""
-    try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:
-        return ""
 
 
 def nvidia_smi() -> str:

@@ -25,7 +25,8 @@ import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
-from fused_gpu import BUSY_CYCLES, QUERY, SHAPES, floor_call, flops, gpu_operations, head, nvidia_smi, reference
+from fused_gpu import BUSY_CYCLES, QUERY, SHAPES, floor_call, flops, gpu_operations, nvidia_smi, reference
+from protocol_gpu import head
 
 WARM_UP = 3
 """Calls that are not timed."""

@@ -34,8 +34,9 @@ import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
-from fused_gpu import SHAPES, grouped_gemms, head
+from fused_gpu import SHAPES, grouped_gemms
 from fused_group import WARM_UP, described, join, own_milliseconds, own_span, slowest
+from protocol_gpu import head
 
 LINK = 350e9
 """Bytes per second out of one H200 over NVLink, measured with plain stores."""

@@ -27,10 +27,15 @@ def output(*command: str) -> str:
         return ""
 
 
+def head() -> str:
+    """The commit that is checked out; empty where git does not know."""
+    return output("git", "rev-parse", "HEAD")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/protocol_gpu.json")
-    parser.add_argument("--commit", default=output("git", "rev-parse", "HEAD"), help="where git is not at hand")
+    parser.add_argument("--commit", default=head(), help="where git is not at hand")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         binary = f"{folder}/protocol_bench"

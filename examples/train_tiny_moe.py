@@ -248,6 +248,15 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tens
     }
 
 
+def head() -> str:
+    """The commit that is checked out; empty where git does not know."""
+    command, folder = ["git", "rev-parse", "HEAD"], Path(__file__).resolve().parent
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def main() -> None:
     """Train, export, measure what was exported, and write the log."""
     arguments = parse_arguments()
@@ -272,7 +281,7 @@ def main() -> None:
     shipped = exported["model"]
     test_loss = mean_loss(shipped, corpus.test, arguments.context)
     log = {
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "commit": head(),
         "command": " ".join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},

@@ -259,9 +259,8 @@ class Context:
     return_mode:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
         travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: the stored one (see
-        `profile`), else ``"reduced"`` where direct rows would take 1.5 times as long as the GEMMs, and fewer
-        travel, once for all calls. It bounds what
-        calls may use.
+        `profile`), else ``"reduced"`` where direct rows would take more than 1.5 times as long as the GEMMs, and fewer
+        than 0.8 times as many would come back, once for all calls. It bounds what calls may use.
     processors:
         What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,
         an even number, each of which takes a whole multiprocessor; default: all of them.
@@ -284,8 +283,9 @@ class Context:
         experts one begins with its own rows, the others when those of another rank are here. ``senders``: thread
         blocks that send rows to mapped memory before they compute, as far as there are any that form no tiles. It
         changes no bit of a result, and may differ from rank to rank.
-        Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E, K and a `max_tokens`
-        like this one (see ``flashmoe.profiles``); ``{}``: the built-in order, whatever is stored.
+        Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E and K, with the
+        number of tokens nearest to `max_tokens` (see ``flashmoe.profiles``); ``{}``: the built-in order, whatever is
+        stored.
     transport:
         CUDA engine, several ranks: how rows get to other GPUs. ``"auto"``: they are stored to mapped memory; where some
         rank cannot map another's, all take what follows. ``"rdma"``: by NVSHMEM's puts, mapped or not; returns are then

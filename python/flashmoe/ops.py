@@ -115,7 +115,8 @@ def moe(
     PeerTimeout
         The group made no progress for the context's timeout. The message names who holds it up.
     FlashMoEError
-        The context is closed, or another process's; the kernel cannot be compiled or launched.
+        The context is closed, or another process's; a kernel cannot be compiled, launched or, yet, captured; a thread
+        of the CPU engine could not go on.
     """
     floats = {
         "x": x,

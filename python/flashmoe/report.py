@@ -32,10 +32,12 @@ class CallReport:
     dropped: int
     """(token, k) pairs dropped by the capacity factor."""
     tasks: dict[str, int]
-    """Tasks this rank executed, by kind (see `TASK_KINDS`). GPU: what the routing makes of the call, with no tasks for
-    Reduce, which is none there; of a call of at most 8 tokens too, which one kernel of its own computes without."""
+    """Tasks this rank executed, by kind (see `TASK_KINDS`). GPU: as many as the routing makes, whatever ran. ``reduce``
+    is always 0, as Reduce is no task there; ``combine`` counts token blocks, also where rows are joined without one.
+    Calls of at most 8 tokens on one GPU are counted too, although their kernel has no tasks."""
     tiles: int
-    """Tiles this rank formed: groups of rows that one expert computes together. GPU: likewise, by the routing."""
+    """Tiles this rank formed: groups of rows that one expert computes together. GPU: as many as the routing makes, also
+    for calls of at most 8 tokens on one GPU, which form none."""
     tile_rows: int
     """Real rows in those tiles, padding not counted."""
     rows_sent: int

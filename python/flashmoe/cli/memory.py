@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import memory, models
+from ..context import engine_return_mode
 from ..errors import HeapError, InvalidArgument
 from .render import console, print_error, show_comparisons, show_memory_plan
 
@@ -23,7 +24,7 @@ def command(
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     return_: Annotated[
-        str, typer.Option("--return", help="direct, reduced or auto: room for both; cuda: the one it takes.")
+        str, typer.Option("--return", help="direct, reduced or auto: room for both; cuda: the one it takes untuned.")
     ] = "auto",
     capacity_factor: Annotated[
         float | None, typer.Option(help="Largest capacity factor of a call, which then each has.  [default: dropless]")
@@ -69,8 +70,9 @@ def command(
         **sizes,
     )
     described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in sizes.items())
+    mode = engine_return_mode(engine, return_, ranks, sizes["top_k"], sizes["intermediate"], transport == "rdma")
     drops = "dropless" if capacity_factor is None else f"capacity factor {capacity_factor:g}"
-    show_memory_plan(plan, f"{described}, {dtype}, return {return_}, {drops}, {engine} engine")
+    show_memory_plan(plan, f"{described}, {dtype}, return {mode}, {drops}, {engine} engine")
     if engine == "cuda" and limit is None:
         return 0  # what a GPU has room for, its context knows
     try:
