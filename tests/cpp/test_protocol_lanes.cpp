@@ -61,6 +61,17 @@ Limits dense() {
   return l;
 }
 
+// More tiles, of experts whose rows alternate, than a window takes: what it passes over is not lost to later return groups.
+Limits many_tiles() {
+  Limits l = limits(1, 2);
+  l.max_tokens = 200;
+  l.hidden = 60;  // wide groups: narrow ones have windows of more tiles
+  l.intermediate = 1;
+  l.experts = l.max_local_experts = 16;
+  l.top_k = l.return_slots = 4;
+  return l;
+}
+
 }  // namespace
 }  // namespace flashmoe::test
 
@@ -81,6 +92,8 @@ int main() {
   run<WarpPlatform<4>>("4 lanes", dense(), 8, 9, 1);
   run<WarpPlatform<8>>("8 lanes", dense(), 8, 10, 2);
   run<WarpPlatform<8>>("8 lanes", dense(), 8, 11);
+  run<flashmoe::cpu::CpuPlatform>("1 lane", many_tiles(), 30, 12, 2);
+  run<WarpPlatform<4>>("4 lanes", many_tiles(), 10, 13, 1);
   run<WarpPlatform<8>>("8 lanes", smallest(), 30, 7);
   run<WarpPlatform<8>>("8 lanes", smallest(), 30, 8);
 }

@@ -27,7 +27,7 @@ uint32_t expert_of(uint64_t word) {
   return ReadyTile::expert(Task::unpack(word));
 }
 
-// What is taken, and in `ready` what is left behind it.
+// What is taken; `ready` becomes the list: that, then what is left.
 Window by_expert(Ready& ready, uint32_t most, uint32_t sight) {
   const auto seen = ready.begin() + std::min<std::ptrdiff_t>(sight, std::ssize(ready));
   Ready taken;
@@ -39,6 +39,7 @@ Window by_expert(Ready& ready, uint32_t most, uint32_t sight) {
   taken.resize(most);
   std::stable_partition(ready.begin(), seen,
                         [&](uint64_t word) { return std::find(taken.begin(), taken.end(), word) != taken.end(); });
+  std::copy(taken.begin(), taken.end(), ready.begin());
   Window window;
   for (const uint64_t word : taken) window.push_back(Task::unpack(word).index);
   return window;
@@ -51,15 +52,15 @@ void run(const char* name, uint32_t rounds) {
   for (uint32_t round = 0; round < rounds; ++round) {
     const auto n = static_cast<uint32_t>(1 + random() % (2 * sight));
     const uint32_t most = std::min(n, static_cast<uint32_t>(1 + random() % kMaxRaster));
-    Ready ready = random_tiles(random, n, 1 + static_cast<uint32_t>(random() % n)), expected_rest = ready;
+    Ready ready = random_tiles(random, n, 1 + static_cast<uint32_t>(random() % n)), expected_list = ready;
     Window in_order(most), grouped(most);
     P::run_warp([&] { take_in_order<P>(in_order.data(), most, ready.data()); });
     for (uint32_t i = 0; i < most; ++i) CHECK_EQ(in_order[i], Task::unpack(ready[i]).index);
 
-    const Window expected = by_expert(expected_rest, most, sight);
+    const Window expected = by_expert(expected_list, most, sight);
     P::run_warp([&] { take_by_expert<P>(grouped.data(), most, n, ready.data()); });
     CHECK(grouped == expected);
-    CHECK(std::equal(ready.begin() + most, ready.end(), expected_rest.begin() + most));
+    CHECK(ready == expected_list);
   }
   std::printf("%s: %u windows\n", name, rounds);
 }

@@ -17,7 +17,8 @@ FLASHMOE_FN void take_in_order(uint32_t* to, uint32_t most, const uint64_t* read
 
 // `most` of n ready tiles, most <= min(n, kMaxRaster). Of those within sight it takes the first, then the others of that
 // expert, then the first of what is left, and so on: with several ranks the experts' tiles fill side by side, and taken as
-// they come, each would have its expert's weights read anew. What is passed over moves back, in order. All lanes of a warp.
+// they come, each would have its expert's weights read anew. What is passed over moves back, in order; the list keeps all
+// tiles, since GEMM1's is gone through once for each return group. All lanes of a warp.
 template <class P>
 FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
   // Tiles within a lane's sight: in all at least as many as a window has.
@@ -26,7 +27,7 @@ FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_
   uint64_t word[kAhead];
   uint32_t expert[kAhead];  // kNone: no tile
   uint32_t left[kAhead];    // lanes whose tile's expert has not had its turn
-  uint32_t place[kAhead];   // in the window, if it is taken
+  uint32_t place[kAhead];   // in the window and the list, if it is taken
   P::sync();
   FLASHMOE_UNROLL
   for (uint32_t j = 0; j < kAhead; ++j) {
@@ -60,10 +61,11 @@ FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_
   for (uint32_t j = 0; j < kAhead; ++j) {
     const bool passed = expert[j] != kNone && place[j] == kNone;
     uint32_t total;
-    const uint32_t at = end + count_before<P>(passed, total);
+    const uint32_t back = end + count_before<P>(passed, total), at = passed ? back : place[j];
     end += total;
-    if (place[j] != kNone) to[place[j]] = Task::unpack(word[j]).index;
-    if (passed && at != j * P::kLanes + P::lane()) ready[at] = word[j];
+    if (expert[j] == kNone) continue;
+    if (!passed) to[at] = Task::unpack(word[j]).index;
+    if (at != j * P::kLanes + P::lane()) ready[at] = word[j];
   }
   P::sync();
 }
