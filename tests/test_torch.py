@@ -21,6 +21,7 @@ from flashmoe.nn import MoE
 from flashmoe.torch_op import context_id
 from problems import DTYPES, PATIENCE, Outcome, check, random_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 SIZES = {"hidden": 40, "intermediate": 24, "experts": 8, "top_k": 3}
@@ -336,6 +337,44 @@ def test_gradients_are_asked_for_in_vain(layer, problem, wanted, backend):
     with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
         y.sum().backward()
     assert x.grad is None and all(each.grad is None for each in layer.parameters())
+
+
+def _dual(call, x):
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+FORWARD_MODE = {
+    "dual numbers": _dual,
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda call, x: torch.func.jacfwd(call)(x),
+}
+
+
+@pytest.mark.parametrize("derive", FORWARD_MODE.values(), ids=FORWARD_MODE)
+@pytest.mark.parametrize("of", ["x", "down_proj"])
+def test_there_are_no_forward_mode_derivatives(ctx, layer, problem, of, derive):
+    """PyTorch would take the result for a constant: derivatives of 0, and none."""
+    arguments = as_tensors(problem.arguments(0))
+    calls = {
+        "moe": lambda each: flashmoe.moe(ctx, **arguments | {of: each}),
+        "module": layer
+        if of == "x"
+        else lambda each: torch.func.functional_call(layer, {"experts.down_proj": each}, (arguments["x"],)),
+    }
+    for call in calls.values():
+        with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no forward-mode derivatives"):
+            derive(call, arguments[of])
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_calls_without_tangents_may_be_among_forward_mode_derivatives(layer, problem, backend):
+    x = tensor(problem.x[0])
+    with torch.no_grad():
+        expected = layer(x)
+        with forward_ad.dual_level():
+            assert bits(layer(x)) == bits(expected)
+            assert bits(compiled(layer, backend)(x)) == bits(expected)
 
 
 def _traced(call, x):

@@ -16,7 +16,7 @@ from .checkpoint import MoELayer
 from .context import MAX_EXPERTS, MAX_WIDTH, Context, bounded
 from .errors import InvalidArgument
 from .tensors import ACTIVATIONS, DTYPES
-from .torch_op import context_id
+from .torch_op import context_id, refuse_tangents
 
 __all__ = ["Experts", "MoE", "Router"]
 
@@ -104,7 +104,8 @@ class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
 
     Inference only: version 0.1 computes no gradients. Parameters and tokens may require them, as in a model
-    that has not been frozen, but a backward pass that reaches the layer raises `NotImplementedError`.
+    that has not been frozen, but a backward pass that reaches the layer raises `NotImplementedError`, as does a
+    call with forward-mode derivatives.
 
     The layer runs `flashmoe.moe`, which see, as ``torch.ops.flashmoe.moe``, also under
     ``torch.compile(fullgraph=True)``. ``ctx.last_call`` is the report of the last call.
@@ -264,24 +265,29 @@ class MoE(torch.nn.Module):
 
         Raises
         ------
-        InvalidArgument, HeapError, GroupError, PeerTimeout, FlashMoEError
+        InvalidArgument, HeapError, GroupError, PeerTimeout, FlashMoEError, NotImplementedError
             As `flashmoe.moe`.
         """
         hidden = self.gate.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
+        gate, experts = self.gate, self.experts
+        tensors = {
+            "x": x.reshape(-1, hidden).contiguous(),
+            "gate_up_proj": experts.gate_up_proj,
+            "down_proj": experts.down_proj,
+            "router": gate.weight,
+            "router_bias": gate.bias,
+            "gate_up_bias": experts.gate_up_proj_bias,
+            "down_bias": experts.down_proj_bias,
+        }
+        refuse_tangents(*tensors.values())
         y = torch.ops.flashmoe.moe(
             self._context_id,
-            x.reshape(-1, hidden).contiguous(),
-            self.experts.gate_up_proj,
-            self.experts.down_proj,
-            router=self.gate.weight,
+            **tensors,
             top_k=self.top_k,
             activation=self.activation,
             renormalize=self.renormalize,
-            router_bias=self.gate.bias,
-            gate_up_bias=self.experts.gate_up_proj_bias,
-            down_bias=self.experts.down_proj_bias,
             placement=self.placement,
             capacity_factor=self.capacity_factor,
             return_mode=self.return_mode,

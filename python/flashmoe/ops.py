@@ -95,9 +95,9 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    Inference only: a backward pass that reaches the call raises `NotImplementedError`. Where PyTorch compiles,
-    traces or transforms calls, has tensors without values, or would record gradients, a call without `trace` is one of
-    ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    Inference only: a backward pass that reaches the call raises `NotImplementedError`, as does a call with
+    forward-mode derivatives. Where PyTorch compiles, traces or transforms calls, has tensors without values, or would
+    record gradients, a call without `trace` is one of ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
     Threads that call with the same context are served one after the other.
 
     Raises
@@ -139,6 +139,7 @@ def moe(
     if not trace and _goes_through_torch(x, (*floats.values(), topk_weights)):
         from . import torch_op
 
+        torch_op.refuse_tangents(*floats.values(), topk_weights)
         plain = arguments.as_plain_values(options)
         return torch_op.moe(context_id(ctx), **floats, **plain, renormalize=bool(renormalize), exact=bool(exact))
     return run(ctx, floats, options, renormalize, trace, exact)
@@ -170,9 +171,10 @@ def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:
         return True
     traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    derived = torch.autograd.forward_ad._current_level >= 0
     # Such a subclass wraps tensors, or has no data at all.
     plain = torch.Tensor.__torch_dispatch__
-    return traced or transformed or any(type(each).__torch_dispatch__ is not plain for each in tensors)
+    return traced or transformed or derived or any(type(each).__torch_dispatch__ is not plain for each in tensors)
 
 
 def _call_cpu(ctx: Context, floats: dict[str, Any], options: dict[str, Any], renormalize: bool, trace: bool) -> Any:

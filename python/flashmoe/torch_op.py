@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .context import Context, context_id, contexts
 from .errors import FlashMoEError
 from .ops import run
 
-__all__ = ["context_id", "moe", "moe_backward"]
+__all__ = ["context_id", "moe", "moe_backward", "refuse_tangents"]
 
 
 def _context(number: int) -> Context:
@@ -86,6 +87,20 @@ moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
 # The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
 # formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
 moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
+
+
+def refuse_tangents(*inputs: Any) -> None:
+    """Raises `NotImplementedError` for an input that carries a forward-mode derivative, as under ``torch.func.jvp``.
+
+    To be called before the operator: PyTorch gives it the values alone, and takes its result for a constant.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in inputs):
+        raise NotImplementedError(
+            "flashmoe.moe: FlashMoE 0.1 has no forward-mode derivatives; detach its inputs, or call the layer outside "
+            "of torch.func.jvp and torch.autograd.forward_ad"
+        )
 
 
 @moe.register_fake
