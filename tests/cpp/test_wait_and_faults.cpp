@@ -352,6 +352,8 @@ void check_spoilt_calls() {
     check_fault(record(c, 0, 1), spoilt.kind, 1, 1, 1);
     CHECK_EQ(record(c, 0, 1).fault.index, 0u);
     check_posted_everywhere(c);
+    // Nobody is to look at the block's packets, which are not complete.
+    for (uint32_t q = 0; q < 3; ++q) CHECK_EQ(Signal::epoch(*c.packet_signal(q, 1, 0)), 0u);
   }
 }
 
