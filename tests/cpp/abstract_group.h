@@ -453,6 +453,7 @@ class AbstractGroup {
   const uint64_t heap_bytes;
   uint8_t* heap(uint32_t p) const { return heaps_[p]; }
   Rank<P>& rank(uint32_t p) { return *ranks_[p]; }
+  Ledger& ledger(uint32_t p) { return ledgers_[p]; }
 
   // Runs the calls on all ranks and checks that every one succeeds on every rank.
   void run(const std::vector<Problem>& problems) {

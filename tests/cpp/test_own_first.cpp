@@ -1,0 +1,98 @@
+// Which experts' tiles are computed while another rank's rows are awaited: OrderPolicy::own_first.
+#include <thread>
+
+#include "abstract_group.h"
+
+namespace flashmoe::test {
+namespace {
+
+constexpr uint32_t kTokens = 10, kExperts = 4, kTileRows = 2, kColumns = 2;
+constexpr uint64_t kMs = 1'000'000;
+// Of the call, which ends by it: long after what can be computed is.
+constexpr uint64_t kPatience = 1500 * kMs;
+
+Limits limits() {
+  Limits l;
+  l.ranks = 3;
+  l.processors = 1;
+  l.max_tokens = kTokens;
+  l.hidden = l.intermediate = 2 * kColumns;
+  l.experts = l.max_local_experts = l.top_k = l.return_slots = kExperts;
+  l.elem_bytes = 8;
+  l.tile_rows = kTileRows;
+  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 2;
+  return l;
+}
+
+// Rank 0 has all experts, and all tokens, each of which goes to every expert.
+Problem own_rows(uint32_t own_first) {
+  Problem x;
+  x.epoch = 1;
+  x.hidden = x.intermediate = 2 * kColumns;
+  x.experts = x.top_k = kExperts;
+  x.place({0, 0, 0, 0}, 3);
+  for (uint32_t p = 0; p < 3; ++p) {
+    Problem::OfRank r;
+    r.tokens = p == 0 ? kTokens : 0;
+    r.order.own_first = own_first;
+    for (uint32_t t = 0; t < r.tokens; ++t) r.ids.insert(r.ids.end(), {0, 1, 2, 3});
+    r.weights.assign(r.ids.size(), 1.0f);
+    x.of.push_back(r);
+    x.drop(p);
+  }
+  return x;
+}
+
+// Runs the call on ranks 0 to present - 1, of which some are missing: for how many of rank 0's experts, the first ones,
+// GEMM0 is done before the call ends. Others' are not begun.
+uint32_t experts_computed(uint32_t own_first, uint32_t present, uint32_t formers) {
+  AbstractGroup<cpu::CpuPlatform> group(limits(), formers);
+  const std::vector<Problem> problems{own_rows(own_first)};
+  std::vector<std::thread> threads;
+  for (uint32_t p = 0; p < present; ++p) {
+    group.rank(p).call.timeout_ns = kPatience;
+    threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run(problems), 0u); });
+  }
+  for (std::thread& t : threads) t.join();
+
+  const Call& c = group.rank(0).call;
+  uint32_t tiles[kExperts] = {};
+  CHECK_EQ(c.control()->tiles.value, kExperts * kTokens / kTileRows);
+  for (uint32_t tile = 0; tile < kExperts * kTokens / kTileRows; ++tile) {
+    if (group.ledger(0).gemm0.whole(tile, kColumns)) {
+      ++tiles[c.tile(tile)->shape.expert];
+    } else {
+      CHECK(group.ledger(0).gemm0.whole(tile, 0));
+    }
+  }
+  uint32_t experts = 0;
+  while (experts < kExperts && tiles[experts] == kTokens / kTileRows) ++experts;
+  for (uint32_t e = experts; e < kExperts; ++e) CHECK_EQ(tiles[e], 0u);
+  return experts;
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  struct Case {
+    uint32_t own_first, present, expected;
+  };
+  constexpr Case kCases[] = {
+      // Nobody else is here: what own rows fill is computed, but for the experts that wait.
+      {1, 1, 4},
+      {2, 1, 2},
+      {3, 1, 2},
+      {1024, 1, 1},
+      // All that another rank sends is here, and the third's is not.
+      {2, 2, 4},
+  };
+  std::vector<std::thread> threads;  // each of them mostly waits
+  for (const uint32_t formers : {0u, 2u}) {
+    for (const Case& x : kCases) {
+      threads.emplace_back([=] { CHECK_EQ(experts_computed(x.own_first, x.present, formers), x.expected); });
+    }
+  }
+  for (std::thread& t : threads) t.join();
+}
