@@ -68,6 +68,7 @@ EDGES = {
     "the smallest I": (70, {"hidden": 1000, "intermediate": 8}),
     "sizes just above a tile's": (257, {"hidden": 136, "intermediate": 136}),
     "powers of two": (1024, {"hidden": 1024, "intermediate": 512, "experts": 8, "top_k": 2}),
+    "return groups, and more tiles than a window takes": (3000, {"hidden": 1024, "experts": 40}),
     "probabilities not renormalized": (200, {"renormalize": False}),
     "capacity below one token": (200, {"capacity_factor": 1e-6}),
     "capacity of all": (200, {"capacity_factor": 1e6, "skew": 50.0}),
