@@ -141,6 +141,7 @@ def _live(pipe: Any, limits: dict[str, Any], calls: int, problem: dict[str, Any]
     `problem`: changes to SIZES, the `tokens` of each rank, and `spoil` = (argument, index, value), a value to
     put into an argument of this rank.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, by inheritance, in a script's background job
     try:
         context = flashmoe.Context(**limits)
     except Exception as error:
