@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RANKS_A_GPU
+from ranks import RANKS_A_GPU, WAYS
+from sanitized import KINDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]
 
@@ -19,7 +20,9 @@ SCRIPT = Path(__file__).resolve().parent / "sanitized.py"
 FOUND = 86
 """Exit status for what a tool found."""
 LIMIT = 1800
-"""Seconds; racecheck slows a kernel a thousandfold."""
+"""Seconds; racecheck slows a kernel a thousandfold, and where warps wait long, now and then much more."""
+PARTS = [(kind, 1) for kind in KINDS] + [(way, 2) for way in WAYS]
+"""What each run of a tool looks at, and on how many ranks."""
 
 
 def sanitizer() -> str | None:
@@ -32,9 +35,11 @@ def sanitizer() -> str | None:
     return next((str(place) for place in places if place.is_file()), None)
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "2ranks"])
+@pytest.mark.parametrize(
+    "part, ranks", PARTS, ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS]
+)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_sanitizer(tool, ranks):
+def test_sanitizer(tool, part, ranks):
     program = sanitizer()
     if program is None:
         pytest.skip(f"{tool}: no compute-sanitizer on this machine")
@@ -46,7 +51,7 @@ def test_sanitizer(tool, ranks):
         command += ["--kernel-regex", "kns=flashmoe_"]
     if tool == "memcheck" and ranks > 1:  # NVSHMEM asks the driver for symbols that a module need not have
         command += ["--report-api-errors", "no"]
-    command += [sys.executable, str(SCRIPT)]
+    command += [sys.executable, str(SCRIPT), part]
     # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation. The others look at shared memory.
     global_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in ("memcheck", "initcheck") else {}
     environment = {**os.environ, **global_memory}
