@@ -5,11 +5,14 @@
 // otherwise corrupt memory is checked again.
 #include "bindings.h"
 
+#include <sys/syscall.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
+#include <unistd.h>
 
 #include "cpu/context.h"
+#include "cpu/interrupt.h"
 
 namespace flashmoe {
 namespace {
@@ -77,12 +80,13 @@ int64_t capacity_of(double factor, int64_t tokens, int64_t top_k, int64_t expert
                          static_cast<uint32_t>(experts));
 }
 
-// Python's signal handlers run in the main thread, when it asks.
+// Python's signal handlers run in the main thread, when it asks. Others need not wait for the interpreter's lock.
 void end_if_interrupted() {
+  if (syscall(SYS_gettid) != getpid()) return;
   if (TVMFFIEnvCheckSignals() != 0) throw ffi::EnvErrorAlreadySet();
 }
 
-[[maybe_unused]] const bool kHooked = (set_joining_hook(end_if_interrupted), true);  // when the library is loaded
+[[maybe_unused]] const bool kHooked = (check_interrupt = end_if_interrupted, true);  // when the library is loaded
 
 int64_t context_create(Sizes sizes, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {

@@ -266,6 +266,49 @@ def test_an_interrupt_ends_the_wait_for_others(group):
     assert group.segments() == []
 
 
+def test_an_interrupt_ends_a_call(group):
+    """A peer that never calls is waited for without end, but for the user."""
+    for rank in range(3):
+        group.start(rank, calls=0 if rank == 1 else 1, limits={"timeout": 0})
+    group.go()
+    time.sleep(0.2)
+    for rank in (0, 2):
+        group.kill(rank, signal.SIGINT)
+    assert [group.exit_code(rank) for rank in (0, 2)] == [1, 1]
+
+
+_INTERRUPTED = """
+import signal, threading, os
+import numpy as np, flashmoe
+sizes = {"hidden": 512, "intermediate": 1024, "experts": 8, "top_k": 8}  # most of a second of one thread
+context = flashmoe.Context(max_tokens=4096, processors=1, dtype="float32", **sizes)
+numbers = lambda *shape: np.random.default_rng(1).standard_normal(shape, np.float32)
+arguments = {"x": numbers(4096, 512), "router": numbers(8, 512), "top_k": 8}
+arguments |= {"gate_up_proj": numbers(8, 2048, 512), "down_proj": numbers(8, 512, 1024)}
+signal.signal(signal.SIGUSR1, lambda *_: print("heard"))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+wanted = flashmoe.moe(context, **arguments)
+for number in (signal.SIGUSR1, signal.SIGINT):
+    timer = threading.Timer(context.last_call.wall_ns * 1e-9 * 0.3, os.kill, (os.getpid(), number))
+    timer.start()
+    try:
+        print("same bits", (flashmoe.moe(context, **arguments) == wanted).all())
+    except KeyboardInterrupt:
+        print("interrupted")
+try:
+    flashmoe.moe(context, **arguments)
+except flashmoe.GroupError as error:
+    print(error)
+"""
+
+
+def test_a_handler_that_returns_does_not_end_a_call():
+    """One that raises does, and the context with it."""
+    heard, same, interrupted, broken = run_python(_INTERRUPTED).splitlines()
+    assert (heard, same, interrupted) == ("heard", "same bits True", "interrupted")
+    assert broken == "context: an earlier call failed on this group; close it and make a new one"
+
+
 def _join_again_and_again(rank: int, ranks: int, name: str) -> None:
     for _ in range(300):
         flashmoe.Context(rank=rank, ranks=ranks, name=name, **LIMITS).close()
@@ -768,8 +811,8 @@ except flashmoe.FlashMoEError as error:
 
 def test_too_little_memory_for_threads_and_their_buffers():
     threads, call = run_python(_WITH_LITTLE_MEMORY).splitlines()
-    assert re.match(r"processors: expected 1024 threads, got \d+ \(.*\)$", threads)
-    assert re.match(r"call 1: a processor of rank 0 could not go on: std::bad_alloc$", call)
+    assert re.match(r"processors: expected 1025 threads, one of them the OS actor's, got \d+ \(.*\)$", threads)
+    assert re.match(r"call 1: a thread of rank 0 could not go on: std::bad_alloc$", call)
 
 
 def run_python(code: str) -> str:

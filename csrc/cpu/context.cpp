@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 
 #include "cpu/agreement.h"
 #include "cpu/fault_message.h"
 #include "cpu/gemm.h"
+#include "cpu/interrupt.h"
 #include "cpu/received.h"
 #include "cpu/text.h"
 
@@ -49,25 +51,27 @@ Context::Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limi
     traces_[id + 1].actor = id + 1;
     engines_.push_back(std::make_unique<Engine>(call_, layer_, limits_, traces_[id + 1]));
   }
-  start_processors();
+  start_actors();
 }
 
 Context::~Context() {
-  stop_processors();
+  stop_actors();
 }
 
-void Context::start_processors() {
+void Context::start_actors() {
+  const uint32_t actors = limits_.processors + 1;
   try {
-    for (uint32_t id = 0; id < limits_.processors; ++id) threads_.emplace_back([this, id] { processor_loop(id); });
+    for (uint32_t actor = 0; actor < actors; ++actor) threads_.emplace_back([this, actor] { actor_loop(actor); });
   } catch (const std::exception& e) {
     const size_t started = threads_.size();
-    stop_processors();
+    stop_actors();
     throw Error(Error::Kind::kOther,
-                concat("processors: expected ", limits_.processors, " threads, got ", started, " (", e.what(), ")"));
+                concat("processors: expected ", actors, " threads, one of them the OS actor's, got ", started, " (",
+                       e.what(), ")"));
   }
 }
 
-void Context::stop_processors() {
+void Context::stop_actors() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -132,7 +136,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
 
-void Context::processor_loop(uint32_t id) {
+void Context::actor_loop(uint32_t actor) {
   uint64_t seen = 0;
   while (true) {
     {
@@ -141,41 +145,49 @@ void Context::processor_loop(uint32_t id) {
       if (stopping_) return;
       seen = generation_;
     }
-    Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003 + id + 1);
+    Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003 + actor);
     try {
-      run_processor<CpuPlatform>(call_, id, *engines_[id]);
+      run_actor(actor);
     } catch (...) {
-      give_up(std::current_exception());
+      end_call(failure_, std::current_exception());
     }
     const std::lock_guard lock(mutex_);
     if (--running_ == 0) done_.notify_one();
   }
 }
 
-// A processor is out of memory in the midst of a task: this rank's call ends. The peers' end when they have waited for it.
-void Context::give_up(std::exception_ptr why) {
-  const std::lock_guard lock(mutex_);
-  if (failure_ == nullptr) failure_ = std::move(why);
-  CpuPlatform::store_release(&call_.control()->abort.value, uint64_t{1}, kDevice);
-}
-
-// The calling thread is the OS actor.
-void Context::run_actors() {
-  {
-    const std::lock_guard lock(mutex_);
-    ++generation_;
-    running_ = limits_.processors;
-  }
-  wake_.notify_all();
-  Perturbation::seed(perturbation_ == 0 ? 0 : (perturbation_ * 1000003 + call_.rank) * 1000003);
+void Context::run_actor(uint32_t actor) {
+  if (actor != 0) return run_processor<CpuPlatform>(call_, actor - 1, *engines_[actor - 1]);
   const uint64_t start = monotonic_ns();
   run_os<CpuPlatform>(
       call_,
       {.subscriber = {sources_.data(), {experts_.data(), 0, 1}}, .scheduler = &scheduler_, .seen = seen_.data()});
   traces_[0].add(Phase::kSchedule, start, monotonic_ns(), 0, 0);
-  Perturbation::seed(0);
+}
+
+// An actor is out of memory in the midst of its work, or the user interrupts: this rank's call ends. The peers' end when
+// they have waited for it.
+void Context::end_call(std::exception_ptr& to, std::exception_ptr why) {
+  const std::lock_guard lock(mutex_);
+  if (to == nullptr) to = std::move(why);
+  CpuPlatform::store_release(&call_.control()->abort.value, uint64_t{1}, kDevice);
+}
+
+// The calling thread is no actor: it may have to wait long for the interpreter before it can ask for an interrupt, and the
+// OS actor's heartbeat must not stop meanwhile.
+void Context::await_actors() {
+  constexpr auto kRarely = std::chrono::milliseconds(50);
   std::unique_lock lock(mutex_);
-  done_.wait(lock, [&] { return running_ == 0; });
+  while (!done_.wait_for(lock, kRarely, [&] { return running_ == 0; })) {
+    if (interrupt_ != nullptr) continue;  // heard
+    lock.unlock();
+    try {
+      check_interrupt();
+    } catch (...) {
+      end_call(interrupt_, std::current_exception());
+    }
+    lock.lock();
+  }
 }
 
 CallReport Context::call(const Layer& layer, const CallOptions& options, const RoutingOut& routing) {
@@ -185,7 +197,13 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   }
   prepare(layer, options);
   const uint64_t start = monotonic_ns();
-  run_actors();
+  {
+    const std::lock_guard lock(mutex_);
+    ++generation_;
+    running_ = static_cast<uint32_t>(threads_.size());
+  }
+  wake_.notify_all();
+  await_actors();
   const uint64_t end = monotonic_ns();
   check_outcome();
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
@@ -198,12 +216,13 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
 void Context::check_outcome() {
   if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) == 0) return;
   broken_ = true;
+  if (interrupt_ != nullptr) std::rethrow_exception(interrupt_);
   if (failure_ == nullptr) throw fault_error(call_, *group_);
   try {
     std::rethrow_exception(failure_);
   } catch (const std::exception& e) {
     throw Error(Error::Kind::kOther,
-                concat("call ", call_.epoch, ": a processor of rank ", call_.rank, " could not go on: ", e.what()));
+                concat("call ", call_.epoch, ": a thread of rank ", call_.rank, " could not go on: ", e.what()));
   }
 }
 

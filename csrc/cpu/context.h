@@ -53,7 +53,8 @@ class Context {
   Context& operator=(const Context&) = delete;
 
   // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete. After
-  // a fault it throws the fault, and from then on that the context is broken. Of several threads one calls at a time.
+  // a fault it throws the fault, or what check_interrupt threw, and from then on that the context is broken. Of several
+  // threads one calls at a time.
   CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
   uint64_t heap_bytes() const { return call_.heap_layout.bytes; }
@@ -66,11 +67,12 @@ class Context {
   void make_workspace();
   void prepare(const Layer& layer, const CallOptions& options);
   void cut_into_groups(uint32_t groups);
-  void start_processors();
-  void stop_processors();
-  void processor_loop(uint32_t id);
-  void give_up(std::exception_ptr why);
-  void run_actors();
+  void start_actors();
+  void stop_actors();
+  void actor_loop(uint32_t actor);
+  void run_actor(uint32_t actor);
+  void end_call(std::exception_ptr& to, std::exception_ptr why);
+  void await_actors();
   void check_outcome();
   CallReport report(const CallOptions& options, uint64_t start_ns, uint64_t end_ns) const;
 
@@ -92,13 +94,15 @@ class Context {
 
   std::vector<ActorTrace> traces_;
   std::vector<std::unique_ptr<Engine>> engines_;
-  // Processors sleep between calls; generation_ wakes them, running_ counts those not yet done.
+  // Actors, each a thread: 0 is the OS, behind it come the processors. They sleep between calls; generation_ wakes them,
+  // running_ counts those not yet done.
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   uint64_t generation_ = 0;
   uint32_t running_ = 0;
   bool stopping_ = false;
-  std::exception_ptr failure_;  // what a processor threw in this call, the first of them
+  std::exception_ptr failure_;    // what an actor threw in this call, the first of them
+  std::exception_ptr interrupt_;  // what check_interrupt threw
   std::vector<std::thread> threads_;
 };
 

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "cpu/error.h"
+#include "cpu/interrupt.h"
 #include "cpu/platform.h"
 #include "cpu/text.h"
 
@@ -134,8 +135,6 @@ class FileDescriptor {
  private:
   int fd_;
 };
-
-void (*joining_hook)() = [] {};
 
 // Removes a file.
 struct Unlink {
@@ -348,7 +347,7 @@ class ProcessGroup final : public Group {
 
   // A look at the peers that are there, then a millisecond.
   void pause(uint32_t p, const char* what) {
-    if (++looks_ % kRarely == 0) call_joining_hook();
+    if (++looks_ % kRarely == 0) check_interrupt();
     for (uint32_t q = 0; q < limits_.ranks; ++q) {
       if (q != rank_ && page(q) != nullptr) check_peer(q);
     }
@@ -421,13 +420,6 @@ class LocalGroup final : public Group {
 };
 
 }  // namespace
-
-void set_joining_hook(void (*hook)()) {
-  joining_hook = hook;
-}
-void call_joining_hook() {
-  joining_hook();
-}
 
 std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
                                           uint64_t heap_bytes, uint64_t timeout_ns) {

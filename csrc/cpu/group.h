@@ -30,11 +30,6 @@ class Group {
 std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
                                           uint64_t heap_bytes, uint64_t timeout_ns);
 
-// What joining calls some thirty times a second while it waits; it may throw, which ends the wait. The bindings set it, so
-// that an interrupt is heard.
-void set_joining_hook(void (*hook)());
-void call_joining_hook();
-
 // A rank alone.
 std::unique_ptr<Group> make_single_rank_group(uint64_t heap_bytes);
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "cpu/interrupt.h"
 #include "cpu/text.h"
 #include "cuda/nvshmem.h"
 
@@ -172,7 +173,7 @@ class NvshmemGroup final : public cpu::Group {
         throw Error(Error::Kind::kGroup,
                     concat("group '", who_.name, "': rank ", p, " did not join: ", notice(p).failure));
       }
-      if (looks % kRarely == 0) cpu::call_joining_hook();
+      if (looks % kRarely == 0) cpu::check_interrupt();
       const std::string gone = control_->obituary(p);
       if (!gone.empty() || (timeout_ns_ != 0 && Clock::now() > deadline_)) {
         throw Error(Error::Kind::kPeerTimeout,
@@ -238,7 +239,7 @@ class NvshmemGroup final : public cpu::Group {
   }
 
   void watch_others(const char* what) const {
-    cpu::call_joining_hook();
+    cpu::check_interrupt();
     for (uint32_t p = 0; p < ranks_; ++p) {
       if (const std::string gone = control_->obituary(p); !gone.empty()) {
         throw Error(Error::Kind::kPeerTimeout, concat("group '", who_.name, "': rank ", p, ": ", gone));
