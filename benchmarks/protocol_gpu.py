@@ -2,7 +2,7 @@
 
     python benchmarks/protocol_gpu.py [--out benchmarks/results/protocol_gpu.json]
 
-Builds csrc/cuda/protocol_bench.cu with nvcc, runs it, adds what is needed to reproduce the figures, prints a table.
+Builds csrc/cuda/entry/protocol_bench.cu with nvcc, runs it, adds what is needed to reproduce the figures, prints a table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "csrc" / "cuda" / "protocol_bench.cu"
+SOURCE = ROOT / "csrc" / "cuda" / "entry" / "protocol_bench.cu"
 NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]
 
 

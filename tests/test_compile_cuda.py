@@ -82,7 +82,7 @@ def test_what_needs_headers_of_nvshmem_is_skipped_by_name(tool, tmp_path, monkey
     monkeypatch.setattr(tool.sys, "path", [str(tmp_path)])
     assert tool.main() == 0
     out = capsys.readouterr().out
-    assert "SKIPPED, no headers of NVSHMEM: csrc/cuda/moe.cu -DFLASHMOE_DTYPE=1 -DFLASHMOE_ACTIVATION=3 " in out
+    assert "SKIPPED, no headers of NVSHMEM: csrc/cuda/entry/moe.cu -DFLASHMOE_DTYPE=1 -DFLASHMOE_ACTIVATION=3 " in out
     assert not any(tool.RDMA in unit.defines for unit in compiled)
     (tmp_path / "nvidia" / "nvshmem" / "include").mkdir(parents=True)
     (tmp_path / "nvidia" / "nvshmem" / "include" / "nvshmem.h").touch()

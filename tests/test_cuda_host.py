@@ -17,7 +17,7 @@ COMPILE = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "includ
 # Ours first: cuda.h then renames functions to those that its symbols have.
 COMPARISON = """
 #include "cuda/driver.h"
-#include "flashmoe/sm90/kernel_args.h"
+#include "flashmoe/gpu/kernel_args.h"
 #include <cuda.h>
 
 namespace ours = flashmoe::cuda;
@@ -86,7 +86,7 @@ def test_the_driver_is_declared_as_nvidia_does(compiler, tmp_path):
 
 
 NVSHMEM_COMPARISON = """
-#include "cuda/nvshmem.h"
+#include "cuda/transport/nvshmem.h"
 #include <host/nvshmem_api.h>
 #include <host/nvshmemx_api.h>
 

@@ -72,8 +72,8 @@ def sources(tmp_path, monkeypatch) -> Path:
     """The folder of a copy of the sources."""
     root = tmp_path / "sources"
     shutil.copytree(jit.source_root() / "include", root / "include")
-    (root / "csrc" / "cuda").mkdir(parents=True)
-    shutil.copy(jit.source_root() / "csrc" / "cuda" / "moe.cu", root / "csrc" / "cuda")
+    (root / "csrc" / "cuda" / "entry").mkdir(parents=True)
+    shutil.copy(jit.source_root() / "csrc" / "cuda" / "entry" / "moe.cu", root / "csrc" / "cuda" / "entry")
     monkeypatch.setattr(jit, "source_root", lambda: root)
     return root
 
@@ -133,7 +133,7 @@ def test_flags(machine):
     for expected in (
         "-gencode arch=compute_90a,code=sm_90a -std=c++20 -O3",
         "-DFLASHMOE_DTYPE=0 -DFLASHMOE_ACTIVATION=1 -DFLASHMOE_TRACE=1 -DFLASHMOE_EXACT=1",
-        f"-I {root}/include {root}/csrc/cuda/moe.cu -o {machine.cache}/",
+        f"-I {root}/include {root}/csrc/cuda/entry/moe.cu -o {machine.cache}/",
     ):
         assert expected in command
 
@@ -269,7 +269,7 @@ def test_cache_folder(machine, monkeypatch, tmp_path):
 
 def test_installed_sources_come_first(monkeypatch, tmp_path):
     package = tmp_path / "flashmoe"
-    installed = package / "cuda" / "csrc" / "cuda" / "moe.cu"
+    installed = package / "cuda" / "csrc" / "cuda" / "entry" / "moe.cu"
     installed.parent.mkdir(parents=True)
     monkeypatch.setattr(jit, "__file__", str(package / "jit.py"))
     with pytest.raises(FlashMoEError, match=f"kernel: expected its sources in {package}/cuda"):

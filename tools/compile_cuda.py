@@ -43,7 +43,7 @@ INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 LOADS = ("UTMALDG", "LDGSTS")
 WGMMA = "HGMMA"
 
-BF16, SWIGLU = 1, 3  # as csrc/cuda/moe.cu numbers them
+BF16, SWIGLU = 1, 3  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
 
 # C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.

@@ -4,12 +4,12 @@
 #include <bit>
 #include <chrono>
 
-#include "cpu/agreement.h"
-#include "cpu/fault_message.h"
 #include "cpu/gemm.h"
-#include "cpu/interrupt.h"
-#include "cpu/received.h"
-#include "cpu/text.h"
+#include "host/agreement.h"
+#include "host/fault_message.h"
+#include "host/interrupt.h"
+#include "host/received.h"
+#include "host/text.h"
 
 namespace flashmoe::cpu {
 namespace {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "cpu/engine.h"
-#include "cpu/group.h"
-#include "cpu/placement.h"
 #include "flashmoe/actors/os.h"
+#include "host/group.h"
+#include "host/placement.h"
 
 namespace flashmoe::cpu {
 

@@ -6,11 +6,11 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu/agreement.h"
-#include "cpu/fault_message.h"
-#include "cpu/placement.h"
-#include "cpu/received.h"
-#include "cpu/text.h"
+#include "host/agreement.h"
+#include "host/fault_message.h"
+#include "host/placement.h"
+#include "host/received.h"
+#include "host/text.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -61,7 +61,7 @@ void check_reach(const Limits& limits) {
   }
 }
 
-// Whether there is no combine, see stages/join.cuh. With two rows a token it pays where most tiles are full: small tasks
+// Whether there is no combine, see sm90/join.cuh. With two rows a token it pays where most tiles are full: small tasks
 // leave no time to join their rows beside them.
 bool joins_rows(const Call& c) {
   if (c.ranks != 1 || c.capacity != 0 || c.tokens > sm90::kMaxJoinedTokens) return false;

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "cuda/device.h"
-#include "cuda/group.h"
-#include "cuda/nvshmem.h"
 #include "cuda/tensor_map.h"
-#include "flashmoe/sm90/kernel_args.h"
+#include "cuda/transport/group.h"
+#include "cuda/transport/nvshmem.h"
+#include "flashmoe/gpu/kernel_args.h"
 
 namespace flashmoe::cuda {
 

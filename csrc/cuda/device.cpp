@@ -4,7 +4,7 @@
 #include <fstream>
 #include <iterator>
 
-#include "cpu/text.h"
+#include "host/text.h"
 
 namespace flashmoe::cuda {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-#include "cpu/text.h"
+#include "host/text.h"
 
 namespace flashmoe::cuda {
 namespace {

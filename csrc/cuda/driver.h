@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/error.h"
+#include "host/error.h"
 
 namespace flashmoe::cuda {
 

@@ -1,7 +1,7 @@
 #include "cuda/tensor_map.h"
 
-#include "cpu/text.h"
 #include "cuda/driver.h"
+#include "host/text.h"
 
 namespace flashmoe::cuda {
 namespace {

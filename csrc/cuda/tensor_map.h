@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/types.h"
-#include "flashmoe/sm90/kernel_args.h"
+#include "flashmoe/gpu/kernel_args.h"
 
 namespace flashmoe::cuda {
 

@@ -28,7 +28,7 @@ _ALIGNMENT = 16  # of a row's address: what its copies move at a time
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
 
 PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule", "epilogue")
-"""In the order of ``TracePhase`` in include/flashmoe/sm90/kernel_args.h."""
+"""In the order of ``TracePhase`` in include/flashmoe/gpu/kernel_args.h."""
 _EVENT = np.dtype(
     [("start", "<u8"), ("end", "<u8"), ("kind", "<u4"), ("index", "<u4"), ("column", "<u4"), ("pad", "<u4")]
 )

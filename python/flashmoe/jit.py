@@ -114,7 +114,7 @@ def source_root() -> Path:
     """The folder with include/ and csrc/: the package's own, or that of a development tree."""
     here = Path(__file__).resolve()
     for root in (here.parent / "cuda", here.parents[2]):
-        if (root / "csrc" / "cuda" / "moe.cu").exists():
+        if (root / "csrc" / "cuda" / "entry" / "moe.cu").exists():
             return root
     raise FlashMoEError(f"kernel: expected its sources in {here.parent / 'cuda'}; install flashmoe again")
 
@@ -203,7 +203,7 @@ def nvshmem_headers() -> Path:
 
 def _sources(root: Path) -> list[Path]:
     headers = [*(root / "include").rglob("*.h"), *(root / "include").rglob("*.cuh")]
-    return sorted([root / "csrc" / "cuda" / "moe.cu", *headers])
+    return sorted([root / "csrc" / "cuda" / "entry" / "moe.cu", *headers])
 
 
 def _version(nvcc: Path, cache: Path) -> str:
@@ -251,7 +251,7 @@ def _run_nvcc(nvcc: Path, root: Path, variant: Variant, cubin: Path, log: Path) 
     folders = ["-I", root / "include"]
     if variant.rdma:
         folders += ["-isystem", nvshmem_headers()]
-    command = [nvcc, *variant.flags, *folders, root / "csrc" / "cuda" / "moe.cu", "-o", cubin]
+    command = [nvcc, *variant.flags, *folders, root / "csrc" / "cuda" / "entry" / "moe.cu", "-o", cubin]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     except OSError as error:

@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "abstract_group.h"
-#include "cpu/text.h"
+#include "host/text.h"
 
 namespace flashmoe::test {
 namespace {

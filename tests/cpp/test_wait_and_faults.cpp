@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "abstract_group.h"
-#include "cpu/text.h"
+#include "host/text.h"
 
 namespace flashmoe::test {
 namespace {

@@ -1,6 +1,6 @@
 // NVSHMEM for tests of the host side: ranks are processes, symmetric memory is shared memory, and what all ranks do together
 // does not wait for them, but may be told to hang.
-#include "cuda/nvshmem.h"
+#include "cuda/transport/nvshmem.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

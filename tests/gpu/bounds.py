@@ -19,7 +19,7 @@ its square, next to that of an exact float32 sum.
 
 **Functions.** exp and the reciprocal by the approximations of the SM: SiLU within 2^-20 of itself. GELU is max(z, 0)
 less its tail |z| erfc(|z| / sqrt 2) / 2, of which a polynomial is within 3.1e-4 for bfloat16, within 5.4e-6 otherwise;
-exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/sm90/activation.cuh).
+exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/gpu/activate.cuh).
 
 **Exact** calls of float32 tensors have no tensor cores, hence nothing of the first two: their sums round as
 `flashmoe.tolerance` has it.

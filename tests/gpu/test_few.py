@@ -1,4 +1,4 @@
-"""Calls of at most eight tokens, which a kernel of their own computes (include/flashmoe/few_kernel.cuh)."""
+"""Calls of at most eight tokens, which a kernel of their own computes (include/flashmoe/gpu/few.cuh)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls whose rows are joined as they come, without a combine (include/flashmoe/stages/join.cuh)."""
+"""Calls whose rows are joined as they come, without a combine (include/flashmoe/sm90/join.cuh)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ struct Call {
   // 1: warps that have nothing else to do reduce and combine, unasked, what is there (GPU). 0: the scheduler publishes both
   // as tasks.
   uint32_t unasked = 0;
-  // 1: rows are joined as they come, there is no combine (GPU, a rank alone, K at most 2, dropless; stages/join.cuh).
+  // 1: rows are joined as they come, there is no combine (GPU, a rank alone, K at most 2, dropless; sm90/join.cuh).
   uint32_t joined = 0;
   // 1: packets for other ranks are built in the workspace, and sent with their rows (GPU: many small stores to a peer would
   // hold up the signal of the own packet). 0: they are built where they are read.

@@ -30,7 +30,7 @@
 //   void     backoff(uint32_t idle);                    // idle: consecutive idle steps of the one spin loop
 //   static constexpr bool kSleeps;                      // backoff gives the core away, so a step may take long
 //   static constexpr bool kPeersMapped;                 // a peer's heap is loaded from and stored to. Else puts alone
-//                                                       // reach it, which senders issue (stages/network_sender.cuh)
+//                                                       // reach it, which senders issue (sm90/network_sender.cuh)
 //
 // poll and post are for looking often and publishing much. On a GPU an acquire load holds up every load behind it, and
 // a release store waits for every store before it; so words are polled, many at once, and those that had news are loaded

@@ -1,12 +1,12 @@
 // What the warps of a block do once its own tokens are dispatched: keep the tasks, load, compute.
 #pragma once
 
-#include "flashmoe/sm90/shared.cuh"
-#include "flashmoe/sm90/tracer.cuh"
-#include "flashmoe/stages/epilogue.cuh"
-#include "flashmoe/stages/epilogue_rows.cuh"
-#include "flashmoe/stages/load.cuh"
-#include "flashmoe/stages/mainloop.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/sm90/epilogue.cuh"
+#include "flashmoe/sm90/epilogue_rows.cuh"
+#include "flashmoe/sm90/load.cuh"
+#include "flashmoe/sm90/mainloop.cuh"
+#include "flashmoe/sm90/ring.cuh"
 
 namespace flashmoe::sm90 {
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "flashmoe/sm90/kernel_args.h"
+#include "flashmoe/gpu/kernel_args.h"
 
 namespace flashmoe::sm90 {
 

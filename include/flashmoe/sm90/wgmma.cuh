@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "flashmoe/sm90/dtype.cuh"
+#include "flashmoe/gpu/types.cuh"
 
 namespace flashmoe::sm90 {
 

@@ -1,0 +1,185 @@
+// What Python calls of the CUDA engine. A layer's sizes, addresses and options come once, as a map; a call then passes
+// plain integers: it takes a few microseconds, and the launch is most of them.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include "bindings/codec.h"
+#include "cuda/context.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+DriverStream stream_of(int64_t stream) {
+  return reinterpret_cast<DriverStream>(stream);
+}
+
+std::shared_ptr<Context> context(int64_t handle) {
+  return registry<Context>().get(handle);
+}
+
+// The fields of a context of these sizes; its processors are all the GPU's multiprocessors.
+FieldRows layout_fields(Sizes sizes) {
+  return guarded([&] {
+    const Limits limits = limits_of(sizes);
+    return field_rows(cuda_limits(limits, limits.processors));
+  });
+}
+
+// sizes: Limits, and rank and what OrderPolicy the caller wants. name and nvshmem: see Membership. 0: some rank cannot map
+// another's memory, so that all are to come again with limits for puts.
+int64_t create(Sizes sizes, ffi::String name, ffi::String nvshmem, int64_t device, int64_t timeout_ns) {
+  return guarded([&] {
+    const Membership who{size(sizes, "rank"), name, nvshmem};
+    const OrderPolicy order{.gemm1_lag = size(sizes, "gemm1_lag"),
+                            .raster = size(sizes, "raster"),
+                            .window = size(sizes, "window"),
+                            .gemm1_lists = size(sizes, "gemm1_lists"),
+                            .own_first = size(sizes, "own_first"),
+                            .senders = size(sizes, "senders")};
+    try {
+      return registry<Context>().add(std::make_shared<Context>(static_cast<int>(device), who, limits_of(sizes), order,
+                                                               static_cast<uint64_t>(timeout_ns)));
+    } catch (const NotMapped&) {
+      return int64_t{0};
+    }
+  });
+}
+
+void close(int64_t handle) {
+  registry<Context>().remove(handle);
+}
+
+ffi::String device_name_of(int64_t device) {
+  return guarded([&] { return ffi::String(device_name(static_cast<int>(device))); });
+}
+
+// Device, processors, bytes of heap and of workspace; rows of a tile, weight rows of a task.
+ffi::Array<int64_t> describe(int64_t handle) {
+  return guarded([&] {
+    const auto c = context(handle);
+    return ffi::Array<int64_t>{c->device(),
+                               c->processors(),
+                               static_cast<int64_t>(c->heap_bytes()),
+                               static_cast<int64_t>(c->workspace_bytes()),
+                               sm90::kTileTokens,
+                               sm90::kTaskFeatures};
+  });
+}
+
+Matrix matrix(const Sizes& s, const std::string& name) {
+  return {.data = size64(s, name.c_str()),
+          .row_bytes = size64(s, (name + "_row_bytes").c_str()),
+          .expert_bytes = size64(s, (name + "_expert_bytes").c_str())};
+}
+
+int64_t add_layer(int64_t handle, Sizes s, double capacity_factor, ffi::Array<int64_t> placement, ffi::String cubin,
+                  int64_t stream) {
+  return guarded([&] {
+    LayerSpec spec;
+    spec.dtype = static_cast<cpu::DType>(size(s, "dtype"));
+    spec.activation = static_cast<cpu::Activation>(size(s, "activation"));
+    spec.hidden = size(s, "hidden");
+    spec.intermediate = size(s, "intermediate");
+    spec.return_mode = static_cast<ReturnMode>(size(s, "return_mode"));
+    spec.experts = size(s, "experts");
+    spec.top_k = size(s, "top_k");
+    spec.capacity_factor = capacity_factor;
+    for (const int64_t q : placement) spec.placement.push_back(static_cast<uint32_t>(q));
+    spec.gate_up = matrix(s, "gate_up_proj");
+    spec.down = matrix(s, "down_proj");
+    spec.router = matrix(s, "router");
+    spec.gate_up_bias = size64(s, "gate_up_bias");
+    spec.down_bias = size64(s, "down_bias");
+    spec.router_bias = size64(s, "router_bias");
+    spec.renormalize = size(s, "renormalize") != 0;
+    spec.topk_ids_64 = size(s, "topk_ids_64") != 0;
+    spec.traced = size(s, "trace") != 0;
+    spec.cubin = cubin;
+    return context(handle)->add_layer(spec, stream_of(stream));
+  });
+}
+
+void remove_layer(int64_t handle, int64_t layer) {
+  guarded([&] { context(handle)->remove_layer(layer); });
+}
+
+void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t x, int64_t x_row_bytes, int64_t out,
+          int64_t topk_ids, int64_t topk_weights) {
+  guarded([&] {
+    const TokenSpec t{.tokens = static_cast<uint32_t>(tokens),
+                      .x = static_cast<uint64_t>(x),
+                      .x_row_bytes = static_cast<uint64_t>(x_row_bytes),
+                      .out = static_cast<uint64_t>(out),
+                      .topk_ids = static_cast<uint64_t>(topk_ids),
+                      .topk_weights = static_cast<uint64_t>(topk_weights)};
+    context(handle)->call(layer, t, stream_of(stream));
+  });
+}
+
+void synchronize(int64_t handle, int64_t stream) {
+  guarded([&] { context(handle)->synchronize(stream_of(stream)); });
+}
+
+// Fills ids and weights, both [T, K], with those of the last call.
+void read_routing(int64_t handle, ffi::Tensor ids, ffi::Tensor weights) {
+  guarded([&] {
+    const auto tokens = static_cast<uint32_t>(ids.shape()[0]), top_k = static_cast<uint32_t>(ids.shape()[1]);
+    context(handle)->read_routing(tokens, top_k, static_cast<int32_t*>(ids.data_ptr()),
+                                  static_cast<float*>(weights.data_ptr()));
+  });
+}
+
+// Adds to rows [R, El], int32, those that each rank's tokens have with each of this rank's experts in the last call, which
+// was the layer's; returns how many rows went to other ranks as results.
+int64_t read_received(int64_t handle, int64_t layer, ffi::Tensor rows) {
+  return guarded([&] {
+    return static_cast<int64_t>(context(handle)->read_received(layer, static_cast<int32_t*>(rows.data_ptr())));
+  });
+}
+
+int64_t trace_bytes(int64_t handle) {
+  return guarded([&] { return static_cast<int64_t>(context(handle)->trace_bytes()); });
+}
+
+void read_trace(int64_t handle, ffi::Tensor to) {
+  guarded([&] { context(handle)->read_trace(static_cast<uint8_t*>(to.data_ptr())); });
+}
+
+int64_t token_block_of(int64_t tokens, int64_t experts, int64_t top_k, int64_t processors) {
+  return token_block(static_cast<uint32_t>(tokens), static_cast<uint32_t>(experts), static_cast<uint32_t>(top_k),
+                     static_cast<uint32_t>(processors));
+}
+
+bool reduces_of(int64_t ranks, int64_t top_k, int64_t intermediate) {
+  return reduces(static_cast<uint32_t>(ranks), static_cast<uint32_t>(top_k), static_cast<uint32_t>(intermediate));
+}
+
+// Where each group begins, and where the last ends.
+ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_mode, int64_t return_bytes) {
+  uint16_t first[kMaxGroups + 1];
+  const uint32_t groups = return_groups(static_cast<uint32_t>(columns), static_cast<ReturnMode>(return_mode),
+                                        static_cast<uint64_t>(return_bytes), first);
+  ffi::Array<int64_t> out;
+  for (uint32_t g = 0; g <= groups; ++g) out.push_back(first[g]);
+  return out;
+}
+
+}  // namespace
+}  // namespace flashmoe::cuda
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_layout_fields, flashmoe::cuda::layout_fields)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_create, flashmoe::cuda::create)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, flashmoe::cuda::close)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_device_name, flashmoe::cuda::device_name_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_describe, flashmoe::cuda::describe)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_add_layer, flashmoe::cuda::add_layer)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_synchronize, flashmoe::cuda::synchronize)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_routing, flashmoe::cuda::read_routing)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_received, flashmoe::cuda::read_received)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_trace_bytes, flashmoe::cuda::trace_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_trace, flashmoe::cuda::read_trace)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_reduces, flashmoe::cuda::reduces_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_token_block, flashmoe::cuda::token_block_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_return_groups, flashmoe::cuda::return_groups_of)

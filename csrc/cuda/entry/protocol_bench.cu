@@ -1,0 +1,457 @@
+// The protocol alone on one GPU: whole calls of actors/ and protocol/ on every SM, with tasks that compute nothing.
+//
+// Answers two questions. How many tasks per microsecond pass from ready to taken? How long does a processor that was
+// busy when its next task became ready stand still between the two?
+//
+// Roles. Every block is a processor, of the first three warps, and a former of every gridDim.x-th expert, in the
+// fourth; the fifth is the OS actor in block 0, and idle elsewhere:
+//   warp 0  taker     takes a ticket and waits for its task while the executor still works on the previous one
+//   warp 1  executor  dispatches its token blocks, then runs tasks
+//   warp 2  retirer   bumps the counters of the tasks that are done, while the executor is at the next
+//   warp 3  former    forms the tiles of its experts
+//   warp 4  OS        block 0 only: no SM is given up for it
+// Pipelines. taker -> executor and executor -> retirer: rings of two task words in shared memory; full[i] and empty[i]
+// count one arrival each.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "flashmoe/actors/former.h"
+#include "flashmoe/actors/os.h"
+#include "flashmoe/actors/processor.h"
+#include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/protocol/packet.h"
+
+namespace flashmoe {
+namespace {
+
+using P = sm90::Platform;
+
+constexpr uint32_t kTakerWarp = 0, kExecutorWarp = 1, kRetirerWarp = 2, kFormerWarp = 3, kOsWarp = 4;
+constexpr uint32_t kThreads = 160;
+constexpr uint32_t kMaxExperts = 512;
+constexpr uint32_t kMaxServed = 16;  // experts per former
+constexpr uint32_t kMaxPairs = 64 * 8;
+constexpr uint32_t kStamps = 1024;  // recorded tasks per processor and call
+
+// What one processor saw; times of one SM's clock in cycles, of the global timer in nanoseconds.
+struct ProcessorLog {
+  uint64_t first_taken_ns, last_taken_ns;
+  uint32_t tasks;
+  uint32_t gaps;                 // entries of gap_cycles
+  uint32_t gap_cycles[kStamps];  // between the end of a task and the start of the next that had been waiting
+};
+
+// Proof that every task ran: rows multiplied and tokens combined.
+struct Checks {
+  uint64_t gemm0_rows, gemm1_rows, combined_tokens;
+};
+
+struct BenchArgs {
+  const int32_t* topk_ids;  // [T, K]
+  uint32_t busy_cycles;     // how long each task spins
+  ProcessorLog* logs;       // [processors]
+  Checks* checks;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void barrier_init(uint64_t* b) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ bool barrier_test(uint64_t* b, uint32_t phase) {
+  uint32_t done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(shared_address(b)), "r"(phase)
+               : "memory");
+  return done != 0;
+}
+// Bounded by the taker's own bounded wait: it always delivers, a stop word if nothing else, and the others pass it on.
+__device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t phase) {
+  while (!barrier_test(b, phase)) {
+  }
+}
+
+// Task words from one warp to another.
+struct Ring {
+  static constexpr uint32_t kSlots = 2;
+  uint64_t full[kSlots], empty[kSlots], word[kSlots];
+
+  __device__ void init() {
+    for (uint32_t i = 0; i < kSlots; ++i) {
+      barrier_init(&full[i]);
+      barrier_init(&empty[i]);
+    }
+  }
+  __device__ void wait_empty(uint32_t n) { barrier_wait(&empty[n % kSlots], (n / kSlots & 1u) ^ 1u); }
+  // One lane; after wait_empty(n).
+  __device__ void put(uint32_t n, uint64_t w) {
+    word[n % kSlots] = w;
+    barrier_arrive(&full[n % kSlots]);
+  }
+  __device__ bool is_full(uint32_t n) { return barrier_test(&full[n % kSlots], n / kSlots & 1u); }
+  // All lanes; `there`: is_full(n) has been seen.
+  __device__ uint64_t get(uint32_t n, bool there = false) {
+    if (!there) barrier_wait(&full[n % kSlots], n / kSlots & 1u);
+    const uint64_t w = word[n % kSlots];
+    P::sync();
+    if (P::lane() == 0) barrier_arrive(&empty[n % kSlots]);
+    return w;
+  }
+};
+
+struct Shared {
+  Ring next, done;
+  int32_t ids[kMaxPairs];
+  float weights[kMaxPairs];
+  uint16_t place[kMaxExperts], count[kMaxExperts], start[kMaxExperts];
+  uint32_t owner[kMaxExperts], entries[1], bad;
+  // Former.
+  FormedExpert experts[kMaxServed];
+  Source formed[1];
+  // OS warp of block 0.
+  Source sources[1];
+  Scheduler<P>::Memory scheduler;
+  Status seen[1];
+};
+
+__device__ void take_tasks(const Call& c, Shared& s) {
+  for (uint32_t n = 0;; ++n) {
+    s.next.wait_empty(n);
+    uint64_t ticket = 0;
+    if (P::lane() == 0) ticket = take_ticket<P>(c);
+    const Task task = wait_task<P>(c, P::broadcast(ticket, 0));
+    if (P::lane() == 0) s.next.put(n, task.pack());
+    if (task.kind == TaskKind::kStop) return;
+  }
+}
+
+__device__ void retire_tasks(const Call& c, Shared& s) {
+  for (uint32_t n = 0;; ++n) {
+    const Task task = Task::unpack(s.done.get(n));
+    if (task.kind == TaskKind::kStop) return;
+    retire<P>(c, task);
+  }
+}
+
+__device__ bool dispatch_block(const Call& c, const BenchArgs& args, Shared& s, uint32_t b) {
+  const PacketScratch scratch{.ids = s.ids,
+                              .weights = s.weights,
+                              .place = s.place,
+                              .count = s.count,
+                              .start = s.start,
+                              .entries = s.entries,
+                              .bad = &s.bad,
+                              .owner = s.owner};
+  const int32_t* ids = args.topk_ids + uint64_t{b << c.log2_block} * c.top_k;
+  for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.top_k; i += P::kLanes) {
+    s.ids[i] = ids[i];
+    s.weights[i] = 1.0f;
+  }
+  P::team_sync();
+  if (!build_packets<P>(c, b, scratch)) return false;
+  signal_packets<P>(c, b, scratch);
+  return true;
+}
+
+__device__ void execute(const Call& c, const BenchArgs& args, const Task& task) {
+  const int64_t until = clock64() + args.busy_cycles;
+  while (args.busy_cycles != 0 && clock64() < until) {
+  }
+  if (P::lane() != 0) return;
+  // Relaxed adds without a result: the SM does not wait for them.
+  switch (task.kind) {
+    case TaskKind::kGemm0: P::fetch_add(&args.checks->gemm0_rows, uint64_t{c.tile(task.index)->shape.rows}); break;
+    case TaskKind::kGemm1: P::fetch_add(&args.checks->gemm1_rows, uint64_t{c.tile(task.index)->shape.rows}); break;
+    case TaskKind::kCombine:
+      P::fetch_add(&args.checks->combined_tokens, uint64_t{c.tokens_in_block(task.index)});
+      break;
+    default: break;
+  }
+}
+
+__device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
+  for (uint32_t b = blockIdx.x; b < c.blocks(); b += c.processors) {
+    if (!dispatch_block(c, args, s, b)) break;  // then the taker delivers a stop word
+  }
+  ProcessorLog& log = args.logs[blockIdx.x];
+  uint32_t tasks = 0, gaps = 0;
+  uint64_t first = 0, last = 0;
+  int64_t ended = 0;
+  for (uint32_t n = 0;; ++n) {
+    const bool waiting = s.next.is_full(n);
+    const Task task = Task::unpack(s.next.get(n, waiting));
+    const int64_t begun = clock64();
+    s.done.wait_empty(n);  // here and not at the end, where the next task may be waiting
+    if (task.kind != TaskKind::kStop) {
+      last = P::now_ns();
+      if (tasks++ == 0) first = last;
+      if (waiting && ended != 0 && gaps < kStamps) {
+        if (P::lane() == 0) log.gap_cycles[gaps] = static_cast<uint32_t>(begun - ended);
+        ++gaps;
+      }
+      execute(c, args, task);
+      ended = clock64();
+    }
+    if (P::lane() == 0) s.done.put(n, task.pack());
+    if (task.kind == TaskKind::kStop) break;
+  }
+  if (P::lane() == 0) {
+    log.first_taken_ns = first;
+    log.last_taken_ns = last;
+    log.tasks = tasks;
+    log.gaps = gaps;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    protocol_kernel(const __grid_constant__ Call c, const __grid_constant__ BenchArgs args) {
+  __shared__ Shared s;
+  if (threadIdx.x == 0) {
+    s.next.init();
+    s.done.init();
+  }
+  for (uint32_t e = threadIdx.x; e < c.experts; e += kThreads) s.owner[e] = c.owner[e];
+  __syncthreads();
+  switch (threadIdx.x / P::kLanes) {
+    case kTakerWarp: take_tasks(c, s); break;
+    case kExecutorWarp: run_tasks(c, args, s); break;
+    case kRetirerWarp: retire_tasks(c, s); break;
+    case kFormerWarp: run_former<P>(c, s.formed, {s.experts, blockIdx.x, gridDim.x}); break;
+    case kOsWarp:
+      if (blockIdx.x == 0) {
+        run_os<P>(c, {.subscriber = {s.sources, {}}, .scheduler = &s.scheduler, .seen = s.seen});
+      }
+      break;
+    default: break;
+  }
+}
+
+#define CUDA_CHECK(call)                                                                             \
+  do {                                                                                               \
+    const cudaError_t error = (call);                                                                \
+    if (error != cudaSuccess) {                                                                      \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
+      std::exit(1);                                                                                  \
+    }                                                                                                \
+  } while (0)
+
+template <class T>
+T* device_copy(const std::vector<T>& host) {
+  T* p;
+  CUDA_CHECK(cudaMalloc(&p, host.size() * sizeof(T)));
+  CUDA_CHECK(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return p;
+}
+
+uint8_t* device_zeros(uint64_t bytes) {
+  uint8_t* p;
+  CUDA_CHECK(cudaMalloc(&p, bytes));
+  CUDA_CHECK(cudaMemset(p, 0, bytes));
+  return p;
+}
+
+struct Shape {
+  const char* name;
+  uint32_t tokens, experts, top_k, log2_block, gemm0_columns, gemm1_columns;
+};
+
+// Token blocks: about one per SM, but not so small that there are many packets for little work. The columns are those of
+// 128 x 256 tiles: ceil(2I / 256) or ceil(I / 256), and ceil(H / 256).
+constexpr Shape kShapes[] = {
+    {"qwen3-30b-a3b", 8192, 128, 8, 6, 6, 8},
+    {"paper-E64", 16384, 64, 2, 7, 8, 8},
+    {"mixtral-8x7b", 8192, 8, 2, 6, 112, 16},
+    {"qwen3-30b-a3b-1024", 1024, 128, 8, 6, 6, 8},
+};
+
+class Bench {
+ public:
+  Bench(const Shape& shape, uint32_t processors) : shape_(shape) {
+    Limits limits;
+    limits.max_tokens = shape.tokens;
+    limits.experts = limits.max_local_experts = shape.experts;
+    limits.top_k = shape.top_k;
+    // Rows are never touched: the smallest that have the wanted number of columns.
+    limits.hidden = shape.gemm1_columns;
+    limits.intermediate = shape.gemm0_columns;
+    limits.gemm0_columns_per_task = limits.gemm1_columns_per_task = 1;
+    limits.elem_bytes = 2;
+    limits.return_slots = shape.top_k;
+    limits.processors = processors;
+    if (ceil_div(shape.experts, processors) > kMaxServed) {
+      std::fprintf(stderr, "%s: more experts than formers serve\n", shape.name);
+      std::exit(1);
+    }
+
+    std::vector<uint32_t> owner(shape.experts, 0), by_owner(shape.experts), owner_base{0, shape.experts};
+    for (uint32_t e = 0; e < shape.experts; ++e) by_owner[e] = e;
+    call_.tokens = shape.tokens;
+    call_.hidden = limits.hidden;
+    call_.intermediate = limits.intermediate;
+    call_.experts = call_.local_experts = shape.experts;
+    call_.top_k = shape.top_k;
+    call_.log2_block = shape.log2_block;
+    call_.gemm0_columns = shape.gemm0_columns;
+    call_.gemm1_columns = shape.gemm1_columns;
+    call_.group_first[1] = static_cast<uint16_t>(shape.gemm1_columns);
+    call_.processors = processors;
+    call_.order.raster = 8;
+    call_.order.window = processors;
+    call_.timeout_ns = 2'000'000'000;
+    call_.owner = device_copy(owner);
+    call_.by_owner = device_copy(by_owner);
+    call_.owner_base = device_copy(owner_base);
+    call_.heap_layout = make_heap_layout(limits);
+    call_.work_layout = make_work_layout(limits);
+    call_.heaps = device_copy(std::vector<uint8_t*>{device_zeros(call_.heap_layout.bytes)});
+    call_.work = device_zeros(call_.work_layout.bytes);
+    call_.max_blocks = limits.max_blocks();
+    call_.element_bytes = limits.elem_bytes;
+    call_.queue_mask = limits.queue_capacity() - 1;
+    call_.list_mask = limits.list_capacity() - 1;
+    args_.topk_ids = device_copy(random_routing());
+    args_.logs = reinterpret_cast<ProcessorLog*>(device_zeros(processors * sizeof(ProcessorLog)));
+    args_.checks = reinterpret_cast<Checks*>(device_zeros(sizeof(Checks)));
+  }
+
+  // One call; its tasks spin for busy_cycles. Exits with a message if a task was lost or run twice.
+  float run(uint32_t busy_cycles) {
+    ++call_.epoch;
+    args_.busy_cycles = busy_cycles;
+    CUDA_CHECK(cudaMemset(args_.checks, 0, sizeof(Checks)));
+    void* parameters[] = {&call_, &args_};
+    cudaEvent_t before, after;
+    CUDA_CHECK(cudaEventCreate(&before));
+    CUDA_CHECK(cudaEventCreate(&after));
+    CUDA_CHECK(cudaEventRecord(before));
+    CUDA_CHECK(cudaLaunchCooperativeKernel(protocol_kernel, call_.processors, kThreads, parameters, 0, nullptr));
+    CUDA_CHECK(cudaEventRecord(after));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    float ms;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, before, after));
+    CUDA_CHECK(cudaEventDestroy(before));
+    CUDA_CHECK(cudaEventDestroy(after));
+    logs_.resize(call_.processors);
+    CUDA_CHECK(cudaMemcpy(logs_.data(), args_.logs, logs_.size() * sizeof(ProcessorLog), cudaMemcpyDeviceToHost));
+    check();
+    return ms * 1000.0f;
+  }
+
+  uint64_t tasks() const {
+    uint64_t n = 0;
+    for (const auto& log : logs_) n += log.tasks;
+    return n;
+  }
+  // From the first task taken to the last.
+  double microseconds() const {
+    uint64_t first = UINT64_MAX, last = 0;
+    for (const auto& log : logs_) {
+      if (log.tasks == 0) continue;
+      first = std::min(first, log.first_taken_ns);
+      last = std::max(last, log.last_taken_ns);
+    }
+    return static_cast<double>(last - first) * 1e-3;
+  }
+  std::vector<uint32_t> gaps() const {
+    std::vector<uint32_t> all;
+    for (const auto& log : logs_) all.insert(all.end(), log.gap_cycles, log.gap_cycles + log.gaps);
+    std::sort(all.begin(), all.end());
+    return all;
+  }
+
+ private:
+  std::vector<int32_t> random_routing() const {
+    std::mt19937 random(1);
+    std::vector<int32_t> experts(shape_.experts), ids;
+    for (uint32_t e = 0; e < shape_.experts; ++e) experts[e] = static_cast<int32_t>(e);
+    for (uint32_t t = 0; t < shape_.tokens; ++t) {
+      for (uint32_t k = 0; k < shape_.top_k; ++k) {
+        std::swap(experts[k], experts[k + random() % (shape_.experts - k)]);
+        ids.push_back(experts[k]);
+      }
+    }
+    return ids;
+  }
+
+  void check() const {
+    Checks checks;
+    Control control;
+    CUDA_CHECK(cudaMemcpy(&checks, args_.checks, sizeof(checks), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(&control, call_.control(), sizeof(control), cudaMemcpyDeviceToHost));
+    const uint64_t rows = uint64_t{shape_.tokens} * shape_.top_k;
+    if (checks.gemm0_rows != rows * shape_.gemm0_columns || checks.gemm1_rows != rows * shape_.gemm1_columns ||
+        checks.combined_tokens != shape_.tokens || control.abort.value != 0 ||
+        control.queue_head.value != control.published.value) {
+      std::fprintf(stderr, "call %llu of %s: tasks were lost or repeated (abort %llu)\n",
+                   static_cast<unsigned long long>(call_.epoch), shape_.name,
+                   static_cast<unsigned long long>(control.abort.value));
+      std::exit(1);
+    }
+  }
+
+  const Shape& shape_;
+  Call call_;
+  BenchArgs args_{};
+  std::vector<ProcessorLog> logs_;
+};
+
+template <class T>
+T quantile(std::vector<T> v, double q) {
+  if (v.empty()) return T{};
+  std::sort(v.begin(), v.end());
+  return v[static_cast<size_t>(q * static_cast<double>(v.size() - 1))];
+}
+
+int run_all() {
+  cudaDeviceProp device;
+  CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
+  int khz = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
+  const auto processors = static_cast<uint32_t>(device.multiProcessorCount);
+  std::printf("{\"device\": \"%s\", \"sms\": %u, \"clock_ghz\": %.3f, \"shapes\": [", device.name, processors,
+              khz * 1e-6);
+  constexpr int kCalls = 50, kWarmUp = 5;
+  constexpr uint32_t kBusyCycles = 8000;  // about 4 us: a short task, the next one is ready long before its end
+  for (size_t i = 0; i < std::size(kShapes); ++i) {
+    Bench bench(kShapes[i], processors);
+    std::vector<double> rate, span, kernel;
+    for (int n = 0; n < kCalls; ++n) {
+      const float us = bench.run(0);
+      if (n < kWarmUp) continue;
+      rate.push_back(static_cast<double>(bench.tasks()) / bench.microseconds());
+      span.push_back(bench.microseconds());
+      kernel.push_back(us);
+    }
+    bench.run(kBusyCycles);
+    const std::vector<uint32_t> gaps = bench.gaps();
+    const double ns = 1e6 / khz;
+    std::printf(
+        "%s\n {\"shape\": \"%s\", \"tasks\": %llu, \"tasks_per_us\": {\"median\": %.1f, \"min\": %.1f, \"max\": %.1f},"
+        " \"taken_span_us\": %.1f, \"kernel_us\": %.1f,"
+        " \"busy_gap_ns\": {\"n\": %zu, \"median\": %.0f, \"p99\": %.0f, \"max\": %.0f}}",
+        i ? "," : "", kShapes[i].name, static_cast<unsigned long long>(bench.tasks()), quantile(rate, 0.5),
+        quantile(rate, 0.0), quantile(rate, 1.0), quantile(span, 0.5), quantile(kernel, 0.5), gaps.size(),
+        quantile(gaps, 0.5) * ns, quantile(gaps, 0.99) * ns, quantile(gaps, 1.0) * ns);
+  }
+  std::printf("\n]}\n");
+  return 0;
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+int main() {
+  return flashmoe::run_all();
+}

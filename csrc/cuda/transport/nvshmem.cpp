@@ -1,0 +1,62 @@
+#include "cuda/transport/nvshmem.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+
+#include "host/error.h"
+#include "host/text.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+using cpu::concat;
+using cpu::Error;
+
+// Where the user has not said otherwise: ranks of one machine, which meet on its loopback; no network, whose drivers not
+// every machine has; no memory that NVLink multicasts, which nothing here uses and which not every machine grants.
+void set_environment() {
+  const struct {
+    const char *name, *value;
+  } defaults[] = {
+      {"NVSHMEM_DISABLE_NVLS", "1"}, {"NVSHMEM_REMOTE_TRANSPORT", "none"}, {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"}};
+  for (const auto& each : defaults) setenv(each.name, each.value, 0);
+}
+
+Nvshmem load(const std::string& path) {
+  set_environment();
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    throw Error(Error::Kind::kOther, concat("nvshmem: expected the library ", path,
+                                            ", which a group of several GPUs needs (pip install "
+                                            "nvidia-nvshmem-cu13), got: ",
+                                            dlerror()));
+  }
+  Nvshmem n{};
+  auto find = [&](const char* symbol) {
+    void* found = dlsym(library, symbol);
+    if (found == nullptr) {
+      throw Error(Error::Kind::kOther, concat("nvshmem: expected NVSHMEM 3, got ", path, " without ", symbol));
+    }
+    return found;
+  };
+#define FLASHMOE_NVSHMEM_RESOLVE(symbol, result, parameters) \
+  n.symbol = reinterpret_cast<decltype(n.symbol)>(find(#symbol));
+  FLASHMOE_NVSHMEM_API(FLASHMOE_NVSHMEM_RESOLVE)
+#undef FLASHMOE_NVSHMEM_RESOLVE
+  return n;
+}
+
+}  // namespace
+
+void check_nvshmem(int status, const char* what) {
+  if (status == 0) return;
+  throw Error(Error::Kind::kOther,
+              concat("nvshmem: ", what, " failed with status ", status, "; NVSHMEM_DEBUG=INFO makes it say more"));
+}
+
+const Nvshmem& nvshmem(const std::string& path) {
+  static const Nvshmem loaded = load(path);  // a load that threw is tried again at the next call
+  return loaded;
+}
+
+}  // namespace flashmoe::cuda

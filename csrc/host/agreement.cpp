@@ -1,0 +1,38 @@
+#include "host/agreement.h"
+
+#include <algorithm>
+
+namespace flashmoe::cpu {
+namespace {
+
+// FNV-1a; ranks compare hashes of what they must agree on.
+uint64_t hash_bytes(const void* data, size_t n) {
+  uint64_t h = 0xcbf29ce484222325u;
+  for (size_t i = 0; i < n; ++i) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
+  return h;
+}
+
+}  // namespace
+
+CallConfig make_config(const Call& call, DType dtype, Activation activation, double capacity_factor,
+                       const std::vector<uint32_t>& placement, uint32_t columns_per_task) {
+  CallConfig config{};
+  config.hidden = call.hidden;
+  config.intermediate = call.intermediate;
+  config.experts = call.experts;
+  config.top_k = call.top_k;
+  config.dtype = static_cast<uint32_t>(dtype);
+  config.return_mode = static_cast<uint32_t>(call.return_mode);
+  config.activation = static_cast<uint32_t>(activation);
+  config.capacity_factor = capacity_factor;
+  config.placement = static_cast<uint32_t>(hash_bytes(placement.data(), placement.size() * sizeof(uint32_t)));
+  uint32_t ends[kMaxGroups] = {};  // in elements
+  for (uint32_t g = 0; g < call.groups; ++g) {
+    ends[g] = std::min(call.group_first[g + 1] * columns_per_task, call.hidden);
+  }
+  config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
+  config.hash = hash_bytes(&config, sizeof(config));  // the field itself is still 0
+  return config;
+}
+
+}  // namespace flashmoe::cpu

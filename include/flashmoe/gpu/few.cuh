@@ -1,0 +1,442 @@
+// The layer of a few tokens (kFewTokens) on a rank that is alone: one cooperative launch, one block per SM, 12 warps a block.
+//
+// What such a call takes is the time to read its experts' weights once, plus every round trip before and between. The
+// actors of sm90/kernel.cuh make a chain of some twenty, tiles of a few rows, and hand them out one by one; here each
+// block works out for itself all that the others do, and warps go over rows of weights (gpu/dots.cuh).
+//
+//   gate    expert by expert, over all warps of all blocks; a logit travels with the epoch that it is of, so that it is its
+//           own signal
+//   choose  every block, for itself, from all logits: cheaper than to choose once and pass it on
+//   GEMM0   (expert, features), over all warps; hidden rows to device memory
+//           all blocks meet, while the first weights of GEMM1 are on their way
+//   GEMM1   each block some columns of the output, for all experts; it then sums them over k. No return, no combine
+//
+// Bits: products are summed in fp32 in another order than by the tensor cores, so a token's row here and in a larger call
+// may differ in the last place; it is the same in every call of so few tokens, whichever those are.
+//
+// Waits: for the logits and at the meeting, both bounded (wait_until). The protocol's queues and signals are left alone.
+#pragma once
+
+#include "flashmoe/gpu/activate.cuh"
+#include "flashmoe/gpu/dots.cuh"
+#include "flashmoe/gpu/leave.cuh"
+#include "flashmoe/gpu/route.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/protocol/packet.h"
+#include "flashmoe/sm90/epilogue.cuh"
+#include "flashmoe/sm90/tma.cuh"
+
+namespace flashmoe::sm90 {
+
+// What all blocks know of the call once the experts are chosen. Pair p: token p / K, choice p % K.
+struct FewShared {
+  int32_t ids[kFewPairs];  // -1: dropped
+  float weights[kFewPairs];
+  uint32_t units;                        // experts that have tokens, numbered as they are met
+  uint32_t tokens[kFewPairs];            // of a unit
+  uint16_t expert[kFewPairs];            // of a unit
+  uint16_t pair[kFewPairs][kFewTokens];  // of a unit
+  uint16_t unit[kFewPairs];              // of a pair; kNoUnit: dropped
+  uint32_t failed;                       // not zero: the call is over
+  Fault fault;                           // why, if this block is to say so
+  Call call;                             // for that: as given, with its epoch
+  uint32_t trace_events;
+  TraceStarts trace_starts;
+  union {
+    float logits[kFewTokens * kMaxExperts];  // [token][expert]
+    float results[kFewResults];              // [column][pair] weighted results of GEMM1
+  };
+};
+static_assert(sizeof(FewShared) <= kFewSharedBytes);
+
+namespace few {
+
+using P = Platform;
+
+// A rank alone whose blocks wait only for one another.
+struct NoOthers {
+  __device__ void sample() const {}
+  __device__ bool moved() const { return false; }
+};
+
+inline constexpr uint16_t kNoUnit = 0xffff;
+
+struct Block {
+  const KernelArgs& args;
+  const Call& c;  // as given: its epoch is not the call's
+  FewShared& s;
+  uint64_t epoch;
+
+  __device__ __forceinline__ uint32_t pairs() const { return c.tokens * c.top_k; }
+  __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
+  // A token's row from x on, in units of 16 bytes.
+  __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
+    return static_cast<uint32_t>(token * (args.x_row_bytes / 16));
+  }
+};
+
+// One thread. The first to fail decides what the block says of it; kNone: nothing.
+__device__ __forceinline__ void fail(const Block& b, Fault fault) {
+  if (atomicExch(&b.s.failed, 1u) != 0) return;
+  fault.actor = Actor::kProcessor;
+  fault.awaited = fault.culprit = b.c.rank;
+  b.s.fault = fault;
+}
+// What every block finds, and the first one says.
+__device__ __forceinline__ void fail_everywhere(const Block& b, Fault fault) {
+  if (blockIdx.x != 0) fault.kind = FaultKind::kNone;
+  fail(b, fault);
+}
+
+// One warp.
+template <class StepFn>
+__device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
+  const WaitEnd end = wait_until<P>(b.c, step, NoOthers{});
+  if (end == WaitEnd::kDone || P::lane() != 0) return;
+  fail(b, {.kind = end == WaitEnd::kExpired ? FaultKind::kLocal : FaultKind::kNone});
+}
+
+// All threads: whether the block is to go on.
+__device__ __forceinline__ bool all_well(const Block& b) {
+  // In one step: who is first through may fail at what follows.
+  return __syncthreads_or(static_cast<int>(b.s.failed)) == 0;
+}
+
+// ---- gate -----------------------------------------------------------------------------------------------------------
+
+// Job: an expert.
+template <class Dtype>
+struct GateJobs {
+  const Block& b;
+
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.hidden * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t job(uint32_t i) const { return i; }
+  __device__ __forceinline__ uint32_t tokens(uint32_t) const { return b.c.tokens; }
+  __device__ __forceinline__ const uint8_t* weights(uint32_t expert, uint32_t) const {
+    return b.args.router_rows.row(0, expert);
+  }
+  __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
+  __device__ __forceinline__ uint32_t operand(uint32_t, uint32_t token) const { return b.token_at(token); }
+  __device__ __forceinline__ void finish(uint32_t expert, uint32_t token, const float (&sum)[1]) const {
+    const float logit = sum[0] + detail::bias_at<Dtype>(b.args.router_bias, expert, true);
+    P::store_relaxed(b.c.logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
+  }
+};
+
+// All logits of the call, from all blocks.
+__device__ __forceinline__ void collect_logits(const Block& b) {
+  const uint32_t all = b.c.tokens * b.c.experts;
+  for (uint32_t base = b.warp() * 32; base < all; base += kFewThreads) {
+    const uint32_t i = base + P::lane();
+    const bool exists = i < all;
+    const uint64_t* const from = b.c.logit(exists ? i / b.c.experts : 0, exists ? i % b.c.experts : 0);
+    uint64_t word = 0;
+    wait_for_blocks(b, [&] {
+      word = P::load_relaxed(from);
+      return P::ballot(word >> 32 != (b.epoch & 0xffffffffu)) == 0 ? Step::kDone : Step::kIdle;
+    });
+    if (exists) b.s.logits[i] = __uint_as_float(static_cast<uint32_t>(word));
+  }
+}
+
+// ---- choice ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void choose(const Block& b) {
+  for (uint32_t t = b.warp(); t < b.c.tokens; t += kFewWarps) {
+    const stages::Choice choice[1] = {
+        {b.s.logits + t * b.c.experts, b.s.ids + t * b.c.top_k, b.s.weights + t * b.c.top_k}};
+    const uint32_t bad = stages::choose_experts(choice, b.c.experts, b.c.top_k, b.args.renormalize != 0);
+    if (bad != 0 && P::lane() == 0) fail_everywhere(b, {.kind = FaultKind::kRouterValue, .index = t});
+  }
+}
+
+// Given routing, which is not trusted: every block finds what is wrong, the first one says so.
+__device__ __forceinline__ void take_given(const Block& b) {
+  const uint32_t p = threadIdx.x;
+  if (p >= b.pairs()) return;
+  auto id_of = [&](uint32_t i) {
+    if (b.args.topk_ids_64 == 0) return static_cast<const int32_t*>(b.args.topk_ids)[i];
+    const int64_t id = static_cast<const int64_t*>(b.args.topk_ids)[i];
+    return id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
+  };
+  const int32_t id = id_of(p);
+  b.s.ids[p] = id;
+  b.s.weights[p] = b.args.topk_weights[p];
+  const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.experts;
+  bool twice = false;
+  for (uint32_t i = p - p % b.c.top_k; i < p; ++i) twice |= id_of(i) == id;
+  if (exists && !twice) return;
+  fail_everywhere(b, {.kind = exists ? FaultKind::kDuplicateExpert : FaultKind::kExpertRange,
+                      .index = p / b.c.top_k,
+                      .expected = b.c.experts,
+                      .seen = static_cast<uint32_t>(id)});
+}
+
+// One warp: groups the pairs by expert, and drops those beyond its capacity, the last in token order.
+__device__ __forceinline__ void group_pairs(const Block& b) {
+  FewShared& s = b.s;
+  uint32_t units = 0;
+  for (uint32_t base = 0; base < b.pairs(); base += 32) {
+    const uint32_t p = base + P::lane();
+    const bool exists = p < b.pairs();
+    const int32_t expert = exists ? s.ids[p] : -1;
+    uint32_t earlier = 0, first = p;  // pairs of the same expert, all of earlier tokens
+    for (uint32_t i = exists ? p - p % b.c.top_k : 0; i-- != 0;) {
+      if (s.ids[i] != expert) continue;
+      first = i;
+      ++earlier;
+    }
+    const bool leads = exists && earlier == 0;
+    uint32_t fresh;
+    const uint32_t before = count_before<P>(leads, fresh);
+    if (leads) {
+      s.unit[p] = static_cast<uint16_t>(units + before);
+      s.expert[units + before] = static_cast<uint16_t>(expert);
+      s.tokens[units + before] = 0;
+    }
+    units += fresh;
+    P::sync();
+    if (exists && !leads) {
+      const bool kept = b.c.capacity == 0 || earlier < b.c.capacity;
+      s.unit[p] = kept ? s.unit[first] : kNoUnit;
+    }
+    if (exists && s.unit[p] != kNoUnit) {
+      s.pair[s.unit[p]][earlier] = static_cast<uint16_t>(p);
+      atomicAdd(&s.tokens[s.unit[p]], 1u);
+    }
+    P::sync();
+  }
+  if (P::lane() == 0) s.units = units;
+}
+
+// Fills ids, weights and units. False if the call is over.
+__device__ __forceinline__ bool route(const Block& b) {
+  if (b.args.topk_ids != nullptr) {
+    take_given(b);
+  } else {
+    choose(b);
+  }
+  if (!all_well(b)) return false;
+  if (b.warp() == 0) group_pairs(b);
+  __syncthreads();
+  const uint32_t p = threadIdx.x;
+  if (p < b.pairs()) {
+    if (b.s.unit[p] == kNoUnit) b.s.ids[p] = -1;
+    if (blockIdx.x == 0) {  // for the report
+      b.c.routing(p / b.c.top_k)[p % b.c.top_k] = b.s.ids[p];
+      b.c.weights(p / b.c.top_k)[p % b.c.top_k] = b.s.weights[p];
+    }
+  }
+  return true;
+}
+
+// ---- GEMM0 ----------------------------------------------------------------------------------------------------------
+
+// A unit's two rows of weights that one warp multiplies.
+struct TwoRows {
+  uint32_t unit, expert;
+  uint32_t first, second;
+};
+
+// Job: two rows that make results side by side: a gate and its up, or two neighbours.
+template <class Dtype, Activation kActivation>
+struct Gemm0Jobs {
+  static constexpr bool kGated = is_gated(kActivation);
+  const Block& b;
+
+  __device__ __forceinline__ uint32_t per_unit() const { return b.c.intermediate / (kGated ? 1 : 2); }
+  __device__ __forceinline__ TwoRows job(uint32_t i) const {
+    const uint32_t unit = i / per_unit(), row = i % per_unit();
+    if constexpr (kGated) return {unit, b.s.expert[unit], row, row + b.c.intermediate};
+    return {unit, b.s.expert[unit], 2 * row, 2 * row + 1};
+  }
+
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.hidden * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
+  __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
+    return b.args.gate_up_rows.row(job.expert, r == 0 ? job.first : job.second);
+  }
+  __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
+  __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
+    return b.token_at(b.s.pair[job.unit][token] / b.c.top_k);
+  }
+  __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
+    const uint32_t biases = job.expert * b.c.intermediate * (kGated ? 2 : 1);
+    float low = sum[0] + detail::bias_at<Dtype>(b.args.gate_up_bias, biases + job.first, true);
+    float high = sum[1] + detail::bias_at<Dtype>(b.args.gate_up_bias, biases + job.second, true);
+    auto* const hidden = reinterpret_cast<typename Dtype::Element*>(b.c.hidden_row(0, b.s.pair[job.unit][token]));
+    if constexpr (kGated) {
+      float none = 0.0f;
+      activate_pair<Dtype, kActivation>(low, none);
+      hidden[job.first] = Dtype::narrow(low * high);
+    } else {
+      activate_pair<Dtype, kActivation>(low, high);
+      hidden[job.first] = Dtype::narrow(low);
+      hidden[job.second] = Dtype::narrow(high);
+    }
+  }
+};
+
+// All blocks meet: what they stored before, all may load after. False if the call is over.
+__device__ __forceinline__ bool meet(const Block& b) {
+  __syncthreads();
+  if (b.warp() == 0) {
+    uint64_t* const met = &b.c.control()->met.value;
+    if (P::lane() == 0) P::fetch_add_acq_rel(met, uint64_t{1});
+    wait_for_blocks(
+        b, [&] { return P::ballot(P::load_acquire(met, kDevice) != gridDim.x) == 0 ? Step::kDone : Step::kIdle; });
+  }
+  return all_well(b);
+}
+
+// ---- GEMM1, and the sum over k --------------------------------------------------------------------------------------
+
+// Job: a unit's rows of two neighbouring columns of the output, of the block's `twos` pairs of columns from `first` on.
+template <class Dtype>
+struct Gemm1Jobs {
+  const Block& b;
+  uint32_t first, twos;
+
+  __device__ __forceinline__ uint32_t jobs() const { return b.s.units * twos; }
+  __device__ __forceinline__ TwoRows job(uint32_t i) const {
+    const uint32_t unit = i / twos, row = first + i % twos * 2;
+    return {unit, b.s.expert[unit], row, row + 1};
+  }
+
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.intermediate * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
+  __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
+    return b.args.down_rows.row(job.expert, r == 0 ? job.first : job.second);
+  }
+  __device__ __forceinline__ const uint8_t* operands() const { return b.c.hidden_row(0, 0); }
+  __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
+    return static_cast<uint32_t>((b.c.hidden_row(0, b.s.pair[job.unit][token]) - operands()) / 16);
+  }
+  __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
+    const uint32_t p = b.s.pair[job.unit][token];
+#pragma unroll
+    for (uint32_t r = 0; r < 2; ++r) {
+      const uint32_t column = job.first + r;
+      const float v = sum[r] + detail::bias_at<Dtype>(b.args.down_bias, job.expert * b.c.hidden + column, true);
+      // Rounded as what a rank returns to another is.
+      b.s.results[(column - first) * b.pairs() + p] = Dtype::widen(Dtype::narrow(v * b.s.weights[p]));
+    }
+  }
+  // All threads, when the results are there.
+  __device__ __forceinline__ void sum_results() const {
+    auto* const out = reinterpret_cast<typename Dtype::Element*>(b.args.out);
+    for (uint32_t i = threadIdx.x; i < 2 * twos * b.c.tokens; i += kFewThreads) {
+      const uint32_t token = i / (2 * twos), column = i % (2 * twos);
+      float sum = 0.0f;
+      for (uint32_t p = token * b.c.top_k; p < (token + 1) * b.c.top_k; ++p) {
+        if (b.s.ids[p] >= 0) sum += b.s.results[column * b.pairs() + p];
+      }
+      out[uint64_t{token} * b.c.hidden + first + column] = Dtype::narrow(sum);
+    }
+  }
+};
+
+// Has the L2 fetch the weights of the warp's jobs behind the first, whose loads are under way: some 12 KiB, which the
+// memory delivers while the blocks meet.
+template <class Jobs>
+__device__ __forceinline__ void prefetch_jobs(const Jobs& jobs, uint32_t first, uint32_t last) {
+  constexpr uint32_t kBytes = 12 * 1024;
+  const uint32_t bytes = jobs.chunks() * 16, job = first + (P::lane() + 1) * kFewWarps;
+  if (job >= last || (P::lane() + 1) * 2 * bytes > kBytes) return;
+  prefetch_l2(jobs.weights(jobs.job(job), 0), bytes);
+  prefetch_l2(jobs.weights(jobs.job(job), 1), bytes);
+}
+
+// ---- the whole ------------------------------------------------------------------------------------------------------
+
+// Where a block's part of `all` things begins. The parts lie side by side, and none is longer by more than one.
+__device__ __forceinline__ uint32_t begin_of_part(uint32_t all, uint32_t block) {
+  return static_cast<uint32_t>(uint64_t{all} * block / gridDim.x);
+}
+
+template <class Dtype, class Trace>
+__device__ __forceinline__ bool run_gate(const Block& b, const Trace& trace) {
+  if (b.args.topk_ids != nullptr) return true;
+  trace.begin();
+  const GateJobs<Dtype> jobs{b};
+  Dots<Dtype, 1, GateJobs<Dtype>> dots(jobs, b.warp() * gridDim.x + blockIdx.x, b.c.experts, kFewWarps * gridDim.x);
+  dots.begin();
+  dots.run();
+  collect_logits(b);
+  const bool ok = all_well(b);
+  trace.end(TracePhase::kGate, blockIdx.x, 0);
+  return ok;
+}
+
+template <class Dtype, Activation kActivation, class Trace>
+__device__ __forceinline__ void run_gemm0(const Block& b, const Trace& trace) {
+  trace.begin();
+  const Gemm0Jobs<Dtype, kActivation> jobs{b};
+  const uint32_t all = b.s.units * jobs.per_unit();
+  Dots<Dtype, 2, Gemm0Jobs<Dtype, kActivation>> dots(jobs, begin_of_part(all, blockIdx.x) + b.warp(),
+                                                     begin_of_part(all, blockIdx.x + 1), kFewWarps);
+  dots.begin();
+  dots.run();
+  trace.end(TracePhase::kGemm0, blockIdx.x, 0);
+}
+
+template <class Dtype, class Trace>
+__device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
+  using Jobs = Gemm1Jobs<Dtype>;
+  const uint32_t at_once = kFewResults / 2 / b.pairs();  // pairs of columns whose results there is room for
+  uint32_t next = begin_of_part(b.c.hidden / 2, blockIdx.x);
+  const uint32_t end = begin_of_part(b.c.hidden / 2, blockIdx.x + 1);
+  for (bool met = false;; met = true) {
+    const Jobs jobs{b, 2 * next, min_of(at_once, end - next)};
+    Dots<Dtype, 2, Jobs> dots(jobs, b.warp(), jobs.jobs(), kFewWarps);
+    dots.begin();
+    if (!met) {
+      prefetch_jobs(jobs, b.warp(), jobs.jobs());
+      trace.begin();
+      if (!meet(b)) return;
+      trace.end(TracePhase::kWait, blockIdx.x, 0);
+    }
+    trace.begin();
+    dots.run();
+    __syncthreads();
+    jobs.sum_results();
+    trace.end(TracePhase::kGemm1, blockIdx.x, next);
+    next += jobs.twos;
+    if (next == end) return;
+    __syncthreads();
+  }
+}
+
+}  // namespace few
+
+template <class Dtype, Activation kActivation, bool kTrace>
+__device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
+  const few::Block b{args, args.call, s, Platform::load_relaxed(&args.call.control()->calls.value) + 1};
+  if (b.epoch == 0) return;  // an earlier call failed, see leave()
+  const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
+  if (threadIdx.x == 0) {
+    s.failed = 0;
+    s.trace_events = 0;
+  }
+  __syncthreads();
+  bool ok = few::run_gate<Dtype>(b, trace);
+  trace.begin();
+  ok = ok && few::route(b);
+  if (ok) {
+    __syncthreads();
+    trace.end(TracePhase::kDispatch, blockIdx.x, 0);
+    few::run_gemm0<Dtype, kActivation>(b, trace);
+    few::run_gemm1<Dtype>(b, trace);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  trace.finish();
+  if (s.failed != 0 && s.fault.kind != FaultKind::kNone) {
+    s.call = b.c;
+    s.call.epoch = b.epoch;
+    post_fault<Platform>(s.call, s.fault);
+  }
+  leave(args, b.c, b.epoch);
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,192 @@
+// Sums of a token's rows in ascending order in fp32, rounded once: what Reduce and Combine have in common.
+#pragma once
+
+#include "flashmoe/gpu/kernel_args.h"
+#include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/gpu/types.cuh"
+#include "flashmoe/protocol/call.h"
+
+namespace flashmoe::stages {
+
+__device__ __forceinline__ uint4 load_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+// Some columns of a rank's tokens, cut into items: a token's columns, 16 bytes a lane. Token by token.
+struct SumSpan {
+  static constexpr uint32_t kStep = 32 * 16;  // bytes of an item
+  const uint8_t* rows;                        // the first token's row of slot 0, at this lane's first chunk
+  uint32_t token_bytes, slot_bytes;           // from one to the next; 32 bits, since registers are short
+  uint8_t* out;                               // of the first token, at this lane's first chunk
+  uint32_t out_bytes;
+  uint32_t bytes;   // of the columns
+  bool writes_all;  // a token without rows gets zeros; else nothing
+
+  __device__ __forceinline__ uint32_t per_token() const { return ceil_div(bytes, kStep); }
+};
+
+// Each warp's place among the pieces, between two of them: in shared memory, since it is long and registers are short. S: a
+// struct of words, the same for all lanes.
+template <class S>
+class PlaceOfWarp {
+  using P = sm90::Platform;
+
+ public:
+  // One thread, before the block's first synchronization.
+  __device__ void init() {
+    for (Aligned& a : place_) a.place = {};
+  }
+  // Own; all lanes.
+  __device__ __forceinline__ S load() const { return place_[warp()].place; }
+  __device__ __forceinline__ void save(const S& s) {
+    P::sync();
+    if (P::lane() == 0) place_[warp()].place = s;
+    P::sync();
+  }
+
+ private:
+  // Volatile: it is to be computed where it is used, or it takes registers from other roles.
+  __device__ __forceinline__ static uint32_t warp() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread / P::kLanes;
+  }
+
+  // Else ptxas loads 16 bytes that begin in the place of the warp before, which may be writing there.
+  struct alignas(16) Aligned {
+    S place;
+  };
+  Aligned place_[sm90::kWarps];
+};
+
+// Some items of a span, at most one a lane. Offsets in units of 16 bytes, else they would be 64 bits.
+struct SumPiece {
+  const uint8_t* rows;
+  uint8_t* out;
+  uint32_t slot_bytes;
+  bool writes_all;  // as in SumSpan
+  bool inside;      // whether this lane has a chunk of a token's last column
+  // Lane i's are the i-th item's:
+  uint32_t token;
+  uint32_t from, to;        // where its slot 0 and its sum are
+  uint32_t used;            // bit s: slot s holds something
+  uint32_t exists, narrow;  // whether there is such an item; whether it is a token's last column
+
+  // The n-th piece, of `each` items a piece and `all` in the span.
+  __device__ __forceinline__ SumPiece(const SumSpan& span, uint32_t n, uint32_t each, uint32_t all)
+      : rows(span.rows), out(span.out), slot_bytes(span.slot_bytes), writes_all(span.writes_all), used(0) {
+    const uint32_t lane = sm90::Platform::lane(), item = n * each + lane, per_token = span.per_token();
+    const uint32_t column = item % per_token, at = column * (SumSpan::kStep / 16);
+    token = item / per_token;
+    from = token * (span.token_bytes / 16) + at;
+    to = token * (span.out_bytes / 16) + at;
+    exists = lane < each && item < all;
+    narrow = column + 1 == per_token;
+    inside = (per_token - 1) * SumSpan::kStep + lane * 16 < span.bytes;
+  }
+};
+
+// Loads a lane's chunk of kSlots slots, `step` bytes apart; zeros for those that hold nothing.
+template <uint32_t kSlots>
+__device__ __forceinline__ void load_slots(uint4 (&chunk)[kSlots], const uint8_t* from, uint32_t step, uint32_t used) {
+#pragma unroll
+  for (uint32_t k = 0; k < kSlots; ++k) {
+    chunk[k] = {};
+    if (used >> k & 1u) chunk[k] = load_once(from + uint64_t{step} * k);
+  }
+}
+
+// Sums a piece, so many items at once that 10 to 16 loads of a lane are on their way, where slots are few: a memory round
+// trip is what this takes. How many, registers decide. (Row after row, whichever item they are of, 8 at a time: half as
+// fast.) All lanes.
+template <class Dtype>
+class ItemSums {
+  using P = sm90::Platform;
+  static constexpr uint32_t kElements = 16 / Dtype::kBytes;
+
+ public:
+  __device__ __forceinline__ explicit ItemSums(const SumPiece& piece)
+      : piece_(piece), items_(P::popcount(P::ballot(piece.exists != 0))) {}
+
+  __device__ __forceinline__ void run() const {
+    constexpr uint32_t kOfTwo = 5, kOfFour = Dtype::kBytes == 2 ? 4 : 3, kOfEight = Dtype::kBytes == 2 ? 2 : 1;
+    uint32_t i = 0;
+    FLASHMOE_NO_UNROLL
+    while (i < items_) {
+      const bool near = P::lane() >= i && P::lane() < i + kOfTwo;
+      const uint32_t any = __reduce_or_sync(sm90::kFullWarp, near ? piece_.used : 0);
+      if (any < 1u << 2) {
+        sum<2, kOfTwo>(i);
+        i += kOfTwo;
+      } else if (any < 1u << 4) {
+        sum<4, kOfFour>(i);
+        i += kOfFour;
+      } else if (any < 1u << 8) {
+        sum<8, kOfEight>(i);
+        i += kOfEight;
+      } else {
+        sum_many(i);
+        i += 1;
+      }
+    }
+  }
+
+ private:
+  // Whether this lane has a chunk of the item.
+  __device__ __forceinline__ bool has(uint32_t item) const {
+    return item < items_ && (P::broadcast(piece_.narrow, item) == 0 || piece_.inside);
+  }
+  __device__ __forceinline__ const uint8_t* rows(uint32_t item) const {
+    return piece_.rows + uint64_t{P::broadcast(piece_.from, item)} * 16;
+  }
+  __device__ __forceinline__ void store(uint32_t item, const float (&sum)[kElements]) const {
+    const uint64_t to = P::broadcast(piece_.to, item);
+    const uint32_t used = P::broadcast(piece_.used, item);
+    if (!has(item) || (used == 0 && !piece_.writes_all)) return;
+    *reinterpret_cast<uint4*>(piece_.out + to * 16) = Dtype::round(sum);
+  }
+
+  template <uint32_t kSlots, uint32_t kAtOnce>
+  __device__ __forceinline__ void sum(uint32_t first) const {
+    uint4 chunk[kAtOnce][kSlots];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t used = P::broadcast(piece_.used, first + i);
+      load_slots<kSlots>(chunk[i], rows(first + i), piece_.slot_bytes, has(first + i) ? used : 0);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      float sum[kElements] = {};
+#pragma unroll
+      for (uint32_t k = 0; k < kSlots; ++k) Dtype::accumulate(sum, chunk[i][k]);
+      store(first + i, sum);
+    }
+  }
+
+  // An item of any number of slots, eight at a time.
+  __device__ __forceinline__ void sum_many(uint32_t item) const {
+    constexpr uint32_t kSlots = 8;
+    const uint8_t* from = rows(item);
+    float sum[kElements] = {};
+    const uint32_t used = P::broadcast(piece_.used, item);
+    FLASHMOE_NO_UNROLL
+    for (uint32_t left = has(item) ? used : 0; left != 0; left >>= kSlots) {
+      uint4 chunk[kSlots];
+      load_slots<kSlots>(chunk, from, piece_.slot_bytes, left);
+#pragma unroll
+      for (uint32_t k = 0; k < kSlots; ++k) Dtype::accumulate(sum, chunk[k]);
+      from += uint64_t{piece_.slot_bytes} * kSlots;
+    }
+    store(item, sum);
+  }
+
+  const SumPiece& piece_;
+  const uint32_t items_;
+};
+
+}  // namespace flashmoe::stages

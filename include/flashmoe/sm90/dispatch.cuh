@@ -1,0 +1,222 @@
+// Dispatch: a token block's way to packets in its destinations' heaps. Gate (logits on the tensor cores, through the GEMM
+// pipeline), choice of experts, packets, the signal of the own one. Rows, and the other signals: send.cuh.
+//
+// The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
+#pragma once
+
+#include "flashmoe/gpu/route.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/sm90/epilogue.cuh"
+#include "flashmoe/sm90/load.cuh"
+#include "flashmoe/sm90/mainloop.cuh"
+#include "flashmoe/sm90/ring.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr uint32_t kTeamWarps = kWarps - 1;  // the last is the OS actor's
+inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumer warpgroups' own
+using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
+
+// Scratch in the stages: the logits at their end (pipeline.cuh), and in front of them, when these are there, the packets.
+struct DispatchScratch {
+  uint8_t* stages;
+
+  __device__ __forceinline__ float* logits(uint32_t experts, uint32_t token) const {
+    return reinterpret_cast<float*>(stages + kLogitsAt) + token * experts;
+  }
+  __device__ __forceinline__ PacketScratch packets() const {
+    uint8_t* const second = stages + kStageBytes;
+    PacketScratch s;
+    s.ids = reinterpret_cast<int32_t*>(stages);
+    s.weights = reinterpret_cast<float*>(stages + 8 * 1024);
+    s.count = reinterpret_cast<uint16_t*>(stages + 16 * 1024);
+    s.start = reinterpret_cast<uint16_t*>(stages + 18 * 1024);
+    s.entries = reinterpret_cast<uint32_t*>(stages + 20 * 1024);
+    s.bad = reinterpret_cast<uint32_t*>(stages + 21 * 1024);
+    s.owner = reinterpret_cast<uint32_t*>(stages + 24 * 1024);
+    s.place = reinterpret_cast<uint16_t*>(second);
+    return s;
+  }
+};
+static_assert(kMaxPairs * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMaxRanks * 4 <= 1024);
+static_assert(kMaxExperts * 4 <= 8 * 1024 && kStageBytes + kTeamWarps * kMaxExperts * 2 <= kLogitsAt);
+
+// Calls f, a lambda `[&]<class Stage>() {..}`, with the gate's layout.
+template <class Dtype, class F>
+__device__ __forceinline__ void with_gate(uint32_t experts, F&& f) {
+  if (experts <= kSmallGate) return f.template operator()<Gate<kSmallGate>>();
+  if (experts <= kMiddleGate) return f.template operator()<Gate<kMiddleGate>>();
+  if constexpr (Scores<Dtype>::Type::kTensorCores) {
+    if (experts <= kBoxFeatures) return f.template operator()<Gate<kBoxFeatures>>();
+  }
+  f.template operator()<GateInPasses>();
+}
+
+// Tokens of one pass of the gate. Without tensor cores a warpgroup takes 64: 128 take more registers than the block enters
+// with.
+template <class Dtype, class Stage>
+inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kInPasses<Stage> ? kMaxTokenBlock : 64;
+
+// Stages that the gate of a whole token block goes through.
+template <class Dtype, class Stage>
+__device__ __forceinline__ uint32_t gate_stages(const Call& c) {
+  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.experts, Stage::kFeatures) *
+         Stage::stages(c.hidden * Dtype::kBytes);
+}
+
+// Loaders: the router's rows and the block's tokens, as many experts at a time as the stage has.
+template <class Dtype, class Stage>
+__device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, typename Stage::Ring& ring,
+                                          uint32_t b) {
+  const uint32_t tokens = c.tokens_in_block(b);
+  for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
+    const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
+    for (uint32_t e = 0; e < c.experts; e += Stage::kFeatures) {
+      detail::box_stages<Dtype, Stage>(ring, {&args.router, e, 0, 0, 0, false}, &args.tokens,
+                                       (b << c.log2_block) + first, rows, c.hidden * Dtype::kBytes, [] {});
+    }
+  }
+}
+
+// Where the logits go, the other warpgroup may still be reading. All of the team meet, although it is a matter between the
+// consumers: while they met at a barrier of their own, the others waited at the team's, and racecheck took what these read
+// behind it for unordered.
+__device__ __forceinline__ void gate_stages_read() {
+  Team::team_sync_of_roles();
+}
+
+// Consumers: logits[token][expert] of `tokens` tokens from `first` on.
+template <class Dtype, class Shape>
+__device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
+                                              typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
+                                              uint32_t tokens) {
+  Accumulators<Shape> acc;
+  const uint32_t experts = c.experts;  // once: the stores could change what is in shared memory
+  const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
+  for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
+    FeatureBias bias[Shape::kMs];
+    load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
+    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.hidden * Dtype::kBytes, false, acc);
+    if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
+    const Lane at = Lane::of_thread(group);  // anew: else the addresses are computed before the products
+    const uint32_t token = first + skipped + at.token();
+    float* const to[2] = {scratch.logits(experts, token), scratch.logits(experts, token + 1)};
+    store_gate<Shape::kN>(at, acc, bias, tokens - skipped, e, experts, to, 8 * experts);
+  }
+}
+
+// Consumers: all of a block's logits.
+template <class Dtype, class Stage>
+__device__ __forceinline__ void compute_logits(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
+                                               typename Stage::Ring& ring, uint32_t b) {
+  const uint32_t group = threadIdx.x / kWarpgroup, all = c.tokens_in_block(b);
+  if constexpr (Stage::kFeatures <= kMiddleGate) {
+    multiply_gate<Dtype, FewByTokens<Stage>>(args, c, scratch, ring, group, 0, all);
+  } else {
+    for (uint32_t first = 0; first < all; first += kGateTokens<Dtype, Stage>) {
+      const uint32_t tokens = min_of(all - first, kGateTokens<Dtype, Stage>);
+      if (tokens <= 64) {
+        multiply_gate<Dtype, FeaturesByTokens<Stage, 64>>(args, c, scratch, ring, group, first, tokens);
+      } else if constexpr (kGateTokens<Dtype, Stage> > 64) {
+        multiply_gate<Dtype, FeaturesByTokens<Stage, 128>>(args, c, scratch, ring, group, first, tokens);
+      }
+    }
+  }
+}
+
+// Every warp of the team: given ids and weights to where the packets are built.
+__device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
+  const uint64_t first = uint64_t{b << c.log2_block} * c.top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.top_k; i += kTeamWarps * 32) {
+    if (args.topk_ids_64) {
+      const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
+      s.ids[i] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
+    } else {
+      s.ids[i] = static_cast<const int32_t*>(args.topk_ids)[first + i];
+    }
+    s.weights[i] = args.topk_weights[first + i];
+  }
+}
+
+// Every warp of the team: the experts of the block's tokens, from their logits.
+__device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, Shared& s,
+                                             const DispatchScratch& scratch, uint32_t b) {
+  const PacketScratch packets = scratch.packets();
+  const uint32_t tokens = c.tokens_in_block(b);
+  const bool few = c.experts <= stages::kFewLanes, renormalize = args.renormalize != 0;
+  const uint32_t at_once = few ? Platform::kLanes / stages::kFewLanes : 2;  // choices of a warp
+  for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
+    auto choice = [&](uint32_t t) -> stages::Choice {
+      return {scratch.logits(c.experts, t), packets.ids + t * c.top_k, packets.weights + t * c.top_k};
+    };
+    uint32_t bad;
+    if (few) {
+      const uint32_t t = first + Platform::lane() / stages::kFewLanes * kTeamWarps;
+      bad = stages::choose_few(t < tokens ? choice(t) : stages::Choice{}, c.experts, c.top_k, renormalize);
+    } else {  // beyond the last token, the first once more
+      const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
+      bad = stages::choose_experts({choice(first), choice(second)}, c.experts, c.top_k, renormalize);
+    }
+    if (bad == 0 || Platform::lane() != 0) continue;
+    s.router_bad = 1;
+    post_fault<Platform>(c, {.kind = FaultKind::kRouterValue,
+                             .actor = Actor::kProcessor,
+                             .awaited = c.rank,
+                             .culprit = c.rank,
+                             .index = (b << c.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
+  }
+}
+
+// Fills ids and weights of the block, from the given ones or by the router. False if a logit is not finite.
+template <class Dtype>
+__device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& c, Shared& s,
+                                            const DispatchScratch& scratch, uint32_t b) {
+  const PacketScratch packets = scratch.packets();
+  if (args.topk_ids != nullptr) {
+    copy_given(args, c, b, packets);
+    return true;
+  }
+  with_gate<Dtype>(c.experts, [&]<class Stage>() {
+    // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
+    const bool loads = threadIdx.x >= kFirstLoader;
+    typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
+    ring.advance(b / gridDim.x * gate_stages<Dtype, Stage>(c));
+    if (!loads) {
+      compute_logits<Dtype, Stage>(args, c, scratch, ring, b);
+    } else {
+      if (threadIdx.x < kFirstLoader + kLoaders) load_gate<Dtype, Stage>(args, c, ring, b);
+      if constexpr (!kInPasses<Stage>) gate_stages_read();
+    }
+  });
+  Team::team_sync();
+  choose_block(args, c, s, scratch, b);
+  Team::team_sync();
+  return s.router_bad == 0;
+}
+
+// The team's part of one token block. False if the call is over.
+template <class Dtype, class Trace>
+__device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
+                                               uint32_t b, const Trace& trace) {
+  const DispatchScratch scratch{stages};
+  const PacketScratch packets = scratch.packets();
+  trace.begin();
+  if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
+  trace.end(TracePhase::kGate, b, 0);
+  trace.begin();
+  uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
+  for (uint32_t e = threadIdx.x; e < c.experts; e += kTeamWarps * 32) owner[e] = c.owner[e];
+  Team::team_sync();
+  if (!build_packets<Team>(c, b, packets)) {
+    Team::team_sync();  // the word that says so lies in the stages, and loaders may overwrite it once a warp goes on
+    return false;
+  }
+  signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh
+  // The scratch was read and written through the generic proxy; the copy engine writes there next.
+  fence_proxy_async_shared();
+  Team::team_sync();
+  trace.end(TracePhase::kDispatch, b, 0);
+  return true;
+}
+
+}  // namespace flashmoe::sm90

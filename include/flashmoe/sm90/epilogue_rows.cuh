@@ -1,0 +1,209 @@
+// Consumer warpgroups: from a task's accumulators to memory, where these are TokensByFeatures.
+//
+// A warp has 16 whole rows and needs no other warp to turn them: it does so in its own quarter of the staging buffer,
+// in pieces of 128 bytes of each row, into 16-byte stores of whole lines.
+#pragma once
+
+#include "flashmoe/sm90/epilogue.cuh"
+
+namespace flashmoe::sm90 {
+
+namespace detail {
+
+inline constexpr uint32_t kWarpRows = 16;
+inline constexpr uint32_t kLineBytes = 128;
+inline constexpr uint32_t kPieceBytes = kWarpRows * kLineBytes;
+inline constexpr uint32_t kPieceStores = kPieceBytes / (32 * 16);  // of a lane
+static_assert(kWarpgroup / 32 * kPieceBytes == kStagingBytes);
+
+__device__ __forceinline__ void store_shared8(uint32_t to, uint32_t low, uint32_t high) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
+}
+__device__ __forceinline__ float2 load_shared8(uint32_t from) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+  return v;
+}
+// As store_matrices_transposed, but row by row: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m[0]), "r"(m[1]),
+               "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+// The warp's own part of its warpgroup's staging buffer.
+__device__ __forceinline__ uint32_t own_staging(uint32_t staging, const Lane& at) {
+  return staging + at.warp * kPieceBytes;
+}
+
+// Adds their biases to the accumulators of 256 columns. `bias`: the expert's row; null: none. The task's results are
+// columns `first`.. of `columns`; with a gate, groups of 8 biases of gates and of their ups, which lie `columns`
+// further, take turns. A lane needs the biases of 64 columns, which are many to load: a warp loads each once, of each
+// 64 columns two neighbours a lane, and reads them from its staging buffer.
+template <class Dtype, bool kGated>
+__device__ __forceinline__ void add_bias(float (&acc)[128], uint32_t own, const void* bias, const Lane& at,
+                                         uint32_t first, uint32_t columns) {
+  if (bias == nullptr) return;
+  const uint32_t column = first + (kGated ? at.lane / 8 * 8 + at.lane % 4 * 2 : at.lane * 2);
+  const uint32_t up = kGated && at.lane / 4 % 2 == 1 ? columns : 0;
+#pragma unroll
+  for (uint32_t i = 0; i < TokensByFeatures::kN / 64; ++i) {
+    const uint32_t c = column + i * (kGated ? 32 : 64);
+    store_shared8(own + (i * 32 + at.lane) * 8, __float_as_uint(bias_at<Dtype>(bias, up + c, c < columns)),
+                  __float_as_uint(bias_at<Dtype>(bias, up + c + 1, c < columns)));
+  }
+  __syncwarp();
+#pragma unroll
+  for (uint32_t j = 0; j < TokensByFeatures::kN / 8; ++j) {
+    const float2 add = load_shared8(own + (j * 4 + at.lane % 4) * 8);
+    acc[4 * j] += add.x, acc[4 * j + 1] += add.y, acc[4 * j + 2] += add.x, acc[4 * j + 3] += add.y;
+    if (j % 4 == 3) __syncwarp();  // else ptxas loads so far ahead that it spills; the last also frees the buffer
+  }
+}
+
+// Results of a piece, as a lane has them: of each group of 8 columns two neighbours of one row and of the row 8 below.
+template <class Dtype>
+struct Piece {
+  static constexpr uint32_t kGroups = kLineBytes / (8 * Dtype::kBytes);
+  static constexpr uint32_t kWords = Dtype::kBytes / 2;  // of two neighbours
+  uint32_t word[kGroups][2][kWords];
+
+  __device__ __forceinline__ void put(uint32_t group, uint32_t row, float low, float high) {
+    if constexpr (Dtype::kBytes == 2) {
+      word[group][row][0] = Dtype::pack(low, high);
+    } else {
+      word[group][row][0] = __float_as_uint(low), word[group][row][1] = __float_as_uint(high);
+    }
+  }
+};
+
+// Where 16-byte chunk `chunk` of a row of a piece is staged. The permutation keeps out of each other's banks both 8
+// rows of one chunk, which are the matrices of stmatrix, and 4 rows of two chunks, which half a warp writes of fp32.
+__device__ __forceinline__ uint32_t staged_in_piece(uint32_t row, uint32_t chunk) {
+  const uint32_t turned = row * 2 % 8 + row / 4 % 2;
+  return row * kLineBytes + (chunk ^ turned) * 16;
+}
+
+// finish(h, a, b) turns two accumulators of the lane's row h of 2 into results, in place; gates' are then multiplied by
+// their ups.
+template <class Dtype, bool kGated, class Finish>
+__device__ __forceinline__ Piece<Dtype> finish_piece(const float (&acc)[128], uint32_t piece, Finish finish) {
+  constexpr uint32_t kJoined = kGated ? 2 : 1;  // groups of 8 accumulator columns that make one of results
+  Piece<Dtype> to;
+#pragma unroll
+  for (uint32_t g = 0; g < Piece<Dtype>::kGroups; ++g) {
+    const uint32_t d = (piece * Piece<Dtype>::kGroups + g) * kJoined * 4;
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      float v[2] = {acc[d + 2 * h], acc[d + 2 * h + 1]};
+      finish(h, v[0], v[1]);
+      if constexpr (kGated) v[0] *= acc[d + 4 + 2 * h], v[1] *= acc[d + 4 + 2 * h + 1];
+      to.put(g, h, v[0], v[1]);
+    }
+  }
+  return to;
+}
+
+template <class Dtype>
+__device__ __forceinline__ void stage_piece(uint32_t own, const Lane& at, const Piece<Dtype>& piece) {
+  const auto& word = piece.word;
+  if constexpr (Dtype::kBytes == 2) {
+    // Matrices of one stmatrix: both rows' of one group, both rows' of the next.
+    const uint32_t to = own + at.lane / 8 % 2 * 8 * kLineBytes + staged_in_piece(at.lane % 8, at.lane / 16);
+#pragma unroll
+    for (uint32_t g = 0; g < Piece<Dtype>::kGroups; g += 2) {
+      store_matrices(to ^ g * 16, {word[g][0][0], word[g][1][0], word[g + 1][0][0], word[g + 1][1][0]});
+    }
+  } else {
+    const uint32_t to = own + staged_in_piece(at.row(), at.lane % 4 / 2) + at.lane % 2 * 8;
+#pragma unroll
+    for (uint32_t g = 0; g < Piece<Dtype>::kGroups; ++g) {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        store_shared8((to ^ g * 32) + h * 8 * kLineBytes, word[g][h][0], word[g][h][1]);
+      }
+    }
+  }
+}
+
+// Stores the warp's rows, of which those below `rows` of the block's share and `columns` of their columns exist.
+// row_of(r) points to the task's first column of row r of the share.
+template <class Dtype, bool kGated, class Finish, class RowOf>
+__device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (&acc)[128], uint32_t rows,
+                                           uint32_t columns, Finish finish, RowOf row_of) {
+  constexpr uint32_t kColumns = TokensByFeatures::kN / (kGated ? 2 : 1);
+  constexpr uint32_t kPieces = kColumns * Dtype::kBytes / kLineBytes;
+  // Half of the accumulators at a time, by the same code: it runs once a task, and to fetch it takes as long as to run it.
+  constexpr uint32_t kPasses = 2, kPassAccumulators = 128 / kPasses, kPassBytes = kPieces / kPasses * kLineBytes;
+  // A lane stores chunk lane % 8 of every fourth row.
+  constexpr uint32_t kRowsApart = kWarpRows / kPieceStores;
+  const uint32_t chunk = at.lane % 8, row = at.lane / 8, first = at.group * 64 + at.warp * kWarpRows + row;
+  uint8_t* to[kPieceStores];
+#pragma unroll
+  for (uint32_t i = 0; i < kPieceStores; ++i) to[i] = row_of(first + i * kRowsApart) + chunk * 16;
+  uint32_t left = min_of(columns, kColumns) * Dtype::kBytes;
+#pragma unroll 1
+  while (true) {
+    Piece<Dtype> next = finish_piece<Dtype, kGated>(acc, 0, finish);
+    // A piece is on its way out of shared memory while the next is computed.
+#pragma unroll
+    for (uint32_t p = 0; p < kPieces / kPasses; ++p) {
+      if (p * kLineBytes >= left) break;  // a branch also keeps ptxas from mixing pieces, and spilling
+      stage_piece(own, at, next);
+      __syncwarp();
+      uint4 piece[kPieceStores];
+#pragma unroll
+      for (uint32_t i = 0; i < kPieceStores; ++i) {
+        piece[i] = load_shared16(own + staged_in_piece(row + i * kRowsApart, chunk));
+      }
+      if (p + 1 < kPieces / kPasses) next = finish_piece<Dtype, kGated>(acc, p + 1, finish);
+      const bool exists = p * kLineBytes + chunk * 16 < left;
+#pragma unroll
+      for (uint32_t i = 0; i < kPieceStores; ++i) {
+        if (exists && first + i * kRowsApart < rows) store_global16(to[i] + p * kLineBytes, piece[i]);
+      }
+      __syncwarp();
+    }
+    if (left <= kPassBytes) break;
+    left -= kPassBytes;
+#pragma unroll
+    for (uint32_t i = 0; i < kPieceStores; ++i) to[i] += kPassBytes;
+#pragma unroll
+    for (uint32_t i = 0; i < kPassAccumulators; ++i) acc[i] = acc[i + kPassAccumulators];
+  }
+  named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the buffer as the warpgroup's
+}
+
+}  // namespace detail
+
+// As store_gemm0 and store_gemm1, from accumulators that it changes; `bias` is the expert's row, null: none.
+template <class Dtype, Activation A>
+__device__ __forceinline__ void store_gemm0_rows(uint32_t staging, const Lane& at, Accumulators<TokensByFeatures>& acc,
+                                                 const void* bias, uint32_t rows, uint32_t first_column,
+                                                 uint32_t intermediate, uint8_t* hidden, uint64_t pitch) {
+  constexpr bool kGated = is_gated(A);
+  const uint32_t columns = first_column < intermediate ? intermediate - first_column : 0;
+  uint8_t* const to = hidden + uint64_t{first_column} * Dtype::kBytes;
+  const uint32_t own = detail::own_staging(staging, at);
+  detail::add_bias<Dtype, kGated>(acc[0], own, bias, at, first_column, intermediate);
+  detail::store_rows<Dtype, kGated>(
+      own, at, acc[0], rows, columns, [](uint32_t, float& low, float& high) { activate_pair<Dtype, A>(low, high); },
+      [&](uint32_t row) { return to + row * pitch; });
+}
+
+template <class Dtype>
+__device__ __forceinline__ void store_gemm1_rows(uint32_t staging, const Lane& at, Accumulators<TokensByFeatures>& acc,
+                                                 const void* bias, uint32_t rows, uint32_t first_feature,
+                                                 uint32_t hidden, const float* weights, const uint64_t* rows_to) {
+  const uint32_t columns = first_feature < hidden ? hidden - first_feature : 0;
+  const uint64_t offset = uint64_t{first_feature} * Dtype::kBytes;
+  const uint32_t own = detail::own_staging(staging, at);
+  detail::add_bias<Dtype, false>(acc[0], own, bias, at, first_feature, hidden);
+  const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
+  const float weight[2] = {weights[row], weights[row + 8]};
+  detail::store_rows<Dtype, false>(
+      own, at, acc[0], rows, columns, [&](uint32_t h, float& low, float& high) { low *= weight[h], high *= weight[h]; },
+      [&](uint32_t r) { return reinterpret_cast<uint8_t*>(rows_to[r] + offset); });
+}
+
+}  // namespace flashmoe::sm90

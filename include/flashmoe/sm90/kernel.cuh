@@ -1,0 +1,166 @@
+// The fused Mixture-of-Experts layer of one rank: one cooperative launch, one block per SM, 12 warps a block, two blocks a
+// cluster: a pair computes each task together (kernel_args.h says how it is halved).
+//
+// Roles
+//   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
+//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, TF32: 184
+//   warpgroup 2                                                                                104, TF32: 128
+//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
+//                         during GEMM1 the second warp joins rows (sm90/join.cuh)
+//     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
+//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
+//                         sender (sm90/network_sender.cuh)
+//   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
+//   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
+//   (sm90/reduce.cuh, combine.cuh, join.cuh), so that at the end all warps do.
+//   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
+//   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
+//
+// Pipelines
+//   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
+//   gate    the same memory, before, in 4 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2; without tensor cores
+//           each empty is x 128
+//   rows    the same memory, between, of blocks that send: 16 KiB a warp, two buffers in turn, each full 4 and the copy
+//           engine's bytes; the lane that stored from a buffer waits before it loads there again     (sm90/send.cuh)
+//   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
+//           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (shared.cuh)
+//   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
+//
+// A call that fails still runs every role to its stop: the pair's other block counts on them, and nothing but the word that
+// aborts it says that it has (a flag in each thread would have to be spilled).
+//
+// A captured graph replays the same arguments, so device memory counts the calls (Control::calls).
+#pragma once
+
+#include "flashmoe/gpu/leave.cuh"
+#include "flashmoe/sm90/dispatch.cuh"
+#include "flashmoe/sm90/roles.cuh"
+#include "flashmoe/sm90/send.cuh"
+#if FLASHMOE_RDMA
+#include "flashmoe/sm90/network_sender.cuh"
+#endif
+
+namespace flashmoe::sm90 {
+
+template <uint32_t kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <uint32_t kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+inline constexpr uint32_t kClerkWarp = kWarps - 2;
+// Registers change hands within what the block entered with: an increase that exceeds it waits for ever.
+inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
+// (Sums of fp32 take more.)
+template <class Dtype>
+inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 || !Dtype::kTensorCores ? 104 : 128;
+template <class Dtype>
+inline constexpr uint32_t kConsumerRegisters =
+    (kThreads / kWarpgroup * kEntryRegisters - kServiceRegisters<Dtype>) / kConsumers / 8 * 8;
+
+// All threads, first of all: this block's copy of the call, its barriers. False, in every block, if an earlier call failed.
+template <class Dtype>
+__device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
+  const auto* from = reinterpret_cast<const uint32_t*>(&args.call);
+  auto* to = reinterpret_cast<uint32_t*>(&s.call);
+  for (uint32_t i = threadIdx.x; i < sizeof(Call) / 4; i += kThreads) to[i] = from[i];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    s.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
+    args.call.control()->reduces[s.call.parity() ^ 1].value = 0;  // the next call's; nobody uses it in this one
+    s.returns.init();
+    s.router_bad = 0;
+    s.late.init();
+    s.trace_events = 0;
+    s.ring.init();
+    Ring<kMostGateStages, 0>::init(shared_address(s.gate_barriers),
+                                   kConsumers * kReleases<typename Scores<Dtype>::Type>);
+    Pipeline::init(shared_address(s.stage_barriers), kPair * kConsumers * kReleases<Dtype>);
+    fence_barrier_init();
+  }
+  pair_sync();
+  return s.call.epoch != 0;  // see leave()
+}
+
+// All threads of the blocks that send; `memory`: the stages.
+template <class Dtype, class Trace>
+__device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, Shared& s, uint32_t memory,
+                                          const Trace& trace) {
+  // Volatile: these are to be read again behind it, or ptxas keeps them for the roles, and spills.
+  uint32_t thread, blocks;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  const uint32_t senders = c.order.senders, warp = thread / 32;
+  if (blockIdx.x + senders < blocks) return;
+  __syncthreads();  // the stages are not dispatch's any more,
+  const stages::RowCopies copies(memory + warp * stages::RowCopies::kBytes, shared_address(s.send_barriers[warp]));
+  stages::RowSender<Dtype, Trace>(args, c, copies, trace)
+      .run(warp * senders + blockIdx.x + senders - blocks, kWarps * senders);
+  __syncthreads();  // nor, now, the senders'
+}
+
+// One warp of the last warpgroup.
+template <class Dtype, bool kGated, class Trace>
+__device__ __forceinline__ void run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                                 uint32_t warp, const Trace& trace) {
+  if (warp < kClerkWarp) {
+    load_tasks<Dtype, kGated>(args, c, s, ring, trace);
+  } else if (warp == kClerkWarp) {
+    if (pair_rank() == TaskRing::kLeader) {
+      lead_tasks<Dtype>(args, c, s.ring);
+    } else {
+      follow_tasks(args, c, s.ring);
+    }
+  } else if (blockIdx.x == 0) {
+    run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
+  } else if (const uint32_t formers = formers_of(c.ranks, c.local_experts, gridDim.x); blockIdx.x <= formers) {
+    run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
+#if FLASHMOE_RDMA
+  } else {
+    stages::NetworkSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
+#endif
+  }
+}
+
+template <class Dtype, Activation kActivation, bool kTrace>
+__device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
+  const Call& c = s.call;
+  const Tracer<kTrace, kThreads> trace{args, s.trace_events, s.trace_starts};
+  const uint32_t warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
+  const uint32_t ring_memory = shared_address(memory);
+  if (warp < kTeamWarps) {
+    for (uint32_t b = blockIdx.x; b < c.blocks(); b += gridDim.x) {
+      if (!dispatch_block<Dtype>(args, c, s, memory, b, trace)) break;
+    }
+  }
+  const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
+  if constexpr (!kRdma) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
+  Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
+  if (warpgroup < kConsumers) {
+    take_registers<kConsumerRegisters<Dtype>>();
+    const uint32_t staging = ring_memory + kStages * kStageBytes + warpgroup * kStagingBytes;
+    compute_tasks<Dtype, kActivation>(args, c, s.ring, ring, warpgroup, staging, trace);
+  } else {
+    give_registers<kServiceRegisters<Dtype>>();
+    run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, each_warp);
+  }
+  if (c.joined == 0) {
+    stages::Returns<Dtype, Tracer<kTrace, 32>>(args, c, s.returns, each_warp).run(c);
+  } else if (joins_late_rows(c)) {
+    stages::Joiner<Dtype, Tracer<kTrace, 32>>(args, c, s.late, each_warp).run();
+  }
+  __syncwarp();  // waits let lanes go one by one
+#if FLASHMOE_RDMA
+  // The first sender: every rank has one, and it is through with all that may fail.
+  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) stages::tell_fault(c);
+#endif
+  pair_sync();  // neither block may leave while the other arrives at its barriers
+  if (threadIdx.x == 0) {
+    trace.finish();
+    leave(args, c, c.epoch);
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,136 @@
+// Shared memory of the fused kernel's block, and the ring of task slots that its roles pass on.
+//
+//   stages   4 x 48 KiB   the GEMM pipeline (pipeline.cuh); before the first task, the gate's, scratch of dispatch, and
+//                         the rows that a block sends
+//   staging  2 x  8 KiB   the consumers' epilogues
+//   Shared                everything else
+#pragma once
+
+#include "flashmoe/actors/former.h"
+#include "flashmoe/actors/os.h"
+#include "flashmoe/actors/processor.h"
+#include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/sm90/epilogue.cuh"
+#include "flashmoe/sm90/join.cuh"
+#include "flashmoe/sm90/pipeline.cuh"
+#include "flashmoe/sm90/returns.cuh"
+#include "flashmoe/sm90/send.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr uint32_t kMaxRanks = 32;
+
+// A task as the clerk hands it on: looked up, with the places of the rows that this block multiplies.
+struct TaskSlot {
+  TaskKind kind;
+  uint32_t tile, column, expert;
+  uint32_t k_bytes;  // of a row of either operand
+  Share share;
+  uint32_t stored;  // GEMM1: how many of these the ring has had before, see TaskRing::stored
+  union {
+    uint32_t places[Wide::kTokens];  // GEMM0: where the token rows are, see TokenRows
+    uint64_t to[Wide::kTokens];      // GEMM1: where the results go
+  };
+  alignas(8) float weights[Wide::kTokens];  // GEMM1: combine weights
+  uint32_t tokens[Wide::kTokens];           // GEMM1: whose rows they are
+};
+
+// Slots go from each block's clerk to its loaders and consumers, and back. The first block of a pair leads: its clerk takes
+// tasks for both, the other's retires them for both: a clerk that did both, seven round trips to the L2 a task, would be
+// slower than the consumers are with small tasks. Of those there must be slots for as many as the clerk takes ahead.
+struct TaskRing {
+  static constexpr uint32_t kSlots = 5;
+  static constexpr uint32_t kLeader = 0, kFollower = 1;
+  // Every lane of the consumers and loaders, for what it has read of the slot itself: racecheck takes no arrival for others'
+  // reads. It also keeps any of them from being overtaken, a loader without a part in GEMM1 tasks too.
+  static constexpr uint32_t kDoneArrivals = kConsumers * kWarpgroup + kLoaders;
+
+  uint64_t handed[kSlots];  // 1: the leader's clerk
+  uint64_t full[kSlots];    // 32: clerk, each lane for what it wrote
+  uint64_t done[kSlots];    // kDoneArrivals; in the follower also the leader's clerk, for its block
+  uint64_t stored[kSlots];  // 256: consumers; not one for each slot, but for each of so many GEMM1 tasks
+  uint64_t free[kSlots];    // 1: the follower's clerk, in the leader
+  uint64_t word[kSlots];    // the task that the leader handed on
+  uint32_t loaded;          // stages that the loaders have begun to fill
+  TaskSlot slot[kSlots];
+
+  // One thread, before the pair's first synchronization.
+  __device__ void init() {
+    for (uint32_t i = 0; i < kSlots; ++i) {
+      barrier_init(shared_address(&handed[i]), 1);
+      barrier_init(shared_address(&full[i]), Platform::kLanes);
+      barrier_init(shared_address(&done[i]), kDoneArrivals + (pair_rank() == kFollower ? 1 : 0));
+      barrier_init(shared_address(&stored[i]), kConsumers * kWarpgroup);
+      barrier_init(shared_address(&free[i]), 1);
+    }
+    loaded = 0;
+  }
+  static __device__ __forceinline__ uint32_t parity(uint32_t n) { return n / kSlots & 1u; }
+  __device__ __forceinline__ TaskSlot& at(uint32_t n) { return slot[n % kSlots]; }
+  __device__ __forceinline__ TaskSlot& wait_full(uint32_t n) {
+    wait(shared_address(&full[n % kSlots]), parity(n));
+    return at(n);
+  }
+  // All lanes.
+  __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
+  __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
+  // The n-th GEMM1 task: nobody waits for the others, and a phase that nobody waits for is an error to synccheck.
+  __device__ __forceinline__ void put_stored(uint32_t n) { arrive(shared_address(&stored[n % kSlots])); }
+
+  // Of a loader thread; of the clerk.
+  __device__ __forceinline__ void count_stage() { atomicAdd(&loaded, 1u); }
+  __device__ __forceinline__ uint32_t stages_loaded() {
+    return Platform::broadcast(Platform::lane() == 0 ? atomicAdd(&loaded, 0u) : 0u, 0);
+  }
+
+  // Asked by a warp, all lanes: they are to agree.
+  __device__ __forceinline__ bool is_full(uint32_t n) const { return has_passed(full, n); }
+  __device__ __forceinline__ bool is_done(uint32_t n) const { return has_passed(done, n); }
+  __device__ __forceinline__ bool is_stored(uint32_t n) const { return has_passed(stored, n); }
+  __device__ __forceinline__ bool is_handed(uint32_t n) const { return has_passed(handed, n); }
+  __device__ __forceinline__ bool is_free(uint32_t n) const { return n < kSlots || has_passed(free, n - kSlots); }
+
+  // Between the clerks, one thread.
+  __device__ __forceinline__ void hand_on(uint32_t n, const Task& task) {
+    store_in_block(kFollower, shared_address(&word[n % kSlots]), task.pack());
+    arrive_release_at_block(kFollower, shared_address(&handed[n % kSlots]));
+  }
+  __device__ __forceinline__ Task handed_task(uint32_t n) const { return Task::unpack(word[n % kSlots]); }
+  __device__ __forceinline__ void report_done(uint32_t n) {
+    arrive_release_at_block(kFollower, shared_address(&done[n % kSlots]));
+  }
+  __device__ __forceinline__ void put_free(uint32_t n) { arrive_at_block(kLeader, shared_address(&free[n % kSlots])); }
+
+ private:
+  __device__ __forceinline__ bool has_passed(const uint64_t (&barrier)[kSlots], uint32_t n) const {
+    const bool passed = __any_sync(kFullWarp, test_wait_pair(shared_address(&barrier[n % kSlots]), parity(n)));
+    __syncwarp();  // what one lane has acquired is every lane's: a vote orders no memory
+    return passed;
+  }
+};
+
+struct Shared {
+  Call call;  // the kernel's, with the epoch that device memory counts
+  uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
+  uint64_t send_barriers[kWarps][stages::RowCopies::kBarriers];
+  TaskRing ring;
+  stages::ReturnPlaces returns;
+  stages::LateRows late;
+  uint32_t router_bad;  // a logit of this block's tokens was not finite
+  uint32_t trace_events;
+  // Former.
+  Source former_sources[kMaxRanks];
+  FormedExpert experts[kFormerExperts];
+  // OS actor (block 0).
+  Source os_sources[kMaxRanks];
+  Scheduler<Platform>::Memory scheduler;
+  Status seen[kMaxRanks];
+  TraceStarts trace_starts;
+};
+
+static_assert(kWarps * stages::RowCopies::kBytes <= kStages * kStageBytes);
+inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;
+static_assert(kSharedOffset + sizeof(Shared) <= kSharedBytes);
+
+}  // namespace flashmoe::sm90
