@@ -12,7 +12,7 @@
 #include "cuda/tensor_map.h"
 #include "cuda/transport/group.h"
 #include "cuda/transport/nvshmem.h"
-#include "flashmoe/gpu/kernel_args.h"
+#include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::cuda {
 

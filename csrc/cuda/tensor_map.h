@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/types.h"
-#include "flashmoe/gpu/kernel_args.h"
+#include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::cuda {
 

@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "cuda/driver.h"
-#include "flashmoe/gpu/kernel_args.h"
+#include "flashmoe/sm90/geometry.h"
 
 using namespace flashmoe;
 using cuda::CudaResult;

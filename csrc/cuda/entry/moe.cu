@@ -49,10 +49,10 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kPair) __launch_boun
   sm90::run_roles<Dtype, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION), FLASHMOE_TRACE != 0>(args, shared, memory);
 }
 
-extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
+extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kFewThreads, 1)
     flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
-  sm90::run_few<sm90::DtypeOf<FLASHMOE_DTYPE>::Type, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION),
-                FLASHMOE_TRACE != 0>(args, *reinterpret_cast<sm90::FewShared*>(memory));
+  gpu::run_few<sm90::DtypeOf<FLASHMOE_DTYPE>::Type, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION),
+               FLASHMOE_TRACE != 0>(args, *reinterpret_cast<gpu::FewShared*>(memory));
 }

@@ -31,7 +31,7 @@
 namespace flashmoe {
 namespace {
 
-using P = sm90::Platform;
+using P = gpu::Platform;
 
 constexpr uint32_t kTakerWarp = 0, kExecutorWarp = 1, kRetirerWarp = 2, kFormerWarp = 3, kOsWarp = 4;
 constexpr uint32_t kThreads = 160;

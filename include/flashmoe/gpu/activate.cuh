@@ -6,7 +6,7 @@
 
 #include "flashmoe/gpu/types.cuh"
 
-namespace flashmoe::sm90 {
+namespace flashmoe::gpu {
 
 // In the order of Activation in csrc/cpu/types.h, which is the order of Python.
 enum class Activation : uint32_t { kRelu, kGelu, kSilu, kSwiGlu };
@@ -102,4 +102,4 @@ __device__ __forceinline__ void activate_pair(float& a, float& b) {
   }
 }
 
-}  // namespace flashmoe::sm90
+}  // namespace flashmoe::gpu

@@ -9,7 +9,7 @@
 #include "flashmoe/gpu/types.cuh"
 #include "flashmoe/protocol/heap_layout.h"
 
-namespace flashmoe::sm90 {
+namespace flashmoe::gpu {
 
 namespace detail {
 
@@ -152,4 +152,4 @@ class Dots {
   Weights next_;
 };
 
-}  // namespace flashmoe::sm90
+}  // namespace flashmoe::gpu

@@ -20,13 +20,12 @@
 #include "flashmoe/gpu/activate.cuh"
 #include "flashmoe/gpu/dots.cuh"
 #include "flashmoe/gpu/leave.cuh"
+#include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/gpu/route.cuh"
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/protocol/packet.h"
-#include "flashmoe/sm90/epilogue.cuh"
-#include "flashmoe/sm90/tma.cuh"
 
-namespace flashmoe::sm90 {
+namespace flashmoe::gpu {
 
 // What all blocks know of the call once the experts are chosen. Pair p: token p / K, choice p % K.
 struct FewShared {
@@ -118,7 +117,7 @@ struct GateJobs {
   __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
   __device__ __forceinline__ uint32_t operand(uint32_t, uint32_t token) const { return b.token_at(token); }
   __device__ __forceinline__ void finish(uint32_t expert, uint32_t token, const float (&sum)[1]) const {
-    const float logit = sum[0] + detail::bias_at<Dtype>(b.args.router_bias, expert, true);
+    const float logit = sum[0] + bias_at<Dtype>(b.args.router_bias, expert, true);
     P::store_relaxed(b.c.logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
   }
 };
@@ -143,9 +142,8 @@ __device__ __forceinline__ void collect_logits(const Block& b) {
 
 __device__ __forceinline__ void choose(const Block& b) {
   for (uint32_t t = b.warp(); t < b.c.tokens; t += kFewWarps) {
-    const stages::Choice choice[1] = {
-        {b.s.logits + t * b.c.experts, b.s.ids + t * b.c.top_k, b.s.weights + t * b.c.top_k}};
-    const uint32_t bad = stages::choose_experts(choice, b.c.experts, b.c.top_k, b.args.renormalize != 0);
+    const Choice choice[1] = {{b.s.logits + t * b.c.experts, b.s.ids + t * b.c.top_k, b.s.weights + t * b.c.top_k}};
+    const uint32_t bad = choose_experts(choice, b.c.experts, b.c.top_k, b.args.renormalize != 0);
     if (bad != 0 && P::lane() == 0) fail_everywhere(b, {.kind = FaultKind::kRouterValue, .index = t});
   }
 }
@@ -262,8 +260,8 @@ struct Gemm0Jobs {
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
     const uint32_t biases = job.expert * b.c.intermediate * (kGated ? 2 : 1);
-    float low = sum[0] + detail::bias_at<Dtype>(b.args.gate_up_bias, biases + job.first, true);
-    float high = sum[1] + detail::bias_at<Dtype>(b.args.gate_up_bias, biases + job.second, true);
+    float low = sum[0] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.first, true);
+    float high = sum[1] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.second, true);
     auto* const hidden = reinterpret_cast<typename Dtype::Element*>(b.c.hidden_row(0, b.s.pair[job.unit][token]));
     if constexpr (kGated) {
       float none = 0.0f;
@@ -317,7 +315,7 @@ struct Gemm1Jobs {
 #pragma unroll
     for (uint32_t r = 0; r < 2; ++r) {
       const uint32_t column = job.first + r;
-      const float v = sum[r] + detail::bias_at<Dtype>(b.args.down_bias, job.expert * b.c.hidden + column, true);
+      const float v = sum[r] + bias_at<Dtype>(b.args.down_bias, job.expert * b.c.hidden + column, true);
       // Rounded as what a rank returns to another is.
       b.s.results[(column - first) * b.pairs() + p] = Dtype::widen(Dtype::narrow(v * b.s.weights[p]));
     }
@@ -439,4 +437,4 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   leave(args, b.c, b.epoch);
 }
 
-}  // namespace flashmoe::sm90
+}  // namespace flashmoe::gpu

@@ -5,7 +5,7 @@
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/protocol/fault.h"
 
-namespace flashmoe::sm90 {
+namespace flashmoe::gpu {
 
 // The own fault if there is one, else a peer's.
 __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
@@ -36,4 +36,4 @@ __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uin
   if (failed) hand_over_fault(c, *args.host_fault);
 }
 
-}  // namespace flashmoe::sm90
+}  // namespace flashmoe::gpu

@@ -23,7 +23,7 @@
 __constant__ nvshmemi_version_t nvshmemi_device_lib_version_d = {
     NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION};
 
-namespace flashmoe::sm90::network {
+namespace flashmoe::gpu::network {
 
 // Sends `bytes` to the place `to` of a peer's heap. The source must not change before quiet(). All lanes of a warp, whose
 // earlier writes are sent.
@@ -66,4 +66,4 @@ __device__ __forceinline__ void settle() {
   nvshmemi_transfer_syncapi_update_mem();
 }
 
-}  // namespace flashmoe::sm90::network
+}  // namespace flashmoe::gpu::network

@@ -11,7 +11,7 @@
 #include "flashmoe/gpu/network.cuh"
 #endif
 
-namespace flashmoe::sm90 {
+namespace flashmoe::gpu {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 inline constexpr bool kRdma = FLASHMOE_RDMA != 0;
@@ -146,4 +146,4 @@ struct TeamPlatform : Platform {
 #undef FLASHMOE_ADD
 #undef FLASHMOE_TAG
 
-}  // namespace flashmoe::sm90
+}  // namespace flashmoe::gpu

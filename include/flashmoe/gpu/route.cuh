@@ -4,7 +4,7 @@
 
 #include "flashmoe/gpu/platform.cuh"
 
-namespace flashmoe::stages {
+namespace flashmoe::gpu {
 
 // Monotonic in the float's value; 0 is below every number.
 __device__ __forceinline__ uint32_t order_key(float v) {
@@ -29,7 +29,7 @@ struct Choice {
 template <uint32_t kPerLane, uint32_t kTokens>
 __device__ __forceinline__ uint32_t choose_among(const Choice (&token)[kTokens], uint32_t experts, uint32_t top_k,
                                                  bool renormalize) {
-  using P = sm90::Platform;
+  using P = Platform;
   const uint32_t lane = P::lane();
   uint32_t key[kTokens][kPerLane];  // 0: chosen already, or no expert
   uint32_t bad = 0;
@@ -43,7 +43,7 @@ __device__ __forceinline__ uint32_t choose_among(const Choice (&token)[kTokens],
       key[t][i] = exists ? order_key(v) : 0;
     }
   }
-  bad = __reduce_or_sync(sm90::kFullWarp, bad);
+  bad = __reduce_or_sync(kFullWarp, bad);
 
   float largest[kTokens], mine[kTokens];  // mine: logit of the lane-th choice
   uint32_t chosen[kTokens];               // the lane-th choice
@@ -61,12 +61,12 @@ __device__ __forceinline__ uint32_t choose_among(const Choice (&token)[kTokens],
           expert[t] = i * 32 + lane;
         }
       }
-      top[t] = __reduce_max_sync(sm90::kFullWarp, best);
+      top[t] = __reduce_max_sync(kFullWarp, best);
       expert[t] = best == top[t] ? expert[t] : 0xffffffffu;
     }
 #pragma unroll
     for (uint32_t t = 0; t < kTokens; ++t) {
-      const uint32_t winner = __reduce_min_sync(sm90::kFullWarp, expert[t]);
+      const uint32_t winner = __reduce_min_sync(kFullWarp, expert[t]);
       if (k == 0) largest[t] = value_of(top[t]);
       if (lane == k) {
         chosen[t] = winner;
@@ -90,7 +90,7 @@ __device__ __forceinline__ uint32_t choose_among(const Choice (&token)[kTokens],
 #pragma unroll
   for (uint32_t d = 16; d != 0; d /= 2) {
 #pragma unroll
-    for (uint32_t t = 0; t < kTokens; ++t) sum[t] += __shfl_xor_sync(sm90::kFullWarp, sum[t], d);
+    for (uint32_t t = 0; t < kTokens; ++t) sum[t] += __shfl_xor_sync(kFullWarp, sum[t], d);
   }
 #pragma unroll
   for (uint32_t t = 0; t < kTokens; ++t) {
@@ -116,7 +116,7 @@ inline constexpr uint32_t kFewLanes = 8;
 
 __device__ __forceinline__ uint32_t choose_few(const Choice& token, uint32_t experts, uint32_t top_k,
                                                bool renormalize) {
-  using P = sm90::Platform;
+  using P = Platform;
   const uint32_t place = P::lane() % kFewLanes, first = P::lane() - place;
   const bool exists = token.logits != nullptr && place < experts;
   const float logit = exists ? token.logits[place] : 0.0f;
@@ -128,7 +128,7 @@ __device__ __forceinline__ uint32_t choose_few(const Choice& token, uint32_t exp
   for (uint32_t k = 0; k < top_k; ++k) {
     uint32_t top = key;
 #pragma unroll
-    for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) top = max_of(top, __shfl_xor_sync(sm90::kFullWarp, top, d));
+    for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) top = max_of(top, __shfl_xor_sync(kFullWarp, top, d));
     const uint32_t winner = __ffs(P::ballot(key == top) >> first) - 1;  // the first of equals
     if (k == 0) largest = value_of(top);
     if (place == k) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ uint32_t choose_few(const Choice& token, uint32_t exp
   float sum = mine;
   if (!renormalize) sum = exists ? expf(logit - largest) : 0.0f;
 #pragma unroll
-  for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(sm90::kFullWarp, sum, d);
+  for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
   if (exists && place < top_k && (bad >> first & ((1u << kFewLanes) - 1)) == 0) {
     token.ids[place] = static_cast<int32_t>(chosen);
     token.weights[place] = mine / sum;
@@ -149,4 +149,4 @@ __device__ __forceinline__ uint32_t choose_few(const Choice& token, uint32_t exp
   return bad == 0 ? 0 : 1u << (__ffs(bad) - 1) / kFewLanes;
 }
 
-}  // namespace flashmoe::stages
+}  // namespace flashmoe::gpu

@@ -2,20 +2,12 @@
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"
+#include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/gpu/types.cuh"
 #include "flashmoe/protocol/call.h"
 
-namespace flashmoe::stages {
-
-__device__ __forceinline__ uint4 load_once(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
+namespace flashmoe::gpu {
 
 // Some columns of a rank's tokens, cut into items: a token's columns, 16 bytes a lane. Token by token.
 struct SumSpan {
@@ -34,7 +26,7 @@ struct SumSpan {
 // struct of words, the same for all lanes.
 template <class S>
 class PlaceOfWarp {
-  using P = sm90::Platform;
+  using P = Platform;
 
  public:
   // One thread, before the block's first synchronization.
@@ -61,7 +53,7 @@ class PlaceOfWarp {
   struct alignas(16) Aligned {
     S place;
   };
-  Aligned place_[sm90::kWarps];
+  Aligned place_[kWarps];
 };
 
 // Some items of a span, at most one a lane. Offsets in units of 16 bytes, else they would be 64 bits.
@@ -80,7 +72,7 @@ struct SumPiece {
   // The n-th piece, of `each` items a piece and `all` in the span.
   __device__ __forceinline__ SumPiece(const SumSpan& span, uint32_t n, uint32_t each, uint32_t all)
       : rows(span.rows), out(span.out), slot_bytes(span.slot_bytes), writes_all(span.writes_all), used(0) {
-    const uint32_t lane = sm90::Platform::lane(), item = n * each + lane, per_token = span.per_token();
+    const uint32_t lane = Platform::lane(), item = n * each + lane, per_token = span.per_token();
     const uint32_t column = item % per_token, at = column * (SumSpan::kStep / 16);
     token = item / per_token;
     from = token * (span.token_bytes / 16) + at;
@@ -106,7 +98,7 @@ __device__ __forceinline__ void load_slots(uint4 (&chunk)[kSlots], const uint8_t
 // fast.) All lanes.
 template <class Dtype>
 class ItemSums {
-  using P = sm90::Platform;
+  using P = Platform;
   static constexpr uint32_t kElements = 16 / Dtype::kBytes;
 
  public:
@@ -119,7 +111,7 @@ class ItemSums {
     FLASHMOE_NO_UNROLL
     while (i < items_) {
       const bool near = P::lane() >= i && P::lane() < i + kOfTwo;
-      const uint32_t any = __reduce_or_sync(sm90::kFullWarp, near ? piece_.used : 0);
+      const uint32_t any = __reduce_or_sync(kFullWarp, near ? piece_.used : 0);
       if (any < 1u << 2) {
         sum<2, kOfTwo>(i);
         i += kOfTwo;
@@ -189,4 +181,4 @@ class ItemSums {
   const uint32_t items_;
 };
 
-}  // namespace flashmoe::stages
+}  // namespace flashmoe::gpu

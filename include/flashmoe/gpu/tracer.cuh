@@ -4,7 +4,7 @@
 #include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/platform.cuh"
 
-namespace flashmoe::sm90 {
+namespace flashmoe::gpu {
 
 // When the spans began that each warp's tracing thread is in, one inside the other. In shared memory, not in registers:
 // the mainloop has none left.
@@ -53,4 +53,4 @@ struct Tracer {
   __device__ __forceinline__ uint8_t* buffer() const { return args.trace + blockIdx.x * kTraceBytesPerBlock; }
 };
 
-}  // namespace flashmoe::sm90
+}  // namespace flashmoe::gpu

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace flashmoe::sm90 {
+namespace flashmoe::gpu {
 
 // For 16-byte pieces: their elements; sum[i] += the i-th element; and sums, rounded.
 template <class Dtype>
@@ -106,4 +106,10 @@ struct Scores<Tf32> {
   using Type = ExactFp32;
 };
 
-}  // namespace flashmoe::sm90
+// Element i of a bias; 0 where there is none, or outside of it.
+template <class Dtype>
+__device__ __forceinline__ float bias_at(const void* bias, uint32_t i, bool inside) {
+  return bias != nullptr && inside ? Dtype::widen(static_cast<const typename Dtype::Element*>(bias)[i]) : 0.0f;
+}
+
+}  // namespace flashmoe::gpu

@@ -2,12 +2,12 @@
 // order in fp32 (FlashDMoE, equation 5.3).
 #pragma once
 
-#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/sum.cuh"
 #include "flashmoe/protocol/packet.h"
 #include "flashmoe/protocol/wait.h"
+#include "flashmoe/sm90/geometry.h"
 
-namespace flashmoe::stages {
+namespace flashmoe::sm90 {
 
 // Items are a token's columns of one return group, 512 bytes at a time; a piece is some items in a row. Pieces go round the
 // blocks, so that few tokens keep as many blocks busy as there are. Any warp of a block that has nothing else to do takes its
@@ -27,7 +27,7 @@ struct CombinePlace {
 // A warp's part in the combines of its block. All functions by all lanes.
 template <class Dtype, class Trace>
 class Combiner {
-  using P = sm90::Platform;
+  using P = Platform;
 
  public:
   __device__ __forceinline__ Combiner(const Call& call, uint8_t* out, CombinePieces& pieces,
@@ -57,7 +57,7 @@ class Combiner {
   // After the piece is summed.
   __device__ __forceinline__ void done() {
     CombinePlace at = place_.load();
-    trace_.end(sm90::TracePhase::kCombine, at.piece, at.group);
+    trace_.end(TracePhase::kCombine, at.piece, at.group);
     at.held = 0;
     place_.save(at);
   }
@@ -90,14 +90,14 @@ class Combiner {
   }
   // Two pieces for every warp of the GPU, where that many are to be had.
   __device__ __forceinline__ static uint32_t items_of_piece(uint32_t items) {
-    return min_of(max_of(ceil_div(items, gridDim.x * sm90::kWarps * 2), 1u), CombinePieces::kItems);
+    return min_of(max_of(ceil_div(items, gridDim.x * kWarps * 2), 1u), CombinePieces::kItems);
   }
   __device__ __forceinline__ uint32_t pieces_of_block(uint32_t g) const {
     const uint32_t items = c_.tokens * span_of(g).per_token(), pieces = ceil_div(items, items_of_piece(items));
     return blockIdx.x < pieces ? ceil_div(pieces - blockIdx.x, gridDim.x) : 0;
   }
   __device__ __forceinline__ SumSpan span_of(uint32_t g) const {
-    constexpr uint32_t kColumnBytes = sm90::kGemm1ColumnsPerTask * Dtype::kBytes;
+    constexpr uint32_t kColumnBytes = kGemm1ColumnsPerTask * Dtype::kBytes;
     const uint32_t row_bytes = c_.hidden * Dtype::kBytes, begin = c_.group_first[g] * kColumnBytes;
     const uint32_t offset = begin + P::lane() * 16;
     const auto& stride = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
@@ -127,4 +127,4 @@ class Combiner {
   const Trace& trace_;
 };
 
-}  // namespace flashmoe::stages
+}  // namespace flashmoe::sm90

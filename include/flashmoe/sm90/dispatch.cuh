@@ -143,19 +143,19 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
                                              const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
   const uint32_t tokens = c.tokens_in_block(b);
-  const bool few = c.experts <= stages::kFewLanes, renormalize = args.renormalize != 0;
-  const uint32_t at_once = few ? Platform::kLanes / stages::kFewLanes : 2;  // choices of a warp
+  const bool few = c.experts <= kFewLanes, renormalize = args.renormalize != 0;
+  const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // choices of a warp
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
-    auto choice = [&](uint32_t t) -> stages::Choice {
+    auto choice = [&](uint32_t t) -> Choice {
       return {scratch.logits(c.experts, t), packets.ids + t * c.top_k, packets.weights + t * c.top_k};
     };
     uint32_t bad;
     if (few) {
-      const uint32_t t = first + Platform::lane() / stages::kFewLanes * kTeamWarps;
-      bad = stages::choose_few(t < tokens ? choice(t) : stages::Choice{}, c.experts, c.top_k, renormalize);
+      const uint32_t t = first + Platform::lane() / kFewLanes * kTeamWarps;
+      bad = choose_few(t < tokens ? choice(t) : Choice{}, c.experts, c.top_k, renormalize);
     } else {  // beyond the last token, the first once more
       const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
-      bad = stages::choose_experts({choice(first), choice(second)}, c.experts, c.top_k, renormalize);
+      bad = choose_experts({choice(first), choice(second)}, c.experts, c.top_k, renormalize);
     }
     if (bad == 0 || Platform::lane() != 0) continue;
     s.router_bad = 1;

@@ -40,11 +40,6 @@ struct FeatureBias {
 
 namespace detail {
 
-template <class Dtype>
-__device__ __forceinline__ float bias_at(const void* bias, uint32_t i, bool inside) {
-  return bias != nullptr && inside ? Dtype::widen(static_cast<const typename Dtype::Element*>(bias)[i]) : 0.0f;
-}
-
 __device__ __forceinline__ void store_shared(uint32_t to, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 }
@@ -175,7 +170,7 @@ __device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bi
 #pragma unroll
   for (uint32_t m = 0; m < kMs; ++m) {
     const uint32_t f = first_feature + m * 64 + at.warp * 16 + at.row();
-    to[m] = {detail::bias_at<Dtype>(bias, f, f < features), detail::bias_at<Dtype>(bias, f + 8, f + 8 < features)};
+    to[m] = {bias_at<Dtype>(bias, f, f < features), bias_at<Dtype>(bias, f + 8, f + 8 < features)};
   }
 }
 
@@ -187,8 +182,7 @@ __device__ __forceinline__ void load_gemm0_bias(FeatureBias (&to)[Stage::kMs], c
 #pragma unroll
     for (uint32_t m = 0; m < Stage::kMs; ++m) {
       const uint32_t i = first_column + (at.group * Stage::kGroupFeatures + m * 64) / 2 + at.warp * 8 + at.row();
-      to[m] = {detail::bias_at<Dtype>(bias, i, i < intermediate),
-               detail::bias_at<Dtype>(bias, intermediate + i, i < intermediate)};
+      to[m] = {bias_at<Dtype>(bias, i, i < intermediate), bias_at<Dtype>(bias, intermediate + i, i < intermediate)};
     }
   } else {
     load_bias<Dtype>(to, bias, at, first_column + at.group * Stage::kGroupFeatures, intermediate);

@@ -7,10 +7,10 @@
 // came first: the bits are those of combine.
 #pragma once
 
-#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/sum.cuh"
+#include "flashmoe/sm90/geometry.h"
 
-namespace flashmoe::stages {
+namespace flashmoe::sm90 {
 
 // The block's late rows, in shared memory: a queue that one warp fills and any warp empties, by atomics throughout.
 struct LateRows {
@@ -27,10 +27,10 @@ struct LateRows {
 // One warp's side of it. All functions by all lanes.
 template <class Dtype, class Trace>
 class Joiner {
-  using P = sm90::Platform;
+  using P = Platform;
 
  public:
-  __device__ __forceinline__ Joiner(const sm90::KernelArgs& args, const Call& call, LateRows& late, const Trace& trace)
+  __device__ __forceinline__ Joiner(const KernelArgs& args, const Call& call, LateRows& late, const Trace& trace)
       : args_(args), c_(call), late_(late), trace_(trace) {}
 
   // Joins a few late rows; false if there are none.
@@ -53,7 +53,7 @@ class Joiner {
     trace_.begin();
     join(row, count);
     row = P::broadcast(row, 0);
-    trace_.end(sm90::TracePhase::kCombine, (row & kTokenBits) >> c_.log2_block, row >> 16);
+    trace_.end(TracePhase::kCombine, (row & kTokenBits) >> c_.log2_block, row >> 16);
     return true;
   }
 
@@ -105,7 +105,7 @@ class Joiner {
   }
 
  private:
-  static constexpr uint32_t kTokenBits = sm90::kMaxJoinedTokens - 1;
+  static constexpr uint32_t kTokenBits = kMaxJoinedTokens - 1;
   // Rows of a step, twice as many loads of a lane on their way. As registers allow.
   static constexpr uint32_t kAtOnce = Dtype::kBytes == 2 ? 6 : 4;
 
@@ -113,7 +113,7 @@ class Joiner {
 
   // Adds the rows that the first `count` lanes name.
   __device__ __forceinline__ void join(uint32_t row, uint32_t count) {
-    constexpr uint32_t kColumnBytes = sm90::kTaskFeatures * Dtype::kBytes, kStep = 32 * 16;
+    constexpr uint32_t kColumnBytes = kTaskFeatures * Dtype::kBytes, kStep = 32 * 16;
     // Looked up once: behind every load the compiler would read again what the call says.
     const uint8_t* const rows = c_.return_row(c_.rank, 0, 0);
     const auto& stride = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
@@ -150,10 +150,10 @@ class Joiner {
     }
   }
 
-  const sm90::KernelArgs& args_;
+  const KernelArgs& args_;
   const Call& c_;
   LateRows& late_;
   const Trace& trace_;
 };
 
-}  // namespace flashmoe::stages
+}  // namespace flashmoe::sm90

@@ -95,9 +95,8 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   const uint32_t senders = c.order.senders, warp = thread / 32;
   if (blockIdx.x + senders < blocks) return;
   __syncthreads();  // the stages are not dispatch's any more,
-  const stages::RowCopies copies(memory + warp * stages::RowCopies::kBytes, shared_address(s.send_barriers[warp]));
-  stages::RowSender<Dtype, Trace>(args, c, copies, trace)
-      .run(warp * senders + blockIdx.x + senders - blocks, kWarps * senders);
+  const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
+  RowSender<Dtype, Trace>(args, c, copies, trace).run(warp * senders + blockIdx.x + senders - blocks, kWarps * senders);
   __syncthreads();  // nor, now, the senders'
 }
 
@@ -119,7 +118,7 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
 #if FLASHMOE_RDMA
   } else {
-    stages::NetworkSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
+    NetworkSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
 #endif
   }
 }
@@ -147,14 +146,14 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, each_warp);
   }
   if (c.joined == 0) {
-    stages::Returns<Dtype, Tracer<kTrace, 32>>(args, c, s.returns, each_warp).run(c);
+    Returns<Dtype, Tracer<kTrace, 32>>(args, c, s.returns, each_warp).run(c);
   } else if (joins_late_rows(c)) {
-    stages::Joiner<Dtype, Tracer<kTrace, 32>>(args, c, s.late, each_warp).run();
+    Joiner<Dtype, Tracer<kTrace, 32>>(args, c, s.late, each_warp).run();
   }
   __syncwarp();  // waits let lanes go one by one
 #if FLASHMOE_RDMA
   // The first sender: every rank has one, and it is through with all that may fail.
-  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) stages::tell_fault(c);
+  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) tell_fault(c);
 #endif
   pair_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {

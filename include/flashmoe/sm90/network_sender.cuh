@@ -6,18 +6,18 @@
 #pragma once
 
 #include "flashmoe/actors/os.h"
-#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/network.cuh"
 #include "flashmoe/gpu/sum.cuh"
 #include "flashmoe/protocol/packet.h"
+#include "flashmoe/sm90/geometry.h"
 #include "flashmoe/sm90/send.cuh"
 
-namespace flashmoe::stages {
+namespace flashmoe::sm90 {
 
 // All lanes: a row of a multiple of 16 bytes. kChunks: of 16 bytes that a lane has on their way.
 template <uint32_t kChunks>
 __device__ __forceinline__ void copy_row(const uint8_t* from, uint8_t* to, uint32_t bytes) {
-  using P = sm90::Platform;
+  using P = Platform;
   constexpr uint32_t kStep = P::kLanes * 16;
   FLASHMOE_NO_UNROLL
   for (uint32_t at = P::lane() * 16; at < bytes; at += kChunks * kStep) {
@@ -36,16 +36,16 @@ __device__ __forceinline__ void copy_row(const uint8_t* from, uint8_t* to, uint3
 // One of `senders` warps. All functions by all lanes; those that return a bool: false if the call was aborted.
 template <class Dtype, class Trace>
 class NetworkSender {
-  using P = sm90::Platform;
+  using P = Platform;
 
  public:
-  __device__ __forceinline__ NetworkSender(const sm90::KernelArgs& args, const Call& call, const Trace& trace)
+  __device__ __forceinline__ NetworkSender(const KernelArgs& args, const Call& call, const Trace& trace)
       : args_(args), c_(call), trace_(trace) {}
 
   __device__ __forceinline__ void run(uint32_t first, uint32_t senders) {
     const bool announced = first != 0 || announce();
     if (announced && send_packets(first, senders)) send_returns(first, senders);
-    sm90::network::quiet();  // of a call that failed, too
+    network::quiet();  // of a call that failed, too
   }
 
  private:
@@ -58,8 +58,8 @@ class NetworkSender {
     CallConfig* const config = c_.call_config(c_.rank, c_.rank);
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 1; i < c_.ranks; ++i) {
-      sm90::network::put_signal(config, config, sizeof(CallConfig), c_.call_signal(c_.rank, c_.rank), call_word(c_),
-                                (c_.rank + i) % c_.ranks);
+      network::put_signal(config, config, sizeof(CallConfig), c_.call_signal(c_.rank, c_.rank), call_word(c_),
+                          (c_.rank + i) % c_.ranks);
     }
     return true;
   }
@@ -78,7 +78,7 @@ class NetworkSender {
         const uint32_t q = (c_.rank + i) % c_.ranks;
         trace_.begin();
         send_packet(b, q);
-        trace_.end(sm90::TracePhase::kDispatch, b, q);
+        trace_.end(TracePhase::kDispatch, b, q);
       }
     }
     return true;
@@ -122,22 +122,20 @@ class NetworkSender {
         const uint32_t begin = lowest_bit<P>(left), token = first + base + begin;
         const uint32_t end = begin + lowest_bit<P>(~(left >> begin));
         const uint8_t* const last = c_.out_row(token + end - begin - 1);
-        sm90::network::put(c_.heap<uint8_t>(c_.rank, HeapField::kRows, slot, token), c_.out_row(token),
-                           static_cast<uint32_t>(last - c_.out_row(token)) + row_bytes(), q);
+        network::put(c_.heap<uint8_t>(c_.rank, HeapField::kRows, slot, token), c_.out_row(token),
+                     static_cast<uint32_t>(last - c_.out_row(token)) + row_bytes(), q);
         left = end >= P::kLanes ? 0 : left >> end << end;
       }
     }
     P::exclusive_scan(mine, entries);
-    sm90::network::put(c_.packet_counts(c_.rank, c_.rank, first), c_.out_counts(q, first), tokens * sizeof(uint16_t),
-                       q);
+    network::put(c_.packet_counts(c_.rank, c_.rank, first), c_.out_counts(q, first), tokens * sizeof(uint16_t), q);
     if (entries != 0) {
-      sm90::network::put(c_.packet_entries(c_.rank, c_.rank, first), c_.out_entries(q, first), entries * sizeof(Entry),
-                         q);
+      network::put(c_.packet_entries(c_.rank, c_.rank, first), c_.out_entries(q, first), entries * sizeof(Entry), q);
     }
-    sm90::network::fence();
-    sm90::network::put_signal(c_.packet_offsets(c_.rank, c_.rank, b), c_.out_offsets(q, b),
-                              (c_.owned(q) + 1) * sizeof(uint16_t), c_.packet_signal(c_.rank, c_.rank, b),
-                              Signal::make(c_.epoch, entries), q);
+    network::fence();
+    network::put_signal(c_.packet_offsets(c_.rank, c_.rank, b), c_.out_offsets(q, b),
+                        (c_.owned(q) + 1) * sizeof(uint16_t), c_.packet_signal(c_.rank, c_.rank, b),
+                        Signal::make(c_.epoch, entries), q);
   }
 
   // A rank's tokens 32 at a time go round the senders; whoever is the last to know that its rows have arrived signals.
@@ -151,13 +149,13 @@ class NetworkSender {
       if (!await_word(c_, c_.returns_ready(p))) return false;
       trace_.begin();
       send_rows(p, tokens, first * P::kLanes, senders * P::kLanes);
-      sm90::network::quiet();
+      network::quiet();
       if (P::lane() == 0 && P::fetch_add_acq_rel(c_.returns_sent(p), 1u) + 1 == senders) {
         P::store_relaxed(c_.returns_sent(p), 0u);
-        sm90::network::signal(c_.return_signal(c_.rank, c_.rank, 0), Signal::make(c_.epoch, 0), p);
+        network::signal(c_.return_signal(c_.rank, c_.rank, 0), Signal::make(c_.epoch, 0), p);
       }
       P::sync();
-      trace_.end(sm90::TracePhase::kReduce, first, p << 8);
+      trace_.end(TracePhase::kReduce, first, p << 8);
     }
     return true;
   }
@@ -171,12 +169,12 @@ class NetworkSender {
       FLASHMOE_NO_UNROLL
       for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
         const uint32_t token = base + lowest_bit<P>(left);
-        sm90::network::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), row_bytes(), p);
+        network::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), row_bytes(), p);
       }
     }
   }
 
-  const sm90::KernelArgs& args_;
+  const KernelArgs& args_;
   const Call& c_;
   const Trace& trace_;
 };
@@ -184,7 +182,7 @@ class NetworkSender {
 // Sends this rank's own fault to the others, if it posts one. One warp, all lanes. The OS actor is the last that may: while it
 // awaits what others return.
 __device__ __forceinline__ void tell_fault(const Call& c) {
-  using P = sm90::Platform;
+  using P = Platform;
   wait_until<P>(
       c,
       [&] {
@@ -202,11 +200,11 @@ __device__ __forceinline__ void tell_fault(const Call& c) {
   const bool begun = Signal::epoch(P::broadcast(P::load_acquire(c.call_signal(c.rank, c.rank), kDevice), 0)) == c.epoch;
   FLASHMOE_NO_UNROLL
   for (uint32_t i = 1; i < c.ranks; ++i) {
-    if (begun) sm90::network::put(config, config, sizeof(CallConfig), (c.rank + i) % c.ranks);
-    sm90::network::fence();
-    sm90::network::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.ranks);
+    if (begun) network::put(config, config, sizeof(CallConfig), (c.rank + i) % c.ranks);
+    network::fence();
+    network::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.ranks);
   }
-  sm90::network::quiet();
+  network::quiet();
 }
 
-}  // namespace flashmoe::stages
+}  // namespace flashmoe::sm90

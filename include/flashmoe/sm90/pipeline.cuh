@@ -17,8 +17,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/sm90/barrier.cuh"
+#include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::sm90 {
 

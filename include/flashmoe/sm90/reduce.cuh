@@ -6,12 +6,12 @@
 // with a block that has no warp free before its last task.
 #pragma once
 
-#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/sum.cuh"
 #include "flashmoe/protocol/pending.h"
 #include "flashmoe/protocol/wait.h"
+#include "flashmoe/sm90/geometry.h"
 
-namespace flashmoe::stages {
+namespace flashmoe::sm90 {
 
 // Of a warp: the piece that it has taken.
 struct ReducePlace {
@@ -24,7 +24,7 @@ struct ReducePlace {
 // One warp's part. All functions by all lanes.
 template <class Dtype, class Trace>
 class Reducer {
-  using P = sm90::Platform;
+  using P = Platform;
 
  public:
   __device__ __forceinline__ Reducer(const Call& call, PlaceOfWarp<ReducePlace>& place, const Trace& trace)
@@ -71,7 +71,7 @@ class Reducer {
       P::store_relaxed(c_.reduce_done(p, g), 0u);
       signal_return<P>(c_, p, g);
     }
-    trace_.end(sm90::TracePhase::kReduce, at.ticket - at.base, p << 8 | g);
+    trace_.end(TracePhase::kReduce, at.ticket - at.base, p << 8 | g);
     at.ticket = take();
     place_.save(at);
   }
@@ -111,7 +111,7 @@ class Reducer {
   }
 
   __device__ __forceinline__ SumSpan span(uint32_t stage) const {
-    constexpr uint32_t kColumnBytes = sm90::kGemm1ColumnsPerTask * Dtype::kBytes;
+    constexpr uint32_t kColumnBytes = kGemm1ColumnsPerTask * Dtype::kBytes;
     const uint32_t g = group(stage), p = source(stage);
     const uint32_t row_bytes = c_.hidden * Dtype::kBytes, begin = c_.group_first[g] * kColumnBytes;
     const uint32_t offset = begin + P::lane() * 16;
@@ -151,4 +151,4 @@ class Reducer {
   const Trace& trace_;
 };
 
-}  // namespace flashmoe::stages
+}  // namespace flashmoe::sm90

@@ -5,7 +5,7 @@
 #include "flashmoe/sm90/combine.cuh"
 #include "flashmoe/sm90/reduce.cuh"
 
-namespace flashmoe::stages {
+namespace flashmoe::sm90 {
 
 // Of a block, in shared memory.
 struct ReturnPlaces {
@@ -25,8 +25,7 @@ struct ReturnPlaces {
 template <class Dtype, class Trace>
 class Returns {
  public:
-  __device__ __forceinline__ Returns(const sm90::KernelArgs& args, const Call& call, ReturnPlaces& places,
-                                     const Trace& trace)
+  __device__ __forceinline__ Returns(const KernelArgs& args, const Call& call, ReturnPlaces& places, const Trace& trace)
       : reducer_(call, places.reduce, trace), combiner_(call, args.out, places.combines, places.combine, trace) {}
 
   // Sums a piece, if one is ready. kDone: there are none left.
@@ -49,7 +48,7 @@ class Returns {
 
   // Until there are none left, or the call is aborted.
   __device__ __forceinline__ void run(const Call& c) {
-    wait_until<sm90::Platform>(
+    wait_until<Platform>(
         c,
         [&] {
           const Step s = step();
@@ -57,7 +56,7 @@ class Returns {
             __nanosleep(500);  // a group takes long, and all blocks of the GPU look at the same word
           return s;
         },
-        OsLiveness<sm90::Platform>{c});
+        OsLiveness<Platform>{c});
   }
 
  private:
@@ -65,4 +64,4 @@ class Returns {
   Combiner<Dtype, Trace> combiner_;
 };
 
-}  // namespace flashmoe::stages
+}  // namespace flashmoe::sm90

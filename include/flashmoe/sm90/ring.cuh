@@ -113,10 +113,10 @@ struct TaskRing {
 struct Shared {
   Call call;  // the kernel's, with the epoch that device memory counts
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
-  uint64_t send_barriers[kWarps][stages::RowCopies::kBarriers];
+  uint64_t send_barriers[kWarps][RowCopies::kBarriers];
   TaskRing ring;
-  stages::ReturnPlaces returns;
-  stages::LateRows late;
+  ReturnPlaces returns;
+  LateRows late;
   uint32_t router_bad;  // a logit of this block's tokens was not finite
   uint32_t trace_events;
   // Former.
@@ -129,7 +129,7 @@ struct Shared {
   TraceStarts trace_starts;
 };
 
-static_assert(kWarps * stages::RowCopies::kBytes <= kStages * kStageBytes);
+static_assert(kWarps * RowCopies::kBytes <= kStages * kStageBytes);
 inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;
 static_assert(kSharedOffset + sizeof(Shared) <= kSharedBytes);
 

@@ -201,8 +201,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   auto count = [&] { tasks.count_stage(); };
   const bool read_once = reads_weights_once(c);
   bool apart = false;  // the warps are at different stages
-  stages::Joiner<Dtype, Trace> joiner(args, c, s.late, trace);
-  stages::Returns<Dtype, Trace> returns(args, c, s.returns, trace);
+  Joiner<Dtype, Trace> joiner(args, c, s.late, trace);
+  Returns<Dtype, Trace> returns(args, c, s.returns, trace);
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) {

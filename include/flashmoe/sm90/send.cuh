@@ -11,19 +11,19 @@
 #pragma once
 
 #include "flashmoe/actors/os.h"
-#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/protocol/packet.h"
 #include "flashmoe/sm90/barrier.cuh"
+#include "flashmoe/sm90/geometry.h"
 #include "flashmoe/sm90/tma.cuh"
 
-namespace flashmoe::stages {
+namespace flashmoe::sm90 {
 
 // Of a sender, all lanes: waits until a word of the own heap or workspace is of this call. False if the call was aborted. What
 // is behind it is acquired where this rank's own actors wrote it; of a peer's word, what the word itself says.
 __device__ __forceinline__ bool await_word(const Call& c, const uint64_t* word) {
-  using P = sm90::Platform;
+  using P = Platform;
   const WaitEnd end = wait_until<P>(
       c,
       [&] {
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool await_routing(const Call& c, uint32_t b) {
 // One warp's copies of rows, by the copy engine through the warp's own shared memory: half of it is loaded while the other
 // is stored. A lane without a chunk of its own takes part in the waits.
 class RowCopies {
-  using P = sm90::Platform;
+  using P = Platform;
 
  public:
   // As few chunks as keep the memory full: the engine takes them one by one.
@@ -57,8 +57,8 @@ class RowCopies {
   __device__ __forceinline__ RowCopies(uint32_t memory, uint32_t barriers)
       : memory_(memory + P::lane() % kAtOnce * kChunkBytes), barriers_(barriers) {
     if (P::lane() == 0) {
-      for (uint32_t i = 0; i < kBarriers; ++i) sm90::barrier_init(barriers + i * 8, kAtOnce);
-      sm90::fence_barrier_init();
+      for (uint32_t i = 0; i < kBarriers; ++i) barrier_init(barriers + i * 8, kAtOnce);
+      fence_barrier_init();
     }
     P::sync();
   }
@@ -81,20 +81,20 @@ class RowCopies {
         next_to = to(row) + at;
         if (P::lane() < kAtOnce) {
           if (i < all) next_bytes = min_of(row_bytes - at, kChunkBytes);
-          sm90::bulk_wait_read();
-          sm90::arrive_expect_tx(barrier(turn), next_bytes);
-          if (next_bytes != 0) sm90::bulk_load(buffer(turn), next_from, next_bytes, barrier(turn));
+          bulk_wait_read();
+          arrive_expect_tx(barrier(turn), next_bytes);
+          if (next_bytes != 0) bulk_load(buffer(turn), next_from, next_bytes, barrier(turn));
         }
       }
       if (turn != 0) {
-        sm90::wait(barrier(turn - 1), (turns_ + turn - 1) / 2 % 2);
-        if (last_bytes != 0) sm90::bulk_store(last_to, buffer(turn - 1), last_bytes);
-        sm90::bulk_commit();
+        wait(barrier(turn - 1), (turns_ + turn - 1) / 2 % 2);
+        if (last_bytes != 0) bulk_store(last_to, buffer(turn - 1), last_bytes);
+        bulk_commit();
       }
       last_to = next_to, last_bytes = next_bytes;
     }
     turns_ += turns;
-    sm90::bulk_wait();
+    bulk_wait();
     P::sync();
   }
 
@@ -111,10 +111,10 @@ class RowCopies {
 // One warp's part: of all packets' parts, those of a destination side by side, the parts first, first + step, ... All lanes.
 template <class Dtype, class Trace>
 class RowSender {
-  using P = sm90::Platform;
+  using P = Platform;
 
  public:
-  __device__ __forceinline__ RowSender(const sm90::KernelArgs& args, const Call& call, const RowCopies& copies,
+  __device__ __forceinline__ RowSender(const KernelArgs& args, const Call& call, const RowCopies& copies,
                                        const Trace& trace)
       : args_(args), c_(call), copies_(copies), trace_(trace) {}
 
@@ -132,7 +132,7 @@ class RowSender {
       copy_rows(b, q, part * P::kLanes);
       P::sync();  // all lanes' writes before the count
       if (P::lane() == 0) count_part(b, q, parts, entries);
-      trace_.end(sm90::TracePhase::kDispatch, b, q);
+      trace_.end(TracePhase::kDispatch, b, q);
     }
     return true;
   }
@@ -156,8 +156,8 @@ class RowSender {
     const uint32_t token = first + base + __fns(needed, 0, static_cast<int>(P::lane() + 1));  // of row lane()
     copies_.copy(
         P::popcount(needed), c_.hidden * Dtype::kBytes,
-        [&](uint32_t row) { return args_.x + __shfl_sync(sm90::kFullWarp, token, row) * args_.x_row_bytes; },
-        [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, __shfl_sync(sm90::kFullWarp, token, row)); });
+        [&](uint32_t row) { return args_.x + __shfl_sync(kFullWarp, token, row) * args_.x_row_bytes; },
+        [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, __shfl_sync(kFullWarp, token, row)); });
   }
 
   // Who has sent the last part of a packet signals it. One lane.
@@ -196,10 +196,10 @@ class RowSender {
     }
   }
 
-  const sm90::KernelArgs& args_;
+  const KernelArgs& args_;
   const Call& c_;
   RowCopies copies_;
   const Trace& trace_;
 };
 
-}  // namespace flashmoe::stages
+}  // namespace flashmoe::sm90

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "flashmoe/gpu/kernel_args.h"
+#include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::sm90 {
 
@@ -64,11 +64,6 @@ __device__ __forceinline__ void bulk_wait_read() {
 // until they are written, as if by the thread.
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
-// Has the L2 fetch so many bytes, a multiple of 16 as the address is.
-__device__ __forceinline__ void prefetch_l2(const uint8_t* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // 16 bytes. Past L1: each byte is used once per block.

@@ -1,0 +1,75 @@
+// The tile geometry that host and kernel both compute with.
+//
+// GEMMs run transposed: weight rows ("features") on wgmma's M side, tokens on its N side. Token counts are what varies
+// from 1 to 256 per tile, and N goes in steps of 8 where M is always 64: no padding to speak of, and one kernel for
+// large and small batches. Full tiles alone run the other way round, tokens on M and 256 features on N: their products
+// then read 80 KiB of shared memory a k-block, not 96 (not fp32 without the tensor cores, which has one way for all).
+//
+// A task is a tile times 256 features, computed by a pair of thread blocks (a cluster of two). What bounds a GEMM on all
+// SMs is the L2: 34 bytes a clock and SM. So the pair shares what it can: each block loads half of the weights and
+// multicasts it to both, each multiplies all 256 features by its own half of the tokens (32 KiB of L2 traffic a block
+// for 48 KiB of operands). Tiles of few tokens are halved the other way: 128 features and all tokens for each block.
+#pragma once
+
+#include "flashmoe/gpu/kernel_args.h"
+
+namespace flashmoe::sm90 {
+
+using namespace gpu;
+
+inline constexpr uint32_t kPair = 2;            // thread blocks
+inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile
+inline constexpr uint32_t kTaskFeatures = 256;  // weight rows of a task
+inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's half
+inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
+inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of hidden rows or tokens
+inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
+inline constexpr uint64_t kReachBytes = uint64_t{16}
+                                        << 31;  // rows to gather lie within so many behind the first (TokenRows)
+
+// The rows of a tile that one block of the pair multiplies.
+struct Share {
+  bool wide;  // all features and half of the rows; else half of the features and all rows
+  uint32_t first, rows,
+      cover;  // rows are [first, first + rows) of the tile; cover: the N of both blocks, a multiple of 16
+};
+FLASHMOE_HD constexpr Share share_of(uint32_t tile_rows, uint32_t block) {
+  if (tile_rows <= kNarrowTokens) return {false, 0, tile_rows, tile_rows};
+  const uint32_t half = ceil_div(tile_rows, 32u) * 16;
+  return {true, block * half, block == 0 ? half : tile_rows - half, half};
+}
+
+// What a block keeps in shared memory of a token block, which the host therefore bounds.
+inline constexpr uint32_t kMaxPairs = 2048;        // its tokens times K
+inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
+// Rows of the router that the gate loads at a time, and a box of it has: the fewer, the smaller is a stage.
+inline constexpr uint32_t kSmallGate = 32, kMiddleGate = 64;
+FLASHMOE_HD constexpr uint32_t gate_features(uint32_t experts) {
+  return experts <= kSmallGate ? kSmallGate : experts <= kMiddleGate ? kMiddleGate : kBoxFeatures;
+}
+// Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
+inline constexpr uint32_t kFormerExperts = 16;
+// Of so many thread blocks, the second to this one form tiles. Those behind them send rows to other ranks, if there are any.
+FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts, uint32_t blocks) {
+  if (ranks == 1) return blocks - 1;
+  const uint32_t wanted = max_of(blocks / 4, 1u);  // most blocks send
+  return max_of(ceil_div(local_experts, kFormerExperts), min_of(local_experts, wanted));
+}
+// The fewest blocks.
+FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_experts) {
+  const uint32_t service = 1 + max_of(ceil_div(local_experts, kFormerExperts), 1u) + (ranks > 1 ? 1 : 0);
+  return ceil_div(service, kPair) * kPair;
+}
+
+static_assert(kFewPairs <= kTileTokens);  // a few tokens' hidden rows are the first tile's (gpu/few.cuh)
+
+// The most tokens of a joined return (sm90/join.cuh): a token and a column of tasks share a word.
+inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
+
+// Output columns of a task. SwiGLU: gate and up rows share a task's 128 features.
+FLASHMOE_HD constexpr uint32_t gemm0_columns_per_task(bool gated) {
+  return gated ? kTaskFeatures / 2 : kTaskFeatures;
+}
+inline constexpr uint32_t kGemm1ColumnsPerTask = kTaskFeatures;
+
+}  // namespace flashmoe::sm90
