@@ -100,8 +100,7 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
   limits.processors = processors_of(limits, multiprocessors);
   limits.tile_rows = sm90::kTileTokens;
   // A context serves every activation; gated ones have more columns of tasks.
-  limits.gemm0_columns_per_task = sm90::gemm0_columns_per_task(true);
-  limits.gemm1_columns_per_task = sm90::kGemm1ColumnsPerTask;
+  limits.columns_per_task = sm90::columns_per_task(true);
   limits.outbox = limits.ranks > 1 ? 1 : 0;
   return limits;
 }
@@ -263,17 +262,16 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   c.owner_base = where.owner_base;
   c.element_bytes = cpu::element_bytes(spec.dtype);
   const bool gated = spec.activation == cpu::Activation::kSwiGlu;
-  c.gemm0_columns = ceil_div(spec.intermediate, sm90::gemm0_columns_per_task(gated));
-  c.gemm1_columns = ceil_div(spec.hidden, sm90::kGemm1ColumnsPerTask);
+  c.cut_columns(sm90::columns_per_task(gated));
   c.order = order_of(c, spec.return_mode);
   if (c.ranks > 1) {
     // Alike on all ranks, whatever their tokens: one's signal is another's columns.
     c.return_mode = spec.return_mode;
     // By puts, one group: a message is then a whole row.
     const uint64_t return_bytes = limits_.rdma != 0 ? 0 : kGroupedReturnBytes;
-    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
-    c.config = cpu::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
-                                sm90::kGemm1ColumnsPerTask);
+    c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
+    c.config =
+        cpu::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement, sm90::kReturnColumns);
   }
   return c;
 }
@@ -363,7 +361,7 @@ void Context::set_tokens(Plan& plan, const TokenSpec& t) const {
   if (c.ranks == 1) {
     // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
     const uint64_t return_bytes = c.joined != 0 ? 0 : uint64_t{t.tokens} * c.top_k * c.hidden * c.element_bytes;
-    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
+    c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
   }
   a.x = reinterpret_cast<const uint8_t*>(t.x);
   a.x_row_bytes = t.x_row_bytes;

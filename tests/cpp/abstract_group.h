@@ -54,10 +54,10 @@ class Once {
 // What is checked on one rank's behalf, by whichever rank does the work.
 struct Ledger {
   explicit Ledger(const Limits& l)
-      : contributed(uint64_t{l.max_tokens} * l.top_k), combined(l.max_tokens), gemm0(l.max_tiles()) {}
+      : contributed(uint64_t{l.max_tokens} * l.top_k), combined(l.max_tokens), activated(l.max_tiles()) {}
   Once contributed;  // [token, k] at the token's home: columns that its expert wrote
   Once combined;     // [token]: return groups
-  Once gemm0;        // [tile]: columns computed
+  Once activated;    // [tile]: columns of its hidden rows
 };
 
 // What build_packets works in.
@@ -122,7 +122,13 @@ class AbstractEngine {
     return true;
   }
 
-  void gemm0(uint32_t tile, uint32_t n) {
+  template <uint32_t n>
+  void multiply(uint32_t tile, uint32_t block) {
+    if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(tile, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(tile, block);
+  }
+
+  void activate(uint32_t tile, uint32_t n) {
     const Tile::Shape t = c_.tile(tile)->shape;
     const uint32_t expert = c_.by_owner[c_.owner_base[c_.rank] + t.expert];
     bool remote = false;
@@ -140,18 +146,17 @@ class AbstractEngine {
         for (uint32_t i = 0; i < c_.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
       }
       uint64_t* hidden = words(c_.hidden_row(tile, row));
-      for_columns(n, n + 1, limits_.gemm0_columns_per_task, c_.intermediate,
-                  [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
+      for_columns(kFirst, n, n + 1, [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
     });
     if (P::lane() == 0) {
       CHECK(t.rows != 0 && t.rows <= c_.tile_rows);
       CHECK_EQ(uint32_t{remote}, t.remote);
-      ledgers_[c_.rank].gemm0.mark(tile, n);
+      ledgers_[c_.rank].activated.mark(tile, n);
     }
     P::sync();
   }
 
-  void gemm1(uint32_t tile, uint32_t n) {
+  void contribute(uint32_t tile, uint32_t n) {
     for_each_row(tile, [&](uint32_t row, uint32_t home, const Row& entry) {
       if (row % P::kLanes != P::lane()) return;
       const uint64_t* hidden = words(c_.hidden_row(tile, row));
@@ -160,8 +165,8 @@ class AbstractEngine {
       }
       uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal)
                                         : c_.return_row(home, entry.token, entry.k));
-      for_gemm1_columns(n, n + 1,
-                        [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
+      for_columns(kReturning, n, n + 1,
+                  [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
       ledgers_[home].contributed.mark(entry.token * c_.top_k + entry.k, n);
     });
     P::sync();
@@ -179,7 +184,7 @@ class AbstractEngine {
       CHECK_EQ(x_->entries(p, first + t, c_.rank, c_.top_k), counts[t]);
       if (counts[t] == 0) continue;
       uint64_t* to = words(c_.return_row(p, first + t, c_.rank));
-      for_gemm1_columns(n, n + 1, [&](uint32_t i) {
+      for_columns(kReturning, n, n + 1, [&](uint32_t i) {
         to[i] = 0;
         for (uint32_t j = 0; j < counts[t]; ++j) {
           to[i] += words(c_.staged_row(p, first + t, j))[i];
@@ -193,7 +198,7 @@ class AbstractEngine {
   void combine(uint32_t b, uint32_t g) {
     const uint32_t first = b << c_.log2_block;
     for (uint32_t t = first + P::lane(); t < first + c_.tokens_in_block(b); t += P::kLanes) {
-      for_gemm1_columns(c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
+      for_columns(kReturning, c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
         uint64_t sum = 0, expected = 0;
         for (uint32_t k = 0; k < c_.top_k; ++k) {
           if (x_->owner_of(c_.rank, t, k) == ~0u) continue;
@@ -213,14 +218,11 @@ class AbstractEngine {
  private:
   static uint64_t* words(uint8_t* row) { return reinterpret_cast<uint64_t*>(row); }
 
-  // Calls visit(i) for the words of column blocks [begin, end) of `total`.
+  // Calls visit(i) for the words of blocks [begin, end) of the columns of product n.
   template <class Visit>
-  static void for_columns(uint32_t begin, uint32_t end, uint32_t each, uint32_t total, Visit&& visit) {
-    for (uint32_t i = begin * each; i < min_of(end * each, total); ++i) visit(i);
-  }
-  template <class Visit>
-  void for_gemm1_columns(uint32_t begin, uint32_t end, Visit&& visit) const {
-    for_columns(begin, end, limits_.gemm1_columns_per_task, c_.hidden, visit);
+  void for_columns(uint32_t n, uint32_t begin, uint32_t end, Visit&& visit) const {
+    const uint32_t each = limits_.columns_per_task[n], all = c_.extent(kProgram[n].columns);
+    for (uint32_t i = begin * each; i < min_of(end * each, all); ++i) visit(i);
   }
 
   // Calls visit(row, source, entry) for each row of a tile, whose segments must say the same. Each source's rows are in
@@ -312,11 +314,10 @@ class Rank {
     call.experts = x.experts;
     call.top_k = x.top_k;
     call.return_mode = x.return_mode;
-    call.gemm0_columns = ceil_div(x.intermediate, limits_.gemm0_columns_per_task);
-    call.gemm1_columns = ceil_div(x.hidden, limits_.gemm1_columns_per_task);
-    call.groups = min_of(x.groups, call.gemm1_columns);
+    call.cut_columns(limits_.columns_per_task);
+    call.groups = min_of(x.groups, call.columns[kReturning]);
     for (uint32_t g = 0; g <= call.groups; ++g) {
-      call.group_first[g] = static_cast<uint16_t>(call.gemm1_columns * g / call.groups);
+      call.group_first[g] = static_cast<uint16_t>(call.columns[kReturning] * g / call.groups);
     }
     call.owner = x.owner.data();
     call.by_owner = x.by_owner.data();
@@ -385,21 +386,21 @@ class Rank {
     CHECK(all_zero<uint64_t>(WorkField::kQueue, limits_.queue_capacity()));
     CHECK(all_zero<uint64_t>(WorkField::kReadyList, limits_.list_capacity()));
     CHECK_EQ(control.tiles.value, 0u);
-    const uint64_t counters = limits_.staging ? max_of(limits_.gemm1_columns(), kMaxGroups) : kMaxGroups;
+    const uint64_t counters = limits_.staging ? max_of(limits_.columns(kReturning), kMaxGroups) : kMaxGroups;
     CHECK(all_zero<uint64_t>(WorkField::kPending, limits_.ranks * counters));
     CHECK(all_zero<uint32_t>(WorkField::kReduceDone, uint64_t{limits_.staging} * limits_.ranks * kMaxGroups));
     for (uint32_t t = 0; t < limits_.max_tokens; ++t) {
       CHECK(ledger_.combined.whole(t, t < call.tokens ? call.groups : 0));
       for (uint32_t k = 0; t < call.tokens && k < call.top_k; ++k) {
         const bool kept = x.owner_of(call.rank, t, k) != ~0u;
-        CHECK(ledger_.contributed.whole(t * call.top_k + k, kept ? call.gemm1_columns : 0));
+        CHECK(ledger_.contributed.whole(t * call.top_k + k, kept ? call.columns[kReturning] : 0));
       }
     }
     // Tiles are numbered from 0, and all but one per expert are full.
     const uint32_t tiles = expected_tiles(x);
-    for (uint32_t tile = 0; tile < ledger_.gemm0.size(); ++tile) {
-      CHECK(ledger_.gemm0.whole(tile, tile < tiles ? call.gemm0_columns : 0));
-      CHECK_EQ(call.tile(tile)->gemm0_done, 0u);
+    for (uint32_t tile = 0; tile < ledger_.activated.size(); ++tile) {
+      CHECK(ledger_.activated.whole(tile, tile < tiles ? call.columns[kFirst] : 0));
+      for (const uint32_t done : call.tile(tile)->done) CHECK_EQ(done, 0u);
     }
   }
 

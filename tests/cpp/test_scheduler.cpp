@@ -20,7 +20,7 @@ Limits limits() {
   l.experts = l.max_local_experts = l.top_k = l.return_slots = 4;
   l.elem_bytes = 8;
   l.tile_rows = 2;
-  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 1;
+  l.columns_per_task = each_product(1);
   return l;
 }
 
@@ -160,7 +160,7 @@ void check_groups() {
 
 // Reduce before Combine before GEMM tasks.
 void check_choice() {
-  ReadyState all{.reduce = true, .combine = true, .gemm1 = true, .gemm0 = true};
+  ReadyState all{.reduce = true, .combine = true, .product = {true, true}, .published = {}};
   CHECK(choose({}, all) == TaskKind::kReduce);
   all.reduce = false;
   CHECK(choose({}, all) == TaskKind::kCombine);

@@ -51,7 +51,7 @@ FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t sl
 
 // Counters of a source, and the columns that one of them stands for.
 FLASHMOE_HD uint32_t pending_slots(const Call& c) {
-  return c.reduce_tasks() ? c.gemm1_columns : c.groups;
+  return c.reduce_tasks() ? c.columns[kReturning] : c.groups;
 }
 FLASHMOE_HD uint32_t pending_slot(const Call& c, uint32_t column) {
   return c.reduce_tasks() ? column : c.group_of(column);

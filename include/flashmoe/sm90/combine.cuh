@@ -97,7 +97,7 @@ class Combiner {
     return blockIdx.x < pieces ? ceil_div(pieces - blockIdx.x, gridDim.x) : 0;
   }
   __device__ __forceinline__ SumSpan span_of(uint32_t g) const {
-    constexpr uint32_t kColumnBytes = kGemm1ColumnsPerTask * Dtype::kBytes;
+    constexpr uint32_t kColumnBytes = kReturnColumns * Dtype::kBytes;
     const uint32_t row_bytes = c_.hidden * Dtype::kBytes, begin = c_.group_first[g] * kColumnBytes;
     const uint32_t offset = begin + P::lane() * 16;
     const auto& stride = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];

@@ -111,7 +111,7 @@ class Reducer {
   }
 
   __device__ __forceinline__ SumSpan span(uint32_t stage) const {
-    constexpr uint32_t kColumnBytes = kGemm1ColumnsPerTask * Dtype::kBytes;
+    constexpr uint32_t kColumnBytes = kReturnColumns * Dtype::kBytes;
     const uint32_t g = group(stage), p = source(stage);
     const uint32_t row_bytes = c_.hidden * Dtype::kBytes, begin = c_.group_first[g] * kColumnBytes;
     const uint32_t offset = begin + P::lane() * 16;
