@@ -158,14 +158,10 @@ void check_groups() {
   CHECK(bench.step() == (Order{{kGemm1, 1, 1}, {kGemm1, 2, 0}, {kGemm1, 2, 1}}));
 }
 
-// Reduce before Combine before GEMM tasks.
+// GEMM1 before GEMM0.
 void check_choice() {
-  ReadyState all{.reduce = true, .combine = true, .product = {true, true}, .published = {}};
-  CHECK(choose({}, all) == TaskKind::kReduce);
-  all.reduce = false;
-  CHECK(choose({}, all) == TaskKind::kCombine);
-  all.combine = false;
-  CHECK(choose({}, all) == TaskKind::kGemm1);
+  CHECK(choose({}, {.product = {true, true}, .published = {}}) == TaskKind::kGemm1);
+  CHECK(choose({}, {.product = {true, false}, .published = {}}) == TaskKind::kGemm0);
   CHECK(choose({}, {}) == TaskKind::kNone);
 }
 

@@ -25,8 +25,7 @@ class Scheduler {
   // Shared memory, uninitialised. What is rarely touched lies here rather than in registers, which a GPU's OS warp is
   // short of; lane 0 writes it.
   struct Memory {
-    Window window[kProducts];  // being published
-    uint32_t reduces_published, reduce_block, combines_published;
+    Window window[kProducts];                      // being published
     uint32_t tiles[kProducts][kMaxRaster];         // of those windows
     uint32_t returning_first[kMaxGroups][kLists];  // where the return group's next window begins in each list
   };
@@ -37,7 +36,6 @@ class Scheduler {
     drained_ = P::broadcast(P::load_relaxed(&c_.control()->list_head.value), 0);
     if (P::lane() == 0) {
       for_each_product([&]<uint32_t n>() { memory_.window[n] = {}; });
-      memory_.reduces_published = memory_.reduce_block = memory_.combines_published = 0;
     }
     for (uint32_t i = P::lane(); i < kMaxGroups * kLists; i += P::kLanes)
       memory_.returning_first[i / kLists][i % kLists] = 0;
@@ -83,14 +81,8 @@ class Scheduler {
   FLASHMOE_FN uint32_t tasks_of_call() const {
     uint32_t per_tile = 0;
     for_each_product([&]<uint32_t n>() { per_tile += c_.columns[n]; });
-    uint32_t reduces = 0;
-    if (c_.reduce_tasks()) {
-      for (uint32_t p = 0; p < c_.ranks; ++p) reduces += sub_.blocks_of(p) * c_.columns[kReturning];
-      if (c_.local_experts == 0) reduces = 0;
-    }
-    return tiles_ * per_tile + reduces + combines();
+    return tiles_ * per_tile;
   }
-  FLASHMOE_FN uint32_t combines() const { return c_.unasked ? 0 : c_.blocks() * c_.groups; }
 
   // Moves what formers and retiring processors pushed to where it is published from. What the items refer to is
   // acquired by the release_fence before they are published: it fences both ways, and the OS warp does not look sooner.
@@ -103,8 +95,6 @@ class Scheduler {
       moved = true;
       const Task task = Task::unpack(P::lane() < n ? word_ : 0);
       for_each_product([&]<uint32_t n>() { append_tiles<n>(task); });
-      append(reducible_, task.kind == TaskKind::kReduce,
-             [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kReducible, place) = task.pack(); });
       const bool formed = task.kind == TaskKind::kFormed;
       if (P::ballot(formed) != 0) {
         uint32_t experts, tiles;
@@ -149,8 +139,6 @@ class Scheduler {
 
   FLASHMOE_FN ReadyState ready() const {
     ReadyState r;
-    r.reduce = memory_.reduces_published < reducible_;
-    r.combine = memory_.combines_published < min_of(combines(), sub_.returned() * c_.blocks());
     for_each_product([&]<uint32_t n>() {
       r.product[n] = !memory_.window[n].empty();
       if constexpr (n == kReturning) {
@@ -167,44 +155,14 @@ class Scheduler {
   FLASHMOE_FN uint32_t publish_some(TaskKind kind, uint32_t limit) {
     Task task;
     bool has = false;
-    switch (kind) {
-      case TaskKind::kReduce: has = next_reduce(limit, task); break;
-      case TaskKind::kCombine: has = next_combine(limit, task); break;
-      default:
-        with_product(kind, [&]<uint32_t n>() {
-          if (memory_.window[n].empty()) open_window<n>();
-          product_published_[n] += next_of<n>(limit, has, task);
-        });
-    }
+    with_product(kind, [&]<uint32_t n>() {
+      if (memory_.window[n].empty()) open_window<n>();
+      product_published_[n] += next_of<n>(limit, has, task);
+    });
     const uint32_t n = publish<P>(c_, published_, has, task);
     published_ += n;
     tasks_ += n;
     return n;
-  }
-
-  // ---- one function per kind: fills lanes [0, n) with n <= limit tasks and advances the kind's cursor ------------
-
-  FLASHMOE_FN bool next_reduce(uint32_t limit, Task& task) {
-    const uint32_t i = memory_.reduces_published, first = memory_.reduce_block;
-    const Task source = Task::unpack(*c_.workspace<uint64_t>(WorkField::kReducible, i));
-    const uint32_t blocks = c_.blocks_of(source.index);
-    const uint32_t n = min_of(limit, blocks - first);
-    const bool has = P::lane() < n;
-    if (has) task = {TaskKind::kReduce, source.column, c_.packet_id(source.index, first + P::lane())};
-    const bool last = first + n == blocks;
-    set(memory_.reduces_published, i + (last ? 1 : 0));
-    set(memory_.reduce_block, last ? 0 : first + n);
-    return has;
-  }
-
-  FLASHMOE_FN bool next_combine(uint32_t limit, Task& task) {
-    const uint32_t first = memory_.combines_published;
-    const uint32_t n = min_of(limit, sub_.returned() * c_.blocks() - first);
-    const bool has = P::lane() < n;
-    const uint32_t i = first + P::lane();
-    if (has) task = {TaskKind::kCombine, i / c_.blocks(), i % c_.blocks()};
-    set(memory_.combines_published, first + n);
-    return has;
   }
 
   // The next window of product n, for which a tile is ready that has not been in one.
@@ -300,7 +258,6 @@ class Scheduler {
   uint32_t formed_ = 0;               // experts all of whose tiles are known
   uint32_t ready_[kReadyLists] = {};  // tiles ever in each list
   uint32_t first_[kProducts] = {};    // where a product's next window begins (but the returning one's)
-  uint32_t reducible_ = 0;
   bool ended_ = false;
 };
 

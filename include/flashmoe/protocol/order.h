@@ -32,18 +32,14 @@ struct OrderPolicy {
 
 // What is ready and what was published, as the choice sees it.
 struct ReadyState {
-  bool reduce = false;
-  bool combine = false;
   bool product[kProducts] = {};
   uint64_t published[kProducts] = {};
 };
 
-// Reduce first: a peer waits for it. Combine next: it is short and memory-bound, so it fills in between GEMMs.
-// Then the product whose results return, since it completes rows, unless the lag holds it back behind the one that it
-// follows; the others as the table has them. Never kNone while something is ready.
+// First the product whose results return, since it completes rows, unless the lag holds it back behind the one that it
+// follows; the others as the table has them. Never kNone while something is ready. (Reduce and Combine are nobody's to order: idle
+// processors take them, actors/returner.h.)
 FLASHMOE_FN TaskKind choose(const OrderPolicy& policy, const ReadyState& ready) {
-  if (ready.reduce) return TaskKind::kReduce;
-  if (ready.combine) return TaskKind::kCombine;
   const bool held = policy.gemm1_lag != 0 && ready.product[kBeforeReturning] &&
                     ready.published[kReturning] + policy.gemm1_lag > ready.published[kBeforeReturning];
   if (ready.product[kReturning] && !held) return Product<kReturning>::kKind;

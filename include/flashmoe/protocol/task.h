@@ -7,11 +7,9 @@
 namespace flashmoe {
 
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-// index: tile (of products), source * max_blocks + block (Reduce), block (Combine). column: block of columns, Combine:
-// return group.
-// In the ready list the word says what has become ready: a tile for a product (column: see ReadyTile), a column of a
-// source's rows for Reduce (index: source), and Formed: that `column` more local experts have all their tiles, `index` in
-// number.
+// index: tile. column: block of columns.
+// In the ready list the word says what has become ready: a tile for a product (column: see ReadyTile), and Formed: that
+// `column` more local experts have all their tiles, `index` in number.
 struct Task {
   TaskKind kind = TaskKind::kNone;
   uint32_t column = 0;

@@ -12,8 +12,9 @@
 
 namespace flashmoe {
 
-// As a task word and the ready list have it. kStop ends a processor; kFormed stands in the ready list only.
-enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kReduce = 3, kCombine = 4, kStop = 5, kFormed = 6 };
+// The ready queue and the ready list hold products, and kStop, which ends a processor; kFormed stands in the list only.
+// Reduce and Combine, whose pieces nobody hands out, stand in neither.
+enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kStop = 3, kFormed = 4, kReduce = 5, kCombine = 6 };
 
 // What a task is of, beside a block of columns: what its index names.
 enum class Unit : uint32_t {
