@@ -24,9 +24,9 @@ import torch
 from bits_layers import PUT, SHARING, WAYS, Layer, cpu_layers, gpu_layers, group_layers
 from flashmoe.launch import run_ranks
 
-PATIENCE = 300.0
-"""Seconds without progress after which a rank gives up: machines that hash may be busy with other things."""
-LONGEST = 1500.0
+PATIENCE = {"cpu": 300.0, "cuda": 60.0}
+"""Seconds without progress after which a rank gives up: processors may be busy with other things, a GPU is not."""
+LONGEST = {"cpu": 1500.0, "cuda": 500.0}
 """Seconds for all layers of a group of ranks."""
 FEW_CORES = 2
 """Processors of a rank of the CPU engine alone, so that it does not depend on the machine."""
@@ -83,7 +83,9 @@ def share(layer: Layer, whole: Tensors, rank: int, local: list[int]) -> dict[str
         apart = own["x"].new_zeros(layer.tokens[rank], layer.hidden + 64)
         apart[:, : layer.hidden] = own["x"]
         own["x"] = apart[:, : layer.hidden]
-    if not layer.given:
+    if layer.given:
+        own["placement"] = layer.owners()  # it says how many experts there are
+    else:
         own["top_k"] = layer.top_k
     return own | {"activation": layer.activation} | layer.options
 
@@ -173,7 +175,13 @@ def on_rank(rank: int, ranks: int, name: str, engine: str, layers: list[Layer]) 
             settings["processors"] = blocks
     with ExitStack() as stack:
         for number, group in enumerate(by_context(layers)):
-            sizes = {**limits(group), "dtype": group[0].dtype, "timeout": PATIENCE, **settings, **group[0].context}
+            sizes = {
+                **limits(group),
+                "dtype": group[0].dtype,
+                "timeout": PATIENCE[engine],
+                **settings,
+                **group[0].context,
+            }
             made = {"rank": rank, "ranks": ranks, "name": f"{name}-{number}"} if ranks > 1 else {}
             context = flashmoe.Context(engine=engine, **made, **sizes)
             if ranks > 1:
@@ -192,7 +200,7 @@ def on_rank(rank: int, ranks: int, name: str, engine: str, layers: list[Layer]) 
 
 def on_group(ranks: int, engine: str, layers: list[Layer]) -> dict[str, dict[str, Any]]:
     """Of all ranks together: each of a layer's hashes is one over the ranks'."""
-    by_rank = run_ranks(ranks, on_rank, [(engine, layers)] * ranks, timeout=LONGEST)
+    by_rank = run_ranks(ranks, on_rank, [(engine, layers)] * ranks, timeout=LONGEST[engine])
     joined: dict[str, dict[str, Any]] = {}
     for layer in layers:
         of_layer = [results[layer.name] for results in by_rank]
