@@ -52,16 +52,14 @@ double median(std::vector<double> v) {
   return *middle;
 }
 
-// The layer's GEMMs on ready inputs and nothing else, as the yardstick has them: all experts' rows gathered beforehand,
-// chunks of a tile taken in turn by the threads, BLAS calls of `call_rows` rows, results left as the BLAS writes them.
+// The layer's GEMMs on ready inputs and nothing else: all experts' rows gathered beforehand, chunks of a tile taken in
+// turn by the threads, BLAS calls of `call_rows` rows, results left as the BLAS writes them.
 class PlainLoop {
  public:
-  PlainLoop(const Problem& p, const Context& c, uint32_t threads, uint32_t call_rows)
+  PlainLoop(const Problem& p, const std::vector<int32_t>& chosen, uint32_t threads, uint32_t call_rows)
       : p_(p), threads_(threads), call_rows_(call_rows) {
     std::vector<uint32_t> rows(p.experts, 0);
-    for (uint32_t t = 0; t < p.tokens; ++t) {
-      for (uint32_t k = 0; k < p.top_k; ++k) ++rows[static_cast<uint32_t>(c.routing(t)[k])];
-    }
+    for (const int32_t e : chosen) ++rows[static_cast<uint32_t>(e)];
     for (uint32_t t = 0; t < p.tokens; t += kTile) jobs_.push_back({p.experts, t, std::min(kTile, p.tokens - t)});
     size_t first = 0;
     for (uint32_t e = 0; e < p.experts; ++e) {
@@ -149,9 +147,11 @@ int run(const char* path, uint32_t processors, int repeats) {
   options.placement.assign(p.experts, 0);
   options.order = {.raster = 4, .window = 16 * processors};  // as python/flashmoe/ops.py has it
 
-  context.call(layer, options);  // the plain loops need its routing
+  std::vector<int32_t> chosen(size_t{p.tokens} * p.top_k);
+  std::vector<float> weights(chosen.size());
+  context.call(layer, options, {chosen.data(), weights.data()});
   const uint32_t unit = padded_rows(1, p.intermediate, p.hidden);
-  PlainLoop same(p, context, processors, unit), free(p, context, processors, 128);
+  PlainLoop same(p, chosen, processors, unit), free(p, chosen, processors, 128);
   // In turn, so that whatever else the machine does falls on all three alike.
   std::vector<double> engine_ms, same_ms, free_ms, over_same, over_free;
   for (int i = 0; i < repeats; ++i) {

@@ -33,30 +33,35 @@ WORKER = ROOT / "benchmarks" / "bits.py"
 SUITES = ("cpu", "gpu", "group")
 
 
+class Failed(Exception):
+    """A suite that could not be hashed, and why."""
+
+
 def hashes(tree: Tree, suite: str, extra: dict[str, str] | None = None) -> dict:
-    """What the worker writes of one suite."""
+    """What the worker writes of one suite. Raises `Failed`."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "hashes.json"
         command = [sys.executable, str(WORKER), suite, str(out)]
         done = subprocess.run(command, env={**tree.environment(), **(extra or {})}, cwd=folder)
         if done.returncode != 0:
-            raise SystemExit(f"{suite} with {tree.folder}: the worker ended with status {done.returncode}")
+            raise Failed(f"with {tree.folder} its process ended with status {done.returncode}")
         found = json.loads(out.read_text())
     if not pathlib.Path(found["package"]).resolve().is_relative_to(tree.folder):
-        raise SystemExit(f"{suite}: expected the package in {tree.folder}, got {found['package']}")
+        raise Failed(f"expected the package in {tree.folder}, got {found['package']}")
     return found
 
 
-def compile_all(trees: list[Tree], suites: list[str], sharing: dict[str, str]) -> None:
+def compile_all(trees: list[Tree], suites: list[str]) -> None:
     """Every kernel that the suites will ask for, all at once."""
     if not {"gpu", "group"} & set(suites):
         return
     rdma = [f"rdma-{dtype}" for dtype in PUT] if "group" in suites else []
     with ThreadPoolExecutor(1 + len(trees) * len(rdma)) as pool:
         started = [pool.submit(compile_kernels, trees, GPU_VARIANTS)]
-        started += [pool.submit(hashes, tree, suite, sharing) for tree in trees for suite in rdma]
+        started += [pool.submit(hashes, tree, suite, sharing()) for tree in trees for suite in rdma]
         for each in started:
-            each.result()
+            with contextlib.suppress(Failed):  # then the suite fails too, and says so
+                each.result()
 
 
 @contextlib.contextmanager
@@ -77,6 +82,25 @@ def mps(wanted: bool) -> Iterator[dict[str, str]]:
             yield told
         finally:
             subprocess.run([daemon], input="quit\n", text=True, env=environment, timeout=120)
+
+
+def hash_suite(suite: str, trees: list[Tree]) -> dict:
+    """A suite with both trees, compared; one that failed is compared with nothing, and so not equal."""
+    start = time.monotonic()
+    try:
+        with mps(suite == "group") as told:
+            extra = {**sharing(), **told} if suite == "group" else {}
+            old, new = (hashes(tree, suite, extra) for tree in trees)
+    except (Failed, OSError, subprocess.SubprocessError) as error:
+        return {"layers": 0, "equal": 0, "different": [f"{suite} could not be hashed: {error}"], "unsteady": []}
+    row = compare(old["layers"], new["layers"])
+    row |= {"torch": new["torch"], "seconds": round(time.monotonic() - start, 1)}
+    return row | ({"under_mps": bool(told)} if suite == "group" else {})
+
+
+def sharing() -> dict[str, str]:
+    """What lets ranks share the GPU."""
+    return {"FLASHMOE_SHARE_GPUS": str(SHARING)}
 
 
 def compare(old: dict[str, dict], new: dict[str, dict]) -> dict:
@@ -112,47 +136,35 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
     trees = [Tree.at(folder, commit) for folder, commit in zip(args.trees, args.commits, strict=True)]
-    sharing = {"FLASHMOE_SHARE_GPUS": str(SHARING)}
-    compile_all(trees, args.suites, sharing)
-    suites, seconds, torch_version, under_mps = {}, {}, "", None
+    compile_all(trees, args.suites)
+    suites = {}
     for suite in args.suites:
-        start = time.monotonic()
-        with mps(suite == "group") as told:
-            if suite == "group":
-                under_mps = bool(told)
-            old, new = (hashes(tree, suite, {**sharing, **told} if suite == "group" else {}) for tree in trees)
-        suites[suite] = compare(old["layers"], new["layers"])
-        seconds[suite] = round(time.monotonic() - start, 1)
-        torch_version = new["torch"]
-        row = suites[suite]
-        print(
-            f"{suite:>6}: {row['layers']} layers, {row['equal']} equal, {len(row['different'])} different", flush=True
-        )
+        row = suites[suite] = hash_suite(suite, trees)
+        differ = len(row["different"])
+        print(f"{suite:>6}: {row['layers']} layers, {row['equal']} equal, {differ} different", flush=True)
         for name in row["different"]:
             print(f"        differs: {name}")
         for name in row["unsteady"]:
             print(f"        its second call differs: {name}")
-    bad = sum(len(row["different"]) + len(row["unsteady"]) for row in suites.values())
+    same = not any(row["different"] or row["unsteady"] for row in suites.values())
     layers = sum(row["layers"] for row in suites.values())
     result = {
         "device": nvidia_smi("name") or cpu_model(),
         "cpu": cpu_model(),
         "driver": nvidia_smi("driver_version"),
         "python": platform.python_version(),
-        "torch": torch_version,
         "command": "python " + " ".join(sys.argv),
         "trees": {name: tree.described() for name, tree in zip(("old", "new"), trees, strict=True)},
-        "under_mps": under_mps,
-        "seconds": seconds,
+        "same_bits": same,
         "layers": layers,
-        "digest_old": hashlib.sha256("".join(row["digest_old"] for row in suites.values()).encode()).hexdigest(),
-        "digest_new": hashlib.sha256("".join(row["digest_new"] for row in suites.values()).encode()).hexdigest(),
         "suites": suites,
     }
+    for who in ("old", "new"):
+        digests = [row.get(f"digest_{who}", "") for row in suites.values()]
+        result[f"digest_{who}"] = hashlib.sha256("".join(digests).encode()).hexdigest()
     write(args.out, result)
-    same = result["digest_old"] == result["digest_new"]
-    print(f"   all: {layers} layers, {'the same bits' if same and not bad else 'NOT the same bits'}", flush=True)
-    return 0 if same and not bad else 1
+    print(f"   all: {layers} layers, {'the same bits' if same else 'NOT the same bits'}", flush=True)
+    return 0 if same else 1
 
 
 if __name__ == "__main__":
