@@ -66,7 +66,8 @@ def compile_all(trees: list[Tree], suites: list[str]) -> None:
 
 @contextlib.contextmanager
 def mps(wanted: bool) -> Iterator[dict[str, str]]:
-    """NVIDIA's MPS for the processes that are told so by what this yields; nothing where there is no daemon."""
+    """NVIDIA's MPS for the processes that are told so by what this yields; nothing where there is no daemon, or
+    it does not start."""
     folders = [os.environ.get("PATH", ""), "/usr/local/nvidia/bin", "/usr/bin"]
     daemon = shutil.which("nvidia-cuda-mps-control", path=os.pathsep.join(folders))
     if not wanted or daemon is None:
@@ -77,9 +78,9 @@ def mps(wanted: bool) -> Iterator[dict[str, str]]:
         for path in told.values():
             os.mkdir(path)
         environment = {**os.environ, **told}
-        subprocess.run([daemon, "-d"], env=environment, check=True, timeout=60)
+        started = subprocess.run([daemon, "-d"], env=environment, timeout=60).returncode == 0
         try:
-            yield told
+            yield told if started else {}
         finally:
             subprocess.run([daemon], input="quit\n", text=True, env=environment, timeout=120)
 
