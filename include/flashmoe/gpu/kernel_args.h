@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/protocol/call.h"
+#include "flashmoe/protocol/phase.h"
 
 namespace flashmoe::gpu {
 
@@ -36,19 +37,7 @@ struct TraceEvent {
 };
 static_assert(sizeof(TraceEvent) == 32);
 
-// Order and names are those of python/flashmoe/trace.py; kEpilogue is the GPU's own.
-enum class TracePhase : uint32_t {
-  kGate,
-  kDispatch,
-  kGemm0,
-  kGemm1,
-  kReduce,
-  kCombine,
-  kWait,
-  kSchedule,
-  kEpilogue,
-  kCount
-};
+using TracePhase = Phase;
 
 // Trace memory of one block: kTraceEvents events behind a header that says how many were written (they stop when full).
 inline constexpr uint32_t kTraceEvents = 4095;
