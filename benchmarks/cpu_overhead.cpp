@@ -131,7 +131,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   limits.top_k = limits.return_slots = p.top_k;
   limits.elem_bytes = 4;
   limits.processors = processors;
-  Context context(make_single_rank_group(make_heap_layout(limits).bytes), 0, limits, 30'000'000'000);
+  Context context(host::make_single_rank_group(make_heap_layout(limits).bytes), 0, limits, 30'000'000'000);
 
   std::vector<float> out(p.x.size());
   Layer layer;

@@ -14,6 +14,9 @@
 namespace flashmoe::cpu {
 namespace {
 
+using host::concat;
+using host::Error;
+
 // Small blocks keep every processor busy, large ones make fewer packets; offsets within a packet are 16 bits.
 uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token) {
   uint32_t block = kMaxTokenBlock;
@@ -36,7 +39,7 @@ void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t sta
 
 }  // namespace
 
-Context::Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
+Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
     : group_(std::move(group)),
       limits_(limits),
       seen_(limits.ranks),
@@ -88,7 +91,7 @@ void Context::make_workspace() {
   call_.work_layout = make_work_layout(limits_);
   call_.queue_mask = limits_.queue_capacity() - 1;
   call_.list_mask = limits_.list_capacity() - 1;
-  workspace_ = make_single_rank_group(call_.work_layout.bytes);  // zeroed on first touch
+  workspace_ = host::make_single_rank_group(call_.work_layout.bytes);  // zeroed on first touch
   call_.work = workspace_->heaps()[0];
 }
 
@@ -112,7 +115,7 @@ void Context::cut_into_groups(uint32_t groups) {
 }
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
-  placement_ = placement_tables(o.placement, limits_);
+  placement_ = host::placement_tables(o.placement, limits_);
   layer_ = layer;
   perturbation_ = o.perturbation;
   call_.owner = placement_.owner.data();
@@ -135,7 +138,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   cut_into_groups(o.groups);
   call_.order = o.order;
   call_.config =
-      make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement, limits_.gemm1_columns_per_task);
+      host::make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement, limits_.gemm1_columns_per_task);
   experts_.resize(std::max(call_.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
@@ -186,7 +189,7 @@ void Context::await_actors() {
     if (interrupt_ != nullptr) continue;  // heard
     lock.unlock();
     try {
-      check_interrupt();
+      host::check_interrupt();
     } catch (...) {
       end_call(interrupt_, std::current_exception());
     }
@@ -221,7 +224,7 @@ void Context::check_outcome() {
   if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) == 0) return;
   broken_ = true;
   if (interrupt_ != nullptr) std::rethrow_exception(interrupt_);
-  if (failure_ == nullptr) throw fault_error(call_, *group_);
+  if (failure_ == nullptr) throw host::fault_error(call_, *group_);
   try {
     std::rethrow_exception(failure_);
   } catch (const std::exception& e) {
@@ -248,7 +251,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   r.tiles = r.count[static_cast<uint32_t>(Phase::kGemm0)] / call_.gemm0_columns;
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
-  r.return_rows_sent = rows_returned(call_);
+  r.return_rows_sent = host::rows_returned(call_);
   return r;
 }
 

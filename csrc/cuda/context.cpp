@@ -15,7 +15,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-using cpu::concat;
+using host::concat;
 
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
@@ -231,7 +231,7 @@ const Context::Kernels& Context::kernels(const std::string& cubin, DriverStream 
 const Context::Placement& Context::placement(const std::vector<uint32_t>& owners, DriverStream stream) {
   if (const auto it = placements_.find(owners); it != placements_.end()) return it->second;
   refuse_capture(stream, "uploading a placement, as the first call with it does,");
-  const cpu::PlacementTables t = cpu::placement_tables(owners, limits_);
+  const host::PlacementTables t = host::placement_tables(owners, limits_);
   std::vector<uint32_t> tables(t.owner);
   tables.insert(tables.end(), t.by_owner.begin(), t.by_owner.end());
   tables.insert(tables.end(), t.owner_base.begin(), t.owner_base.end());
@@ -258,8 +258,8 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   c.owner = where.owner;
   c.by_owner = where.by_owner;
   c.owner_base = where.owner_base;
-  c.element_bytes = cpu::element_bytes(spec.dtype);
-  const bool gated = spec.activation == cpu::Activation::kSwiGlu;
+  c.element_bytes = host::element_bytes(spec.dtype);
+  const bool gated = spec.activation == host::Activation::kSwiGlu;
   c.gemm0_columns = ceil_div(spec.intermediate, sm90::gemm0_columns_per_task(gated));
   c.gemm1_columns = ceil_div(spec.hidden, sm90::kGemm1ColumnsPerTask);
   c.order = order_of(c, spec.return_mode);
@@ -269,7 +269,7 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
     // By puts, one group: a message is then a whole row.
     const uint64_t return_bytes = limits_.rdma != 0 ? 0 : kGroupedReturnBytes;
     c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
-    c.config = cpu::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
+    c.config = host::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
                                 sm90::kGemm1ColumnsPerTask);
   }
   return c;
@@ -299,7 +299,7 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   const Device::Use use(device_);
   const Limits& l = limits_;
   if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts > l.experts ||
-      spec.top_k > l.top_k || spec.placement.size() != spec.experts || cpu::element_bytes(spec.dtype) > l.elem_bytes) {
+      spec.top_k > l.top_k || spec.placement.size() != spec.experts || host::element_bytes(spec.dtype) > l.elem_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
   const Kernels& loaded = kernels(spec.cubin, stream);
@@ -316,7 +316,7 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   a = {};
   a.call = call_of(spec, where);
   const uint32_t bytes = a.call.element_bytes, experts = a.call.local_experts;
-  const bool gated = spec.activation == cpu::Activation::kSwiGlu;
+  const bool gated = spec.activation == host::Activation::kSwiGlu;
   if (experts != 0) {  // else it has no tasks
     a.gate_up = encode(gate_up_shape(spec.gate_up, bytes, spec.hidden, spec.intermediate, experts, gated),
                        spec.gate_up.data, spec.dtype, "gate_up_proj");
@@ -434,7 +434,7 @@ Error Context::worded(const HostFault& record) const {
   Limits limits;
   limits.ranks = limits_.ranks;
   const HeapLayout layout = make_heap_layout(limits);
-  const auto groups = cpu::make_thread_groups(limits.ranks, layout.bytes);
+  const auto groups = host::make_thread_groups(limits.ranks, layout.bytes);
   Call c;
   c.epoch = fault.epoch;
   c.rank = call_.rank;
@@ -446,7 +446,7 @@ Error Context::worded(const HostFault& record) const {
   *c.call_config(fault.rank, fault.rank) = record.mine;
   *c.call_config(fault.awaited, fault.awaited) = record.theirs;
   *c.fault(c.rank, fault.rank) = {1, fault};
-  return cpu::fault_error(c, *group_);
+  return host::fault_error(c, *group_);
 }
 
 void Context::read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const {
@@ -481,8 +481,8 @@ uint64_t Context::read_received(int64_t layer, int32_t* rows) {
   check(driver().cuMemcpyDtoH_v2(heap.data(), own, heap.size()), "cannot copy from the heap");
   const std::vector<uint8_t*> heaps(c.ranks, heap.data());
   c.heaps = heaps.data();
-  cpu::count_rows(c, rows);
-  return cpu::rows_returned(c);
+  host::count_rows(c, rows);
+  return host::rows_returned(c);
 }
 
 void Context::read_trace(uint8_t* to) const {

@@ -18,8 +18,8 @@ namespace flashmoe::cuda {
 
 // A layer as calls share it: all but the tokens. Addresses are the device's.
 struct LayerSpec {
-  cpu::DType dtype = cpu::DType::kBFloat16;
-  cpu::Activation activation = cpu::Activation::kSwiGlu;
+  host::DType dtype = host::DType::kBFloat16;
+  host::Activation activation = host::Activation::kSwiGlu;
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   ReturnMode return_mode = ReturnMode::kDirect;
   double capacity_factor = 0.0;                               // 0: dropless
@@ -125,7 +125,7 @@ class Context {
   struct Plan {
     sm90::KernelArgs args;
     const Kernels* kernels;
-    cpu::DType dtype;
+    host::DType dtype;
     double capacity_factor;
   };
 
@@ -147,7 +147,7 @@ class Context {
   Call call_;                // what every call has in common
   const OrderPolicy asked_;  // 0: the context's choice
   DeviceMemory workspace_, heap_table_, trace_;
-  std::unique_ptr<cpu::Group> group_;
+  std::unique_ptr<host::Group> group_;
   const Nvshmem* puts_ = nullptr;               // where peers are reached by puts alone
   std::unique_ptr<Registration> registration_;  // then, of the workspace
   MappedPage fault_page_;

@@ -9,7 +9,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-using cpu::concat;
+using host::concat;
 
 int attribute(int device, DeviceAttribute which) {
   int value = 0;

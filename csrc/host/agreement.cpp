@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 namespace {
 
 // FNV-1a; ranks compare hashes of what they must agree on.
@@ -35,4 +35,4 @@ CallConfig make_config(const Call& call, DType dtype, Activation activation, dou
   return config;
 }
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -3,13 +3,13 @@
 
 #include <vector>
 
-#include "cpu/types.h"
 #include "flashmoe/protocol/call.h"
+#include "host/types.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 // Of a call whose sizes, return mode and groups are set. columns_per_task: of GEMM1.
 CallConfig make_config(const Call& call, DType dtype, Activation activation, double capacity_factor,
                        const std::vector<uint32_t>& placement, uint32_t columns_per_task);
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -3,7 +3,7 @@
 #include "cpu/platform.h"
 #include "host/text.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 namespace {
 
 using Kind = Error::Kind;
@@ -24,7 +24,7 @@ std::string awaited(const Fault& r) {
 
 Error timeout_error(const Call& c, const Group& group, const Fault& r) {
   const uint32_t guilty = r.culprit;
-  const uint64_t entered = CpuPlatform::load_acquire(&c.status(guilty)->entered, kSystem);
+  const uint64_t entered = cpu::CpuPlatform::load_acquire(&c.status(guilty)->entered, kSystem);
   std::string state = group.obituary(guilty);
   if (state.empty()) {
     state = entered < r.epoch ? concat("it has not begun call ", r.epoch, " (it is at ", entered, ")")
@@ -97,9 +97,9 @@ Error fault_error(const Call& c, const Group& group) {
   for (uint32_t i = 0; i < c.ranks; ++i) {
     const uint32_t p = (c.rank + i) % c.ranks;
     const FaultRecord* r = c.fault(c.rank, p);
-    if (CpuPlatform::load_acquire(&r->posted, kSystem) != 0) return describe(c, group, r->fault);
+    if (cpu::CpuPlatform::load_acquire(&r->posted, kSystem) != 0) return describe(c, group, r->fault);
   }
   return {Kind::kOther, "the call was aborted without a fault record"};
 }
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -7,9 +7,9 @@
 #include "host/error.h"
 #include "host/group.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 // The error of a call that ended with a fault: this rank's own record if it found one, else a peer's.
 Error fault_error(const Call& call, const Group& group);
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

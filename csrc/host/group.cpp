@@ -18,12 +18,12 @@
 #include <thread>
 #include <utility>
 
-#include "cpu/platform.h"
+#include "host/clock.h"
 #include "host/error.h"
 #include "host/interrupt.h"
 #include "host/text.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 namespace {
 
 using Kind = Error::Kind;
@@ -438,4 +438,4 @@ std::vector<std::unique_ptr<Group>> make_thread_groups(uint32_t ranks, uint64_t 
   return groups;
 }
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -7,7 +7,7 @@
 
 #include "flashmoe/protocol/heap_layout.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 class Group {
  public:
@@ -36,4 +36,4 @@ std::unique_ptr<Group> make_single_rank_group(uint64_t heap_bytes);
 // Ranks are threads of one process: what the stress tests run under sanitizers. Each rank takes one of the groups.
 std::vector<std::unique_ptr<Group>> make_thread_groups(uint32_t ranks, uint64_t heap_bytes);
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

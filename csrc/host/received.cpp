@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 namespace {
 
 // Calls f(p, b, entries) for each packet that has any. Of one without, what lies there is an older one's.
@@ -39,4 +39,4 @@ uint64_t rows_returned(const Call& c) {
   return rows;
 }
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -17,10 +17,10 @@
 namespace flashmoe::cuda {
 namespace {
 
-using cpu::concat;
+using host::concat;
 using Clock = std::chrono::steady_clock;
 
-class SingleGpuGroup final : public cpu::Group {
+class SingleGpuGroup final : public host::Group {
  public:
   SingleGpuGroup(const Device& device, uint64_t bytes) : memory_(device, bytes, "heap") {
     heaps_ = {memory_.as<uint8_t>()};
@@ -89,7 +89,7 @@ struct Notice {
   char failure[512];         // why it does not join
 };
 
-class NvshmemGroup final : public cpu::Group {
+class NvshmemGroup final : public host::Group {
  public:
   NvshmemGroup(const Device& device, const Membership& who, const Limits& limits, uint64_t bytes, uint64_t timeout_ns,
                const std::function<void()>& prepare)
@@ -98,7 +98,7 @@ class NvshmemGroup final : public cpu::Group {
         ranks_(limits.ranks),
         timeout_ns_(timeout_ns),
         deadline_(Clock::now() + std::chrono::nanoseconds(timeout_ns)),
-        control_(cpu::join_process_group(who.name, who.rank, limits, sizeof(Notice), timeout_ns)) {
+        control_(host::join_process_group(who.name, who.rank, limits, sizeof(Notice), timeout_ns)) {
     const std::lock_guard lock(world().mutex);
     try {
       api_ = &nvshmem(who.nvshmem);
@@ -173,7 +173,7 @@ class NvshmemGroup final : public cpu::Group {
         throw Error(Error::Kind::kGroup,
                     concat("group '", who_.name, "': rank ", p, " did not join: ", notice(p).failure));
       }
-      if (looks % kRarely == 0) cpu::check_interrupt();
+      if (looks % kRarely == 0) host::check_interrupt();
       const std::string gone = control_->obituary(p);
       if (!gone.empty() || (timeout_ns_ != 0 && Clock::now() > deadline_)) {
         throw Error(Error::Kind::kPeerTimeout,
@@ -239,7 +239,7 @@ class NvshmemGroup final : public cpu::Group {
   }
 
   void watch_others(const char* what) const {
-    cpu::check_interrupt();
+    host::check_interrupt();
     for (uint32_t p = 0; p < ranks_; ++p) {
       if (const std::string gone = control_->obituary(p); !gone.empty()) {
         throw Error(Error::Kind::kPeerTimeout, concat("group '", who_.name, "': rank ", p, ": ", gone));
@@ -339,7 +339,7 @@ class NvshmemGroup final : public cpu::Group {
   const uint32_t ranks_;
   const uint64_t timeout_ns_;
   const Clock::time_point deadline_;
-  const std::unique_ptr<cpu::Group> control_;
+  const std::unique_ptr<host::Group> control_;
   const Nvshmem* api_ = nullptr;
   Lease lease_;
   uint8_t* own_ = nullptr;
@@ -347,13 +347,13 @@ class NvshmemGroup final : public cpu::Group {
 
 }  // namespace
 
-std::unique_ptr<cpu::Group> make_single_gpu_group(const Device& device, uint64_t heap_bytes) {
+std::unique_ptr<host::Group> make_single_gpu_group(const Device& device, uint64_t heap_bytes) {
   return std::make_unique<SingleGpuGroup>(device, heap_bytes);
 }
 
-std::unique_ptr<cpu::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,
-                                           uint64_t heap_bytes, uint64_t timeout_ns,
-                                           const std::function<void()>& prepare) {
+std::unique_ptr<host::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,
+                                            uint64_t heap_bytes, uint64_t timeout_ns,
+                                            const std::function<void()>& prepare) {
   return std::make_unique<NvshmemGroup>(device, who, limits, heap_bytes, timeout_ns, prepare);
 }
 
