@@ -4,6 +4,7 @@
 #include <bit>
 #include <chrono>
 
+#include "cpu/fault.h"
 #include "cpu/gemm.h"
 #include "host/agreement.h"
 #include "host/fault_message.h"
@@ -137,8 +138,8 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.gemm1_columns = ceil_div(o.hidden, limits_.gemm1_columns_per_task);
   cut_into_groups(o.groups);
   call_.order = o.order;
-  call_.config =
-      host::make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement, limits_.gemm1_columns_per_task);
+  call_.config = host::make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement,
+                                   limits_.gemm1_columns_per_task);
   experts_.resize(std::max(call_.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
@@ -224,7 +225,11 @@ void Context::check_outcome() {
   if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) == 0) return;
   broken_ = true;
   if (interrupt_ != nullptr) std::rethrow_exception(interrupt_);
-  if (failure_ == nullptr) throw host::fault_error(call_, *group_);
+  if (failure_ == nullptr) {
+    const std::optional<HostFault> record = posted_fault(call_);
+    if (!record) throw Error(Error::Kind::kOther, "the call was aborted without a fault record");
+    throw host::fault_error(*record, {call_.rank, call_.timeout_ns, group_->obituary(record->fault.culprit)});
+  }
   try {
     std::rethrow_exception(failure_);
   } catch (const std::exception& e) {

@@ -270,7 +270,7 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
     const uint64_t return_bytes = limits_.rdma != 0 ? 0 : kGroupedReturnBytes;
     c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
     c.config = host::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
-                                sm90::kGemm1ColumnsPerTask);
+                                 sm90::kGemm1ColumnsPerTask);
   }
   return c;
 }
@@ -425,28 +425,7 @@ void Context::check_health() {
   auto* record = fault_page_.host<HostFault>();
   if (std::atomic_ref(record->posted).load(std::memory_order_acquire) == 0) return;
   broken_ = true;
-  throw worded(*record);
-}
-
-// The CPU engine words a fault from the heaps in which it lies: here are some that hold nothing else.
-Error Context::worded(const HostFault& record) const {
-  const Fault& fault = record.fault;
-  Limits limits;
-  limits.ranks = limits_.ranks;
-  const HeapLayout layout = make_heap_layout(limits);
-  const auto groups = host::make_thread_groups(limits.ranks, layout.bytes);
-  Call c;
-  c.epoch = fault.epoch;
-  c.rank = call_.rank;
-  c.ranks = limits.ranks;
-  c.timeout_ns = call_.timeout_ns;
-  c.heaps = groups.front()->heaps();
-  c.heap_layout = layout;
-  c.status(fault.culprit)->entered = record.entered;
-  *c.call_config(fault.rank, fault.rank) = record.mine;
-  *c.call_config(fault.awaited, fault.awaited) = record.theirs;
-  *c.fault(c.rank, fault.rank) = {1, fault};
-  return host::fault_error(c, *group_);
+  throw host::fault_error(*record, {call_.rank, call_.timeout_ns, group_->obituary(record->fault.culprit)});
 }
 
 void Context::read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const {

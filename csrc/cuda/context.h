@@ -139,7 +139,6 @@ class Context {
   void set_tokens(Plan& plan, const TokenSpec& tokens) const;
   void launch(Plan& plan, DriverStream stream) const;
   void check_health();
-  Error worded(const HostFault& record) const;
 
   std::mutex mutex_;  // calls come from any thread
   const Device device_;
