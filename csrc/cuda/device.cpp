@@ -72,6 +72,14 @@ void Device::synchronize() const {
   check(driver().cuCtxSynchronize(), "work on the device failed");
 }
 
+void Device::refuse_capture(DriverStream stream, const char* what) const {
+  const Use use(*this);
+  int status = kCaptureNone;
+  check(driver().cuStreamIsCapturing(stream, &status), "cannot query the stream");
+  if (status == kCaptureNone) return;
+  throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
+}
+
 // Delegating: if the rest throws, the destructor still runs.
 DeviceMemory::DeviceMemory(const Device& device, uint64_t bytes, const char* what) : DeviceMemory() {
   const Driver& d = driver();

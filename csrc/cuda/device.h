@@ -29,6 +29,8 @@ class Device {
   void identify(char (&uuid)[16]) const;
   // Waits for everything that was launched on the device.
   void synchronize() const;
+  // Throws Error while the stream is being captured: "capture: <what> cannot be done ...".
+  void refuse_capture(DriverStream stream, const char* what) const;
 
   // Makes the device's context current for as long as it lives. Where that fails, what is then asked for fails.
   class Use {
