@@ -1,11 +1,11 @@
 #include "cpu/context.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 
 #include "cpu/fault.h"
 #include "cpu/gemm.h"
+#include "cpu/policy.h"
 #include "host/agreement.h"
 #include "host/fault_message.h"
 #include "host/interrupt.h"
@@ -17,15 +17,6 @@ namespace {
 
 using host::concat;
 using host::Error;
-
-// Small blocks keep every processor busy, large ones make fewer packets; offsets within a packet are 16 bits.
-uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token) {
-  uint32_t block = kMaxTokenBlock;
-  while (block > kMinTokenBlock && (ceil_div(tokens, block) < 2 * processors || block * entries_per_token > 0xffff)) {
-    block /= 2;
-  }
-  return static_cast<uint32_t>(std::countr_zero(block));
-}
 
 // A processor's events, and what lies between them as waits; the OS actor's as they are.
 void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t start_ns, uint64_t end_ns) {
@@ -107,14 +98,6 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
   make_workspace();
 }
 
-// Spreads GEMM1's columns evenly; no group is without any.
-void Context::cut_into_groups(uint32_t groups) {
-  call_.groups = std::clamp(groups, 1u, std::min(kMaxGroups, call_.gemm1_columns));
-  for (uint32_t g = 0; g <= call_.groups; ++g) {
-    call_.group_first[g] = static_cast<uint16_t>(call_.gemm1_columns * g / call_.groups);
-  }
-}
-
 void Context::prepare(const Layer& layer, const CallOptions& o) {
   placement_ = host::placement_tables(o.placement, limits_);
   layer_ = layer;
@@ -136,7 +119,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.tile_rows = limits_.tile_rows;
   call_.gemm0_columns = ceil_div(o.intermediate, limits_.gemm0_columns_per_task);
   call_.gemm1_columns = ceil_div(o.hidden, limits_.gemm1_columns_per_task);
-  cut_into_groups(o.groups);
+  call_.groups = return_groups(call_.gemm1_columns, o.groups, call_.group_first);
   call_.order = o.order;
   call_.config = host::make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement,
                                    limits_.gemm1_columns_per_task);

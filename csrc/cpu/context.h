@@ -66,7 +66,6 @@ class Context {
  private:
   void make_workspace();
   void prepare(const Layer& layer, const CallOptions& options);
-  void cut_into_groups(uint32_t groups);
   void start_actors();
   void stop_actors();
   void actor_loop(uint32_t actor);
