@@ -80,7 +80,7 @@ void Device::refuse_capture(DriverStream stream, const char* what) const {
   throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
 }
 
-// Delegating: if the rest throws, the destructor still runs.
+// Delegating: an object that another constructor has made is destroyed, and what it took given back, if the rest throws.
 DeviceMemory::DeviceMemory(const Device& device, uint64_t bytes, const char* what) : DeviceMemory() {
   const Driver& d = driver();
   const Device::Use use(device);
@@ -123,7 +123,7 @@ void DeviceMemory::download(void* to, uint64_t bytes, uint64_t offset) const {
   check(driver().cuMemcpyDtoH_v2(to, address_ + offset, bytes), "cannot copy from the device");
 }
 
-// As DeviceMemory's.
+// Delegating, for the same reason.
 MappedPage::MappedPage(const Device& device) : MappedPage(device, nullptr) {
   const Device::Use use(device);
   check(driver().cuMemHostAlloc(&host_, kBytes, kHostAllocMapped | kHostAllocPortable), "cannot map host memory");
