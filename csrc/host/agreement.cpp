@@ -55,7 +55,7 @@ CallConfig make_config(const Call& call, DType dtype, Activation activation, dou
     ends[g] = std::min(call.group_first[g + 1] * columns_per_task, call.hidden);
   }
   config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
-  config.hash = hash_bytes(&config, sizeof(config));  // the field itself is still 0
+  config.hash = hash_bytes(&config, sizeof(config));  // over a hash of 0 and all the others
   return config;
 }
 
