@@ -92,15 +92,24 @@
 #define IN_FLIGHT 4 /* added to a payload until a release, or a fence of puts, that covers it is visible */
 #define UNSETTLED 8 /* added to what was put, until its reader has let the network make it visible */
 
-/* What a signal leaves on the payload that its sender knows of. */
-#ifdef BUG_MISSING_RELEASE /* with puts: no fence before the signal */
-#define AT_SIGNAL IN_FLIGHT
+/* What is left on a payload that a packet's signal announces, */
+#ifdef BUG_MISSING_RELEASE /* it orders nothing; with puts: no fence before it */
+#define AT_PACKET IN_FLIGHT
 #elif defined(PUTS)
-#define AT_SIGNAL UNSETTLED
+#define AT_PACKET UNSETTLED
 #else
-#define AT_SIGNAL 0
+#define AT_PACKET 0
 #endif
-#ifdef PUTS
+/* on one that a return signal does, */
+#ifdef BUG_RELAXED_RETURN
+#define AT_RETURN IN_FLIGHT
+#else
+#define AT_RETURN 0
+#endif
+/* and on what was put, when it has arrived. */
+#ifdef BUG_NO_QUIET_RETURN /* a sender counts itself when its puts are under way */
+#define AT_QUIET IN_FLIGHT
+#else
 #define AT_QUIET UNSETTLED
 #endif
 
@@ -137,7 +146,7 @@
 #define RETURNS (BLOCKS * RETURN_ROWS * UNITS)
 #define GROUP_OF(c) ((c) * GROUPS / COLUMNS1)
 
-#if TILES != 2 || ROWS > 2 || RETURNS > 8 || (BLOCKS + BLOCKS1) * PIECES * GROUPS > 8
+#if TILES > 2 || ROWS > 2 || RETURNS > 8 || (BLOCKS + BLOCKS1) * PIECES * GROUPS > 8
 #error "the options of os() and some bit sets are written out for less"
 #endif
 
@@ -250,7 +259,7 @@ hidden byte i, j, p_, b_, g_, k_, c_, q_, id, bits, count, last, piece;
 #define STOPS_OF(r) PROCESSORS(r)
 #endif
 #define ALL_PUBLISHED (SEEN_ALL(0) && SEEN_ALL(1) && ALL_CLOSED(0) \
-	&& ALL_CLOSED((EXPERTS_OF(r) == 0 -> 0 : EXPERTS - 1)) && PUBLISHED(0) && PUBLISHED(1))
+	&& ALL_CLOSED((EXPERTS_OF(r) == 0 -> 0 : EXPERTS - 1)) && PUBLISHED(0) && PUBLISHED(TILES - 1))
 
 #define ALL_PAIRS ((1 << PAIRS) - 1)
 #define ROUTED(q, b) me.routed[(q) * BLOCKS + (b)]
@@ -326,14 +335,14 @@ inline pass() {
 		me.call_epoch[RANKS + i] = OLD;
 		me.call_blocks[RANKS + i] = 0
 	}
-	for (i : 0 .. PACKETS - 1) {
 #if COPIES == 2
+	for (i : 0 .. PACKETS - 1) {
 		exchange(me.packet_epoch[i], me.packet_epoch[PACKETS + i]);
 		exchange(me.packet_count[i], me.packet_count[PACKETS + i]);
 		exchange(me.entries[i], me.entries[PACKETS + i]);
 		exchange(me.entry_pairs[i], me.entry_pairs[PACKETS + i])
-#endif
 	}
+#endif
 	for (i : 0 .. COPIES * PACKETS - 1) {
 		age(me.packet_epoch[i]);
 		me.packet_count[i] = (me.packet_epoch[i] == OLD -> 0 : me.packet_count[i]);
@@ -410,11 +419,12 @@ inline announce_to_peer() {
 #else
 #define SENDER_KNOWS(part) true
 #endif
-#define release(payload, epoch, knows) payload = (payload == epoch + IN_FLIGHT && knows -> epoch + AT_SIGNAL : payload)
+#define release(payload, epoch, left) payload = (payload == epoch + IN_FLIGHT -> epoch + left : payload)
+#define LEFT(part) (SENDER_KNOWS(part) -> AT_PACKET : IN_FLIGHT)
 inline signal_packet() {
-	release(you.entries[j], THERE, SENDER_KNOWS(0));
+	release(you.entries[j], THERE, LEFT(0));
 	for (k_ : 0 .. PARTS - 1) {
-		release(you.rows[ROW(r, b_, k_)], THERE, SENDER_KNOWS(k_))
+		release(you.rows[ROW(r, b_, k_)], THERE, LEFT(k_))
 	}
 	count_bits(bits);
 	you.packet_count[j] = count;
@@ -467,7 +477,7 @@ inline signal_return(home, g) {
 #endif
 	for (k_ : 0 .. RETURNS - 1) {
 		if
-		:: (me.COVERED(home, g) >> k_) & 1 -> release(rank[home].return_rows[k_], AT(home), true)
+		:: (me.COVERED(home, g) >> k_) & 1 -> release(rank[home].return_rows[k_], AT(home), AT_RETURN)
 		:: else
 		fi
 	}
@@ -484,8 +494,11 @@ inline signal_return(home, g) {
 inline complete(p, g) {
 #ifdef REDUCED
 	me.reduce_epoch[(p) * GROUPS + (g)] = NOW;
+#ifdef BUG_EARLY_READY /* the senders are told of rows that are not summed */
+	me.returns_ready = NOW;
 #endif
-#if !defined(REDUCED) || defined(BUG_UNSUMMED)
+#endif
+#if !defined(REDUCED) || defined(BUG_UNSUMMED) /* or as if there was nothing to sum */
 	signal_return(p, g)
 #endif
 }
@@ -749,11 +762,7 @@ inline send_returns() {
 			check(me.sums[i]);
 			j = RETURN(i / UNITS, r, i % UNITS);
 			assert(you.return_rows[j] != THERE && you.return_rows[j] < IN_FLIGHT);
-#ifdef BUG_NO_QUIET_RETURN
-			you.return_rows[j] = THERE + IN_FLIGHT
-#else
 			you.return_rows[j] = THERE + AT_QUIET
-#endif
 		:: else
 		fi
 	}
@@ -885,9 +894,11 @@ proctype os(byte r) {
 			me.list_head++
 		}
 	:: PUBLISH0(0)
-	:: PUBLISH0(1)
 	:: PUBLISH1(0)
+#if TILES > 1
+	:: PUBLISH0(1)
 	:: PUBLISH1(1)
+#endif
 	:: d_step {
 			ALL_PUBLISHED && !me.ended ->
 			for (i : 1 .. STOPS_OF(r)) {
@@ -918,6 +929,17 @@ inline leave() {
 #endif
 }
 
+inline leave_if_done() {
+#ifdef PUTS
+	skip /* returns follow */
+#else
+	if
+	:: ALL_SENT -> leave()
+	:: else
+	fi
+#endif
+}
+
 /* The first sender announces the call to the peer, as early as it may. Then each sends its parts of the call's packets,
  * in order, and with puts its share of what this rank owes to the peer. */
 proctype sender(byte r, n) {
@@ -927,12 +949,14 @@ proctype sender(byte r, n) {
 	:: d_step {
 			SENDS && part == NONE ->
 			announce_to_peer();
-			part = 0
+			part = 0;
+			leave_if_done()
 		}
 	:: d_step { /* the own packet says that the block's routing and packets are written */
 			SENDS && part < BLOCKS_OF(r) * PARTS && ARRIVED(r, part / PARTS) ->
 			send_part(part);
-			part = part + SENDERS(r)
+			part = part + SENDERS(r);
+			leave_if_done()
 		}
 #ifdef PUTS
 	:: d_step {
@@ -944,12 +968,13 @@ proctype sender(byte r, n) {
 			leave()
 		}
 #else
-	:: d_step { SENDS && ALL_SENT -> leave() }
+	:: d_step { SENDS && part != 0 && ALL_SENT -> leave() } /* it had none */
 #endif
 	od
 }
 
-#define ASK ticket = me.head; me.head++
+#define ASK(own) own = me.head; me.head++
+#define WORD me.queue[ticket % SLOTS]
 #ifdef BUG_WRONG_PARITY /* clears the tickets of this call, not of the next */
 #define CLEAR_TICKETS TICKETS = 0
 #else
@@ -961,7 +986,7 @@ proctype sender(byte r, n) {
 #define TAKEN(own, tickets) (TAKES_AHEAD -> own : tickets)
 #define TAKE(own, tickets, all) d_step { TAKES_AHEAD && push == 0 && own == NONE && tickets < all -> own = tickets; tickets++ }
 #define DONE(own, tickets) tickets = (TAKES_AHEAD -> tickets : tickets + 1); own = NONE
-#ifdef REDUCED
+#if defined(REDUCED) && !defined(BUG_DROPPED_PIECE) /* or a processor leaves with the stop word, whatever it has taken */
 #define ALL_SUMMED (summing == NONE && TICKETS >= REDUCES)
 #else
 #define ALL_SUMMED true
@@ -972,7 +997,8 @@ proctype sender(byte r, n) {
 proctype processor(byte r, n) {
 	byte block = n;
 	byte to0, to1;
-	byte ticket = NONE;
+	byte ticket = NONE; /* of the task that it executes next, or under way: that shows no more than one that begins later */
+	byte ahead = NONE;  /* of the one behind it, taken under that task */
 	byte word;
 	byte push;     /* an item for the ready list, ... */
 	byte position; /* ... and its reserved place there */
@@ -1025,12 +1051,14 @@ proctype processor(byte r, n) {
 				push = 0;
 				position = 0
 			}
-		:: d_step { push == 0 && word != STOP && ticket == NONE -> ASK }
+		:: d_step { push == 0 && word != STOP && ticket == NONE -> ASK(ticket) }
+		:: d_step { ticket != NONE && ahead == NONE && WORD != 0 && WORD != STOP -> ASK(ahead) }
 		:: d_step {
-				push == 0 && ticket != NONE && me.queue[ticket % SLOTS] != 0 ->
-				word = me.queue[ticket % SLOTS];
-				me.queue[ticket % SLOTS] = 0;
-				ticket = NONE;
+				push == 0 && ticket != NONE && WORD != 0 ->
+				word = WORD;
+				WORD = 0;
+				ticket = ahead;
+				ahead = NONE;
 				execute()
 			}
 #ifdef REDUCED
