@@ -64,8 +64,8 @@ inline Limits limits_of(const Sizes& s) {
   l.staging = size(s, "staging");
   l.rdma = size(s, "rdma");
   l.tile_rows = size(s, "tile_rows", l.tile_rows);
-  l.gemm0_columns_per_task = size(s, "gemm0_columns_per_task", l.gemm0_columns_per_task);
-  l.gemm1_columns_per_task = size(s, "gemm1_columns_per_task", l.gemm1_columns_per_task);
+  l.columns_per_task[kFirst] = size(s, "gemm0_columns_per_task", l.columns_per_task[kFirst]);
+  l.columns_per_task[kReturning] = size(s, "gemm1_columns_per_task", l.columns_per_task[kReturning]);
   l.processors = size(s, "processors", l.processors);
   return l;
 }

@@ -32,17 +32,15 @@ Call call_of(const Common& common, const LayerSpec& spec, const Placement& where
   c.by_owner = where.by_owner;
   c.owner_base = where.owner_base;
   c.element_bytes = host::element_bytes(spec.dtype);
-  const TaskColumns columns = task_columns(spec.hidden, spec.intermediate, is_gated(spec));
-  c.gemm0_columns = columns.gemm0;
-  c.gemm1_columns = columns.gemm1;
+  c.cut_columns(sm90::columns_per_task(is_gated(spec)));
   const Shape shape = shape_of(c);
   c.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
   if (c.ranks > 1) {  // a rank alone returns nothing; its groups follow from its tokens
     c.return_mode = spec.return_mode;
     const uint64_t return_bytes = grouped_bytes(shape, 0, false, common.limits.rdma != 0);
-    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
+    c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
     c.config = host::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
-                                 sm90::kGemm1ColumnsPerTask);
+                                 sm90::kReturnColumns);
   }
   return c;
 }
@@ -115,7 +113,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   c.joined = joins_rows(shape, t.tokens, c.capacity) ? 1 : 0;
   if (c.ranks == 1) {
     const uint64_t return_bytes = grouped_bytes(shape, t.tokens, c.joined != 0, false);
-    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
+    c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
   }
   args.x = reinterpret_cast<const uint8_t*>(t.x);
   args.x_row_bytes = t.x_row_bytes;

@@ -375,7 +375,7 @@ __device__ __forceinline__ void run_gemm0(const Block& b, const Trace& trace) {
                                                      begin_of_part(all, blockIdx.x + 1), kFewWarps);
   dots.begin();
   dots.run();
-  trace.end(TracePhase::kGemm0, blockIdx.x, 0);
+  trace.end(phase_of(kFirst), blockIdx.x, 0);
 }
 
 template <class Dtype, class Trace>
@@ -398,7 +398,7 @@ __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
     dots.run();
     __syncthreads();
     jobs.sum_results();
-    trace.end(TracePhase::kGemm1, blockIdx.x, next);
+    trace.end(phase_of(kReturning), blockIdx.x, next);
     next += jobs.twos;
     if (next == end) return;
     __syncthreads();
