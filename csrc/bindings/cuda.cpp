@@ -5,6 +5,8 @@
 
 #include "bindings/codec.h"
 #include "cuda/context.h"
+#include "cuda/limits.h"
+#include "cuda/policy.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -76,8 +78,8 @@ int64_t add_layer(int64_t handle, Sizes s, double capacity_factor, ffi::Array<in
                   int64_t stream) {
   return guarded([&] {
     LayerSpec spec;
-    spec.dtype = static_cast<cpu::DType>(size(s, "dtype"));
-    spec.activation = static_cast<cpu::Activation>(size(s, "activation"));
+    spec.dtype = static_cast<host::DType>(size(s, "dtype"));
+    spec.activation = static_cast<host::Activation>(size(s, "activation"));
     spec.hidden = size(s, "hidden");
     spec.intermediate = size(s, "intermediate");
     spec.return_mode = static_cast<ReturnMode>(size(s, "return_mode"));
