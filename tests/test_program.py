@@ -1,5 +1,5 @@
-"""The table of tasks (include/flashmoe/spec/program.h) is read, not repeated: whoever runs tasks names no kind of product,
-and Python's phases are its rows."""
+"""The table of tasks (include/flashmoe/spec/program.h) is read, not repeated: whoever runs tasks names no product, and
+Python's phases are its rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "include" / "flashmoe" / "spec" / "program.h"
-WHO_RUNS = ("include/flashmoe/actors", "include/flashmoe/protocol", "include/flashmoe/gpu", "include/flashmoe/sm90", "csrc")
+WHO_RUNS = (*(f"include/flashmoe/{layer}" for layer in ("actors", "protocol", "gpu", "sm90")), "csrc")
 
 
 def products() -> set[str]:

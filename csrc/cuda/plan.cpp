@@ -39,8 +39,8 @@ Call call_of(const Common& common, const LayerSpec& spec, const Placement& where
     c.return_mode = spec.return_mode;
     const uint64_t return_bytes = grouped_bytes(shape, 0, false, common.limits.rdma != 0);
     c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
-    c.config = host::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
-                                 sm90::kReturnColumns);
+    c.config =
+        host::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement, sm90::kReturnColumns);
   }
   return c;
 }
