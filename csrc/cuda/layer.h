@@ -24,6 +24,7 @@ struct LayerSpec {
   bool renormalize = true;
   bool topk_ids_64 = false;
   bool traced = false;
+  uint64_t kept = 0;  // [El, I, H] fp32, see KernelArgs
   std::string cubin;  // file of the kernel compiled for dtype, activation and traced
 };
 

@@ -101,6 +101,7 @@ Plan::Plan(const Common& common, const LayerSpec& spec, const Placement& where, 
   args.renormalize = spec.renormalize;
   args.host_fault = common.fault;
   args.trace = trace;
+  args.kept = reinterpret_cast<float*>(spec.kept);
 }
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {

@@ -203,6 +203,10 @@ consteval uint32_t expert_products_before(uint32_t n) {
 }
 inline constexpr uint32_t kExpertProducts = expert_products_before(kProducts);
 
+consteval bool reads_tokens(const TaskRow& row) {
+  return row.left == Operand::kTokens || row.right == Operand::kTokens;
+}
+
 // Dispatched rows may be overwritten by their home when it has all that it awaits: hence once all products have read them
 // that its results wait for. Where others read them too, two calls' rows lie side by side.
 consteval uint32_t copies_of_rows() {
@@ -211,9 +215,8 @@ consteval uint32_t copies_of_rows() {
     waits |= 1u << static_cast<uint32_t>(kProgram[n].kind);
     if (kProgram[n].after == TaskKind::kFormed) break;
   }
-  const uint32_t reads =
-      kinds_where([](const TaskRow& r) { return r.left == Operand::kTokens || r.right == Operand::kTokens; });
-  return (reads & ~waits) == 0 ? 1 : 2;
+  const bool stay = (kinds_where(reads_tokens) & ~waits) != 0;
+  return stay ? 2 : 1;
 }
 inline constexpr uint32_t kRowCopies = copies_of_rows();
 
@@ -229,7 +232,8 @@ struct Product {
 };
 
 // Kinds of tasks as who runs them tells them apart.
-inline constexpr uint32_t kGathering = kinds_where([](const TaskRow& r) { return r.left == Operand::kTokens; });
+inline constexpr uint32_t kGathering = kinds_where(reads_tokens);
+inline constexpr uint32_t kOfExpert = kinds_where([](const TaskRow& r) { return r.of == Unit::kExpert; });
 inline constexpr uint32_t kActivating = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kActivate; });
 inline constexpr uint32_t kOverHidden = kinds_where([](const TaskRow& r) { return r.over == Axis::kHidden; });
 inline constexpr uint32_t kHome = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kReturn; });
@@ -242,7 +246,11 @@ inline constexpr TaskKind kOnly =
 consteval bool is_sound() {
   bool sound = true;
   for (uint32_t n = 0; n < kTaskRows; ++n) sound &= (kProgram[n].taker == Taker::kProcessors) == (n < kProducts);
-  for (uint32_t n = 0; n < kProducts; ++n) sound &= kProgram[n].of != Unit::kExpert || !leads_on(n);
+  // Products of experts come last, and nothing follows them.
+  for (uint32_t n = 0; n < kProducts; ++n) {
+    const bool of_expert = kProgram[n].of == Unit::kExpert;
+    sound &= of_expert == (n >= kProducts - kExpertProducts) && !(of_expert && leads_on(n));
+  }
   return sound && std::has_single_bit(kHome) && kProgram[row_of(TaskKind::kReduce)].after == kProgram[kReturning].kind;
 }
 static_assert(is_sound());
