@@ -4,10 +4,10 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
 activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
-every activation, for the others with SwiGLU alone; and with the program of docs/extending.md for 16-bit types. A kernel that spills registers, keeps a stack frame, whose wgmma
-instructions ptxas serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the
-right result, only far slower; so each of these is an error here. What is compiled and the compiler's output go to
-build-cuda/.
+every activation, for the others with SwiGLU alone; and with the program of docs/extending.md for 16-bit types. A kernel
+that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or that lacks one of the
+instructions it is built on (`Unit.required`) still computes the right result, only far slower; so each of these is an
+error here. What is compiled and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
