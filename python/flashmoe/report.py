@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .spec import LayerSpec
 from .trace import Event
 
 TASK_KINDS = ("gate", "gemm0", "gemm1", "reduce", "combine")
@@ -129,7 +130,7 @@ def traffic(
     ids: np.ndarray,
     owners: Sequence[int],
     rank: int,
-    row_bytes: int,
+    layer: LayerSpec,
     *,
     rows: int,
     returned: int,
@@ -144,13 +145,14 @@ def traffic(
     # An all-to-all pads every expert to the largest share that one of them gets of this rank's tokens, there and back:
     # what a capacity-based layer needs in order to drop nothing.
     largest = int(expert_load([ids], len(owners)).max())
-    padded = 2 * largest * sum(owner != rank for owner in owners)
+    padded = largest * sum(owner != rank for owner in owners)  # each way
+    out, home = layer.x_row_bytes, layer.return_row_bytes
     return {
         "rows_sent": rows,
         "return_rows_sent": returned,
-        "bytes_sent": (rows + returned) * row_bytes + pairs * _ENTRY_BYTES + packets * _SIGNAL_BYTES,
-        "padded_rows": padded,
-        "padded_bytes": padded * row_bytes,
+        "bytes_sent": rows * out + returned * home + pairs * _ENTRY_BYTES + packets * _SIGNAL_BYTES,
+        "padded_rows": 2 * padded,
+        "padded_bytes": padded * (out + home),
     }
 
 
