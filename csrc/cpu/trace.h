@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "flashmoe/spec/enums.h"
+
 namespace flashmoe::cpu {
 
-// Order and names are those of python/flashmoe/trace.py.
-enum class Phase : uint32_t { kGate, kDispatch, kGemm0, kGemm1, kReduce, kCombine, kWait, kSchedule, kCount };
-inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kCount);
+inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kEpilogue);  // those before it
 
 struct Event {
   uint32_t actor;  // 0: OS, i + 1: processor i

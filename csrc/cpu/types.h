@@ -1,18 +1,13 @@
-// Tensor element types and activations of the CPU engine.
+// What the CPU engine computes on elements: conversions and activations.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
+#include "flashmoe/spec/enums.h"
+
 namespace flashmoe::cpu {
-
-enum class DType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-enum class Activation : uint32_t { kRelu = 0, kGelu = 1, kSilu = 2, kSwiGlu = 3 };
-
-inline uint32_t element_bytes(DType t) {
-  return t == DType::kFloat32 ? 4 : 2;
-}
 
 inline float bf16_to_float(uint16_t h) {
   const uint32_t bits = static_cast<uint32_t>(h) << 16;

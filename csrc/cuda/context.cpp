@@ -261,8 +261,8 @@ Call Context::call_of(const LayerSpec& spec, const Placement& where) const {
   c.owner = where.owner;
   c.by_owner = where.by_owner;
   c.owner_base = where.owner_base;
-  c.element_bytes = cpu::element_bytes(spec.dtype);
-  const bool gated = spec.activation == cpu::Activation::kSwiGlu;
+  c.element_bytes = element_bytes(spec.dtype);
+  const bool gated = spec.activation == Activation::kSwiGlu;
   c.gemm0_columns = ceil_div(spec.intermediate, sm90::gemm0_columns_per_task(gated));
   c.gemm1_columns = ceil_div(spec.hidden, sm90::kGemm1ColumnsPerTask);
   c.order = order_of(c, spec.return_mode);
@@ -302,7 +302,7 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   const Device::Use use(device_);
   const Limits& l = limits_;
   if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts > l.experts ||
-      spec.top_k > l.top_k || spec.placement.size() != spec.experts || cpu::element_bytes(spec.dtype) > l.elem_bytes) {
+      spec.top_k > l.top_k || spec.placement.size() != spec.experts || element_bytes(spec.dtype) > l.elem_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
   const Kernels& loaded = kernels(spec.cubin, stream);
@@ -319,7 +319,7 @@ int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
   a = {};
   a.call = call_of(spec, where);
   const uint32_t bytes = a.call.element_bytes, experts = a.call.local_experts;
-  const bool gated = spec.activation == cpu::Activation::kSwiGlu;
+  const bool gated = spec.activation == Activation::kSwiGlu;
   if (experts != 0) {  // else it has no tasks
     a.gate_up = encode(gate_up_shape(spec.gate_up, bytes, spec.hidden, spec.intermediate, experts, gated),
                        spec.gate_up.data, spec.dtype, "gate_up_proj");

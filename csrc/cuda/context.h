@@ -18,8 +18,8 @@ namespace flashmoe::cuda {
 
 // A layer as calls share it: all but the tokens. Addresses are the device's.
 struct LayerSpec {
-  cpu::DType dtype = cpu::DType::kBFloat16;
-  cpu::Activation activation = cpu::Activation::kSwiGlu;
+  DType dtype = DType::kBFloat16;
+  Activation activation = Activation::kSwiGlu;
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   ReturnMode return_mode = ReturnMode::kDirect;
   double capacity_factor = 0.0;                               // 0: dropless
@@ -125,7 +125,7 @@ class Context {
   struct Plan {
     sm90::KernelArgs args;
     const Kernels* kernels;
-    cpu::DType dtype;
+    DType dtype;
     double capacity_factor;
   };
 

@@ -3,7 +3,6 @@
 
 #include <vector>
 
-#include "cpu/types.h"
 #include "flashmoe/protocol/call.h"
 
 namespace flashmoe::cpu {

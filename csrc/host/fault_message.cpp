@@ -37,16 +37,6 @@ Error timeout_error(const Call& c, const Group& group, const Fault& r) {
           concat("rank ", guilty, " holds up call ", r.epoch, ": ", state, "; rank ", r.rank, waited, awaited(r))};
 }
 
-const char* dtype_name(uint32_t v) {
-  constexpr const char* kNames[] = {"float32", "bfloat16", "float16"};
-  return v < 3 ? kNames[v] : "?";
-}
-
-const char* activation_name(uint32_t v) {
-  constexpr const char* kNames[] = {"relu", "gelu", "silu", "swiglu"};
-  return v < 4 ? kNames[v] : "?";
-}
-
 Error disagreement_error(const Call& c, const Fault& r) {
   // Each rank's own copy of its configuration lies in its own heap.
   const uint32_t a = r.rank, b = r.awaited;
@@ -61,9 +51,11 @@ Error disagreement_error(const Call& c, const Fault& r) {
   number("intermediate size I", mine.intermediate, theirs.intermediate);
   number("experts E", mine.experts, theirs.experts);
   number("top_k K", mine.top_k, theirs.top_k);
-  text("dtype", dtype_name(mine.dtype), dtype_name(theirs.dtype));
-  text("activation", activation_name(mine.activation), activation_name(theirs.activation));
-  text("return_mode", mine.return_mode ? "reduced" : "direct", theirs.return_mode ? "reduced" : "direct");
+  text("dtype", name_of(static_cast<DType>(mine.dtype)), name_of(static_cast<DType>(theirs.dtype)));
+  text("activation", name_of(static_cast<Activation>(mine.activation)),
+       name_of(static_cast<Activation>(theirs.activation)));
+  text("return_mode", name_of(static_cast<ReturnMode>(mine.return_mode)),
+       name_of(static_cast<ReturnMode>(theirs.return_mode)));
   number("capacity_factor", mine.capacity_factor, theirs.capacity_factor);
   if (mine.placement != theirs.placement && mine.experts == theirs.experts) {
     what += concat(what.empty() ? "" : "; ", "placement: rank ", a, " and rank ", b, " place the experts differently");

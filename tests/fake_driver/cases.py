@@ -25,9 +25,9 @@ from flashmoe import nvshmem as nvshmem_files
 from flashmoe.cli import bench, run, workload
 from flashmoe.cli import device as cli_device
 from flashmoe.engines import cuda
-from flashmoe.engines.cuda_report import PHASES
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
+from flashmoe.trace import PHASES
 from flashmoe.tuning import profiles
 
 E, K, H, I = 16, 4, 256, 64

@@ -31,24 +31,12 @@ struct alignas(64) TensorMap {
 // One span of an actor's time, as the trace buffer holds it. Times of the global timer, in nanoseconds.
 struct TraceEvent {
   uint64_t start_ns, end_ns;
-  uint32_t kind;  // TracePhase
+  uint32_t kind;  // Phase
   uint32_t index, column, pad;
 };
 static_assert(sizeof(TraceEvent) == 32);
 
-// Order and names are those of python/flashmoe/trace.py; kEpilogue is the GPU's own.
-enum class TracePhase : uint32_t {
-  kGate,
-  kDispatch,
-  kGemm0,
-  kGemm1,
-  kReduce,
-  kCombine,
-  kWait,
-  kSchedule,
-  kEpilogue,
-  kCount
-};
+using TracePhase = Phase;
 
 // Trace memory of one block: kTraceEvents events behind a header that says how many were written (they stop when full).
 inline constexpr uint32_t kTraceEvents = 4095;

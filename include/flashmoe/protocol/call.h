@@ -7,6 +7,7 @@
 #include "flashmoe/protocol/heap_layout.h"
 #include "flashmoe/protocol/order.h"
 #include "flashmoe/protocol/platform.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe {
 
@@ -15,8 +16,6 @@ inline uint32_t expert_capacity(double factor, uint32_t tokens, uint32_t top_k, 
   const double capacity = std::ceil(factor * (static_cast<double>(tokens) * top_k) / experts);
   return static_cast<uint32_t>(min_of(capacity, 0x1p31));
 }
-
-enum class ReturnMode : uint32_t { kDirect = 0, kReduced = 1 };
 
 struct Call {
   // The call.

@@ -12,13 +12,12 @@ from ..arguments import Arguments, Options, Tensors, check
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, traffic
-from ..spec import ACTIVATIONS, DTYPES, RETURN_MODES
+from ..spec import DTYPES
 from ..tensors import Operand, as_view, empty_like, operand
-from ..trace import Event
+from ..trace import PHASES, Event
 from .base import Engine, Membership
 
-PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule")
-"""Those of ``Phase`` in csrc/cpu/trace.h, in that order."""
+_PHASES = PHASES[:-1]  # epilogues are not told apart from products
 
 
 class CpuEngine(Engine):
@@ -45,29 +44,28 @@ class CpuEngine(Engine):
         operands["out"] = operand("out", out, "", DTYPES)
         ids = np.empty((args.tokens, layer.top_k), np.int32)
         weights = np.empty((args.tokens, layer.top_k), np.float32)
-        numbers = {
-            "tokens": args.tokens,
-            "hidden": layer.hidden,
-            "intermediate": layer.intermediate,
-            "experts": layer.experts,
-            "top_k": layer.top_k,
-            "dtype": DTYPES.index(layer.x_type),
-            "activation": ACTIVATIONS.index(layer.activation),
-            "renormalize": int(layer.renormalize),
-            "return_mode": RETURN_MODES.index(layer.return_mode),
-            # Return groups (as many as there are columns for): the first columns travel while the last are computed.
-            "groups": 8 if layer.return_mode == "reduced" else 1,
+        order = {
+            "gemm1_lag": 0,
             "raster": 4,
             # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
             "window": 16 * self.processors,
+            "gemm1_lists": 2,
+            "own_first": 1,
+            "senders": 0,
+        }
+        in_this_call = {
+            "tokens": args.tokens,
+            # Return groups (as many as there are columns for): the first columns travel while the last are computed.
+            "groups": 8 if layer.return_mode == "reduced" else 1,
             "trace": int(bool(trace)),
             "perturbation": self._perturbation,
         }
         raw = _ffi.library().context_call(
             handle,
-            numbers,
-            layer.capacity_factor,
+            layer.to_map(),
             list(args.owners),
+            order,
+            in_this_call,
             {name: each.view for name, each in operands.items()},
             as_view(ids),
             as_view(weights),
@@ -104,8 +102,8 @@ class CpuEngine(Engine):
     def _report_of(self, raw: Any, args: Arguments, ids: np.ndarray, weights: np.ndarray) -> CallReport:
         """The library's figures as a `CallReport`."""
         layer = args.layer
-        ns = dict(zip(PHASES, raw["ns"], strict=True))
-        count = dict(zip(PHASES, raw["count"], strict=True))
+        ns = dict(zip(_PHASES, raw["ns"], strict=True))
+        count = dict(zip(_PHASES, raw["count"], strict=True))
         tasks = {kind: int(count[kind]) for kind in TASK_KINDS}
         phase_ns = {kind: int(spent) for kind, spent in ns.items() if kind not in ("wait", "schedule")}
         phase_ns["idle"] = max(0, int(raw["wall_ns"]) * self.processors - sum(phase_ns.values()))

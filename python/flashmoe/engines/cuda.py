@@ -15,19 +15,20 @@ from typing import Any
 import numpy as np
 
 from .. import _ffi, jit, nvshmem
-from ..arguments import Arguments, Options, Tensors, check
+from ..arguments import Options, Tensors, check
 from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
-from ..spec import ACTIVATIONS, DTYPES, ELEMENT_BYTES, RETURN_MODES, LayerSpec, bounded
+from ..spec import DTYPES, ELEMENT_BYTES, LayerSpec, bounded
 from ..tensors import DeviceOperand, as_view, device_operand
-from ..tuning.knobs import checked_profile, stored_profile
+from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
 from .base import Engine, Membership
 from .cuda_report import Ended, counted, timed, trace_events
 
 _MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
 _ALIGNMENT = 16  # of a row's address: what its copies move at a time
+_ABSENT = DeviceOperand(0, (), "", 0, 0)
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
 
 
@@ -59,9 +60,11 @@ class CudaEngine(Engine):
         library = _ffi.library()
         nvshmem_path = nvshmem.library() if asked.ranks > 1 else ""
 
+        order = {name: self.profile.get(name, 0) for name in PROFILE}  # 0: as built in
+
         def create(made_for: ContextSpec, name: str) -> int:
-            numbers = {**made_for.limits(), **self.profile, "rank": who.rank}
-            return library.cuda_create(numbers, name, nvshmem_path, ordinal, who.timeout_ns)
+            limits = made_for.limits()
+            return library.cuda_create(limits, order, who.rank, name, nvshmem_path, ordinal, who.timeout_ns)
 
         handle = create(made_for, who.name)
         if handle == 0:  # on every rank: some memory is not mapped
@@ -133,10 +136,11 @@ class CudaEngine(Engine):
         variant = jit.Variant(layer.x_type, layer.activation, bool(trace), exact, rdma=self.rdma)
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),
-            _numbers(args, trace),
-            layer.capacity_factor,
+            layer.to_map(),
             list(args.owners),
+            _addresses(args.operands),
             str(jit.kernel(variant)),
+            bool(trace),
             current_stream(self.device),
         )
         x_bytes = ELEMENT_BYTES[layer.x_type]
@@ -242,27 +246,13 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
         return None
 
 
-def _numbers(args: Arguments, trace: bool) -> dict[str, int]:
-    """What `args` say of the layer and where its tensors are, as the library takes it."""
-    layer, operands = args.layer, args.operands
-    numbers = {
-        "hidden": layer.hidden,
-        "intermediate": layer.intermediate,
-        "experts": layer.experts,
-        "top_k": layer.top_k,
-        "dtype": DTYPES.index(layer.x_type),
-        "activation": ACTIVATIONS.index(layer.activation),
-        "renormalize": int(layer.renormalize),
-        "return_mode": RETURN_MODES.index(layer.return_mode),
-        "topk_ids_64": int("topk_ids" in operands and operands["topk_ids"].dtype == "int64"),
-        "trace": int(bool(trace)),
-    }
+def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
+    """Where the layer's tensors are, as the library takes it: 0 where there is none."""
+    numbers = {"topk_ids_64": int("topk_ids" in operands and operands["topk_ids"].dtype == "int64")}
     for name in ("gate_up_proj", "down_proj", "router"):
-        if name in operands:
-            numbers |= _matrix(name, _aligned(name, operands[name]))
+        numbers |= _matrix(name, _aligned(name, operands[name]) if name in operands else _ABSENT)
     for name in ("gate_up_bias", "down_bias", "router_bias"):
-        if name in operands:
-            numbers[name] = operands[name].address
+        numbers[name] = operands[name].address if name in operands else 0
     return numbers
 
 

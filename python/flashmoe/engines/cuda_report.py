@@ -8,10 +8,7 @@ import numpy as np
 
 from ..report import TASK_KINDS, CallReport, traffic
 from ..spec import LayerSpec
-from ..trace import Event
-
-PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule", "epilogue")
-"""Those of ``TracePhase`` in include/flashmoe/gpu/kernel_args.h, in that order."""
+from ..trace import PHASES, Event
 
 _EVENT = np.dtype(
     [("start", "<u8"), ("end", "<u8"), ("kind", "<u4"), ("index", "<u4"), ("column", "<u4"), ("pad", "<u4")]
