@@ -51,10 +51,18 @@ def kept(ids: np.ndarray, factor: float | None) -> np.ndarray:
     return ids
 
 
+def block_tokens(tokens: int, processors: int) -> int:
+    """The largest size of 8 to 128 tokens that gives each processor two blocks."""
+    return next((size for size in (128, 64, 32, 16, 8) if -(-tokens // size) >= 2 * processors), 8)
+
+
 def blocks_of(tokens: int, processors: int) -> int:
-    """Of the largest size that gives each processor two, of 8 to 128 tokens."""
-    counts = [-(-tokens // size) for size in (128, 64, 32, 16, 8)]
-    return next((blocks for blocks in counts if blocks >= 2 * processors), counts[-1])
+    return -(-tokens // block_tokens(tokens, processors))
+
+
+def pieces_of(tokens: int, processors: int) -> int:
+    """Into which a return group of so many tokens is cut: one for each processor, but at most 128 tokens each."""
+    return -(-tokens // min(max(-(-tokens // processors), 1), 128))
 
 
 class Counted(NamedTuple):
@@ -98,8 +106,8 @@ def expected_counts(problem: Problem, processors: int) -> list[Counted]:
             "gate": blocks[rank],
             "gemm0": tiles * COLUMNS["gemm0"],
             "gemm1": tiles * COLUMNS["gemm1"],
-            "reduce": sum(blocks) * COLUMNS["gemm1"] if reduced and held else 0,
-            "combine": blocks[rank] * groups,
+            "reduce": sum(pieces_of(len(each), processors) for each in ids) * groups if reduced and held else 0,
+            "combine": pieces_of(len(mine), processors) * groups,
         }
         counted.append(
             Counted(
@@ -213,7 +221,7 @@ def test_traced_call(pool, mode):
     for rank, counted in enumerate(expected_counts(problem, processors)):
         assert told[rank].same_bits and told[rank].untraced_events == []
         assert counts_in(told[rank].report) == counted
-        every_task_is_there(told[rank].report)
+        every_task_is_there(told[rank].report, rank, [len(ids) for ids in problem.topk_ids])
         times_add_up(told[rank])
     # One clock for all processes: a rank ends its call when all have begun theirs, and no sooner.
     spans = [span_of(each.report.events) for each in told]
@@ -234,13 +242,24 @@ def spent_on(kind: str, report: CallReport) -> int:
     return sum(event.end_ns - event.start_ns for event in report.events if event.kind == kind)
 
 
-def every_task_is_there(report: CallReport) -> None:
-    """Once, by index and column."""
+def every_task_is_there(report: CallReport, rank: int, tokens: list[int]) -> None:
+    """Once, by index and column. Rows go to other ranks in parts of 32 tokens of a block."""
     tiles, blocks, groups = range(report.tiles), range(report.tasks["gate"]), range(COLUMNS["gemm1"])
     of_tiles = {kind: itertools.product(tiles, range(COLUMNS[kind])) for kind in COLUMNS}
     columns = {"direct": range(1), "reduced": groups}[report.return_mode]
-    of_blocks = {"gate": itertools.product(blocks, [0]), "combine": itertools.product(blocks, columns)}
-    for kind, expected in {**of_tiles, **of_blocks, "dispatch": itertools.product(blocks, [0])}.items():
+    pieces = [range(pieces_of(each, report.processors)) for each in tokens]
+    parts = -(-block_tokens(tokens[rank], report.processors) // 32)
+    others = [q for q in range(len(tokens)) if q != rank]
+    expected_events = {
+        **of_tiles,
+        "gate": itertools.product(blocks, [0]),
+        "dispatch": [*itertools.product(blocks, [0]), *itertools.product(blocks, others * parts)],
+        "combine": itertools.product(pieces[rank], columns),
+        "reduce": [(n, p << 8 | g) for p, of in enumerate(pieces) for n in of for g in groups]
+        if report.tasks["reduce"]
+        else [],
+    }
+    for kind, expected in expected_events.items():
         seen = Counter((event.index, event.column) for event in report.events if event.kind == kind)
         assert seen == Counter(expected), kind
     counts = Counter(event.kind for event in report.events)

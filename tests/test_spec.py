@@ -74,7 +74,7 @@ def test_no_field_of_a_layer_may_be_missing(call, monkeypatch, name):
 
 def test_no_other_field_may_be_there(call, monkeypatch):
     changed(monkeypatch, lambda numbers: numbers | {"shared_experts": 1})
-    with pytest.raises(flashmoe.FlashMoEError, match="^layer: shared_experts: expected no such key, got a value"):
+    with pytest.raises(flashmoe.FlashMoEError, match=r"^layer: shared_experts: expected no such key, got a value"):
         call()
 
 
@@ -111,7 +111,7 @@ def test_limits_are_read_whole():
     for name in limits:
         with pytest.raises(flashmoe.FlashMoEError, match=f"^limits: {name}: expected a value, got none"):
             library.rows_of_rank({key: value for key, value in limits.items() if key != name})
-    with pytest.raises(flashmoe.FlashMoEError, match="^limits: max_token: expected no such key"):
+    with pytest.raises(flashmoe.FlashMoEError, match=r"^limits: max_token: expected no such key"):
         library.rows_of_rank(limits | {"max_token": 8})
 
 

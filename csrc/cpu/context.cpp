@@ -37,7 +37,11 @@ void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t sta
 }  // namespace
 
 Context::Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
-    : group_(std::move(group)), limits_(limits), seen_(limits.ranks), traces_(limits.processors + 1) {
+    : group_(std::move(group)),
+      limits_(limits),
+      seen_(limits.ranks),
+      traces_(limits.processors + 1),
+      returns_(limits.processors) {
   call_.rank = rank;
   call_.ranks = limits.ranks;
   call_.processors = limits.processors;
@@ -157,7 +161,7 @@ void Context::actor_loop(uint32_t actor) {
 }
 
 void Context::run_actor(uint32_t actor) {
-  if (actor != 0) return run_processor<CpuPlatform>(call_, actor - 1, *engines_[actor - 1]);
+  if (actor != 0) return run_processor<CpuPlatform>(call_, actor - 1, *engines_[actor - 1], returns_[actor - 1]);
   const uint64_t start = monotonic_ns();
   run_os<CpuPlatform>(
       call_,

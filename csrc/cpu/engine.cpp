@@ -49,8 +49,7 @@ bool Engine::dispatch(uint32_t b) {
   }
   const Timed timed(trace_, Phase::kDispatch, b);
   if (!build_packets<CpuPlatform>(c_, b, s)) return false;
-  copy_rows(b);
-  signal_packets<CpuPlatform>(c_, b, s);
+  signal_own_packet<CpuPlatform>(c_, b, s);
   for (uint32_t q = 0; q < c_.ranks; ++q) {
     if (q != c_.rank) trace_.entries_sent += s.entries[q];
   }
@@ -107,16 +106,10 @@ bool Engine::choose_experts(const float* logits, int32_t* ids, float* weights) {
   return true;
 }
 
-void Engine::copy_rows(uint32_t b) {
-  const uint32_t first = b << c_.log2_block;
-  for (uint32_t q = 0; q < c_.ranks; ++q) {
-    if (q == c_.rank) continue;
-    for (uint32_t t = first; t < first + c_.tokens_in_block(b); ++t) {
-      if (!goes_to(c_, t, q)) continue;
-      std::memcpy(c_.dispatched_row(q, c_.rank, t), token_row(c_.rank, t), bytes(c_.hidden));
-      ++trace_.rows_sent;
-    }
-  }
+void Engine::send_rows(uint32_t q, uint32_t token, uint32_t rows) {
+  if (rows == 0) return;
+  std::memcpy(c_.dispatched_row(q, c_.rank, token), token_row(c_.rank, token), bytes(c_.hidden));
+  ++trace_.rows_sent;
 }
 
 const uint8_t* Engine::token_row(uint32_t source, uint32_t token) const {
@@ -189,36 +182,30 @@ void Engine::gemm1(uint32_t tile, uint32_t n) {
   }
 }
 
-void Engine::reduce(uint32_t packet, uint32_t n) {
-  const Timed timed(trace_, Phase::kReduce, packet, n);
-  const uint32_t p = c_.packet_source(packet), b = c_.packet_block(packet);
-  if (c_.packet_size(p, b) == 0) return;
-  const auto [first, count] = gemm1_columns(n, n + 1);
-  const uint32_t first_token = c_.packet_first_token(p, b);
-  const uint16_t* entries = c_.packet_counts(c_.rank, p, first_token);
+void Engine::reduce(const Piece& piece) {
+  const uint32_t p = piece.source;
+  const auto [first, count] = gemm1_columns(c_.group_first[piece.group], c_.group_first[piece.group + 1]);
   float* sum = room(out_, count);
-  for (uint32_t t = 0; t < c_.packet_tokens(p, b); ++t) {
-    if (entries[t] == 0) continue;
+  for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
+    const uint32_t entries = *c_.packet_counts(c_.rank, p, t);
+    if (entries == 0) continue;
     std::fill_n(sum, count, 0.0f);
-    for (uint32_t j = 0; j < entries[t]; ++j) {
-      accumulate(sum, c_.staged_row(p, first_token + t, j) + bytes(first), layer_.dtype, count);
+    for (uint32_t j = 0; j < entries; ++j) {
+      accumulate(sum, c_.staged_row(p, t, j) + bytes(first), layer_.dtype, count);
     }
-    narrow(c_.return_row(p, first_token + t, c_.rank) + bytes(first), sum, layer_.dtype, count);
+    narrow(c_.return_row(p, t, c_.rank) + bytes(first), sum, layer_.dtype, count);
   }
 }
 
-void Engine::combine(uint32_t b, uint32_t g) {
-  const Timed timed(trace_, Phase::kCombine, b, g);
-  const uint32_t first_token = b << c_.log2_block;
-  const auto [first, count] = gemm1_columns(c_.group_first[g], c_.group_first[g + 1]);
+void Engine::combine(const Piece& piece) {
+  const auto [first, count] = gemm1_columns(c_.group_first[piece.group], c_.group_first[piece.group + 1]);
   float* sum = room(out_, count);
-  for (uint32_t t = first_token; t < first_token + c_.tokens_in_block(b); ++t) {
+  for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     std::fill_n(sum, count, 0.0f);
-    const int32_t* ids = c_.routing(t);
     const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
     for (uint32_t slot = 0; slot < slots; ++slot) {
-      const bool used = c_.reduced() ? goes_to(c_, t, slot) : ids[slot] >= 0;
-      if (used) accumulate(sum, c_.return_row(c_.rank, t, slot) + bytes(first), layer_.dtype, count);
+      if (is_returned(c_, t, slot))
+        accumulate(sum, c_.return_row(c_.rank, t, slot) + bytes(first), layer_.dtype, count);
     }
     narrow(static_cast<uint8_t*>(layer_.out) + bytes(uint64_t{t} * c_.hidden + first), sum, layer_.dtype, count);
   }

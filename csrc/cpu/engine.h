@@ -1,6 +1,7 @@
-// The CPU engine's side of a processor: executes the tasks that the protocol hands out, tile by tile through the BLAS.
+// The CPU engine's side of a processor: executes what the protocol hands out or finds, tile by tile through the BLAS.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "cpu/gemm.h"
@@ -24,15 +25,44 @@ class Engine {
   void gemm0(uint32_t tile, uint32_t n);
   // row's home += weight * (hidden * down^T + bias), columns of block n
   void gemm1(uint32_t tile, uint32_t n);
-  // Sums this rank's rows for each token of the packet, columns of block n, and writes the sum home.
-  void reduce(uint32_t packet, uint32_t n);
-  // out[block b, columns of return group g] = sum of the returned rows
-  void combine(uint32_t b, uint32_t g);
+
+  // ---- of a Sender ----------------------------------------------------------------------------------------------
+  // One row at most: a thread is one lane.
+  void send_rows(uint32_t q, uint32_t token, uint32_t rows);
+
+  // ---- of a Returner: an item is a token's columns of a return group --------------------------------------------
+  struct Piece {
+    bool reduces;
+    uint32_t source, group;  // source: of Reduce
+    uint32_t first_token, tokens;
+  };
+  uint32_t processor() const { return trace_.actor - 1; }
+  uint32_t processors() const { return c_.processors; }
+  static uint32_t items(uint32_t tokens, uint32_t) { return tokens; }
+  // Enough for every processor to have one, where that many are to be had.
+  uint32_t items_of_reduce(uint32_t items) const {
+    return std::clamp(ceil_div(items, c_.processors), 1u, kMaxTokenBlock);
+  }
+  uint32_t items_of_combine(uint32_t items) const { return items_of_reduce(items); }
+  static Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
+    return {true, p, g, n * each, min_of(each, all - n * each)};
+  }
+  static Piece combine_piece(uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
+    return {false, 0, g, n * each, min_of(each, all - n * each)};
+  }
+  void sum(const Piece& piece) { piece.reduces ? reduce(piece) : combine(piece); }
+
+  // A span of a sender or returner begins; it ends.
+  void begin() { begun_ns_ = monotonic_ns(); }
+  void end(Phase phase, uint32_t index, uint32_t column) {
+    trace_.add(phase, begun_ns_, monotonic_ns(), index, column);
+  }
 
  private:
   bool route(uint32_t b, const PacketScratch& s);
   bool choose_experts(const float* logits, int32_t* ids, float* weights);
-  void copy_rows(uint32_t b);
+  void reduce(const Piece& piece);
+  void combine(const Piece& piece);
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns);
   uint64_t bytes(uint64_t elements) const { return elements * c_.element_bytes; }
@@ -52,6 +82,7 @@ class Engine {
   const Layer& layer_;
   const Limits& limits_;
   ActorTrace& trace_;
+  uint64_t begun_ns_ = 0;
   // Buffers: operand rows, results (gate and up), a bias, router scores, combine weights, packet scratch.
   std::vector<float> a_, out_, up_, bias_, scores_, weights_;
   GemmBuffers gemm_;

@@ -93,10 +93,17 @@ struct CpuMemory {
     Perturbation::point();
     return std::atomic_ref(*p).fetch_add(v, std::memory_order_acq_rel);
   }
+  static uint32_t fetch_add_nearby(uint32_t* p, uint32_t v) { return fetch_add(p, v); }
+  static uint32_t nth_bit(uint32_t bits, uint32_t n) {
+    for (; n != 0; --n) bits &= bits - 1;
+    return static_cast<uint32_t>(std::countr_zero(bits));
+  }
   static uint32_t popcount(uint32_t v) { return static_cast<uint32_t>(std::popcount(v)); }
   static uint64_t now_ns() { return monotonic_ns(); }
 
   static constexpr bool kPeersMapped = true;
+
+  static void rest() {}  // backoff will do
 
   // There may be more threads than cores: give the core away soon, and then for longer.
   static constexpr bool kSleeps = true;

@@ -102,7 +102,6 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
   // A context serves every activation; gated ones have more columns of tasks.
   limits.gemm0_columns_per_task = sm90::gemm0_columns_per_task(true);
   limits.gemm1_columns_per_task = sm90::kGemm1ColumnsPerTask;
-  limits.outbox = limits.ranks > 1 ? 1 : 0;
   return limits;
 }
 
@@ -150,8 +149,6 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   call_.processors = limits_.processors / sm90::kPair;
   call_.timeout_ns = timeout_ns;
   call_.tile_rows = limits_.tile_rows;
-  call_.unasked = 1;
-  call_.outbox = limits_.outbox;
   call_.heap_layout = make_heap_layout(limits_);
   call_.work_layout = make_work_layout(limits_);
   call_.max_blocks = limits_.max_blocks();

@@ -54,8 +54,12 @@ class Once {
 // What is checked on one rank's behalf, by whichever rank does the work.
 struct Ledger {
   explicit Ledger(const Limits& l)
-      : contributed(uint64_t{l.max_tokens} * l.top_k), combined(l.max_tokens), gemm0(l.max_tiles()) {}
+      : contributed(uint64_t{l.max_tokens} * l.top_k),
+        reduced(uint64_t{l.max_tokens} * l.ranks),
+        combined(l.max_tokens),
+        gemm0(l.max_tiles()) {}
   Once contributed;  // [token, k] at the token's home: columns that its expert wrote
+  Once reduced;      // [token, rank] at the token's home: return groups that the rank has summed
   Once combined;     // [token]: return groups
   Once gemm0;        // [tile]: columns computed
 };
@@ -93,8 +97,8 @@ class PacketMemory {
 template <class P>
 class AbstractEngine {
  public:
-  AbstractEngine(const Call& call, const Limits& limits, std::vector<Ledger>& ledgers)
-      : c_(call), limits_(limits), ledgers_(ledgers), scratch_(limits, P::workers()) {}
+  AbstractEngine(const Call& call, uint32_t id, const Limits& limits, std::vector<Ledger>& ledgers)
+      : c_(call), id_(id), limits_(limits), ledgers_(ledgers), scratch_(limits, P::workers()) {}
 
   void set_problem(const Problem& x) { x_ = &x; }
 
@@ -110,16 +114,17 @@ class AbstractEngine {
     }
     P::team_sync();
     if (!build_packets<P>(c_, b, s)) return false;
-    P::team_sync();  // the routing that goes_to reads
-    for (uint32_t t = first + thread; t < end; t += threads) {
-      for (uint32_t q = 0; q < c_.ranks; ++q) {
-        if (q == c_.rank || !goes_to(c_, t, q)) continue;
-        uint64_t* row = words(c_.dispatched_row(q, c_.rank, t));
-        for (uint32_t i = 0; i < c_.hidden; ++i) row[i] = x_->row_word(c_.rank, t, i);
-      }
-    }
-    signal_packets<P>(c_, b, s);
+    signal_own_packet<P>(c_, b, s);
     return true;
+  }
+
+  // Lane i names the token of row i.
+  void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
+    CHECK(q != c_.rank && rows <= P::kLanes);
+    if (P::lane() >= rows) return;
+    CHECK(x_->entries(c_.rank, token, q, c_.top_k) != 0);
+    uint64_t* row = words(c_.dispatched_row(q, c_.rank, token));
+    for (uint32_t i = 0; i < c_.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
   }
 
   void gemm0(uint32_t tile, uint32_t n) {
@@ -167,51 +172,68 @@ class AbstractEngine {
     P::sync();
   }
 
-  void reduce(uint32_t packet, uint32_t n) {
-    const uint32_t p = c_.packet_source(packet), b = c_.packet_block(packet);
-    const uint32_t first = c_.packet_first_token(p, b);
-    if (c_.packet_size(p, b) == 0) {
-      for (uint32_t t = 0; t < c_.packet_tokens(p, b); ++t) CHECK_EQ(x_->entries(p, first + t, c_.rank, c_.top_k), 0u);
-      return;
-    }
-    const uint16_t* counts = c_.packet_counts(c_.rank, p, first);
-    for (uint32_t t = P::lane(); t < c_.packet_tokens(p, b); t += P::kLanes) {
-      CHECK_EQ(x_->entries(p, first + t, c_.rank, c_.top_k), counts[t]);
-      if (counts[t] == 0) continue;
-      uint64_t* to = words(c_.return_row(p, first + t, c_.rank));
-      for_gemm1_columns(n, n + 1, [&](uint32_t i) {
-        to[i] = 0;
-        for (uint32_t j = 0; j < counts[t]; ++j) {
-          to[i] += words(c_.staged_row(p, first + t, j))[i];
-        }
-      });
+  // An item is a token's columns of a return group; pieces are small, so that there are many.
+  struct Piece {
+    bool reduces;
+    uint32_t source, group, first_token, tokens;
+  };
+  uint32_t processor() const { return id_; }
+  uint32_t processors() const { return c_.processors; }
+  static uint32_t items(uint32_t tokens, uint32_t) { return tokens; }
+  static uint32_t items_of_reduce(uint32_t) { return 5; }
+  static uint32_t items_of_combine(uint32_t) { return 3; }
+  static Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
+    CHECK(n * each < all);
+    return {true, p, g, n * each, min_of(each, all - n * each)};
+  }
+  static Piece combine_piece(uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
+    CHECK(n * each < all);
+    return {false, 0, g, n * each, min_of(each, all - n * each)};
+  }
+  void sum(const Piece& piece) {
+    for (uint32_t i = P::lane(); i < piece.tokens; i += P::kLanes) {
+      if (piece.reduces) {
+        reduce(piece.source, piece.first_token + i, piece.group);
+      } else {
+        combine(piece.first_token + i, piece.group);
+      }
     }
     P::sync();
   }
 
-  // Sums wrap around, hence are exact: a contribution that is missing, doubled or stale shows.
-  void combine(uint32_t b, uint32_t g) {
-    const uint32_t first = b << c_.log2_block;
-    for (uint32_t t = first + P::lane(); t < first + c_.tokens_in_block(b); t += P::kLanes) {
-      for_gemm1_columns(c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
-        uint64_t sum = 0, expected = 0;
-        for (uint32_t k = 0; k < c_.top_k; ++k) {
-          if (x_->owner_of(c_.rank, t, k) == ~0u) continue;
-          expected += x_->contribution(c_.rank, t, k, x_->of[c_.rank].weights[t * c_.top_k + k], i);
-          if (!c_.reduced()) sum += words(c_.return_row(c_.rank, t, k))[i];
-        }
-        for (uint32_t q = 0; q < c_.ranks && c_.reduced(); ++q) {
-          if (goes_to(c_, t, q)) sum += words(c_.return_row(c_.rank, t, q))[i];
-        }
-        CHECK_EQ(sum, expected);
-      });
-      ledgers_[c_.rank].combined.mark(t, g);
-    }
-    P::sync();
-  }
+  void begin() {}
+  void end(Phase, uint32_t, uint32_t) {}
 
  private:
   static uint64_t* words(uint8_t* row) { return reinterpret_cast<uint64_t*>(row); }
+
+  void reduce(uint32_t p, uint32_t token, uint32_t g) {
+    const uint32_t rows = *c_.packet_counts(c_.rank, p, token);
+    CHECK_EQ(x_->entries(p, token, c_.rank, c_.top_k), rows);
+    if (rows == 0) return;
+    uint64_t* to = words(c_.return_row(p, token, c_.rank));
+    for_gemm1_columns(c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
+      to[i] = 0;
+      for (uint32_t j = 0; j < rows; ++j) to[i] += words(c_.staged_row(p, token, j))[i];
+    });
+    ledgers_[p].reduced.mark(uint64_t{token} * c_.ranks + c_.rank, g);
+  }
+
+  // Sums wrap around, hence are exact: a contribution that is missing, doubled or stale shows.
+  void combine(uint32_t token, uint32_t g) {
+    for_gemm1_columns(c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
+      uint64_t sum = 0, expected = 0;
+      for (uint32_t k = 0; k < c_.top_k; ++k) {
+        if (x_->owner_of(c_.rank, token, k) == ~0u) continue;
+        expected += x_->contribution(c_.rank, token, k, x_->of[c_.rank].weights[token * c_.top_k + k], i);
+      }
+      for (uint32_t slot = 0; slot < (c_.reduced() ? c_.ranks : c_.top_k); ++slot) {
+        if (is_returned(c_, token, slot)) sum += words(c_.return_row(c_.rank, token, slot))[i];
+      }
+      CHECK_EQ(sum, expected);
+    });
+    ledgers_[c_.rank].combined.mark(token, g);
+  }
 
   // Calls visit(i) for the words of column blocks [begin, end) of `total`.
   template <class Visit>
@@ -242,6 +264,7 @@ class AbstractEngine {
   }
 
   const Call& c_;
+  const uint32_t id_;
   const Limits& limits_;
   std::vector<Ledger>& ledgers_;
   const Problem* x_ = nullptr;
@@ -264,6 +287,7 @@ class Rank {
         sources_(formers + 1, std::vector<Source>(limits.ranks)),
         experts_(formers + 1, std::vector<FormedExpert>(limits.max_local_experts)),
         seen_(limits.ranks),
+        returns_(limits.processors),
         actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers) * P::kLanes)) {
     call.rank = rank;
     call.ranks = limits.ranks;
@@ -277,7 +301,7 @@ class Rank {
     call.element_bytes = limits.elem_bytes;
     call.queue_mask = limits.queue_capacity() - 1;
     call.list_mask = limits.list_capacity() - 1;
-    for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, limits_, ledgers);
+    for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
   }
 
   Call call;  // timeout_ns and what a test wants to spoil may be set; the rest follows the problem
@@ -347,7 +371,7 @@ class Rank {
         const uint32_t id = actor - limits_.processors - 1;
         run_former<P>(call, sources_[id + 1].data(), {experts_[id + 1].data(), id, formers_});
       } else if (P::worker() == 0) {
-        run_processor<P>(call, actor - 1, engines_[actor - 1]);
+        run_processor<P>(call, actor - 1, engines_[actor - 1], returns_[actor - 1]);
       } else {
         help_dispatch(actor - 1);
       }
@@ -385,11 +409,15 @@ class Rank {
     CHECK(all_zero<uint64_t>(WorkField::kQueue, limits_.queue_capacity()));
     CHECK(all_zero<uint64_t>(WorkField::kReadyList, limits_.list_capacity()));
     CHECK_EQ(control.tiles.value, 0u);
-    const uint64_t counters = limits_.staging ? max_of(limits_.gemm1_columns(), kMaxGroups) : kMaxGroups;
-    CHECK(all_zero<uint64_t>(WorkField::kPending, limits_.ranks * counters));
+    CHECK(all_zero<uint64_t>(WorkField::kPending, uint64_t{limits_.ranks} * kMaxGroups));
+    CHECK(all_zero<uint32_t>(WorkField::kOutSent, limits_.outboxes() * limits_.max_blocks()));
     CHECK(all_zero<uint32_t>(WorkField::kReduceDone, uint64_t{limits_.staging} * limits_.ranks * kMaxGroups));
     for (uint32_t t = 0; t < limits_.max_tokens; ++t) {
       CHECK(ledger_.combined.whole(t, t < call.tokens ? call.groups : 0));
+      for (uint32_t q = 0; q < call.ranks; ++q) {
+        const bool sums = call.reduced() && t < call.tokens && x.entries(call.rank, t, q, call.top_k) != 0;
+        CHECK(ledger_.reduced.whole(uint64_t{t} * call.ranks + q, sums ? call.groups : 0));
+      }
       for (uint32_t k = 0; t < call.tokens && k < call.top_k; ++k) {
         const bool kept = x.owner_of(call.rank, t, k) != ~0u;
         CHECK(ledger_.contributed.whole(t * call.top_k + k, kept ? call.gemm1_columns : 0));
@@ -431,6 +459,7 @@ class Rank {
   typename Scheduler<P>::Memory scheduler_;
   std::vector<Status> seen_;
   std::deque<AbstractEngine<P>> engines_;
+  std::vector<typename OneWorker<P>::Returns> returns_;  // of each processor
   std::barrier<> actors_;
   bool aborted_ = false;
   uint32_t succeeded_ = 0;

@@ -338,7 +338,7 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
     uint32_t returned = 0;
     for (uint32_t q = 0; q < ranks; ++q) {
       const Call& c = group.rank(q).call;
-      const Entry* entries = c.packet_entries(q, 0, 0);
+      const Entry* entries = home.out_entries(q, 0);
       for (uint32_t i = 0; i < s.entries[q]; ++i) {
         const uint32_t slot = mode == ReturnMode::kReduced ? q : entries[i].k;
         claims.claim(0, HeapField::kReturnRows, c.return_row(0, entries[i].token, slot),

@@ -158,14 +158,10 @@ void check_groups() {
   CHECK(bench.step() == (Order{{kGemm1, 1, 1}, {kGemm1, 2, 0}, {kGemm1, 2, 1}}));
 }
 
-// Reduce before Combine before GEMM tasks.
+// GEMM1 before GEMM0.
 void check_choice() {
-  ReadyState all{.reduce = true, .combine = true, .gemm1 = true, .gemm0 = true};
-  CHECK(choose({}, all) == TaskKind::kReduce);
-  all.reduce = false;
-  CHECK(choose({}, all) == TaskKind::kCombine);
-  all.combine = false;
-  CHECK(choose({}, all) == TaskKind::kGemm1);
+  CHECK(choose({}, {.gemm1 = true, .gemm0 = true}) == TaskKind::kGemm1);
+  CHECK(choose({}, {.gemm0 = true}) == TaskKind::kGemm0);
   CHECK(choose({}, {}) == TaskKind::kNone);
 }
 

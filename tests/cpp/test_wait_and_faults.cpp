@@ -366,7 +366,7 @@ struct UnmappedPlatform : CpuPlatform {
 // Rank 1 of three, as it would be on GPUs: nothing but its own heap is there to be touched.
 struct Unmapped {
   Unmapped() : limits(three_ranks()) {
-    limits.staging = limits.outbox = limits.rdma = 1;
+    limits.staging = limits.rdma = 1;
     const HeapLayout heap_layout = make_heap_layout(limits);
     heap = std::make_unique<Region>(heap_layout.bytes);
     work = std::make_unique<Region>(work_bytes(limits));
@@ -375,7 +375,6 @@ struct Unmapped {
     call.rank = 1;
     call.ranks = 3;
     call.return_mode = ReturnMode::kReduced;
-    call.unasked = call.outbox = 1;
     call.heaps = heaps.data();
     call.work = work->base();
     call.heap_layout = heap_layout;

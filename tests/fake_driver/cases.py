@@ -242,7 +242,6 @@ def test_the_launch(ctx, device):
         "gemm1_columns": 1,
         "window": 264,
         "raster": 8,
-        "unasked": 1,
         "epoch": 0,
         "element_bytes": 2,
         "own_heap": 1,

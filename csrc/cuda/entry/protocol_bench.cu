@@ -117,6 +117,7 @@ struct Shared {
   float weights[kMaxPairs];
   uint16_t place[kMaxExperts], count[kMaxExperts], start[kMaxExperts];
   uint32_t owner[kMaxExperts], entries[1], bad;
+  OneWorker<P>::Returns returns;
   // Former.
   FormedExpert experts[kMaxServed];
   Source formed[1];
@@ -161,7 +162,7 @@ __device__ bool dispatch_block(const Call& c, const BenchArgs& args, Shared& s, 
   }
   P::team_sync();
   if (!build_packets<P>(c, b, scratch)) return false;
-  signal_packets<P>(c, b, scratch);
+  signal_own_packet<P>(c, b, scratch);
   return true;
 }
 
@@ -174,12 +175,30 @@ __device__ void execute(const Call& c, const BenchArgs& args, const Task& task) 
   switch (task.kind) {
     case TaskKind::kGemm0: P::fetch_add(&args.checks->gemm0_rows, uint64_t{c.tile(task.index)->shape.rows}); break;
     case TaskKind::kGemm1: P::fetch_add(&args.checks->gemm1_rows, uint64_t{c.tile(task.index)->shape.rows}); break;
-    case TaskKind::kCombine:
-      P::fetch_add(&args.checks->combined_tokens, uint64_t{c.tokens_in_block(task.index)});
-      break;
     default: break;
   }
 }
+
+// The engine of the executor's Returner: an item is a token, and nothing is summed. (A rank alone reduces nothing.)
+struct CountTokens {
+  const BenchArgs& args;
+
+  using Piece = uint32_t;  // tokens
+  __device__ static uint32_t processor() { return blockIdx.x; }
+  __device__ static uint32_t processors() { return gridDim.x; }
+  __device__ static uint32_t items(uint32_t tokens, uint32_t) { return tokens; }
+  __device__ static uint32_t items_of_reduce(uint32_t) { return 64; }
+  __device__ static uint32_t items_of_combine(uint32_t) { return 64; }
+  __device__ static Piece reduce_piece(uint32_t, uint32_t, uint32_t, uint32_t, uint32_t) { return 0; }
+  __device__ static Piece combine_piece(uint32_t, uint32_t n, uint32_t each, uint32_t all) {
+    return min_of(each, all - n * each);
+  }
+  __device__ void sum(Piece tokens) const {
+    if (P::lane() == 0) P::fetch_add(&args.checks->combined_tokens, uint64_t{tokens});
+  }
+  __device__ static void begin() {}
+  __device__ static void end(Phase, uint32_t, uint32_t) {}
+};
 
 __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
   for (uint32_t b = blockIdx.x; b < c.blocks(); b += c.processors) {
@@ -207,6 +226,10 @@ __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
     if (P::lane() == 0) s.done.put(n, task.pack());
     if (task.kind == TaskKind::kStop) break;
   }
+  if (P::lane() == 0) s.returns = {};
+  P::sync();
+  CountTokens engine{args};
+  Returner<P, CountTokens, OneWorker<P>::Place>(c, engine, s.returns).run(c);
   if (P::lane() == 0) {
     log.first_taken_ns = first;
     log.last_taken_ns = last;

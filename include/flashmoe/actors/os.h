@@ -5,6 +5,7 @@
 #pragma once
 
 #include "flashmoe/actors/scheduler.h"
+#include "flashmoe/protocol/announce.h"
 
 namespace flashmoe {
 
@@ -15,25 +16,6 @@ struct OsScratch {
   typename Scheduler<P>::Memory* scheduler;
   Status* seen;  // [R] the peers' status when last sampled
 };
-
-// Tells this rank's own actors that the call has begun. All lanes.
-template <class P>
-FLASHMOE_FN void announce_own(const Call& c) {
-  if (P::lane() != 0) return;
-  P::store_release(&c.status(c.rank)->entered, c.epoch, kSystem);
-  *c.call_config(c.rank, c.rank) = c.config;
-  P::store_release(c.call_signal(c.rank, c.rank), call_word(c), kDevice);
-}
-
-// Tells the other ranks, and what this one believes the call to be. All lanes.
-template <class P>
-FLASHMOE_FN void announce_to_peers(const Call& c) {
-  for (uint32_t i = 1 + P::lane(); i < c.ranks; i += P::kLanes) {
-    const uint32_t q = (c.rank + i) % c.ranks;
-    *c.call_config(q, c.rank) = c.config;
-    P::store_release(c.call_signal(q, c.rank), call_word(c), kSystem);
-  }
-}
 
 // Whether the group moves, and who does not.
 template <class P>
@@ -86,7 +68,8 @@ class GroupLiveness {
 template <class P>
 FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   announce_own<P>(c);
-  if (c.outbox == 0) announce_to_peers<P>(c);  // else a sender does
+  if (P::lane() == 0)
+    P::store_relaxed(&c.control()->reduces[c.parity() ^ 1].value, uint64_t{0});  // nobody's in this call
   Subscriber<P> subscriber(c, scratch.subscriber);
   Scheduler<P> scheduler(c, subscriber, *scratch.scheduler);
   GroupLiveness<P> group(c, scratch.seen);

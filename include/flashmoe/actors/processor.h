@@ -5,6 +5,8 @@
 // counter zeroes it.
 #pragma once
 
+#include "flashmoe/actors/returner.h"
+#include "flashmoe/actors/sender.h"
 #include "flashmoe/protocol/pending.h"
 #include "flashmoe/protocol/ready_queue.h"
 
@@ -27,54 +29,68 @@ FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
 template <class P>
 FLASHMOE_FN void retire_gemm1(const Call& c, uint32_t tile, uint32_t column) {
   const uint32_t segments = c.tile(tile)->shape.segments;
-  const uint32_t slot = pending_slot(c, column);
+  const uint32_t g = c.group_of(column);
   for (uint32_t base = 0; base < segments; base += P::kLanes) {
     const uint32_t i = base + P::lane();
     const Segment s = i < segments ? c.segments(tile)[i] : Segment{};
-    change_pending<P>(c, i < segments, s.source, slot, uint64_t{0} - s.count);
+    change_pending<P>(c, i < segments, s.source, g, uint64_t{0} - s.count);
   }
-}
-
-template <class P>
-FLASHMOE_FN void retire_reduce(const Call& c, uint32_t packet, uint32_t column) {
-  if (P::lane() != 0) return;
-  const uint32_t p = c.packet_source(packet), g = c.group_of(column);
-  uint32_t* counter = c.reduce_done(p, g);
-  if (P::fetch_add_acq_rel(counter, 1u) + 1 != c.blocks_of(p) * c.group_columns(g)) return;
-  P::store_relaxed(counter, 0u);
-  signal_return<P>(c, p, g);
 }
 
 template <class P>
 FLASHMOE_FN void retire(const Call& c, const Task& task) {
-  switch (task.kind) {
-    case TaskKind::kGemm0: retire_gemm0<P>(c, task.index); break;
-    case TaskKind::kGemm1: retire_gemm1<P>(c, task.index, task.column); break;
-    case TaskKind::kReduce: retire_reduce<P>(c, task.index, task.column); break;
-    default: break;  // nothing depends on a combine
+  if (task.kind == TaskKind::kGemm0) {
+    retire_gemm0<P>(c, task.index);
+  } else {
+    retire_gemm1<P>(c, task.index, task.column);
   }
 }
 
-// Runs one processor of a call to its end. The engine supplies dispatch(b), gemm0, gemm1, reduce, combine; each returns
-// when every write of the task is ordered before this warp's next release.
+// Where a processor of one worker keeps its place among pieces: memory of all of its lanes.
+template <class P>
+struct OneWorker {
+  template <class S>
+  class Place {
+   public:
+    FLASHMOE_FN S load() const { return place_; }
+    FLASHMOE_FN void save(const S& s) {
+      P::sync();
+      if (P::lane() == 0) place_ = s;
+      P::sync();
+    }
+
+   private:
+    S place_;
+  };
+  using Returns = ReturnPlaces<Place>;
+};
+
+// Runs one processor of a call to its end: one worker, which dispatches, sends, computes, and in between returns. The engine
+// supplies dispatch(b), gemm0(tile, column), gemm1(tile, column), each of which returns when every write of it is ordered
+// before this warp's next release, and what Sender and Returner ask for. places: of this processor, uninitialised.
 template <class P, class Engine>
-FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine) {
+FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Returns& places) {
+  if (P::lane() == 0) places = {};
+  P::sync();
   for (uint32_t b = id; b < c.blocks(); b += c.processors) {
     if (!engine.dispatch(b)) return;
   }
+  if (!Sender<P, Engine>(c, engine).run(id, c.processors, id)) return;
+  Returner<P, Engine, OneWorker<P>::template Place> returner(c, engine, places);
   while (true) {
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
-    const Task task = wait_task<P>(c, P::broadcast(ticket, 0));
-    switch (task.kind) {
-      case TaskKind::kGemm0: engine.gemm0(task.index, task.column); break;
-      case TaskKind::kGemm1: engine.gemm1(task.index, task.column); break;
-      case TaskKind::kReduce: engine.reduce(task.index, task.column); break;
-      case TaskKind::kCombine: engine.combine(task.index, task.column); break;
-      default: return;
+    const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return returner.step() == Step::kProgress; });
+    if (task.kind == TaskKind::kStop) break;
+    if (task.kind == TaskKind::kGemm0) {
+      engine.gemm0(task.index, task.column);
+    } else {
+      engine.gemm1(task.index, task.column);
     }
     retire<P>(c, task);
+    if (task.kind == TaskKind::kGemm1) returner.step();  // what is owed to a peer is not to wait for the last task
   }
+  returner.run(c);
 }
 
 }  // namespace flashmoe

@@ -25,8 +25,7 @@ class Scheduler {
   // Shared memory, uninitialised. What is rarely touched lies here rather than in registers, which a GPU's OS warp is
   // short of; lane 0 writes it.
   struct Memory {
-    Window gemm0, gemm1;  // being published
-    uint32_t reduces_published, reduce_block, combines_published;
+    Window gemm0, gemm1;                                        // being published
     uint32_t gemm0_tiles[kMaxRaster], gemm1_tiles[kMaxRaster];  // the tiles of the current windows
     uint32_t gemm1_first[kMaxGroups][kLists];                   // where the group's next window begins in each list
   };
@@ -35,10 +34,7 @@ class Scheduler {
       : c_(call), sub_(subscriber), memory_(memory) {
     published_ = P::broadcast(P::load_relaxed(&c_.control()->published.value), 0);
     drained_ = P::broadcast(P::load_relaxed(&c_.control()->list_head.value), 0);
-    if (P::lane() == 0) {
-      memory_.gemm0 = memory_.gemm1 = {};
-      memory_.reduces_published = memory_.reduce_block = memory_.combines_published = 0;
-    }
+    if (P::lane() == 0) memory_.gemm0 = memory_.gemm1 = {};
     for (uint32_t i = P::lane(); i < kMaxGroups * kLists; i += P::kLanes)
       memory_.gemm1_first[i / kLists][i % kLists] = 0;
     P::sync();
@@ -80,16 +76,7 @@ class Scheduler {
   }
 
  private:
-  FLASHMOE_FN uint32_t tasks_of_call() const {
-    const uint32_t per_tile = c_.gemm0_columns + c_.gemm1_columns;
-    uint32_t reduces = 0;
-    if (c_.reduce_tasks()) {
-      for (uint32_t p = 0; p < c_.ranks; ++p) reduces += sub_.blocks_of(p) * c_.gemm1_columns;
-      if (c_.local_experts == 0) reduces = 0;
-    }
-    return tiles_ * per_tile + reduces + combines();
-  }
-  FLASHMOE_FN uint32_t combines() const { return c_.unasked ? 0 : c_.blocks() * c_.groups; }
+  FLASHMOE_FN uint32_t tasks_of_call() const { return tiles_ * (c_.gemm0_columns + c_.gemm1_columns); }
 
   // Moves what formers and retiring processors pushed to where it is published from. What the items refer to is
   // acquired by the release_fence before they are published: it fences both ways, and the OS warp does not look sooner.
@@ -109,8 +96,6 @@ class Scheduler {
         append(gemm1_ready_[list], task.kind == TaskKind::kGemm1 && hurries == (list == 0),
                [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kGemm1Tiles, list, place) = task.pack(); });
       }
-      append(reducible_, task.kind == TaskKind::kReduce,
-             [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kReducible, place) = task.pack(); });
       const bool formed = task.kind == TaskKind::kFormed;
       if (P::ballot(formed) != 0) {
         uint32_t experts, tiles;
@@ -137,8 +122,6 @@ class Scheduler {
 
   FLASHMOE_FN ReadyState ready() const {
     ReadyState r;
-    r.reduce = memory_.reduces_published < reducible_;
-    r.combine = memory_.combines_published < min_of(combines(), sub_.returned() * c_.blocks());
     r.gemm1 = !memory_.gemm1.empty() || next_gemm1_list() < kLists * c_.groups;
     r.gemm0 = !memory_.gemm0.empty() || gemm0_first_ < gemm0_ready_;
     r.gemm0_published = gemm0_published_;
@@ -150,11 +133,10 @@ class Scheduler {
   FLASHMOE_FN uint32_t publish_some(TaskKind kind, uint32_t limit) {
     Task task;
     bool has = false;
-    switch (kind) {
-      case TaskKind::kReduce: has = next_reduce(limit, task); break;
-      case TaskKind::kCombine: has = next_combine(limit, task); break;
-      case TaskKind::kGemm1: has = next_gemm1(limit, task); break;
-      default: has = next_gemm0(limit, task); break;
+    if (kind == TaskKind::kGemm1) {
+      has = next_gemm1(limit, task);
+    } else {
+      has = next_gemm0(limit, task);
     }
     const uint32_t n = publish<P>(c_, published_, has, task);
     published_ += n;
@@ -163,29 +145,6 @@ class Scheduler {
   }
 
   // ---- one function per kind: fills lanes [0, n) with n <= limit tasks and advances the kind's cursor ------------
-
-  FLASHMOE_FN bool next_reduce(uint32_t limit, Task& task) {
-    const uint32_t i = memory_.reduces_published, first = memory_.reduce_block;
-    const Task source = Task::unpack(*c_.workspace<uint64_t>(WorkField::kReducible, i));
-    const uint32_t blocks = c_.blocks_of(source.index);
-    const uint32_t n = min_of(limit, blocks - first);
-    const bool has = P::lane() < n;
-    if (has) task = {TaskKind::kReduce, source.column, c_.packet_id(source.index, first + P::lane())};
-    const bool last = first + n == blocks;
-    set(memory_.reduces_published, i + (last ? 1 : 0));
-    set(memory_.reduce_block, last ? 0 : first + n);
-    return has;
-  }
-
-  FLASHMOE_FN bool next_combine(uint32_t limit, Task& task) {
-    const uint32_t first = memory_.combines_published;
-    const uint32_t n = min_of(limit, sub_.returned() * c_.blocks() - first);
-    const bool has = P::lane() < n;
-    const uint32_t i = first + P::lane();
-    if (has) task = {TaskKind::kCombine, i / c_.blocks(), i % c_.blocks()};
-    set(memory_.combines_published, first + n);
-    return has;
-  }
 
   FLASHMOE_FN bool next_gemm0(uint32_t limit, Task& task) {
     if (memory_.gemm0.empty()) {
@@ -283,7 +242,6 @@ class Scheduler {
   uint32_t formed_ = 0;  // experts all of whose tiles are known
   uint32_t gemm0_ready_ = 0, gemm0_first_ = 0;
   uint32_t gemm1_ready_[kLists] = {};
-  uint32_t reducible_ = 0;
   bool ended_ = false;
 };
 

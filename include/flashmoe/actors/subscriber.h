@@ -1,5 +1,5 @@
-// Subscriber: watches the signals that arrive in this rank's heap. Call signals and packets become tiles, return
-// signals make combines ready.
+// Subscriber: watches the signals that arrive in this rank's heap. Call signals and packets become tiles; return signals tell
+// when the call is over.
 //
 // Run by the OS warp; every lane keeps the same private members.
 #pragma once
@@ -43,9 +43,8 @@ class Subscriber {
     return moved;
   }
 
-  // Every packet of every rank is here, so every source's blocks are known.
+  // Every packet of every rank is here.
   FLASHMOE_FN bool complete() const { return finished_; }
-  FLASHMOE_FN uint32_t blocks_of(uint32_t p) const { return arrivals_.source(p).blocks; }
   // Leading groups that every rank has returned.
   FLASHMOE_FN uint32_t returned() const { return returned_; }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/protocol/call.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe::gpu {
 

@@ -65,6 +65,9 @@ struct Platform {
     return __shfl_sync(kFullWarp, v, static_cast<int>(from));
   }
   static __device__ __forceinline__ uint32_t popcount(uint32_t v) { return static_cast<uint32_t>(__popc(v)); }
+  static __device__ __forceinline__ uint32_t nth_bit(uint32_t bits, uint32_t n) {
+    return __fns(bits, 0, static_cast<int>(n + 1));
+  }
   static __device__ __forceinline__ uint32_t exclusive_scan(uint32_t v, uint32_t& total) {
     uint32_t sum = v;
 #pragma unroll
@@ -90,6 +93,7 @@ struct Platform {
   FLASHMOE_STORE(store_release, "st.release.sys", FLASHMOE_TAG(SystemScope))
   FLASHMOE_ADD(fetch_add, "atom.relaxed.gpu.add")
   FLASHMOE_ADD(fetch_add_acq_rel, "atom.acq_rel.gpu.add")
+  static __device__ __forceinline__ uint32_t fetch_add_nearby(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
 
   FLASHMOE_LOAD(poll, "ld.relaxed.gpu", FLASHMOE_TAG(DeviceScope))
   FLASHMOE_LOAD(poll, "ld.relaxed.sys", FLASHMOE_TAG(SystemScope))
@@ -120,6 +124,8 @@ struct Platform {
   static __device__ __forceinline__ void backoff(uint32_t idle) {
     if (idle > 256) __nanosleep(64);
   }
+
+  static __device__ __forceinline__ void rest() { __nanosleep(500); }
 
   // A warp on its own. See TeamPlatform.
   static __device__ __forceinline__ uint32_t workers() { return 1; }

@@ -33,14 +33,8 @@ struct Call {
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
   uint32_t processors = 1;
-  // 1: warps that have nothing else to do reduce and combine, unasked, what is there (GPU). 0: the scheduler publishes both
-  // as tasks.
-  uint32_t unasked = 0;
   // 1: rows are joined as they come, there is no combine (GPU, a rank alone, K at most 2, dropless; sm90/join.cuh).
   uint32_t joined = 0;
-  // 1: packets for other ranks are built in the workspace, and sent with their rows (GPU: many small stores to a peer would
-  // hold up the signal of the own packet). 0: they are built where they are read.
-  uint32_t outbox = 0;
   OrderPolicy order;
   uint64_t timeout_ns = 0;  // 0: none
   CallConfig config;
@@ -68,10 +62,7 @@ struct Call {
     return g;
   }
   FLASHMOE_HD bool reduced() const { return return_mode == ReturnMode::kReduced; }
-  // Whether Reduce is a task, column by column; else it goes return group by return group.
-  FLASHMOE_HD bool reduce_tasks() const { return reduced() && unasked == 0; }
   FLASHMOE_HD uint32_t owned(uint32_t q) const { return owner_base[q + 1] - owner_base[q]; }
-  FLASHMOE_HD uint32_t packet_id(uint32_t source, uint32_t block) const { return source * max_blocks + block; }
   // Blocks of rank p, whose call signal has arrived here. (Own: blocks().)
   FLASHMOE_HD uint32_t blocks_of(uint32_t p) const {
     const uint32_t payload = Signal::payload(*call_signal(rank, p));
@@ -91,8 +82,6 @@ struct Call {
   }
   // Entries of packet (p, b). The counts of one without any are not written: what is there is an older packet's.
   FLASHMOE_HD uint32_t packet_size(uint32_t p, uint32_t b) const { return Signal::payload(*packet_signal(rank, p, b)); }
-  FLASHMOE_HD uint32_t packet_source(uint32_t packet) const { return packet / max_blocks; }
-  FLASHMOE_HD uint32_t packet_block(uint32_t packet) const { return packet % max_blocks; }
 
   // ---- symmetric heap; `at` is the rank in whose heap the field lies -------------------------------------------
   template <class T>
@@ -121,17 +110,17 @@ struct Call {
   FLASHMOE_HD Entry* packet_entries(uint32_t at, uint32_t p, uint32_t first_token) const {
     return heap<Entry>(at, HeapField::kPacketEntries, parity(), p, first_token);
   }
-  // Where this rank builds its packets for rank q.
+  // Where this rank builds its packets for rank q: the own where it is read, the others in the outbox.
   FLASHMOE_HD uint16_t* out_offsets(uint32_t q, uint32_t b) const {
-    if (outbox == 0 || q == rank) return packet_offsets(q, rank, b);
+    if (q == rank) return packet_offsets(q, rank, b);
     return workspace<uint16_t>(WorkField::kOutOffsets, q, b);
   }
   FLASHMOE_HD Entry* out_entries(uint32_t q, uint32_t first_token) const {
-    if (outbox == 0 || q == rank) return packet_entries(q, rank, first_token);
+    if (q == rank) return packet_entries(q, rank, first_token);
     return workspace<Entry>(WorkField::kOutEntries, q, first_token);
   }
   FLASHMOE_HD uint16_t* out_counts(uint32_t q, uint32_t first_token) const {
-    if (outbox == 0 || q == rank) return packet_counts(q, rank, first_token);
+    if (q == rank) return packet_counts(q, rank, first_token);
     return workspace<uint16_t>(WorkField::kOutCounts, q, first_token);
   }
   FLASHMOE_HD uint32_t* out_sent(uint32_t q, uint32_t b) const {

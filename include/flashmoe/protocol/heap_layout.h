@@ -30,7 +30,6 @@ struct Limits {
   // Of this rank alone: they size its workspace, which no peer addresses.
   uint32_t intermediate = 0;  // I
   uint32_t staging = 0;       // 1 if `reduced` may occur
-  uint32_t outbox = 0;        // 1 if packets for other ranks are built here and sent with their rows (GPU)
   uint32_t rdma = 0;          // 1 if peers are reached by puts alone (GPU; equal on every rank)
   uint32_t tile_rows = 128;
   uint32_t gemm0_columns_per_task = 256;
@@ -59,17 +58,14 @@ struct Limits {
     return ceil_div(max_of(intermediate, 1u), gemm0_columns_per_task);
   }
   FLASHMOE_HD constexpr uint32_t gemm1_columns() const { return ceil_div(max_of(hidden, 1u), gemm1_columns_per_task); }
-  // (source, column) pairs that become ready for Reduce.
-  FLASHMOE_HD constexpr uint64_t max_reducible() const {
-    return staging ? static_cast<uint64_t>(ranks) * gemm1_columns() : 0;
-  }
+  // Ranks whose packets are built in the workspace and sent from there.
+  FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
   // Each tile becomes ready twice.
   FLASHMOE_HD constexpr uint64_t list_capacity() const {
-    return next_power_of_two(2 * max_tiles() + max_reducible() + max_local_experts + 1);
+    return next_power_of_two(2 * max_tiles() + max_local_experts + 1);
   }
   FLASHMOE_HD constexpr uint64_t queue_capacity() const {
-    return next_power_of_two(max_tiles() * (gemm0_columns() + gemm1_columns()) + max_reducible() * max_blocks() +
-                             uint64_t{max_blocks()} * kMaxGroups + processors + 1);
+    return next_power_of_two(max_tiles() * (gemm0_columns() + gemm1_columns()) + processors + 1);
   }
 };
 
@@ -119,7 +115,6 @@ enum class WorkField : uint32_t {
   kExpertTiles,
   kGemm0Tiles,
   kGemm1Tiles,
-  kReducible,
   kLogits,
   kJoints,
   kOutOffsets,
@@ -193,7 +188,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "ready queue: a slot for every task a call can have, and for a stop word per processor"},
     {WorkField::kReadyList, "ready_list", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.list_capacity(), 1, 1, 1}, 8}; },
-     "tiles that formers and retiring processors made ready, and columns ready for Reduce"},
+     "tiles that formers and retiring processors made ready"},
     {WorkField::kTiles, "tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tiles(), 1, 1, 1}, sizeof(Tile)}; }, "tile descriptors"},
     {WorkField::kTileRows, "tile_rows", Writer::kSelf,
@@ -206,16 +201,14 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      },
      "[tile][i] which ranks a tile's rows came from"},
     {WorkField::kPending, "pending", Writer::kSelf,
-     [](const Limits& l) {
-       return FieldShape{{l.ranks, l.staging ? max_of(l.gemm1_columns(), kMaxGroups) : kMaxGroups, 1, 1}, 8};
-     },
-     "[p][g, or column where Reduce is a task] rows of rank p still to compute, see Pending"},
+     [](const Limits& l) { return FieldShape{{l.ranks, kMaxGroups, 1, 1}, 8}; },
+     "[p][g] rows of rank p still to compute, see Pending"},
     {WorkField::kReduceDone, "reduce_done", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.staging * l.ranks, kMaxGroups, 1, 1}, 4}; },
-     "[p][g] (block, column) pairs of group g reduced and returned; GPU: pieces; by puts, [p][1]: senders through"},
+     "[p][g] pieces of group g reduced and returned; by puts, [p][1]: senders through"},
     {WorkField::kReduceSignal, "reduce_signal", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{uint64_t{l.outbox} * l.staging * l.ranks, kMaxGroups, 1, 1}, 8}; },
-     "[p][g] the rows of rank p are computed, as far as group g's columns go; by puts, [p][1]: and summed (GPU only)"},
+     [](const Limits& l) { return FieldShape{{uint64_t{l.staging} * l.ranks, kMaxGroups, 1, 1}, 8}; },
+     "[p][g] the rows of rank p are computed, as far as group g's columns go; by puts, [p][1]: and summed"},
     {WorkField::kRouting, "routing", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; },
      "[token][k] chosen expert, -1 where dropped"},
@@ -235,9 +228,6 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kGemm1Tiles, "gemm1_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{2, l.max_tiles(), 1, 1}, 8}; },
      "[remote homes, local homes] tiles ready for GEMM1, likewise (OS warp only)"},
-    {WorkField::kReducible, "reducible", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_reducible(), 1, 1, 1}, 8}; },
-     "columns of a source's rows that are ready for Reduce (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
      "[token][expert] router logits of a few tokens, each with the epoch it is of (used on a GPU)"},
@@ -247,21 +237,17 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      },
      "[column of tasks][token] 1: the first of the token's two rows is written; zero between calls (GPU only)"},
     {WorkField::kOutOffsets, "out_offsets", Writer::kSelf,
-     [](const Limits& l) {
-       return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_blocks(), l.max_local_experts + 1, 1}, 2};
-     },
-     "[q][b][El+1] packet_offsets of the packets for rank q, before they are sent (GPU only)"},
+     [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_blocks(), l.max_local_experts + 1, 1}, 2}; },
+     "[q][b][El+1] packet_offsets of the packets for rank q, before they are sent"},
     {WorkField::kOutCounts, "out_counts", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_tokens, 1, 1}, 2}; },
-     "[q][token] entries of the token on rank q (GPU only)"},
+     [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_tokens, 1, 1}, 2}; },
+     "[q][token] entries of the token on rank q"},
     {WorkField::kOutEntries, "out_entries", Writer::kSelf,
-     [](const Limits& l) {
-       return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_tokens, l.entries_per_token(), 1}, sizeof(Entry)};
-     },
-     "[q][first token of b ...] the entries of the packets for rank q, before they are sent (GPU only)"},
+     [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_tokens, l.entries_per_token(), 1}, sizeof(Entry)}; },
+     "[q][first token of b ...] the entries of the packets for rank q, before they are sent"},
     {WorkField::kOutSent, "out_sent", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{uint64_t{l.outbox} * l.ranks, l.max_blocks(), 1, 1}, 4}; },
-     "[q][b] parts of packet b's rows that have gone to rank q; zero between calls (GPU only)"},
+     [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_blocks(), 1, 1}, 4}; },
+     "[q][b] parts of packet b's rows that have gone to rank q; zero between calls"},
     {WorkField::kHidden, "hidden", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};

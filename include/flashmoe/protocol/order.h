@@ -33,19 +33,15 @@ struct OrderPolicy {
 
 // What is ready and what was published, as the choice sees it.
 struct ReadyState {
-  bool reduce = false;
-  bool combine = false;
   bool gemm1 = false;
   bool gemm0 = false;
   uint64_t gemm0_published = 0;
   uint64_t gemm1_published = 0;
 };
 
-// Reduce first: a peer waits for it. Combine next: it is short and memory-bound, so it fills in between GEMMs.
-// GEMM1 before GEMM0, since it completes rows, unless the lag holds it back. Never kNone while something is ready.
+// GEMM1 before GEMM0, since it completes rows, unless the lag holds it back. Never kNone while something is ready. (Reduce and
+// Combine are nobody's to order: idle processors take them, actors/returner.h.)
 FLASHMOE_HD TaskKind choose(const OrderPolicy& policy, const ReadyState& ready) {
-  if (ready.reduce) return TaskKind::kReduce;
-  if (ready.combine) return TaskKind::kCombine;
   const bool held =
       policy.gemm1_lag != 0 && ready.gemm0 && ready.gemm1_published + policy.gemm1_lag > ready.gemm0_published;
   if (ready.gemm1 && !held) return TaskKind::kGemm1;

@@ -1,5 +1,5 @@
-// Packets: the (token, k) pairs of one token block, sorted by destination rank and local expert, written into the
-// destinations' heaps.
+// Packets: the (token, k) pairs of one token block, sorted by destination rank and local expert. The own one is written where
+// it is read, those of other ranks to the outbox, from which senders bring them (actors/sender.h).
 //
 // Run by a team of warps per token block (P::workers), on routing that the gate left in shared memory. Each worker has
 // a range of consecutive tokens: it counts its pairs per expert, a scan over workers and experts gives every pair its
@@ -33,15 +33,6 @@ struct PacketScratch {
   uint32_t* bad;      // non-zero: the routing is not valid
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
-
-// Whether rank q needs the token's row (its drops already marked).
-FLASHMOE_HD bool goes_to(const Call& c, uint32_t token, uint32_t q) {
-  const int32_t* ids = c.routing(token);
-  for (uint32_t k = 0; k < c.top_k; ++k) {
-    if (ids[k] >= 0 && c.owner[ids[k]] == q) return true;
-  }
-  return false;
-}
 
 // The pairs i = (token of block b) * K + k of this worker.
 struct PairRange {
@@ -224,8 +215,7 @@ FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const PairRange& rang
   }
 }
 
-// Writes the worker's entries, and for `reduced` and for whoever sends from an outbox, how many each of its tokens has on
-// each rank.
+// Writes the worker's entries, and how many each of its tokens has on each rank, for senders and for `reduced`.
 template <class P>
 FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PairRange& range, const PacketScratch& s,
                                uint16_t* place) {
@@ -238,9 +228,8 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PairRange& range
     c.out_entries(Pair::owner(pair), first)[s.start[Pair::expert(pair)] + at] = {
         token, static_cast<uint16_t>(k), static_cast<uint16_t>(ordinal), s.weights[i]};
   });
-  if (!c.reduced() && c.outbox == 0) return;
+  if (!c.reduced() && c.ranks == 1) return;
   for (uint32_t q = 0; q < c.ranks; ++q) {
-    if (s.entries[q] == 0 && c.outbox == 0) continue;  // they would go to a peer, who does not read them
     for (uint32_t t = range.begin / c.top_k + P::lane(); t < range.end / c.top_k; t += P::kLanes) {
       const uint32_t* pairs = s.pairs + t * c.top_k;
       uint32_t n = 0;
@@ -293,22 +282,12 @@ FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t e
   }
 }
 
-// After the team's writes for block b: this rank's own packet is complete. The whole team calls it.
+// After the team's writes for block b: this rank's own packet is complete, and with it the outbox, from which the others are
+// sent. The whole team calls it.
 template <class P>
 FLASHMOE_FN void signal_own_packet(const Call& c, uint32_t b, const PacketScratch& s) {
   P::team_sync();
   if (P::worker() == 0 && P::lane() == 0) signal_packet<P>(c, c.rank, b, s.entries[c.rank]);
-}
-
-// After the team's writes for block b, rows included: tells each destination, the others first. The whole team calls it.
-template <class P>
-FLASHMOE_FN void signal_packets(const Call& c, uint32_t b, const PacketScratch& s) {
-  P::team_sync();
-  if (P::worker() != 0) return;
-  for (uint32_t i = P::lane(); i < c.ranks; i += P::kLanes) {
-    const uint32_t q = (c.rank + 1 + i) % c.ranks;
-    signal_packet<P>(c, q, b, s.entries[q]);
-  }
 }
 
 }  // namespace flashmoe

@@ -11,6 +11,7 @@
 //   uint32_t ballot(bool);                              // bit i: lane i's predicate
 //   T        broadcast(T, uint32_t lane);               // uint32_t or uint64_t; lanes may ask different ones
 //   uint32_t popcount(uint32_t);
+//   uint32_t nth_bit(uint32_t bits, uint32_t n);        // index of the set bit above n others; any number if there is none
 //   uint32_t exclusive_scan(uint32_t v, uint32_t& total);
 //   uint32_t rank_among_equal(uint32_t key, bool active, bool& last);   // active lower lanes with the same key; last:
 //                                                       // this is the highest active lane with that key
@@ -24,13 +25,15 @@
 //   void     post(T*, T);                               // a release store of all before the last release_fence
 //   T        fetch_add(T*, T);                              // relaxed: tickets, claims
 //   T        fetch_add_acq_rel(T*, T);                      // at device scope: dependency counters
+//   uint32_t fetch_add_nearby(uint32_t*, uint32_t);     // relaxed, among the workers of one processor
 //   uint64_t now_ns();                                  // monotonic, never 0
 //   uint32_t workers(), worker();                       // the warps that dispatch a token block together, and which
 //   void     team_sync();                               // all lanes of all of them; orders their memory accesses
 //   void     backoff(uint32_t idle);                    // idle: consecutive idle steps of the one spin loop
+//   void     rest();                                    // a pause of a worker that polls for what is not urgent
 //   static constexpr bool kSleeps;                      // backoff gives the core away, so a step may take long
 //   static constexpr bool kPeersMapped;                 // a peer's heap is loaded from and stored to. Else puts alone
-//                                                       // reach it, which senders issue (sm90/network_sender.cuh)
+//                                                       // reach it, which senders issue (actors/put_sender.h)
 //
 // poll and post are for looking often and publishing much. On a GPU an acquire load holds up every load behind it, and
 // a release store waits for every store before it; so words are polled, many at once, and those that had news are loaded

@@ -78,7 +78,7 @@ struct alignas(128) Control {
   Line left;         // blocks that have left the kernel (GPU); zero between calls
   Line met;          // blocks that have come to the few-token kernel's meeting (GPU); zero between calls
   Line calls;        // calls completed (GPU); kNoMoreCalls once one has failed
-  Line reduces[2];   // [parity] pieces of Reduce taken (GPU); zero before the call
+  Line reduces[2];   // [parity] pieces of Reduce taken; zero before the call
   Line published;    // queue_tail between calls
   Line list_head;    // drained items between calls
 };

@@ -5,15 +5,13 @@
 
 namespace flashmoe {
 
-// The kinds of work a trace or a report distinguishes. Stop ends a processor; Formed stands in the ready list only.
-enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kReduce = 3, kCombine = 4, kStop = 5, kFormed = 6 };
+// What the ready queue and the ready list hold. Stop ends a processor; Formed stands in the ready list only.
+enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kStop = 3, kFormed = 4 };
 
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-// index: tile (GEMM0, GEMM1), source * max_blocks + block (Reduce), block (Combine). column: block of columns, Combine:
-// return group.
-// In the ready list the word says what has become ready: a tile for GEMM0 or GEMM1 (column: see ReadyTile), a column of a
-// source's rows for Reduce (index: source), and Formed: that `column` more local experts have all their tiles, `index` in
-// number.
+// index: tile. column: block of columns.
+// In the ready list the word says what has become ready: a tile for GEMM0 or GEMM1 (column: see ReadyTile), and Formed: that
+// `column` more local experts have all their tiles, `index` in number.
 struct Task {
   TaskKind kind = TaskKind::kNone;
   uint32_t column = 0;

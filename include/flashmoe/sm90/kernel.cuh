@@ -12,7 +12,7 @@
 //                         sender (sm90/network_sender.cuh)
 //   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
-//   (sm90/reduce.cuh, combine.cuh, join.cuh), so that at the end all warps do.
+//   (actors/returner.h, sm90/sums.cuh, join.cuh), so that at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
 //   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
@@ -69,8 +69,9 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
   __syncthreads();
   if (threadIdx.x == 0) {
     s.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
-    args.call.control()->reduces[s.call.parity() ^ 1].value = 0;  // the next call's; nobody uses it in this one
-    s.returns.init();
+    s.returns.combines = 0;
+    s.returns.reduce.init();
+    s.returns.combine.init();
     s.router_bad = 0;
     s.late.init();
     s.trace_events = 0;
@@ -96,7 +97,9 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   if (blockIdx.x + senders < blocks) return;
   __syncthreads();  // the stages are not dispatch's any more,
   const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
-  RowSender<Dtype, Trace>(args, c, copies, trace).run(warp * senders + blockIdx.x + senders - blocks, kWarps * senders);
+  RowEngine<Dtype, Trace> engine(args, c, copies, trace);
+  Sender<Platform, RowEngine<Dtype, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
+                                                           kWarps * senders, blockIdx.x);
   __syncthreads();  // nor, now, the senders'
 }
 
@@ -146,7 +149,8 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, each_warp);
   }
   if (c.joined == 0) {
-    Returns<Dtype, Tracer<kTrace, 32>>(args, c, s.returns, each_warp).run(c);
+    SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
+    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, PlaceOfWarp>(c, sums, s.returns).run(c);
   } else if (joins_late_rows(c)) {
     Joiner<Dtype, Tracer<kTrace, 32>>(args, c, s.late, each_warp).run();
   }

@@ -53,8 +53,8 @@ class NetworkSender {
 
   // Later than the OS actor's own, see RowSender: from the copy in the own heap, since that is where puts may read.
   __device__ __forceinline__ bool announce() const {
-    if (blockIdx.x < c_.blocks() && !await_routing(c_, blockIdx.x)) return false;
-    if (!await_word(c_, c_.call_signal(c_.rank, c_.rank))) return false;
+    if (blockIdx.x < c_.blocks() && !await_routing<P>(c_, blockIdx.x)) return false;
+    if (!await_word<P>(c_, c_.call_signal(c_.rank, c_.rank))) return false;
     CallConfig* const config = c_.call_config(c_.rank, c_.rank);
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 1; i < c_.ranks; ++i) {
@@ -72,7 +72,7 @@ class NetworkSender {
       FLASHMOE_NO_UNROLL
       for (uint32_t b = first; b < blocks; b += senders) {
         if (i == 1) {
-          if (!await_routing(c_, b)) return false;
+          if (!await_routing<P>(c_, b)) return false;
           copy_rows(b);
         }
         const uint32_t q = (c_.rank + i) % c_.ranks;
@@ -143,10 +143,10 @@ class NetworkSender {
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 1; i < c_.ranks; ++i) {
       const uint32_t p = (c_.rank + i) % c_.ranks;
-      if (!await_word(c_, c_.call_signal(c_.rank, p))) return false;
+      if (!await_word<P>(c_, c_.call_signal(c_.rank, p))) return false;
       const uint32_t tokens = c_.tokens_of(p);
       if (tokens == 0) continue;  // it awaits nothing, and nobody says that it is owed something
-      if (!await_word(c_, c_.returns_ready(p))) return false;
+      if (!await_word<P>(c_, c_.returns_ready(p))) return false;
       trace_.begin();
       send_rows(p, tokens, first * P::kLanes, senders * P::kLanes);
       network::quiet();

@@ -14,8 +14,8 @@
 #include "flashmoe/sm90/epilogue.cuh"
 #include "flashmoe/sm90/join.cuh"
 #include "flashmoe/sm90/pipeline.cuh"
-#include "flashmoe/sm90/returns.cuh"
 #include "flashmoe/sm90/send.cuh"
+#include "flashmoe/sm90/sums.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -115,7 +115,7 @@ struct Shared {
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
   uint64_t send_barriers[kWarps][RowCopies::kBarriers];
   TaskRing ring;
-  ReturnPlaces returns;
+  ReturnPlaces<PlaceOfWarp> returns;
   LateRows late;
   uint32_t router_bad;  // a logit of this block's tokens was not finite
   uint32_t trace_events;

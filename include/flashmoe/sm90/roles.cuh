@@ -202,7 +202,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   const bool read_once = reads_weights_once(c);
   bool apart = false;  // the warps are at different stages
   Joiner<Dtype, Trace> joiner(args, c, s.late, trace);
-  Returns<Dtype, Trace> returns(args, c, s.returns, trace);
+  SumEngine<Dtype, Trace> sums(c, args.out, trace);
+  Returner<Platform, SumEngine<Dtype, Trace>, PlaceOfWarp> returns(c, sums, s.returns);
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) {

@@ -1,46 +1,19 @@
-// Send: a rank's rows to the other ranks that hold one of their experts, and the signals that complete their packets.
+// Rows on their way to other ranks: how a block's warps copy them for a Sender (actors/sender.h).
 //
 // By all warps of some blocks, before they compute. Not by a warp of each, although that would be free while the own rows
 // are computed: a block's first stores to a peer take 0.1 ms, and its loads wait behind them. So nearly all blocks had no
 // task until 0.16 ms into the call. And by the copy engine, through the stages, which are free until then: a few blocks keep
 // as much on its way as fills the link.
-//
-// Destination after destination, each rank beginning with the one behind it: so a rank hears from one rank at a time, and
-// early, instead of from all at the end. And a packet's rows by several warps, one packet after the other: were each packet
-// one warp's, all would be complete at the same time, late, and until then there would be no tile of theirs.
 #pragma once
 
-#include "flashmoe/actors/os.h"
+#include "flashmoe/actors/sender.h"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/gpu/tracer.cuh"
-#include "flashmoe/protocol/packet.h"
 #include "flashmoe/sm90/barrier.cuh"
 #include "flashmoe/sm90/geometry.h"
 #include "flashmoe/sm90/tma.cuh"
 
 namespace flashmoe::sm90 {
-
-// Of a sender, all lanes: waits until a word of the own heap or workspace is of this call. False if the call was aborted. What
-// is behind it is acquired where this rank's own actors wrote it; of a peer's word, what the word itself says.
-__device__ __forceinline__ bool await_word(const Call& c, const uint64_t* word) {
-  using P = Platform;
-  const WaitEnd end = wait_until<P>(
-      c,
-      [&] {
-        if (Signal::epoch(P::broadcast(P::poll(word, kDevice), 0)) == c.epoch) return Step::kDone;
-        __nanosleep(500);
-        return Step::kIdle;
-      },
-      OsLiveness<P>{c});
-  P::acquire(word, kDevice);
-  P::sync();
-  return end == WaitEnd::kDone;
-}
-
-// The same for the own packet's signal, which says that the block's routing and entries are written.
-__device__ __forceinline__ bool await_routing(const Call& c, uint32_t b) {
-  return await_word(c, c.packet_signal(c.rank, c.rank, b));
-}
 
 // One warp's copies of rows, by the copy engine through the warp's own shared memory: half of it is loaded while the other
 // is stored. A lane without a chunk of its own takes part in the waits.
@@ -108,94 +81,28 @@ class RowCopies {
   uint32_t turns_ = 0;  // of earlier copies
 };
 
-// One warp's part: of all packets' parts, those of a destination side by side, the parts first, first + step, ... All lanes.
+// The GPU's engine of a Sender.
 template <class Dtype, class Trace>
-class RowSender {
+class RowEngine {
   using P = Platform;
 
  public:
-  __device__ __forceinline__ RowSender(const KernelArgs& args, const Call& call, const RowCopies& copies,
+  __device__ __forceinline__ RowEngine(const KernelArgs& args, const Call& call, const RowCopies& copies,
                                        const Trace& trace)
       : args_(args), c_(call), copies_(copies), trace_(trace) {}
 
-  // False if the call was aborted.
-  __device__ __forceinline__ bool run(uint32_t first, uint32_t step) {
-    if (first == 0 && !announce()) return false;
-    const uint32_t parts = ceil_div(c_.block_tokens(), P::kLanes), of_rank = c_.blocks() * parts;
-    FLASHMOE_NO_UNROLL
-    for (uint32_t i = first; i < of_rank * (c_.ranks - 1); i += step) {
-      const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.ranks, b = i % of_rank / parts, part = i % parts;
-      if (!await_routing(c_, b)) return false;
-      trace_.begin();
-      const uint32_t entries = c_.out_offsets(q, b)[c_.owned(q)];
-      if (part == 0) copy_packet(b, q, entries);
-      copy_rows(b, q, part * P::kLanes);
-      P::sync();  // all lanes' writes before the count
-      if (P::lane() == 0) count_part(b, q, parts, entries);
-      trace_.end(TracePhase::kDispatch, b, q);
-    }
-    return true;
+  __device__ __forceinline__ void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
+    copies_.copy(
+        rows, c_.hidden * Dtype::kBytes,
+        [&](uint32_t row) { return args_.x + P::broadcast(token, row) * args_.x_row_bytes; },
+        [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, P::broadcast(token, row)); });
+  }
+  __device__ __forceinline__ void begin() const { trace_.begin(); }
+  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
+    trace_.end(phase, index, column);
   }
 
  private:
-  // Once this SM has signalled its own packet: the release would wait for these words, a call's first to its peers, for
-  // 0.1 ms. (So would the OS warp's, whenever it publishes tasks.) No peer has use for them sooner.
-  __device__ __forceinline__ bool announce() const {
-    if (blockIdx.x < c_.blocks() && !await_routing(c_, blockIdx.x)) return false;
-    announce_to_peers<P>(c_);
-    return true;
-  }
-
-  // The rows that rank q needs of the block's 32 tokens from `base` on.
-  __device__ __forceinline__ void copy_rows(uint32_t b, uint32_t q, uint32_t base) {
-    const uint32_t first = b << c_.log2_block, t = base + P::lane();
-    const bool exists = t < c_.tokens_in_block(b);
-    const uint32_t n = exists ? c_.out_counts(q, first)[t] : 0;
-    if (c_.reduced() && exists) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
-    const uint32_t needed = P::ballot(n != 0);
-    const uint32_t token = first + base + __fns(needed, 0, static_cast<int>(P::lane() + 1));  // of row lane()
-    copies_.copy(
-        P::popcount(needed), c_.hidden * Dtype::kBytes,
-        [&](uint32_t row) { return args_.x + __shfl_sync(kFullWarp, token, row) * args_.x_row_bytes; },
-        [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, __shfl_sync(kFullWarp, token, row)); });
-  }
-
-  // Who has sent the last part of a packet signals it. One lane.
-  __device__ __forceinline__ void count_part(uint32_t b, uint32_t q, uint32_t parts, uint32_t entries) const {
-    if (parts != 1) {
-      uint32_t* const sent = c_.out_sent(q, b);
-      if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return;
-      P::store_relaxed(sent, 0u);
-    }
-    signal_packet<P>(c_, q, b, entries);
-  }
-
-  __device__ __forceinline__ void copy_packet(uint32_t b, uint32_t q, uint32_t entries) const {
-    const uint32_t first = b << c_.log2_block;
-    copy_words(c_.packet_offsets(q, c_.rank, b), c_.out_offsets(q, b), c_.owned(q) + 1);
-    static_assert(sizeof(Entry) % 4 == 0);
-    copy_words(reinterpret_cast<uint32_t*>(c_.packet_entries(q, c_.rank, first)),
-               reinterpret_cast<const uint32_t*>(c_.out_entries(q, first)), entries * (sizeof(Entry) / 4));
-  }
-
-  // One word a lane: packets begin anywhere.
-  template <class Word>
-  __device__ __forceinline__ void copy_words(Word* to, const Word* from, uint32_t n) const {
-    constexpr uint32_t kAtOnce = 2;
-    FLASHMOE_NO_UNROLL
-    for (uint32_t i = P::lane(); i < n; i += kAtOnce * P::kLanes) {
-      Word word[kAtOnce];
-#pragma unroll
-      for (uint32_t j = 0; j < kAtOnce; ++j) {
-        if (i + j * P::kLanes < n) word[j] = from[i + j * P::kLanes];
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < kAtOnce; ++j) {
-        if (i + j * P::kLanes < n) to[i + j * P::kLanes] = word[j];
-      }
-    }
-  }
-
   const KernelArgs& args_;
   const Call& c_;
   RowCopies copies_;

@@ -1,0 +1,135 @@
+// Sender: brings a rank's packets to the other ranks that hold an expert of them: entries and rows, then the signal.
+//
+// A packet for another rank is built in the workspace, the outbox, since many small stores to a peer would hold up the
+// signal of the own packet. Its rows are sent in parts of 32 tokens, by several senders; whoever has sent the last part
+// signals it. Destination after destination, each rank beginning with the one behind it: so a rank hears from one rank at
+// a time, and early, instead of from all at the end. And one packet's parts side by side: were each packet one sender's,
+// all would be complete at the same time, late, and until then there would be no tile of theirs.
+//
+// Where peers are not mapped: put_sender.h.
+#pragma once
+
+#include "flashmoe/protocol/announce.h"
+#include "flashmoe/protocol/packet.h"
+#include "flashmoe/spec/enums.h"
+
+namespace flashmoe {
+
+// Of a sender, all lanes: waits until a word of the own heap or workspace is of this call. False if the call was aborted. What
+// is behind it is acquired where this rank's own actors wrote it; of a peer's word, what the word itself says.
+template <class P>
+FLASHMOE_FN bool await_word(const Call& c, const uint64_t* word) {
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        if (Signal::epoch(P::broadcast(P::poll(word, kDevice), 0)) == c.epoch) return Step::kDone;
+        P::rest();
+        return Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  P::acquire(word, kDevice);
+  P::sync();
+  return end == WaitEnd::kDone;
+}
+
+// The same for the own packet's signal, which says that the block's routing and outbox are written.
+template <class P>
+FLASHMOE_FN bool await_routing(const Call& c, uint32_t b) {
+  return await_word<P>(c, c.packet_signal(c.rank, c.rank, b));
+}
+
+// One of a rank's senders: of all packets' parts, those of a destination side by side, the parts first, first + step, ...
+// All functions by all lanes. The engine supplies
+//   send_rows(q, token, rows)   copies the rows of the tokens that lanes 0 .. rows - 1 name to rank q, where
+//                               Call::dispatched_row has them; they are written when it returns
+//   begin(), end(phase, index, column)   of a span, for reports and traces
+template <class P, class Engine>
+class Sender {
+ public:
+  static constexpr uint32_t kPartTokens = 32;
+
+  FLASHMOE_FN Sender(const Call& call, Engine& engine) : c_(call), engine_(engine) {}
+
+  // own_block: the first token block that this sender's processor dispatches. False if the call was aborted.
+  FLASHMOE_FN bool run(uint32_t first, uint32_t step, uint32_t own_block) {
+    if (first == 0 && !announce(own_block)) return false;
+    const uint32_t parts = ceil_div(c_.block_tokens(), kPartTokens), of_rank = c_.blocks() * parts;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = first; i < of_rank * (c_.ranks - 1); i += step) {
+      const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.ranks, b = i % of_rank / parts, part = i % parts;
+      if (!await_routing<P>(c_, b)) return false;
+      engine_.begin();
+      const uint32_t entries = c_.out_offsets(q, b)[c_.owned(q)];
+      if (part == 0) copy_packet(b, q, entries);
+      send_part(b, q, part * kPartTokens);
+      P::sync();  // all lanes' writes before the count
+      if (P::lane() == 0) count_part(b, q, parts, entries);
+      engine_.end(Phase::kDispatch, b, q);
+    }
+    return true;
+  }
+
+ private:
+  // Once this processor has signalled its own packet: on a GPU the release would wait for these words, a call's first to
+  // its peers, for 0.1 ms. (So would the OS actor's, whenever it publishes tasks.) No peer has use for them sooner.
+  FLASHMOE_FN bool announce(uint32_t own_block) const {
+    if (own_block < c_.blocks() && !await_routing<P>(c_, own_block)) return false;
+    announce_to_peers<P>(c_);
+    return true;
+  }
+
+  // The rows that rank q needs of the block's tokens of a part, the first of which is its `base`-th.
+  FLASHMOE_FN void send_part(uint32_t b, uint32_t q, uint32_t base) const {
+    const uint32_t first = b << c_.log2_block;
+    FLASHMOE_UNROLL
+    for (uint32_t at = base; at < base + kPartTokens; at += P::kLanes) {
+      const uint32_t t = at + P::lane();
+      const bool exists = t < c_.tokens_in_block(b);
+      const uint32_t n = exists ? c_.out_counts(q, first)[t] : 0;
+      if (c_.reduced() && exists) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
+      const uint32_t needed = P::ballot(n != 0);
+      engine_.send_rows(q, first + at + P::nth_bit(needed, P::lane()), P::popcount(needed));
+    }
+  }
+
+  // Who has sent the last part of a packet signals it. One lane.
+  FLASHMOE_FN void count_part(uint32_t b, uint32_t q, uint32_t parts, uint32_t entries) const {
+    if (parts != 1) {
+      uint32_t* const sent = c_.out_sent(q, b);
+      if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return;
+      P::store_relaxed(sent, 0u);
+    }
+    signal_packet<P>(c_, q, b, entries);
+  }
+
+  FLASHMOE_FN void copy_packet(uint32_t b, uint32_t q, uint32_t entries) const {
+    const uint32_t first = b << c_.log2_block;
+    copy_words(c_.packet_offsets(q, c_.rank, b), c_.out_offsets(q, b), c_.owned(q) + 1);
+    static_assert(sizeof(Entry) % 4 == 0);
+    copy_words(reinterpret_cast<uint32_t*>(c_.packet_entries(q, c_.rank, first)),
+               reinterpret_cast<const uint32_t*>(c_.out_entries(q, first)), entries * (sizeof(Entry) / 4));
+  }
+
+  // One word a lane: packets begin anywhere.
+  template <class Word>
+  FLASHMOE_FN void copy_words(Word* to, const Word* from, uint32_t n) const {
+    constexpr uint32_t kAtOnce = 2;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = P::lane(); i < n; i += kAtOnce * P::kLanes) {
+      Word word[kAtOnce];
+      FLASHMOE_UNROLL
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        if (i + j * P::kLanes < n) word[j] = from[i + j * P::kLanes];
+      }
+      FLASHMOE_UNROLL
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        if (i + j * P::kLanes < n) to[i + j * P::kLanes] = word[j];
+      }
+    }
+  }
+
+  const Call& c_;
+  Engine& engine_;
+};
+
+}  // namespace flashmoe
