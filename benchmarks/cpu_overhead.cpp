@@ -56,12 +56,11 @@ double median(std::vector<double> v) {
 // chunks of a tile taken in turn by the threads, BLAS calls of `call_rows` rows, results left as the BLAS writes them.
 class PlainLoop {
  public:
-  PlainLoop(const Problem& p, const Context& c, uint32_t threads, uint32_t call_rows)
+  // ids: [T, K], the experts that the router chose.
+  PlainLoop(const Problem& p, const std::vector<int32_t>& ids, uint32_t threads, uint32_t call_rows)
       : p_(p), threads_(threads), call_rows_(call_rows) {
     std::vector<uint32_t> rows(p.experts, 0);
-    for (uint32_t t = 0; t < p.tokens; ++t) {
-      for (uint32_t k = 0; k < p.top_k; ++k) ++rows[static_cast<uint32_t>(c.routing(t)[k])];
-    }
+    for (const int32_t expert : ids) ++rows[static_cast<uint32_t>(expert)];
     for (uint32_t t = 0; t < p.tokens; t += kTile) jobs_.push_back({p.experts, t, std::min(kTile, p.tokens - t)});
     size_t first = 0;
     for (uint32_t e = 0; e < p.experts; ++e) {
@@ -131,7 +130,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   limits.top_k = limits.return_slots = p.top_k;
   limits.elem_bytes = 4;
   limits.processors = processors;
-  Context context(make_single_rank_group(make_heap_layout(limits).bytes), 0, limits, 30'000'000'000);
+  Context context(host::make_single_rank_group(make_heap_layout(limits).bytes), 0, limits, 30'000'000'000);
 
   std::vector<float> out(p.x.size());
   Layer layer;
@@ -149,9 +148,12 @@ int run(const char* path, uint32_t processors, int repeats) {
   options.placement.assign(p.experts, 0);
   options.order = {.raster = 4, .window = 16 * processors};  // as python/flashmoe/ops.py has it
 
-  context.call(layer, options);  // the plain loops need its routing
+  // The plain loops need its routing.
+  std::vector<int32_t> ids(size_t{p.tokens} * p.top_k);
+  std::vector<float> weights(ids.size());
+  context.call(layer, options, {ids.data(), weights.data()});
   const uint32_t unit = padded_rows(1, p.intermediate, p.hidden);
-  PlainLoop same(p, context, processors, unit), free(p, context, processors, 128);
+  PlainLoop same(p, ids, processors, unit), free(p, ids, processors, 128);
   // In turn, so that whatever else the machine does falls on all three alike.
   std::vector<double> engine_ms, same_ms, free_ms, over_same, over_free;
   for (int i = 0; i < repeats; ++i) {

@@ -37,8 +37,8 @@ static_assert(offsetof(ours::LaunchConfig, attributes) == offsetof(CUlaunchConfi
 static_assert(offsetof(ours::LaunchConfig, attribute_count) == offsetof(CUlaunchConfig, numAttrs));
 static_assert(sizeof(ours::LaunchAttribute) == sizeof(CUlaunchAttribute));
 static_assert(offsetof(ours::LaunchAttribute, value) == offsetof(CUlaunchAttribute, value));
-static_assert(sizeof(flashmoe::sm90::TensorMap) == sizeof(CUtensorMap));
-static_assert(alignof(flashmoe::sm90::TensorMap) % 64 == 0);  // what cuTensorMapEncodeTiled asks for
+static_assert(sizeof(flashmoe::gpu::TensorMap) == sizeof(CUtensorMap));
+static_assert(alignof(flashmoe::gpu::TensorMap) % 64 == 0);  // what cuTensorMapEncodeTiled asks for
 
 static_assert(ours::kCudaOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
 static_assert(ours::kMultiprocessorCount == int{CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT});

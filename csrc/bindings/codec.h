@@ -71,8 +71,8 @@ class Fields {
         }
       }
       std::string known;
-      for (const char* each : Names<T>::kAll) known += known.empty() ? each : cpu::concat(", ", each);
-      refuse(name, cpu::concat("one of ", known), text ? std::string(*text) : "no text");
+      for (const char* each : Names<T>::kAll) known += known.empty() ? each : host::concat(", ", each);
+      refuse(name, host::concat("one of ", known), text ? std::string(*text) : "no text");
     } else if constexpr (std::is_floating_point_v<T>) {
       const auto number = value.try_cast<double>();
       if (!number) refuse(name, "a number", "something else");
@@ -81,7 +81,7 @@ class Fields {
       const auto number = value.try_cast<int64_t>();
       constexpr uint64_t kMost = std::min<uint64_t>(std::numeric_limits<T>::max(), INT64_MAX);
       if (!number || *number < 0 || static_cast<uint64_t>(*number) > kMost) {
-        refuse(name, cpu::concat("an integer in [0, ", kMost, "]"),
+        refuse(name, host::concat("an integer in [0, ", kMost, "]"),
                number ? std::to_string(*number) : "something else");
       }
       to = static_cast<T>(*number);
@@ -89,7 +89,8 @@ class Fields {
   }
 
   [[noreturn]] void refuse(const char* name, const std::string& expected, const std::string& got) const {
-    throw cpu::Error(cpu::Error::Kind::kOther, cpu::concat(what_, ": ", name, ": expected ", expected, ", got ", got));
+    throw host::Error(host::Error::Kind::kOther,
+                      host::concat(what_, ": ", name, ": expected ", expected, ", got ", got));
   }
 
   const char* what_;
@@ -133,8 +134,9 @@ inline LayerSpec layer_of(Map map) {
         if (std::string_view(each) == name) other = field;
       }
     });
-    throw cpu::Error(cpu::Error::Kind::kInvalidArgument, cpu::concat(name, ": expected ", name_of(l.x_type),
-                                                                     ", the element type of x, got ", name_of(other)));
+    throw host::Error(
+        host::Error::Kind::kInvalidArgument,
+        host::concat(name, ": expected ", name_of(l.x_type), ", the element type of x, got ", name_of(other)));
   }
   return l;
 }
@@ -177,7 +179,7 @@ class Operands {
 
  private:
   [[noreturn]] static void refuse(const char* name, const std::string& expected, const std::string& got) {
-    throw cpu::Error(cpu::Error::Kind::kOther, cpu::concat(name, ": expected ", expected, ", got ", got));
+    throw host::Error(host::Error::Kind::kOther, host::concat(name, ": expected ", expected, ", got ", got));
   }
 
   ffi::Map<ffi::String, ffi::Tensor> map_;

@@ -5,6 +5,8 @@
 #include "bindings/codec.h"
 #include "bindings/registry.h"
 #include "cuda/context.h"
+#include "cuda/limits.h"
+#include "cuda/policy.h"
 
 namespace flashmoe::cuda {
 namespace {

@@ -11,8 +11,8 @@
 
 namespace flashmoe {
 
-inline const char* python_name(cpu::Error::Kind kind) {
-  using Kind = cpu::Error::Kind;
+inline const char* python_name(host::Error::Kind kind) {
+  using Kind = host::Error::Kind;
   switch (kind) {
     case Kind::kInvalidArgument: return "flashmoe.InvalidArgument";
     case Kind::kHeap: return "flashmoe.HeapError";
@@ -28,7 +28,7 @@ template <class Fn>
 auto guarded(Fn&& fn) {
   try {
     return fn();
-  } catch (const cpu::Error& e) {
+  } catch (const host::Error& e) {
     throw tvm::ffi::Error(python_name(e.kind), e.what(), "");
   }
 }
@@ -45,7 +45,7 @@ class Registry {
   std::shared_ptr<Context> get(int64_t handle) {
     const std::lock_guard lock(mutex_);
     const auto it = contexts_.find(handle);
-    if (it == contexts_.end()) throw cpu::Error(cpu::Error::Kind::kOther, "context: it is closed");
+    if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, "context: it is closed");
     return it->second;
   }
   void remove(int64_t handle) {

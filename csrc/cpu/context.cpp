@@ -1,10 +1,11 @@
 #include "cpu/context.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 
+#include "cpu/fault.h"
 #include "cpu/gemm.h"
+#include "cpu/policy.h"
 #include "host/agreement.h"
 #include "host/fault_message.h"
 #include "host/interrupt.h"
@@ -14,14 +15,8 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Small blocks keep every processor busy, large ones make fewer packets; offsets within a packet are 16 bits.
-uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token) {
-  uint32_t block = kMaxTokenBlock;
-  while (block > kMinTokenBlock && (ceil_div(tokens, block) < 2 * processors || block * entries_per_token > 0xffff)) {
-    block /= 2;
-  }
-  return static_cast<uint32_t>(std::countr_zero(block));
-}
+using host::concat;
+using host::Error;
 
 // A processor's events, and what lies between them as waits; the OS actor's as they are.
 void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t start_ns, uint64_t end_ns) {
@@ -36,7 +31,7 @@ void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t sta
 
 }  // namespace
 
-Context::Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
+Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
     : group_(std::move(group)),
       limits_(limits),
       seen_(limits.ranks),
@@ -88,7 +83,7 @@ void Context::make_workspace() {
   call_.work_layout = make_work_layout(limits_);
   call_.queue_mask = limits_.queue_capacity() - 1;
   call_.list_mask = limits_.list_capacity() - 1;
-  workspace_ = make_single_rank_group(call_.work_layout.bytes);  // zeroed on first touch
+  workspace_ = host::make_single_rank_group(call_.work_layout.bytes);  // zeroed on first touch
   call_.work = workspace_->heaps()[0];
 }
 
@@ -103,16 +98,8 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
   make_workspace();
 }
 
-// Spreads GEMM1's columns evenly; no group is without any.
-void Context::cut_into_groups(uint32_t groups) {
-  call_.groups = std::clamp(groups, 1u, std::min(kMaxGroups, call_.gemm1_columns));
-  for (uint32_t g = 0; g <= call_.groups; ++g) {
-    call_.group_first[g] = static_cast<uint16_t>(call_.gemm1_columns * g / call_.groups);
-  }
-}
-
 void Context::prepare(const Layer& layer, const CallOptions& o) {
-  placement_ = placement_tables(o.placement, limits_);
+  placement_ = host::placement_tables(o.placement, limits_);
   layer_ = layer;
   perturbation_ = o.perturbation;
   call_.owner = placement_.owner.data();
@@ -132,10 +119,10 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.tile_rows = limits_.tile_rows;
   call_.gemm0_columns = ceil_div(o.intermediate, limits_.gemm0_columns_per_task);
   call_.gemm1_columns = ceil_div(o.hidden, limits_.gemm1_columns_per_task);
-  cut_into_groups(o.groups);
+  call_.groups = return_groups(call_.gemm1_columns, o.groups, call_.group_first);
   call_.order = o.order;
-  call_.config =
-      make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement, limits_.gemm1_columns_per_task);
+  call_.config = host::make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement,
+                                   limits_.gemm1_columns_per_task);
   experts_.resize(std::max(call_.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
@@ -186,7 +173,7 @@ void Context::await_actors() {
     if (interrupt_ != nullptr) continue;  // heard
     lock.unlock();
     try {
-      check_interrupt();
+      host::check_interrupt();
     } catch (...) {
       end_call(interrupt_, std::current_exception());
     }
@@ -221,7 +208,11 @@ void Context::check_outcome() {
   if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) == 0) return;
   broken_ = true;
   if (interrupt_ != nullptr) std::rethrow_exception(interrupt_);
-  if (failure_ == nullptr) throw fault_error(call_, *group_);
+  if (failure_ == nullptr) {
+    const std::optional<HostFault> record = posted_fault(call_);
+    if (!record) throw Error(Error::Kind::kOther, "the call was aborted without a fault record");
+    throw host::fault_error(*record, {call_.rank, call_.timeout_ns, group_->obituary(record->fault.culprit)});
+  }
   try {
     std::rethrow_exception(failure_);
   } catch (const std::exception& e) {
@@ -248,7 +239,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   r.tiles = r.count[static_cast<uint32_t>(Phase::kGemm0)] / call_.gemm0_columns;
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
-  r.return_rows_sent = rows_returned(call_);
+  r.return_rows_sent = host::rows_returned(call_);
   return r;
 }
 

@@ -47,7 +47,7 @@ struct RoutingOut {
 class Context {
  public:
   // limits are the same on every rank but for the part that sizes the workspace; see Limits.
-  Context(std::unique_ptr<Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns);
+  Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -66,7 +66,6 @@ class Context {
  private:
   void make_workspace();
   void prepare(const Layer& layer, const CallOptions& options);
-  void cut_into_groups(uint32_t groups);
   void start_actors();
   void stop_actors();
   void actor_loop(uint32_t actor);
@@ -76,17 +75,17 @@ class Context {
   void check_outcome();
   CallReport report(const CallOptions& options, uint64_t start_ns, uint64_t end_ns) const;
 
-  std::unique_ptr<Group> group_;
+  std::unique_ptr<host::Group> group_;
   Limits limits_;
   Call call_;
   Layer layer_;
-  std::unique_ptr<Group> workspace_;  // private memory of this rank
-  std::mutex calls_;                  // held for the length of a call
+  std::unique_ptr<host::Group> workspace_;  // private memory of this rank
+  std::mutex calls_;                        // held for the length of a call
   bool broken_ = false;
   uint64_t perturbation_ = 0;
 
   // Placement tables and OS scratch, as Call and OsScratch point to them.
-  PlacementTables placement_;
+  host::PlacementTables placement_;
   std::vector<Source> sources_;
   std::vector<FormedExpert> experts_;
   Scheduler<CpuPlatform>::Memory scheduler_;

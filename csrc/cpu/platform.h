@@ -1,8 +1,6 @@
 // The CPU's Platform: one lane, std::atomic_ref, and a schedule that tests can perturb.
 #pragma once
 
-#include <time.h>
-
 #include <atomic>
 #include <bit>
 #include <chrono>
@@ -10,8 +8,11 @@
 #include <thread>
 
 #include "flashmoe/protocol/platform.h"
+#include "host/clock.h"
 
 namespace flashmoe::cpu {
+
+using host::monotonic_ns;
 
 // Delays at every atomic operation, drawn from a seed, so that tests reach interleavings which the machine's own
 // scheduler rarely produces. Per thread; off unless seeded.
@@ -38,12 +39,6 @@ class Perturbation {
     return s;
   }
 };
-
-inline uint64_t monotonic_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
-}
 
 // Memory operations of any CPU platform; scopes make no difference to a coherent machine.
 struct CpuMemory {

@@ -1,4 +1,4 @@
-// What the CPU engine computes on elements: conversions and activations.
+// Arithmetic of the CPU engine on tensor elements: conversions, and activations.
 #pragma once
 
 #include <cmath>

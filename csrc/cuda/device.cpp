@@ -9,7 +9,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-using cpu::concat;
+using host::concat;
 
 int attribute(int device, DeviceAttribute which) {
   int value = 0;
@@ -72,7 +72,15 @@ void Device::synchronize() const {
   check(driver().cuCtxSynchronize(), "work on the device failed");
 }
 
-// Delegating: if the rest throws, the destructor still runs.
+void Device::refuse_capture(DriverStream stream, const char* what) const {
+  const Use use(*this);
+  int status = kCaptureNone;
+  check(driver().cuStreamIsCapturing(stream, &status), "cannot query the stream");
+  if (status == kCaptureNone) return;
+  throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
+}
+
+// Delegating: an object that another constructor has made is destroyed, and what it took given back, if the rest throws.
 DeviceMemory::DeviceMemory(const Device& device, uint64_t bytes, const char* what) : DeviceMemory() {
   const Driver& d = driver();
   const Device::Use use(device);
@@ -115,7 +123,7 @@ void DeviceMemory::download(void* to, uint64_t bytes, uint64_t offset) const {
   check(driver().cuMemcpyDtoH_v2(to, address_ + offset, bytes), "cannot copy from the device");
 }
 
-// As DeviceMemory's.
+// Delegating, for the same reason.
 MappedPage::MappedPage(const Device& device) : MappedPage(device, nullptr) {
   const Device::Use use(device);
   check(driver().cuMemHostAlloc(&host_, kBytes, kHostAllocMapped | kHostAllocPortable), "cannot map host memory");

@@ -29,8 +29,11 @@ class Device {
   void identify(char (&uuid)[16]) const;
   // Waits for everything that was launched on the device.
   void synchronize() const;
+  // Throws Error while the stream is being captured: "capture: <what> cannot be done ...".
+  void refuse_capture(DriverStream stream, const char* what) const;
 
-  // Makes the device's context current for as long as it lives. Where that fails, what is then asked for fails.
+  // Makes the device's context current for as long as it lives. Reports no error: without a current context, the driver
+  // refuses whatever is asked for next, and that is checked.
   class Use {
    public:
     explicit Use(const Device& device) : pushed_(driver().cuCtxPushCurrent_v2(device.context_) == kCudaSuccess) {}

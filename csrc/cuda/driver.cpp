@@ -7,7 +7,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-using cpu::concat;
+using host::concat;
 
 constexpr const char* kLibrary = "libcuda.so.1";
 

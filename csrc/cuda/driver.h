@@ -12,7 +12,7 @@
 
 namespace flashmoe::cuda {
 
-using cpu::Error;
+using host::Error;
 
 using CudaResult = int;
 using DevicePtr = unsigned long long;

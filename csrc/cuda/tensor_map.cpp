@@ -56,7 +56,7 @@ sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, 
       &map, map_type(dtype), shape.rank, reinterpret_cast<void*>(data), shape.dims, shape.strides, shape.box,
       kEveryElement, kMapInterleaveNone, kMapSwizzle128B, kMapPromotion256B, kMapFillZero);
   // Most calls encode one, and succeed: words are put together for those that do not.
-  if (result != kCudaSuccess) check(result, cpu::concat("cannot describe ", what, " to the copy engine").c_str());
+  if (result != kCudaSuccess) check(result, host::concat("cannot describe ", what, " to the copy engine").c_str());
   return map;
 }
 

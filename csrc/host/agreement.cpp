@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
-namespace flashmoe::cpu {
+#include "host/text.h"
+
+namespace flashmoe::host {
 namespace {
 
 // FNV-1a; ranks compare hashes of what they must agree on.
@@ -13,6 +15,28 @@ uint64_t hash_bytes(const void* data, size_t n) {
 }
 
 }  // namespace
+
+std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, uint32_t peer) {
+  const struct {
+    const char* name;
+    uint32_t mine, theirs;
+  } fields[] = {{"ranks", mine.ranks, theirs.ranks},
+                {"max_tokens", mine.max_tokens, theirs.max_tokens},
+                {"hidden", mine.hidden, theirs.hidden},
+                {"experts", mine.experts, theirs.experts},
+                {"most experts of a rank (placement)", mine.max_local_experts, theirs.max_local_experts},
+                {"top_k", mine.top_k, theirs.top_k},
+                {"bytes per element (dtype)", mine.elem_bytes, theirs.elem_bytes},
+                {"return slots (return_mode)", mine.return_slots, theirs.return_slots},
+                {"capacity (capacity_factor)", mine.capacity, theirs.capacity},
+                {"rdma (transport)", mine.rdma, theirs.rdma}};
+  for (const auto& f : fields) {
+    if (f.mine != f.theirs) {
+      return concat(f.name, ": rank ", rank, " has ", f.mine, ", rank ", peer, " has ", f.theirs);
+    }
+  }
+  return {};
+}
 
 CallConfig make_config(const Call& call, DType dtype, Activation activation, double capacity_factor,
                        const std::vector<uint32_t>& placement, uint32_t columns_per_task) {
@@ -31,8 +55,8 @@ CallConfig make_config(const Call& call, DType dtype, Activation activation, dou
     ends[g] = std::min(call.group_first[g + 1] * columns_per_task, call.hidden);
   }
   config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
-  config.hash = hash_bytes(&config, sizeof(config));  // the field itself is still 0
+  config.hash = hash_bytes(&config, sizeof(config));  // over a hash of 0 and all the others
   return config;
 }
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -1,14 +1,19 @@
-// What the ranks of a group must agree on in a call, as each of them believes it to be.
+// What the ranks of a group must agree on: when it forms their limits, in a call what each of them believes it to be.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "flashmoe/protocol/call.h"
+#include "flashmoe/spec/enums.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
+
+// The first difference between two ranks' limits that no call could bridge, as a message; empty if there is none.
+std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, uint32_t peer);
 
 // Of a call whose sizes, return mode and groups are set. columns_per_task: of GEMM1.
 CallConfig make_config(const Call& call, DType dtype, Activation activation, double capacity_factor,
                        const std::vector<uint32_t>& placement, uint32_t columns_per_task);
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

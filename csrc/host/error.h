@@ -1,10 +1,10 @@
-// Errors of the CPU engine; the kind selects the Python exception (python/flashmoe/_ffi.py).
+// This project's errors; the kind selects the Python exception (python/flashmoe/_ffi.py).
 #pragma once
 
 #include <stdexcept>
 #include <string>
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 class Error : public std::runtime_error {
  public:
@@ -13,4 +13,4 @@ class Error : public std::runtime_error {
   const Kind kind;
 };
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -1,9 +1,9 @@
 #include "host/fault_message.h"
 
-#include "cpu/platform.h"
+#include "flashmoe/spec/enums.h"
 #include "host/text.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 namespace {
 
 using Kind = Error::Kind;
@@ -22,26 +22,24 @@ std::string awaited(const Fault& r) {
   }
 }
 
-Error timeout_error(const Call& c, const Group& group, const Fault& r) {
-  const uint32_t guilty = r.culprit;
-  const uint64_t entered = CpuPlatform::load_acquire(&c.status(guilty)->entered, kSystem);
-  std::string state = group.obituary(guilty);
+Error timeout_error(const HostFault& record, const Teller& teller) {
+  const Fault& r = record.fault;
+  std::string state = teller.obituary;
   if (state.empty()) {
-    state = entered < r.epoch ? concat("it has not begun call ", r.epoch, " (it is at ", entered, ")")
-                              : concat("it has begun call ", r.epoch, " but makes no progress");
+    state = record.entered < r.epoch ? concat("it has not begun call ", r.epoch, " (it is at ", record.entered, ")")
+                                     : concat("it has begun call ", r.epoch, " but makes no progress");
   }
-  // Another rank's time limit may be another.
-  const std::string waited =
-      r.rank == c.rank ? concat(" waited ", static_cast<double>(c.timeout_ns) * 1e-9, " s for ") : " waited for ";
+  // The time limit of a rank that found the fault elsewhere is not known here.
+  const std::string waited = r.rank == teller.rank
+                                 ? concat(" waited ", static_cast<double>(teller.timeout_ns) * 1e-9, " s for ")
+                                 : " waited for ";
   return {Kind::kPeerTimeout,
-          concat("rank ", guilty, " holds up call ", r.epoch, ": ", state, "; rank ", r.rank, waited, awaited(r))};
+          concat("rank ", r.culprit, " holds up call ", r.epoch, ": ", state, "; rank ", r.rank, waited, awaited(r))};
 }
 
-Error disagreement_error(const Call& c, const Fault& r) {
-  // Each rank's own copy of its configuration lies in its own heap.
-  const uint32_t a = r.rank, b = r.awaited;
-  const CallConfig& mine = *c.call_config(a, a);
-  const CallConfig& theirs = *c.call_config(b, b);
+Error disagreement_error(const HostFault& record) {
+  const CallConfig &mine = record.mine, &theirs = record.theirs;
+  const uint32_t a = record.fault.rank, b = record.fault.awaited;
   std::string what;
   auto number = [&](const char* name, auto x, auto y) {
     if (x != y) what += concat(what.empty() ? "" : "; ", name, ": rank ", a, " has ", x, ", rank ", b, " has ", y);
@@ -63,12 +61,15 @@ Error disagreement_error(const Call& c, const Fault& r) {
   if (what.empty() && mine.groups != theirs.groups) {
     what = concat("return groups: rank ", a, " and rank ", b, " cut the columns differently");
   }
-  return {Kind::kGroup, concat("ranks disagree on call ", r.epoch, ": ", what)};
+  return {Kind::kGroup, concat("ranks disagree on call ", record.fault.epoch, ": ", what)};
 }
 
-Error describe(const Call& c, const Group& group, const Fault& r) {
+}  // namespace
+
+Error fault_error(const HostFault& record, const Teller& teller) {
+  const Fault& r = record.fault;
   switch (r.kind) {
-    case FaultKind::kDisagree: return disagreement_error(c, r);
+    case FaultKind::kDisagree: return disagreement_error(record);
     case FaultKind::kRouterValue:
       return {Kind::kInvalidArgument,
               concat("router: expected finite logits, got NaN or infinity for token ", r.index, " of rank ", r.rank)};
@@ -79,19 +80,8 @@ Error describe(const Call& c, const Group& group, const Fault& r) {
       return {Kind::kInvalidArgument,
               concat("topk_ids: expected ids in [0, E=", r.expected, "), got ", static_cast<int32_t>(r.seen),
                      " for token ", r.index, " of rank ", r.rank)};
-    default: return timeout_error(c, group, r);
+    default: return timeout_error(record, teller);
   }
 }
 
-}  // namespace
-
-Error fault_error(const Call& c, const Group& group) {
-  for (uint32_t i = 0; i < c.ranks; ++i) {
-    const uint32_t p = (c.rank + i) % c.ranks;
-    const FaultRecord* r = c.fault(c.rank, p);
-    if (CpuPlatform::load_acquire(&r->posted, kSystem) != 0) return describe(c, group, r->fault);
-  }
-  return {Kind::kOther, "the call was aborted without a fault record"};
-}
-
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -1,15 +1,22 @@
-// What a fault record says, in words.
+// What a fault says, in words.
 #pragma once
 
 #include <string>
 
-#include "flashmoe/protocol/call.h"
+#include "flashmoe/protocol/status.h"
 #include "host/error.h"
-#include "host/group.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
-// The error of a call that ended with a fault: this rank's own record if it found one, else a peer's.
-Error fault_error(const Call& call, const Group& group);
+// What the rank that tells its user of a fault knows besides the fault.
+struct Teller {
+  uint32_t rank = 0;
+  uint64_t timeout_ns = 0;
+  std::string obituary;  // a sentence about the culprit if it is known to be gone (Group::obituary), else empty
+};
 
-}  // namespace flashmoe::cpu
+// The error of a call that ended with this fault. Of the record, `entered` matters where a wait expired, and `mine` and
+// `theirs` where ranks disagree.
+Error fault_error(const HostFault& record, const Teller& teller);
+
+}  // namespace flashmoe::host

@@ -7,7 +7,7 @@
 
 #include "flashmoe/protocol/heap_layout.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 class Group {
  public:
@@ -25,8 +25,8 @@ class Group {
 };
 
 // Ranks are processes, heaps are POSIX shared memory. Returns once every rank has mapped every heap; by then all names
-// are unlinked, so that nothing outlives the processes however they end, and a group of the same name may form anew. A rank
-// that dies or does not join within timeout_ns, or whose limits differ, makes every rank throw, naming it.
+// are unlinked, so that nothing outlives the processes however they end, and a group of the same name may form anew. Where a
+// rank dies, does not join within timeout_ns, or has other limits, every rank throws Error and names it.
 std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
                                           uint64_t heap_bytes, uint64_t timeout_ns);
 
@@ -36,4 +36,4 @@ std::unique_ptr<Group> make_single_rank_group(uint64_t heap_bytes);
 // Ranks are threads of one process: what the stress tests run under sanitizers. Each rank takes one of the groups.
 std::vector<std::unique_ptr<Group>> make_thread_groups(uint32_t ranks, uint64_t heap_bytes);
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

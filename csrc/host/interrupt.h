@@ -1,10 +1,10 @@
 // How waits of the host hear that the user wants them to end.
 #pragma once
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 // Called some tens of times a second by the thread that waits for the group to form or for a call to end; what it throws
 // ends the wait. The bindings set it when the library is loaded, before there is a second thread.
 inline void (*check_interrupt)() = [] {};
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -3,7 +3,7 @@
 #include "host/error.h"
 #include "host/text.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limits& limits) {
   PlacementTables t;
@@ -30,4 +30,4 @@ PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limi
   return t;
 }
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -5,7 +5,7 @@
 
 #include "flashmoe/protocol/heap_layout.h"
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 struct PlacementTables {
   std::vector<uint32_t> owner;       // [E]
@@ -18,4 +18,4 @@ struct PlacementTables {
 // Throws Error where an owner is no rank, or one holds more experts than other ranks' heaps have room for.
 PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limits& limits);
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

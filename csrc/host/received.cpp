@@ -2,10 +2,11 @@
 
 #include <algorithm>
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 namespace {
 
-// Calls f(p, b, entries) for each packet that has any. Of one without, what lies there is an older one's.
+// Calls f(p, b, entries) for each packet (p, b) that has entries. Of one that has none only the signal is sent, so that its
+// offsets and counts are still those of an earlier call.
 template <class F>
 void for_each_packet(const Call& c, F&& f) {
   for (uint32_t p = 0; p < c.ranks; ++p) {
@@ -39,4 +40,4 @@ uint64_t rows_returned(const Call& c) {
   return rows;
 }
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -4,7 +4,7 @@
 #include <sstream>
 #include <string>
 
-namespace flashmoe::cpu {
+namespace flashmoe::host {
 
 template <class... Parts>
 std::string concat(const Parts&... parts) {
@@ -13,4 +13,4 @@ std::string concat(const Parts&... parts) {
   return out.str();
 }
 
-}  // namespace flashmoe::cpu
+}  // namespace flashmoe::host

@@ -270,7 +270,7 @@ def _follow_parent(groups: list[str]) -> None:
 
 def _remove_segments(name: str) -> None:
     """Free what ranks that died while they made the group `name` left in shared memory."""
-    for pattern in (f"flashmoe-{name}-*", f".flashmoe-{name}-*"):  # named, and not yet (csrc/host/group.cpp)
+    for pattern in (f"flashmoe-{name}-*", f".flashmoe-{name}-*"):  # named, and not yet (csrc/host/segment.cpp)
         for segment in Path("/dev/shm").glob(pattern):
             segment.unlink(missing_ok=True)
 

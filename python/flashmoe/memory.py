@@ -21,7 +21,7 @@ SHARED_MEMORY = "/dev/shm"
 """Where the CPU engine's symmetric heaps live: one file system for all ranks of the machine."""
 
 CONTROL_PAGE = 3 * 4096
-"""Bytes in front of each of them there, by which the ranks meet (csrc/host/group.cpp)."""
+"""Bytes in front of each of them there, by which the ranks meet (csrc/host/segment.h)."""
 
 PUBLISHED = (
     (4096, 16, 128.57),

@@ -13,7 +13,7 @@
 namespace flashmoe::test {
 namespace {
 
-using cpu::concat;
+using host::concat;
 constexpr uint32_t kNobody = ~0u;
 
 // ---- Who may write where ----------------------------------------------------------------------------------

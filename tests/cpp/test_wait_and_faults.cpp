@@ -165,8 +165,8 @@ void run_faulty(AbstractGroup<P>& group, const std::vector<Problem>& problems, s
 
 void check_fault(const FaultRecord& r, FaultKind kind, uint32_t rank, uint32_t awaited, uint32_t culprit) {
   const auto show = [](FaultKind kind, uint32_t rank, uint32_t awaited, uint32_t culprit) {
-    return cpu::concat("kind ", static_cast<uint32_t>(kind), ", found by ", rank, ", awaited ", awaited, ", culprit ",
-                       culprit);
+    return host::concat("kind ", static_cast<uint32_t>(kind), ", found by ", rank, ", awaited ", awaited, ", culprit ",
+                        culprit);
   };
   CHECK_EQ(r.posted, 1u);
   CHECK_EQ(show(r.fault.kind, r.fault.rank, r.fault.awaited, r.fault.culprit), show(kind, rank, awaited, culprit));

@@ -18,20 +18,20 @@ struct Membership {
 };
 
 // A rank alone: memory of its own.
-std::unique_ptr<cpu::Group> make_single_gpu_group(const Device& device, uint64_t heap_bytes);
+std::unique_ptr<host::Group> make_single_gpu_group(const Device& device, uint64_t heap_bytes);
 
 // Every rank of a group throws it if one of them cannot map the memory of another, and limits.rdma is 0.
 struct NotMapped {};
 
 // Ranks are processes of one machine, each with a GPU of its own whose memory is NVSHMEM's: the others have it mapped, or with
 // limits.rdma reach it by puts alone, so that heaps() has null for them. They meet in shared memory
-// (cpu::join_process_group), so that a rank that is missing, dies or disagrees is named within timeout_ns. `prepare` is called
+// (host::join_process_group), so that a rank that is missing, dies or disagrees is named within timeout_ns. `prepare` is called
 // once they have met, for what a rank needs for itself. Where it throws, or anything else that a rank does here, the others are
 // told at once.
 // NVSHMEM is initialised by the first group of a process, whose ranks all its later groups have. All heaps are zeroed before
 // any rank has joined.
-std::unique_ptr<cpu::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,
-                                           uint64_t heap_bytes, uint64_t timeout_ns,
-                                           const std::function<void()>& prepare);
+std::unique_ptr<host::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,
+                                            uint64_t heap_bytes, uint64_t timeout_ns,
+                                            const std::function<void()>& prepare);
 
 }  // namespace flashmoe::cuda

@@ -9,8 +9,8 @@
 namespace flashmoe::cuda {
 namespace {
 
-using cpu::concat;
-using cpu::Error;
+using host::concat;
+using host::Error;
 
 // Where the user has not said otherwise: ranks of one machine, which meet on its loopback; no network, whose drivers not
 // every machine has; no memory that NVLink multicasts, which nothing here uses and which not every machine grants.

@@ -1,0 +1,27 @@
+#include "cpu/fault.h"
+
+#include "cpu/platform.h"
+
+namespace flashmoe::cpu {
+
+std::optional<HostFault> posted_fault(const Call& c) {
+  for (uint32_t i = 0; i < c.ranks; ++i) {
+    const FaultRecord* posted = c.fault(c.rank, (c.rank + i) % c.ranks);
+    if (CpuPlatform::load_acquire(&posted->posted, kSystem) == 0) continue;
+    const Fault& fault = posted->fault;
+    HostFault record{};
+    record.posted = 1;
+    record.fault = fault;
+    record.entered = CpuPlatform::load_acquire(&c.status(fault.culprit)->entered, kSystem);
+    if (fault.kind == FaultKind::kDisagree) {
+      // Each rank's own copy of its configuration lies in its own heap. Who found the disagreement had read both; where the
+      // fault is another, a rank may be writing its copy just now.
+      record.mine = *c.call_config(fault.rank, fault.rank);
+      record.theirs = *c.call_config(fault.awaited, fault.awaited);
+    }
+    return record;
+  }
+  return std::nullopt;
+}
+
+}  // namespace flashmoe::cpu

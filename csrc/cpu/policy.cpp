@@ -1,0 +1,22 @@
+#include "cpu/policy.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace flashmoe::cpu {
+
+uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token) {
+  uint32_t block = kMaxTokenBlock;
+  while (block > kMinTokenBlock && (ceil_div(tokens, block) < 2 * processors || block * entries_per_token > 0xffff)) {
+    block /= 2;
+  }
+  return static_cast<uint32_t>(std::countr_zero(block));
+}
+
+uint32_t return_groups(uint32_t columns, uint32_t wanted, uint16_t (&first)[kMaxGroups + 1]) {
+  const uint32_t groups = std::clamp(wanted, 1u, std::min(kMaxGroups, columns));
+  for (uint32_t g = 0; g <= groups; ++g) first[g] = static_cast<uint16_t>(columns * g / groups);
+  return groups;
+}
+
+}  // namespace flashmoe::cpu

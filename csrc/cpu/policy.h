@@ -1,0 +1,18 @@
+// What the CPU engine chooses for a call. Pure functions of plain values.
+#pragma once
+
+#include <cstdint>
+
+#include "flashmoe/protocol/heap_layout.h"
+
+namespace flashmoe::cpu {
+
+// Of the tokens of a block: small blocks keep every processor busy, large ones make fewer packets; an offset within a packet
+// has 16 bits.
+uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token);
+
+// Return groups of GEMM1's columns, as many as `wanted` if there are so many: their number, and in first[0 .. number] where
+// they begin. Columns are spread evenly; no group is without any.
+uint32_t return_groups(uint32_t columns, uint32_t wanted, uint16_t (&first)[kMaxGroups + 1]);
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,37 @@
+#include "cuda/launch.h"
+
+#include "cuda/policy.h"
+
+namespace flashmoe::cuda {
+
+Kernels::Kernels(const Device& device, const std::string& cubin, const Nvshmem* api)
+    : device_(device),
+      api_(api),
+      module_(device, cubin),
+      general_(module_.kernel("flashmoe_moe", sm90::kSharedBytes)),
+      few_(module_.kernel("flashmoe_few", sm90::kFewSharedBytes)) {
+  if (api_ == nullptr) return;
+  const Device::Use use(device_);
+  check_nvshmem(api_->nvshmemx_cumodule_init(module_.handle()), "nvshmemx_cumodule_init");
+}
+
+Kernels::~Kernels() {
+  if (api_ == nullptr) return;
+  const Device::Use use(device_);
+  api_->nvshmemx_cumodule_finalize(module_.handle());
+}
+
+void Kernels::launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const {
+  const bool few = is_few(args.call.ranks, args.call.tokens);
+  LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
+  cooperative.value.cooperative = 1;
+  LaunchConfig config{blocks, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
+  if (few) {
+    config.block_x = sm90::kFewThreads;
+    config.shared_bytes = sm90::kFewSharedBytes;
+  }
+  void* parameters[] = {&args};
+  check(driver().cuLaunchKernelEx(&config, few ? few_ : general_, parameters, nullptr), "cannot launch the kernel");
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,38 @@
+// What a caller says of a layer, once, and of its tokens, at each call. Addresses are the device's.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/tensor_map.h"
+#include "flashmoe/protocol/call.h"
+#include "flashmoe/spec/enums.h"
+
+namespace flashmoe::cuda {
+
+// A layer as calls share it: all but the tokens.
+struct LayerSpec {
+  DType dtype = DType::kBFloat16;
+  Activation activation = Activation::kSwiGlu;
+  uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  ReturnMode return_mode = ReturnMode::kDirect;
+  double capacity_factor = 0.0;                               // 0: dropless
+  std::vector<uint32_t> placement;                            // [E] owner rank of each expert
+  Matrix gate_up, down, router;                               // router.data 0: routing is given
+  uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0;  // 0: none
+  bool renormalize = true;
+  bool topk_ids_64 = false;
+  bool traced = false;
+  std::string cubin;  // file of the kernel compiled for dtype, activation and traced
+};
+
+// What changes from call to call.
+struct TokenSpec {
+  uint32_t tokens = 0;
+  uint64_t x = 0, x_row_bytes = 0;
+  uint64_t out = 0;
+  uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
+};
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,59 @@
+#include "cuda/limits.h"
+
+#include "flashmoe/sm90/geometry.h"
+#include "host/error.h"
+#include "host/text.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+using host::concat;
+using host::Error;
+
+// Thread blocks. 0: one on every multiprocessor.
+uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
+  const uint32_t all = multiprocessors / sm90::kPair * sm90::kPair;
+  const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
+  const uint32_t least = sm90::least_blocks(limits.ranks, limits.max_local_experts);
+  if (wanted < least || wanted > all || wanted % sm90::kPair != 0) {
+    const std::string most =
+        least > all ? concat(", of which the device has ", all) : concat(" to ", all, ", the device's multiprocessors");
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("processors: expected an even number from ", least, " (for R=", limits.ranks,
+                       " and El=", limits.max_local_experts, ")", most, ", got ", wanted));
+  }
+  return wanted;
+}
+
+// What the kernel counts in units of 16 bytes, in 31 or 32 bits: rows of other ranks' tokens (TokenRows), and rows to sum
+// (SumPiece).
+void check_reach(const Limits& limits) {
+  const uint64_t pitch = row_pitch(limits.hidden, limits.elem_bytes), tokens = limits.max_tokens;
+  const struct {
+    const char* what;
+    uint64_t bytes, most;
+  } fields[] = {
+      {"other ranks' tokens", (limits.ranks - 1) * tokens * pitch, sm90::kReachBytes},
+      {"results to sum", tokens * limits.return_slots * pitch, 2 * sm90::kReachBytes},
+      {"results to reduce", limits.staging * tokens * limits.entries_per_token() * pitch, 2 * sm90::kReachBytes}};
+  for (const auto& f : fields) {
+    if (f.bytes <= f.most) continue;
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("max_tokens: expected rows of ", f.what, " within ", f.most >> 30, " GiB, got ", f.bytes,
+                       " bytes for R=", limits.ranks, ", T=", tokens, ", K=", limits.top_k, " and H=", limits.hidden));
+  }
+}
+
+}  // namespace
+
+Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
+  check_reach(limits);
+  limits.processors = processors_of(limits, multiprocessors);
+  limits.tile_rows = sm90::kTileTokens;
+  // A context serves every activation; gated ones have more columns of tasks.
+  limits.gemm0_columns_per_task = sm90::gemm0_columns_per_task(true);
+  limits.gemm1_columns_per_task = sm90::kGemm1ColumnsPerTask;
+  return limits;
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,131 @@
+#include "cuda/plan.h"
+
+#include <bit>
+
+#include "cuda/policy.h"
+#include "host/agreement.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+Shape shape_of(const Call& c) {
+  return {.ranks = c.ranks,
+          .local_experts = c.local_experts,
+          .hidden = c.hidden,
+          .intermediate = c.intermediate,
+          .top_k = c.top_k,
+          .element_bytes = c.element_bytes};
+}
+
+bool is_gated(const LayerSpec& spec) {
+  return spec.activation == Activation::kSwiGlu;
+}
+
+Call call_of(const Common& common, const LayerSpec& spec, const Placement& where) {
+  Call c = common.call;
+  c.hidden = spec.hidden;
+  c.intermediate = spec.intermediate;
+  c.experts = spec.experts;
+  c.top_k = spec.top_k;
+  c.local_experts = where.local_experts;
+  c.owner = where.owner;
+  c.by_owner = where.by_owner;
+  c.owner_base = where.owner_base;
+  c.element_bytes = element_bytes(spec.dtype);
+  const TaskColumns columns = task_columns(spec.hidden, spec.intermediate, is_gated(spec));
+  c.gemm0_columns = columns.gemm0;
+  c.gemm1_columns = columns.gemm1;
+  const Shape shape = shape_of(c);
+  c.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
+  if (c.ranks > 1) {  // a rank alone returns nothing; its groups follow from its tokens
+    c.return_mode = spec.return_mode;
+    const uint64_t return_bytes = grouped_bytes(shape, 0, false, common.limits.rdma != 0);
+    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
+    c.config = host::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement,
+                                 sm90::kGemm1ColumnsPerTask);
+  }
+  return c;
+}
+
+sm90::WeightRows rows_of(const Matrix& m) {
+  return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
+}
+
+void set_weights(sm90::KernelArgs& a, const LayerSpec& spec) {
+  const uint32_t bytes = a.call.element_bytes, experts = a.call.local_experts;
+  if (experts != 0) {  // else it has no tasks
+    a.gate_up = encode(gate_up_shape(spec.gate_up, bytes, spec.hidden, spec.intermediate, experts, is_gated(spec)),
+                       spec.gate_up.data, spec.dtype, "gate_up_proj");
+    a.down = encode(down_shape(spec.down, bytes, spec.hidden, spec.intermediate, experts), spec.down.data, spec.dtype,
+                    "down_proj");
+  }
+  a.gate_up_rows = rows_of(spec.gate_up);
+  a.down_rows = rows_of(spec.down);
+  a.router_rows = rows_of(spec.router);
+  if (spec.router.data != 0) {
+    a.router =
+        encode(router_shape(spec.router, bytes, spec.hidden, spec.experts), spec.router.data, spec.dtype, "router");
+  }
+  a.gate_up_bias = reinterpret_cast<const void*>(spec.gate_up_bias);
+  a.down_bias = reinterpret_cast<const void*>(spec.down_bias);
+  a.router_bias = reinterpret_cast<const void*>(spec.router_bias);
+}
+
+// The rows between the two GEMMs, which lie in the workspace.
+void set_hidden_rows(sm90::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
+  const auto rows = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 0));
+  const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 1)) - rows;
+  a.hidden = encode(rows_shape(pitch, a.call.element_bytes, spec.intermediate, limits.max_tiles() * limits.tile_rows),
+                    rows, spec.dtype, "the hidden rows");
+}
+
+}  // namespace
+
+Placement::Placement(const Device& device, const host::PlacementTables& t, uint32_t rank)
+    : local_experts(t.local_experts(rank)) {
+  std::vector<uint32_t> words(t.owner);
+  words.insert(words.end(), t.by_owner.begin(), t.by_owner.end());
+  words.insert(words.end(), t.owner_base.begin(), t.owner_base.end());
+  const uint64_t bytes = words.size() * sizeof(uint32_t);
+  memory = DeviceMemory(device, bytes, "placement");
+  memory.upload(words.data(), bytes);
+  owner = memory.as<uint32_t>();
+  by_owner = owner + t.owner.size();
+  owner_base = by_owner + t.by_owner.size();
+}
+
+Plan::Plan(const Common& common, const LayerSpec& spec, const Placement& where, const Kernels& loaded, uint8_t* trace)
+    : kernels(loaded), dtype(spec.dtype), capacity_factor(spec.capacity_factor) {
+  args.call = call_of(common, spec, where);
+  set_weights(args, spec);
+  set_hidden_rows(args, spec, common.limits);
+  args.topk_ids_64 = spec.topk_ids_64;
+  args.renormalize = spec.renormalize;
+  args.host_fault = common.fault;
+  args.trace = trace;
+}
+
+void Plan::set_tokens(const Common& common, const TokenSpec& t) {
+  Call& c = args.call;
+  const Shape shape = shape_of(c);
+  c.tokens = t.tokens;
+  c.log2_block =
+      static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, common.limits.processors)));
+  c.capacity = expert_capacity(capacity_factor, t.tokens, c.top_k, c.experts);
+  c.joined = joins_rows(shape, t.tokens, c.capacity) ? 1 : 0;
+  if (c.ranks == 1) {
+    const uint64_t return_bytes = grouped_bytes(shape, t.tokens, c.joined != 0, false);
+    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
+  }
+  args.x = reinterpret_cast<const uint8_t*>(t.x);
+  args.x_row_bytes = t.x_row_bytes;
+  args.out = reinterpret_cast<uint8_t*>(t.out);
+  args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
+  args.topk_weights = reinterpret_cast<const float*>(t.topk_weights);
+  // Only the router reads x by tensor map, and not that of the kernel of a few tokens.
+  if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c.ranks, t.tokens)) {
+    args.tokens = encode(rows_shape(t.x_row_bytes, c.element_bytes, c.hidden, t.tokens), t.x, dtype, "x");
+  }
+}
+
+}  // namespace flashmoe::cuda

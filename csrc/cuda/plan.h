@@ -1,0 +1,40 @@
+// A layer as it is launched: everything the kernel is told, made once when the layer is added; a call sets its tokens.
+#pragma once
+
+#include <memory>
+
+#include "cuda/launch.h"
+#include "cuda/layer.h"
+#include "host/placement.h"
+
+namespace flashmoe::cuda {
+
+// What the layers of a context have in common.
+struct Common {
+  Limits limits;
+  Call call;          // its fields that no layer changes
+  OrderPolicy asked;  // by the user; 0: the engine's choice
+  HostFault* fault = nullptr;
+};
+
+// The tables of a placement in the device's memory.
+struct Placement {
+  Placement(const Device& device, const host::PlacementTables& tables, uint32_t rank);
+
+  const uint32_t local_experts;
+  DeviceMemory memory;
+  const uint32_t *owner, *by_owner, *owner_base;
+};
+
+struct Plan {
+  // Encodes the layer's tensor maps. trace: null unless it is traced.
+  Plan(const Common& common, const LayerSpec& spec, const Placement& where, const Kernels& kernels, uint8_t* trace);
+  void set_tokens(const Common& common, const TokenSpec& tokens);
+
+  sm90::KernelArgs args{};
+  const Kernels& kernels;
+  const DType dtype;
+  const double capacity_factor;
+};
+
+}  // namespace flashmoe::cuda

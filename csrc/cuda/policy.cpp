@@ -1,0 +1,112 @@
+#include "cuda/policy.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "flashmoe/sm90/geometry.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+// Less than this returns in less time than the signals of more groups would take.
+constexpr uint64_t kGroupedReturnBytes = 8u << 20;
+// Tiles of a window (OrderPolicy::raster). With several ranks all of an expert's, where it has about a thousand rows.
+constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6;
+constexpr uint32_t kSenders = 16;
+// A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that no call has tasks for.
+constexpr uint32_t kAlwaysHeld = 0xffffffffu;
+// Tasks published ahead for each processor, most and least: fewer where they take longer.
+constexpr uint32_t kMostAhead = 4, kLeastAhead = 1;
+constexpr uint32_t kStagesAhead = 32;  // 20 us
+
+// Operations of the GEMMs and bytes out over the link, a second, as measured on H200.
+constexpr double kGemmRate = 750e12, kLinkRate = 350e9;
+
+}  // namespace
+
+bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate) {
+  constexpr double kElementBytes = 2, kOperations = 6;  // of a row's element; of it and a column of a gated expert's I
+  const double others = ranks - 1;
+  const double sent = others * (1 - std::pow(1 - 1.0 / ranks, top_k)), back = top_k * others / ranks;
+  const double link = (sent + back) * kElementBytes / kLinkRate;
+  const double gemms = top_k * kOperations * intermediate / kGemmRate;
+  return link > 1.5 * gemms && sent < 0.8 * back;
+}
+
+uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors) {
+  uint32_t block = kMinTokenBlock;
+  auto fits = [&](uint32_t b) {
+    return b <= kMaxTokenBlock && b * experts <= sm90::kMaxGateLogits && b * top_k <= sm90::kMaxPairs;
+  };
+  while (ceil_div(tokens, block) > processors && fits(2 * block)) block *= 2;
+  return block;
+}
+
+TaskColumns task_columns(uint32_t hidden, uint32_t intermediate, bool gated) {
+  return {ceil_div(intermediate, sm90::gemm0_columns_per_task(gated)), ceil_div(hidden, sm90::kGemm1ColumnsPerTask)};
+}
+
+bool is_few(uint32_t ranks, uint32_t tokens) {
+  return ranks == 1 && tokens <= kFewTokens;
+}
+
+bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {
+  if (s.ranks != 1 || capacity != 0 || tokens > sm90::kMaxJoinedTokens) return false;
+  return s.top_k == 1 || (s.top_k == 2 && tokens * 2 >= sm90::kTileTokens * s.local_experts);
+}
+
+uint64_t grouped_bytes(const Shape& s, uint32_t tokens, bool joined, bool puts) {
+  if (s.ranks > 1) return puts ? 0 : kGroupedReturnBytes;
+  // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
+  return joined ? 0 : uint64_t{tokens} * s.top_k * s.hidden * s.element_bytes;
+}
+
+uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
+  // Eighths after which a group ends. Each group reads the hidden rows once more. Rows that go as they are computed, or
+  // nowhere, lose by more of them than two what combining under way wins; those that are reduced do not go before their
+  // group is computed, so that the link waits for the first, and everybody for the last.
+  constexpr uint32_t kOnce = 1u << 8, kHalves = 1u << 4 | 1u << 8;
+  constexpr uint32_t kDescending = 1u << 2 | 1u << 4 | 1u << 6 | 1u << 7 | 1u << 8;
+  const uint32_t ends = return_bytes < kGroupedReturnBytes ? kOnce
+                        : mode == ReturnMode::kDirect      ? kHalves
+                                                           : kDescending;
+  uint32_t groups = 0;
+  first[0] = 0;
+  for (uint32_t eighths = 1; eighths <= 8; ++eighths) {
+    const uint32_t end = ceil_div(columns * eighths, 8u);
+    if ((ends >> eighths & 1u) != 0 && end > first[groups]) first[++groups] = static_cast<uint16_t>(end);
+  }
+  return groups;
+}
+
+bool link_keeps_up(const Shape& s) {
+  return s.element_bytes * (s.ranks - 1) / kLinkRate <= s.ranks * 2.0 * s.intermediate / kGemmRate;
+}
+
+uint32_t tasks_ahead(const Shape& s) {
+  if (s.ranks == 1) return kMostAhead;
+  const uint32_t stages = ceil_div(min_of(s.hidden, s.intermediate) * s.element_bytes, sm90::kRowBytes);
+  return std::clamp(ceil_div(kStagesAhead, stages), kLeastAhead, kMostAhead);
+}
+
+OrderPolicy task_order(const Shape& s, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked) {
+  // Rows that go as they are computed, and faster than the link takes them, are to use it for as long as there are tasks, once
+  // the first rows are sent, and those that it takes before others. Elsewhere nothing is won by an early GEMM1.
+  const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && !link_keeps_up(s);
+  const uint32_t clusters = blocks / sm90::kPair;
+  OrderPolicy chosen{.gemm1_lag = early ? 2 * clusters : kAlwaysHeld,
+                     .raster = s.ranks > 1 ? kRasterOfSeveral : kRaster,
+                     .window = tasks_ahead(s) * clusters,
+                     .gemm1_lists = early ? 2u : 1u,
+                     .own_first = early ? 2u : 1u,
+                     .senders = kSenders};
+  for (const auto field : {&OrderPolicy::gemm1_lag, &OrderPolicy::raster, &OrderPolicy::window,
+                           &OrderPolicy::gemm1_lists, &OrderPolicy::own_first, &OrderPolicy::senders}) {
+    if (asked.*field != 0) chosen.*field = asked.*field;
+  }
+  const uint32_t service = 1 + sm90::formers_of(s.ranks, s.local_experts, blocks);
+  chosen.senders = s.ranks == 1 ? 0 : min_of(chosen.senders, blocks - service);
+  return chosen;
+}
+
+}  // namespace flashmoe::cuda

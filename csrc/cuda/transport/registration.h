@@ -1,0 +1,22 @@
+// Memory of a device that a network may read, while this lives.
+#pragma once
+
+#include "cuda/device.h"
+#include "cuda/transport/nvshmem.h"
+
+namespace flashmoe::cuda {
+
+class Registration {
+ public:
+  Registration(const Nvshmem& api, const Device& device, const DeviceMemory& memory);
+  ~Registration();
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+ private:
+  const Nvshmem& api_;
+  const Device& device_;
+  void* const address_;
+};
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,195 @@
+#include "host/joining.h"
+
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+#include "host/agreement.h"
+#include "host/clock.h"
+#include "host/interrupt.h"
+#include "host/text.h"
+
+namespace flashmoe::host {
+namespace {
+
+using Kind = Error::Kind;
+
+// A rank that gives up because of a disagreement stays so long for its peers to see it; they look every millisecond.
+constexpr uint64_t kFarewellNs = 5'000'000'000;
+// Whether a process lives, and whether this one is interrupted, is asked at every so many looks.
+constexpr uint32_t kRarely = 32;
+
+uint32_t checked_ranks(uint32_t ranks) {
+  if (ranks <= ControlPage::kMostRanks) return ranks;
+  throw Error(Kind::kInvalidArgument, concat("ranks: expected at most ", ControlPage::kMostRanks, ", got ", ranks));
+}
+
+}  // namespace
+
+Joining::Joining(const std::string& name, uint32_t rank, const Limits& limits, uint64_t heap_bytes, uint64_t timeout_ns)
+    : name_(name),
+      rank_(rank),
+      limits_(limits),
+      bytes_(kPageBytes + heap_bytes),
+      timeout_ns_(timeout_ns),
+      deadline_(timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns),
+      files_(checked_ranks(limits.ranks)),
+      pages_(limits.ranks),
+      own_(name, rank, limits, bytes_) {
+  pages_[rank] = own_.take_page();
+}
+
+std::vector<Mapping> Joining::join() {
+  try {
+    meet();
+  } catch (const Error& e) {
+    leave(e.kind, e.what());
+    throw;
+  } catch (...) {
+    leave(Kind::kOther, "it was interrupted");
+    throw;
+  }
+  return std::move(pages_);
+}
+
+void Joining::meet() {
+  pages_[rank_] = own_.map_whole();
+  set_state(ControlPage::kReady);
+  open_peers();
+  reach(ControlPage::kSawAll);
+  for (uint32_t p = 0; p < limits_.ranks; ++p) check_agreement(p);
+  for (uint32_t p = 0; p < limits_.ranks; ++p) {
+    if (p != rank_) pages_[p] = Mapping(files_[p].get(), bytes_);
+  }
+  files_.clear();
+  own_.remove_name();
+  reach(ControlPage::kJoined);
+}
+
+Error Joining::error(Kind kind, const std::string& what) const {
+  return {kind, concat("group '", name_, "'", what)};
+}
+
+// ---- Meeting ----------------------------------------------------------------------------------------------
+
+void Joining::open_peers() {
+  while (true) {
+    uint32_t missing = limits_.ranks;  // the first
+    for (uint32_t p = limits_.ranks; p-- > 0;) {
+      if (p != rank_ && page(p) == nullptr && !try_open(p)) missing = p;
+    }
+    if (missing == limits_.ranks) return;
+    pause(missing, "did not join");
+  }
+}
+
+// Opens a peer's segment, if it is there, and maps its control page: the rest may not be there yet, or be of another size.
+bool Joining::try_open(uint32_t p) {
+  FileDescriptor file = open_peer(name_, rank_, p);
+  if (file.get() < 0) return false;
+  pages_[p] = Mapping(file.get(), kPageBytes);
+  if (is_gone(page(p)->process) || goes_with_another(p)) {  // another may come in its place
+    pages_[p] = Mapping();
+    return false;
+  }
+  files_[p] = std::move(file);
+  std::atomic_ref(page(rank_)->met[p]).store(page(p)->attempt, std::memory_order_relaxed);
+  std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
+  // Whom to wait for depends on this; everything else can be compared when all are there.
+  if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
+  return true;
+}
+
+// Whether a peer has met not this attempt of this rank to join but one before: one that failed, or one of a process that this
+// one replaces.
+bool Joining::goes_with_another(uint32_t p) const {
+  const uint64_t met = std::atomic_ref(page(p)->met[rank_]).load(std::memory_order_relaxed);
+  return met != 0 && met != page(rank_)->attempt;
+}
+
+void Joining::forget(uint32_t p) {
+  std::atomic_ref(page(rank_)->met[p]).store(0, std::memory_order_relaxed);
+  pages_[p] = Mapping();
+}
+
+void Joining::check_agreement(uint32_t p) {
+  std::string differs = difference(limits_, rank_, page(p)->limits, p);
+  if (differs.empty() && page(p)->bytes != bytes_) {
+    differs = concat("engine or version, by the bytes that a rank shares: rank ", rank_, " has ", bytes_, ", rank ", p,
+                     " has ", page(p)->bytes);
+  }
+  if (differs.empty()) return;
+  disagrees_ = true;
+  throw error(Kind::kGroup, concat(" disagrees on ", differs));
+}
+
+// ---- Waiting for one another ------------------------------------------------------------------------------
+
+// Says that this rank has come so far, and waits until all have.
+void Joining::reach(ControlPage::State s) {
+  set_state(s);
+  for (uint32_t p = 0; p < limits_.ranks; ++p) await_state(p, s);
+}
+
+void Joining::await_state(uint32_t p, ControlPage::State wanted) {
+  while (state(p) < wanted || state(p) == ControlPage::kFailed) pause(p, "did not finish joining");
+  if (p != rank_) check_peer(p);
+}
+
+// A look at the peers that are there, then a millisecond.
+void Joining::pause(uint32_t p, const char* what) {
+  if (++looks_ % kRarely == 0) check_interrupt();
+  for (uint32_t q = 0; q < limits_.ranks; ++q) {
+    if (q != rank_ && page(q) != nullptr) check_peer(q);
+  }
+  if (monotonic_ns() > deadline_) {
+    throw error(Kind::kPeerTimeout, concat(": rank ", p, " ", what, " within ", static_cast<double>(timeout_ns_) * 1e-9,
+                                           " s (rank ", rank_, " waited)"));
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+// A peer that has given up or died ends the joining of all, which may try again together.
+void Joining::check_peer(uint32_t q) {
+  if (goes_with_another(q)) {
+    if (state(rank_) < ControlPage::kSawAll) return forget(q);
+    throw error(Kind::kGroup, concat(": rank ", q, " joins with an attempt of rank ", rank_, " before this one"));
+  }
+  const uint32_t reached = state(q);
+  if (reached == ControlPage::kFailed) {
+    check_agreement(q);
+    const Kind kind = page(q)->failure_kind;
+    if (kind == Kind::kPeerTimeout || kind == Kind::kGroup) throw Error(kind, page(q)->failure);
+    throw error(Kind::kGroup, concat(": rank ", q, " failed to join: ", page(q)->failure));
+  }
+  if (reached < ControlPage::kJoined && looks_ % kRarely == 0 && is_gone(page(q)->process)) {
+    throw error(Kind::kPeerTimeout, concat(": rank ", q, " did not finish joining: ", obituary_of(page(q)->process),
+                                           " (rank ", rank_, " waited)"));
+  }
+}
+
+// ---- Leaving ----------------------------------------------------------------------------------------------
+
+// Tells the peers that this rank gives up, and why, and cleans up.
+void Joining::leave(Kind kind, const char* why) {
+  page(rank_)->failure_kind = kind;
+  std::snprintf(page(rank_)->failure, sizeof(ControlPage::failure), "%s", why);
+  set_state(ControlPage::kFailed);
+  if (disagrees_) await_witnesses();
+  own_.remove_name();
+  remove_names_of_the_dead(name_, limits_.ranks);
+}
+
+// A disagreement is to be seen from both sides: waits until every peer has opened this rank's segment. Where ranks disagree on
+// how many they are, those count that both sides know of.
+void Joining::await_witnesses() const {
+  uint32_t ranks = limits_.ranks;
+  for (const Mapping& m : pages_) {
+    if (m.base() != nullptr) ranks = min_of(ranks, page_of(m)->limits.ranks);
+  }
+  const uint64_t end = min_of(deadline_, monotonic_ns() + kFarewellNs);
+  auto seen_by = [&] { return std::atomic_ref(page(rank_)->seen_by).load(std::memory_order_relaxed); };
+  while (seen_by() + 1 < ranks && monotonic_ns() < end) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+}  // namespace flashmoe::host

@@ -1,0 +1,144 @@
+// Every fault in words, as a pure function of its record; and the record that a call of the CPU engine leaves.
+#include "check.h"
+#include "cpu/fault.h"
+#include "host/fault_message.h"
+#include "host/group.h"
+
+namespace flashmoe::test {
+namespace {
+
+using host::Error;
+using Kind = Error::Kind;
+
+// Found by rank 1 in call 7, about rank 2, and told by `teller`, whose time limit is 1.5 s.
+void check_message(Fault fault, Kind kind, const std::string& message, uint32_t teller = 1, uint64_t entered = 7,
+                   const std::string& obituary = {}) {
+  fault.rank = 1;
+  fault.awaited = fault.culprit = 2;
+  fault.epoch = 7;
+  const Error e = host::fault_error({1, fault, entered, {}, {}}, {teller, 1'500'000'000, obituary});
+  CHECK(e.kind == kind);
+  CHECK_EQ(std::string(e.what()), message);
+}
+
+void check_expired_waits() {
+  check_message(
+      {.kind = FaultKind::kCallSignal, .expected = 7, .seen = 5}, Kind::kPeerTimeout,
+      "rank 2 holds up call 7: it has not begun call 7 (it is at 5); rank 1 waited 1.5 s for the call signal of "
+      "rank 2 (expected epoch 7, seen 5)",
+      1, 5);
+  check_message(
+      {.kind = FaultKind::kPacket, .index = 3, .expected = 7, .seen = 5}, Kind::kPeerTimeout,
+      "rank 2 holds up call 7: it has begun call 7 but makes no progress; rank 1 waited 1.5 s for packet 3 of "
+      "rank 2 (expected epoch 7, seen 5)");
+  // Told by another rank than the finder, which knows its own time limit alone.
+  check_message(
+      {.kind = FaultKind::kReturn, .index = 4, .expected = 7, .seen = 6}, Kind::kPeerTimeout,
+      "rank 2 holds up call 7: its process 12 is gone; rank 1 waited for the return signal of rank 2 for group 4 "
+      "of the columns (expected epoch 7, seen 6)",
+      0, 6, "its process 12 is gone");
+  check_message(
+      {.kind = FaultKind::kLocal, .actor = Actor::kOs}, Kind::kPeerTimeout,
+      "rank 2 holds up call 7: it has begun call 7 but makes no progress; rank 1 waited 1.5 s for the processors "
+      "of rank 2");
+  check_message(
+      {.kind = FaultKind::kLocal, .actor = Actor::kProcessor}, Kind::kPeerTimeout,
+      "rank 2 holds up call 7: it has begun call 7 but makes no progress; rank 1 waited 1.5 s for the OS actor of "
+      "rank 2");
+}
+
+void check_bad_routing() {
+  check_message({.kind = FaultKind::kRouterValue, .index = 9}, Kind::kInvalidArgument,
+                "router: expected finite logits, got NaN or infinity for token 9 of rank 1");
+  check_message({.kind = FaultKind::kDuplicateExpert, .index = 9, .seen = 3}, Kind::kInvalidArgument,
+                "topk_ids: expected distinct experts per token, got expert 3 twice for token 9 of rank 1");
+  check_message({.kind = FaultKind::kExpertRange, .index = 9, .expected = 16, .seen = ~uint64_t{0}},
+                Kind::kInvalidArgument, "topk_ids: expected ids in [0, E=16), got -1 for token 9 of rank 1");
+}
+
+void check_disagreement(const CallConfig& mine, const CallConfig& theirs, const std::string& message) {
+  const Fault fault{.kind = FaultKind::kDisagree, .rank = 1, .awaited = 2, .culprit = 2, .epoch = 7};
+  const Error e = host::fault_error({1, fault, 0, mine, theirs}, {});
+  CHECK(e.kind == Kind::kGroup);
+  CHECK_EQ(std::string(e.what()), "ranks disagree on call 7: " + message);
+}
+
+void check_disagreements() {
+  CallConfig a{};
+  a.hidden = 64;
+  a.intermediate = 32;
+  a.experts = 8;
+  a.top_k = 2;
+  CallConfig b = a;
+  b.hidden = 128;
+  b.intermediate = 16;
+  b.top_k = 4;
+  b.capacity_factor = 1.5;
+  check_disagreement(a, b,
+                     "hidden size H: rank 1 has 64, rank 2 has 128; intermediate size I: rank 1 has 32, rank 2 has 16; "
+                     "top_k K: rank 1 has 2, rank 2 has 4; capacity_factor: rank 1 has 0, rank 2 has 1.5");
+  b = a;
+  b.dtype = 1;
+  b.activation = 3;
+  b.return_mode = 1;
+  check_disagreement(a, b,
+                     "dtype: rank 1 has float32, rank 2 has bfloat16; activation: rank 1 has relu, rank 2 has swiglu; "
+                     "return_mode: rank 1 has direct, rank 2 has reduced");
+  b.dtype = 2;
+  b.activation = 1;
+  a.dtype = 99;  // what a newer version may send
+  a.activation = 2;
+  a.return_mode = 1;
+  check_disagreement(a, b, "dtype: rank 1 has ?, rank 2 has float16; activation: rank 1 has silu, rank 2 has gelu");
+  b = a;
+  b.placement = 1;
+  b.groups = 1;  // follows from other differences, so it is named alone
+  check_disagreement(a, b, "placement: rank 1 and rank 2 place the experts differently");
+  b.experts = 9;  // another number of experts is placed otherwise
+  check_disagreement(a, b, "experts E: rank 1 has 8, rank 2 has 9");
+  b = a;
+  b.groups = 1;
+  check_disagreement(a, b, "return groups: rank 1 and rank 2 cut the columns differently");
+}
+
+// Rank 1 of three, in call 4.
+void check_posted_faults() {
+  Limits limits;
+  limits.ranks = 3;
+  const auto groups = host::make_thread_groups(3, make_heap_layout(limits).bytes);
+  Call c;
+  c.epoch = 4;
+  c.rank = 1;
+  c.ranks = 3;
+  c.heaps = groups[1]->heaps();
+  c.heap_layout = make_heap_layout(limits);
+  CHECK(!cpu::posted_fault(c).has_value());
+
+  c.status(2)->entered = 3;
+  c.call_config(0, 0)->hidden = 8;
+  c.call_config(2, 2)->hidden = 16;
+  *c.fault(1, 0) = {1, {.kind = FaultKind::kDisagree, .rank = 0, .awaited = 2, .culprit = 2, .epoch = 4}};
+  const auto disagreement = cpu::posted_fault(c);
+  CHECK(disagreement.has_value() && disagreement->fault.kind == FaultKind::kDisagree);
+  CHECK_EQ(disagreement->entered, 3u);
+  CHECK_EQ(disagreement->mine.hidden, 8u);
+  CHECK_EQ(disagreement->theirs.hidden, 16u);
+
+  // The own record goes before others'.
+  *c.fault(1, 1) = {1, {.kind = FaultKind::kReturn, .rank = 1, .awaited = 2, .culprit = 0, .epoch = 4}};
+  const auto own = cpu::posted_fault(c);
+  CHECK(own.has_value() && own->fault.kind == FaultKind::kReturn);
+  CHECK_EQ(own->entered, 0u);
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  check_expired_waits();
+  check_bad_routing();
+  check_disagreements();
+  check_posted_faults();
+  return 0;
+}

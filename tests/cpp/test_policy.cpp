@@ -1,0 +1,250 @@
+// What the engines choose for a call: for the layers of docs/measured.md, and where one choice turns into another.
+#include <vector>
+
+#include "check.h"
+#include "cpu/policy.h"
+#include "cuda/limits.h"
+#include "cuda/policy.h"
+#include "flashmoe/sm90/geometry.h"
+
+namespace flashmoe::test {
+namespace {
+
+using cuda::Shape;
+using Starts = std::vector<uint32_t>;
+
+constexpr uint32_t kBlocks = 132;  // thread blocks of an H100 or H200
+constexpr uint32_t kHeld = 0xffffffff;
+constexpr ReturnMode kDirect = ReturnMode::kDirect, kReduced = ReturnMode::kReduced;
+
+// ---- CUDA: measured layers --------------------------------------------------------------------------------
+
+struct Layer {
+  uint32_t hidden, intermediate, experts, top_k;
+  bool gated;
+
+  Shape on(uint32_t ranks) const { return {ranks, experts / ranks, hidden, intermediate, top_k, 2}; }
+};
+constexpr Layer kPaper64{2048, 2048, 64, 2, false}, kPaper8{2048, 2048, 8, 2, false},
+    kPaper128{2048, 2048, 128, 2, false}, kQwen3{2048, 768, 128, 8, true}, kMixtral{4096, 14336, 8, 2, true},
+    kQwen2{2048, 1408, 64, 4, true}, kPhi{4096, 6400, 16, 2, true};
+
+Starts gpu_groups(uint32_t columns, ReturnMode mode, uint64_t bytes) {
+  uint16_t first[kMaxGroups + 1] = {};
+  const uint32_t groups = cuda::return_groups(columns, mode, bytes, first);
+  return {first, first + groups + 1};
+}
+
+void check_one_gpu() {
+  const struct {
+    Layer layer;
+    uint32_t tokens, block, gemm0, gemm1;
+    bool few, joined;
+    Starts groups;
+  } expected[] = {
+      {kPaper64, 16384, 128, 8, 8, false, true, {0, 8}},   {kPaper8, 16384, 128, 8, 8, false, true, {0, 8}},
+      {kPaper128, 16384, 128, 8, 8, false, true, {0, 8}},  {kQwen3, 8192, 64, 6, 8, false, false, {0, 4, 8}},
+      {kQwen3, 1024, 8, 6, 8, false, false, {0, 4, 8}},    {kQwen3, 64, 8, 6, 8, false, false, {0, 8}},
+      {kQwen3, 8, 8, 6, 8, true, false, {0, 8}},           {kQwen3, 1, 8, 6, 8, true, false, {0, 8}},
+      {kMixtral, 8192, 64, 112, 16, false, true, {0, 16}}, {kQwen2, 8192, 64, 11, 8, false, false, {0, 4, 8}},
+      {kPhi, 8192, 64, 50, 16, false, true, {0, 16}},
+  };
+  for (const auto& e : expected) {
+    const Layer& l = e.layer;
+    const Shape shape = l.on(1);
+    CHECK_EQ(cuda::token_block(e.tokens, l.experts, l.top_k, kBlocks), e.block);
+    const cuda::TaskColumns columns = cuda::task_columns(l.hidden, l.intermediate, l.gated);
+    CHECK_EQ(columns.gemm0, e.gemm0);
+    CHECK_EQ(columns.gemm1, e.gemm1);
+    CHECK_EQ(cuda::is_few(1, e.tokens), e.few);
+    const bool joined = cuda::joins_rows(shape, e.tokens, 0);
+    CHECK_EQ(joined, e.joined);
+    CHECK(gpu_groups(columns.gemm1, kDirect, cuda::grouped_bytes(shape, e.tokens, joined, false)) == e.groups);
+    CHECK(!cuda::reduces(1, l.top_k, l.intermediate));
+  }
+}
+
+struct Order {
+  uint32_t lag, raster, window, lists, own_first, senders;
+  bool operator==(const Order&) const = default;
+  friend std::ostream& operator<<(std::ostream& out, const Order& o) {
+    return out << "{" << o.lag << ", " << o.raster << ", " << o.window << ", " << o.lists << ", " << o.own_first << ", "
+               << o.senders << "}";
+  }
+};
+
+constexpr OrderPolicy kNothing{
+    .gemm1_lag = 0, .raster = 0, .window = 0, .gemm1_lists = 0, .own_first = 0, .senders = 0};
+
+Order order_of(const Shape& shape, ReturnMode mode, const OrderPolicy& asked = kNothing, uint32_t blocks = kBlocks) {
+  const OrderPolicy o = cuda::task_order(shape, mode, blocks, asked);
+  return {o.gemm1_lag, o.raster, o.window, o.gemm1_lists, o.own_first, o.senders};
+}
+
+// Alone, every layer has the same order; on 2 and on 4 GPUs, `direct` has GEMM1 early where the link is what bounds.
+void check_orders() {
+  const struct {
+    Layer layer;
+    Order two, four;
+  } expected[] = {
+      {kPaper64, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
+      {kPaper8, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
+      {kPaper128, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
+      {kQwen3, {132, 6, 198, 2, 2, 16}, {132, 6, 198, 2, 2, 16}},
+      {kMixtral, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
+      {kQwen2, {kHeld, 6, 132, 1, 1, 16}, {132, 6, 132, 2, 2, 16}},
+      {kPhi, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
+  };
+  for (const auto& e : expected) {
+    CHECK_EQ(order_of(e.layer.on(1), kDirect), (Order{kHeld, 8, 264, 1, 1, 0}));
+    CHECK_EQ(order_of(e.layer.on(2), kDirect), e.two);
+    CHECK_EQ(order_of(e.layer.on(4), kDirect), e.four);
+  }
+  // Rows that are reduced before they go wait for their sum, however slow the link.
+  CHECK_EQ(order_of(kQwen3.on(4), kReduced), (Order{kHeld, 6, 198, 1, 1, 16}));
+}
+
+void check_asked_orders() {
+  const OrderPolicy all{.gemm1_lag = 7, .raster = 3, .window = 9, .gemm1_lists = 2, .own_first = 3, .senders = 2};
+  CHECK_EQ(order_of(kPaper64.on(2), kDirect, all), (Order{7, 3, 9, 2, 3, 2}));
+  CHECK_EQ(order_of(kPaper64.on(1), kDirect, all), (Order{7, 3, 9, 2, 3, 0}));  // alone, a rank sends nothing
+  OrderPolicy one = kNothing;
+  one.window = 5;
+  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one), (Order{132, 6, 5, 2, 2, 16}));
+  // No more blocks send than neither schedule nor form tiles: 1 and 32 of 132, 1 and 2 of 4.
+  one.senders = 200;
+  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one), (Order{132, 6, 5, 2, 2, 99}));
+  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one, 4), (Order{4, 6, 5, 2, 2, 1}));
+}
+
+// ---- CUDA: where one choice turns into another ------------------------------------------------------------
+
+void check_token_blocks() {
+  const struct {
+    uint32_t tokens, experts, top_k, processors, block;
+  } expected[] = {{0, 128, 8, 132, 8},       {1056, 128, 8, 132, 8},   {1057, 128, 8, 132, 16},
+                  {8448, 128, 8, 132, 64},   {8449, 128, 8, 132, 128}, {65536, 128, 8, 132, 128},
+                  {65536, 1024, 8, 132, 16},  // 16384 logits
+                  {65536, 8, 32, 132, 64},    // 2048 pairs of token and expert
+                  {65536, 1024, 32, 1, 16}};
+  for (const auto& e : expected) CHECK_EQ(cuda::token_block(e.tokens, e.experts, e.top_k, e.processors), e.block);
+}
+
+void check_few_and_joined() {
+  CHECK(cuda::is_few(1, 0) && cuda::is_few(1, 8) && !cuda::is_few(1, 9) && !cuda::is_few(2, 1));
+  // Two rows a token: from tiles that are full on average. One: always.
+  const Shape two = kPaper64.on(1);
+  CHECK(cuda::joins_rows(two, 8192, 0) && !cuda::joins_rows(two, 8191, 0));
+  CHECK(cuda::joins_rows(two, 65536, 0) && !cuda::joins_rows(two, 65537, 0));
+  CHECK(!cuda::joins_rows(two, 8192, 1));  // a capacity may leave a token with one row
+  CHECK(!cuda::joins_rows(kPaper64.on(2), 8192, 0));
+  Shape other = two;
+  other.top_k = 3;
+  CHECK(!cuda::joins_rows(other, 65536, 0));
+  other.top_k = 1;
+  CHECK(cuda::joins_rows(other, 1, 0) && !cuda::joins_rows(other, 1, 1));
+}
+
+void check_return_groups() {
+  constexpr uint64_t kEnough = 8 << 20;
+  CHECK(gpu_groups(8, kDirect, kEnough - 1) == Starts({0, 8}));
+  CHECK(gpu_groups(8, kReduced, kEnough - 1) == Starts({0, 8}));
+  CHECK(gpu_groups(8, kDirect, kEnough) == Starts({0, 4, 8}));
+  CHECK(gpu_groups(8, kReduced, kEnough) == Starts({0, 2, 4, 6, 7, 8}));
+  CHECK(gpu_groups(28, kReduced, kEnough) == Starts({0, 7, 14, 21, 25, 28}));
+  // No group is without columns.
+  CHECK(gpu_groups(1, kDirect, kEnough) == Starts({0, 1}));
+  CHECK(gpu_groups(1, kReduced, kEnough) == Starts({0, 1}));
+  CHECK(gpu_groups(3, kDirect, kEnough) == Starts({0, 2, 3}));
+  CHECK(gpu_groups(3, kReduced, kEnough) == Starts({0, 1, 2, 3}));
+
+  // Alone, by the bytes of the call: 256 tokens of Qwen3 have 8 MiB.
+  CHECK_EQ(cuda::grouped_bytes(kQwen3.on(1), 256, false, false), kEnough);
+  CHECK_EQ(cuda::grouped_bytes(kQwen3.on(1), 256, true, false), 0u);
+  // With several ranks in groups whatever the tokens, but by puts, which are of whole rows.
+  for (const uint32_t tokens : {0u, 1u, 65536u}) {
+    CHECK(cuda::grouped_bytes(kQwen3.on(2), tokens, false, false) >= kEnough);
+    CHECK_EQ(cuda::grouped_bytes(kQwen3.on(2), tokens, false, true), 0u);
+  }
+}
+
+void check_link() {
+  CHECK(cuda::link_keeps_up(kQwen3.on(1)));  // nothing goes over it
+  CHECK(!cuda::link_keeps_up(kQwen3.on(2)) && !cuda::link_keeps_up(kQwen3.on(4)));
+  CHECK(cuda::link_keeps_up(kQwen2.on(2)) && !cuda::link_keeps_up(kQwen2.on(4)));
+  CHECK(!cuda::reduces(4, 8, 768) && !cuda::reduces(8, 8, 768));
+  CHECK(cuda::reduces(4, 8, 512) && cuda::reduces(8, 8, 512));
+  CHECK(!cuda::reduces(32, 1, 64));  // one row a token, either way
+}
+
+void check_tasks() {
+  // A task of GEMM0 has 256 rows of weights: with a gate, those of 128 columns.
+  CHECK_EQ(cuda::task_columns(2048, 768, true).gemm0, 6u);
+  CHECK_EQ(cuda::task_columns(2048, 768, false).gemm0, 3u);
+  CHECK_EQ(cuda::task_columns(2056, 776, true).gemm0, 7u);
+  CHECK_EQ(cuda::task_columns(2056, 776, true).gemm1, 9u);
+  // Short tasks need more of them ahead.
+  const auto ahead = [](uint32_t ranks, uint32_t inner) { return cuda::tasks_ahead({ranks, 8, 8192, inner, 2, 2}); };
+  CHECK_EQ(ahead(1, 8192), 4u);
+  CHECK_EQ(ahead(2, 8192), 1u);
+  CHECK_EQ(ahead(2, 1024), 2u);
+  CHECK_EQ(ahead(2, 704), 3u);
+  CHECK_EQ(ahead(2, 64), 4u);
+}
+
+void check_limits() {
+  Limits l;
+  l.max_tokens = 64;
+  l.hidden = l.intermediate = 256;
+  l.experts = l.max_local_experts = l.top_k = l.return_slots = 2;
+  l.elem_bytes = 2;
+  l.processors = 0;
+  const Limits alone = cuda::cuda_limits(l, 133);  // blocks come in pairs
+  CHECK_EQ(alone.processors, 132u);
+  CHECK_EQ(alone.tile_rows, 256u);
+  CHECK_EQ(alone.gemm0_columns_per_task, 128u);
+  CHECK_EQ(alone.gemm1_columns_per_task, 256u);
+  l.ranks = 2;
+  l.processors = 4;
+  const Limits two = cuda::cuda_limits(l, 132);
+  CHECK_EQ(two.processors, 4u);
+}
+
+// ---- CPU --------------------------------------------------------------------------------------------------
+
+Starts cpu_groups(uint32_t columns, uint32_t wanted) {
+  uint16_t first[kMaxGroups + 1] = {};
+  const uint32_t groups = cpu::return_groups(columns, wanted, first);
+  return {first, first + groups + 1};
+}
+
+void check_cpu() {
+  const struct {
+    uint32_t tokens, processors, entries, log2_block;
+  } expected[] = {
+      {0, 1, 8, 3},    {16, 1, 8, 3},    {17, 1, 8, 4},      {256, 1, 8, 7},    {100, 4, 8, 3},
+      {4096, 4, 8, 7}, {4096, 64, 8, 5}, {65536, 1, 511, 7}, {65536, 1, 512, 6}};  // an offset within a packet has 16 bits
+  for (const auto& e : expected) CHECK_EQ(cpu::log2_token_block(e.tokens, e.processors, e.entries), e.log2_block);
+  CHECK(cpu_groups(8, 0) == Starts({0, 8}) && cpu_groups(8, 1) == Starts({0, 8}));
+  CHECK(cpu_groups(8, 3) == Starts({0, 2, 5, 8}));
+  CHECK(cpu_groups(2, 8) == Starts({0, 1, 2}));
+  CHECK(cpu_groups(100, 20) == Starts({0, 12, 25, 37, 50, 62, 75, 87, 100}));
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  check_one_gpu();
+  check_orders();
+  check_asked_orders();
+  check_token_blocks();
+  check_few_and_joined();
+  check_return_groups();
+  check_link();
+  check_tasks();
+  check_limits();
+  check_cpu();
+  return 0;
+}
