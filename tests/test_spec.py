@@ -117,7 +117,7 @@ def test_limits_are_read_whole():
 
 def test_row_bytes_follow_their_own_types():
     layer = LayerSpec(**SIZES, x_type="float32", return_type="float16")
-    assert (layer.x_row_bytes, layer.return_row_bytes) == (64, 32)
+    assert (layer.token_row_bytes, layer.return_row_bytes) == (64, 32)
     assert replace(layer, return_type="float32").return_row_bytes == 64
 
 

@@ -108,7 +108,9 @@ inline Limits limits_of(Map map) {
   f("experts", l.experts);
   f("max_local_experts", l.max_local_experts);
   f("top_k", l.top_k);
-  f("elem_bytes", l.elem_bytes);
+  f("x_bytes", l.x_bytes);
+  f("hidden_bytes", l.hidden_bytes);
+  f("return_bytes", l.return_bytes);
   f("return_slots", l.return_slots);
   f("capacity", l.capacity);
   f("staging", l.staging);

@@ -133,9 +133,7 @@ Layer layer_with(const LayerSpec& spec, ffi::Map<ffi::String, ffi::Tensor> tenso
   Operands t(std::move(tensors));
   const bool routed = spec.routing == Routing::kSoftmax;
   Layer l;
-  l.dtype = spec.x_type;
-  l.activation = spec.activation;
-  l.renormalize = spec.renormalize;
+  l.spec = spec;
   l.x = t.take<void>("x");
   l.gate_up = t.take<void>("gate_up_proj");
   l.gate_up_bias = t.take<void>("gate_up_bias", spec.gate_up_bias);
@@ -150,14 +148,8 @@ Layer layer_with(const LayerSpec& spec, ffi::Map<ffi::String, ffi::Tensor> tenso
   return l;
 }
 
-CallOptions options_of(const LayerSpec& spec, const ffi::Array<int64_t>& owners, Map order, Map call) {
+CallOptions options_of(const ffi::Array<int64_t>& owners, Map order, Map call) {
   CallOptions o;
-  o.hidden = spec.hidden;
-  o.intermediate = spec.intermediate;
-  o.experts = spec.experts;
-  o.top_k = spec.top_k;
-  o.return_mode = spec.return_mode;
-  o.capacity_factor = spec.capacity_factor;
   o.placement = ranks_of(owners);
   o.order = order_of(std::move(order));
   Fields f("call", std::move(call));
@@ -175,7 +167,7 @@ Map context_call(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map orde
   return guarded([&] {
     const auto context = registry<Context>().get(handle);
     const LayerSpec spec = layer_of(layer);
-    const CallOptions o = options_of(spec, owners, order, call);
+    const CallOptions o = options_of(owners, order, call);
     const CallReport r =
         context->call(layer_with(spec, tensors), o,
                       {static_cast<int32_t*>(topk_ids.data_ptr()), static_cast<float*>(topk_weights.data_ptr())});

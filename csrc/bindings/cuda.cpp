@@ -75,30 +75,21 @@ Matrix matrix(Fields& f, const std::string& name) {
 int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map tensors, ffi::String cubin, bool traced,
                   int64_t stream) {
   return guarded([&] {
-    const flashmoe::LayerSpec described = layer_of(layer);
-    LayerSpec spec;
-    spec.dtype = described.x_type;
-    spec.activation = described.activation;
-    spec.hidden = described.hidden;
-    spec.intermediate = described.intermediate;
-    spec.return_mode = described.return_mode;
-    spec.experts = described.experts;
-    spec.top_k = described.top_k;
-    spec.capacity_factor = described.capacity_factor;
-    spec.renormalize = described.renormalize;
-    spec.placement = ranks_of(owners);
+    Layer l;
+    l.spec = layer_of(layer);
+    l.placement = ranks_of(owners);
     Fields f("tensors", tensors);
-    spec.gate_up = matrix(f, "gate_up_proj");
-    spec.down = matrix(f, "down_proj");
-    spec.router = matrix(f, "router");
-    f("gate_up_bias", spec.gate_up_bias);
-    f("down_bias", spec.down_bias);
-    f("router_bias", spec.router_bias);
-    f("topk_ids_64", spec.topk_ids_64);
+    l.gate_up = matrix(f, "gate_up_proj");
+    l.down = matrix(f, "down_proj");
+    l.router = matrix(f, "router");
+    f("gate_up_bias", l.gate_up_bias);
+    f("down_bias", l.down_bias);
+    f("router_bias", l.router_bias);
+    f("topk_ids_64", l.topk_ids_64);
     f.done();
-    spec.traced = traced;
-    spec.cubin = cubin;
-    return context(handle)->add_layer(spec, stream_of(stream));
+    l.traced = traced;
+    l.cubin = cubin;
+    return context(handle)->add_layer(l, stream_of(stream));
   });
 }
 

@@ -65,7 +65,6 @@ class Engine {
   void combine(const Piece& piece);
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns);
-  uint64_t bytes(uint64_t elements) const { return elements * c_.element_bytes; }
   // Columns [first, first + count), those of blocks [begin, end) of a GEMM.
   struct Columns {
     uint32_t first, count;
@@ -77,6 +76,8 @@ class Engine {
   Columns gemm1_columns(uint32_t begin, uint32_t end) const {
     return columns(begin, end, limits_.gemm1_columns_per_task, c_.hidden);
   }
+
+  const LayerSpec& spec() const { return layer_.spec; }
 
   const Call& c_;
   const Layer& layer_;

@@ -33,10 +33,10 @@ class CallReport:
     dropped: int
     """(token, k) pairs dropped by the capacity factor."""
     tasks: dict[str, int]
-    """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took of
-    a return group, between other tasks. GPU: as many as the routing makes, whatever ran. ``reduce`` is always 0 there,
-    its pieces are not counted; ``combine`` counts token blocks, also where rows are joined without one. Calls of at most 8
-    tokens on one GPU are counted too, although their kernel has no tasks."""
+    """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took
+    of a return group, between other tasks. GPU: as many as the routing makes, whatever ran. ``reduce`` is always 0
+    there, its pieces are not counted; ``combine`` counts token blocks, also where rows are joined without one. Calls of
+    at most 8 tokens on one GPU are counted too, although their kernel has no tasks."""
     tiles: int
     """Tiles this rank formed: groups of rows that one expert computes together. GPU: as many as the routing makes, also
     for calls of at most 8 tokens on one GPU, which form none."""
@@ -147,7 +147,7 @@ def traffic(
     # what a capacity-based layer needs in order to drop nothing.
     largest = int(expert_load([ids], len(owners)).max())
     padded = largest * sum(owner != rank for owner in owners)  # each way
-    out, home = layer.x_row_bytes, layer.return_row_bytes
+    out, home = layer.token_row_bytes, layer.return_row_bytes
     return {
         "rows_sent": rows,
         "return_rows_sent": returned,

@@ -94,7 +94,7 @@ class LayerSpec:
         return 2 * self.intermediate if self.gated else self.intermediate
 
     @property
-    def x_row_bytes(self) -> int:
+    def token_row_bytes(self) -> int:
         """Bytes of a token's row."""
         return self.hidden * ELEMENT_BYTES[self.x_type]
 

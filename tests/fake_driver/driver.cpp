@@ -89,7 +89,8 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("gemm1_columns", c.gemm1_columns), put("window", c.order.window), put("raster", c.order.raster);
   put("gemm1_lag", c.order.gemm1_lag), put("senders", c.order.senders), put("gemm1_lists", c.order.gemm1_lists);
   put("own_first", c.order.own_first);
-  put("epoch", c.epoch), put("element_bytes", c.element_bytes);
+  put("epoch", c.epoch), put("token_row_bytes", c.token_row_bytes);
+  put("hidden_row_bytes", c.hidden_row_bytes), put("return_row_bytes", c.return_row_bytes);
   put("own_heap", c.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.heaps[0])) == 1);
   uint32_t mapped = 0;
   for (uint32_t q = 0; q < c.ranks; ++q) mapped += c.heaps[q] != nullptr;

@@ -48,7 +48,8 @@ struct Call {
   HeapLayout heap_layout;
   WorkLayout work_layout;
   uint32_t max_blocks = 0;
-  uint32_t element_bytes = 0;
+  // Bytes of a token's H elements, of a hidden row's I, and of the H elements of a row on its way home.
+  uint32_t token_row_bytes = 0, hidden_row_bytes = 0, return_row_bytes = 0;
   uint64_t queue_mask = 0, list_mask = 0;
 
   FLASHMOE_HD uint32_t block_tokens() const { return 1u << log2_block; }

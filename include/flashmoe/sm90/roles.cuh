@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t place_of(const KernelArgs& args, const Call&
 __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call& c, const Row& row) {
   uint8_t* to =
       c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
-  if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.hidden * c.element_bytes;
+  if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.token_row_bytes;
   return reinterpret_cast<uint64_t>(to);
 }
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.tile = task.index;
     slot.column = task.column;
     slot.expert = shape.expert;
-    slot.k_bytes = (task.kind == TaskKind::kGemm0 ? c.hidden : c.intermediate) * c.element_bytes;
+    slot.k_bytes = task.kind == TaskKind::kGemm0 ? c.token_row_bytes : c.hidden_row_bytes;
     slot.share = share;
   }
 }

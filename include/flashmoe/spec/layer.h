@@ -26,7 +26,7 @@ struct LayerSpec {
   FLASHMOE_HD constexpr bool gated() const { return is_gated(activation); }
   // Rows of an expert's first matrix.
   FLASHMOE_HD constexpr uint32_t gate_up_rows() const { return gated() ? 2 * intermediate : intermediate; }
-  FLASHMOE_HD constexpr uint32_t x_row_bytes() const { return hidden * element_bytes(x_type); }
+  FLASHMOE_HD constexpr uint32_t token_row_bytes() const { return hidden * element_bytes(x_type); }
   FLASHMOE_HD constexpr uint32_t hidden_row_bytes() const { return intermediate * element_bytes(hidden_type); }
   FLASHMOE_HD constexpr uint32_t return_row_bytes() const { return hidden * element_bytes(return_type); }
 };
@@ -51,6 +51,18 @@ constexpr void for_each_field(Layer& l, F&& f) {
   f("exact", l.exact);
   f("return_mode", l.return_mode);
   f("capacity_factor", l.capacity_factor);
+}
+
+// What all ranks of a call must agree on; the rest, in which they may differ, as by default.
+constexpr LayerSpec agreed_part(LayerSpec l) {
+  const LayerSpec by_default;
+  l.routing = by_default.routing;
+  l.renormalize = by_default.renormalize;
+  l.router_bias = by_default.router_bias;
+  l.gate_up_bias = by_default.gate_up_bias;
+  l.down_bias = by_default.down_bias;
+  l.exact = by_default.exact;
+  return l;
 }
 
 // The element type that differs from that of x, by its field's name; null if none does. There are no kernels, and no
