@@ -1,6 +1,6 @@
 """What the protocol costs on the CPU engine: the shipped layer at R = 1 against the same GEMMs in a plain loop.
 
-    python benchmarks/cpu_overhead.py [--processors 2] [--repeats 101] [--out benchmarks/results/cpu_overhead.json]
+    python benchmarks/cpu_overhead.py [--processors 2] [--repeats 101] [--out FILE.json]
 
 `same_gemms_ms` is the floor with BLAS calls of the sizes the engine uses, `gemms_of_128_rows_ms` with free ones: the
 difference between the two is what row-independent bits cost (csrc/cpu/gemm.h), not the protocol. The three run in turn;
@@ -13,15 +13,13 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
 
 import numpy as np
 from flashmoe.checkpoint import shipped_layer
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from harness import ROOT, cpu_model, head, result_path, write
 
 
 def build(folder: str) -> str:
@@ -42,30 +40,24 @@ def write_problem(path: str) -> None:
             file.write(array.astype(np.float32).tobytes())
 
 
-def cpu_model() -> str:
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processors", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=101)
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/cpu_overhead.json")
+    parser.add_argument("--out", type=pathlib.Path, default=result_path("cpu_overhead", cpu_model(), 0))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         program = build(folder)
         write_problem(f"{folder}/problem")
         command = [program, f"{folder}/problem", str(args.processors), str(args.repeats)]
         result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     result |= {
         "device": cpu_model(),
         "load_average": os.getloadavg(),
-        "commit": commit,
+        "commit": head(),
         "command": "python " + " ".join(sys.argv),
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, result)
     print(json.dumps(result, indent=1))
 
 

@@ -1,7 +1,7 @@
 """The fused kernel on a group of GPUs beside the bare GEMMs of the same layer, in one run.
 
     torchrun --nproc-per-node N benchmarks/fused_group.py [--shapes NAME ...] [--tokens T ...]
-        [--return direct reduced ...] [--profile gemm1_lag=400 ...] [--out benchmarks/results/fused_group_N.json]
+        [--return direct reduced ...] [--profile gemm1_lag=400 ...] [--out benchmarks/results/fused_group/h200xN.json]
 
 Per shape and tokens a GPU: the whole layer (router to combine, one launch a rank), and the floor: PyTorch's two grouped
 GEMMs alone, on ready inputs, as many rows as this rank's tokens have, spread over its experts at random. Both are timed
@@ -15,55 +15,31 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import pathlib
 import statistics
-import sys
 
 import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.placement import contiguous, local_experts
-from fused_gpu import BUSY_CYCLES, QUERY, SHAPES, floor_call, flops, gpu_operations, nvidia_smi, reference
-from protocol_gpu import head
+from floors import floor_call
+from harness import (
+    QUERY,
+    SHAPES,
+    commit_option,
+    described,
+    flops,
+    gpu_operations,
+    group_milliseconds,
+    join,
+    nvidia_smi,
+    profile_of,
+    reference,
+    write,
+)
 
-WARM_UP = 3
-"""Calls that are not timed."""
 PAPER_TOKENS = 16384
 """A GPU's, where the paper varies the number of experts."""
-
-
-def slowest(times: list[float]) -> list[float]:
-    """Of each iteration, the slowest rank's."""
-    all_times = torch.tensor(times, device="cuda")
-    dist.all_reduce(all_times, op=dist.ReduceOp.MAX)
-    return all_times.tolist()
-
-
-def milliseconds(call, repeats: int, busy: bool) -> list[float]:
-    """Of single calls, the slowest rank's times."""
-    return slowest(own_milliseconds(call, repeats, busy))
-
-
-def own_milliseconds(call, repeats: int, busy: bool) -> list[float]:
-    """This rank's times of single calls."""
-    return [own_span(call, i, busy) for i in range(repeats + WARM_UP)][WARM_UP:]
-
-
-def own_span(call, i: int, busy: bool) -> float:
-    """This rank's milliseconds of `call(i)`, by events, all ranks beginning together."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    meeting = torch.zeros(1, device="cuda")
-    dist.barrier()
-    if busy:
-        torch.cuda._sleep(BUSY_CYCLES)
-        dist.all_reduce(meeting)
-    start.record()
-    call(i)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], return_mode: str) -> dict:
@@ -95,8 +71,8 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
         timed = {(what, busy): [] for what in ("fused", "floor") for busy in (True, False)}
         for _ in range(4):  # in turn, so that both see the same clocks
             for busy in (True, False):
-                timed["fused", busy] += milliseconds(layer, repeats // 4, busy)
-                timed["floor", busy] += milliseconds(bare, repeats // 4, busy)
+                timed["fused", busy] += group_milliseconds(layer, repeats // 4, busy)
+                timed["floor", busy] += group_milliseconds(bare, repeats // 4, busy)
         ctx.synchronize()
         dist.barrier()
         operations = gpu_operations(layer) / 10
@@ -154,29 +130,6 @@ def paper_line(rows: list[dict]) -> dict | None:
     }
 
 
-def profile_of(settings: list[str]) -> dict[str, int]:
-    """What --profile says: name=value each, see flashmoe.Context."""
-    return {name: int(value) for name, value in (each.split("=") for each in settings)}
-
-
-def join() -> int:
-    """Joins the group that torchrun has started, on a GPU of its own; the rank."""
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    return rank
-
-
-def described(commit: str) -> dict[str, str]:
-    """Where a result comes from."""
-    return {
-        "device": f"{torch.cuda.get_device_name()} x{dist.get_world_size()}",
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": f"torchrun --nproc-per-node {dist.get_world_size()} " + " ".join(sys.argv),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
@@ -185,11 +138,11 @@ def main() -> None:
     parser.add_argument("--return", dest="returns", nargs="*", default=["auto"])
     parser.add_argument("--profile", nargs="*", default=[], help="name=value, see flashmoe.Context")
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--commit", default=head(), help="where git is not at hand")
+    commit_option(parser)
     args = parser.parse_args()
     rank = join()
     profile = profile_of(args.profile)
-    result = {**described(args.commit), "shapes": [], "paper_line": {}}
+    result = {**described(args.commit, dist.get_world_size()), "shapes": [], "paper_line": {}}
     by_return: dict[str, list[dict]] = {return_mode: [] for return_mode in args.returns}
     if rank == 0:
         print(f"{'shape':>12} tokens return  fused ms  floor ms  ratio plain  TFLOP/s Mtok/s ops error")
@@ -215,7 +168,7 @@ def main() -> None:
             names = ", ".join(name.removeprefix("paper-") for name in line["fused_ms"])
             print(f"{names} ({return_mode}): slowest / fastest {line['slowest_over_fastest']:.3f}", flush=True)
     if args.out and rank == 0:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     dist.destroy_process_group()
 
 

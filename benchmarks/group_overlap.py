@@ -1,6 +1,6 @@
 """What travelling, uneven experts and late ranks cost a group of GPUs.
 
-    torchrun --nproc-per-node N benchmarks/group_overlap.py [--out benchmarks/results/group_overlap_N.json]
+    torchrun --nproc-per-node N benchmarks/group_overlap.py [--out benchmarks/results/group_overlap/h200xN.json]
 
 Three parts, all with given routing, medians of --repeats calls ("hidden": sixteen times as many), of each the slowest
 rank. What is compared is called in turn, forwards and backwards, so that all of it meets the same clocks and power.
@@ -25,7 +25,6 @@ rank. What is compared is called in turn, forwards and backwards, so that all of
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -33,10 +32,19 @@ from collections.abc import Callable
 import flashmoe
 import torch
 import torch.distributed as dist
-from flashmoe.placement import contiguous, local_experts
-from fused_gpu import SHAPES, grouped_gemms
-from fused_group import WARM_UP, described, join, own_milliseconds, own_span, slowest
-from protocol_gpu import head
+from flashmoe.placement import local_experts
+from floors import exchange, grouped_gemms
+from harness import (
+    WARM_UP,
+    GroupLayer,
+    commit_option,
+    described,
+    join,
+    own_milliseconds,
+    own_span,
+    slowest,
+    write,
+)
 
 LINK = 350e9
 """Bytes per second out of one H200 over NVLink, measured with plain stores."""
@@ -45,30 +53,12 @@ FIGURE_TOKENS = 8192
 """Of all ranks together, in COMET's figure 14."""
 
 
-class Layer:
-    """One rank's share of a layer of random weights, and its context, of the built-in order but for `profile`."""
+class Layer(GroupLayer):
+    """With given routing."""
 
-    def __init__(self, name: str, tokens: int, profile: dict[str, int] | None = None) -> None:
-        self.hidden, self.inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
-        self.rank, self.ranks, self.tokens = dist.get_rank(), dist.get_world_size(), tokens
-        self.owners = contiguous(self.experts, self.ranks)
-        self.own = local_experts(self.owners, self.rank)
-        make = {"device": "cuda", "dtype": torch.bfloat16}
-        rows = self.inner * (2 if self.activation == "swiglu" else 1)
-        self.w1 = torch.randn(len(self.own), rows, self.hidden, **make) * 0.02
-        self.w2 = torch.randn(len(self.own), self.hidden, self.inner, **make) * 0.02
-        torch.manual_seed(self.rank + 1)
-        self.x = torch.randn(tokens, self.hidden, **make)
+    def __init__(self, name: str, tokens: int) -> None:
+        super().__init__(name, tokens)
         self.weights = torch.full((tokens, self.top_k), 1.0 / self.top_k, device="cuda")
-        self.context = flashmoe.Context.from_torch(
-            engine="cuda",
-            profile=profile or {},
-            max_tokens=tokens,
-            hidden=self.hidden,
-            intermediate=self.inner,
-            experts=self.experts,
-            top_k=self.top_k,
-        )
 
     def choose(self, shares: torch.Tensor) -> torch.Tensor:
         """Ids [T, K]: distinct experts, drawn by these shares (of E, or of some: zero elsewhere)."""
@@ -99,21 +89,6 @@ class Layer:
 
         return moe
 
-    def bare(self, counts: torch.Tensor) -> Callable[[int], None]:
-        """Both grouped GEMMs on ready inputs, with so many rows an expert."""
-        return grouped_gemms(counts, int(counts.sum()), self.hidden, self.inner, self.w1, self.w2)
-
-    def exchange(self) -> Callable[[int], None]:
-        """NCCL's all-to-all of a row for each of the rank's (token, k) pairs, one way."""
-        rows = self.tokens * self.top_k // self.ranks * self.ranks
-        sent = torch.randn(rows, self.hidden, device="cuda", dtype=torch.bfloat16)
-        received = torch.empty_like(sent)
-
-        def call(_: int) -> None:
-            dist.all_to_all_single(received, sent)
-
-        return call
-
     def in_turn(self, repeats: int, *calls: Callable) -> list[list[float]]:
         """Milliseconds of each, of single calls in turn: the n-th of one is a neighbour of the n-th of the others."""
         times: list[list[float]] = [[] for _ in calls]
@@ -122,12 +97,6 @@ class Layer:
             for each, call in each_once if i % 2 == 0 else reversed(each_once):  # a clock that falls favours none
                 each.append(own_span(call, i, True))
         return [slowest(each[WARM_UP:]) for each in times]
-
-    def close(self) -> None:
-        self.context.synchronize()
-        dist.barrier()
-        self.context.close()
-        torch.cuda.empty_cache()
 
 
 def everyone(value: float, how=dist.ReduceOp.MAX) -> float:
@@ -139,7 +108,7 @@ def everyone(value: float, how=dist.ReduceOp.MAX) -> float:
 def hidden(name: str, tokens: int, repeats: int) -> dict:
     layer = Layer(name, tokens)
     travelling, local = (layer.call(layer.choose_evenly(among)) for among in (list(range(layer.experts)), layer.own))
-    fused, stays, one_way = layer.in_turn(16 * repeats, travelling, local, layer.exchange())
+    fused, stays, one_way = layer.in_turn(16 * repeats, travelling, local, exchange(tokens * layer.top_k, layer.hidden))
     travelling(0)
     sent = layer.context.last_call.rows_sent
     reduced = layer.context.last_call.return_mode == "reduced"
@@ -177,7 +146,8 @@ def uneven_row(layer: Layer, deviation: float, repeats: int) -> dict:
     of_rank = [counts[local_experts(layer.owners, rank)] for rank in range(layer.ranks)]
     loads = [int(counts.sum()) for counts in of_rank]
     heaviest = of_rank[loads.index(max(loads))]
-    fused, floor = (statistics.median(each) for each in layer.in_turn(repeats, layer.call(ids), layer.bare(heaviest)))
+    bare = grouped_gemms(heaviest, int(heaviest.sum()), layer.hidden, layer.inner, layer.w1, layer.w2)
+    fused, floor = (statistics.median(each) for each in layer.in_turn(repeats, layer.call(ids), bare))
     drawn = (counts / counts.sum()).std(correction=0).item()
     return {
         "deviation": deviation,
@@ -239,12 +209,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=24)
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--commit", default=head(), help="where git is not at hand")
+    commit_option(parser)
     args = parser.parse_args()
     rank = join()
     settings = (("mixtral", FIGURE_TOKENS // dist.get_world_size()), ("mixtral", 8192), ("paper-E8", 8192))
     result = {
-        **described(args.commit),
+        **described(args.commit, dist.get_world_size()),
         "hidden": [hidden(name, 8192, args.repeats) for name in ("mixtral", "qwen3-30b", "paper-E64")],
         "uneven": [row for name, tokens in settings for row in uneven(name, tokens, args.repeats)],
         "late": [late("paper-E64", 8192, args.repeats)],
@@ -254,7 +224,7 @@ def main() -> None:
             for row in result[part]:
                 print(f"{part}: " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
         if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            write(args.out, result)
     dist.destroy_process_group()
 
 

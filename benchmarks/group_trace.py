@@ -21,9 +21,7 @@ import flashmoe
 import torch
 import torch.distributed as dist
 from flashmoe.trace import Event
-from fused_gpu import SHAPES
-from fused_group import join, own_span, profile_of
-from group_overlap import Layer
+from harness import SHAPES, GroupLayer, join, own_span, profile_of
 
 CALLS_BEFORE = 40
 GEMMS = ("gemm0", "gemm1")
@@ -122,7 +120,7 @@ def main() -> None:
     parser.add_argument("--histogram", type=int, default=0, help="microseconds of a bin")
     args = parser.parse_args()
     rank = join()
-    layer = Layer(args.shape, args.tokens, profile_of(args.profile))
+    layer = GroupLayer(args.shape, args.tokens, profile_of(args.profile))
     torch.manual_seed(args.tokens)
     router = torch.randn(layer.experts, layer.hidden, device="cuda", dtype=torch.bfloat16) * 0.02
 

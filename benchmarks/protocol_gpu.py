@@ -1,8 +1,9 @@
 """The protocol alone on one GPU: tasks per microsecond, and the gap between two tasks of a busy processor.
 
-    python benchmarks/protocol_gpu.py [--out benchmarks/results/protocol_gpu.json]
+    python benchmarks/protocol_gpu.py [--out benchmarks/results/protocol_gpu/h100x1.json]
 
-Builds csrc/cuda/entry/protocol_bench.cu with nvcc, runs it, adds what is needed to reproduce the figures, prints a table.
+Builds csrc/cuda/entry/protocol_bench.cu with nvcc, runs it, adds what is needed to reproduce the figures, prints a
+table.
 """
 
 from __future__ import annotations
@@ -14,28 +15,16 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from harness import ROOT, commit_option, nvidia_smi, result_path, write
+
 SOURCE = ROOT / "csrc" / "cuda" / "entry" / "protocol_bench.cu"
 NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]
 
 
-def output(*command: str) -> str:
-    """What a command prints, empty if it fails or does not exist."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def head() -> str:
-    """The commit that is checked out; empty where git does not know."""
-    return output("git", "rev-parse", "HEAD")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/protocol_gpu.json")
-    parser.add_argument("--commit", default=head(), help="where git is not at hand")
+    parser.add_argument("--out", type=pathlib.Path)
+    commit_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         binary = f"{folder}/protocol_bench"
@@ -45,10 +34,9 @@ def main() -> None:
     result |= {
         "commit": args.commit,
         "command": "python " + " ".join(sys.argv),
-        "nvidia_smi": {clocks: output("nvidia-smi", f"--query-gpu={clocks}", "--format=csv,noheader")},
+        "nvidia_smi": {clocks: nvidia_smi(clocks)},
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out or result_path("protocol_gpu", result["device"], 1), result)
     print(f"{result['device']}, {result['sms']} SMs")
     print(f"{'shape':>20} {'tasks':>7} {'tasks/us':>9} {'kernel us':>10} {'gap ns p50':>11} {'p99':>6}")
     for row in result["shapes"]:

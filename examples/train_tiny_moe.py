@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, help="a UTF-8 text file")
     parser.add_argument("--output", type=Path, default=Path("python/flashmoe/assets/tiny-qwen3-moe"))
-    parser.add_argument("--log", type=Path, default=Path("benchmarks/results/train_tiny_moe.json"))
+    parser.add_argument("--log", type=Path, default=Path("benchmarks/results/train_tiny_moe/h100x1.json"))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=270.0, help="stop training after this long at most")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")

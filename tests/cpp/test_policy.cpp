@@ -206,8 +206,7 @@ void check_limits() {
   CHECK_EQ(alone.gemm1_columns_per_task, 256u);
   l.ranks = 2;
   l.processors = 4;
-  const Limits two = cuda::cuda_limits(l, 132);
-  CHECK_EQ(two.processors, 4u);
+  CHECK_EQ(cuda::cuda_limits(l, 132).processors, 4u);
 }
 
 // ---- CPU --------------------------------------------------------------------------------------------------

@@ -1,0 +1,330 @@
+"""What the benchmarks share: where a figure comes from, shapes, timers, groups of GPUs, versions of the package.
+
+flashmoe and PyTorch are imported where they are used: a worker measures any version of the package, and what measures
+the CPU engine needs no PyTorch. What a run measured goes to `result_path`: a folder for each kind of run, in it a file
+for each machine; an earlier run that docs/ cite has its commit behind the name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+SHAPES = {  # H, I, E, K, activation, token counts
+    "paper-E64": (2048, 2048, 64, 2, "gelu", (16384,)),
+    "paper-E8": (2048, 2048, 8, 2, "gelu", (16384,)),
+    "paper-E16": (2048, 2048, 16, 2, "gelu", (16384,)),
+    "paper-E32": (2048, 2048, 32, 2, "gelu", (16384,)),
+    "paper-E128": (2048, 2048, 128, 2, "gelu", (16384,)),
+    "qwen3-30b": (2048, 768, 128, 8, "swiglu", (8192, 1024, 64, 1)),
+    "mixtral": (4096, 14336, 8, 2, "swiglu", (8192,)),
+    "qwen2-moe": (2048, 1408, 64, 4, "swiglu", (8192,)),
+    "phi3.5": (4096, 6400, 16, 2, "swiglu", (8192,)),
+}
+
+BUSY_CYCLES = 1_000_000  # about half a millisecond: longer than it takes to launch any of what is timed
+WARM_UP = 3
+"""Calls that are not timed."""
+QUERY = "clocks.sm,clocks.mem,power.draw,driver_version"
+"""What `nvidia_smi` asks for."""
+
+
+def flops(name: str, tokens: int) -> int:
+    """Of the experts' GEMMs, for so many tokens."""
+    hidden, inner, _, top_k, activation, _ = SHAPES[name]
+    return tokens * top_k * (3 if activation == "swiglu" else 2) * 2 * hidden * inner
+
+
+# ---- where a figure comes from ---------------------------------------------------------------------------------------
+
+
+def output(*command: str) -> str:
+    """What a command prints, empty if it fails or does not exist."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def head() -> str:
+    """The commit that is checked out; empty where git does not know."""
+    return output("git", "rev-parse", "HEAD")
+
+
+def nvidia_smi(query: str = QUERY) -> str:
+    """A line of figures for each GPU; empty where there is none."""
+    return output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def cpu_model() -> str:
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def described(commit: str, ranks: int | None = None) -> dict[str, str]:
+    """Where a result comes from; `ranks`: of the group that torchrun has started, None where there is none."""
+    import torch
+
+    group, launcher = "", "python "
+    if ranks is not None:
+        group, launcher = f" x{ranks}", f"torchrun --nproc-per-node {ranks} "
+    return {
+        "device": torch.cuda.get_device_name() + group,
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": launcher + " ".join(sys.argv),
+    }
+
+
+def result_path(suite: str, device: str, gpus: int) -> pathlib.Path:
+    """Where the results of a suite lie, of so many GPUs of a device: ``NVIDIA H200``, 2 in ``h200x2.json``."""
+    name = re.sub(r"^NVIDIA (\w+).*", r"\1", device)
+    return ROOT / "benchmarks" / "results" / suite / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}x{gpus}.json"
+
+
+def write(path: pathlib.Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def commit_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", default=head(), help="where git is not at hand")
+
+
+# ---- one GPU ---------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(call: Callable[[int], Any], repeats: int, busy: bool = True) -> list[float]:
+    """Times of single calls, by events. With `busy`, behind work that keeps the GPU from waiting for the launch; else
+    the launch is in the figure."""
+    return [span(call, i, busy) for i in range(repeats + WARM_UP)][WARM_UP:]
+
+
+def span(call: Callable[[int], Any], i: int, busy: bool) -> float:
+    """Milliseconds of `call(i)`, by events."""
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if busy:
+        torch.cuda._sleep(BUSY_CYCLES)
+    start.record()
+    call(i)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def gpu_operations(call: Callable[[int], Any], calls: int = 10) -> int:
+    """What the profiler counts on the GPU in so many calls."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for i in range(calls):
+            call(i)
+        torch.cuda.synchronize()
+    return sum(1 for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def expert_row(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gated: bool) -> torch.Tensor:
+    """One expert's result [H] for one token [H], in fp64."""
+    from torch.nn.functional import gelu, silu
+
+    h = w1.double() @ x.double()
+    if gated:
+        g, u = h.chunk(2)
+        h = silu(g) * u
+    else:
+        h = gelu(h)
+    return w2.double() @ h
+
+
+def reference(x, router, w1, w2, top_k: int, gated: bool, own: Sequence[int]) -> torch.Tensor:
+    """The layer in fp64 on the chosen tokens, routing in fp32 as the kernel's: the terms of the experts `own`, whose
+    weights these are."""
+    import torch
+
+    p = torch.softmax(x.float() @ router.float().t(), -1)
+    weights, ids = p.topk(top_k, -1)
+    weights = (weights / weights.sum(-1, keepdim=True)).double()
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for t in range(len(x)):
+        for k in range(top_k):
+            if (expert := int(ids[t, k])) in own:
+                i = own.index(expert)
+                out[t] += weights[t, k] * expert_row(x[t], w1[i], w2[i], gated)
+    return out
+
+
+# ---- groups of GPUs --------------------------------------------------------------------------------------------------
+
+
+def join() -> int:
+    """Joins the group that torchrun has started, on a GPU of its own; the rank."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    return rank
+
+
+def slowest(times: list[float]) -> list[float]:
+    """Of each iteration, the slowest rank's."""
+    import torch
+    import torch.distributed as dist
+
+    all_times = torch.tensor(times, device="cuda")
+    dist.all_reduce(all_times, op=dist.ReduceOp.MAX)
+    return all_times.tolist()
+
+
+def group_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool) -> list[float]:
+    """Of single calls, the slowest rank's times."""
+    return slowest(own_milliseconds(call, repeats, busy))
+
+
+def own_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool) -> list[float]:
+    """This rank's times of single calls."""
+    return [own_span(call, i, busy) for i in range(repeats + WARM_UP)][WARM_UP:]
+
+
+def own_span(call: Callable[[int], Any], i: int, busy: bool) -> float:
+    """This rank's milliseconds of `call(i)`, by events, all ranks beginning together: at a barrier, and with `busy` in
+    an all-reduce behind other work, on which the measured span follows without a gap."""
+    import torch
+    import torch.distributed as dist
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    meeting = torch.zeros(1, device="cuda")
+    dist.barrier()
+    if busy:
+        torch.cuda._sleep(BUSY_CYCLES)
+        dist.all_reduce(meeting)
+    start.record()
+    call(i)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def profile_of(settings: list[str]) -> dict[str, int]:
+    """What --profile says: name=value each, see flashmoe.Context."""
+    return {name: int(value) for name, value in (each.split("=") for each in settings)}
+
+
+class GroupLayer:
+    """One rank's share of a layer of random weights, and its context, of the built-in order but for `profile`."""
+
+    def __init__(self, name: str, tokens: int, profile: dict[str, int] | None = None) -> None:
+        import flashmoe
+        import torch
+        import torch.distributed as dist
+        from flashmoe.placement import contiguous, local_experts
+
+        self.hidden, self.inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
+        self.rank, self.ranks, self.tokens = dist.get_rank(), dist.get_world_size(), tokens
+        self.owners = contiguous(self.experts, self.ranks)
+        self.own = local_experts(self.owners, self.rank)
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        rows = self.inner * (2 if self.activation == "swiglu" else 1)
+        self.w1 = torch.randn(len(self.own), rows, self.hidden, **make) * 0.02
+        self.w2 = torch.randn(len(self.own), self.hidden, self.inner, **make) * 0.02
+        torch.manual_seed(self.rank + 1)
+        self.x = torch.randn(tokens, self.hidden, **make)
+        self.context = flashmoe.Context.from_torch(
+            engine="cuda",
+            profile=profile or {},
+            max_tokens=tokens,
+            hidden=self.hidden,
+            intermediate=self.inner,
+            experts=self.experts,
+            top_k=self.top_k,
+        )
+
+    def close(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.context.synchronize()
+        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        self.context.close()
+        torch.cuda.empty_cache()
+
+
+# ---- two versions of the package -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A folder that holds an importable `flashmoe`: a site-packages, or what a wheel was unpacked into."""
+
+    folder: pathlib.Path
+    commit: str
+    """Empty where nobody knows."""
+    digest: str
+    """Of the package's files: tells trees apart whatever is said of their commits."""
+
+    @classmethod
+    def at(cls, folder: pathlib.Path, commit: str = "") -> Tree:
+        folder = folder.resolve()
+        package = folder / "flashmoe"
+        if not (package / "__init__.py").is_file():
+            raise SystemExit(f"--trees: expected a folder that holds flashmoe/__init__.py, got {folder}")
+        digest = hashlib.sha256()
+        for path in sorted(package.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                content = path.read_bytes()
+                digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
+        return cls(folder, commit, digest.hexdigest()[:16])
+
+    def environment(self) -> dict[str, str]:
+        """For processes that are to import this tree's package, and keep its kernels apart from any other's."""
+        caches = pathlib.Path(tempfile.gettempdir()) / f"flashmoe-kernels-{os.getuid()}" / self.digest
+        path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
+        return {
+            **os.environ,
+            "PYTHONPATH": path,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "FLASHMOE_CACHE": str(caches),
+            "FLASHMOE_PROFILES": str(caches / "none.json"),  # the built-in order, whatever this machine has stored
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+
+    def described(self) -> dict[str, str]:
+        return {"folder": str(self.folder), "commit": self.commit, "package_sha256": self.digest}
+
+
+def compile_kernels(trees: Sequence[Tree], variants: Sequence[Sequence[str]]) -> None:
+    """Runs `flashmoe compile` with each of these arguments for each tree, all at once up to the cores there are."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    script = "import sys; from flashmoe.cli import main; sys.exit(main(sys.argv[1:]))"
+
+    def compile_one(job: tuple[Tree, Sequence[str]]) -> None:
+        tree, arguments = job
+        command = [sys.executable, "-c", script, "compile", *arguments]
+        done = subprocess.run(command, env=tree.environment(), capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"flashmoe compile {' '.join(arguments)}, {tree.folder}: {done.stdout}{done.stderr}")
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(compile_one, [(tree, arguments) for tree in trees for arguments in variants]))

@@ -1,0 +1,199 @@
+"""The speed of two versions of the package on one GPU, in turn in one run.
+
+    python benchmarks/old_new.py --trees OLD NEW [--commits OLD NEW] [--out FILE.json]
+
+A tree is a folder that holds an importable `flashmoe`, see same_bits.py. The layers are those of docs/measured.md's
+table of one GPU, and 8 tokens of Qwen3. Three processes keep a context and the layer's weights each: the old version,
+the new one, and the old one again, whose times over the first one's are the spread that nothing but chance makes. They
+are timed in turn, round by round, each round beginning with another of them; "busy", behind work that hides the launch,
+and plainly, a call at a time on an idle GPU. Medians are of all single calls, quartiles of the rounds' ratios. Exits
+with 1 if the new version is slower than the old one by more than 1 % and by more than the upper quartile of old over
+old, or its bits are others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from harness import QUERY, ROOT, Tree, compile_kernels, nvidia_smi, write
+
+LAYERS = (
+    ("paper-E64", 16384),
+    ("paper-E8", 16384),
+    ("paper-E128", 16384),
+    ("qwen3-30b", 8192),
+    ("qwen3-30b", 1024),
+    ("qwen3-30b", 64),
+    ("qwen3-30b", 8),
+    ("qwen3-30b", 1),
+    ("mixtral", 8192),
+    ("qwen2-moe", 8192),
+    ("phi3.5", 8192),
+)
+VARIANTS = (["--activation", "swiglu"], ["--activation", "gelu"])
+"""What `flashmoe compile` is told for these."""
+ROUNDS = 15
+REPEATS, REPEATS_OF_FEW = 8, 24
+"""Calls of a turn; more where they are short."""
+FEW = 64
+OCCUPIED = 1.0
+"""Seconds of calls during which the clocks are asked for."""
+ALLOWED = 1.01
+
+
+class Player:
+    """A process with one version, and what it has measured of the layer at hand."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        command = [sys.executable, str(ROOT / "benchmarks" / "timings.py")]
+        self.process = subprocess.Popen(
+            command, env=tree.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.rounds: dict[bool, list[list[float]]] = {}
+        """By whether the GPU was kept busy, each round's milliseconds."""
+
+    def hello(self) -> dict[str, str]:
+        told = self.answer()
+        if not pathlib.Path(told["package"]).resolve().is_relative_to(self.tree.folder):
+            raise SystemExit(f"expected the package in {self.tree.folder}, got {told['package']}")
+        return told
+
+    def tell(self, do: str, **what: Any) -> None:
+        self.process.stdin.write(json.dumps({"do": do, **what}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the process with {self.tree.folder} ended with status {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        self.tell(do, **what)
+        return self.answer()
+
+    def time(self, busy: bool, repeats: int) -> None:
+        self.rounds.setdefault(busy, []).append(self.ask("time", busy=busy, repeats=repeats)["ms"])
+
+    def median(self, busy: bool) -> float:
+        return statistics.median(ms for of_round in self.rounds[busy] for ms in of_round)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def everyone(players: list[Player], do: str, **what: Any) -> list[dict[str, Any]]:
+    """All at once."""
+    for player in players:
+        player.tell(do, **what)
+    return [player.answer() for player in players]
+
+
+def ratios(one: Player, other: Player, busy: bool) -> dict[str, Any]:
+    """`one` over `other`: of the medians, and the quartiles of the rounds'."""
+    by_round = [
+        statistics.median(a) / statistics.median(b) for a, b in zip(one.rounds[busy], other.rounds[busy], strict=True)
+    ]
+    lower, _, upper = statistics.quantiles(by_round, n=4)
+    return {"of_medians": one.median(busy) / other.median(busy), "quartiles": [lower, upper]}
+
+
+def clocks_of(player: Player) -> str:
+    """What nvidia-smi says while the player's layer runs."""
+    player.tell("occupy", seconds=OCCUPIED)
+    time.sleep(OCCUPIED / 5)
+    said = nvidia_smi()
+    player.answer()
+    return said
+
+
+def measure(players: list[Player], shape: str, tokens: int) -> dict[str, Any]:
+    old, new, again = players
+    hashes = [told["y"] for told in everyone(players, "make", shape=shape, tokens=tokens)]
+    clocks = clocks_of(old)
+    for player in players:
+        player.rounds.clear()
+    for i in range(ROUNDS):
+        for player in players[i % 3 :] + players[: i % 3]:
+            for busy in (True, False):
+                player.time(busy, REPEATS_OF_FEW if tokens <= FEW else REPEATS)
+    everyone(players, "drop")
+    row: dict[str, Any] = {
+        "shape": shape,
+        "tokens": tokens,
+        "same_bits": len(set(hashes)) == 1,
+        "nvidia_smi": {QUERY: clocks},
+    }
+    for name, busy in (("busy", True), ("plain", False)):
+        new_over_old, old_over_old = ratios(new, old, busy), ratios(again, old, busy)
+        limit = max(ALLOWED, old_over_old["of_medians"], old_over_old["quartiles"][1])
+        row[name] = {
+            "old_us": old.median(busy) * 1e3,
+            "new_us": new.median(busy) * 1e3,
+            "old_again_us": again.median(busy) * 1e3,
+            "new_over_old": new_over_old,
+            "old_over_old": old_over_old,
+            "slower": new_over_old["of_medians"] > limit,
+        }
+    return row
+
+
+def shown(row: dict[str, Any]) -> str:
+    columns = [f"{row['shape']:>10} {row['tokens']:>6}"]
+    for name in ("busy", "plain"):
+        part = row[name]
+        lower, upper = part["old_over_old"]["quartiles"]
+        columns.append(
+            f"{part['old_us']:9.1f} {part['new_us']:9.1f} {part['new_over_old']['of_medians']:7.4f} "
+            f"{part['old_over_old']['of_medians']:7.4f} ({lower:.3f} {upper:.3f})" + " slower" * part["slower"]
+        )
+    return " | ".join(columns) + ("" if row["same_bits"] else " | OTHER BITS")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trees", nargs=2, type=pathlib.Path, required=True, metavar=("OLD", "NEW"))
+    parser.add_argument("--commits", nargs=2, default=("", ""), metavar=("OLD", "NEW"), help="of the trees")
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    old, new = (Tree.at(folder, commit) for folder, commit in zip(args.trees, args.commits, strict=True))
+    compile_kernels([old, new], VARIANTS)
+    start = time.monotonic()
+    players = [Player(tree) for tree in (old, new, old)]
+    told = [player.hello() for player in players]
+    result = {
+        "device": told[0]["device"],
+        "torch": told[0]["torch"],
+        "driver": nvidia_smi("driver_version"),
+        "command": "python " + " ".join(sys.argv),
+        "trees": {"old": old.described(), "new": new.described()},
+        "rounds": ROUNDS,
+        "shapes": [],
+    }
+    columns = f"{'old us':>9} {'new us':>9} new/old old/old (quartiles) "
+    print(f"{result['device']}, {result['torch']}, driver {result['driver']}")
+    print(f"{'':>17} | busy: {columns}| plain: {columns}")
+    for shape, tokens in LAYERS:
+        row = measure(players, shape, tokens)
+        result["shapes"].append(row)
+        print(shown(row), flush=True)
+    for player in players:
+        player.close()
+    result["seconds"] = round(time.monotonic() - start, 1)
+    print(f"{result['seconds']} s")
+    if args.out:
+        write(args.out, result)
+    return int(any(not r["same_bits"] or r["busy"]["slower"] or r["plain"]["slower"] for r in result["shapes"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""README's figures are those of the files that were measured, and these lie where they are looked for."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from harness import SHAPES, result_path  # noqa: E402
+
+README = (ROOT / "README.md").read_text()
+_h, _i, _e, _k = SHAPES["paper-E64"][:4]
+ROWS = {
+    f"H = I = {_h}, {_e} experts, {_k} a token (FlashDMoE's)": "paper-E64",
+    "Qwen3-30B-A3B": "qwen3-30b",
+    "Mixtral-8x7B": "mixtral",
+    "Qwen2-MoE": "qwen2-moe",
+    "Phi-3.5-MoE": "phi3.5",
+}
+"""What README calls the shapes of the benchmarks."""
+
+
+def section(readme: str) -> str:
+    return readme.split("## How fast")[1].split("\n## ")[0]
+
+
+def table(readme: str) -> list[list[str]]:
+    """Its cells; the header first."""
+    lines = [line for line in section(readme).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not set(line) <= set("| -")]
+
+
+def measured(gpus: int) -> dict:
+    path = result_path("fused_gpu" if gpus == 1 else "fused_group", "NVIDIA H200", gpus)
+    return json.loads(path.read_text())
+
+
+def row_of(result: dict, shape: str, tokens: int) -> dict:
+    (row,) = [row for row in result["shapes"] if (row["shape"], row["tokens"]) == (shape, tokens)]
+    return row
+
+
+def differs(printed: str, value: float) -> bool:
+    """Whether this is not the value, rounded to as many digits."""
+    return f"{value:.{len(printed.partition('.')[2])}f}" != printed
+
+
+def faults(readme: str) -> Iterator[str]:
+    """What in README's table, and in the sentence below it, is not as it was measured."""
+    header, *rows = table(readme)
+    results = []
+    for title in header[1:]:
+        found = re.fullmatch(r"(\d+) GPUs? \(([0-9a-f]{7,40})\)", title)
+        if found is None:
+            yield f"column {title!r}: expected a number of GPUs and a commit"
+            return
+        results.append(measured(int(found[1])))
+        if not results[-1]["commit"].startswith(found[2]):
+            yield f"column {title!r}: measured of {results[-1]['commit']}"
+    for label, *cells in rows:
+        name, _, tokens = label.rpartition("; ")
+        if name not in ROWS:
+            yield f"row {label!r}: expected one of {', '.join(ROWS)}"
+            continue
+        for cell, result in zip(cells, results, strict=True):
+            row = row_of(result, ROWS[name], int(tokens))
+            figures = re.fullmatch(r"(\d+\.\d+) \((\d+\.\d+)\)", cell)
+            if figures is None or differs(figures[1], row["fused_ms"]) or differs(figures[2], row["ratio"]):
+                yield f"row {label!r}: {cell}, measured {row['fused_ms']:.4f} ({row['ratio']:.4f})"
+    one = re.search(r"One token of Qwen3 takes (\d\.\d+) ms on one GPU", section(readme))
+    if one is None or differs(one[1], row_of(measured(1), "qwen3-30b", 1)["fused_ms"]):
+        yield f"one token: {one and one[0]}"
+
+
+def test_every_figure_of_readme_is_measured():
+    header, *rows = table(README)
+    assert len(header) >= 2 and len(rows) >= 6
+    assert list(faults(README)) == []
+
+
+def numbers() -> list[tuple[int, int]]:
+    """Where in README the figures of its table, the commits and the tokens of its rows stand."""
+    begin = README.index(section(README))
+    lines = [each for each in re.finditer(r"^\|.*$", section(README), re.MULTILINE) if set(each[0]) - set("| -")]
+    pattern = r"(?<=\()[0-9a-f]{7}(?=\))|\d+\.\d+(?!-)(?= \(|\))|(?<=; )\d+"
+    return [
+        (begin + line.start() + each.start(), begin + line.start() + each.end())
+        for line in lines
+        for each in re.finditer(pattern, line[0])
+    ]
+
+
+def test_any_other_figure_is_caught():
+    places = numbers()
+    header, *rows = table(README)
+    columns = len(header) - 1
+    assert len(places) == columns + len(rows) * (1 + 2 * columns)
+    for start, end in places:
+        last = README[end - 1]
+        other = README[: end - 1] + ("1" if last == "0" else "0") + README[end:]
+        if ";" in README[start - 2 : start]:  # other tokens were not measured
+            with pytest.raises(ValueError, match="unpack"):
+                list(faults(other))
+        else:
+            assert len(list(faults(other))) == 1, README[start - 30 : end]
+
+
+def test_another_time_of_one_token_is_caught():
+    assert len(list(faults(README.replace("Qwen3 takes 0.04 ms", "Qwen3 takes 0.05 ms")))) == 1
+
+
+FILES = sorted(RESULTS.rglob("*.json"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(RESULTS).as_posix())
+def test_results_lie_by_suite_and_machine(path):
+    """And an earlier run's file is named after its commit."""
+    result = json.loads(path.read_text())
+    suite = path.relative_to(RESULTS).parts[0]
+    device, _, gpus = result["device"].partition(" x")
+    usual = result_path(suite, device, int(gpus or suite != "cpu_overhead"))
+    stem, _, commit = path.stem.partition(f"{usual.stem}-")
+    assert path.parent == usual.parent
+    if path != usual:
+        assert stem == "" and re.fullmatch("[0-9a-f]{7}", commit) and result["commit"].startswith(commit)
+
+
+def texts() -> Iterator[str]:
+    yield from (path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+    yield from (path.read_text() for path in (ROOT / "python").rglob("*.md"))
+
+
+def test_files_that_are_cited_are_there_and_all_others_too():
+    pattern = r"\b([a-z0-9_]+/[a-z0-9-]+x\d+(?:-[0-9a-f]{7})?\.json)"
+    cited = {name for text in texts() for name in re.findall(pattern, text)}
+    # README cites what it is made of by the columns of its table.
+    cited |= {"fused_gpu/h200x1.json", "fused_group/h200x2.json", "fused_group/h200x4.json"}
+    assert cited == {path.relative_to(RESULTS).as_posix() for path in FILES}

@@ -1,0 +1,299 @@
+"""What may include and import what: layers point one way, and nothing goes round in a circle.
+
+C++: each layer of `MAY_INCLUDE` may include itself and those named, and only these. Python: modules of the package may
+import one another in any order that has no circle, in functions too; what is imported for annotations alone, under
+TYPE_CHECKING, does not count. What breaks a rule today stands in the tables of exceptions, and nothing else does: an
+exception that is no longer needed fails the test like an arrow that points up.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_PROTOCOL = {"include/flashmoe/spec", "include/flashmoe/protocol"}
+_ACTORS = _PROTOCOL | {"include/flashmoe/actors"}
+_GPU = _ACTORS | {"include/flashmoe/gpu"}
+MAY_INCLUDE: dict[str, set[str]] = {
+    "include/flashmoe/spec": set(),
+    "include/flashmoe/protocol": _PROTOCOL,
+    "include/flashmoe/actors": _ACTORS,
+    "include/flashmoe/gpu": _GPU,
+    "include/flashmoe/sm90": _GPU | {"include/flashmoe/sm90"},
+    "csrc/host": _PROTOCOL,
+    "csrc/cpu": _ACTORS | {"csrc/host"},
+    "csrc/cuda": _GPU | {"include/flashmoe/sm90", "csrc/host"},
+}
+MAY_INCLUDE["csrc/bindings"] = set(MAY_INCLUDE)
+
+NOT_EVEN_INSIDE = (("csrc/cuda/transport", "csrc/cuda/context"),)
+"""(who, whom): within one layer, files whose paths begin like the first include none that begin like the second. A
+transport serves the context, and does not know it."""
+
+FOREIGN = ("non_abi/", "device_host/")
+"""Quoted includes of NVSHMEM's headers, which are not in the repository."""
+
+Arrow = tuple[str, str]
+
+INCLUDES_THAT_POINT_UP: set[Arrow] = set()
+"""(who, whom), which is to go."""
+
+IMPORTS_IN_CIRCLES: set[Arrow] = set()
+"""(who, whom): without these imports there is no circle, and with any of them there is. They are to go."""
+
+
+# ---- includes --------------------------------------------------------------------------------------------------------
+
+
+def sources(root: Path) -> list[Path]:
+    kinds = {".h", ".cuh", ".cpp", ".cu"}
+    return sorted(path for top in ("include", "csrc") for path in (root / top).rglob("*") if path.suffix in kinds)
+
+
+def includes(root: Path) -> list[Arrow]:
+    """(file, included file), relative to the root. Raises `AssertionError` for one in quotes that is nowhere."""
+    arrows = []
+    for path in sources(root):
+        for quote, name in re.findall(r'^\s*#\s*include\s*(["<])([^">]+)[">]', path.read_text(), re.MULTILINE):
+            places = (root / "include" / name, root / "csrc" / name, path.parent / name)
+            found = [place.resolve() for place in places if place.is_file()]
+            assert found or quote == "<" or name.startswith(FOREIGN), f"{path}: {name} is nowhere in the repository"
+            arrows += [(path.relative_to(root).as_posix(), each.relative_to(root).as_posix()) for each in found[:1]]
+    return arrows
+
+
+def layer_of(file: str) -> str:
+    """Raises `AssertionError` for a file that lies in none."""
+    for layer in MAY_INCLUDE:
+        if file.startswith(f"{layer}/"):
+            return layer
+    raise AssertionError(f"{file}: expected in one of {', '.join(MAY_INCLUDE)}")
+
+
+def pointing_up(arrows: Iterable[Arrow]) -> set[Arrow]:
+    """Those that the rules do not allow."""
+    bad = set()
+    for who, whom in arrows:
+        above, below = layer_of(who), layer_of(whom)
+        if below != above and below not in MAY_INCLUDE[above]:
+            bad.add((who, whom))
+        if any(who.startswith(one) and whom.startswith(other) for one, other in NOT_EVEN_INSIDE):
+            bad.add((who, whom))
+    return bad
+
+
+# ---- imports ---------------------------------------------------------------------------------------------------------
+
+
+def imports(package: Path) -> list[Arrow]:
+    """(module, imported module) within the package, by their dotted names."""
+    modules = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    arrows = []
+    for name, path in sorted(modules.items()):
+        folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in executed(ast.parse(path.read_text())):
+            for imported in targets(node, folder, modules.keys()):
+                arrows.append((name, imported))
+    return arrows
+
+
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from executed(other)
+            continue
+        yield child
+        yield from executed(child)
+
+
+def targets(node: ast.AST, folder: str, modules: Iterable[str]) -> Iterator[str]:
+    """The modules among `modules` that an import statement of a module of the package `folder` runs; nothing of other
+    nodes."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in modules)
+    if isinstance(node, ast.ImportFrom):
+        above = folder.split(".")[: len(folder.split(".")) - node.level + 1] if node.level else []
+        origin = ".".join([*above, *([node.module] if node.module else [])])
+        for alias in node.names:
+            if (inner := f"{origin}.{alias.name}") in modules:
+                yield inner
+            elif origin in modules:
+                yield origin
+
+
+# ---- circles ---------------------------------------------------------------------------------------------------------
+
+
+def circle(arrows: Iterable[Arrow]) -> list[str]:
+    """One circle of the graph, its first node repeated at the end; empty if there is none."""
+    after: dict[str, list[str]] = {}
+    for who, whom in sorted(set(arrows)):
+        after.setdefault(who, []).append(whom)
+    done: set[str] = set()
+
+    def walk(node: str, way: list[str]) -> list[str]:
+        if node in way:
+            return [*way[way.index(node) :], node]
+        if node in done:
+            return []
+        for following in after.get(node, []):
+            if found := walk(following, [*way, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for start in sorted(after) if (found := walk(start, []))), [])
+
+
+def needless(arrows: list[Arrow], exceptions: set[Arrow]) -> set[Arrow]:
+    """Exceptions without which there is no circle either."""
+    rest = [arrow for arrow in arrows if arrow not in exceptions]
+    return {each for each in exceptions if each not in arrows or not circle([*rest, each])}
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+def test_includes_point_one_way():
+    assert pointing_up(includes(ROOT)) == INCLUDES_THAT_POINT_UP
+
+
+def test_no_file_includes_itself_by_way_of_others():
+    assert circle(includes(ROOT)) == []
+
+
+def test_every_source_is_in_a_layer():
+    assert len(sources(ROOT)) > 50
+    for path in sources(ROOT):
+        layer_of(path.relative_to(ROOT).as_posix())
+
+
+def test_imports_have_no_circle():
+    arrows = imports(ROOT / "python" / "flashmoe")
+    assert len(arrows) > 50
+    assert circle([arrow for arrow in arrows if arrow not in IMPORTS_IN_CIRCLES]) == []
+    assert needless(arrows, IMPORTS_IN_CIRCLES) == set()
+
+
+HEADERS = {
+    "include/flashmoe/spec/types.h": "",
+    "include/flashmoe/protocol/call.h": '#include "flashmoe/spec/types.h"\n',
+    "include/flashmoe/actors/os.h": '#include "flashmoe/protocol/call.h"\n#include <cstdint>\n',
+    "csrc/cuda/context.h": '#include "flashmoe/actors/os.h"\n#include "cuda/transport/group.h"\n',
+    "csrc/cuda/transport/group.h": '#include "flashmoe/spec/types.h"\n',
+    "csrc/cpu/engine.h": '#include "flashmoe/actors/os.h"\n',
+    "csrc/host/error.h": "",
+}
+"""A tree without a fault."""
+
+
+def planted(tmp_path: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path.resolve()
+
+
+def test_a_tree_without_a_fault_passes(tmp_path):
+    arrows = includes(planted(tmp_path, HEADERS))
+    assert len(arrows) == 6
+    assert pointing_up(arrows) == set() and circle(arrows) == []
+
+
+@pytest.mark.parametrize(
+    ("who", "whom"),
+    [
+        ("include/flashmoe/spec/types.h", "include/flashmoe/protocol/call.h"),
+        ("include/flashmoe/protocol/call.h", "include/flashmoe/actors/os.h"),
+        ("include/flashmoe/actors/os.h", "csrc/cpu/engine.h"),
+        ("csrc/host/error.h", "include/flashmoe/actors/os.h"),
+        ("csrc/host/error.h", "csrc/cpu/engine.h"),
+        ("csrc/host/error.h", "csrc/cuda/context.h"),
+        ("csrc/cuda/context.h", "csrc/cpu/engine.h"),
+        ("csrc/cpu/engine.h", "csrc/cuda/context.h"),
+        ("csrc/cuda/transport/group.h", "csrc/cuda/context.h"),
+    ],
+)
+@pytest.mark.parametrize("marks", ['""', "<>"])
+def test_a_planted_arrow_is_caught(tmp_path, who, whom, marks):
+    name = whom.removeprefix("include/").removeprefix("csrc/")
+    line = f"  #  include {marks[0]}{name}{marks[1]}\n"
+    assert pointing_up(includes(planted(tmp_path, {**HEADERS, who: HEADERS[who] + line}))) == {(who, whom)}
+
+
+def test_a_planted_circle_of_includes_is_caught(tmp_path):
+    files = {
+        "include/flashmoe/protocol/a.h": '#include "flashmoe/protocol/b.h"\n',
+        "include/flashmoe/protocol/b.h": '#include "c.h"\n',
+        "include/flashmoe/protocol/c.h": '#include "flashmoe/protocol/a.h"\n',
+    }
+    found = circle(includes(planted(tmp_path, files)))
+    assert [Path(each).stem for each in found] == ["a", "b", "c", "a"]
+
+
+def test_a_source_outside_all_layers_is_caught(tmp_path):
+    root = planted(tmp_path, {**HEADERS, "include/flashmoe/stages/gate.h": '#include "flashmoe/spec/types.h"\n'})
+    with pytest.raises(AssertionError, match=r"stages/gate\.h: expected in one of"):
+        pointing_up(includes(root))
+
+
+def test_an_include_that_is_nowhere_is_caught(tmp_path):
+    root = planted(tmp_path, {**HEADERS, "csrc/host/text.h": '#include "host/errors.h"\n'})
+    with pytest.raises(AssertionError, match=r"host/errors\.h is nowhere"):
+        includes(root)
+
+
+MODULES = {
+    "p/__init__.py": "from .a import f\n",
+    "p/a.py": "from . import b\nfrom .inner import c\n",
+    "p/b.py": "import os\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import a\n",
+    "p/inner/__init__.py": "",
+    "p/inner/c.py": "from .. import b\nfrom ..inner.d import x as y\n",
+    "p/inner/d.py": "import p.b\n",
+}
+
+
+def test_a_package_without_a_circle_passes(tmp_path):
+    arrows = imports(planted(tmp_path, MODULES) / "p")
+    expected = {"p p.a", "p.a p.b", "p.a p.inner.c", "p.inner.c p.b", "p.inner.c p.inner.d", "p.inner.d p.b"}
+    assert {" ".join(arrow) for arrow in arrows} == expected
+    assert circle(arrows) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from . import a",
+        "from .a import f",
+        "import p.a",
+        "from p.inner import c",
+        "def g():\n    from .inner.d import x",
+        "class G:\n    def h(self):\n        try:\n            import p.inner.c\n        finally:\n            pass",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    from . import a",
+    ],
+)
+def test_a_planted_circle_of_imports_is_caught(tmp_path, line):
+    """Nothing of p imports p.b but in the other direction."""
+    found = circle(imports(planted(tmp_path, {**MODULES, "p/b.py": MODULES["p/b.py"] + line + "\n"}) / "p"))
+    assert "p.b" in found and found[0] == found[-1] and len(found) > 2
+
+
+def test_an_exception_that_is_not_needed_is_caught():
+    arrows = [("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")]
+    assert needless(arrows, {("c", "a")}) == set()
+    assert needless(arrows, {("c", "a"), ("c", "d")}) == {("c", "d")}
+    assert needless(arrows, {("c", "a"), ("d", "a")}) == {("d", "a")}
+    assert needless(arrows, {("c", "a"), ("b", "c")}) == {("c", "a"), ("b", "c")}  # either would do
