@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t place_of(const KernelArgs& args, const Call&
 __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call& c, const Row& row) {
   uint8_t* to =
       c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
-  if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.hidden * c.element_bytes;
+  if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.token_row_bytes;
   return reinterpret_cast<uint64_t>(to);
 }
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.tile = task.index;
     slot.column = task.column;
     slot.expert = shape.expert;
-    slot.k_bytes = (is_one_of<kOverHidden>(task.kind) ? c.hidden : c.intermediate) * c.element_bytes;
+    slot.k_bytes = is_one_of<kOverHidden>(task.kind) ? c.token_row_bytes : c.hidden_row_bytes;
     slot.share = share;
   }
 }
@@ -311,7 +311,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     store_returned<Dtype, Stage, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.hidden, slot.weights,
                                             slot.to);
   }
-  trace.end(TracePhase::kEpilogue, slot.tile, slot.column, 1);
+  trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
 
 // A consumer warpgroup: `group` 0 or 1. `staging`: its own buffer.
@@ -325,7 +325,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) return;
-    trace.end(TracePhase::kWait, slot.tile, slot.column);
+    trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
     with_tokens<Dtype>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
       compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);

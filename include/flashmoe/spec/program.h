@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "flashmoe/spec/enums.h"
+
 namespace flashmoe {
 
 // The ready queue and the ready list hold products, and kStop, which ends a processor; kFormed stands in the list only.
@@ -63,6 +65,7 @@ struct TaskRow {
   // What makes it ready: for a tile, that all columns of this kind are done of it, or that it is formed (kFormed); for what
   // follows the return, that all rows of a source are (protocol/pending.h, signals).
   TaskKind after;
+  Phase phase;  // what reports and traces call it
 };
 
 // ---- Programs. Rows that processors take come first. ---------------------------------------------------------------
@@ -77,7 +80,8 @@ inline constexpr TaskRow kForward[] = {
      .columns = Axis::kIntermediate,
      .epilogue = Epilogue::kActivate,
      .taker = Taker::kProcessors,
-     .after = TaskKind::kFormed},
+     .after = TaskKind::kFormed,
+     .phase = Phase::kGemm0},
     {.kind = TaskKind::kGemm1,
      .of = Unit::kTile,
      .left = Operand::kHidden,
@@ -86,7 +90,8 @@ inline constexpr TaskRow kForward[] = {
      .columns = Axis::kHidden,
      .epilogue = Epilogue::kReturn,
      .taker = Taker::kProcessors,
-     .after = TaskKind::kGemm0},
+     .after = TaskKind::kGemm0,
+     .phase = Phase::kGemm1},
     {.kind = TaskKind::kReduce,
      .of = Unit::kTokens,
      .left = Operand::kStaged,
@@ -95,7 +100,8 @@ inline constexpr TaskRow kForward[] = {
      .columns = Axis::kHidden,
      .epilogue = Epilogue::kSend,
      .taker = Taker::kIdle,
-     .after = TaskKind::kGemm1},
+     .after = TaskKind::kGemm1,
+     .phase = Phase::kReduce},
     {.kind = TaskKind::kCombine,
      .of = Unit::kTokens,
      .left = Operand::kReturned,
@@ -104,7 +110,8 @@ inline constexpr TaskRow kForward[] = {
      .columns = Axis::kHidden,
      .epilogue = Epilogue::kOutput,
      .taker = Taker::kIdle,
-     .after = TaskKind::kReduce},
+     .after = TaskKind::kReduce,
+     .phase = Phase::kCombine},
 };
 
 inline constexpr auto& kProgram = kForward;
@@ -159,6 +166,7 @@ struct Product {
   static constexpr TaskKind kKind = kProgram[n].kind;
   static constexpr Operand kLeft = kProgram[n].left, kRight = kProgram[n].right;
   static constexpr TaskKind kAfter = kProgram[n].after;
+  static constexpr Phase kPhase = kProgram[n].phase;
   static constexpr bool kLeadsOn = leads_on(n);
 };
 
