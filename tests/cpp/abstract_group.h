@@ -57,11 +57,13 @@ struct Ledger {
       : contributed(uint64_t{l.max_tokens} * l.top_k),
         reduced(uint64_t{l.max_tokens} * l.ranks),
         combined(l.max_tokens),
-        activated(l.max_tiles()) {}
+        activated(l.max_tiles()),
+        kept(l.max_local_experts) {}
   Once contributed;  // [token, k] at the token's home: columns that its expert wrote
   Once reduced;      // [token, rank] at the token's home: return groups that the rank has summed
   Once combined;     // [token]: return groups
   Once activated;    // [tile]: columns of its hidden rows
+  Once kept;         // [local expert]: columns of what is kept of it
 };
 
 // What build_packets works in.
@@ -128,9 +130,10 @@ class AbstractEngine {
   }
 
   template <uint32_t n>
-  void multiply(uint32_t tile, uint32_t block) {
-    if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(tile, block);
-    if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(tile, block);
+  void multiply(uint32_t index, uint32_t block) {
+    if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(index, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(index, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kKeep) keep(index, block);
   }
 
   void activate(uint32_t tile, uint32_t n) {
@@ -164,10 +167,7 @@ class AbstractEngine {
   void contribute(uint32_t tile, uint32_t n) {
     for_each_row(tile, [&](uint32_t row, uint32_t home, const Row& entry) {
       if (row % P::kLanes != P::lane()) return;
-      const uint64_t* hidden = words(c_.hidden_row(tile, row));
-      for (uint32_t i = 0; i < c_.intermediate; ++i) {
-        CHECK_EQ(hidden[i], x_->hidden_word(home, entry.token, entry.k, i));
-      }
+      check_hidden(tile, row, home, entry);
       uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal)
                                         : c_.return_row(home, entry.token, entry.k));
       for_columns(kReturning, n, n + 1,
@@ -175,6 +175,23 @@ class AbstractEngine {
       ledgers_[home].contributed.mark(entry.token * c_.top_k + entry.k, n);
     });
     P::sync();
+  }
+
+  // Every hidden row of the expert is there, and so are the tokens' rows, whichever call their homes are in.
+  void keep(uint32_t expert, uint32_t n) {
+    const uint32_t* tiles = c_.expert_tiles(expert);
+    for (uint32_t i = 0; i < c_.expert_state(expert)->tiles; ++i) {
+      CHECK_EQ(c_.tile(tiles[i])->shape.expert, expert);
+      for_each_row(tiles[i], [&](uint32_t row, uint32_t p, const Row& entry) {
+        if (row % P::kLanes != P::lane()) return;
+        check_hidden(tiles[i], row, p, entry);
+        if (p == c_.rank) return;
+        const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, entry.token));
+        for (uint32_t h = 0; h < c_.hidden; ++h) CHECK_EQ(sent[h], x_->row_word(p, entry.token, h));
+      });
+    }
+    P::sync();
+    if (P::lane() == 0) ledgers_[c_.rank].kept.mark(expert, n);
   }
 
   // An item is a token's columns of a return group; pieces are small, so that there are many.
@@ -210,6 +227,13 @@ class AbstractEngine {
   void end(Phase, uint32_t, uint32_t) {}
 
  private:
+  void check_hidden(uint32_t tile, uint32_t row, uint32_t home, const Row& entry) const {
+    const uint64_t* hidden = words(c_.hidden_row(tile, row));
+    for (uint32_t i = 0; i < c_.intermediate; ++i) {
+      CHECK_EQ(hidden[i], x_->hidden_word(home, entry.token, entry.k, i));
+    }
+  }
+
   static uint64_t* words(uint8_t* row) { return reinterpret_cast<uint64_t*>(row); }
 
   void reduce(uint32_t p, uint32_t token, uint32_t g) {
@@ -431,6 +455,12 @@ class Rank {
     for (uint32_t tile = 0; tile < ledger_.activated.size(); ++tile) {
       CHECK(ledger_.activated.whole(tile, tile < tiles ? call.columns[kFirst] : 0));
       for (const uint32_t done : call.tile(tile)->done) CHECK_EQ(done, 0u);
+    }
+    if constexpr (kExpertProducts != 0) {
+      for (uint32_t l = 0; l < ledger_.kept.size(); ++l) {
+        CHECK(ledger_.kept.whole(l, l < call.local_experts ? call.columns[kProducts - 1] : 0));
+        for (const uint64_t done : call.expert_state(l)->done) CHECK_EQ(done, 0u);
+      }
     }
   }
 

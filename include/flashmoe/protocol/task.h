@@ -112,4 +112,10 @@ struct alignas(128) Tile {
 };
 static_assert(sizeof(Tile) == 128);
 
+// A local expert, where products of experts wait for its tiles (experts.h).
+struct alignas(128) ExpertState {
+  uint64_t done[max_of(kExpertProducts, 1u)];  // per product that waits; zero between calls
+  uint32_t tiles;                              // once all are formed
+};
+
 }  // namespace flashmoe

@@ -6,6 +6,7 @@
 // assigns.
 #pragma once
 
+#include "flashmoe/protocol/experts.h"
 #include "flashmoe/protocol/pending.h"
 
 namespace flashmoe {
@@ -75,6 +76,7 @@ class TileFormer {
         P::sync();
       }
       announce(i);
+      close_expert<P>(c_, expert(i), m_.experts[i].closed);
     }
   }
 
