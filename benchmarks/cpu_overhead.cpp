@@ -128,12 +128,18 @@ int run(const char* path, uint32_t processors, int repeats) {
   limits.intermediate = p.intermediate;
   limits.experts = limits.max_local_experts = p.experts;
   limits.top_k = limits.return_slots = p.top_k;
-  limits.elem_bytes = 4;
+  limits.x_bytes = limits.hidden_bytes = limits.return_bytes = 4;
   limits.processors = processors;
   Context context(host::make_single_rank_group(make_heap_layout(limits).bytes), 0, limits, 30'000'000'000);
 
   std::vector<float> out(p.x.size());
   Layer layer;
+  layer.spec.hidden = p.hidden;
+  layer.spec.intermediate = p.intermediate;
+  layer.spec.experts = p.experts;
+  layer.spec.top_k = p.top_k;
+  layer.spec.x_type = layer.spec.weight_type = DType::kFloat32;
+  layer.spec.hidden_type = layer.spec.return_type = DType::kFloat32;
   layer.x = p.x.data();
   layer.router = p.router.data();
   layer.gate_up = p.gate_up.data();
@@ -141,12 +147,8 @@ int run(const char* path, uint32_t processors, int repeats) {
   layer.out = out.data();
   CallOptions options;
   options.tokens = p.tokens;
-  options.hidden = p.hidden;
-  options.intermediate = p.intermediate;
-  options.experts = p.experts;
-  options.top_k = p.top_k;
   options.placement.assign(p.experts, 0);
-  options.order = {.raster = 4, .window = 16 * processors};  // as python/flashmoe/ops.py has it
+  options.order = {.raster = 4, .window = 16 * processors};  // as python/flashmoe/engines/cpu.py has it
 
   // The plain loops need its routing.
   std::vector<int32_t> ids(size_t{p.tokens} * p.top_k);

@@ -297,9 +297,9 @@ def _in_context(
     """`perturb`: seeds of disturbed schedules, one per call in turn, 0 for none. `tile`: rows and columns."""
     outcomes = []
     if _tiles.get(context.name, DEFAULT_TILE) != tile:
-        context._set_tile(*tile)
+        context._engine.set_tile(*tile)
         _tiles[context.name] = tile
     for index, arguments in enumerate(calls):
-        context._perturb(perturb[index % len(perturb)])
+        context._engine.perturb(perturb[index % len(perturb)])
         outcomes.append(Outcome(flashmoe.moe(context, **arguments), context.last_call))
     return outcomes

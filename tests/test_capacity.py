@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import flashmoe
 import numpy as np
 import pytest
 from flashmoe import _ffi, arguments
-from flashmoe.context import make_limits
 from flashmoe.errors import HeapError, InvalidArgument
 from flashmoe.launch import RankFailed
+from flashmoe.limits import Room, checked_context
 from flashmoe.placement import checked, most_local
+from flashmoe.spec import LayerSpec
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from problems import Outcome, Problem, check, random_problem
@@ -30,14 +30,15 @@ def limits_of(ranks: int, **limits: Any) -> dict[str, Any]:
     return {"max_tokens": 64, "dtype": "float32", "processors": 2, **SIZES, **limits, "ranks": ranks}
 
 
-def asked_for(limits: dict[str, Any]) -> dict[str, int]:
-    """What a context with these arguments asks the engine for."""
-    return make_limits(engine="cpu", **{"placement": None, "return_mode": "auto", **limits})
+def room_of(limits: dict[str, Any]) -> Room:
+    """What calls of a context with these arguments may be, on rank 0."""
+    unsaid = {"placement": None, "return_mode": "auto", "capacity_factor": None, "transport": "auto"}
+    return Room.of(checked_context(engine="cpu", **unsaid | limits), 0)
 
 
 def room(limits: dict[str, Any]) -> tuple[int, int]:
     """Tiles and rows that a context with these arguments has memory for, in tiles of the size `TILE`."""
-    asked = asked_for(limits)
+    asked = room_of(limits).limits
     asked |= {"tile_rows": TILE[0], "gemm0_columns_per_task": TILE[1], "gemm1_columns_per_task": TILE[1]}
     shapes = {row["name"]: row["shape"] for row in _ffi.layout_fields("cpu", asked)}
     return shapes["tiles"][0], asked["ranks"] * _ffi.library().rows_of_rank(asked)
@@ -146,11 +147,9 @@ def test_calls_are_right_or_refused(ranks, case):
     if fits:
         run(ranks, random_problem(**call), limits)
     else:
-        context = SimpleNamespace(
-            ranks=limits["ranks"], capacity_factor=limits["capacity_factor"], limits=asked_for(limits)
-        )
+        layer = LayerSpec(**{name: call[name] for name in ("hidden", "intermediate", "experts", "top_k")})
         with pytest.raises(HeapError, match=f"got {most_kept(limits, call)} "):
-            arguments.checked_capacity(context, call["capacity_factor"], call, call["placement"])
+            arguments.checked_capacity(room_of(limits), call["capacity_factor"], layer, call["placement"])
 
 
 def test_fewer_experts_on_one_rank_are_refused_by_all(ranks):

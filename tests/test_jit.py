@@ -106,7 +106,7 @@ def nvshmem(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "nvshmem"
     (folder / "include" / "non_abi").mkdir(parents=True)
     (folder / "include" / "non_abi" / "nvshmem_version.h").write_text("3.4.5")
-    monkeypatch.setattr(jit, "nvshmem_package", lambda: iter([folder]))
+    monkeypatch.setattr("flashmoe.nvshmem.package", lambda: iter([folder]))
     return folder / "include"
 
 

@@ -39,21 +39,13 @@ transport serves the context, and does not know it."""
 FOREIGN = ("non_abi/", "device_host/")
 """Quoted includes of NVSHMEM's headers, which are not in the repository."""
 
-INCLUDES_THAT_POINT_UP = {
-    ("csrc/cuda/tensor_map.h", "csrc/cpu/types.h"),
-    ("csrc/host/agreement.h", "csrc/cpu/types.h"),
-    ("csrc/host/fault_message.cpp", "csrc/cpu/platform.h"),
-    ("csrc/host/group.cpp", "csrc/cpu/platform.h"),
-}
+Arrow = tuple[str, str]
+
+INCLUDES_THAT_POINT_UP: set[Arrow] = set()
 """(who, whom), which is to go."""
 
-IMPORTS_IN_CIRCLES = {
-    ("flashmoe.context", "flashmoe.gpu"),
-    ("flashmoe.ops", "flashmoe.torch_op"),
-}
+IMPORTS_IN_CIRCLES: set[Arrow] = set()
 """(who, whom): without these imports there is no circle, and with any of them there is. They are to go."""
-
-Arrow = tuple[str, str]
 
 
 # ---- includes --------------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import flashmoe
 import pytest
-from flashmoe import context, profiles
-from flashmoe.profiles import Record, Setting
+from flashmoe.limits import engine_return_mode
+from flashmoe.tuning import profiles
+from flashmoe.tuning.knobs import stored_profile
+from flashmoe.tuning.profiles import Record, Setting
 
 SETTING = Setting("Fake", 4, "bfloat16", 2048, 768, 128, 8, 8192)
 RECORD = Record(SETTING, "swiglu", {"gemm1_lag": 264, "return_mode": "reduced"}, 1.25, 1.5)
@@ -57,7 +59,7 @@ def test_where_it_is(tmp_path, monkeypatch):
 WRITER = """
 import sys
 from dataclasses import replace
-from flashmoe import profiles
+from flashmoe.tuning import profiles
 who = int(sys.argv[1])
 setting = profiles.Setting("Fake", who, "bfloat16", 64, 64, 8, 2, 1)
 for i in range(10):
@@ -172,7 +174,7 @@ def test_of_several_activations_the_last_one_stored():
 
 def test_a_stored_return_mode_is_the_context_s():
     profiles.store(RECORD)
-    assert context._stored_profile(SETTING) == ({"gemm1_lag": 264}, "reduced")
+    assert stored_profile(SETTING) == ({"gemm1_lag": 264}, "reduced")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,6 @@ def test_a_stored_return_mode_is_the_context_s():
     ],
 )
 def test_the_cuda_engine_reduces_what_the_link_would_bound(ranks, top_k, intermediate, reduces):
-    mode = context.engine_return_mode("cuda", "auto", ranks, top_k, intermediate)
+    mode = engine_return_mode("cuda", "auto", ranks, top_k, intermediate)
     assert mode == ("reduced" if reduces else "direct")
-    assert context.engine_return_mode("cpu", "auto", ranks, top_k, intermediate) == "auto"
+    assert engine_return_mode("cpu", "auto", ranks, top_k, intermediate) == "auto"

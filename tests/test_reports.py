@@ -197,7 +197,7 @@ def trace_call(
     rank: int, ranks: int, name: str, limits: dict[str, Any], arguments: dict[str, Any], processors: int
 ) -> Traced:
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits, processors=processors) as context:
-        context._set_tile(*TILE)
+        context._engine.set_tile(*TILE)
         y = flashmoe.moe(context, **arguments)
         events = context.last_call.events
         before = time.monotonic_ns()

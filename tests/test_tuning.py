@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import flashmoe
 import pytest
-from flashmoe import profiles, tuning
 from flashmoe.cli import bench, main, tune
-from flashmoe.profiles import Record, Setting
-from flashmoe.tuning import Timing
+from flashmoe.tuning import profiles
+from flashmoe.tuning import search as tuning
+from flashmoe.tuning.knobs import PROFILE
+from flashmoe.tuning.profiles import Record, Setting
+from flashmoe.tuning.search import Timing
 
 SETTING = Setting("Fake", 4, "bfloat16", 2048, 768, 128, 8, 8192)
 
@@ -184,7 +186,7 @@ def test_sending_and_returning_are_tried_where_there_is_a_peer(ranks, tried):
     assert (
         ("return_mode" in knobs) == ("senders" in knobs) == ("gemm1_lists" in knobs) == ("own_first" in knobs) == tried
     )
-    for name, knob in flashmoe.context.PROFILE.items():
+    for name, knob in PROFILE.items():
         if name in ("gemm1_lists", "own_first", "senders") and not tried:
             continue
         assert knobs[name] == knob.tried == tuple(sorted(set(knob.tried)))

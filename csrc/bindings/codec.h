@@ -1,114 +1,201 @@
-// What the bindings of the two engines share: argument maps, handles, and this project's errors as Python's.
+// Python's maps as this project's structs. A key that is missing, one that nothing reads, and a value that its field cannot
+// hold are errors that name it: the two sides are of one version, or nothing is computed.
 #pragma once
 
+#include <tvm/ffi/any.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
-#include <tvm/ffi/error.h>
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/string.h>
 
-#include <memory>
-#include <mutex>
-#include <unordered_map>
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
 
 #include "flashmoe/protocol/heap_layout.h"
+#include "flashmoe/protocol/order.h"
+#include "flashmoe/spec/layer.h"
 #include "host/error.h"
+#include "host/text.h"
 
 namespace flashmoe {
 
 namespace ffi = tvm::ffi;
-using Sizes = ffi::Map<ffi::String, int64_t>;
+using Map = ffi::Map<ffi::String, ffi::Any>;
 
-inline const char* python_name(host::Error::Kind kind) {
-  using Kind = host::Error::Kind;
-  switch (kind) {
-    case Kind::kInvalidArgument: return "flashmoe.InvalidArgument";
-    case Kind::kHeap: return "flashmoe.HeapError";
-    case Kind::kGroup: return "flashmoe.GroupError";
-    case Kind::kPeerTimeout: return "flashmoe.PeerTimeout";
-    case Kind::kOther: break;
-  }
-  return "flashmoe.FlashMoEError";
-}
-
-// Runs fn; this project's errors become the Python exception of their kind.
-template <class Fn>
-auto guarded(Fn&& fn) {
-  try {
-    return fn();
-  } catch (const host::Error& e) {
-    throw ffi::Error(python_name(e.kind), e.what(), "");
-  }
-}
-
-inline uint64_t size64(const Sizes& sizes, const char* name, uint64_t otherwise = 0) {
-  const ffi::String key(name);
-  return sizes.count(key) ? static_cast<uint64_t>(sizes.at(key)) : otherwise;
-}
-
-inline uint32_t size(const Sizes& sizes, const char* name, uint32_t otherwise = 0) {
-  return static_cast<uint32_t>(size64(sizes, name, otherwise));
-}
-
-inline Limits limits_of(const Sizes& s) {
-  Limits l;
-  l.ranks = size(s, "ranks", 1);
-  l.max_tokens = size(s, "max_tokens");
-  l.hidden = size(s, "hidden");
-  l.experts = size(s, "experts");
-  l.max_local_experts = size(s, "max_local_experts");
-  l.top_k = size(s, "top_k");
-  l.elem_bytes = size(s, "elem_bytes");
-  l.return_slots = size(s, "return_slots");
-  l.capacity = size(s, "capacity");
-  l.intermediate = size(s, "intermediate");
-  l.staging = size(s, "staging");
-  l.rdma = size(s, "rdma");
-  l.tile_rows = size(s, "tile_rows", l.tile_rows);
-  l.columns_per_task[kFirst] = size(s, "gemm0_columns_per_task", l.columns_per_task[kFirst]);
-  l.columns_per_task[kReturning] = size(s, "gemm1_columns_per_task", l.columns_per_task[kReturning]);
-  l.processors = size(s, "processors", l.processors);
-  return l;
-}
-
-// The fields of heap and workspace for these limits, each with its size and purpose (bindings.cpp).
-using FieldRows = ffi::Array<ffi::Map<ffi::String, ffi::Any>>;
-FieldRows field_rows(const Limits& limits);
-
-// Handles instead of pointers: a stale one is an error, not a crash.
-template <class Context>
-class Registry {
+// Reads the fields of one struct out of a map, each of them once; then done() refuses what is left.
+class Fields {
  public:
-  int64_t add(std::shared_ptr<Context> context) {
-    const std::lock_guard lock(mutex_);
-    contexts_[++last_] = std::move(context);
-    return last_;
+  // what: of the map, in errors.
+  Fields(const char* what, Map map) : what_(what), map_(std::move(map)) {}
+
+  template <class T>
+  void operator()(const char* name, T& to) {
+    const ffi::String key(name);
+    if (map_.count(key) == 0) refuse(name, "a value", "none");
+    read(name, map_.at(key), to);
+    read_.push_back(key);
   }
-  std::shared_ptr<Context> get(int64_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto it = contexts_.find(handle);
-    if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, "context: it is closed");
-    return it->second;
+
+  template <class T>
+  T take(const char* name) {
+    T to{};
+    (*this)(name, to);
+    return to;
   }
-  void remove(int64_t handle) {
-    std::shared_ptr<Context> last;  // destroyed outside of the lock
-    const std::lock_guard lock(mutex_);
-    if (const auto it = contexts_.find(handle); it != contexts_.end()) {
-      last = std::move(it->second);
-      contexts_.erase(it);
+
+  // Of a field that may be left out, so that it keeps its value.
+  template <class T>
+  void if_given(const char* name, T& to) {
+    if (map_.count(ffi::String(name)) != 0) (*this)(name, to);
+  }
+
+  void done() const {
+    for (const auto& [key, value] : map_) {
+      if (std::find(read_.begin(), read_.end(), key) == read_.end()) refuse(key.c_str(), "no such key", "a value");
     }
   }
 
  private:
-  std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<Context>> contexts_;
-  int64_t last_ = 0;
+  template <class T>
+  void read(const char* name, const ffi::Any& value, T& to) const {
+    if constexpr (std::is_enum_v<T>) {
+      const auto text = value.try_cast<ffi::String>();
+      for (size_t i = 0; text && i < kValues<T>; ++i) {
+        if (*text == Names<T>::kAll[i]) {
+          to = static_cast<T>(i);
+          return;
+        }
+      }
+      std::string known;
+      for (const char* each : Names<T>::kAll) known += known.empty() ? each : host::concat(", ", each);
+      refuse(name, host::concat("one of ", known), text ? std::string(*text) : "no text");
+    } else if constexpr (std::is_floating_point_v<T>) {
+      const auto number = value.try_cast<double>();
+      if (!number) refuse(name, "a number", "something else");
+      to = static_cast<T>(*number);
+    } else {
+      const auto number = value.try_cast<int64_t>();
+      constexpr uint64_t kMost = std::min<uint64_t>(std::numeric_limits<T>::max(), INT64_MAX);
+      if (!number || *number < 0 || static_cast<uint64_t>(*number) > kMost) {
+        refuse(name, host::concat("an integer in [0, ", kMost, "]"),
+               number ? std::to_string(*number) : "something else");
+      }
+      to = static_cast<T>(*number);
+    }
+  }
+
+  [[noreturn]] void refuse(const char* name, const std::string& expected, const std::string& got) const {
+    throw host::Error(host::Error::Kind::kOther,
+                      host::concat(what_, ": ", name, ": expected ", expected, ", got ", got));
+  }
+
+  const char* what_;
+  Map map_;
+  std::vector<ffi::String> read_;
 };
 
-// One of each kind; not destroyed at exit, when the CUDA driver may be gone.
-template <class Context>
-Registry<Context>& registry() {
-  static auto* const r = new Registry<Context>;
-  return *r;
+inline Limits limits_of(Map map) {
+  Fields f("limits", std::move(map));
+  Limits l;
+  f("ranks", l.ranks);
+  f("max_tokens", l.max_tokens);
+  f("hidden", l.hidden);
+  f("intermediate", l.intermediate);
+  f("experts", l.experts);
+  f("max_local_experts", l.max_local_experts);
+  f("top_k", l.top_k);
+  f("x_bytes", l.x_bytes);
+  f("hidden_bytes", l.hidden_bytes);
+  f("return_bytes", l.return_bytes);
+  f("return_slots", l.return_slots);
+  f("capacity", l.capacity);
+  f("staging", l.staging);
+  f("rdma", l.rdma);
+  f("processors", l.processors);
+  f.if_given("tile_rows", l.tile_rows);
+  f.if_given("gemm0_columns_per_task", l.columns_per_task[kFirst]);
+  f.if_given("gemm1_columns_per_task", l.columns_per_task[kReturning]);
+  f.done();
+  return l;
 }
+
+// Refuses element types that there is no engine for.
+inline LayerSpec layer_of(Map map) {
+  Fields f("layer", std::move(map));
+  LayerSpec l;
+  for_each_field(l, f);
+  f.done();
+  if (const char* const name = differing_type(l)) {
+    DType other{};
+    for_each_field(l, [&](const char* each, auto& field) {
+      if constexpr (std::is_same_v<decltype(field), DType&>) {
+        if (std::string_view(each) == name) other = field;
+      }
+    });
+    throw host::Error(
+        host::Error::Kind::kInvalidArgument,
+        host::concat(name, ": expected ", name_of(l.x_type), ", the element type of x, got ", name_of(other)));
+  }
+  return l;
+}
+
+// Where a policy says nothing, it is 0.
+inline OrderPolicy order_of(Map map) {
+  Fields f("order", std::move(map));
+  OrderPolicy o;
+  f("gemm1_lag", o.gemm1_lag);
+  f("raster", o.raster);
+  f("window", o.window);
+  f("gemm1_lists", o.gemm1_lists);
+  f("own_first", o.own_first);
+  f("senders", o.senders);
+  f.done();
+  return o;
+}
+
+// A call's tensors in host memory. One that is missing, though `wanted`, or that nothing takes is an error that names it.
+class Operands {
+ public:
+  explicit Operands(ffi::Map<ffi::String, ffi::Tensor> map) : map_(std::move(map)) {}
+
+  // Null if it is not wanted.
+  template <class T>
+  T* take(const char* name, bool wanted = true) {
+    if (!wanted) return nullptr;
+    const ffi::String key(name);
+    if (map_.count(key) == 0) refuse(name, "a tensor", "none");
+    taken_.push_back(key);
+    const ffi::Tensor t = map_.at(key);
+    return reinterpret_cast<T*>(static_cast<uint8_t*>(t.data_ptr()) + t.byte_offset());
+  }
+
+  void done() const {
+    for (const auto& [key, tensor] : map_) {
+      if (std::find(taken_.begin(), taken_.end(), key) == taken_.end()) refuse(key.c_str(), "no tensor", "one");
+    }
+  }
+
+ private:
+  [[noreturn]] static void refuse(const char* name, const std::string& expected, const std::string& got) {
+    throw host::Error(host::Error::Kind::kOther, host::concat(name, ": expected ", expected, ", got ", got));
+  }
+
+  ffi::Map<ffi::String, ffi::Tensor> map_;
+  std::vector<ffi::String> taken_;
+};
+
+inline std::vector<uint32_t> ranks_of(const ffi::Array<int64_t>& owners) {
+  std::vector<uint32_t> out;
+  for (const int64_t q : owners) out.push_back(static_cast<uint32_t>(q));
+  return out;
+}
+
+// The fields of heap and workspace for these limits, each with its size and purpose (bindings/cpu.cpp).
+using FieldRows = ffi::Array<ffi::Map<ffi::String, ffi::Any>>;
+FieldRows field_rows(const Limits& limits);
 
 }  // namespace flashmoe

@@ -1,16 +1,15 @@
 // What Python calls of the CPU engine, through apache-tvm-ffi: contexts by handle, tensors as DLPack views, errors by
 // kind. (The CUDA engine: bindings/cuda.cpp.)
 //
-// Python has checked every argument against its documented domain (python/flashmoe/ops.py); here only what would
+// Python has checked every argument against its documented domain (python/flashmoe/arguments.py); here only what would
 // otherwise corrupt memory is checked again.
-#include "bindings/codec.h"
-
 #include <sys/syscall.h>
-#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <unistd.h>
 
+#include "bindings/codec.h"
+#include "bindings/registry.h"
 #include "cpu/context.h"
 #include "host/interrupt.h"
 
@@ -38,7 +37,7 @@ void append_fields(FieldRows& to, const FieldSpec<Field> (&table)[N], const Limi
       dims.push_back(static_cast<int64_t>(d));
       bytes *= d;
     }
-    ffi::Map<ffi::String, ffi::Any> row;
+    Map row;
     row.Set("name", ffi::String(spec.name));
     row.Set("region", ffi::String(region));
     row.Set("shape", dims);
@@ -65,14 +64,28 @@ FieldRows field_rows(const Limits& limits) {
 namespace flashmoe::cpu {
 namespace {
 
-using Tensors = ffi::Map<ffi::String, ffi::Tensor>;
-
-FieldRows layout_fields(Sizes sizes) {
-  return field_rows(limits_of(sizes));
+FieldRows layout_fields(Map limits) {
+  return guarded([&] { return field_rows(limits_of(limits)); });
 }
 
-int64_t rows_of_rank(Sizes sizes) {
-  return static_cast<int64_t>(limits_of(sizes).rows_of_rank());
+int64_t rows_of_rank(Map limits) {
+  return guarded([&] { return static_cast<int64_t>(limits_of(limits).rows_of_rank()); });
+}
+
+// The names of every option's values, in the order of their numbers.
+template <class E>
+ffi::Array<ffi::String> names() {
+  ffi::Array<ffi::String> out;
+  for (const char* name : Names<E>::kAll) out.push_back(name);
+  return out;
+}
+
+Map option_names() {
+  return {{"dtype", names<DType>()},
+          {"activation", names<Activation>()},
+          {"routing", names<Routing>()},
+          {"return_mode", names<ReturnMode>()},
+          {"phase", names<Phase>()}};
 }
 
 int64_t capacity_of(double factor, int64_t tokens, int64_t top_k, int64_t experts) {
@@ -88,9 +101,9 @@ void end_if_interrupted() {
 
 [[maybe_unused]] const bool kHooked = (host::check_interrupt = end_if_interrupted, true);  // when the library is loaded
 
-int64_t context_create(Sizes sizes, int64_t rank, ffi::String name, int64_t timeout_ns) {
+int64_t context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {
-    const Limits limits = limits_of(sizes);
+    const Limits limits = limits_of(map);
     const uint64_t heap_bytes = make_heap_layout(limits).bytes;
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
@@ -116,62 +129,49 @@ void context_set_tile(int64_t handle, int64_t rows, int64_t columns) {
       [&] { registry<Context>().get(handle)->set_tile(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns)); });
 }
 
-template <class T>
-T* data(const Tensors& tensors, const char* name) {
-  const ffi::String key(name);
-  if (!tensors.count(key)) return nullptr;
-  const ffi::Tensor t = tensors.at(key);
-  return reinterpret_cast<T*>(static_cast<uint8_t*>(t.data_ptr()) + t.byte_offset());
-}
-
-Layer layer_of(const Sizes& s, const Tensors& t) {
+Layer layer_with(const LayerSpec& spec, ffi::Map<ffi::String, ffi::Tensor> tensors) {
+  Operands t(std::move(tensors));
+  const bool routed = spec.routing == Routing::kSoftmax;
   Layer l;
-  l.dtype = static_cast<DType>(size(s, "dtype"));
-  l.activation = static_cast<Activation>(size(s, "activation"));
-  l.renormalize = size(s, "renormalize") != 0;
-  l.x = data<void>(t, "x");
-  l.gate_up = data<void>(t, "gate_up_proj");
-  l.gate_up_bias = data<void>(t, "gate_up_bias");
-  l.down = data<void>(t, "down_proj");
-  l.down_bias = data<void>(t, "down_bias");
-  l.router = data<void>(t, "router");
-  l.router_bias = data<void>(t, "router_bias");
-  l.topk_ids = data<int32_t>(t, "topk_ids");
-  l.topk_weights = data<float>(t, "topk_weights");
-  l.out = data<void>(t, "out");
+  l.spec = spec;
+  l.x = t.take<void>("x");
+  l.gate_up = t.take<void>("gate_up_proj");
+  l.gate_up_bias = t.take<void>("gate_up_bias", spec.gate_up_bias);
+  l.down = t.take<void>("down_proj");
+  l.down_bias = t.take<void>("down_bias", spec.down_bias);
+  l.router = t.take<void>("router", routed);
+  l.router_bias = t.take<void>("router_bias", spec.router_bias);
+  l.topk_ids = t.take<int32_t>("topk_ids", !routed);
+  l.topk_weights = t.take<float>("topk_weights", !routed);
+  l.out = t.take<void>("out");
+  t.done();
   return l;
 }
 
-CallOptions options_of(const Sizes& s, double capacity_factor, const ffi::Array<int64_t>& placement) {
+CallOptions options_of(const ffi::Array<int64_t>& owners, Map order, Map call) {
   CallOptions o;
-  o.tokens = size(s, "tokens");
-  o.hidden = size(s, "hidden");
-  o.intermediate = size(s, "intermediate");
-  o.experts = size(s, "experts");
-  o.top_k = size(s, "top_k");
-  o.return_mode = static_cast<ReturnMode>(size(s, "return_mode"));
-  o.capacity_factor = capacity_factor;
-  for (const int64_t q : placement) o.placement.push_back(static_cast<uint32_t>(q));
-  o.groups = size(s, "groups", o.groups);
-  o.order.gemm1_lag = size(s, "gemm1_lag");
-  o.order.raster = size(s, "raster", o.order.raster);
-  o.order.window = size(s, "window");
-  o.record_events = size(s, "trace") != 0;
-  o.perturbation = size(s, "perturbation");
+  o.placement = ranks_of(owners);
+  o.order = order_of(std::move(order));
+  Fields f("call", std::move(call));
+  f("tokens", o.tokens);
+  f("groups", o.groups);
+  f("trace", o.record_events);
+  f("perturbation", o.perturbation);
+  f.done();
   return o;
 }
 
 // Copies the call's routing to topk_ids and topk_weights [T, K], and returns its report; events as rows of six.
-ffi::Map<ffi::String, ffi::Any> context_call(int64_t handle, Sizes sizes, double capacity_factor,
-                                             ffi::Array<int64_t> placement, Tensors tensors, ffi::Tensor topk_ids,
-                                             ffi::Tensor topk_weights) {
+Map context_call(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map order, Map call,
+                 ffi::Map<ffi::String, ffi::Tensor> tensors, ffi::Tensor topk_ids, ffi::Tensor topk_weights) {
   return guarded([&] {
     const auto context = registry<Context>().get(handle);
-    const CallOptions o = options_of(sizes, capacity_factor, placement);
+    const LayerSpec spec = layer_of(layer);
+    const CallOptions o = options_of(owners, order, call);
     const CallReport r =
-        context->call(layer_of(sizes, tensors), o,
+        context->call(layer_with(spec, tensors), o,
                       {static_cast<int32_t*>(topk_ids.data_ptr()), static_cast<float*>(topk_weights.data_ptr())});
-    ffi::Map<ffi::String, ffi::Any> out;
+    Map out;
     auto set = [&](const char* name, uint64_t v) { out.Set(name, static_cast<int64_t>(v)); };
     set("wall_ns", r.wall_ns);
     set("tiles", r.tiles);
@@ -202,6 +202,7 @@ ffi::Map<ffi::String, ffi::Any> context_call(int64_t handle, Sizes sizes, double
 }  // namespace flashmoe::cpu
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(option_names, flashmoe::cpu::option_names)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_create, flashmoe::cpu::context_create)

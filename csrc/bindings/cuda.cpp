@@ -1,9 +1,9 @@
 // What Python calls of the CUDA engine. A layer's sizes, addresses and options come once, as a map; a call then passes
 // plain integers: it takes a few microseconds, and the launch is most of them.
-#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
 #include "bindings/codec.h"
+#include "bindings/registry.h"
 #include "cuda/context.h"
 #include "cuda/limits.h"
 #include "cuda/policy.h"
@@ -20,27 +20,22 @@ std::shared_ptr<Context> context(int64_t handle) {
 }
 
 // The fields of a context of these sizes; its processors are all the GPU's multiprocessors.
-FieldRows layout_fields(Sizes sizes) {
+FieldRows layout_fields(Map map) {
   return guarded([&] {
-    const Limits limits = limits_of(sizes);
+    const Limits limits = limits_of(map);
     return field_rows(cuda_limits(limits, limits.processors));
   });
 }
 
-// sizes: Limits, and rank and what OrderPolicy the caller wants. name and nvshmem: see Membership. 0: some rank cannot map
-// another's memory, so that all are to come again with limits for puts.
-int64_t create(Sizes sizes, ffi::String name, ffi::String nvshmem, int64_t device, int64_t timeout_ns) {
+// order: 0 where the caller leaves it to the context. name and nvshmem: see Membership. 0: some rank cannot map another's
+// memory, so that all are to come again with limits for puts.
+int64_t create(Map limits, Map order, int64_t rank, ffi::String name, ffi::String nvshmem, int64_t device,
+               int64_t timeout_ns) {
   return guarded([&] {
-    const Membership who{size(sizes, "rank"), name, nvshmem};
-    const OrderPolicy order{.gemm1_lag = size(sizes, "gemm1_lag"),
-                            .raster = size(sizes, "raster"),
-                            .window = size(sizes, "window"),
-                            .gemm1_lists = size(sizes, "gemm1_lists"),
-                            .own_first = size(sizes, "own_first"),
-                            .senders = size(sizes, "senders")};
+    const Membership who{static_cast<uint32_t>(rank), name, nvshmem};
     try {
-      return registry<Context>().add(std::make_shared<Context>(static_cast<int>(device), who, limits_of(sizes), order,
-                                                               static_cast<uint64_t>(timeout_ns)));
+      return registry<Context>().add(std::make_shared<Context>(static_cast<int>(device), who, limits_of(limits),
+                                                               order_of(order), static_cast<uint64_t>(timeout_ns)));
     } catch (const NotMapped&) {
       return int64_t{0};
     }
@@ -68,36 +63,33 @@ ffi::Array<int64_t> describe(int64_t handle) {
   });
 }
 
-Matrix matrix(const Sizes& s, const std::string& name) {
-  return {.data = size64(s, name.c_str()),
-          .row_bytes = size64(s, (name + "_row_bytes").c_str()),
-          .expert_bytes = size64(s, (name + "_expert_bytes").c_str())};
+Matrix matrix(Fields& f, const std::string& name) {
+  Matrix m;
+  f(name.c_str(), m.data);
+  f((name + "_row_bytes").c_str(), m.row_bytes);
+  f((name + "_expert_bytes").c_str(), m.expert_bytes);
+  return m;
 }
 
-int64_t add_layer(int64_t handle, Sizes s, double capacity_factor, ffi::Array<int64_t> placement, ffi::String cubin,
+// tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts.
+int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map tensors, ffi::String cubin, bool traced,
                   int64_t stream) {
   return guarded([&] {
-    LayerSpec spec;
-    spec.dtype = static_cast<host::DType>(size(s, "dtype"));
-    spec.activation = static_cast<host::Activation>(size(s, "activation"));
-    spec.hidden = size(s, "hidden");
-    spec.intermediate = size(s, "intermediate");
-    spec.return_mode = static_cast<ReturnMode>(size(s, "return_mode"));
-    spec.experts = size(s, "experts");
-    spec.top_k = size(s, "top_k");
-    spec.capacity_factor = capacity_factor;
-    for (const int64_t q : placement) spec.placement.push_back(static_cast<uint32_t>(q));
-    spec.gate_up = matrix(s, "gate_up_proj");
-    spec.down = matrix(s, "down_proj");
-    spec.router = matrix(s, "router");
-    spec.gate_up_bias = size64(s, "gate_up_bias");
-    spec.down_bias = size64(s, "down_bias");
-    spec.router_bias = size64(s, "router_bias");
-    spec.renormalize = size(s, "renormalize") != 0;
-    spec.topk_ids_64 = size(s, "topk_ids_64") != 0;
-    spec.traced = size(s, "trace") != 0;
-    spec.cubin = cubin;
-    return context(handle)->add_layer(spec, stream_of(stream));
+    Layer l;
+    l.spec = layer_of(layer);
+    l.placement = ranks_of(owners);
+    Fields f("tensors", tensors);
+    l.gate_up = matrix(f, "gate_up_proj");
+    l.down = matrix(f, "down_proj");
+    l.router = matrix(f, "router");
+    f("gate_up_bias", l.gate_up_bias);
+    f("down_bias", l.down_bias);
+    f("router_bias", l.router_bias);
+    f("topk_ids_64", l.topk_ids_64);
+    f.done();
+    l.traced = traced;
+    l.cubin = cubin;
+    return context(handle)->add_layer(l, stream_of(stream));
   });
 }
 

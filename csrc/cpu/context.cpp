@@ -101,6 +101,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 void Context::prepare(const Layer& layer, const CallOptions& o) {
   placement_ = host::placement_tables(o.placement, limits_);
   layer_ = layer;
+  const LayerSpec& spec = layer_.spec;
   perturbation_ = o.perturbation;
   call_.owner = placement_.owner.data();
   call_.by_owner = placement_.by_owner.data();
@@ -108,20 +109,21 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.local_experts = placement_.local_experts(call_.rank);
   ++call_.epoch;
   call_.tokens = o.tokens;
-  call_.hidden = o.hidden;
-  call_.intermediate = o.intermediate;
-  call_.experts = o.experts;
-  call_.top_k = o.top_k;
-  call_.element_bytes = element_bytes(layer.dtype);
+  call_.hidden = spec.hidden;
+  call_.intermediate = spec.intermediate;
+  call_.experts = spec.experts;
+  call_.top_k = spec.top_k;
+  call_.token_row_bytes = spec.token_row_bytes();
+  call_.hidden_row_bytes = spec.hidden_row_bytes();
+  call_.return_row_bytes = spec.return_row_bytes();
   call_.log2_block = log2_token_block(o.tokens, call_.processors, limits_.entries_per_token());
-  call_.capacity = expert_capacity(o.capacity_factor, o.tokens, o.top_k, o.experts);
-  call_.return_mode = o.return_mode;
+  call_.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
+  call_.return_mode = spec.return_mode;
   call_.tile_rows = limits_.tile_rows;
   call_.cut_columns(limits_.columns_per_task);
   call_.groups = return_groups(call_.columns[kReturning], o.groups, call_.group_first);
   call_.order = o.order;
-  call_.config = host::make_config(call_, layer.dtype, layer.activation, o.capacity_factor, o.placement,
-                                   limits_.columns_per_task[kReturning]);
+  call_.config = host::make_config(call_, spec, o.placement, limits_.columns_per_task[kReturning]);
   experts_.resize(std::max(call_.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
@@ -197,8 +199,8 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   const uint64_t end = monotonic_ns();
   check_outcome();
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
-    std::copy_n(call_.routing(t), options.top_k, routing.ids + uint64_t{t} * options.top_k);
-    std::copy_n(call_.weights(t), options.top_k, routing.weights + uint64_t{t} * options.top_k);
+    std::copy_n(call_.routing(t), call_.top_k, routing.ids + uint64_t{t} * call_.top_k);
+    std::copy_n(call_.weights(t), call_.top_k, routing.weights + uint64_t{t} * call_.top_k);
   }
   return report(options, start, end);
 }
@@ -234,7 +236,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   for (uint32_t t = 0; t < o.tokens; ++t) {
     const int32_t* ids = call_.routing(t);
-    r.dropped += static_cast<uint64_t>(std::count(ids, ids + o.top_k, -1));
+    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.top_k, -1));
   }
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.columns[kFirst];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;

@@ -15,11 +15,9 @@
 
 namespace flashmoe::cpu {
 
-// The sizes and options of one call; tensors are in Layer.
+// What a call adds to its layer.
 struct CallOptions {
-  uint32_t tokens = 0, hidden = 0, intermediate = 0, experts = 0, top_k = 0;
-  ReturnMode return_mode = ReturnMode::kDirect;
-  double capacity_factor = 0.0;     // 0: dropless
+  uint32_t tokens = 0;
   std::vector<uint32_t> placement;  // [E] owner rank of each expert
   uint32_t groups = 1;              // return groups, as far as GEMM1 has columns for them
   OrderPolicy order;

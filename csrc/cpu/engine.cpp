@@ -14,6 +14,13 @@ float* room(std::vector<float>& buffer, size_t n) {
   return buffer.data();
 }
 
+const uint8_t* at(const void* elements, DType t, uint64_t i) {
+  return static_cast<const uint8_t*>(elements) + i * element_bytes(t);
+}
+uint8_t* at(void* elements, DType t, uint64_t i) {
+  return static_cast<uint8_t*>(elements) + i * element_bytes(t);
+}
+
 class Timed {
  public:
   Timed(ActorTrace& trace, Phase phase, uint32_t index, uint32_t column = 0)
@@ -60,16 +67,16 @@ bool Engine::dispatch(uint32_t b) {
 bool Engine::route(uint32_t b, const PacketScratch& s) {
   const uint32_t first = b << c_.log2_block;
   const uint32_t tokens = c_.tokens_in_block(b);
-  if (layer_.router == nullptr) {
+  if (spec().routing == Routing::kGiven) {
     std::copy_n(layer_.topk_ids + uint64_t{first} * c_.top_k, tokens * c_.top_k, s.ids);
     std::copy_n(layer_.topk_weights + uint64_t{first} * c_.top_k, tokens * c_.top_k, s.weights);
     return true;
   }
   const uint32_t rows = padded_rows(tokens, c_.experts, c_.hidden);
   float* a = room(a_, size_t{rows} * c_.hidden);
-  widen(a, token_row(c_.rank, first), layer_.dtype, uint64_t{tokens} * c_.hidden);
+  widen(a, token_row(c_.rank, first), spec().x_type, uint64_t{tokens} * c_.hidden);
   float* logits = room(out_, size_t{rows} * c_.experts);
-  gemm(logits, a, tokens, layer_.router, c_.hidden, layer_.dtype, c_.experts, c_.hidden, gemm_);
+  gemm(logits, a, tokens, layer_.router, c_.hidden, spec().weight_type, c_.experts, c_.hidden, gemm_);
   add_bias(logits, tokens, layer_.router_bias, 0, c_.experts);
   for (uint32_t t = 0; t < tokens; ++t) {
     if (choose_experts(logits + size_t{t} * c_.experts, s.ids + t * c_.top_k, s.weights + t * c_.top_k)) continue;
@@ -101,19 +108,19 @@ bool Engine::choose_experts(const float* logits, int32_t* ids, float* weights) {
     chosen += weights[k];
     *best = -std::numeric_limits<float>::infinity();
   }
-  if (!layer_.renormalize) return true;
+  if (!spec().renormalize) return true;
   for (uint32_t k = 0; k < c_.top_k; ++k) weights[k] /= chosen;
   return true;
 }
 
 void Engine::send_rows(uint32_t q, uint32_t token, uint32_t rows) {
   if (rows == 0) return;
-  std::memcpy(c_.dispatched_row(q, c_.rank, token), token_row(c_.rank, token), bytes(c_.hidden));
+  std::memcpy(c_.dispatched_row(q, c_.rank, token), token_row(c_.rank, token), c_.token_row_bytes);
   ++trace_.rows_sent;
 }
 
 const uint8_t* Engine::token_row(uint32_t source, uint32_t token) const {
-  if (source == c_.rank) return static_cast<const uint8_t*>(layer_.x) + bytes(uint64_t{token} * c_.hidden);
+  if (source == c_.rank) return at(layer_.x, spec().x_type, uint64_t{token} * c_.hidden);
   return c_.dispatched_row(c_.rank, source, token);
 }
 
@@ -121,7 +128,7 @@ const uint8_t* Engine::token_row(uint32_t source, uint32_t token) const {
 void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns) {
   if (bias == nullptr) return;
   float* wide = room(bias_, columns);
-  widen(wide, static_cast<const uint8_t*>(bias) + bytes(first), layer_.dtype, columns);
+  widen(wide, at(bias, spec().weight_type, first), spec().weight_type, columns);
   for (uint32_t r = 0; r < count; ++r) {
     for (uint32_t i = 0; i < columns; ++i) rows[uint64_t{r} * columns + i] += wide[i];
   }
@@ -146,9 +153,9 @@ float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns
   float* a = room(a_, size_t{padded_rows(count, columns, length)} * length);
   const Row* row_of = c_.tile_row(tile, 0);
   for (uint32_t r = 0; r < count; ++r) {
-    const uint8_t* from =
-        product.left == Operand::kTokens ? token_row(row_of[r].source, row_of[r].token) : c_.hidden_row(tile, r);
-    widen(a + size_t{r} * length, from, layer_.dtype, length);
+    const bool tokens = product.left == Operand::kTokens;
+    const uint8_t* from = tokens ? token_row(row_of[r].source, row_of[r].token) : c_.hidden_row(tile, r);
+    widen(a + size_t{r} * length, from, tokens ? spec().x_type : spec().hidden_type, length);
   }
   return a;
 }
@@ -159,45 +166,45 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
   const uint32_t length = c_.extent(product.over);
   const bool up = product.right == Operand::kGateUp;
   float* out = room(to, size_t{padded_rows(count, columns, length)} * columns);
-  const auto* weights = static_cast<const uint8_t*>(up ? layer_.gate_up : layer_.down);
-  gemm(out, rows, count, weights + bytes(first * length), length, layer_.dtype, columns, length, gemm_);
+  const auto* weights = at(up ? layer_.gate_up : layer_.down, spec().weight_type, first * length);
+  gemm(out, rows, count, weights, length, spec().weight_type, columns, length, gemm_);
   add_bias(out, count, up ? layer_.gate_up_bias : layer_.down_bias, first, columns);
   return out;
 }
 
-void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns at) {
+void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of) {
   const Tile::Shape& t = c_.tile(tile)->shape;
-  const bool gated = layer_.activation == Activation::kSwiGlu;
+  const bool gated = spec().gated();
   // Where one block has all columns, gate and up rows are neighbours: one GEMM.
-  const bool together = gated && at.count == c_.intermediate;
-  const uint32_t pitch = together ? 2 * at.count : at.count;
+  const bool together = gated && of.count == c_.intermediate;
+  const uint32_t pitch = together ? 2 * of.count : of.count;
   const float* rows = load_rows(product, tile, pitch);
-  const uint64_t first = uint64_t{t.expert} * c_.intermediate * (gated ? 2 : 1) + at.first;
+  const uint64_t first = uint64_t{t.expert} * spec().gate_up_rows() + of.first;
   float* gate = project(out_, product, rows, t.rows, first, pitch);
   const float* up = nullptr;
-  if (together) up = gate + at.count;
+  if (together) up = gate + of.count;
   if (gated && !together) up = project(up_, product, rows, t.rows, first + c_.intermediate, pitch);
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
-    activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, layer_.activation, at.count);
-    narrow(c_.hidden_row(tile, r) + bytes(at.first), row, layer_.dtype, at.count);
+    activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec().activation, of.count);
+    narrow(at(c_.hidden_row(tile, r), spec().hidden_type, of.first), row, spec().hidden_type, of.count);
   }
 }
 
-void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns at) {
+void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
   const Tile::Shape& t = c_.tile(tile)->shape;
-  const float* rows = load_rows(product, tile, at.count);
-  const float* out = project(out_, product, rows, t.rows, uint64_t{t.expert} * c_.hidden + at.first, at.count);
+  const float* rows = load_rows(product, tile, of.count);
+  const float* out = project(out_, product, rows, t.rows, uint64_t{t.expert} * c_.hidden + of.first, of.count);
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Row row = *c_.tile_row(tile, r);
     uint8_t* to =
         c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal) : c_.return_row(row.source, row.token, row.k);
-    narrow(to + bytes(at.first), out + size_t{r} * at.count, layer_.dtype, at.count, row.weight);
+    narrow(at(to, spec().return_type, of.first), out + size_t{r} * of.count, spec().return_type, of.count, row.weight);
   }
 }
 
 // In the order of (source, token), whatever the order in which tiles took the rows: the bits are the same in every call.
-void Engine::keep_columns(uint32_t expert, Columns at) {
+void Engine::keep_columns(uint32_t expert, Columns of) {
   rows_.clear();
   const uint32_t* tiles = c_.expert_tiles(expert);
   for (uint32_t i = 0; i < c_.expert_state(expert)->tiles; ++i) {
@@ -210,16 +217,16 @@ void Engine::keep_columns(uint32_t expert, Columns at) {
     return a.source != b.source ? a.source < b.source : a.token < b.token;
   });
   const size_t pitch = c_.hidden;
-  float* kept = layer_.kept + size_t{expert} * c_.intermediate * pitch + at.first;
-  for (uint32_t i = 0; i < c_.intermediate; ++i) std::fill_n(kept + i * pitch, at.count, 0.0f);
+  float* kept = layer_.kept + size_t{expert} * c_.intermediate * pitch + of.first;
+  for (uint32_t i = 0; i < c_.intermediate; ++i) std::fill_n(kept + i * pitch, of.count, 0.0f);
   float* hidden = room(a_, c_.intermediate);
-  float* x = room(out_, at.count);
+  float* x = room(out_, of.count);
   for (const TileRow& row : rows_) {
-    widen(hidden, c_.hidden_row(row.tile, row.row), layer_.dtype, c_.intermediate);
-    widen(x, token_row(row.source, row.token) + bytes(at.first), layer_.dtype, at.count);
+    widen(hidden, c_.hidden_row(row.tile, row.row), spec().hidden_type, c_.intermediate);
+    widen(x, at(token_row(row.source, row.token), spec().x_type, of.first), spec().x_type, of.count);
     for (uint32_t i = 0; i < c_.intermediate; ++i) {
       float* to = kept + i * pitch;
-      for (uint32_t h = 0; h < at.count; ++h) to[h] += hidden[i] * x[h];
+      for (uint32_t h = 0; h < of.count; ++h) to[h] += hidden[i] * x[h];
     }
   }
 }
@@ -233,9 +240,9 @@ void Engine::reduce(const Piece& piece) {
     if (entries == 0) continue;
     std::fill_n(sum, count, 0.0f);
     for (uint32_t j = 0; j < entries; ++j) {
-      accumulate(sum, c_.staged_row(p, t, j) + bytes(first), layer_.dtype, count);
+      accumulate(sum, at(c_.staged_row(p, t, j), spec().return_type, first), spec().return_type, count);
     }
-    narrow(c_.return_row(p, t, c_.rank) + bytes(first), sum, layer_.dtype, count);
+    narrow(at(c_.return_row(p, t, c_.rank), spec().return_type, first), sum, spec().return_type, count);
   }
 }
 
@@ -247,9 +254,9 @@ void Engine::combine(const Piece& piece) {
     const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
     for (uint32_t slot = 0; slot < slots; ++slot) {
       if (is_returned(c_, t, slot))
-        accumulate(sum, c_.return_row(c_.rank, t, slot) + bytes(first), layer_.dtype, count);
+        accumulate(sum, at(c_.return_row(c_.rank, t, slot), spec().return_type, first), spec().return_type, count);
     }
-    narrow(static_cast<uint8_t*>(layer_.out) + bytes(uint64_t{t} * c_.hidden + first), sum, layer_.dtype, count);
+    narrow(at(layer_.out, spec().x_type, uint64_t{t} * c_.hidden + first), sum, spec().x_type, count);
   }
 }
 

@@ -71,7 +71,6 @@ class Engine {
   void combine(const Piece& piece);
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns);
-  uint64_t bytes(uint64_t elements) const { return elements * c_.element_bytes; }
   // Columns [first, first + count), those of blocks [begin, end) of the results of product n.
   struct Columns {
     uint32_t first, count;
@@ -85,11 +84,13 @@ class Engine {
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, uint64_t first,
                  uint32_t columns);
   // hidden[tile, :, columns] = activation(rows * weights^T + bias)
-  void activate_columns(const TaskRow& product, uint32_t tile, Columns at);
+  void activate_columns(const TaskRow& product, uint32_t tile, Columns of);
   // row's home = weight * (rows * weights^T + bias), columns
-  void return_columns(const TaskRow& product, uint32_t tile, Columns at);
+  void return_columns(const TaskRow& product, uint32_t tile, Columns of);
   // kept[expert, :, columns] = sum over the expert's rows of hidden^T x
-  void keep_columns(uint32_t expert, Columns at);
+  void keep_columns(uint32_t expert, Columns of);
+
+  const LayerSpec& spec() const { return layer_.spec; }
 
   const Call& c_;
   const Layer& layer_;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "flashmoe/protocol/phase.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe::cpu {
 

@@ -5,13 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "host/types.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe::cpu {
-
-using host::Activation;
-using host::DType;
-using host::element_bytes;
 
 inline float bf16_to_float(uint16_t h) {
   const uint32_t bits = static_cast<uint32_t>(h) << 16;

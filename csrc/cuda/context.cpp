@@ -85,22 +85,24 @@ const Placement& Context::placement(const std::vector<uint32_t>& owners, DriverS
   return placements_.emplace(owners, std::move(uploaded)).first->second;
 }
 
-int64_t Context::add_layer(const LayerSpec& spec, DriverStream stream) {
+int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   const Limits& l = common_.limits;
+  const LayerSpec& spec = layer.spec;
   if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts > l.experts ||
-      spec.top_k > l.top_k || spec.placement.size() != spec.experts || host::element_bytes(spec.dtype) > l.elem_bytes) {
+      spec.top_k > l.top_k || layer.placement.size() != spec.experts || element_bytes(spec.x_type) > l.x_bytes ||
+      element_bytes(spec.hidden_type) > l.hidden_bytes || element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
-  const Kernels& loaded = kernels(spec.cubin, stream);
-  const Placement& where = placement(spec.placement, stream);
-  if (spec.traced && trace_.bytes() == 0) {
+  const Kernels& loaded = kernels(layer.cubin, stream);
+  const Placement& where = placement(layer.placement, stream);
+  if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");
     trace_ = DeviceMemory(device_, trace_bytes(), "trace");
   }
-  uint8_t* const trace = spec.traced ? trace_.as<uint8_t>() : nullptr;
-  auto plan = std::make_unique<Plan>(common_, spec, where, loaded, trace);
+  uint8_t* const trace = layer.traced ? trace_.as<uint8_t>() : nullptr;
+  auto plan = std::make_unique<Plan>(common_, layer, where, loaded, trace);
   plans_[++last_plan_] = std::move(plan);
   return last_plan_;
 }

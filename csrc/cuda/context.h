@@ -26,7 +26,7 @@ class Context {
 
   // Encodes the layer's tensor maps, loads its kernel and uploads its placement if they are new; returns its number.
   // `stream` is where its calls will go: while it is being captured, nothing can be loaded or uploaded.
-  int64_t add_layer(const LayerSpec& spec, DriverStream stream);
+  int64_t add_layer(const Layer& layer, DriverStream stream);
   void remove_layer(int64_t layer);
 
   // Launches the kernel; does nothing else to the stream, and does not wait. Calls must follow one another on the

@@ -7,25 +7,20 @@
 
 #include "cuda/tensor_map.h"
 #include "flashmoe/protocol/call.h"
-#include "host/types.h"
+#include "flashmoe/spec/layer.h"
 
 namespace flashmoe::cuda {
 
-// A layer as calls share it: all but the tokens.
-struct LayerSpec {
-  host::DType dtype = host::DType::kBFloat16;
-  host::Activation activation = host::Activation::kSwiGlu;
-  uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
-  ReturnMode return_mode = ReturnMode::kDirect;
-  double capacity_factor = 0.0;                               // 0: dropless
+// A layer as calls share it: what it is, and where all but its tokens is.
+struct Layer {
+  LayerSpec spec;
   std::vector<uint32_t> placement;                            // [E] owner rank of each expert
   Matrix gate_up, down, router;                               // router.data 0: routing is given
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0;  // 0: none
-  bool renormalize = true;
-  bool topk_ids_64 = false;
+  bool topk_ids_64 = false;                                   // given ids are int64
   bool traced = false;
   uint64_t kept = 0;  // [El, I, H] fp32, see KernelArgs
-  std::string cubin;  // file of the kernel compiled for dtype, activation and traced
+  std::string cubin;  // file of the kernel compiled for the spec's types and activation, and traced
 };
 
 // What changes from call to call.

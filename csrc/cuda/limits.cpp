@@ -28,14 +28,16 @@ uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
 // What the kernel counts in units of 16 bytes, in 31 or 32 bits: rows of other ranks' tokens (TokenRows), and rows to sum
 // (SumPiece).
 void check_reach(const Limits& limits) {
-  const uint64_t pitch = row_pitch(limits.hidden, limits.elem_bytes), tokens = limits.max_tokens;
+  const uint64_t tokens = limits.max_tokens;
+  const uint64_t sent = row_pitch(limits.hidden, limits.x_bytes);
+  const uint64_t returned = row_pitch(limits.hidden, limits.return_bytes);
   const struct {
     const char* what;
     uint64_t bytes, most;
   } fields[] = {
-      {"other ranks' tokens", kRowCopies * (limits.ranks - 1) * tokens * pitch, sm90::kReachBytes},
-      {"results to sum", tokens * limits.return_slots * pitch, 2 * sm90::kReachBytes},
-      {"results to reduce", limits.staging * tokens * limits.entries_per_token() * pitch, 2 * sm90::kReachBytes}};
+      {"other ranks' tokens", kRowCopies * (limits.ranks - 1) * tokens * sent, sm90::kReachBytes},
+      {"results to sum", tokens * limits.return_slots * returned, 2 * sm90::kReachBytes},
+      {"results to reduce", limits.staging * tokens * limits.entries_per_token() * returned, 2 * sm90::kReachBytes}};
   for (const auto& f : fields) {
     if (f.bytes <= f.most) continue;
     throw Error(Error::Kind::kInvalidArgument,

@@ -8,20 +8,19 @@
 namespace flashmoe::cuda {
 namespace {
 
-Shape shape_of(const Call& c) {
+Shape shape_of(const Call& c, const LayerSpec& spec) {
   return {.ranks = c.ranks,
           .local_experts = c.local_experts,
           .hidden = c.hidden,
           .intermediate = c.intermediate,
           .top_k = c.top_k,
-          .element_bytes = c.element_bytes};
+          .x_bytes = element_bytes(spec.x_type),
+          .hidden_bytes = element_bytes(spec.hidden_type),
+          .return_bytes = element_bytes(spec.return_type)};
 }
 
-bool is_gated(const LayerSpec& spec) {
-  return spec.activation == host::Activation::kSwiGlu;
-}
-
-Call call_of(const Common& common, const LayerSpec& spec, const Placement& where) {
+Call call_of(const Common& common, const Layer& layer, const Placement& where) {
+  const LayerSpec& spec = layer.spec;
   Call c = common.call;
   c.hidden = spec.hidden;
   c.intermediate = spec.intermediate;
@@ -31,16 +30,17 @@ Call call_of(const Common& common, const LayerSpec& spec, const Placement& where
   c.owner = where.owner;
   c.by_owner = where.by_owner;
   c.owner_base = where.owner_base;
-  c.element_bytes = host::element_bytes(spec.dtype);
-  c.cut_columns(sm90::columns_per_task(is_gated(spec)));
-  const Shape shape = shape_of(c);
+  c.token_row_bytes = spec.token_row_bytes();
+  c.hidden_row_bytes = spec.hidden_row_bytes();
+  c.return_row_bytes = spec.return_row_bytes();
+  c.cut_columns(sm90::columns_per_task(spec.gated()));
+  const Shape shape = shape_of(c, spec);
   c.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
   if (c.ranks > 1) {  // a rank alone returns nothing; its groups follow from its tokens
     c.return_mode = spec.return_mode;
     const uint64_t return_bytes = grouped_bytes(shape, 0, false, common.limits.rdma != 0);
     c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
-    c.config =
-        host::make_config(c, spec.dtype, spec.activation, spec.capacity_factor, spec.placement, sm90::kReturnColumns);
+    c.config = host::make_config(c, spec, layer.placement, sm90::kReturnColumns);
   }
   return c;
 }
@@ -49,32 +49,34 @@ sm90::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
 
-void set_weights(sm90::KernelArgs& a, const LayerSpec& spec) {
-  const uint32_t bytes = a.call.element_bytes, experts = a.call.local_experts;
+void set_weights(sm90::KernelArgs& a, const Layer& layer) {
+  const LayerSpec& spec = layer.spec;
+  const DType type = spec.weight_type;
+  const uint32_t bytes = element_bytes(type), experts = a.call.local_experts;
   if (experts != 0) {  // else it has no tasks
-    a.gate_up = encode(gate_up_shape(spec.gate_up, bytes, spec.hidden, spec.intermediate, experts, is_gated(spec)),
-                       spec.gate_up.data, spec.dtype, "gate_up_proj");
-    a.down = encode(down_shape(spec.down, bytes, spec.hidden, spec.intermediate, experts), spec.down.data, spec.dtype,
+    a.gate_up = encode(gate_up_shape(layer.gate_up, bytes, spec.hidden, spec.intermediate, experts, spec.gated()),
+                       layer.gate_up.data, type, "gate_up_proj");
+    a.down = encode(down_shape(layer.down, bytes, spec.hidden, spec.intermediate, experts), layer.down.data, type,
                     "down_proj");
   }
-  a.gate_up_rows = rows_of(spec.gate_up);
-  a.down_rows = rows_of(spec.down);
-  a.router_rows = rows_of(spec.router);
-  if (spec.router.data != 0) {
-    a.router =
-        encode(router_shape(spec.router, bytes, spec.hidden, spec.experts), spec.router.data, spec.dtype, "router");
+  a.gate_up_rows = rows_of(layer.gate_up);
+  a.down_rows = rows_of(layer.down);
+  a.router_rows = rows_of(layer.router);
+  if (layer.router.data != 0) {
+    a.router = encode(router_shape(layer.router, bytes, spec.hidden, spec.experts), layer.router.data, type, "router");
   }
-  a.gate_up_bias = reinterpret_cast<const void*>(spec.gate_up_bias);
-  a.down_bias = reinterpret_cast<const void*>(spec.down_bias);
-  a.router_bias = reinterpret_cast<const void*>(spec.router_bias);
+  a.gate_up_bias = reinterpret_cast<const void*>(layer.gate_up_bias);
+  a.down_bias = reinterpret_cast<const void*>(layer.down_bias);
+  a.router_bias = reinterpret_cast<const void*>(layer.router_bias);
 }
 
 // The rows between the two GEMMs, which lie in the workspace.
 void set_hidden_rows(sm90::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
   const auto rows = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 0));
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 1)) - rows;
-  a.hidden = encode(rows_shape(pitch, a.call.element_bytes, spec.intermediate, limits.max_tiles() * limits.tile_rows),
-                    rows, spec.dtype, "the hidden rows");
+  a.hidden = encode(
+      rows_shape(pitch, element_bytes(spec.hidden_type), spec.intermediate, limits.max_tiles() * limits.tile_rows),
+      rows, spec.hidden_type, "the hidden rows");
 }
 
 }  // namespace
@@ -92,25 +94,25 @@ Placement::Placement(const Device& device, const host::PlacementTables& t, uint3
   owner_base = by_owner + t.by_owner.size();
 }
 
-Plan::Plan(const Common& common, const LayerSpec& spec, const Placement& where, const Kernels& loaded, uint8_t* trace)
-    : kernels(loaded), dtype(spec.dtype), capacity_factor(spec.capacity_factor) {
-  args.call = call_of(common, spec, where);
-  set_weights(args, spec);
+Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& loaded, uint8_t* trace)
+    : kernels(loaded), spec(layer.spec) {
+  args.call = call_of(common, layer, where);
+  set_weights(args, layer);
   set_hidden_rows(args, spec, common.limits);
-  args.topk_ids_64 = spec.topk_ids_64;
+  args.topk_ids_64 = layer.topk_ids_64;
   args.renormalize = spec.renormalize;
   args.host_fault = common.fault;
   args.trace = trace;
-  args.kept = reinterpret_cast<float*>(spec.kept);
+  args.kept = reinterpret_cast<float*>(layer.kept);
 }
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
-  const Shape shape = shape_of(c);
+  const Shape shape = shape_of(c, spec);
   c.tokens = t.tokens;
   c.log2_block =
       static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, common.limits.processors)));
-  c.capacity = expert_capacity(capacity_factor, t.tokens, c.top_k, c.experts);
+  c.capacity = expert_capacity(spec.capacity_factor, t.tokens, c.top_k, c.experts);
   c.joined = joins_rows(shape, t.tokens, c.capacity) ? 1 : 0;
   if (c.ranks == 1) {
     const uint64_t return_bytes = grouped_bytes(shape, t.tokens, c.joined != 0, false);
@@ -123,7 +125,8 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.topk_weights = reinterpret_cast<const float*>(t.topk_weights);
   // Only the router reads x by tensor map, and not that of the kernel of a few tokens.
   if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c.ranks, t.tokens)) {
-    args.tokens = encode(rows_shape(t.x_row_bytes, c.element_bytes, c.hidden, t.tokens), t.x, dtype, "x");
+    args.tokens =
+        encode(rows_shape(t.x_row_bytes, element_bytes(spec.x_type), c.hidden, t.tokens), t.x, spec.x_type, "x");
   }
 }
 

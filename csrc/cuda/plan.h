@@ -28,13 +28,12 @@ struct Placement {
 
 struct Plan {
   // Encodes the layer's tensor maps. trace: null unless it is traced.
-  Plan(const Common& common, const LayerSpec& spec, const Placement& where, const Kernels& kernels, uint8_t* trace);
+  Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& kernels, uint8_t* trace);
   void set_tokens(const Common& common, const TokenSpec& tokens);
 
   sm90::KernelArgs args{};
   const Kernels& kernels;
-  const host::DType dtype;
-  const double capacity_factor;
+  const LayerSpec spec;
 };
 
 }  // namespace flashmoe::cuda

@@ -54,7 +54,7 @@ bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {
 uint64_t grouped_bytes(const Shape& s, uint32_t tokens, bool joined, bool puts) {
   if (s.ranks > 1) return puts ? 0 : kGroupedReturnBytes;
   // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
-  return joined ? 0 : uint64_t{tokens} * s.top_k * s.hidden * s.element_bytes;
+  return joined ? 0 : uint64_t{tokens} * s.top_k * s.hidden * s.return_bytes;
 }
 
 uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
@@ -76,12 +76,12 @@ uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes,
 }
 
 bool link_keeps_up(const Shape& s) {
-  return s.element_bytes * (s.ranks - 1) / kLinkRate <= s.ranks * 2.0 * s.intermediate / kGemmRate;
+  return s.return_bytes * (s.ranks - 1) / kLinkRate <= s.ranks * 2.0 * s.intermediate / kGemmRate;
 }
 
 uint32_t tasks_ahead(const Shape& s) {
   if (s.ranks == 1) return kMostAhead;
-  const uint32_t stages = ceil_div(min_of(s.hidden, s.intermediate) * s.element_bytes, sm90::kRowBytes);
+  const uint32_t stages = ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.hidden_bytes), sm90::kRowBytes);
   return std::clamp(ceil_div(kStagesAhead, stages), kLeastAhead, kMostAhead);
 }
 

@@ -12,7 +12,7 @@ struct Shape {
   uint32_t local_experts = 0;
   uint32_t hidden = 0, intermediate = 0;
   uint32_t top_k = 0;
-  uint32_t element_bytes = 2;
+  uint32_t x_bytes = 2, hidden_bytes = 2, return_bytes = 2;  // of an element of each kind of row
 };
 
 // Whether the return mode `auto` is `reduced`: where a token's rows, dispatched and returned as with `direct`, would take half

@@ -9,11 +9,11 @@ namespace {
 // Rows go through TMA in eights: so many make one period of the 128-byte swizzle.
 constexpr uint32_t kRowGroup = 8;
 
-int map_type(host::DType dtype) {
+int map_type(DType dtype) {
   switch (dtype) {
-    case host::DType::kFloat32: return kMapFloat32;
-    case host::DType::kBFloat16: return kMapBFloat16;
-    case host::DType::kFloat16: break;
+    case DType::kFloat32: return kMapFloat32;
+    case DType::kBFloat16: return kMapBFloat16;
+    case DType::kFloat16: break;
   }
   return kMapFloat16;
 }
@@ -49,7 +49,7 @@ TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t c
   return {2, {columns, rows}, {row_bytes}, {sm90::kRowBytes / element_bytes, sm90::kRowBox}};
 }
 
-sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, host::DType dtype, const char* what) {
+sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what) {
   constexpr uint32_t kEveryElement[5] = {1, 1, 1, 1, 1};
   sm90::TensorMap map;
   const CudaResult result = driver().cuTensorMapEncodeTiled(

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flashmoe/sm90/geometry.h"
-#include "host/types.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe::cuda {
 
@@ -29,6 +29,6 @@ TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hi
 TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows);
 
 // Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error.
-sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, host::DType dtype, const char* what);
+sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what);
 
 }  // namespace flashmoe::cuda

@@ -7,10 +7,16 @@
 namespace flashmoe::host {
 namespace {
 
-// FNV-1a; ranks compare hashes of what they must agree on.
-uint64_t hash_bytes(const void* data, size_t n) {
-  uint64_t h = 0xcbf29ce484222325u;
+// FNV-1a, of bytes behind those that `h` is the hash of; ranks compare hashes of what they must agree on.
+uint64_t hash_bytes(const void* data, size_t n, uint64_t h = 0xcbf29ce484222325u) {
   for (size_t i = 0; i < n; ++i) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
+  return h;
+}
+
+uint64_t hash_of(const CallConfig& config) {
+  uint64_t h = hash_bytes(&config.placement, sizeof(config.placement));
+  h = hash_bytes(&config.groups, sizeof(config.groups), h);
+  for_each_field(config.layer, [&](const char*, const auto& field) { h = hash_bytes(&field, sizeof(field), h); });
   return h;
 }
 
@@ -26,7 +32,8 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
                 {"experts", mine.experts, theirs.experts},
                 {"most experts of a rank (placement)", mine.max_local_experts, theirs.max_local_experts},
                 {"top_k", mine.top_k, theirs.top_k},
-                {"bytes per element (dtype)", mine.elem_bytes, theirs.elem_bytes},
+                {"bytes per element (dtype)", mine.x_bytes, theirs.x_bytes},
+                {"bytes per element of returns", mine.return_bytes, theirs.return_bytes},
                 {"return slots (return_mode)", mine.return_slots, theirs.return_slots},
                 {"capacity (capacity_factor)", mine.capacity, theirs.capacity},
                 {"rdma (transport)", mine.rdma, theirs.rdma}};
@@ -38,24 +45,17 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
   return {};
 }
 
-CallConfig make_config(const Call& call, DType dtype, Activation activation, double capacity_factor,
-                       const std::vector<uint32_t>& placement, uint32_t columns_per_task) {
+CallConfig make_config(const Call& call, const LayerSpec& layer, const std::vector<uint32_t>& placement,
+                       uint32_t columns_per_task) {
   CallConfig config{};
-  config.hidden = call.hidden;
-  config.intermediate = call.intermediate;
-  config.experts = call.experts;
-  config.top_k = call.top_k;
-  config.dtype = static_cast<uint32_t>(dtype);
-  config.return_mode = static_cast<uint32_t>(call.return_mode);
-  config.activation = static_cast<uint32_t>(activation);
-  config.capacity_factor = capacity_factor;
+  config.layer = agreed_part(layer);
   config.placement = static_cast<uint32_t>(hash_bytes(placement.data(), placement.size() * sizeof(uint32_t)));
   uint32_t ends[kMaxGroups] = {};  // in elements
   for (uint32_t g = 0; g < call.groups; ++g) {
-    ends[g] = std::min(call.group_first[g + 1] * columns_per_task, call.hidden);
+    ends[g] = std::min(call.group_first[g + 1] * columns_per_task, layer.hidden);
   }
   config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
-  config.hash = hash_bytes(&config, sizeof(config));  // over a hash of 0 and all the others
+  config.hash = hash_of(config);
   return config;
 }
 

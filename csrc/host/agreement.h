@@ -5,15 +5,14 @@
 #include <vector>
 
 #include "flashmoe/protocol/call.h"
-#include "host/types.h"
 
 namespace flashmoe::host {
 
 // The first difference between two ranks' limits that no call could bridge, as a message; empty if there is none.
 std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, uint32_t peer);
 
-// Of a call whose sizes, return mode and groups are set. columns_per_task: of GEMM1.
-CallConfig make_config(const Call& call, DType dtype, Activation activation, double capacity_factor,
-                       const std::vector<uint32_t>& placement, uint32_t columns_per_task);
+// Of a call of the layer whose groups are set. columns_per_task: of GEMM1.
+CallConfig make_config(const Call& call, const LayerSpec& layer, const std::vector<uint32_t>& placement,
+                       uint32_t columns_per_task);
 
 }  // namespace flashmoe::host

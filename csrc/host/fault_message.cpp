@@ -36,36 +36,29 @@ Error timeout_error(const HostFault& record, const Teller& teller) {
           concat("rank ", r.culprit, " holds up call ", r.epoch, ": ", state, "; rank ", r.rank, waited, awaited(r))};
 }
 
-const char* dtype_name(uint32_t v) {
-  constexpr const char* kNames[] = {"float32", "bfloat16", "float16"};
-  return v < 3 ? kNames[v] : "?";
-}
-
-const char* activation_name(uint32_t v) {
-  constexpr const char* kNames[] = {"relu", "gelu", "silu", "swiglu"};
-  return v < 4 ? kNames[v] : "?";
-}
-
 Error disagreement_error(const HostFault& record) {
-  const CallConfig &mine = record.mine, &theirs = record.theirs;
+  const LayerSpec &mine = record.mine.layer, &theirs = record.theirs.layer;
   const uint32_t a = record.fault.rank, b = record.fault.awaited;
   std::string what;
   auto number = [&](const char* name, auto x, auto y) {
     if (x != y) what += concat(what.empty() ? "" : "; ", name, ": rank ", a, " has ", x, ", rank ", b, " has ", y);
   };
-  auto text = [&](const char* name, const std::string& x, const std::string& y) { number(name, x, y); };
+  auto option = [&](const char* name, auto x, auto y) {
+    number(name, std::string(name_of(x)), std::string(name_of(y)));
+  };
   number("hidden size H", mine.hidden, theirs.hidden);
   number("intermediate size I", mine.intermediate, theirs.intermediate);
   number("experts E", mine.experts, theirs.experts);
   number("top_k K", mine.top_k, theirs.top_k);
-  text("dtype", dtype_name(mine.dtype), dtype_name(theirs.dtype));
-  text("activation", activation_name(mine.activation), activation_name(theirs.activation));
-  text("return_mode", mine.return_mode ? "reduced" : "direct", theirs.return_mode ? "reduced" : "direct");
+  option("dtype", mine.x_type, theirs.x_type);  // the other element types are that of x (differing_type)
+  option("activation", mine.activation, theirs.activation);
+  option("return_mode", mine.return_mode, theirs.return_mode);
   number("capacity_factor", mine.capacity_factor, theirs.capacity_factor);
-  if (mine.placement != theirs.placement && mine.experts == theirs.experts) {
+  const CallConfig &my_call = record.mine, &their_call = record.theirs;
+  if (my_call.placement != their_call.placement && mine.experts == theirs.experts) {
     what += concat(what.empty() ? "" : "; ", "placement: rank ", a, " and rank ", b, " place the experts differently");
   }
-  if (what.empty() && mine.groups != theirs.groups) {
+  if (what.empty() && my_call.groups != their_call.groups) {
     what = concat("return groups: rank ", a, " and rank ", b, " cut the columns differently");
   }
   return {Kind::kGroup, concat("ranks disagree on call ", record.fault.epoch, ": ", what)};

@@ -40,7 +40,7 @@ def library() -> Any:
 
 
 def layout_fields(engine: str, limits: dict[str, int]) -> list[dict[str, Any]]:
-    """The fields of heap and workspace that the engine makes of these limits (`flashmoe.context.make_limits`).
+    """The fields of heap and workspace that the engine makes of these limits (`flashmoe.limits.ContextSpec.limits`).
 
     Each is a dict of name, region ("heap" or "workspace"), shape (a tuple), elem_bytes, bytes, writer and why.
     """

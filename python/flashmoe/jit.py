@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import nvshmem
 from .errors import FlashMoEError
-from .tensors import ACTIVATIONS, DTYPES
+from .spec import ACTIVATIONS, DTYPES
 
 FLAGS = ("-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3")
 
@@ -174,31 +175,10 @@ def _key(root: Path, nvcc: Path, cache: Path, variant: Variant) -> str:
     parts = [(str(path.relative_to(root)), path.read_bytes()) for path in _sources(root)]
     parts += [("flags", " ".join(variant.flags).encode()), ("nvcc", _version(nvcc, cache).encode())]
     if variant.rdma:
-        parts.append(("nvshmem", (nvshmem_headers() / _NVSHMEM_VERSION).read_bytes()))
+        parts.append(("nvshmem", (nvshmem.headers() / nvshmem.VERSION_HEADER).read_bytes()))
     for name, content in parts:
         digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:24]
-
-
-def nvshmem_package() -> Iterator[Path]:
-    """The folders of the Python package nvidia-nvshmem-cu13 (or -cu12), which PyTorch depends on."""
-    with contextlib.suppress(ModuleNotFoundError):
-        package = importlib.util.find_spec("nvidia.nvshmem")
-        yield from map(Path, (package and package.submodule_search_locations) or ())
-
-
-_NVSHMEM_VERSION = Path("non_abi") / "nvshmem_version.h"
-
-
-def nvshmem_headers() -> Path:
-    """The folder of NVSHMEM's headers. Raises `FlashMoEError` if there is none."""
-    for folder in nvshmem_package():
-        if (folder / "include" / _NVSHMEM_VERSION).is_file():
-            return folder / "include"
-    raise FlashMoEError(
-        "nvshmem: expected its headers, which kernels for transport 'rdma' are compiled with, found none; to install "
-        "them: pip install nvidia-nvshmem-cu13"
-    )
 
 
 def _sources(root: Path) -> list[Path]:
@@ -250,7 +230,7 @@ def _locked(path: Path, variant: Variant) -> Iterator[bool]:
 def _run_nvcc(nvcc: Path, root: Path, variant: Variant, cubin: Path, log: Path) -> None:
     folders = ["-I", root / "include"]
     if variant.rdma:
-        folders += ["-isystem", nvshmem_headers()]
+        folders += ["-isystem", nvshmem.headers()]
     command = [nvcc, *variant.flags, *folders, root / "csrc" / "cuda" / "entry" / "moe.cu", "-o", cubin]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")

@@ -11,8 +11,8 @@ import shutil
 from dataclasses import dataclass
 
 from . import _ffi
-from .context import ENGINES, make_limits
 from .errors import HeapError, InvalidArgument
+from .limits import checked_context
 
 HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""
@@ -124,11 +124,9 @@ def plan_memory(
 
     Raises `InvalidArgument` for what no context can have.
     """
-    if engine not in ENGINES:
-        raise InvalidArgument(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
     if engine == "cuda" and processors is None:
         processors = HOPPER_PROCESSORS
-    limits = make_limits(
+    made_for = checked_context(
         engine=engine,
         ranks=ranks,
         max_tokens=max_tokens,
@@ -143,7 +141,8 @@ def plan_memory(
         capacity_factor=capacity_factor,
         transport=transport,
     )
-    return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in _ffi.layout_fields(engine, limits)))
+    fields = _ffi.layout_fields(engine, made_for.limits())
+    return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in fields))
 
 
 def compare_published(ranks: int) -> list[Comparison]:

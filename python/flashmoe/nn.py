@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import arguments
 from . import placement as placements
+from .arguments import Options, owners_of, resolved
 from .checkpoint import MoELayer
-from .context import MAX_EXPERTS, MAX_WIDTH, Context, bounded
+from .context import Context, room_of
 from .errors import InvalidArgument
-from .tensors import ACTIVATIONS, DTYPES
+from .spec import ACTIVATIONS, DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, one_of
 from .torch_op import context_id, refuse_tangents
 
 __all__ = ["Experts", "MoE", "Router"]
@@ -178,34 +178,38 @@ class MoE(torch.nn.Module):
         if not isinstance(dtype, torch.dtype) or dtype_name not in DTYPES:
             known = ", ".join(f"torch.{name}" for name in DTYPES)
             raise InvalidArgument(f"dtype: expected one of {known}, got {dtype!r}")
-        if activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise InvalidArgument(f"activation: expected one of {known}, got {activation!r}")
-        hidden = bounded("hidden", hidden, 1, MAX_WIDTH)
-        intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
+        one_of("activation", activation, ACTIVATIONS)
         experts = bounded("experts", experts, 1, MAX_EXPERTS)
-        self.top_k = bounded("top_k", top_k, 1, experts)
-        sizes = {
-            "tokens": 0,
-            "hidden": hidden,
-            "intermediate": intermediate,
-            "experts": experts,
-            "top_k": self.top_k,
-        }
-        self.activation = activation
-        self.renormalize = bool(renormalize)
+        layer = LayerSpec(
+            hidden=bounded("hidden", hidden, 1, MAX_WIDTH),
+            intermediate=bounded("intermediate", intermediate, 1, MAX_WIDTH),
+            experts=experts,
+            top_k=bounded("top_k", top_k, 1, experts),
+            activation=activation,
+            renormalize=bool(renormalize),
+            router_bias=bool(router_bias),
+            gate_up_bias=bool(expert_bias),
+            down_bias=bool(expert_bias),
+            exact=bool(exact),
+            **of_one_type(dtype_name),
+        )
         self.placement = None if placement is None else placements.checked(placement, experts, ctx.ranks)
         self.return_mode = return_mode
-        self.exact = bool(exact)
-        mode = arguments.resolved_return_mode(ctx, return_mode, self.top_k)
-        owners = arguments.owners_of(ctx, self.placement, experts)
+        options = Options(placement=self.placement, capacity_factor=capacity_factor, return_mode=return_mode)
+        room = room_of(ctx)
+        owners = owners_of(room, self.placement, experts)
         mine = ctx.local_experts(owners)
-        arguments.check_limits(ctx, sizes, dtype_name, owners, mode)
-        self.capacity_factor = arguments.checked_capacity(ctx, capacity_factor, sizes, owners) or None
+        layer = resolved(room, layer, options, owners, tokens=0)
+        self.top_k = layer.top_k
+        self.activation = layer.activation
+        self.renormalize = layer.renormalize
+        self.exact = layer.exact
+        self.capacity_factor = layer.capacity_factor or None
 
-        self.gate = Router(hidden, experts, bias=router_bias, dtype=dtype)
-        rows = 2 * intermediate if activation == "swiglu" else intermediate
-        self.experts = Experts(mine, experts, rows, hidden, intermediate, bias=expert_bias, dtype=dtype)
+        self.gate = Router(layer.hidden, experts, bias=router_bias, dtype=dtype)
+        self.experts = Experts(
+            mine, experts, layer.gate_up_rows, layer.hidden, layer.intermediate, bias=expert_bias, dtype=dtype
+        )
 
     @classmethod
     def from_layer(

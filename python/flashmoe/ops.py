@@ -6,17 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from . import _ffi, arguments, gpu
-from . import placement as placements
-from .context import RETURN_MODES, Context, context_id
-from .errors import InvalidArgument
-from .report import TASK_KINDS, CallReport, traffic
-from .tensors import ACTIVATIONS, DTYPES, Operand, as_view, empty_like, operand
-from .trace import Event
-
-_PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule")
+from .arguments import Options, Tensors, as_plain_values
+from .context import Context, context_id, run
 
 
 def moe(
@@ -118,44 +109,15 @@ def moe(
         The context is closed, or another process's; a kernel cannot be compiled, launched or, yet, captured; a thread
         of the CPU engine could not go on.
     """
-    floats = {
-        "x": x,
-        "gate_up_proj": gate_up_proj,
-        "down_proj": down_proj,
-        "router": router,
-        "router_bias": router_bias,
-        "gate_up_bias": gate_up_bias,
-        "down_bias": down_bias,
-    }
-    options = {
-        "topk_ids": topk_ids,
-        "topk_weights": topk_weights,
-        "top_k": top_k,
-        "activation": activation,
-        "placement": placement,
-        "capacity_factor": capacity_factor,
-        "return_mode": return_mode,
-    }
-    if not trace and _goes_through_torch(x, (*floats.values(), topk_weights)):
+    tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
+    options = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact)
+    if not trace and _goes_through_torch(x, (*tensors[:7], topk_weights)):
         from . import torch_op
 
-        torch_op.refuse_tangents(*floats.values(), topk_weights)
-        plain = arguments.as_plain_values(options)
-        return torch_op.moe(context_id(ctx), **floats, **plain, renormalize=bool(renormalize), exact=bool(exact))
-    return run(ctx, floats, options, renormalize, trace, exact)
-
-
-def run(
-    ctx: Context, floats: dict[str, Any], options: dict[str, Any], renormalize: bool, trace: bool, exact: bool
-) -> Any:
-    """`moe`, where PyTorch has no part in it."""
-    if not isinstance(ctx, Context):
-        raise InvalidArgument(f"ctx: expected a flashmoe.Context, got {type(ctx).__name__}")
-    if options["placement"] is not None:
-        options = {**options, "placement": placements.as_ints(options["placement"])}
-    if ctx.engine == "cuda":
-        return gpu.call(ctx, floats, options, renormalize, trace, exact)
-    return _call_cpu(ctx, floats, options, renormalize, trace)
+        torch_op.refuse_tangents(*tensors[:7], topk_weights)
+        plain = as_plain_values(options)
+        return torch_op.moe(context_id(ctx), **tensors._asdict(), **plain._asdict())
+    return run(ctx, tensors, options, trace)
 
 
 def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:
@@ -175,106 +137,3 @@ def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:
     # Such a subclass wraps tensors, or has no data at all.
     plain = torch.Tensor.__torch_dispatch__
     return traced or transformed or derived or any(type(each).__torch_dispatch__ is not plain for each in tensors)
-
-
-def _call_cpu(ctx: Context, floats: dict[str, Any], options: dict[str, Any], renormalize: bool, trace: bool) -> Any:
-    """A call of the CPU engine, which is over when this returns."""
-    handle = ctx._checked_handle()
-    ctx._report = None
-    args = arguments.check(ctx, operand, floats, **options)
-    sizes, tensors = args.sizes, dict(args.tensors)
-    if "topk_ids" in tensors:
-        tensors["topk_ids"] = _expert_ids(ctx, tensors["topk_ids"], sizes["experts"])
-    x = floats["x"]
-    out = empty_like(x)
-    tensors["out"] = operand("out", out, "", DTYPES)
-    ids = np.empty((sizes["tokens"], sizes["top_k"]), np.int32)
-    weights = np.empty((sizes["tokens"], sizes["top_k"]), np.float32)
-    numbers = {
-        **sizes,
-        "dtype": DTYPES.index(tensors["x"].dtype),
-        "activation": ACTIVATIONS.index(options["activation"]),
-        "renormalize": int(bool(renormalize)),
-        "return_mode": RETURN_MODES.index(args.return_mode),
-        # Return groups (as many as there are columns for): the first columns travel while the last are computed.
-        "groups": 8 if args.return_mode == "reduced" else 1,
-        "raster": 4,
-        # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
-        "window": 16 * ctx.processors,
-        "trace": int(bool(trace)),
-        "perturbation": ctx._perturbation,
-    }
-    raw = _ffi.library().context_call(
-        handle,
-        numbers,
-        args.capacity_factor,
-        list(args.owners),
-        {name: each.view for name, each in tensors.items()},
-        as_view(ids),
-        as_view(weights),
-    )
-    ctx._report = _report(ctx, raw, sizes, args, tensors["x"].dtype, ids, weights)
-    return out
-
-
-def _expert_ids(ctx: Context, ids: Operand, experts: int) -> Operand:
-    """Given ids as the engine takes them, int32; -1 for what does not fit. A rank alone is told here of what is no
-    expert, and its context stays usable; several all hear of it, from the engine."""
-    wide = np.from_dlpack(ids.view)
-    if ctx.ranks == 1 and len(outside := np.argwhere((wide < 0) | (wide >= experts))):
-        token, k = outside[0]
-        raise InvalidArgument(f"topk_ids: expected ids in [0, E={experts}), got {wide[token, k]} at [{token}, {k}]")
-    if ids.dtype == "int32":
-        return ids
-    narrow = wide.astype(np.int32)
-    return operand("topk_ids", np.where(narrow == wide, narrow, np.int32(-1)), "", ("int32",))
-
-
-def _report(
-    ctx: Context,
-    raw: Any,
-    sizes: dict[str, int],
-    args: arguments.Arguments,
-    dtype: str,
-    ids: np.ndarray,
-    weights: np.ndarray,
-) -> CallReport:
-    """The library's figures as a `CallReport`."""
-    row_bytes = sizes["hidden"] * (4 if dtype == "float32" else 2)
-    ns = dict(zip(_PHASES, raw["ns"], strict=True))
-    count = dict(zip(_PHASES, raw["count"], strict=True))
-    tasks = {kind: int(count[kind]) for kind in TASK_KINDS}
-    phase_ns = {kind: int(spent) for kind, spent in ns.items() if kind not in ("wait", "schedule")}
-    phase_ns["idle"] = max(0, int(raw["wall_ns"]) * ctx.processors - sum(phase_ns.values()))
-    return CallReport(
-        tokens=sizes["tokens"],
-        return_mode=args.return_mode,
-        topk_ids=ids,
-        topk_weights=weights,
-        dropped=int(raw["dropped"]),
-        tasks=tasks,
-        tiles=int(raw["tiles"]),
-        tile_rows=int(raw["tile_rows"]),
-        **traffic(
-            ids,
-            args.owners,
-            ctx.rank,
-            row_bytes,
-            rows=int(raw["rows_sent"]),
-            returned=int(raw["return_rows_sent"]),
-            pairs=int(raw["entries_sent"]),
-            packets=tasks["gate"] * (ctx.ranks - 1),
-        ),
-        phase_ns=phase_ns,
-        wall_ns=int(raw["wall_ns"]),
-        processors=ctx.processors,
-        events=_events(raw["events"]),
-    )
-
-
-def _events(flat: Sequence[int]) -> list[Event]:
-    rows = np.array(list(flat), np.int64).reshape(-1, 6).tolist()
-    return [
-        Event("os" if actor == 0 else f"processor {actor - 1}", _PHASES[phase], start, end, index, column)
-        for actor, phase, start, end, index, column in rows
-    ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .spec import LayerSpec
 from .trace import Event
 
 TASK_KINDS = ("gate", "gemm0", "gemm1", "reduce", "combine")
@@ -32,10 +33,10 @@ class CallReport:
     dropped: int
     """(token, k) pairs dropped by the capacity factor."""
     tasks: dict[str, int]
-    """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took of
-    a return group, between other tasks. GPU: as many as the routing makes, whatever ran. ``reduce`` is always 0 there,
-    its pieces are not counted; ``combine`` counts token blocks, also where rows are joined without one. Calls of at most 8
-    tokens on one GPU are counted too, although their kernel has no tasks."""
+    """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took
+    of a return group, between other tasks. GPU: as many as the routing makes, whatever ran. ``reduce`` is always 0
+    there, its pieces are not counted; ``combine`` counts token blocks, also where rows are joined without one. Calls of
+    at most 8 tokens on one GPU are counted too, although their kernel has no tasks."""
     tiles: int
     """Tiles this rank formed: groups of rows that one expert computes together. GPU: as many as the routing makes, also
     for calls of at most 8 tokens on one GPU, which form none."""
@@ -130,7 +131,7 @@ def traffic(
     ids: np.ndarray,
     owners: Sequence[int],
     rank: int,
-    row_bytes: int,
+    layer: LayerSpec,
     *,
     rows: int,
     returned: int,
@@ -145,13 +146,14 @@ def traffic(
     # An all-to-all pads every expert to the largest share that one of them gets of this rank's tokens, there and back:
     # what a capacity-based layer needs in order to drop nothing.
     largest = int(expert_load([ids], len(owners)).max())
-    padded = 2 * largest * sum(owner != rank for owner in owners)
+    padded = largest * sum(owner != rank for owner in owners)  # each way
+    out, home = layer.token_row_bytes, layer.return_row_bytes
     return {
         "rows_sent": rows,
         "return_rows_sent": returned,
-        "bytes_sent": (rows + returned) * row_bytes + pairs * _ENTRY_BYTES + packets * _SIGNAL_BYTES,
-        "padded_rows": padded,
-        "padded_bytes": padded * row_bytes,
+        "bytes_sent": rows * out + returned * home + pairs * _ENTRY_BYTES + packets * _SIGNAL_BYTES,
+        "padded_rows": 2 * padded,
+        "padded_bytes": padded * (out + home),
     }
 
 

@@ -19,12 +19,6 @@ from .errors import InvalidArgument
 if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
     import tvm_ffi
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""Element types of the layer's tensors, in the order of ``DType`` in csrc/host/types.h."""
-
-ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
-"""In the order of ``Activation`` in csrc/host/types.h."""
-
 
 class Described(Protocol):
     """What both engines' operands have."""

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .context import Context, context_id, contexts
+from .arguments import Options, Tensors
+from .context import Context, context_id, contexts, run
 from .errors import FlashMoEError
-from .ops import run
 
 __all__ = ["context_id", "moe", "moe_backward", "refuse_tangents"]
 
@@ -54,25 +54,9 @@ def _moe(
     return_mode: str | None = None,
     exact: bool = False,
 ) -> Tensor:
-    floats = {
-        "x": x,
-        "gate_up_proj": gate_up_proj,
-        "down_proj": down_proj,
-        "router": router,
-        "router_bias": router_bias,
-        "gate_up_bias": gate_up_bias,
-        "down_bias": down_bias,
-    }
-    options = {
-        "topk_ids": topk_ids,
-        "topk_weights": topk_weights,
-        "top_k": top_k,
-        "activation": activation,
-        "placement": placement,
-        "capacity_factor": capacity_factor,
-        "return_mode": return_mode,
-    }
-    return run(_context(context), floats, options, renormalize, False, exact)
+    tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
+    options = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact)
+    return run(_context(context), tensors, options, False)
 
 
 def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 from .errors import InvalidArgument
 
+PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule", "epilogue")
+"""Kinds of event, in the order of ``Phase`` in include/flashmoe/spec/enums.h."""
+
 
 class Event(NamedTuple):
     """One span of one actor's time."""

@@ -324,7 +324,9 @@ class Rank {
     call.heap_layout = make_heap_layout(limits);
     call.work_layout = make_work_layout(limits);
     call.max_blocks = limits.max_blocks();
-    call.element_bytes = limits.elem_bytes;
+    call.token_row_bytes = limits.hidden * limits.x_bytes;
+    call.hidden_row_bytes = limits.intermediate * limits.hidden_bytes;
+    call.return_row_bytes = limits.hidden * limits.return_bytes;
     call.queue_mask = limits.queue_capacity() - 1;
     call.list_mask = limits.list_capacity() - 1;
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);

@@ -127,7 +127,7 @@ class Problems {
     for (uint32_t p = 0; p < l_.ranks; ++p) {
       Problem::OfRank r;
       r.tokens = one_of({0u, 1u, l_.max_tokens, below(l_.max_tokens + 1), below(l_.max_tokens + 1)});
-      r.log2_block = 3 + below(3);
+      r.log2_block = 3 + below(5);  // of more than 32 tokens: sent in parts
       r.capacity = capacity ? 1 + below(l_.max_tokens) : 0;
       r.order = {one_of({0u, 3u, 1000u}), one_of({1u, 2u, kMaxRaster}), one_of({0u, 1u, 9u}),
                  one_of({1u, kMaxGemm1Lists}), one_of({1u, 2u, 3u})};

@@ -18,7 +18,7 @@ struct Matrix {
 // The experts of all ranks, and the router.
 struct ReferenceLayer {
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
-  cpu::Activation activation = cpu::Activation::kSwiGlu;
+  Activation activation = Activation::kSwiGlu;
   bool renormalize = true;
   Matrix gate_up;  // [E * 2I, H] for SwiGLU, else [E * I, H]
   Matrix down;     // [E * H, I]
@@ -31,12 +31,12 @@ inline double dot(const double* a, const double* b, uint32_t n) {
   return sum;
 }
 
-inline double activate(cpu::Activation a, double gate, double up) {
+inline double activate(Activation a, double gate, double up) {
   switch (a) {
-    case cpu::Activation::kRelu: return std::max(gate, 0.0);
-    case cpu::Activation::kGelu: return 0.5 * gate * std::erfc(-gate * M_SQRT1_2);
-    case cpu::Activation::kSilu: return gate / (1 + std::exp(-gate));
-    case cpu::Activation::kSwiGlu: return gate / (1 + std::exp(-gate)) * up;
+    case Activation::kRelu: return std::max(gate, 0.0);
+    case Activation::kGelu: return 0.5 * gate * std::erfc(-gate * M_SQRT1_2);
+    case Activation::kSilu: return gate / (1 + std::exp(-gate));
+    case Activation::kSwiGlu: return gate / (1 + std::exp(-gate)) * up;
   }
   return NAN;
 }
@@ -44,7 +44,7 @@ inline double activate(cpu::Activation a, double gate, double up) {
 // out += weight * expert(x); scale += |what was added|, the yardstick of the rounding error.
 inline void add_expert(const ReferenceLayer& l, uint32_t expert, double weight, const double* x, double* out,
                        double* scale) {
-  const bool gated = l.activation == cpu::Activation::kSwiGlu;
+  const bool gated = l.activation == Activation::kSwiGlu;
   const uint64_t first = uint64_t{expert} * l.intermediate * (gated ? 2 : 1);
   std::vector<double> hidden(l.intermediate);
   for (uint32_t i = 0; i < l.intermediate; ++i) {

@@ -130,7 +130,7 @@ void claim_table(Claims& claims, const Table& table, const Call& c, const Limits
 template <class OwnerOf>
 void claim_accessors(Claims& claims, const Call& c, const Limits& l, OwnerOf&& owner_of) {
   const uint32_t p = c.rank;
-  const uint64_t row = row_pitch(l.hidden, l.elem_bytes);
+  const uint64_t row = row_pitch(l.hidden, l.x_bytes);
   claims.claim(p, HeapField::kStatus, c.status(p), sizeof(Status), p);
   for (uint32_t q = 0; q < l.ranks; ++q) {
     claims.claim(q, HeapField::kFault, c.fault(q, p), sizeof(FaultRecord), p);
@@ -185,7 +185,7 @@ Limits small(uint32_t ranks, uint32_t tokens, uint32_t local_experts, uint32_t t
   l.experts = ranks * local_experts;
   l.max_local_experts = local_experts;
   l.top_k = min_of(top_k, l.experts);
-  l.elem_bytes = 8;
+  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
   l.return_slots = mode == ReturnMode::kReduced ? ranks : l.top_k;
   l.staging = mode == ReturnMode::kReduced;
   l.intermediate = 2;
@@ -342,7 +342,7 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
       for (uint32_t i = 0; i < s.entries[q]; ++i) {
         const uint32_t slot = mode == ReturnMode::kReduced ? q : entries[i].k;
         claims.claim(0, HeapField::kReturnRows, c.return_row(0, entries[i].token, slot),
-                     row_pitch(l.hidden, l.elem_bytes), q);
+                     row_pitch(l.hidden, l.return_bytes), q);
         ++returned;
       }
     }

@@ -27,7 +27,7 @@ Limits limits(uint32_t ranks) {
   l.experts = kExperts;
   l.max_local_experts = kExperts / ranks;
   l.top_k = kTopK;
-  l.elem_bytes = 4;
+  l.x_bytes = l.hidden_bytes = l.return_bytes = 4;
   l.return_slots = max_of(kTopK, ranks);
   l.staging = 1;
   l.processors = 2;
@@ -115,7 +115,16 @@ std::vector<Results> run(const Work& work, uint32_t ranks, uint32_t tile_rows, u
       const uint32_t first = kTokens * p / ranks, expert = kExperts / ranks * p;
       const size_t bytes = element_bytes(work.dtype);
       Layer layer;
-      layer.dtype = work.dtype;
+      layer.spec = {.hidden = kHidden,
+                    .intermediate = kIntermediate,
+                    .experts = kExperts,
+                    .top_k = kTopK,
+                    .return_mode = mode,
+                    .x_type = work.dtype,
+                    .weight_type = work.dtype,
+                    .hidden_type = work.dtype,
+                    .return_type = work.dtype,
+                    .routing = Routing::kGiven};
       layer.x = &work.x.bytes[first * kHidden * bytes];
       layer.gate_up = &work.gate_up.bytes[expert * 2 * kIntermediate * kHidden * bytes];
       layer.down = &work.down.bytes[expert * kHidden * kIntermediate * bytes];
@@ -123,11 +132,6 @@ std::vector<Results> run(const Work& work, uint32_t ranks, uint32_t tile_rows, u
       layer.topk_weights = &work.weights[first * kTopK];
       CallOptions o;
       o.tokens = kTokens * (p + 1) / ranks - first;
-      o.hidden = kHidden;
-      o.intermediate = kIntermediate;
-      o.experts = kExperts;
-      o.top_k = kTopK;
-      o.return_mode = mode;
       o.order = {.gemm1_lag = 3, .raster = 2, .window = 1};
       for (uint32_t e = 0; e < kExperts; ++e) o.placement.push_back(e / (kExperts / ranks));
       for (uint32_t i = 0; i < calls; ++i) {
@@ -171,8 +175,7 @@ void check(DType dtype) {
 }  // namespace flashmoe::test
 
 int main() {
-  for (const auto dtype :
-       {flashmoe::cpu::DType::kFloat32, flashmoe::cpu::DType::kBFloat16, flashmoe::cpu::DType::kFloat16}) {
+  for (const auto dtype : {flashmoe::DType::kFloat32, flashmoe::DType::kBFloat16, flashmoe::DType::kFloat16}) {
     flashmoe::test::check(dtype);
   }
 }

@@ -18,7 +18,7 @@ Limits limits() {
   l.max_tokens = kTokens;
   l.hidden = l.intermediate = 2 * kColumns;
   l.experts = l.max_local_experts = l.top_k = l.return_slots = kExperts;
-  l.elem_bytes = 8;
+  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
   l.tile_rows = kTileRows;
   l.columns_per_task = each_product(2);
   return l;

@@ -25,7 +25,7 @@ struct Layer {
   uint32_t hidden, intermediate, experts, top_k;
   bool gated;
 
-  Shape on(uint32_t ranks) const { return {ranks, experts / ranks, hidden, intermediate, top_k, 2}; }
+  Shape on(uint32_t ranks) const { return {ranks, experts / ranks, hidden, intermediate, top_k, 2, 2, 2}; }
 };
 constexpr Layer kPaper64{2048, 2048, 64, 2, false}, kPaper8{2048, 2048, 8, 2, false},
     kPaper128{2048, 2048, 128, 2, false}, kQwen3{2048, 768, 128, 8, true}, kMixtral{4096, 14336, 8, 2, true},
@@ -210,7 +210,7 @@ void check_limits() {
   l.max_tokens = 64;
   l.hidden = l.intermediate = 256;
   l.experts = l.max_local_experts = l.top_k = l.return_slots = 2;
-  l.elem_bytes = 2;
+  l.x_bytes = l.hidden_bytes = l.return_bytes = 2;
   l.processors = 0;
   const Limits alone = cuda::cuda_limits(l, 133);  // blocks come in pairs
   CHECK_EQ(alone.processors, 132u);

@@ -18,7 +18,7 @@ Limits limits() {
   l.max_tokens = 32;
   l.hidden = l.intermediate = 3;
   l.experts = l.max_local_experts = l.top_k = l.return_slots = 4;
-  l.elem_bytes = 8;
+  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
   l.tile_rows = 2;
   l.columns_per_task = each_product(1);
   return l;

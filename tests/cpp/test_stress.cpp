@@ -32,7 +32,7 @@ Limits limits() {
   l.experts = 12;
   l.max_local_experts = 12;
   l.top_k = 4;
-  l.elem_bytes = 4;
+  l.x_bytes = l.hidden_bytes = l.return_bytes = 4;
   l.return_slots = 4;
   l.staging = 1;
   l.processors = 2;
@@ -77,12 +77,16 @@ struct Work {
     layer.down = down.matrix;
     layer.router = router.matrix;
 
-    options.hidden = layer.hidden;
-    options.intermediate = layer.intermediate;
-    options.experts = layer.experts;
-    options.top_k = layer.top_k;
-    options.return_mode = below(2) == 0 ? ReturnMode::kDirect : ReturnMode::kReduced;
-    options.capacity_factor = below(3) == 0 ? 0.25f * static_cast<float>(1 + below(6)) : 0.0f;
+    spec.hidden = layer.hidden;
+    spec.intermediate = layer.intermediate;
+    spec.experts = layer.experts;
+    spec.top_k = layer.top_k;
+    spec.activation = layer.activation;
+    spec.renormalize = layer.renormalize;
+    spec.routing = routed() ? Routing::kSoftmax : Routing::kGiven;
+    spec.x_type = spec.weight_type = spec.hidden_type = spec.return_type = dtype;
+    spec.return_mode = below(2) == 0 ? ReturnMode::kDirect : ReturnMode::kReduced;
+    spec.capacity_factor = below(3) == 0 ? 0.25f * static_cast<float>(1 + below(6)) : 0.0f;
     options.groups = 1 + below(kMaxGroups);
     options.order = {4 * below(3), 1 + below(4), below(4), 1 + below(kMaxGemm1Lists), 1 + below(3)};
     options.perturbation = below(4) == 0 ? random() | 1 : 0;
@@ -116,9 +120,7 @@ struct Work {
 
   void run(uint32_t p, Context& context) {
     Layer l;
-    l.dtype = dtype;
-    l.activation = layer.activation;
-    l.renormalize = layer.renormalize;
+    l.spec = spec;
     l.x = x[p].bytes.data();
     l.gate_up = local_gate_up[p].data();
     l.down = local_down[p].data();
@@ -165,8 +167,8 @@ struct Work {
 
   // GShard's capacity: of the pairs a rank routes to an expert, the first in token order stay.
   void drop(uint32_t p, std::vector<int32_t>& chosen) const {
-    if (options.capacity_factor == 0.0f) return;
-    const double share = static_cast<double>(options.capacity_factor) * tokens[p] * layer.top_k / layer.experts;
+    if (spec.capacity_factor == 0.0f) return;
+    const double share = static_cast<double>(spec.capacity_factor) * tokens[p] * layer.top_k / layer.experts;
     std::vector<double> used(layer.experts);
     for (int32_t& id : chosen) {
       if (used[static_cast<size_t>(id)]++ >= std::ceil(share)) id = -1;
@@ -176,6 +178,7 @@ struct Work {
   DType dtype;
   ReferenceLayer layer;
   Tensor gate_up, down, router;
+  LayerSpec spec;
   CallOptions options;
   uint32_t tokens[kRanks];
   Tensor x[kRanks];

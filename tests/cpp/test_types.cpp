@@ -165,6 +165,7 @@ void check_rows(uint32_t n, uint32_t k, DType t) {
 
 int main() {
   using namespace flashmoe::test;
+  using flashmoe::DType;
   check_format(kBf16);
   check_format(kFp16);
   struct Shape {

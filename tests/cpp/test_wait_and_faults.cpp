@@ -105,7 +105,7 @@ Limits three_ranks() {
   l.intermediate = 4;
   l.experts = l.max_local_experts = 3;
   l.top_k = 1;
-  l.elem_bytes = 8;
+  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
   l.return_slots = 3;
   l.staging = 1;
   l.tile_rows = 128;

@@ -20,11 +20,15 @@ import flashmoe
 import numpy as np
 import pytest
 import torch
-from flashmoe import _ffi, context, gpu, jit, models, profiles
+from flashmoe import _ffi, jit, models
+from flashmoe import nvshmem as nvshmem_files
 from flashmoe.cli import bench, run, workload
 from flashmoe.cli import device as cli_device
+from flashmoe.engines import cuda
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
+from flashmoe.trace import PHASES
+from flashmoe.tuning import profiles
 
 E, K, H, I = 16, 4, 256, 64
 SIZES = {"max_tokens": 4096, "hidden": H, "intermediate": I, "experts": E, "top_k": K}
@@ -42,6 +46,11 @@ class OnGpu(torch.Tensor):
     device = property(lambda self: torch.device("cuda", 0))
 
 
+def prepared(ctx: flashmoe.Context) -> dict:
+    """The layers that are known to the library."""
+    return ctx._engine.layers
+
+
 def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
 
@@ -52,7 +61,7 @@ def device(monkeypatch, tmp_path):
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(b"a kernel")
     compiled = []
-    monkeypatch.setattr(gpu, "current_stream", lambda device: 77)
+    monkeypatch.setattr(cuda, "current_stream", lambda device: 77)
     monkeypatch.setattr(jit, "kernel", lambda variant: compiled.append(variant) or cubin)
     monkeypatch.setenv("FLASHMOE_PROFILES", str(tmp_path / "profiles.json"))
     yield compiled
@@ -234,7 +243,9 @@ def test_the_launch(ctx, device):
         "window": 264,
         "raster": 8,
         "epoch": 0,
-        "element_bytes": 2,
+        "token_row_bytes": 2 * H,
+        "hidden_row_bytes": 2 * I,
+        "return_row_bytes": 2 * H,
         "own_heap": 1,
         "x": args["x"].data_ptr(),
         "x_row_bytes": 2 * H,
@@ -383,7 +394,7 @@ def test_a_context_with_a_capacity_factor():
         for factor in (None, 0.6):
             with pytest.raises(flashmoe.InvalidArgument, match=r"capacity_factor: expected a number in \(0, 0\.5\]"):
                 flashmoe.moe(bounded, **arguments(), capacity_factor=factor)
-        assert len(bounded._layers) == 1
+        assert len(prepared(bounded)) == 1
 
 
 def test_every_call_is_checked(ctx):
@@ -391,7 +402,7 @@ def test_every_call_is_checked(ctx):
     args, routed = arguments(), given()
     flashmoe.moe(ctx, **args)
     flashmoe.moe(ctx, **routed)
-    assert len(ctx._layers) == 2
+    assert len(prepared(ctx)) == 2
     with pytest.raises(flashmoe.HeapError, match="max_tokens: expected at most 4096"):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(4097, H)})
     with pytest.raises(flashmoe.InvalidArgument, match="x: expected rows that begin"):
@@ -401,7 +412,7 @@ def test_every_call_is_checked(ctx):
     for other in (on_gpu(E, H, dtype=torch.float16), on_gpu(E, H - 8)):
         with pytest.raises(flashmoe.InvalidArgument):
             flashmoe.moe(ctx, **{**args, "router": other})
-    assert len(ctx._layers) == 2
+    assert len(prepared(ctx)) == 2
 
 
 def test_layers_are_found_again(ctx, device):
@@ -411,19 +422,19 @@ def test_layers_are_found_again(ctx, device):
         assert (launched()["tokens"], launched()["block"]) == (tokens, 32 if tokens == 4096 else 8)
         assert (launched()["few"], launched()["geometry"]) == (tokens <= 8, 1)
         assert (launched()["token_rows"] is None) == (tokens <= 8)  # not made for a kernel that does not read it
-    assert len(ctx._layers) == 1 and len(device) == 1
+    assert len(prepared(ctx)) == 1 and len(device) == 1
     flashmoe.moe(ctx, **args, renormalize=False)
     flashmoe.moe(ctx, **{**args, "router": on_gpu(E, H)})
-    assert len(ctx._layers) == 3
+    assert len(prepared(ctx)) == 3
 
 
 def test_old_layers_are_forgotten(ctx, monkeypatch):
-    monkeypatch.setattr(gpu, "_MOST_LAYERS", 2)
+    monkeypatch.setattr(cuda, "_MOST_LAYERS", 2)
     kept = [arguments() for _ in range(5)]
     for args in kept + kept:
         flashmoe.moe(ctx, **args)
         assert launched()["router"]["base"] == args["router"].data_ptr()
-        assert len(ctx._layers) <= 2
+        assert len(prepared(ctx)) <= 2
 
 
 def test_return_groups_of_a_large_call(ctx):
@@ -465,11 +476,11 @@ def test_trace(ctx, device):
     for _ in range(2):  # the second time over the first one's events
         flashmoe.moe(ctx, **arguments(), trace=True)
         report = ctx.last_call
-        assert len(report.events) == 132 * len(gpu.PHASES)
+        assert len(report.events) == 132 * len(PHASES)
     assert report.events[0] == ("processor 0", "gate", 1000, 1100, 0, 0)
-    assert report.events[len(gpu.PHASES) + 2] == ("processor 1", "gemm0", 2200, 2300, 1, 2)
+    assert report.events[len(PHASES) + 2] == ("processor 1", "gemm0", 2200, 2300, 1, 2)
     assert {event.actor for event in report.events if event.kind == "schedule"} == {"os"}
-    assert report.wall_ns == 1000 * 131 + 100 * len(gpu.PHASES)
+    assert report.wall_ns == 1000 * 131 + 100 * len(PHASES)
     assert report.phase_ns["gemm0"] == 132 * 100 and "epilogue" not in report.phase_ns
     assert report.phase_ns["idle"] == 132 * (report.wall_ns - 600)
 
@@ -611,7 +622,7 @@ class Joined(NamedTuple):
 def join(rank, ranks, name, groups, devices, environment=()):
     """Joins groups of these sizes one after the other; of each, what was said, or a `Joined`."""
     os.environ.update(environment)
-    context.nvshmem_library = lambda: os.environ.get("FAKE_NVSHMEM_PATH", "libnvshmem_host.so.3")
+    nvshmem_files.library = lambda: os.environ.get("FAKE_NVSHMEM_PATH", "libnvshmem_host.so.3")
     told = []
     for i, changes in enumerate(groups):
         settings = {"timeout": 20.0, **SIZES, **changes}
@@ -664,7 +675,7 @@ def test_a_rank_without_memory_is_named_at_once():
 def close_while_joining(rank, ranks, name, world):
     """Joins two groups; while rank 0 waits for the second, a signal handler of its closes the first. Its last words."""
     os.environ["FAKE_NVSHMEM_WORLD"] = world
-    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
+    nvshmem_files.library = lambda: "libnvshmem_host.so.3"
     settings = {**SIZES, "engine": "cuda", "rank": rank, "ranks": ranks, "device": rank, "timeout": 20.0}
     first = flashmoe.Context(name=f"{name}-1", **settings)
     closed = []
@@ -762,7 +773,7 @@ def test_one_rank_without_nvshmem_is_named_at_once():
 
 def join_with_an_engine_of_its_own(rank, ranks, name, world):
     os.environ["FAKE_NVSHMEM_WORLD"] = world
-    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
+    nvshmem_files.library = lambda: "libnvshmem_host.so.3"
     engine = {"engine": "cpu", "processors": 1} if rank == 0 else {"engine": "cuda", "device": 1}
     try:
         flashmoe.Context(rank=rank, ranks=ranks, name=name, timeout=20.0, return_mode="direct", **engine, **SIZES)
@@ -802,8 +813,8 @@ def pretend(device, cubin, environment):
     """In a rank's process: a GPU, whose number `device` holds, NVSHMEM and kernels. Returns what is compiled."""
     os.environ.update(environment)
     compiled = []
-    context.nvshmem_library = lambda: "libnvshmem_host.so.3"
-    gpu.current_stream = lambda device: 77
+    nvshmem_files.library = lambda: "libnvshmem_host.so.3"
+    cuda.current_stream = lambda device: 77
     jit.kernel = lambda variant: compiled.append(variant) or cubin
     OnGpu.device = property(lambda self: torch.device("cuda", *device))
     return compiled
@@ -1107,7 +1118,7 @@ def test_run_command(monkeypatch, tmp_path, ranks):
     for y, report in zip(results, reports, strict=True):
         assert y.shape == (40, 40) and y.dtype == "bfloat16"
         assert (report.tokens, report.topk_ids.shape) == (40, (40, 8))
-        assert len(report.events) == 132 * len(gpu.PHASES)
+        assert len(report.events) == 132 * len(PHASES)
     assert len(reports) == ranks
 
 

@@ -89,7 +89,8 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("gemm1_columns", c.columns[kReturning]), put("window", c.order.window), put("raster", c.order.raster);
   put("gemm1_lag", c.order.gemm1_lag), put("senders", c.order.senders), put("gemm1_lists", c.order.gemm1_lists);
   put("own_first", c.order.own_first);
-  put("epoch", c.epoch), put("element_bytes", c.element_bytes);
+  put("epoch", c.epoch), put("token_row_bytes", c.token_row_bytes);
+  put("hidden_row_bytes", c.hidden_row_bytes), put("return_row_bytes", c.return_row_bytes);
   put("own_heap", c.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.heaps[0])) == 1);
   uint32_t mapped = 0;
   for (uint32_t q = 0; q < c.ranks; ++q) mapped += c.heaps[q] != nullptr;
@@ -150,7 +151,7 @@ void record(uint8_t* trace, uint32_t processors) {
   for (uint32_t b = 0; trace != nullptr && b < processors; ++b, trace += sm90::kTraceBytesPerBlock) {
     auto* header = reinterpret_cast<sm90::TraceHeader*>(trace);
     auto* events = reinterpret_cast<sm90::TraceEvent*>(header + 1);
-    for (uint32_t p = 0; p < static_cast<uint32_t>(sm90::TracePhase::kCount); ++p) {
+    for (uint32_t p = 0; p < flashmoe::kValues<flashmoe::Phase>; ++p) {
       const uint64_t start = 1000 * (b + 1) + 100 * p;
       events[header->count++] = {start, start + 100, p, b, p, 0};
     }

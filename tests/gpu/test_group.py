@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import ranks as on_rank
 import torch
-from flashmoe.context import TRANSPORTS
 from flashmoe.launch import RankFailed, RankPool
+from flashmoe.limits import TRANSPORTS
 from flashmoe.memory import plan_memory
 from flashmoe.placement import contiguous
 from layers import SEED

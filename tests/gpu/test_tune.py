@@ -7,9 +7,9 @@ from pathlib import Path
 import flashmoe
 import pytest
 import torch
-from flashmoe import profiles
 from flashmoe.cli import bench, main
-from flashmoe.context import PROFILE
+from flashmoe.tuning import profiles
+from flashmoe.tuning.knobs import PROFILE
 from layers import call, check, context_of, random_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -1,5 +1,5 @@
 // One instance of the fused kernel, and of that for a few tokens, compiled on first use by python/flashmoe/jit.py:
-//   FLASHMOE_DTYPE       0 float32 (TF32 tensor cores), 1 bfloat16, 2 float16
+//   FLASHMOE_DTYPE       of x, weights, hidden rows and returns, as flashmoe::DType; float32: by TF32 tensor cores
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
@@ -22,20 +22,23 @@
 
 namespace flashmoe::sm90 {
 
-template <int>
+template <DType>
 struct DtypeOf;
 template <>
-struct DtypeOf<0> {
+struct DtypeOf<DType::kFloat32> {
   using Type = std::conditional_t<FLASHMOE_EXACT != 0, ExactFp32, Tf32>;
 };
 template <>
-struct DtypeOf<1> {
+struct DtypeOf<DType::kBFloat16> {
   using Type = Bf16;
 };
 template <>
-struct DtypeOf<2> {
+struct DtypeOf<DType::kFloat16> {
   using Type = Fp16;
 };
+
+using Dtype = DtypeOf<DType{FLASHMOE_DTYPE}>::Type;
+inline constexpr Activation kActivation{FLASHMOE_ACTIVATION};
 
 }  // namespace flashmoe::sm90
 
@@ -44,15 +47,13 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kPair) __launch_boun
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
   auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);
-  using Dtype = sm90::DtypeOf<FLASHMOE_DTYPE>::Type;
-  if (!sm90::prepare<Dtype>(args, shared)) return;
-  sm90::run_roles<Dtype, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION), FLASHMOE_TRACE != 0>(args, shared, memory);
+  if (!sm90::prepare<sm90::Dtype>(args, shared)) return;
+  sm90::run_roles<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
 
 extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kFewThreads, 1)
     flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
-  gpu::run_few<sm90::DtypeOf<FLASHMOE_DTYPE>::Type, static_cast<sm90::Activation>(FLASHMOE_ACTIVATION),
-               FLASHMOE_TRACE != 0>(args, *reinterpret_cast<gpu::FewShared*>(memory));
+  gpu::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, *reinterpret_cast<gpu::FewShared*>(memory));
 }

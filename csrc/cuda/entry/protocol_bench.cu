@@ -308,7 +308,7 @@ class Bench {
     limits.hidden = shape.hidden;
     limits.intermediate = shape.intermediate;
     limits.columns_per_task = each_product(1);
-    limits.elem_bytes = 2;
+    limits.x_bytes = limits.hidden_bytes = limits.return_bytes = 2;
     limits.return_slots = shape.top_k;
     limits.processors = processors;
     if (ceil_div(shape.experts, processors) > kMaxServed) {
@@ -338,7 +338,9 @@ class Bench {
     call_.heaps = device_copy(std::vector<uint8_t*>{device_zeros(call_.heap_layout.bytes)});
     call_.work = device_zeros(call_.work_layout.bytes);
     call_.max_blocks = limits.max_blocks();
-    call_.element_bytes = limits.elem_bytes;
+    call_.token_row_bytes = limits.hidden * limits.x_bytes;
+    call_.hidden_row_bytes = limits.intermediate * limits.hidden_bytes;
+    call_.return_row_bytes = limits.hidden * limits.return_bytes;
     call_.queue_mask = limits.queue_capacity() - 1;
     call_.list_mask = limits.list_capacity() - 1;
     args_.topk_ids = device_copy(random_routing());

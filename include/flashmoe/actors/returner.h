@@ -20,8 +20,8 @@
 
 #include "flashmoe/protocol/packet.h"
 #include "flashmoe/protocol/pending.h"
-#include "flashmoe/protocol/phase.h"
 #include "flashmoe/protocol/wait.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe {
 

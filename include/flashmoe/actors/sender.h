@@ -11,7 +11,7 @@
 
 #include "flashmoe/protocol/announce.h"
 #include "flashmoe/protocol/packet.h"
-#include "flashmoe/protocol/phase.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe {
 

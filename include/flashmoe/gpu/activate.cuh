@@ -5,15 +5,9 @@
 #include <type_traits>
 
 #include "flashmoe/gpu/types.cuh"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe::gpu {
-
-// In the order of Activation in csrc/cpu/types.h, which is the order of Python.
-enum class Activation : uint32_t { kRelu, kGelu, kSilu, kSwiGlu };
-
-__device__ constexpr bool is_gated(Activation a) {
-  return a == Activation::kSwiGlu;
-}
 
 namespace detail {
 

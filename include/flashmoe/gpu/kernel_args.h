@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flashmoe/protocol/call.h"
-#include "flashmoe/protocol/phase.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe::gpu {
 
@@ -32,12 +32,10 @@ struct alignas(64) TensorMap {
 // One span of an actor's time, as the trace buffer holds it. Times of the global timer, in nanoseconds.
 struct TraceEvent {
   uint64_t start_ns, end_ns;
-  uint32_t kind;  // TracePhase
+  uint32_t kind;  // Phase
   uint32_t index, column, pad;
 };
 static_assert(sizeof(TraceEvent) == 32);
-
-using TracePhase = Phase;
 
 // Trace memory of one block: kTraceEvents events behind a header that says how many were written (they stop when full).
 inline constexpr uint32_t kTraceEvents = 4095;

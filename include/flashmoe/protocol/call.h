@@ -7,6 +7,7 @@
 #include "flashmoe/protocol/heap_layout.h"
 #include "flashmoe/protocol/order.h"
 #include "flashmoe/protocol/platform.h"
+#include "flashmoe/spec/enums.h"
 
 namespace flashmoe {
 
@@ -15,8 +16,6 @@ inline uint32_t expert_capacity(double factor, uint32_t tokens, uint32_t top_k, 
   const double capacity = std::ceil(factor * (static_cast<double>(tokens) * top_k) / experts);
   return static_cast<uint32_t>(min_of(capacity, 0x1p31));
 }
-
-enum class ReturnMode : uint32_t { kDirect = 0, kReduced = 1 };
 
 struct Call {
   // The call.
@@ -49,7 +48,8 @@ struct Call {
   HeapLayout heap_layout;
   WorkLayout work_layout;
   uint32_t max_blocks = 0;
-  uint32_t element_bytes = 0;
+  // Bytes of a token's H elements, of a hidden row's I, and of the H elements of a row on its way home.
+  uint32_t token_row_bytes = 0, hidden_row_bytes = 0, return_row_bytes = 0;
   uint64_t queue_mask = 0, list_mask = 0;
 
   // How far an axis of matrices reaches.

@@ -47,11 +47,13 @@ struct Limits {
   uint32_t experts = 0;            // E
   uint32_t max_local_experts = 0;  // the most any rank holds
   uint32_t top_k = 0;              // K
-  uint32_t elem_bytes = 0;
-  uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
-  uint32_t capacity = 0;      // rows of one rank that an expert gets at most, the others being dropped; 0: dropless
+  uint32_t x_bytes = 0;            // of an element of a dispatched row
+  uint32_t return_bytes = 0;       // of an element of a row on its way home
+  uint32_t return_slots = 0;       // return rows per token: K (direct), R (reduced), the larger where both may occur
+  uint32_t capacity = 0;  // rows of one rank that an expert gets at most, the others being dropped; 0: dropless
   // Of this rank alone: they size its workspace, which no peer addresses.
   uint32_t intermediate = 0;  // I
+  uint32_t hidden_bytes = 0;  // of an element of a hidden row
   uint32_t staging = 0;       // 1 if `reduced` may occur
   uint32_t rdma = 0;          // 1 if peers are reached by puts alone (GPU; equal on every rank)
   uint32_t tile_rows = 128;
@@ -207,12 +209,12 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      "[q][g] rank q has returned the columns of group g of all it owes"},
     {HeapField::kRows, "rows", Writer::kPeer0,
      [](const Limits& l) {
-       return FieldShape{{kRowCopies * (l.ranks - 1), l.max_tokens, row_pitch(l.hidden, l.elem_bytes), 1}, 1};
+       return FieldShape{{kRowCopies * (l.ranks - 1), l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1}, 1};
      },
      "[peer][token][H] dispatched token rows; each crosses once, own rows are read from the input"},
     {HeapField::kReturnRows, "return_rows", Writer::kReturn,
      [](const Limits& l) {
-       return FieldShape{{l.max_tokens, l.return_slots, row_pitch(l.hidden, l.elem_bytes), 1}, 1};
+       return FieldShape{{l.max_tokens, l.return_slots, row_pitch(l.hidden, l.return_bytes), 1}, 1};
      },
      "[token][slot][H] weighted expert rows (direct, slot = k) or per-rank sums (reduced, slot = q)"},
 };
@@ -289,20 +291,21 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[q][b] parts of packet b's rows that have gone to rank q; zero between calls"},
     {WorkField::kHidden, "hidden", Writer::kSelf,
      [](const Limits& l) {
-       return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.elem_bytes), 1}, 1};
+       return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.hidden_bytes), 1}, 1};
      },
      "[tile][row][I] activations between the products"},
     {WorkField::kStaging, "staging", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{
-           {uint64_t{l.staging} * l.ranks, l.max_tokens, l.entries_per_token(), row_pitch(l.hidden, l.elem_bytes)}, 1};
+           {uint64_t{l.staging} * l.ranks, l.max_tokens, l.entries_per_token(), row_pitch(l.hidden, l.return_bytes)},
+           1};
      },
      "[p][token][ordinal][H] weighted expert rows that Reduce sums (reduced return only)"},
 };
 
 inline constexpr FieldSpec<PutField> kPutTable[] = {
     {PutField::kRows, "out_rows", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_tokens, row_pitch(l.hidden, l.elem_bytes), 1, 1}, 1}; },
+     [](const Limits& l) { return FieldShape{{l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1, 1}, 1}; },
      "[token][H] own rows on their way to other ranks: a network reads memory that is registered, as the input is not"},
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/protocol/base.h"
+#include "flashmoe/spec/layer.h"
 
 namespace flashmoe {
 
@@ -48,8 +49,7 @@ static_assert(sizeof(FaultRecord) == 64);
 // What every rank must agree on in a call. The hash is compared on arrival; the values name the difference.
 struct alignas(64) CallConfig {
   uint64_t hash;
-  double capacity_factor;  // 0: dropless
-  uint32_t hidden, intermediate, experts, top_k, dtype, return_mode, activation;
+  LayerSpec layer;     // agreed_part() of it
   uint32_t placement;  // hash of the expert -> rank map
   uint32_t groups;     // hash of where each return group's columns end: one rank's signal is another's columns
 };

@@ -46,6 +46,14 @@ FLASHMOE_FN decltype(auto) with_product(TaskKind kind, F&& f) {
   }
 }
 
+// What reports and traces call a product.
+FLASHMOE_HD constexpr Phase phase_of(uint32_t product) {
+  return kProgram[product].phase;
+}
+FLASHMOE_FN Phase phase_of_product(TaskKind kind) {
+  return with_product(kind, [&]<uint32_t n>() { return Product<n>::kPhase; });
+}
+
 // Calls f, likewise, for every product.
 template <uint32_t n = 0, class F>
 FLASHMOE_FN void for_each_product(F&& f) {

@@ -49,8 +49,6 @@ class NetworkSender {
   }
 
  private:
-  __device__ __forceinline__ uint32_t row_bytes() const { return c_.hidden * Dtype::kBytes; }
-
   // Later than the OS actor's own, see RowSender: from the copy in the own heap, since that is where puts may read.
   __device__ __forceinline__ bool announce() const {
     if (blockIdx.x < c_.blocks() && !await_routing<P>(c_, blockIdx.x)) return false;
@@ -78,7 +76,7 @@ class NetworkSender {
         const uint32_t q = (c_.rank + i) % c_.ranks;
         trace_.begin();
         send_packet(b, q);
-        trace_.end(TracePhase::kDispatch, b, q);
+        trace_.end(Phase::kDispatch, b, q);
       }
     }
     return true;
@@ -101,7 +99,7 @@ class NetworkSender {
       FLASHMOE_NO_UNROLL
       for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
         const uint32_t token = first + base + lowest_bit<P>(left);
-        copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.out_row(token), row_bytes());
+        copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.out_row(token), c_.token_row_bytes);
       }
     }
     P::sync();
@@ -123,7 +121,7 @@ class NetworkSender {
         const uint32_t end = begin + lowest_bit<P>(~(left >> begin));
         const uint8_t* const last = c_.out_row(token + end - begin - 1);
         network::put(c_.heap<uint8_t>(c_.rank, HeapField::kRows, slot, token), c_.out_row(token),
-                     static_cast<uint32_t>(last - c_.out_row(token)) + row_bytes(), q);
+                     static_cast<uint32_t>(last - c_.out_row(token)) + c_.token_row_bytes, q);
         left = end >= P::kLanes ? 0 : left >> end << end;
       }
     }
@@ -155,7 +153,7 @@ class NetworkSender {
         network::signal(c_.return_signal(c_.rank, c_.rank, 0), Signal::make(c_.epoch, 0), p);
       }
       P::sync();
-      trace_.end(TracePhase::kReduce, first, p << 8);
+      trace_.end(Phase::kReduce, first, p << 8);
     }
     return true;
   }
@@ -169,7 +167,7 @@ class NetworkSender {
       FLASHMOE_NO_UNROLL
       for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
         const uint32_t token = base + lowest_bit<P>(left);
-        network::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), row_bytes(), p);
+        network::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), c_.return_row_bytes, p);
       }
     }
   }

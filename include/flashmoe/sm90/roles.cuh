@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t place_of(const KernelArgs& args, const Call&
 __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call& c, const Row& row) {
   uint8_t* to =
       c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
-  if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.hidden * c.element_bytes;
+  if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.token_row_bytes;
   return reinterpret_cast<uint64_t>(to);
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.tile = task.index;
     slot.column = task.column;
     slot.expert = shape.expert;
-    slot.k_bytes = (is_one_of<kOverHidden>(task.kind) ? c.hidden : c.intermediate) * c.element_bytes;
+    slot.k_bytes = is_one_of<kOverHidden>(task.kind) ? c.token_row_bytes : c.hidden_row_bytes;
     slot.share = share;
   }
 }
@@ -333,7 +333,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     store_returned<Dtype, Stage, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.hidden, slot.weights,
                                             slot.to);
   }
-  trace.end(TracePhase::kEpilogue, slot.tile, slot.column, 1);
+  trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
 
 // A consumer warpgroup's part of one task of an expert.
@@ -362,7 +362,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) return;
-    trace.end(TracePhase::kWait, slot.tile, slot.column);
+    trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
     if (is_one_of<kOfExpert>(slot.kind)) {
       if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);

@@ -61,7 +61,7 @@ class SumEngine {
   static constexpr uint32_t kColumnBytes = kReturnColumns * Dtype::kBytes;
 
   __device__ __forceinline__ uint32_t group_bytes(uint32_t g) const {
-    return min_of(c_.group_first[g + 1] * kColumnBytes, c_.hidden * Dtype::kBytes) - c_.group_first[g] * kColumnBytes;
+    return min_of(c_.group_first[g + 1] * kColumnBytes, c_.return_row_bytes) - c_.group_first[g] * kColumnBytes;
   }
 
   __device__ __forceinline__ SumSpan reduce_span(uint32_t p, uint32_t g) const {
@@ -92,7 +92,7 @@ class SumEngine {
             .token_bytes = static_cast<uint32_t>(stride[0]),
             .slot_bytes = static_cast<uint32_t>(stride[1]),
             .out = out_ + offset,
-            .out_bytes = c_.hidden * Dtype::kBytes,
+            .out_bytes = c_.token_row_bytes,
             .bytes = group_bytes(g),
             .writes_all = true};
   }

@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "flashmoe/spec/enums.h"
+
 namespace flashmoe {
 
 // The ready queue and the ready list hold products, and kStop, which ends a processor; kFormed stands in the list only.
@@ -77,6 +79,7 @@ struct TaskRow {
   // expert, that this is so of all its tiles and that there will be no more (protocol/experts.h); for what follows the return,
   // that all rows of a source are done (protocol/pending.h, signals).
   TaskKind after;
+  Phase phase;  // what reports and traces call it
 };
 
 // ---- Programs. Rows that processors take come first. ---------------------------------------------------------------
@@ -91,7 +94,8 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .columns = Axis::kIntermediate,
      .epilogue = Epilogue::kActivate,
      .taker = Taker::kProcessors,
-     .after = TaskKind::kFormed},
+     .after = TaskKind::kFormed,
+     .phase = Phase::kGemm0},
     {.kind = TaskKind::kGemm1,
      .of = Unit::kTile,
      .left = Operand::kHidden,
@@ -100,7 +104,8 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .columns = Axis::kHidden,
      .epilogue = Epilogue::kReturn,
      .taker = Taker::kProcessors,
-     .after = TaskKind::kGemm0},
+     .after = TaskKind::kGemm0,
+     .phase = Phase::kGemm1},
     {.kind = TaskKind::kReduce,
      .of = Unit::kTokens,
      .left = Operand::kStaged,
@@ -109,7 +114,8 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .columns = Axis::kHidden,
      .epilogue = Epilogue::kSend,
      .taker = Taker::kIdle,
-     .after = TaskKind::kGemm1},
+     .after = TaskKind::kGemm1,
+     .phase = Phase::kReduce},
     {.kind = TaskKind::kCombine,
      .of = Unit::kTokens,
      .left = Operand::kReturned,
@@ -118,7 +124,8 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .columns = Axis::kHidden,
      .epilogue = Epilogue::kOutput,
      .taker = Taker::kIdle,
-     .after = TaskKind::kReduce},
+     .after = TaskKind::kReduce,
+     .phase = Phase::kCombine},
 });
 
 // A program and one product more, behind its others.
@@ -143,7 +150,8 @@ inline constexpr auto kForwardAndOuter = and_product(kForward, {.kind = TaskKind
                                                                 .columns = Axis::kHidden,
                                                                 .epilogue = Epilogue::kKeep,
                                                                 .taker = Taker::kProcessors,
-                                                                .after = TaskKind::kGemm0});
+                                                                .after = TaskKind::kGemm0,
+                                                                .phase = Phase::kGemm1});
 
 // A build has one program: sizes of memory follow from it.
 #ifndef FLASHMOE_PROGRAM
@@ -226,6 +234,7 @@ struct Product {
   static constexpr TaskKind kKind = kProgram[n].kind;
   static constexpr Operand kLeft = kProgram[n].left, kRight = kProgram[n].right;
   static constexpr TaskKind kAfter = kProgram[n].after;
+  static constexpr Phase kPhase = kProgram[n].phase;
   static constexpr bool kOfExpert = kProgram[n].of == Unit::kExpert;
   static constexpr uint32_t kExpertSlot = expert_products_before(n);
   static constexpr bool kLeadsOn = leads_on(n);

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import FlashMoEError
 from . import compile, info, memory, run, tune
-from .render import print_error
+from .console import print_error
 
 # The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
 # click.UsageError would not be it.

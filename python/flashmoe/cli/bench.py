@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .. import jit
 from ..launch import RankPool
 from ..placement import contiguous, local_experts
-from ..profiles import Setting
-from ..tuning import Candidate, Timing
+from ..tuning.profiles import Setting
+from ..tuning.search import Candidate, Timing
 from .device import SeededWeights, put_on
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from ..errors import InvalidArgument
 from ..jit import Compiled, Variant, compile_kernel
-from ..tensors import ACTIVATIONS, DTYPES
-from .render import console
+from ..spec import ACTIVATIONS, DTYPES
+from .console import console
 
 
 def command(

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import jit, models
+from .. import jit, models, nvshmem
 from ..checkpoint import MoELayer, MoELayerOf
-from ..context import ELEMENT_BYTES, nvshmem_library
 from ..errors import FlashMoEError, HeapError
 from ..memory import format_bytes
-from .render import count
+from ..spec import ELEMENT_BYTES
+from .console import count
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def missing(ranks: int) -> str | None:
     for device, peer in permutations(range(ranks), 2):
         if not torch.cuda.can_device_access_peer(device, peer):
             return f"GPUs that reach each other's memory, found that {device} does not reach that of {peer}"
-    if ranks > 1 and not loads(nvshmem_library()):
+    if ranks > 1 and not loads(nvshmem.library()):
         return "NVSHMEM's host library, which several GPUs need, found none"
     try:
         jit.find_nvcc()

@@ -7,15 +7,18 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 
-from .. import __version__, jit
-from ..context import nvshmem_library
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__, jit, nvshmem
 from ..errors import FlashMoEError
 from ..memory import SHARED_MEMORY, format_bytes
+from .console import console
 from .device import loads
-from .render import console, show_checks
 
 
 @dataclass(frozen=True)
@@ -35,18 +38,32 @@ def command() -> int:
     console.print(f"flashmoe {__version__}, Python {platform.python_version()}, {platform.machine()}")
     console.print()
     console.print("cpu engine", style="bold")
-    show_checks([_library(), _blas(), _shared_memory(), _cores(), _torch()])
+    _show([_library(), _blas(), _shared_memory(), _cores(), _torch()])
     console.print()
     console.print("cuda engine", style="bold")
-    show_checks([_driver(), _gpu(), _torch_cuda(), _nvcc(), _cache(), _nvshmem()])
+    _show([_driver(), _gpu(), _torch_cuda(), _nvcc(), _cache(), _nvshmem()])
     return 0
+
+
+def _show(checks: Iterable[Check]) -> None:
+    """What the machine has, and what to do about the rest."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        mark = Text("yes", style="green") if check.present else Text("no", style="yellow")
+        table.add_row(mark, Text(check.name, style="bold"), Text(check.detail))
+        if check.remedy:
+            table.add_row("", "", Text(check.remedy, style="cyan"))
+    console.print(table)
 
 
 def _library() -> Check:
     try:
         from .. import _ffi
 
-        _ffi.layout_fields("cpu", {})
+        _ffi.library()
     except Exception as error:
         return Check(
             "engine library",
@@ -142,7 +159,7 @@ def _cache() -> Check:
 
 
 def _nvshmem() -> Check:
-    library = nvshmem_library()
+    library = nvshmem.library()
     if not loads(library):
         return Check("NVSHMEM", False, "for several GPUs", "pip install nvidia-nvshmem-cu13")
     return Check("NVSHMEM", True, f"{library}, for several GPUs")

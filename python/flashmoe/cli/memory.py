@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from .. import memory, models
-from ..context import engine_return_mode
 from ..errors import HeapError, InvalidArgument
-from .render import console, print_error, show_comparisons, show_memory_plan
+from ..limits import engine_return_mode
+from .console import console, print_error
+from .render import show_comparisons, show_memory_plan
 
 
 def command(

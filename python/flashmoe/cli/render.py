@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from ..memory import Comparison, MemoryPlan, format_bytes
 from ..report import TASK_KINDS, CallReport, GroupReport
-
-if TYPE_CHECKING:
-    from .info import Check
-    from .verify import Verdict
-    from .workload import Workload
-
-console = Console(highlight=False)
-_errors = Console(stderr=True, highlight=False)
+from .console import console, count
+from .verify import Verdict
+from .workload import Workload
 
 CHART_HEIGHT = 6
 CHART_WIDTH = 64
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _NOTHING = {"0", "-", format_bytes(0)}
 _RANK_COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "red", "bright_black")
-
-
-def print_error(message: str) -> None:
-    """One line, in red, on standard error, whatever the message contains."""
-    _errors.print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
-
-
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show a spinner and the time that has passed, for as long as the block runs; leave nothing behind."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task(what, total=None)
-        yield
 
 
 def show_workload(workload: Workload) -> None:
@@ -230,20 +207,6 @@ def show_comparisons(rows: Iterable[Comparison], ranks: int) -> None:
     )
 
 
-def show_checks(checks: Iterable[Check]) -> None:
-    """What the machine has, and what to do about the rest."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for check in checks:
-        mark = Text("yes", style="green") if check.present else Text("no", style="yellow")
-        table.add_row(mark, Text(check.name, style="bold"), Text(check.detail))
-        if check.remedy:
-            table.add_row("", "", Text(check.remedy, style="cyan"))
-    console.print(table)
-
-
 def _show_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table of right-aligned cells, without the columns that hold nothing: not every engine counts everything."""
     table = Table(box=None, pad_edge=False)
@@ -256,8 +219,3 @@ def _show_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]
     console.print()
     console.print(Text(title, style="bold"))
     console.print(table)
-
-
-def count(number: int, thing: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -16,6 +16,7 @@ from ..placement import local_experts
 from ..report import CallReport, summarize
 from ..trace import Event, write_perfetto, write_timeline
 from . import device, render
+from .console import count, working
 from .verify import verify
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
 
@@ -71,16 +72,16 @@ def command(
         workload = shipped_workload(request)
     render.show_workload(workload)
 
-    who = render.count(ranks, "GPU" if engine == "cuda" else "rank")
-    with render.working(f"{who}: warm-up and traced call"):
+    who = count(ranks, "GPU" if engine == "cuda" else "rank")
+    with working(f"{who}: warm-up and traced call"):
         results, reports = _call(workload)
     group = summarize(reports, workload.layer.experts)
     render.show_expert_load(group, workload.placement)
     render.show_ranks(reports, group)
-    with render.working("timeline and trace"):
+    with working("timeline and trace"):
         files = _write_traces(out, workload, reports)
     render.show_files(files)
-    with render.working("float64 reference"):
+    with working("float64 reference"):
         verdict = verify(
             workload.layer,
             np.concatenate(workload.tokens),
@@ -176,7 +177,7 @@ def from_first_event(events: list[Event]) -> list[Event]:
 def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
     """Write timeline.png and trace.json; their paths."""
     layer, counts = workload.layer, [report.tokens for report in reports]
-    ranks = render.count(len(reports), "rank")
+    ranks = count(len(reports), "rank")
     title = (
         f"{workload.title}: H {layer.hidden}, I {layer.intermediate}, E {layer.experts}, K {layer.top_k}, "
         f"{layer.dtype.name}; {ranks}, {sum(counts)} tokens, {reports[0].return_mode} return"

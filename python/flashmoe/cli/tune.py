@@ -8,23 +8,25 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from .. import _ffi, models, profiles
-from ..context import (
+from .. import _ffi, models
+from ..errors import FlashMoEError, InvalidArgument
+from ..spec import (
+    ACTIVATIONS,
+    DTYPES,
     MAX_CUDA_EXPERTS,
     MAX_CUDA_RANKS,
     MAX_CUDA_TOKENS,
     MAX_CUDA_TOP_K,
     MAX_WIDTH,
-    PROFILE,
     RETURN_MODES,
 )
-from ..errors import FlashMoEError, InvalidArgument
-from ..tensors import ACTIVATIONS, DTYPES
-from ..tuning import Candidate, Outcome, most_timings, search
+from ..tuning import profiles
+from ..tuning.knobs import PROFILE
+from ..tuning.search import Candidate, Outcome, most_timings, search
 from . import device
 from .bench import CALLS, ROUNDS, Bench
+from .console import console, working
 from .memory import sizes_of
-from .render import console, working
 
 
 def command(
@@ -95,7 +97,7 @@ def _knobs(ranks: int) -> dict[str, tuple[int | str, ...]]:
     knobs: dict[str, tuple[int | str, ...]] = {
         name: knob.tried for name, knob in PROFILE.items() if ranks > 1 or knob.alone
     }
-    return {"return_mode": RETURN_MODES[:2], **knobs} if ranks > 1 else knobs
+    return {"return_mode": RETURN_MODES, **knobs} if ranks > 1 else knobs
 
 
 def _stored(setting: profiles.Setting, activation: str, outcome: Outcome) -> Path:

@@ -14,7 +14,7 @@ from ..errors import InvalidArgument
 from ..memory import check_fits, plan_memory
 from ..placement import contiguous
 from . import device
-from .render import working
+from .console import working
 
 DEFAULT_TOKENS = 512
 """Tokens per rank where no hidden states set the number."""

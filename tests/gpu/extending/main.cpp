@@ -29,7 +29,7 @@ constexpr uint32_t kCalls = 10;
 
 class Test {
  public:
-  Test(const Shape& shape, const std::string& cubin, host::DType dtype, bool smoke)
+  Test(const Shape& shape, const std::string& cubin, DType dtype, bool smoke)
       : s_(shape), cubin_(cubin), dtype_(dtype), smoke_(smoke) {
     const uint64_t row = s_.hidden, up = 2 * uint64_t{s_.intermediate} * s_.hidden;
     x_ = random(s_.tokens * row, 1.0f);
@@ -55,7 +55,7 @@ class Test {
     limits.intermediate = s_.intermediate;
     limits.experts = limits.max_local_experts = s_.experts;
     limits.top_k = limits.return_slots = s_.top_k;
-    limits.elem_bytes = 2;
+    limits.x_bytes = limits.hidden_bytes = limits.return_bytes = 2;
     limits.processors = 0;
     const Device device(0);
     Context context(0, {}, limits, {.raster = 0, .gemm1_lists = 0, .own_first = 0}, 30'000'000'000);
@@ -64,23 +64,27 @@ class Test {
                        weights = uploaded(device, weights_);
     const std::vector<float> nan(uint64_t{s_.experts} * s_.intermediate * s_.hidden, NAN);
     const DeviceMemory kept = uploaded(device, nan), out(device, 2 * uint64_t{s_.tokens} * s_.hidden, "out");
-    LayerSpec spec;
-    spec.dtype = dtype_;
-    spec.hidden = s_.hidden;
-    spec.intermediate = s_.intermediate;
-    spec.experts = s_.experts;
-    spec.top_k = s_.top_k;
-    spec.placement.assign(s_.experts, 0);
+    Layer layer;
+    layer.spec = {.hidden = s_.hidden,
+                  .intermediate = s_.intermediate,
+                  .experts = s_.experts,
+                  .top_k = s_.top_k,
+                  .x_type = dtype_,
+                  .weight_type = dtype_,
+                  .hidden_type = dtype_,
+                  .return_type = dtype_,
+                  .routing = Routing::kGiven};
+    layer.placement.assign(s_.experts, 0);
     const uint64_t row_bytes = 2 * uint64_t{s_.hidden}, hidden_bytes = 2 * uint64_t{s_.intermediate};
-    spec.gate_up = {address(gate_up), row_bytes, 2 * s_.intermediate * row_bytes};
-    spec.down = {address(down), hidden_bytes, s_.hidden * hidden_bytes};
-    spec.kept = address(kept);
-    spec.cubin = cubin_;
-    const int64_t layer = context.add_layer(spec, nullptr);
+    layer.gate_up = {address(gate_up), row_bytes, 2 * s_.intermediate * row_bytes};
+    layer.down = {address(down), hidden_bytes, s_.hidden * hidden_bytes};
+    layer.kept = address(kept);
+    layer.cubin = cubin_;
+    const int64_t number = context.add_layer(layer, nullptr);
     std::vector<float> first(nan.size()), again(nan.size());
     for (uint32_t call = 0; call < kCalls; ++call) {
       kept.upload(nan.data(), kept.bytes());
-      context.call(layer,
+      context.call(number,
                    {.tokens = s_.tokens,
                     .x = address(x),
                     .x_row_bytes = row_bytes,
@@ -109,7 +113,7 @@ class Test {
     const uint64_t h = s_.hidden, i = s_.intermediate;
     std::vector<double> sum(kept.size()), scale(kept.size());
     // A rounding of hidden rows and, of the output, two more; sums in fp32.
-    const double tolerance = dtype_ == host::DType::kBFloat16 ? 0.005 : 0.001;
+    const double tolerance = dtype_ == DType::kBFloat16 ? 0.005 : 0.001;
     std::vector<double> hidden(i);
     for (uint32_t t = 0; t < s_.tokens; ++t) {
       std::vector<double> row(h), row_scale(h);
@@ -181,7 +185,7 @@ class Test {
 
   const Shape s_;
   const std::string cubin_;
-  const host::DType dtype_;
+  const DType dtype_;
   const bool smoke_;
   std::mt19937 random_{11};
   std::vector<float> x_, gate_up_, down_, weights_;
@@ -194,7 +198,7 @@ class Test {
 int main(int argc, char** argv) {
   using namespace flashmoe;
   if (argc < 3) return 2;
-  const auto dtype = std::string(argv[2]) == "bf16" ? host::DType::kBFloat16 : host::DType::kFloat16;
+  const auto dtype = std::string(argv[2]) == "bf16" ? DType::kBFloat16 : DType::kFloat16;
   try {
     for (const cuda::Shape& shape : cuda::kShapes) {
       cuda::Test(shape, argv[1], dtype, argc > 3).run();

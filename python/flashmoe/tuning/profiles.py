@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from . import jit
-from .errors import FlashMoEError
+from .. import jit
+from ..errors import FlashMoEError
 
 VERSION = 1
 
@@ -61,7 +61,7 @@ class Record:
     """Its tokens are a power of two."""
     activation: str
     profile: dict[str, int | str]
-    """Names of ``flashmoe.context.PROFILE``, and ``return_mode``; what it does not name is as built in."""
+    """Names of ``flashmoe.tuning.knobs.PROFILE``, and ``return_mode``; what it does not name is as built in."""
     milliseconds: float
     """Of a call with the profile: the median."""
     built_in_milliseconds: float

@@ -1,0 +1,73 @@
+// What the bindings of the two engines share besides the codec: handles, and this project's errors as Python's.
+#pragma once
+
+#include <tvm/ffi/error.h>
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "host/error.h"
+
+namespace flashmoe {
+
+inline const char* python_name(host::Error::Kind kind) {
+  using Kind = host::Error::Kind;
+  switch (kind) {
+    case Kind::kInvalidArgument: return "flashmoe.InvalidArgument";
+    case Kind::kHeap: return "flashmoe.HeapError";
+    case Kind::kGroup: return "flashmoe.GroupError";
+    case Kind::kPeerTimeout: return "flashmoe.PeerTimeout";
+    case Kind::kOther: break;
+  }
+  return "flashmoe.FlashMoEError";
+}
+
+// Runs fn; this project's errors become the Python exception of their kind.
+template <class Fn>
+auto guarded(Fn&& fn) {
+  try {
+    return fn();
+  } catch (const host::Error& e) {
+    throw tvm::ffi::Error(python_name(e.kind), e.what(), "");
+  }
+}
+
+// Handles instead of pointers: a stale one is an error, not a crash.
+template <class Context>
+class Registry {
+ public:
+  int64_t add(std::shared_ptr<Context> context) {
+    const std::lock_guard lock(mutex_);
+    contexts_[++last_] = std::move(context);
+    return last_;
+  }
+  std::shared_ptr<Context> get(int64_t handle) {
+    const std::lock_guard lock(mutex_);
+    const auto it = contexts_.find(handle);
+    if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, "context: it is closed");
+    return it->second;
+  }
+  void remove(int64_t handle) {
+    std::shared_ptr<Context> last;  // destroyed outside of the lock
+    const std::lock_guard lock(mutex_);
+    if (const auto it = contexts_.find(handle); it != contexts_.end()) {
+      last = std::move(it->second);
+      contexts_.erase(it);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<Context>> contexts_;
+  int64_t last_ = 0;
+};
+
+// One of each kind; not destroyed at exit, when the CUDA driver may be gone.
+template <class Context>
+Registry<Context>& registry() {
+  static auto* const r = new Registry<Context>;
+  return *r;
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,101 @@
+// The options that make a layer, and their names: for the host, both engines and the kernels. Python has the same names
+// (python/flashmoe/spec.py), and tests/test_spec.py compares them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flashmoe/spec/markers.h"
+
+namespace flashmoe {
+
+// One row for each value: its name here, its name in Python and in messages. The numbers count from 0.
+#define FLASHMOE_DTYPES(ROW) \
+  ROW(kFloat32, "float32")   \
+  ROW(kBFloat16, "bfloat16") \
+  ROW(kFloat16, "float16")
+
+#define FLASHMOE_ACTIVATIONS(ROW) \
+  ROW(kRelu, "relu")              \
+  ROW(kGelu, "gelu")              \
+  ROW(kSilu, "silu")              \
+  ROW(kSwiGlu, "swiglu")
+
+// Where a token's experts come from: the caller, or the largest of the router's scores after a softmax over all E.
+#define FLASHMOE_ROUTINGS(ROW) \
+  ROW(kGiven, "given")         \
+  ROW(kSoftmax, "softmax")
+
+// How results come home: every expert's row of a token, or a rank's sum of them.
+#define FLASHMOE_RETURN_MODES(ROW) \
+  ROW(kDirect, "direct")           \
+  ROW(kReduced, "reduced")
+
+// What an actor's time goes into. Epilogues lie within the products and are told apart on GPUs alone.
+#define FLASHMOE_PHASES(ROW) \
+  ROW(kGate, "gate")         \
+  ROW(kDispatch, "dispatch") \
+  ROW(kGemm0, "gemm0")       \
+  ROW(kGemm1, "gemm1")       \
+  ROW(kReduce, "reduce")     \
+  ROW(kCombine, "combine")   \
+  ROW(kWait, "wait")         \
+  ROW(kSchedule, "schedule") \
+  ROW(kEpilogue, "epilogue")
+
+#define FLASHMOE_VALUE(value, name) value,
+#define FLASHMOE_NAME(value, name)  name,
+
+// Bytes, so that what ranks must agree on fits into a cache line (CallConfig), but for ReturnMode, which kernels read.
+enum class DType : uint8_t { FLASHMOE_DTYPES(FLASHMOE_VALUE) };
+enum class Activation : uint8_t { FLASHMOE_ACTIVATIONS(FLASHMOE_VALUE) };
+enum class Routing : uint8_t { FLASHMOE_ROUTINGS(FLASHMOE_VALUE) };
+enum class ReturnMode : uint32_t { FLASHMOE_RETURN_MODES(FLASHMOE_VALUE) };
+enum class Phase : uint32_t { FLASHMOE_PHASES(FLASHMOE_VALUE) };
+
+// Names<E>::kAll[i] is the name of value i.
+template <class E>
+struct Names;
+template <>
+struct Names<DType> {
+  static constexpr const char* kAll[] = {FLASHMOE_DTYPES(FLASHMOE_NAME)};
+};
+template <>
+struct Names<Activation> {
+  static constexpr const char* kAll[] = {FLASHMOE_ACTIVATIONS(FLASHMOE_NAME)};
+};
+template <>
+struct Names<Routing> {
+  static constexpr const char* kAll[] = {FLASHMOE_ROUTINGS(FLASHMOE_NAME)};
+};
+template <>
+struct Names<ReturnMode> {
+  static constexpr const char* kAll[] = {FLASHMOE_RETURN_MODES(FLASHMOE_NAME)};
+};
+template <>
+struct Names<Phase> {
+  static constexpr const char* kAll[] = {FLASHMOE_PHASES(FLASHMOE_NAME)};
+};
+
+#undef FLASHMOE_VALUE
+#undef FLASHMOE_NAME
+
+template <class E>
+inline constexpr size_t kValues = sizeof(Names<E>::kAll) / sizeof(Names<E>::kAll[0]);
+
+template <class E>
+constexpr const char* name_of(E value) {
+  const auto i = static_cast<size_t>(value);
+  return i < kValues<E> ? Names<E>::kAll[i] : "?";
+}
+
+// Whether an expert's first product has two halves, a gate and what it scales.
+FLASHMOE_HD constexpr bool is_gated(Activation a) {
+  return a == Activation::kSwiGlu;
+}
+
+FLASHMOE_HD constexpr uint32_t element_bytes(DType t) {
+  return t == DType::kFloat32 ? 4 : 2;
+}
+
+}  // namespace flashmoe

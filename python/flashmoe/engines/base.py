@@ -1,0 +1,85 @@
+"""What a context asks of its engine."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..arguments import Options, Tensors
+from ..errors import FlashMoEError
+from ..limits import Room
+from ..report import CallReport
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who a rank is, and how long it waits for the others."""
+
+    rank: int
+    name: str
+    """The group's; empty where the rank is alone."""
+    timeout_ns: int
+    """Nanoseconds without progress after which a wait gives up; 0: never."""
+
+
+class Engine(ABC):
+    """A rank of a group as an engine has it: memory of its own, and the calls that use it."""
+
+    room: Room
+    """What calls may be."""
+    processors: int
+    """What executes tasks: threads or thread blocks."""
+    heap_bytes: int
+    """Bytes of this rank's symmetric heap."""
+    workspace_bytes: int
+    """Bytes of this rank's private workspace."""
+    device: int | None = None
+    """Ordinal of the CUDA device, if there is one."""
+
+    def __init__(self, handle: int, close: Callable[[int], None]) -> None:
+        """`handle` is the library's number of what `close` frees."""
+        self._handle = handle
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, close, handle, self._process)
+
+    @abstractmethod
+    def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
+        """A call of `flashmoe.moe`: its result [T, H], of x's library and type."""
+
+    @abstractmethod
+    def last_call(self) -> CallReport | None:
+        """See `flashmoe.Context.last_call`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """See `flashmoe.Context.synchronize`."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Frees what the engine has. Idempotent."""
+        self._finalizer()
+
+    def checked_handle(self) -> int:
+        """The library's number of this rank; raises `FlashMoEError` where it cannot be used."""
+        if os.getpid() != self._process:
+            raise FlashMoEError(
+                f"context: expected to be used in process {self._process}, which made it, got process {os.getpid()}, "
+                "which has none of its threads"
+            )
+        if self.closed:
+            raise FlashMoEError("context: it is closed")
+        return self._handle
+
+
+def _close(close: Callable[[int], None], handle: int, process: int) -> None:
+    """Closes a rank, but not what a fork has copied of it: its threads are not there, and would be waited for."""
+    if os.getpid() == process:
+        close(handle)

@@ -1,0 +1,288 @@
+"""The CUDA engine: a rank is a GPU, and what its host does between two kernels.
+
+It is little, since an inference step of a model is hundreds of kernels: a layer's tensors and options are checked and
+prepared once, and a call finds them again by address, shape, strides, type and device. Nothing here waits for the
+device, but for reports and traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import _ffi, jit, nvshmem
+from ..arguments import Options, Tensors, check
+from ..errors import HeapError, InvalidArgument
+from ..limits import ContextSpec, Room
+from ..report import CallReport, expert_load
+from ..spec import DTYPES, ELEMENT_BYTES, LayerSpec, bounded
+from ..tensors import DeviceOperand, as_view, device_operand
+from ..tuning.knobs import PROFILE, checked_profile, stored_profile
+from ..tuning.profiles import Setting
+from .base import Engine, Membership
+from .cuda_report import Ended, counted, timed, trace_events
+
+_MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
+_ALIGNMENT = 16  # of a row's address: what its copies move at a time
+_ABSENT = DeviceOperand(0, (), "", 0, 0)
+_REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A layer as the library knows it, and what its calls ask of Python."""
+
+    number: int
+    layer: LayerSpec
+    owners: tuple[int, ...]
+    """Owner rank of each expert."""
+    x_bytes: int
+    """Of an element of x."""
+    given_routing: bool
+
+
+class CudaEngine(Engine):
+    """A rank on a GPU; a call returns once its kernel is launched."""
+
+    def __init__(
+        self, asked: ContextSpec, who: Membership, device: int | None, profile: Mapping[str, int] | None
+    ) -> None:
+        ordinal = -1 if device is None else bounded("device", device, 0, 2**15)
+        self.profile, mode = _chosen_profile(asked, profile, ordinal)
+        """In what the order of tasks differs from the built-in one."""
+        made_for = asked
+        if asked.layer.return_mode == "auto" and mode is not None and asked.transport != "rdma":
+            made_for = replace(asked, layer=replace(asked.layer, return_mode=mode))
+        library = _ffi.library()
+        nvshmem_path = nvshmem.library() if asked.ranks > 1 else ""
+
+        order = {name: self.profile.get(name, 0) for name in PROFILE}  # 0: as built in
+
+        def create(made_for: ContextSpec, name: str) -> int:
+            limits = made_for.limits()
+            return library.cuda_create(limits, order, who.rank, name, nvshmem_path, ordinal, who.timeout_ns)
+
+        handle = create(made_for, who.name)
+        if handle == 0:  # on every rank: some memory is not mapped
+            made_for = replace(asked, transport="rdma")
+            handle = create(made_for, f"{who.name}-rdma")
+        super().__init__(handle, library.cuda_close)
+        self.room = Room.of(made_for, who.rank)
+        self.rdma = made_for.transport == "rdma"
+        """Whether rows leave by puts."""
+        described = library.cuda_describe(handle)
+        self.device, self.processors, self.heap_bytes, self.workspace_bytes, self._tile_rows, self._features = described
+        self.layers: dict[Any, Prepared] = {}
+        """Those that were called, by all that a call of them has in common."""
+        self._report: CallReport | None = None
+        self._unread: tuple[Prepared, int] | None = None  # layer and T of a call whose report was not asked for
+
+    def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
+        import torch
+
+        handle = self.checked_handle()
+        key = _key(tensors, options, trace)
+        x = tensors.x
+        layer = self.layers.get(key)
+        if layer is None:
+            layer = self._prepare(tensors, options, trace)
+            if key is not None:
+                self._remember(key, layer)
+        tokens = x.shape[0]
+        most = self.room.limits["max_tokens"]
+        if tokens > most:
+            raise HeapError(f"max_tokens: expected at most {most}, the context's limit, got {tokens}")
+        address, row_bytes = self._rows(x, layer)
+        ids = weights = 0
+        if layer.given_routing:
+            ids, weights = _routing(tensors, tokens, layer)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+        stream = current_stream(self.device)
+        _ffi.library().cuda_call(handle, layer.number, stream, tokens, address, row_bytes, out.data_ptr(), ids, weights)
+        self._unread = layer, tokens
+        if trace:
+            self._report = self._traced(self.last_call())
+        return out
+
+    def last_call(self) -> CallReport | None:
+        if self._unread is not None:
+            self._report = self._counted(*self._unread)
+            self._unread = None
+        return self._report
+
+    def synchronize(self) -> None:
+        _ffi.library().cuda_synchronize(self.checked_handle(), current_stream(self.device))
+
+    def _remember(self, key: Any, layer: Prepared) -> None:
+        if len(self.layers) >= _MOST_LAYERS:
+            oldest = next(iter(self.layers))
+            _ffi.library().cuda_remove_layer(self.checked_handle(), self.layers.pop(oldest).number)
+        self.layers[key] = layer
+
+    def _prepare(self, tensors: Tensors, options: Options, trace: bool) -> Prepared:
+        """Checks everything that `_key` looks at, and tells the library of the layer."""
+        args = check(self.room, partial(device_operand, device=self.device), tensors, options)
+        layer = args.layer
+        for name, symbol, value in (("x", "H", layer.hidden), ("down_proj", "I", layer.intermediate)):
+            if value % 8:
+                raise InvalidArgument(
+                    f"{name}: expected {symbol} a multiple of 8 (16-byte rows for the copy engine), got {value}"
+                )
+        exact = layer.exact and layer.x_type == "float32"
+        variant = jit.Variant(layer.x_type, layer.activation, bool(trace), exact, rdma=self.rdma)
+        number = _ffi.library().cuda_add_layer(
+            self.checked_handle(),
+            layer.to_map(),
+            list(args.owners),
+            _addresses(args.operands),
+            str(jit.kernel(variant)),
+            bool(trace),
+            current_stream(self.device),
+        )
+        x_bytes = ELEMENT_BYTES[layer.x_type]
+        return Prepared(number, layer, args.owners, x_bytes, given_routing=layer.routing == "given")
+
+    def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
+        """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
+        address = x.data_ptr()
+        stride, step = x.stride()
+        row_bytes = stride * layer.x_bytes
+        if step != 1 or (address | row_bytes) % _ALIGNMENT:  # a single row, or not as it must be
+            operand = _aligned("x", device_operand("x", x, "", DTYPES, self.device))
+            address, row_bytes = operand.address, operand.row_bytes
+        if row_bytes * x.shape[0] >= _REACH:
+            raise InvalidArgument(
+                f"x: expected rows within {_REACH >> 30} GiB, got {x.shape[0]} rows {row_bytes} bytes apart"
+            )
+        return address, row_bytes
+
+    def _counted(self, prepared: Prepared, tokens: int) -> CallReport:
+        """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows."""
+        self.synchronize()
+        layer, room = prepared.layer, self.room
+        ids = np.empty((tokens, layer.top_k), np.int32)
+        weights = np.empty((tokens, layer.top_k), np.float32)
+        library, handle = _ffi.library(), self.checked_handle()
+        library.cuda_read_routing(handle, as_view(ids), as_view(weights))
+        if room.ranks == 1:
+            load, returned = expert_load([ids], layer.experts), 0
+        else:
+            received = np.zeros((room.ranks, prepared.owners.count(room.rank)), np.int32)
+            returned = library.cuda_read_received(handle, prepared.number, as_view(received))
+            load = received.sum(axis=0)
+        ended = Ended(
+            layer=layer,
+            owners=prepared.owners,
+            rank=room.rank,
+            ranks=room.ranks,
+            processors=self.processors,
+            topk_ids=ids,
+            topk_weights=weights,
+            load=load,
+            returned=returned,
+            block_tokens=library.cuda_token_block(tokens, layer.experts, layer.top_k, self.processors),
+            tile_rows=self._tile_rows,
+            task_features=self._features,
+        )
+        return counted(ended)
+
+    def _traced(self, untimed: CallReport) -> CallReport:
+        """`untimed` with what the thread blocks recorded in that call, which is over."""
+        if untimed.tokens == 0 and self.room.ranks == 1:
+            return untimed
+        library, handle = _ffi.library(), self.checked_handle()
+        raw = np.empty(library.cuda_trace_bytes(handle), np.uint8)
+        library.cuda_read_trace(handle, as_view(raw))
+        return timed(untimed, trace_events(raw, self.processors))
+
+
+def current_stream(device: int) -> int:
+    """PyTorch's current stream of the device, as the driver's handle."""
+    import torch
+
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _chosen_profile(
+    asked: ContextSpec, given: Mapping[str, int] | None, ordinal: int
+) -> tuple[dict[str, int], str | None]:
+    """The given profile, else what is stored for contexts like this one: profile and return mode."""
+    if given is not None:
+        return checked_profile(given), None
+    layer = asked.layer
+    setting = Setting(
+        device=_ffi.library().cuda_device_name(ordinal),
+        ranks=asked.ranks,
+        dtype=layer.x_type,
+        hidden=layer.hidden,
+        intermediate=layer.intermediate,
+        experts=layer.experts,
+        top_k=layer.top_k,
+        tokens=asked.max_tokens,
+    )
+    return stored_profile(setting)
+
+
+def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
+    """Equal for calls that differ in nothing but their tokens; None if there is something in them that has no place in
+    memory, which the checks will refuse."""
+    x, ids, weights = tensors.x, tensors.topk_ids, tensors.topk_weights
+    try:
+        parts = [
+            (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if each is not None else None
+            for each in tensors[1:7]  # the weights and biases
+        ]
+        parts += (x.shape[1:], x.dtype, x.device)
+        if ids is not None:
+            parts += (ids.shape[1:], ids.dtype, ids.device, weights.dtype, weights.device)
+        key = (*parts, options, ids is None, weights is None, trace)
+        hash(key)
+        return key
+    except (AttributeError, TypeError):
+        return None
+
+
+def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
+    """Where the layer's tensors are, as the library takes it: 0 where there is none."""
+    numbers = {"topk_ids_64": int("topk_ids" in operands and operands["topk_ids"].dtype == "int64")}
+    for name in ("gate_up_proj", "down_proj", "router"):
+        numbers |= _matrix(name, _aligned(name, operands[name]) if name in operands else _ABSENT)
+    for name in ("gate_up_bias", "down_bias", "router_bias"):
+        numbers[name] = operands[name].address if name in operands else 0
+    return numbers
+
+
+def _aligned(name: str, each: DeviceOperand) -> DeviceOperand:
+    """`each`, a matrix, once its rows are known to begin where the kernel can copy them from."""
+    for what, count in (
+        ("row stride", each.row_bytes),
+        ("matrix stride", each.matrix_bytes),
+        ("address", each.address),
+    ):
+        if count % _ALIGNMENT:
+            raise InvalidArgument(
+                f"{name}: expected rows that begin at multiples of {_ALIGNMENT} bytes, as the copy engine needs, got "
+                f"the {what} {count} in bytes"
+            )
+    return each
+
+
+def _matrix(name: str, each: DeviceOperand) -> dict[str, int]:
+    return {name: each.address, f"{name}_row_bytes": each.row_bytes, f"{name}_expert_bytes": each.matrix_bytes}
+
+
+def _routing(tensors: Tensors, tokens: int, layer: Prepared) -> tuple[int, int]:
+    """Addresses of given ids and weights; their types and devices are checked."""
+    ids, weights = tensors.topk_ids, tensors.topk_weights
+    top_k = layer.layer.top_k
+    for name, each in (("topk_ids", ids), ("topk_weights", weights)):
+        if tuple(each.shape) != (tokens, top_k) or not each.is_contiguous():
+            raise InvalidArgument(
+                f"{name}: expected [T={tokens}, K={top_k}], contiguous, got {list(each.shape)} with strides "
+                f"{list(each.stride())}"
+            )
+    return ids.data_ptr(), weights.data_ptr()

@@ -1,0 +1,103 @@
+"""What a call of the CUDA engine did: counted from its routing, and read from the trace of its thread blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..report import TASK_KINDS, CallReport, traffic
+from ..spec import LayerSpec
+from ..trace import PHASES, Event
+
+_EVENT = np.dtype(
+    [("start", "<u8"), ("end", "<u8"), ("kind", "<u4"), ("index", "<u4"), ("column", "<u4"), ("pad", "<u4")]
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A call that is over, as far as its rank can tell."""
+
+    layer: LayerSpec
+    owners: tuple[int, ...]
+    """Owner rank of each expert."""
+    rank: int
+    ranks: int
+    processors: int
+    """Thread blocks."""
+    topk_ids: np.ndarray
+    """int32 [T, K], -1 where dropped."""
+    topk_weights: np.ndarray
+    """float32 [T, K]."""
+    load: np.ndarray
+    """[E], or [El] of this rank's experts: rows that each computed."""
+    returned: int
+    """Rows that went to other ranks as results."""
+    block_tokens: int
+    """Tokens of a block."""
+    tile_rows: int
+    task_features: int
+    """Weight rows of a task."""
+
+
+def counted(call: Ended) -> CallReport:
+    """The report of a call without times, which only a trace would know."""
+    layer, ids = call.layer, call.topk_ids
+    # Every tile of an expert but the last is full.
+    tiles = int((-(-call.load // call.tile_rows)).sum())
+    blocks = -(-len(ids) // call.block_tokens)
+    features = call.task_features
+    columns0 = -(-layer.intermediate // (features // 2 if layer.gated else features))
+    columns1 = -(-layer.hidden // features)
+    counts = {"gate": blocks, "gemm0": tiles * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
+    owners = np.array([*call.owners, call.rank])[ids]  # a dropped pair, -1, goes nowhere
+    others = [q for q in range(call.ranks) if q != call.rank]
+    return CallReport(
+        tokens=len(ids),
+        return_mode=layer.return_mode,
+        topk_ids=ids,
+        topk_weights=call.topk_weights,
+        dropped=int((ids < 0).sum()),
+        tasks={kind: counts[kind] for kind in TASK_KINDS},
+        tiles=tiles,
+        tile_rows=int(call.load.sum()),
+        **traffic(
+            ids,
+            call.owners,
+            call.rank,
+            layer,
+            rows=sum(int((owners == q).any(axis=1).sum()) for q in others),
+            returned=call.returned,
+            pairs=int((owners != call.rank).sum()),
+            packets=blocks * len(others),
+        ),
+        phase_ns={},
+        wall_ns=0,
+        processors=call.processors,
+    )
+
+
+def timed(untimed: CallReport, events: list[Event]) -> CallReport:
+    """`untimed` with what the thread blocks recorded in that call."""
+    spent = dict.fromkeys(("gate", "dispatch", *TASK_KINDS[1:]), 0)
+    for event in events:
+        if event.kind in spent:  # what lies within those is not counted twice
+            spent[event.kind] += event.end_ns - event.start_ns
+    wall = max((e.end_ns for e in events), default=0) - min((e.start_ns for e in events), default=0)
+    spent["idle"] = max(0, wall * untimed.processors - sum(spent.values()))
+    return replace(untimed, phase_ns=spent, wall_ns=wall, events=events)
+
+
+def trace_events(raw: np.ndarray, blocks: int) -> list[Event]:
+    """The events in the trace memory of `blocks` thread blocks, as uint8: for each, how many there are (64 bits, in a
+    header as long as an event), and the first of them, as many as fit."""
+    per_block = raw.reshape(blocks, -1).view(_EVENT)
+    events = []
+    for block in range(blocks):
+        count = int(per_block[block, 0]["start"])
+        for start, end, kind, index, column, _ in per_block[block, 1 : 1 + count].tolist():
+            name = PHASES[kind]
+            actor = "os" if name == "schedule" else f"processor {block}"
+            events.append(Event(actor, name, start, end, index, column))
+    return events

@@ -1,0 +1,203 @@
+"""What a context is made for, and what that takes: the limits that its engine allocates memory from.
+
+A context serves any layer that needs no more than its largest one. `ContextSpec` is what a caller asks for, `Room` what
+a context has got, against which `flashmoe.arguments` checks its calls.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import _ffi
+from . import placement as placements
+from .errors import InvalidArgument
+from .spec import (
+    DTYPES,
+    ELEMENT_BYTES,
+    MAX_CUDA_EXPERTS,
+    MAX_CUDA_RANKS,
+    MAX_CUDA_TOKENS,
+    MAX_CUDA_TOP_K,
+    MAX_EXPERTS,
+    MAX_RANKS,
+    MAX_TOKENS,
+    MAX_WIDTH,
+    RETURN_CHOICES,
+    LayerSpec,
+    bounded,
+    of_one_type,
+    one_of,
+)
+
+ENGINES = ("cpu", "cuda")
+TRANSPORTS = ("auto", "rdma")
+
+
+@dataclass(frozen=True)
+class ContextSpec:
+    """What a context is made for."""
+
+    engine: str
+    """One of `ENGINES`."""
+    ranks: int
+    """R."""
+    max_tokens: int
+    """Most tokens T of a rank."""
+    layer: LayerSpec
+    """The largest H, I, E and K, the widest element types, the return mode asked for (``auto``: any) and the largest
+    capacity factor (0: dropless)."""
+    placement: tuple[int, ...]
+    """Owner rank of each of E experts."""
+    processors: int
+    """Threads or thread blocks; 0: CUDA engine, as many as the device has."""
+    transport: str
+    """One of `TRANSPORTS`."""
+
+    @property
+    def return_mode(self) -> str:
+        """The return mode that the context has: ``auto`` is left to the calls of the CPU engine."""
+        layer, rdma = self.layer, self.transport == "rdma"
+        return engine_return_mode(self.engine, layer.return_mode, self.ranks, layer.top_k, layer.intermediate, rdma)
+
+    def limits(self) -> dict[str, int]:
+        """The C++ ``Limits`` (heap_layout.h) that a context asks its engine for, by the names of the codec."""
+        layer, mode = self.layer, self.return_mode
+        slots = {"direct": layer.top_k, "reduced": self.ranks, "auto": max(layer.top_k, self.ranks)}
+        capacity = _ffi.library().expert_capacity(layer.capacity_factor, self.max_tokens, layer.top_k, layer.experts)
+        return {
+            "ranks": self.ranks,
+            "max_tokens": self.max_tokens,
+            "hidden": layer.hidden,
+            "intermediate": layer.intermediate,
+            "experts": layer.experts,
+            "max_local_experts": max(1, placements.most_local(self.placement, self.ranks)),
+            "top_k": layer.top_k,
+            "x_bytes": ELEMENT_BYTES[layer.x_type],
+            "hidden_bytes": ELEMENT_BYTES[layer.hidden_type],
+            "return_bytes": ELEMENT_BYTES[layer.return_type],
+            "return_slots": slots[mode],
+            "capacity": capacity,
+            "staging": int(mode != "direct"),
+            "rdma": int(self.transport == "rdma"),
+            "processors": self.processors,
+        }
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the calls of a context may be."""
+
+    rank: int
+    layer: LayerSpec
+    """The largest; ``auto`` where calls may return either way."""
+    placement: tuple[int, ...]
+    """Of the layer's E experts; calls with as many take it unless they have one of their own."""
+    limits: dict[str, int]
+    """What the ranks' memory was made from."""
+
+    @classmethod
+    def of(cls, made_for: ContextSpec, rank: int) -> Room:
+        """That of a context which has got what it was to be made for."""
+        layer = replace(made_for.layer, return_mode=made_for.return_mode)
+        return cls(rank, layer, made_for.placement, made_for.limits())
+
+    @property
+    def ranks(self) -> int:
+        """R."""
+        return self.limits["ranks"]
+
+
+def checked_context(
+    *,
+    engine: str,
+    ranks: int,
+    max_tokens: int,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    dtype: str,
+    placement: Sequence[int] | None,
+    return_mode: str,
+    processors: int | None,
+    capacity_factor: float | None,
+    transport: str,
+) -> ContextSpec:
+    """What a context with these arguments is made for; see `flashmoe.Context`.
+
+    Raises `InvalidArgument` for what no context of the engine can have.
+    """
+    cuda = one_of("engine", engine, ENGINES) == "cuda"
+    ranks = bounded("ranks", ranks, 1, MAX_RANKS)
+    if cuda and ranks > MAX_CUDA_RANKS:
+        raise InvalidArgument(f"ranks: expected at most {MAX_CUDA_RANKS} with the CUDA engine, got {ranks}")
+    experts = bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
+    top_k = bounded("top_k", top_k, 1, min(experts, MAX_CUDA_TOP_K) if cuda else experts)
+    dtype = one_of("dtype", dtype, DTYPES)
+    intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
+    rdma = checked_transport(transport, engine, ranks) == "rdma"
+    engine_return_mode(engine, return_mode, ranks, top_k, intermediate, rdma)  # refuses what the engine does not do
+    max_tokens = bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS)
+    factor = checked_capacity_factor(capacity_factor)
+    if processors is None:
+        processors = 0 if cuda else max(1, (os.cpu_count() or 1) // ranks)
+    else:
+        processors = bounded("processors", processors, 1, 1024)
+    layer = LayerSpec(
+        hidden=bounded("hidden", hidden, 1, MAX_WIDTH),
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
+        return_mode=return_mode,
+        capacity_factor=factor,
+        **of_one_type(dtype),
+    )
+    owners = placements.checked(placement, experts, ranks)
+    return ContextSpec(engine, ranks, max_tokens, layer, owners, processors, transport)
+
+
+def checked_transport(transport: str, engine: str, ranks: int) -> str:
+    """`transport`, once it is one that such a context may ask for; raises `InvalidArgument`."""
+    one_of("transport", transport, TRANSPORTS)
+    if transport == "rdma" and engine != "cuda":
+        raise InvalidArgument("transport: expected 'auto' with the CPU engine, got 'rdma'")
+    if transport == "rdma" and ranks == 1:
+        raise InvalidArgument("transport: expected 'auto' with one GPU, got 'rdma'")
+    return transport
+
+
+def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
+    """`factor` as a float, 0 for None. With `most`, that of a context, it must be a number no larger.
+
+    Raises `InvalidArgument`.
+    """
+    if factor is None and most is None:
+        return 0.0
+    try:
+        value = float(factor)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0.0 < value < math.inf or (most is not None and value > most):
+        expected = "> 0 or None" if most is None else f"in (0, {most:g}], as the context has memory for"
+        raise InvalidArgument(f"capacity_factor: expected a number {expected}, got {factor!r}")
+    return value
+
+
+def engine_return_mode(
+    engine: str, return_mode: str, ranks: int, top_k: int, intermediate: int, rdma: bool = False
+) -> str:
+    """The return mode that a context of the engine has, of those that its caller allows. Raises `InvalidArgument`."""
+    one_of("return_mode", return_mode, RETURN_CHOICES)
+    if engine == "cpu":
+        return return_mode
+    if ranks == 1 and return_mode == "reduced":
+        raise InvalidArgument("return_mode: expected 'direct' or 'auto' with one GPU, got 'reduced'")
+    if rdma and return_mode == "direct":
+        raise InvalidArgument("return_mode: expected 'reduced' or 'auto' with transport 'rdma', got 'direct'")
+    if return_mode == "auto":
+        return "reduced" if rdma or _ffi.library().cuda_reduces(ranks, top_k, intermediate) else "direct"
+    return return_mode

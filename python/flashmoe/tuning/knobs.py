@@ -1,0 +1,56 @@
+"""The numbers that a profile may set, see `flashmoe.Context`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import FlashMoEError, InvalidArgument
+from ..limits import engine_return_mode
+from ..spec import bounded
+from . import profiles
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A number that a profile may set."""
+
+    most: int
+    """The least is 1."""
+    tried: tuple[int, ...]
+    """By `flashmoe tune`, besides what is built in."""
+    alone: bool = True
+    """Whether it means something to a rank that has no peers."""
+
+
+PROFILE = {
+    "gemm1_lag": Knob(2**31, (66, 132, 264, 528, 1056, 2**31)),
+    "raster": Knob(32, (2, 4, 8, 16, 32)),  # kMaxRaster in order.h
+    "window": Knob(2**20, (66, 132, 264, 528, 1056)),
+    "gemm1_lists": Knob(2, (1, 2), alone=False),
+    "own_first": Knob(2**10, (1, 2, 4), alone=False),
+    "senders": Knob(2**10, (8, 16, 24, 32, 48), alone=False),
+}
+"""What a profile may say, see `flashmoe.Context`."""
+
+
+def checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
+    """`profile` once its names and values are known to be a policy; raises `InvalidArgument`."""
+    if unknown := set(profile) - set(PROFILE):
+        raise InvalidArgument(f"profile: expected names among {', '.join(PROFILE)}, got {sorted(unknown)}")
+    return {name: bounded(f"profile[{name}]", value, 1, PROFILE[name].most) for name, value in profile.items()}
+
+
+def stored_profile(setting: profiles.Setting) -> tuple[dict[str, int], str | None]:
+    """What `flashmoe tune` has stored for contexts like this one, and the return mode. Nothing, with a warning, where
+    that cannot be used: it is a matter of speed alone."""
+    try:
+        stored = profiles.lookup(setting)
+        mode = stored.pop("return_mode", None)
+        if mode is not None:
+            engine_return_mode("cuda", mode, setting.ranks, setting.top_k, setting.intermediate)
+        return checked_profile(stored), mode
+    except FlashMoEError as error:
+        profiles.notice(logging.WARNING, f"profile: what is stored is not used: {error}")
+        return {}, None

@@ -1,0 +1,126 @@
+"""The layer's description, its options and its way from Python to C++."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields, replace
+
+import flashmoe
+import pytest
+from flashmoe import _ffi, spec, trace
+from flashmoe.limits import checked_context
+from flashmoe.spec import LayerSpec
+from problems import random_problem
+
+SIZES = {"hidden": 16, "intermediate": 8, "experts": 4, "top_k": 2}
+LIMITS = {
+    "engine": "cpu",
+    "ranks": 1,
+    "max_tokens": 8,
+    "dtype": "float32",
+    "placement": None,
+    "return_mode": "auto",
+    "processors": 1,
+    "capacity_factor": None,
+    "transport": "auto",
+    **SIZES,
+}
+
+
+@pytest.fixture
+def call():
+    """Calls the shipped operator on a layer that fits it."""
+    arguments = random_problem(1, [5], **SIZES).arguments(0)
+    with flashmoe.Context(max_tokens=8, dtype="float32", processors=1, **SIZES) as context:
+        yield lambda: flashmoe.moe(context, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "names"),
+    [
+        ("dtype", spec.DTYPES),
+        ("activation", spec.ACTIVATIONS),
+        ("routing", spec.ROUTINGS),
+        ("return_mode", spec.RETURN_MODES),
+        ("phase", trace.PHASES),
+    ],
+)
+def test_options_have_the_same_names_and_numbers_in_python_and_cpp(option, names):
+    assert tuple(map(str, _ffi.library().option_names()[option])) == names
+
+
+def test_every_option_of_the_library_is_compared():
+    options = {str(option) for option in _ffi.library().option_names()}
+    assert options == {"dtype", "activation", "routing", "return_mode", "phase"}
+    assert set(spec.ELEMENT_BYTES) == set(spec.DTYPES)
+
+
+def test_a_layer_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        LayerSpec(**SIZES).hidden = 8
+
+
+def changed(monkeypatch, change) -> None:
+    """Changes the map by which a layer goes to the library."""
+    whole = LayerSpec.to_map
+    monkeypatch.setattr(LayerSpec, "to_map", lambda layer: change(whole(layer)))
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(LayerSpec)])
+def test_no_field_of_a_layer_may_be_missing(call, monkeypatch, name):
+    changed(monkeypatch, lambda numbers: {key: value for key, value in numbers.items() if key != name})
+    with pytest.raises(flashmoe.FlashMoEError, match=f"^layer: {name}: expected a value, got none"):
+        call()
+
+
+def test_no_other_field_may_be_there(call, monkeypatch):
+    changed(monkeypatch, lambda numbers: numbers | {"shared_experts": 1})
+    with pytest.raises(flashmoe.FlashMoEError, match=r"^layer: shared_experts: expected no such key, got a value"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("activation", "tanh", "activation: expected one of relu, gelu, silu, swiglu, got tanh"),
+        ("activation", 3, "activation: expected one of relu, gelu, silu, swiglu, got no text"),
+        ("x_type", "float8", "x_type: expected one of float32, bfloat16, float16, got float8"),
+        ("hidden", -1, r"hidden: expected an integer in \[0, 4294967295\], got -1"),
+        ("experts", 2**32, r"experts: expected an integer in \[0, 4294967295\], got 4294967296"),
+        ("top_k", "2", r"top_k: expected an integer in \[0, 4294967295\], got something else"),
+        ("renormalize", 2, r"renormalize: expected an integer in \[0, 1\], got 2"),
+        ("capacity_factor", "all", "capacity_factor: expected a number, got something else"),
+    ],
+)
+def test_no_field_may_have_a_value_that_it_cannot_hold(call, monkeypatch, field, value, message):
+    changed(monkeypatch, lambda numbers: numbers | {field: value})
+    with pytest.raises(flashmoe.FlashMoEError, match=f"^layer: {message}"):
+        call()
+
+
+@pytest.mark.parametrize("field", ["weight_type", "hidden_type", "return_type"])
+def test_element_types_that_differ_are_refused_by_name(call, monkeypatch, field):
+    changed(monkeypatch, lambda numbers: numbers | {field: "bfloat16"})
+    with pytest.raises(flashmoe.InvalidArgument, match=f"^{field}: expected float32, the element type of x, got bf"):
+        call()
+
+
+def test_limits_are_read_whole():
+    limits = checked_context(**LIMITS).limits()
+    library = _ffi.library()
+    assert library.rows_of_rank(limits) == 16
+    for name in limits:
+        with pytest.raises(flashmoe.FlashMoEError, match=f"^limits: {name}: expected a value, got none"):
+            library.rows_of_rank({key: value for key, value in limits.items() if key != name})
+    with pytest.raises(flashmoe.FlashMoEError, match=r"^limits: max_token: expected no such key"):
+        library.rows_of_rank(limits | {"max_token": 8})
+
+
+def test_row_bytes_follow_their_own_types():
+    layer = LayerSpec(**SIZES, x_type="float32", return_type="float16")
+    assert (layer.token_row_bytes, layer.return_row_bytes) == (64, 32)
+    assert replace(layer, return_type="float32").return_row_bytes == 64
+
+
+@pytest.mark.parametrize(("activation", "rows"), [("swiglu", 16), ("silu", 8)])
+def test_gated_layers_have_two_rows_for_each_hidden_element(activation, rows):
+    assert LayerSpec(**SIZES, activation=activation).gate_up_rows == rows
