@@ -47,7 +47,7 @@ FLASHMOE_FN decltype(auto) with_product(TaskKind kind, F&& f) {
 }
 
 // What reports and traces call a product.
-FLASHMOE_HD constexpr Phase phase_of(uint32_t product) {
+constexpr Phase phase_of(uint32_t product) {
   return kProgram[product].phase;
 }
 FLASHMOE_FN Phase phase_of_product(TaskKind kind) {

@@ -49,7 +49,7 @@ template <class Dtype, class RowOf, class Count>
 __device__ __forceinline__ void gather_expert(Pipeline& ring, const Call& c, uint32_t expert, uint32_t first_column,
                                               RowOf&& row_of, Count&& count) {
   static_assert(Dtype::kBytes == 2);
-  constexpr uint32_t kAhead = kLoaders / 8, kSpanColumns = kRowBytes / Dtype::kBytes;
+  constexpr uint32_t kRowsApart = kLoaders / 8, kSpanColumns = kRowBytes / Dtype::kBytes;
   const uint32_t thread = loader_thread();
   const uint32_t chunk = thread % 8, first = thread / 8, column = chunk * (16 / Dtype::kBytes);
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void gather_expert(Pipeline& ring, const Call& c, uin
       count();
     }
 #pragma unroll 1
-    for (uint32_t r = first; r < kStageRows; r += kAhead) {
+    for (uint32_t r = first; r < kStageRows; r += kRowsApart) {
       const bool exists = base + r < rows;
       const uint32_t to = ring.data() + slot + (r - first) * kRowBytes;
       load(to, exists ? row_of(*c.tile_row(tile, base + r)) : nullptr, kTokenSpans, first_column, c.hidden);
