@@ -110,9 +110,11 @@ MUTANTS = [
         "P::sync();  // what lane 0 acquired, every lane may read",
     ),
     Mutant(
-        "4 meeting of a former's lanes before a tile is announced",
+        "4 meetings of a former's lanes before a tile is announced",
         PROTOCOL + "tile_former.h",
-        "P::sync();  // every lane's rows before anyone's announcement",
+        "    P::sync();  // all have read the state, and written their rows and shapes, which announce() releases behind this\n"
+        "    if (P::lane() == 0) m_.experts[i] = x;\n    P::sync();\n",
+        "    if (P::lane() == 0) m_.experts[i] = x;\n",
     ),
     Mutant(
         "5 chain of a tile's columns",
@@ -132,17 +134,7 @@ MUTANTS = [
         "P::store_release(c.reduce_signal(p, g), Signal::make(c.epoch, 0), kDevice);",
         "P::store_relaxed(c.reduce_signal(p, g), Signal::make(c.epoch, 0));",
     ),
-    Mutant(
-        "7 acquire of rows to be reduced",
-        ACTORS + "returner.h",
-        "    P::acquire(signal, kDevice);\n",
-    ),
-    Mutant(
-        "7 meeting of the reducer's lanes behind it",
-        ACTORS + "returner.h",
-        "    P::acquire(signal, kDevice);\n    P::sync();\n",
-        "    P::acquire(signal, kDevice);\n",
-    ),
+    Mutant("7 acquire of rows to be reduced", ACTORS + "returner.h", "    P::acquire(signal, kDevice);"),
     Mutant(
         "9 meeting of the reducer's lanes before its count",
         ACTORS + "returner.h",
@@ -174,9 +166,9 @@ MUTANTS = [
     ),
     Mutant(
         "8, 9 meeting of the combining lanes behind it",
-        ACTORS + "returner.h",
-        "P::acquire(c_.return_signal(c_.rank, q, g), kSystem);\n    P::sync();",
-        "P::acquire(c_.return_signal(c_.rank, q, g), kSystem);",
+        ACTORS + "processor.h",
+        "    FLASHMOE_FN void save(const S& s) {\n      P::sync();\n      if (P::lane() == 0) place_ = s;\n      P::sync();\n",
+        "    FLASHMOE_FN void save(const S& s) {\n      if (P::lane() == 0) place_ = s;\n",
     ),
     Mutant(
         "11 release of a block's capacity",

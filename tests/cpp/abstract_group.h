@@ -220,7 +220,6 @@ class AbstractEngine {
         combine(piece.first_token + i, piece.group);
       }
     }
-    P::sync();
   }
 
   void begin() {}

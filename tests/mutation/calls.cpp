@@ -35,8 +35,10 @@ void run(const Limits& limits, uint32_t calls, uint64_t seed, uint32_t formers) 
 int main() {
   using namespace flashmoe::test;
   for (uint64_t seed = 2; seed < 8; seed += 2) {
-    run<WarpPlatform<2>>(limits(2, 2), 10, seed, 2);
+    run<WarpPlatform<4>>(limits(2, 2), 10, seed, 5);
     run<WarpPlatform<2>>(limits(3, 1), 10, seed, 0);
     run<WarpPlatform<2, 2>>(limits(2, 2), 10, seed, 1);
+    // std::barrier, in which teams meet, orders more than it promises: teams that are one thread each do without.
+    run<cpu::CpuPlatform>(limits(2, 3), 30, seed, 1);
   }
 }

@@ -126,8 +126,7 @@ class Reducer {
   FLASHMOE_FN uint32_t is_computed(uint32_t stage) const {
     const uint64_t* signal = c_.reduce_signal(source(stage), group(stage));
     if (Signal::epoch(P::broadcast(P::poll(signal, kDevice), 0)) != c_.epoch) return 0;
-    P::acquire(signal, kDevice);
-    P::sync();
+    P::acquire(signal, kDevice);  // by each lane; place_.save() has them meet behind it
     return 1;
   }
 
@@ -202,8 +201,8 @@ class Combiner {
       all &= Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
     }
     if (P::ballot(!all) != 0) return false;
+    // By the lanes that looked; place_.save() has them meet behind it.
     for (uint32_t q = P::lane(); q < c_.ranks; q += P::kLanes) P::acquire(c_.return_signal(c_.rank, q, g), kSystem);
-    P::sync();
     return true;
   }
 
