@@ -118,8 +118,8 @@ inline Limits limits_of(Map map) {
   f("rdma", l.rdma);
   f("processors", l.processors);
   f.if_given("tile_rows", l.tile_rows);
-  f.if_given("gemm0_columns_per_task", l.gemm0_columns_per_task);
-  f.if_given("gemm1_columns_per_task", l.gemm1_columns_per_task);
+  f.if_given("gemm0_columns_per_task", l.columns_per_task[kFirst]);
+  f.if_given("gemm1_columns_per_task", l.columns_per_task[kReturning]);
   f.done();
   return l;
 }

@@ -94,7 +94,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
                 concat("tile: expected rows in [1, ", kMaxTileRows, "] and columns >= 1, got ", rows, " x ", columns));
   }
   limits_.tile_rows = rows;
-  limits_.gemm0_columns_per_task = limits_.gemm1_columns_per_task = columns;
+  limits_.columns_per_task = each_product(columns);
   make_workspace();
 }
 
@@ -120,11 +120,10 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
   call_.return_mode = spec.return_mode;
   call_.tile_rows = limits_.tile_rows;
-  call_.gemm0_columns = ceil_div(spec.intermediate, limits_.gemm0_columns_per_task);
-  call_.gemm1_columns = ceil_div(spec.hidden, limits_.gemm1_columns_per_task);
-  call_.groups = return_groups(call_.gemm1_columns, o.groups, call_.group_first);
+  call_.cut_columns(limits_.columns_per_task);
+  call_.groups = return_groups(call_.columns[kReturning], o.groups, call_.group_first);
   call_.order = o.order;
-  call_.config = host::make_config(call_, spec, o.placement, limits_.gemm1_columns_per_task);
+  call_.config = host::make_config(call_, spec, o.placement, limits_.columns_per_task[kReturning]);
   experts_.resize(std::max(call_.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
@@ -239,7 +238,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     const int32_t* ids = call_.routing(t);
     r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.top_k, -1));
   }
-  r.tiles = r.count[static_cast<uint32_t>(Phase::kGemm0)] / call_.gemm0_columns;
+  r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.columns[kFirst];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
   r.return_rows_sent = host::rows_returned(call_);
   return r;

@@ -134,64 +134,77 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
   }
 }
 
-void Engine::gemm0(uint32_t tile, uint32_t n) {
-  const Timed timed(trace_, Phase::kGemm0, tile, n);
-  const Tile::Shape& t = c_.tile(tile)->shape;
-  const auto [first, count] = gemm0_columns(n);
-  const bool gated = spec().gated();
-  // Where one block has all columns, gate and up rows are neighbours: one GEMM.
-  const bool together = gated && count == c_.intermediate;
-  const uint32_t pitch = together ? 2 * count : count;
-  const uint32_t rows = padded_rows(t.rows, pitch, c_.hidden);
-  float* a = room(a_, size_t{rows} * c_.hidden);
-  const Row* row_of = c_.tile_row(tile, 0);
-  for (uint32_t r = 0; r < t.rows; ++r) {
-    widen(a + size_t{r} * c_.hidden, token_row(row_of[r].source, row_of[r].token), spec().x_type, c_.hidden);
-  }
-
-  const uint64_t weight_rows = spec().gate_up_rows();
-  auto project = [&](std::vector<float>& to, uint64_t first_row) {
-    float* out = room(to, size_t{rows} * pitch);
-    const uint64_t row = t.expert * weight_rows + first_row;
-    gemm(out, a, t.rows, at(layer_.gate_up, spec().weight_type, row * c_.hidden), c_.hidden, spec().weight_type, pitch,
-         c_.hidden, gemm_);
-    add_bias(out, t.rows, layer_.gate_up_bias, row, pitch);
-    return out;
-  };
-  float* gate = project(out_, first);
-  const float* up = together ? gate + count : (gated ? project(up_, c_.intermediate + first) : nullptr);
-  for (uint32_t r = 0; r < t.rows; ++r) {
-    float* row = gate + size_t{r} * pitch;
-    activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec().activation, count);
-    narrow(at(c_.hidden_row(tile, r), spec().hidden_type, first), row, spec().hidden_type, count);
+void Engine::multiply(uint32_t n, uint32_t tile, uint32_t block) {
+  const Timed timed(trace_, phase_of(n), tile, block);
+  const TaskRow& product = kProgram[n];
+  const Columns at = columns(n, block, block + 1);
+  switch (product.epilogue) {
+    case Epilogue::kActivate: return activate_columns(product, tile, at);
+    case Epilogue::kReturn: return return_columns(product, tile, at);
+    case Epilogue::kSend:
+    case Epilogue::kOutput: break;  // of no product
   }
 }
 
-void Engine::gemm1(uint32_t tile, uint32_t n) {
-  const Timed timed(trace_, Phase::kGemm1, tile, n);
-  const Tile::Shape& t = c_.tile(tile)->shape;
-  const auto [first, count] = gemm1_columns(n, n + 1);
-  const uint32_t rows = padded_rows(t.rows, count, c_.intermediate);
-  float* a = room(a_, size_t{rows} * c_.intermediate);
-  for (uint32_t r = 0; r < t.rows; ++r) {
-    widen(a + size_t{r} * c_.intermediate, c_.hidden_row(tile, r), spec().hidden_type, c_.intermediate);
+// The tile's rows of the product's operand, in fp32; room for what gemm() reads beyond them, for so many columns.
+float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
+  const uint32_t length = c_.extent(product.over), count = c_.tile(tile)->shape.rows;
+  float* a = room(a_, size_t{padded_rows(count, columns, length)} * length);
+  const Row* row_of = c_.tile_row(tile, 0);
+  for (uint32_t r = 0; r < count; ++r) {
+    const bool tokens = product.left == Operand::kTokens;
+    const uint8_t* from = tokens ? token_row(row_of[r].source, row_of[r].token) : c_.hidden_row(tile, r);
+    widen(a + size_t{r} * length, from, tokens ? spec().x_type : spec().hidden_type, length);
   }
-  float* out = room(out_, size_t{rows} * count);
-  const uint64_t weight_row = uint64_t{t.expert} * c_.hidden + first;
-  gemm(out, a, t.rows, at(layer_.down, spec().weight_type, weight_row * c_.intermediate), c_.intermediate,
-       spec().weight_type, count, c_.intermediate, gemm_);
-  add_bias(out, t.rows, layer_.down_bias, weight_row, count);
+  return a;
+}
+
+// rows * weights^T + bias, of `columns` rows of weights from `first` on, which counts all experts'.
+float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
+                       uint64_t first, uint32_t columns) {
+  const uint32_t length = c_.extent(product.over);
+  const bool up = product.right == Operand::kGateUp;
+  float* out = room(to, size_t{padded_rows(count, columns, length)} * columns);
+  const auto* weights = at(up ? layer_.gate_up : layer_.down, spec().weight_type, first * length);
+  gemm(out, rows, count, weights, length, spec().weight_type, columns, length, gemm_);
+  add_bias(out, count, up ? layer_.gate_up_bias : layer_.down_bias, first, columns);
+  return out;
+}
+
+void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of) {
+  const Tile::Shape& t = c_.tile(tile)->shape;
+  const bool gated = spec().gated();
+  // Where one block has all columns, gate and up rows are neighbours: one GEMM.
+  const bool together = gated && of.count == c_.intermediate;
+  const uint32_t pitch = together ? 2 * of.count : of.count;
+  const float* rows = load_rows(product, tile, pitch);
+  const uint64_t first = uint64_t{t.expert} * spec().gate_up_rows() + of.first;
+  float* gate = project(out_, product, rows, t.rows, first, pitch);
+  const float* up = nullptr;
+  if (together) up = gate + of.count;
+  if (gated && !together) up = project(up_, product, rows, t.rows, first + c_.intermediate, pitch);
+  for (uint32_t r = 0; r < t.rows; ++r) {
+    float* row = gate + size_t{r} * pitch;
+    activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec().activation, of.count);
+    narrow(at(c_.hidden_row(tile, r), spec().hidden_type, of.first), row, spec().hidden_type, of.count);
+  }
+}
+
+void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
+  const Tile::Shape& t = c_.tile(tile)->shape;
+  const float* rows = load_rows(product, tile, of.count);
+  const float* out = project(out_, product, rows, t.rows, uint64_t{t.expert} * c_.hidden + of.first, of.count);
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Row row = *c_.tile_row(tile, r);
     uint8_t* to =
         c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal) : c_.return_row(row.source, row.token, row.k);
-    narrow(at(to, spec().return_type, first), out + size_t{r} * count, spec().return_type, count, row.weight);
+    narrow(at(to, spec().return_type, of.first), out + size_t{r} * of.count, spec().return_type, of.count, row.weight);
   }
 }
 
 void Engine::reduce(const Piece& piece) {
   const uint32_t p = piece.source;
-  const auto [first, count] = gemm1_columns(c_.group_first[piece.group], c_.group_first[piece.group + 1]);
+  const auto [first, count] = columns(kReturning, c_.group_first[piece.group], c_.group_first[piece.group + 1]);
   float* sum = room(out_, count);
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     const uint32_t entries = *c_.packet_counts(c_.rank, p, t);
@@ -205,7 +218,7 @@ void Engine::reduce(const Piece& piece) {
 }
 
 void Engine::combine(const Piece& piece) {
-  const auto [first, count] = gemm1_columns(c_.group_first[piece.group], c_.group_first[piece.group + 1]);
+  const auto [first, count] = columns(kReturning, c_.group_first[piece.group], c_.group_first[piece.group + 1]);
   float* sum = room(out_, count);
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     std::fill_n(sum, count, 0.0f);

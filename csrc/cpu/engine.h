@@ -21,10 +21,11 @@ class Engine {
 
   // Gate and dispatch of token block b; false if the call is over.
   bool dispatch(uint32_t b);
-  // hidden[tile, :, columns of block n] = activation(rows * gate_up^T + bias)
-  void gemm0(uint32_t tile, uint32_t n);
-  // row's home += weight * (hidden * down^T + bias), columns of block n
-  void gemm1(uint32_t tile, uint32_t n);
+  // A task of product n of the program.
+  template <uint32_t n>
+  void multiply(uint32_t tile, uint32_t block) {
+    multiply(n, tile, block);
+  }
 
   // ---- of a Sender ----------------------------------------------------------------------------------------------
   // One row at most: a thread is one lane.
@@ -65,17 +66,22 @@ class Engine {
   void combine(const Piece& piece);
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns);
-  // Columns [first, first + count), those of blocks [begin, end) of a GEMM.
+  // Columns [first, first + count), those of blocks [begin, end) of the results of product n.
   struct Columns {
     uint32_t first, count;
   };
-  static Columns columns(uint32_t begin, uint32_t end, uint32_t each, uint32_t total) {
-    return {begin * each, min_of(end * each, total) - begin * each};
+  Columns columns(uint32_t n, uint32_t begin, uint32_t end) const {
+    const uint32_t each = limits_.columns_per_task[n], all = c_.extent(kProgram[n].columns);
+    return {begin * each, min_of(end * each, all) - begin * each};
   }
-  Columns gemm0_columns(uint32_t n) const { return columns(n, n + 1, limits_.gemm0_columns_per_task, c_.intermediate); }
-  Columns gemm1_columns(uint32_t begin, uint32_t end) const {
-    return columns(begin, end, limits_.gemm1_columns_per_task, c_.hidden);
-  }
+  void multiply(uint32_t n, uint32_t tile, uint32_t block);
+  float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
+  float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, uint64_t first,
+                 uint32_t columns);
+  // hidden[tile, :, columns] = activation(rows * weights^T + bias)
+  void activate_columns(const TaskRow& product, uint32_t tile, Columns of);
+  // row's home = weight * (rows * weights^T + bias), columns
+  void return_columns(const TaskRow& product, uint32_t tile, Columns of);
 
   const LayerSpec& spec() const { return layer_.spec; }
 

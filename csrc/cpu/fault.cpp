@@ -14,10 +14,10 @@ std::optional<HostFault> posted_fault(const Call& c) {
     record.fault = fault;
     record.entered = CpuPlatform::load_acquire(&c.status(fault.culprit)->entered, kSystem);
     if (fault.kind == FaultKind::kDisagree) {
-      // Each rank's own copy of its configuration lies in its own heap. Who found the disagreement had read both; where the
-      // fault is another, a rank may be writing its copy just now.
+      // As the finder has them, in its own heap: it had read both. The other's own copy may not be written yet, since its
+      // sender tells the peers while its OS actor has yet to begin. (Of another fault, not even the finder may have them.)
       record.mine = *c.call_config(fault.rank, fault.rank);
-      record.theirs = *c.call_config(fault.awaited, fault.awaited);
+      record.theirs = *c.call_config(fault.rank, fault.awaited);
     }
     return record;
   }

@@ -53,8 +53,7 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
   limits.processors = processors_of(limits, multiprocessors);
   limits.tile_rows = sm90::kTileTokens;
   // A context serves every activation; gated ones have more columns of tasks.
-  limits.gemm0_columns_per_task = sm90::gemm0_columns_per_task(true);
-  limits.gemm1_columns_per_task = sm90::kGemm1ColumnsPerTask;
+  limits.columns_per_task = sm90::columns_per_task(true);
   return limits;
 }
 

@@ -33,16 +33,14 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   c.token_row_bytes = spec.token_row_bytes();
   c.hidden_row_bytes = spec.hidden_row_bytes();
   c.return_row_bytes = spec.return_row_bytes();
-  const TaskColumns columns = task_columns(spec.hidden, spec.intermediate, spec.gated());
-  c.gemm0_columns = columns.gemm0;
-  c.gemm1_columns = columns.gemm1;
+  c.cut_columns(sm90::columns_per_task(spec.gated()));
   const Shape shape = shape_of(c, spec);
   c.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
   if (c.ranks > 1) {  // a rank alone returns nothing; its groups follow from its tokens
     c.return_mode = spec.return_mode;
     const uint64_t return_bytes = grouped_bytes(shape, 0, false, common.limits.rdma != 0);
-    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
-    c.config = host::make_config(c, spec, layer.placement, sm90::kGemm1ColumnsPerTask);
+    c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
+    c.config = host::make_config(c, spec, layer.placement, sm90::kReturnColumns);
   }
   return c;
 }
@@ -117,7 +115,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   c.joined = joins_rows(shape, t.tokens, c.capacity) ? 1 : 0;
   if (c.ranks == 1) {
     const uint64_t return_bytes = grouped_bytes(shape, t.tokens, c.joined != 0, false);
-    c.groups = return_groups(c.gemm1_columns, c.return_mode, return_bytes, c.group_first);
+    c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
   }
   args.x = reinterpret_cast<const uint8_t*>(t.x);
   args.x_row_bytes = t.x_row_bytes;

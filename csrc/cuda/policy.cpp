@@ -42,10 +42,6 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
   return block;
 }
 
-TaskColumns task_columns(uint32_t hidden, uint32_t intermediate, bool gated) {
-  return {ceil_div(intermediate, sm90::gemm0_columns_per_task(gated)), ceil_div(hidden, sm90::kGemm1ColumnsPerTask)};
-}
-
 bool is_few(uint32_t ranks, uint32_t tokens) {
   return ranks == 1 && tokens <= kFewTokens;
 }

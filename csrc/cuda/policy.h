@@ -24,12 +24,6 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 // memory allows.
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
-// Columns of tasks that a tile has in each GEMM.
-struct TaskColumns {
-  uint32_t gemm0, gemm1;
-};
-TaskColumns task_columns(uint32_t hidden, uint32_t intermediate, bool gated);
-
 // Whether the kernel of a few tokens takes the call (gpu/few.cuh).
 bool is_few(uint32_t ranks, uint32_t tokens);
 

@@ -57,11 +57,11 @@ struct Ledger {
       : contributed(uint64_t{l.max_tokens} * l.top_k),
         reduced(uint64_t{l.max_tokens} * l.ranks),
         combined(l.max_tokens),
-        gemm0(l.max_tiles()) {}
+        activated(l.max_tiles()) {}
   Once contributed;  // [token, k] at the token's home: columns that its expert wrote
   Once reduced;      // [token, rank] at the token's home: return groups that the rank has summed
   Once combined;     // [token]: return groups
-  Once gemm0;        // [tile]: columns computed
+  Once activated;    // [tile]: columns of its hidden rows
 };
 
 // What build_packets works in.
@@ -127,7 +127,13 @@ class AbstractEngine {
     for (uint32_t i = 0; i < c_.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
   }
 
-  void gemm0(uint32_t tile, uint32_t n) {
+  template <uint32_t n>
+  void multiply(uint32_t tile, uint32_t block) {
+    if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(tile, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(tile, block);
+  }
+
+  void activate(uint32_t tile, uint32_t n) {
     const Tile::Shape t = c_.tile(tile)->shape;
     const uint32_t expert = c_.by_owner[c_.owner_base[c_.rank] + t.expert];
     bool remote = false;
@@ -145,18 +151,17 @@ class AbstractEngine {
         for (uint32_t i = 0; i < c_.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
       }
       uint64_t* hidden = words(c_.hidden_row(tile, row));
-      for_columns(n, n + 1, limits_.gemm0_columns_per_task, c_.intermediate,
-                  [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
+      for_columns(kFirst, n, n + 1, [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
     });
     if (P::lane() == 0) {
       CHECK(t.rows != 0 && t.rows <= c_.tile_rows);
       CHECK_EQ(uint32_t{remote}, t.remote);
-      ledgers_[c_.rank].gemm0.mark(tile, n);
+      ledgers_[c_.rank].activated.mark(tile, n);
     }
     P::sync();
   }
 
-  void gemm1(uint32_t tile, uint32_t n) {
+  void contribute(uint32_t tile, uint32_t n) {
     for_each_row(tile, [&](uint32_t row, uint32_t home, const Row& entry) {
       if (row % P::kLanes != P::lane()) return;
       const uint64_t* hidden = words(c_.hidden_row(tile, row));
@@ -165,8 +170,8 @@ class AbstractEngine {
       }
       uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal)
                                         : c_.return_row(home, entry.token, entry.k));
-      for_gemm1_columns(n, n + 1,
-                        [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
+      for_columns(kReturning, n, n + 1,
+                  [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
       ledgers_[home].contributed.mark(entry.token * c_.top_k + entry.k, n);
     });
     P::sync();
@@ -212,7 +217,7 @@ class AbstractEngine {
     CHECK_EQ(x_->entries(p, token, c_.rank, c_.top_k), rows);
     if (rows == 0) return;
     uint64_t* to = words(c_.return_row(p, token, c_.rank));
-    for_gemm1_columns(c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
+    for_columns(kReturning, c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
       to[i] = 0;
       for (uint32_t j = 0; j < rows; ++j) to[i] += words(c_.staged_row(p, token, j))[i];
     });
@@ -221,7 +226,7 @@ class AbstractEngine {
 
   // Sums wrap around, hence are exact: a contribution that is missing, doubled or stale shows.
   void combine(uint32_t token, uint32_t g) {
-    for_gemm1_columns(c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
+    for_columns(kReturning, c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
       uint64_t sum = 0, expected = 0;
       for (uint32_t k = 0; k < c_.top_k; ++k) {
         if (x_->owner_of(c_.rank, token, k) == ~0u) continue;
@@ -235,14 +240,11 @@ class AbstractEngine {
     ledgers_[c_.rank].combined.mark(token, g);
   }
 
-  // Calls visit(i) for the words of column blocks [begin, end) of `total`.
+  // Calls visit(i) for the words of blocks [begin, end) of the columns of product n.
   template <class Visit>
-  static void for_columns(uint32_t begin, uint32_t end, uint32_t each, uint32_t total, Visit&& visit) {
-    for (uint32_t i = begin * each; i < min_of(end * each, total); ++i) visit(i);
-  }
-  template <class Visit>
-  void for_gemm1_columns(uint32_t begin, uint32_t end, Visit&& visit) const {
-    for_columns(begin, end, limits_.gemm1_columns_per_task, c_.hidden, visit);
+  void for_columns(uint32_t n, uint32_t begin, uint32_t end, Visit&& visit) const {
+    const uint32_t each = limits_.columns_per_task[n], all = c_.extent(kProgram[n].columns);
+    for (uint32_t i = begin * each; i < min_of(end * each, all); ++i) visit(i);
   }
 
   // Calls visit(row, source, entry) for each row of a tile, whose segments must say the same. Each source's rows are in
@@ -338,11 +340,10 @@ class Rank {
     call.experts = x.experts;
     call.top_k = x.top_k;
     call.return_mode = x.return_mode;
-    call.gemm0_columns = ceil_div(x.intermediate, limits_.gemm0_columns_per_task);
-    call.gemm1_columns = ceil_div(x.hidden, limits_.gemm1_columns_per_task);
-    call.groups = min_of(x.groups, call.gemm1_columns);
+    call.cut_columns(limits_.columns_per_task);
+    call.groups = min_of(x.groups, call.columns[kReturning]);
     for (uint32_t g = 0; g <= call.groups; ++g) {
-      call.group_first[g] = static_cast<uint16_t>(call.gemm1_columns * g / call.groups);
+      call.group_first[g] = static_cast<uint16_t>(call.columns[kReturning] * g / call.groups);
     }
     call.owner = x.owner.data();
     call.by_owner = x.by_owner.data();
@@ -422,14 +423,14 @@ class Rank {
       }
       for (uint32_t k = 0; t < call.tokens && k < call.top_k; ++k) {
         const bool kept = x.owner_of(call.rank, t, k) != ~0u;
-        CHECK(ledger_.contributed.whole(t * call.top_k + k, kept ? call.gemm1_columns : 0));
+        CHECK(ledger_.contributed.whole(t * call.top_k + k, kept ? call.columns[kReturning] : 0));
       }
     }
     // Tiles are numbered from 0, and all but one per expert are full.
     const uint32_t tiles = expected_tiles(x);
-    for (uint32_t tile = 0; tile < ledger_.gemm0.size(); ++tile) {
-      CHECK(ledger_.gemm0.whole(tile, tile < tiles ? call.gemm0_columns : 0));
-      CHECK_EQ(call.tile(tile)->gemm0_done, 0u);
+    for (uint32_t tile = 0; tile < ledger_.activated.size(); ++tile) {
+      CHECK(ledger_.activated.whole(tile, tile < tiles ? call.columns[kFirst] : 0));
+      for (const uint32_t done : call.tile(tile)->done) CHECK_EQ(done, 0u);
     }
   }
 

@@ -190,7 +190,7 @@ Limits small(uint32_t ranks, uint32_t tokens, uint32_t local_experts, uint32_t t
   l.staging = mode == ReturnMode::kReduced;
   l.intermediate = 2;
   l.tile_rows = 3;
-  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 2;
+  l.columns_per_task = each_product(2);
   return l;
 }
 

@@ -131,7 +131,7 @@ void check_posted_faults() {
 
   c.status(2)->entered = 3;
   c.call_config(0, 0)->set_layer({.hidden = 8});
-  c.call_config(2, 2)->set_layer({.hidden = 16});
+  c.call_config(0, 2)->set_layer({.hidden = 16});  // as rank 2 has told it; what it has of its own is not written yet
   *c.fault(1, 0) = {1, {.kind = FaultKind::kDisagree, .rank = 0, .awaited = 2, .culprit = 2, .epoch = 4}};
   const auto disagreement = cpu::posted_fault(c);
   CHECK(disagreement.has_value() && disagreement->fault.kind == FaultKind::kDisagree);

@@ -20,7 +20,7 @@ Limits limits() {
   l.experts = l.max_local_experts = l.top_k = l.return_slots = kExperts;
   l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
   l.tile_rows = kTileRows;
-  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 2;
+  l.columns_per_task = each_product(2);
   return l;
 }
 
@@ -59,10 +59,10 @@ uint32_t experts_computed(uint32_t own_first, uint32_t present, uint32_t formers
   uint32_t tiles[kExperts] = {};
   CHECK_EQ(c.control()->tiles.value, kExperts * kTokens / kTileRows);
   for (uint32_t tile = 0; tile < kExperts * kTokens / kTileRows; ++tile) {
-    if (group.ledger(0).gemm0.whole(tile, kColumns)) {
+    if (group.ledger(0).activated.whole(tile, kColumns)) {
       ++tiles[c.tile(tile)->shape.expert];
     } else {
-      CHECK(group.ledger(0).gemm0.whole(tile, 0));
+      CHECK(group.ledger(0).activated.whole(tile, 0));
     }
   }
   uint32_t experts = 0;

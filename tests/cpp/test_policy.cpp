@@ -1,4 +1,6 @@
 // What the engines choose for a call: for the layers of docs/measured.md, and where one choice turns into another.
+#include <algorithm>
+#include <array>
 #include <vector>
 
 #include "check.h"
@@ -29,6 +31,17 @@ constexpr Layer kPaper64{2048, 2048, 64, 2, false}, kPaper8{2048, 2048, 8, 2, fa
     kPaper128{2048, 2048, 128, 2, false}, kQwen3{2048, 768, 128, 8, true}, kMixtral{4096, 14336, 8, 2, true},
     kQwen2{2048, 1408, 64, 4, true}, kPhi{4096, 6400, 16, 2, true};
 
+// Columns of tasks that a tile has in each product.
+std::array<uint32_t, kProducts> gpu_columns(uint32_t hidden, uint32_t intermediate, bool gated) {
+  Call c;
+  c.hidden = hidden;
+  c.intermediate = intermediate;
+  c.cut_columns(sm90::columns_per_task(gated));
+  std::array<uint32_t, kProducts> columns;
+  std::copy_n(c.columns, kProducts, columns.begin());
+  return columns;
+}
+
 Starts gpu_groups(uint32_t columns, ReturnMode mode, uint64_t bytes) {
   uint16_t first[kMaxGroups + 1] = {};
   const uint32_t groups = cuda::return_groups(columns, mode, bytes, first);
@@ -53,13 +66,13 @@ void check_one_gpu() {
     const Layer& l = e.layer;
     const Shape shape = l.on(1);
     CHECK_EQ(cuda::token_block(e.tokens, l.experts, l.top_k, kBlocks), e.block);
-    const cuda::TaskColumns columns = cuda::task_columns(l.hidden, l.intermediate, l.gated);
-    CHECK_EQ(columns.gemm0, e.gemm0);
-    CHECK_EQ(columns.gemm1, e.gemm1);
+    const std::array<uint32_t, kProducts> columns = gpu_columns(l.hidden, l.intermediate, l.gated);
+    CHECK_EQ(columns[kFirst], e.gemm0);
+    CHECK_EQ(columns[kReturning], e.gemm1);
     CHECK_EQ(cuda::is_few(1, e.tokens), e.few);
     const bool joined = cuda::joins_rows(shape, e.tokens, 0);
     CHECK_EQ(joined, e.joined);
-    CHECK(gpu_groups(columns.gemm1, kDirect, cuda::grouped_bytes(shape, e.tokens, joined, false)) == e.groups);
+    CHECK(gpu_groups(columns[kReturning], kDirect, cuda::grouped_bytes(shape, e.tokens, joined, false)) == e.groups);
     CHECK(!cuda::reduces(1, l.top_k, l.intermediate));
   }
 }
@@ -179,10 +192,10 @@ void check_link() {
 
 void check_tasks() {
   // A task of GEMM0 has 256 rows of weights: with a gate, those of 128 columns.
-  CHECK_EQ(cuda::task_columns(2048, 768, true).gemm0, 6u);
-  CHECK_EQ(cuda::task_columns(2048, 768, false).gemm0, 3u);
-  CHECK_EQ(cuda::task_columns(2056, 776, true).gemm0, 7u);
-  CHECK_EQ(cuda::task_columns(2056, 776, true).gemm1, 9u);
+  CHECK_EQ(gpu_columns(2048, 768, true)[kFirst], 6u);
+  CHECK_EQ(gpu_columns(2048, 768, false)[kFirst], 3u);
+  CHECK_EQ(gpu_columns(2056, 776, true)[kFirst], 7u);
+  CHECK_EQ(gpu_columns(2056, 776, true)[kReturning], 9u);
   // Short tasks need more of them ahead.
   const auto ahead = [](uint32_t ranks, uint32_t inner) { return cuda::tasks_ahead({ranks, 8, 8192, inner, 2, 2}); };
   CHECK_EQ(ahead(1, 8192), 4u);
@@ -202,8 +215,8 @@ void check_limits() {
   const Limits alone = cuda::cuda_limits(l, 133);  // blocks come in pairs
   CHECK_EQ(alone.processors, 132u);
   CHECK_EQ(alone.tile_rows, 256u);
-  CHECK_EQ(alone.gemm0_columns_per_task, 128u);
-  CHECK_EQ(alone.gemm1_columns_per_task, 256u);
+  CHECK_EQ(alone.columns_per_task[kFirst], 128u);
+  CHECK_EQ(alone.columns_per_task[kReturning], 256u);
   l.ranks = 2;
   l.processors = 4;
   CHECK_EQ(cuda::cuda_limits(l, 132).processors, 4u);

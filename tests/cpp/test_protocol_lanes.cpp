@@ -30,7 +30,7 @@ Limits limits(uint32_t ranks, uint32_t processors) {
   l.return_slots = max_of(ranks, l.top_k);
   l.staging = 1;
   l.tile_rows = 6;
-  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 2;
+  l.columns_per_task = each_product(2);
   return l;
 }
 

@@ -20,7 +20,7 @@ Limits limits() {
   l.experts = l.max_local_experts = l.top_k = l.return_slots = 4;
   l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
   l.tile_rows = 2;
-  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 1;
+  l.columns_per_task = each_product(1);
   return l;
 }
 
@@ -160,8 +160,8 @@ void check_groups() {
 
 // GEMM1 before GEMM0.
 void check_choice() {
-  CHECK(choose({}, {.gemm1 = true, .gemm0 = true}) == TaskKind::kGemm1);
-  CHECK(choose({}, {.gemm0 = true}) == TaskKind::kGemm0);
+  CHECK(choose({}, {.product = {true, true}, .published = {}}) == TaskKind::kGemm1);
+  CHECK(choose({}, {.product = {true, false}, .published = {}}) == TaskKind::kGemm0);
   CHECK(choose({}, {}) == TaskKind::kNone);
 }
 

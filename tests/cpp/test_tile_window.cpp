@@ -18,7 +18,7 @@ Ready random_tiles(std::mt19937_64& random, uint32_t n, uint32_t experts) {
   Ready ready;
   for (uint32_t i = 0; i < n; ++i) {
     const uint32_t column = ReadyTile::column(static_cast<uint32_t>(random() % experts), random() % 2);
-    ready.push_back(Task{TaskKind::kGemm0, column, static_cast<uint32_t>(random())}.pack());
+    ready.push_back(Task{Product<kFirst>::kKind, column, static_cast<uint32_t>(random())}.pack());
   }
   return ready;
 }

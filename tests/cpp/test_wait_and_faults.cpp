@@ -109,7 +109,7 @@ Limits three_ranks() {
   l.return_slots = 3;
   l.staging = 1;
   l.tile_rows = 128;
-  l.gemm0_columns_per_task = l.gemm1_columns_per_task = 2;
+  l.columns_per_task = each_product(2);
   return l;
 }
 

@@ -85,8 +85,8 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("cooperative", config.attribute_count == 1 && config.attributes->id == 2 && config.attributes->value.cooperative);
   put("tokens", c.tokens), put("hidden", c.hidden), put("intermediate", c.intermediate), put("experts", c.experts);
   put("top_k", c.top_k), put("local_experts", c.local_experts), put("block", c.block_tokens());
-  put("capacity", c.capacity), put("tile_rows", c.tile_rows), put("gemm0_columns", c.gemm0_columns);
-  put("gemm1_columns", c.gemm1_columns), put("window", c.order.window), put("raster", c.order.raster);
+  put("capacity", c.capacity), put("tile_rows", c.tile_rows), put("gemm0_columns", c.columns[kFirst]);
+  put("gemm1_columns", c.columns[kReturning]), put("window", c.order.window), put("raster", c.order.raster);
   put("gemm1_lag", c.order.gemm1_lag), put("senders", c.order.senders), put("gemm1_lists", c.order.gemm1_lists);
   put("own_first", c.order.own_first);
   put("epoch", c.epoch), put("token_row_bytes", c.token_row_bytes);

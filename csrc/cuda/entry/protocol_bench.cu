@@ -50,7 +50,7 @@ struct ProcessorLog {
 
 // Proof that every task ran: rows multiplied and tokens combined.
 struct Checks {
-  uint64_t gemm0_rows, gemm1_rows, combined_tokens;
+  uint64_t rows[kProducts], combined_tokens;
 };
 
 struct BenchArgs {
@@ -172,11 +172,9 @@ __device__ void execute(const Call& c, const BenchArgs& args, const Task& task) 
   }
   if (P::lane() != 0) return;
   // Relaxed adds without a result: the SM does not wait for them.
-  switch (task.kind) {
-    case TaskKind::kGemm0: P::fetch_add(&args.checks->gemm0_rows, uint64_t{c.tile(task.index)->shape.rows}); break;
-    case TaskKind::kGemm1: P::fetch_add(&args.checks->gemm1_rows, uint64_t{c.tile(task.index)->shape.rows}); break;
-    default: break;
-  }
+  if (task.kind == TaskKind::kStop) return;
+  with_product(task.kind,
+               [&]<uint32_t n>() { P::fetch_add(&args.checks->rows[n], uint64_t{c.tile(task.index)->shape.rows}); });
 }
 
 // The engine of the executor's Returner: an item is a token, and nothing is summed. (A rank alone reduces nothing.)
@@ -287,7 +285,7 @@ uint8_t* device_zeros(uint64_t bytes) {
 
 struct Shape {
   const char* name;
-  uint32_t tokens, experts, top_k, log2_block, gemm0_columns, gemm1_columns;
+  uint32_t tokens, experts, top_k, log2_block, intermediate, hidden;  // the last two in columns of tasks
 };
 
 // Token blocks: about one per SM, but not so small that there are many packets for little work. The columns are those of
@@ -307,9 +305,9 @@ class Bench {
     limits.experts = limits.max_local_experts = shape.experts;
     limits.top_k = shape.top_k;
     // Rows are never touched: the smallest that have the wanted number of columns.
-    limits.hidden = shape.gemm1_columns;
-    limits.intermediate = shape.gemm0_columns;
-    limits.gemm0_columns_per_task = limits.gemm1_columns_per_task = 1;
+    limits.hidden = shape.hidden;
+    limits.intermediate = shape.intermediate;
+    limits.columns_per_task = each_product(1);
     limits.x_bytes = limits.hidden_bytes = limits.return_bytes = 2;
     limits.return_slots = shape.top_k;
     limits.processors = processors;
@@ -326,9 +324,8 @@ class Bench {
     call_.experts = call_.local_experts = shape.experts;
     call_.top_k = shape.top_k;
     call_.log2_block = shape.log2_block;
-    call_.gemm0_columns = shape.gemm0_columns;
-    call_.gemm1_columns = shape.gemm1_columns;
-    call_.group_first[1] = static_cast<uint16_t>(shape.gemm1_columns);
+    call_.cut_columns(limits.columns_per_task);
+    call_.group_first[1] = static_cast<uint16_t>(call_.columns[kReturning]);
     call_.processors = processors;
     call_.order.raster = 8;
     call_.order.window = processors;
@@ -416,8 +413,9 @@ class Bench {
     CUDA_CHECK(cudaMemcpy(&checks, args_.checks, sizeof(checks), cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaMemcpy(&control, call_.control(), sizeof(control), cudaMemcpyDeviceToHost));
     const uint64_t rows = uint64_t{shape_.tokens} * shape_.top_k;
-    if (checks.gemm0_rows != rows * shape_.gemm0_columns || checks.gemm1_rows != rows * shape_.gemm1_columns ||
-        checks.combined_tokens != shape_.tokens || control.abort.value != 0 ||
+    bool whole = true;
+    for (uint32_t n = 0; n < kProducts; ++n) whole &= checks.rows[n] == rows * call_.columns[n];
+    if (!whole || checks.combined_tokens != shape_.tokens || control.abort.value != 0 ||
         control.queue_head.value != control.published.value) {
       std::fprintf(stderr, "call %llu of %s: tasks were lost or repeated (abort %llu)\n",
                    static_cast<unsigned long long>(call_.epoch), shape_.name,

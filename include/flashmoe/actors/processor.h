@@ -15,19 +15,25 @@ namespace flashmoe {
 // After every agent's writes for the task. All lanes of one warp of the processor, in each retire function; retire()
 // chooses among them.
 
-template <class P>
-FLASHMOE_FN void retire_gemm0(const Call& c, uint32_t tile) {
+// Product n has one more column of the tile: if it is the last, what follows is ready.
+template <uint32_t n, class P>
+FLASHMOE_FN void retire_column(const Call& c, uint32_t tile) {
   bool last = false;
   if (P::lane() == 0) {
-    last = P::fetch_add_acq_rel(&c.tile(tile)->gemm0_done, 1u) + 1 == c.gemm0_columns;
-    if (last) P::store_relaxed(&c.tile(tile)->gemm0_done, 0u);
+    last = P::fetch_add_acq_rel(&c.tile(tile)->done[n], 1u) + 1 == c.columns[n];
+    if (last) P::store_relaxed(&c.tile(tile)->done[n], 0u);
   }
   const Tile::Shape shape = c.tile(tile)->shape;
-  push_ready<P>(c, last, {TaskKind::kGemm1, ReadyTile::column(shape.expert, shape.remote), tile});
+  for_each_product([&]<uint32_t m>() {
+    if constexpr (Product<m>::kAfter == Product<n>::kKind) {
+      push_ready<P>(c, last, {Product<m>::kKind, ReadyTile::column(shape.expert, shape.remote), tile});
+    }
+  });
 }
 
+// The tile's rows have one more column of what is owed to their homes.
 template <class P>
-FLASHMOE_FN void retire_gemm1(const Call& c, uint32_t tile, uint32_t column) {
+FLASHMOE_FN void retire_owed(const Call& c, uint32_t tile, uint32_t column) {
   const uint32_t segments = c.tile(tile)->shape.segments;
   const uint32_t g = c.group_of(column);
   for (uint32_t base = 0; base < segments; base += P::kLanes) {
@@ -39,11 +45,10 @@ FLASHMOE_FN void retire_gemm1(const Call& c, uint32_t tile, uint32_t column) {
 
 template <class P>
 FLASHMOE_FN void retire(const Call& c, const Task& task) {
-  if (task.kind == TaskKind::kGemm0) {
-    retire_gemm0<P>(c, task.index);
-  } else {
-    retire_gemm1<P>(c, task.index, task.column);
-  }
+  with_product(task.kind, [&]<uint32_t n>() {
+    if constexpr (Product<n>::kLeadsOn) retire_column<n, P>(c, task.index);
+    if constexpr (n == kReturning) retire_owed<P>(c, task.index, task.column);
+  });
 }
 
 // Where a processor of one worker keeps its place among pieces: memory of all of its lanes.
@@ -66,8 +71,8 @@ struct OneWorker {
 };
 
 // Runs one processor of a call to its end: one worker, which dispatches, sends, computes, and in between returns. The engine
-// supplies dispatch(b), gemm0(tile, column), gemm1(tile, column), each of which returns when every write of it is ordered
-// before this warp's next release, and what Sender and Returner ask for. places: of this processor, uninitialised.
+// supplies dispatch(b) and multiply<n>(tile, column), of product n, which return when every write of theirs is ordered before
+// this warp's next release, and what Sender and Returner ask for. places: of this processor, uninitialised.
 template <class P, class Engine>
 FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Returns& places) {
   if (P::lane() == 0) places = {};
@@ -82,13 +87,9 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
     if (P::lane() == 0) ticket = take_ticket<P>(c);
     const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return returner.step() == Step::kProgress; });
     if (task.kind == TaskKind::kStop) break;
-    if (task.kind == TaskKind::kGemm0) {
-      engine.gemm0(task.index, task.column);
-    } else {
-      engine.gemm1(task.index, task.column);
-    }
+    with_product(task.kind, [&]<uint32_t n>() { engine.template multiply<n>(task.index, task.column); });
     retire<P>(c, task);
-    if (task.kind == TaskKind::kGemm1) returner.step();  // what is owed to a peer is not to wait for the last task
+    if (is_one_of<kHome>(task.kind)) returner.step();  // what is owed to a peer is not to wait for the last task
   }
   returner.run(c);
 }

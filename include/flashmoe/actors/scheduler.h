@@ -15,8 +15,8 @@ template <class P>
 class Scheduler {
  public:
   static constexpr uint32_t kWindowTasks = 64;
-  // GEMM1 tiles wait in two lists, the first of which goes first: see OrderPolicy.
-  static constexpr uint32_t kLists = kMaxGemm1Lists;
+  // Tiles of the returning product wait in two lists, the first of which goes first: see OrderPolicy.
+  static constexpr uint32_t kLists = ready_lists(kReturning);
   // A window of the raster: `tiles` tiles times `columns` columns, column by column.
   struct Window {
     uint32_t tiles = 0, first_column = 0, columns = 0, next = 0;
@@ -25,18 +25,20 @@ class Scheduler {
   // Shared memory, uninitialised. What is rarely touched lies here rather than in registers, which a GPU's OS warp is
   // short of; lane 0 writes it.
   struct Memory {
-    Window gemm0, gemm1;                                        // being published
-    uint32_t gemm0_tiles[kMaxRaster], gemm1_tiles[kMaxRaster];  // the tiles of the current windows
-    uint32_t gemm1_first[kMaxGroups][kLists];                   // where the group's next window begins in each list
+    Window window[kProducts];                      // being published
+    uint32_t tiles[kProducts][kMaxRaster];         // of those windows
+    uint32_t returning_first[kMaxGroups][kLists];  // where the return group's next window begins in each list
   };
 
   FLASHMOE_FN Scheduler(const Call& call, Subscriber<P>& subscriber, Memory& memory)
       : c_(call), sub_(subscriber), memory_(memory) {
     published_ = P::broadcast(P::load_relaxed(&c_.control()->published.value), 0);
     drained_ = P::broadcast(P::load_relaxed(&c_.control()->list_head.value), 0);
-    if (P::lane() == 0) memory_.gemm0 = memory_.gemm1 = {};
+    if (P::lane() == 0) {
+      for_each_product([&]<uint32_t n>() { memory_.window[n] = {}; });
+    }
     for (uint32_t i = P::lane(); i < kMaxGroups * kLists; i += P::kLanes)
-      memory_.gemm1_first[i / kLists][i % kLists] = 0;
+      memory_.returning_first[i / kLists][i % kLists] = 0;
     P::sync();
   }
 
@@ -76,7 +78,11 @@ class Scheduler {
   }
 
  private:
-  FLASHMOE_FN uint32_t tasks_of_call() const { return tiles_ * (c_.gemm0_columns + c_.gemm1_columns); }
+  FLASHMOE_FN uint32_t tasks_of_call() const {
+    uint32_t per_tile = 0;
+    for_each_product([&]<uint32_t n>() { per_tile += c_.columns[n]; });
+    return tiles_ * per_tile;
+  }
 
   // Moves what formers and retiring processors pushed to where it is published from. What the items refer to is
   // acquired by the release_fence before they are published: it fences both ways, and the OS warp does not look sooner.
@@ -88,14 +94,7 @@ class Scheduler {
       drained_ += n;
       moved = true;
       const Task task = Task::unpack(P::lane() < n ? word_ : 0);
-      append(gemm0_ready_, task.kind == TaskKind::kGemm0,
-             [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kGemm0Tiles, place) = task.pack(); });
-      FLASHMOE_UNROLL
-      for (uint32_t list = 0; list < kLists; ++list) {
-        const bool hurries = c_.order.gemm1_lists > 1 && ReadyTile::remote(task);
-        append(gemm1_ready_[list], task.kind == TaskKind::kGemm1 && hurries == (list == 0),
-               [&](uint32_t place) { *c_.workspace<uint64_t>(WorkField::kGemm1Tiles, list, place) = task.pack(); });
-      }
+      for_each_product([&]<uint32_t n>() { append_tiles<n>(task); });
       const bool formed = task.kind == TaskKind::kFormed;
       if (P::ballot(formed) != 0) {
         uint32_t experts, tiles;
@@ -111,6 +110,24 @@ class Scheduler {
     return moved;
   }
 
+  // Those of the lanes' items that are ready for product n, to its lists.
+  template <uint32_t n>
+  FLASHMOE_FN void append_tiles(const Task& task) {
+    FLASHMOE_UNROLL
+    for (uint32_t list = 0; list < ready_lists(n); ++list) {
+      bool has = task.kind == Product<n>::kKind;
+      if constexpr (n == kReturning) {
+        const bool hurries = c_.order.gemm1_lists > 1 && ReadyTile::remote(task);
+        has = has && hurries == (list == 0);
+      }
+      append(ready_[first_list(n) + list], has,
+             [&](uint32_t place) { *ready_tile(first_list(n) + list, place) = task.pack(); });
+    }
+  }
+  FLASHMOE_FN uint64_t* ready_tile(uint32_t list, uint32_t place) const {
+    return c_.workspace<uint64_t>(WorkField::kReadyTiles, list, place);
+  }
+
   // Calls store(place) in the lanes with `has`, at consecutive places behind `end`, which moves on.
   template <class Store>
   FLASHMOE_FN static void append(uint32_t& end, bool has, Store&& store) {
@@ -122,10 +139,15 @@ class Scheduler {
 
   FLASHMOE_FN ReadyState ready() const {
     ReadyState r;
-    r.gemm1 = !memory_.gemm1.empty() || next_gemm1_list() < kLists * c_.groups;
-    r.gemm0 = !memory_.gemm0.empty() || gemm0_first_ < gemm0_ready_;
-    r.gemm0_published = gemm0_published_;
-    r.gemm1_published = gemm1_published_;
+    for_each_product([&]<uint32_t n>() {
+      r.product[n] = !memory_.window[n].empty();
+      if constexpr (n == kReturning) {
+        r.product[n] = r.product[n] || next_returning_list() < kLists * c_.groups;
+      } else {
+        r.product[n] = r.product[n] || first_[n] < ready_[first_list(n)];
+      }
+      r.published[n] = product_published_[n];
+    });
     return r;
   }
 
@@ -133,56 +155,50 @@ class Scheduler {
   FLASHMOE_FN uint32_t publish_some(TaskKind kind, uint32_t limit) {
     Task task;
     bool has = false;
-    if (kind == TaskKind::kGemm1) {
-      has = next_gemm1(limit, task);
-    } else {
-      has = next_gemm0(limit, task);
-    }
+    with_product(kind, [&]<uint32_t n>() {
+      if (memory_.window[n].empty()) open_window<n>();
+      product_published_[n] += next_of<n>(limit, has, task);
+    });
     const uint32_t n = publish<P>(c_, published_, has, task);
     published_ += n;
     tasks_ += n;
     return n;
   }
 
-  // ---- one function per kind: fills lanes [0, n) with n <= limit tasks and advances the kind's cursor ------------
-
-  FLASHMOE_FN bool next_gemm0(uint32_t limit, Task& task) {
-    if (memory_.gemm0.empty()) {
-      const uint32_t tiles = take_tiles(memory_.gemm0_tiles, c_.order.raster, gemm0_ready_ - gemm0_first_,
-                                        c_.workspace<uint64_t>(WorkField::kGemm0Tiles, gemm0_first_));
-      set(memory_.gemm0, Window{tiles, 0, c_.gemm0_columns, 0});
-      gemm0_first_ += tiles;
-    }
-    bool has = false;
-    gemm0_published_ += next_of(TaskKind::kGemm0, memory_.gemm0, memory_.gemm0_tiles, limit, has, task);
-    return has;
-  }
-
-  // Group by group over all ready tiles, so that the first columns can be combined while the last are computed.
-  FLASHMOE_FN bool next_gemm1(uint32_t limit, Task& task) {
-    if (memory_.gemm1.empty()) {
-      const uint32_t i = next_gemm1_list(), g = i / kLists, list = i % kLists;
-      const uint32_t first = memory_.gemm1_first[g][list], columns = c_.group_columns(g);
+  // The next window of product n, for which a tile is ready that has not been in one.
+  template <uint32_t n>
+  FLASHMOE_FN void open_window() {
+    constexpr uint32_t kList = first_list(n);
+    if constexpr (n != kReturning) {
+      const uint32_t tiles =
+          take_tiles(memory_.tiles[n], c_.order.raster, ready_[kList] - first_[n], ready_tile(kList, first_[n]));
+      set(memory_.window[n], Window{tiles, 0, c_.columns[n], 0});
+      first_[n] += tiles;
+    } else {
+      // Group by group over all ready tiles, so that the first columns can be combined while the last are computed.
+      const uint32_t i = next_returning_list(), g = i / kLists, list = i % kLists;
+      const uint32_t first = memory_.returning_first[g][list], columns = c_.group_columns(g);
       // A narrow group takes more tiles to keep the processors supplied: each window costs a round trip.
       const uint32_t most = min_of(max_of(c_.order.raster, ceil_div(kWindowTasks, columns)), kMaxRaster);
-      const uint32_t tiles = take_tiles(memory_.gemm1_tiles, most, gemm1_ready(list) - first,
-                                        c_.workspace<uint64_t>(WorkField::kGemm1Tiles, list, first));
-      set(memory_.gemm1, Window{tiles, c_.group_first[g], columns, 0});
-      set(memory_.gemm1_first[g][list], first + tiles);
+      const uint32_t tiles =
+          take_tiles(memory_.tiles[n], most, returning_ready(list) - first, ready_tile(kList + list, first));
+      set(memory_.window[n], Window{tiles, c_.group_first[g], columns, 0});
+      set(memory_.returning_first[g][list], first + tiles);
     }
-    bool has = false;
-    gemm1_published_ += next_of(TaskKind::kGemm1, memory_.gemm1, memory_.gemm1_tiles, limit, has, task);
-    return has;
   }
 
   // The first (group, list), groups first, that has a tile without a window; kLists * groups if there is none.
-  FLASHMOE_FN uint32_t next_gemm1_list() const {
+  FLASHMOE_FN uint32_t next_returning_list() const {
     uint32_t i = 0;
-    while (i < kLists * c_.groups && memory_.gemm1_first[i / kLists][i % kLists] == gemm1_ready(i % kLists)) ++i;
+    while (i < kLists * c_.groups && memory_.returning_first[i / kLists][i % kLists] == returning_ready(i % kLists))
+      ++i;
     return i;
   }
   // An index that is known only when it runs would move the array out of the registers.
-  FLASHMOE_FN uint32_t gemm1_ready(uint32_t list) const { return list == 0 ? gemm1_ready_[0] : gemm1_ready_[1]; }
+  FLASHMOE_FN uint32_t returning_ready(uint32_t list) const {
+    constexpr uint32_t kList = first_list(kReturning);
+    return list == 0 ? ready_[kList] : ready_[kList + 1];
+  }
 
   // The tiles of a new window, up to `most` of the n that are ready; returns how many.
   FLASHMOE_FN uint32_t take_tiles(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
@@ -196,16 +212,16 @@ class Scheduler {
     return most;
   }
 
-  // The next tasks of a window; returns how many.
-  FLASHMOE_FN uint32_t next_of(TaskKind kind, Window& window, const uint32_t* tiles, uint32_t limit, bool& has,
-                               Task& task) {
-    const Window w = window;
-    const uint32_t n = min_of(limit, w.tiles * w.columns - w.next);
+  // The next tasks of the window of product n; returns how many.
+  template <uint32_t n>
+  FLASHMOE_FN uint32_t next_of(uint32_t limit, bool& has, Task& task) {
+    const Window w = memory_.window[n];
+    const uint32_t tasks = min_of(limit, w.tiles * w.columns - w.next);
     const uint32_t i = w.next + P::lane();
-    has = P::lane() < n;
-    if (has) task = {kind, w.first_column + i / w.tiles, tiles[i % w.tiles]};
-    set(window.next, w.next + n);
-    return n;
+    has = P::lane() < tasks;
+    if (has) task = {Product<n>::kKind, w.first_column + i / w.tiles, memory_.tiles[n][i % w.tiles]};
+    set(memory_.window[n].next, w.next + tasks);
+    return tasks;
   }
 
   // A write to shared memory that all lanes have read, and will read. All lanes, with the same value.
@@ -237,11 +253,11 @@ class Scheduler {
   uint64_t published_;             // words ever published in this context
   uint64_t drained_;               // items ever drained from the ready list
   uint32_t tasks_ = 0;             // published in this call
-  uint32_t gemm0_published_ = 0, gemm1_published_ = 0;
-  uint32_t tiles_ = 0;   // of the experts that are formed
-  uint32_t formed_ = 0;  // experts all of whose tiles are known
-  uint32_t gemm0_ready_ = 0, gemm0_first_ = 0;
-  uint32_t gemm1_ready_[kLists] = {};
+  uint32_t product_published_[kProducts] = {};
+  uint32_t tiles_ = 0;                // of the experts that are formed
+  uint32_t formed_ = 0;               // experts all of whose tiles are known
+  uint32_t ready_[kReadyLists] = {};  // tiles ever in each list
+  uint32_t first_[kProducts] = {};    // where a product's next window begins (but the returning one's)
   bool ended_ = false;
 };
 

@@ -362,7 +362,7 @@ __device__ __forceinline__ bool run_gate(const Block& b, const Trace& trace) {
   dots.run();
   collect_logits(b);
   const bool ok = all_well(b);
-  trace.end(TracePhase::kGate, blockIdx.x, 0);
+  trace.end(Phase::kGate, blockIdx.x, 0);
   return ok;
 }
 
@@ -375,7 +375,7 @@ __device__ __forceinline__ void run_gemm0(const Block& b, const Trace& trace) {
                                                      begin_of_part(all, blockIdx.x + 1), kFewWarps);
   dots.begin();
   dots.run();
-  trace.end(TracePhase::kGemm0, blockIdx.x, 0);
+  trace.end(Product<kFirst>::kPhase, blockIdx.x, 0);
 }
 
 template <class Dtype, class Trace>
@@ -392,13 +392,13 @@ __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
       prefetch_jobs(jobs, b.warp(), jobs.jobs());
       trace.begin();
       if (!meet(b)) return;
-      trace.end(TracePhase::kWait, blockIdx.x, 0);
+      trace.end(Phase::kWait, blockIdx.x, 0);
     }
     trace.begin();
     dots.run();
     __syncthreads();
     jobs.sum_results();
-    trace.end(TracePhase::kGemm1, blockIdx.x, next);
+    trace.end(Product<kReturning>::kPhase, blockIdx.x, next);
     next += jobs.twos;
     if (next == end) return;
     __syncthreads();
@@ -422,7 +422,7 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   ok = ok && few::route(b);
   if (ok) {
     __syncthreads();
-    trace.end(TracePhase::kDispatch, blockIdx.x, 0);
+    trace.end(Phase::kDispatch, blockIdx.x, 0);
     few::run_gemm0<Dtype, kActivation>(b, trace);
     few::run_gemm1<Dtype>(b, trace);
   }

@@ -37,8 +37,6 @@ struct TraceEvent {
 };
 static_assert(sizeof(TraceEvent) == 32);
 
-using TracePhase = Phase;
-
 // Trace memory of one block: kTraceEvents events behind a header that says how many were written (they stop when full).
 inline constexpr uint32_t kTraceEvents = 4095;
 struct TraceHeader {

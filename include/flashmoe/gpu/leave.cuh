@@ -17,7 +17,7 @@ __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
     // A rank's configuration is in its own heap, and here once it has announced it.
     auto at = [&](uint32_t p) { return Platform::kPeersMapped ? p : c.rank; };
     to.mine = *c.call_config(at(to.fault.rank), to.fault.rank);
-    to.theirs = *c.call_config(at(to.fault.awaited), to.fault.awaited);
+    to.theirs = *c.call_config(at(to.fault.rank), to.fault.awaited);  // as the finder read it
     Platform::store_release(&to.posted, uint64_t{1}, kSystem);
     return;
   }

@@ -25,7 +25,7 @@ struct Tracer {
     }
   }
   // It ends. Of a task that was only rehearsed nothing is recorded.
-  __device__ __forceinline__ void end(TracePhase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
+  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
     if constexpr (kOn) {
       const uint32_t t = thread();
       if (t % kEach != 0 || args.trace == nullptr || index == kNoTile) return;

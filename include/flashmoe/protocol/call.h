@@ -28,8 +28,8 @@ struct Call {
   ReturnMode return_mode = ReturnMode::kDirect;
   // How it is cut into tasks.
   uint32_t tile_rows = 128;
-  uint32_t gemm0_columns = 1, gemm1_columns = 1;
-  // Return groups: group g has GEMM1's columns [group_first[g], group_first[g + 1]).
+  uint32_t columns[kProducts] = {};  // blocks of columns of each product
+  // Return groups: group g has the columns [group_first[g], group_first[g + 1]) of the product whose results return.
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
   uint32_t processors = 1;
@@ -51,6 +51,13 @@ struct Call {
   // Bytes of a token's H elements, of a hidden row's I, and of the H elements of a row on its way home.
   uint32_t token_row_bytes = 0, hidden_row_bytes = 0, return_row_bytes = 0;
   uint64_t queue_mask = 0, list_mask = 0;
+
+  // How far an axis of matrices reaches.
+  uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
+  // Cuts the results of each product into blocks of so many columns.
+  void cut_columns(const std::array<uint32_t, kProducts>& each) {
+    for (uint32_t n = 0; n < kProducts; ++n) columns[n] = ceil_div(extent(kProgram[n].columns), each[n]);
+  }
 
   FLASHMOE_HD uint32_t block_tokens() const { return 1u << log2_block; }
   FLASHMOE_HD uint32_t blocks() const { return (tokens + block_tokens() - 1) >> log2_block; }

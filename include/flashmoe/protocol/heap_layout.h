@@ -2,6 +2,8 @@
 // conflict-freedom test's coordinates: the host allocates from it and the device indexes with it.
 #pragma once
 
+#include <array>
+
 #include "flashmoe/protocol/base.h"
 #include "flashmoe/protocol/signal.h"
 #include "flashmoe/protocol/status.h"
@@ -13,8 +15,29 @@ inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
 // So few tokens of a rank that is alone go through a kernel of their own (GPU).
 inline constexpr uint32_t kFewTokens = 8;
-// GEMM1's columns are returned in at most this many groups, each with a signal of its own.
+// The columns of results are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
+
+// Lists of ready tiles that the scheduler keeps for a product: the first goes first. Where results go home it has two, see
+// OrderPolicy::gemm1_lists.
+inline constexpr uint32_t kMaxGemm1Lists = 2;
+FLASHMOE_HD constexpr uint32_t ready_lists(uint32_t n) {
+  return n == kReturning ? kMaxGemm1Lists : 1;
+}
+// The first of product n, which has them one behind the other.
+FLASHMOE_HD constexpr uint32_t first_list(uint32_t n) {
+  uint32_t lists = 0;
+  for (uint32_t m = 0; m < n; ++m) lists += ready_lists(m);
+  return lists;
+}
+inline constexpr uint32_t kReadyLists = first_list(kProducts);
+
+// The same for every product.
+constexpr std::array<uint32_t, kProducts> each_product(uint32_t v) {
+  std::array<uint32_t, kProducts> all{};
+  for (uint32_t& x : all) x = v;
+  return all;
+}
 
 // The largest call a context serves. Equal on every rank of a group, except where noted.
 struct Limits {
@@ -34,8 +57,7 @@ struct Limits {
   uint32_t staging = 0;       // 1 if `reduced` may occur
   uint32_t rdma = 0;          // 1 if peers are reached by puts alone (GPU; equal on every rank)
   uint32_t tile_rows = 128;
-  uint32_t gemm0_columns_per_task = 256;
-  uint32_t gemm1_columns_per_task = 256;
+  std::array<uint32_t, kProducts> columns_per_task = each_product(256);
   uint32_t processors = 1;
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
@@ -56,18 +78,25 @@ struct Limits {
   FLASHMOE_HD constexpr uint64_t max_tiles_per_expert() const {
     return min_of(uint64_t{ranks} * max_tokens, max_rows()) / tile_rows + 1;
   }
-  FLASHMOE_HD constexpr uint32_t gemm0_columns() const {
-    return ceil_div(max_of(intermediate, 1u), gemm0_columns_per_task);
+  // Blocks of columns of product n.
+  constexpr uint32_t columns(uint32_t n) const {
+    const uint32_t all = kProgram[n].columns == Axis::kHidden ? hidden : intermediate;
+    return ceil_div(max_of(all, 1u), columns_per_task[n]);
   }
-  FLASHMOE_HD constexpr uint32_t gemm1_columns() const { return ceil_div(max_of(hidden, 1u), gemm1_columns_per_task); }
+  // Tasks that a tile makes.
+  constexpr uint64_t tasks_of_tile() const {
+    uint64_t tasks = 0;
+    for (uint32_t n = 0; n < kProducts; ++n) tasks += columns(n);
+    return tasks;
+  }
   // Ranks whose packets are built in the workspace and sent from there.
   FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
-  // Each tile becomes ready twice.
-  FLASHMOE_HD constexpr uint64_t list_capacity() const {
-    return next_power_of_two(2 * max_tiles() + max_local_experts + 1);
+  // Each tile becomes ready for each product.
+  constexpr uint64_t list_capacity() const {
+    return next_power_of_two(kProducts * max_tiles() + max_local_experts + 1);
   }
-  FLASHMOE_HD constexpr uint64_t queue_capacity() const {
-    return next_power_of_two(max_tiles() * (gemm0_columns() + gemm1_columns()) + processors + 1);
+  constexpr uint64_t queue_capacity() const {
+    return next_power_of_two(max_tiles() * tasks_of_tile() + processors + 1);
   }
 };
 
@@ -115,8 +144,7 @@ enum class WorkField : uint32_t {
   kPrefix,
   kPrefixSignal,
   kExpertTiles,
-  kGemm0Tiles,
-  kGemm1Tiles,
+  kReadyTiles,
   kLogits,
   kJoints,
   kOutOffsets,
@@ -224,18 +252,15 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_local_experts, l.max_tiles_per_expert(), 1, 1}, 4}; },
      "[expert][i] the expert's i-th tile, in the order in which they closed"},
-    {WorkField::kGemm0Tiles, "gemm0_tiles", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_tiles(), 1, 1, 1}, 8}; },
-     "tiles ready for GEMM0; what the next window leaves moves back (OS warp only)"},
-    {WorkField::kGemm1Tiles, "gemm1_tiles", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{2, l.max_tiles(), 1, 1}, 8}; },
-     "[remote homes, local homes] tiles ready for GEMM1, likewise (OS warp only)"},
+    {WorkField::kReadyTiles, "ready_tiles", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{kReadyLists, l.max_tiles(), 1, 1}, 8}; },
+     "[list] tiles ready for a product; what the next window leaves moves back (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
      "[token][expert] router logits of a few tokens, each with the epoch it is of (used on a GPU)"},
     {WorkField::kJoints, "joints", Writer::kSelf,
      [](const Limits& l) {
-       return FieldShape{{l.ranks == 1 && l.top_k > 1 ? l.gemm1_columns() : 0, l.max_tokens, 1, 1}, 4};
+       return FieldShape{{l.ranks == 1 && l.top_k > 1 ? l.columns(kReturning) : 0, l.max_tokens, 1, 1}, 4};
      },
      "[column of tasks][token] 1: the first of the token's two rows is written; zero between calls (GPU only)"},
     {WorkField::kOutOffsets, "out_offsets", Writer::kSelf,
@@ -254,7 +279,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) {
        return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.hidden_bytes), 1}, 1};
      },
-     "[tile][row][I] activations between the two GEMMs"},
+     "[tile][row][I] activations between the products"},
     {WorkField::kStaging, "staging", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{

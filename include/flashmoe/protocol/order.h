@@ -7,7 +7,6 @@
 namespace flashmoe {
 
 inline constexpr uint32_t kMaxRaster = 32;
-inline constexpr uint32_t kMaxGemm1Lists = 2;
 
 struct OrderPolicy {
   // GEMM1 is held back until it trails GEMM0 by this many tasks, as long as GEMM0 tasks are ready: early return
@@ -33,20 +32,22 @@ struct OrderPolicy {
 
 // What is ready and what was published, as the choice sees it.
 struct ReadyState {
-  bool gemm1 = false;
-  bool gemm0 = false;
-  uint64_t gemm0_published = 0;
-  uint64_t gemm1_published = 0;
+  bool product[kProducts] = {};
+  uint64_t published[kProducts] = {};
 };
 
-// GEMM1 before GEMM0, since it completes rows, unless the lag holds it back. Never kNone while something is ready. (Reduce and
-// Combine are nobody's to order: idle processors take them, actors/returner.h.)
-FLASHMOE_HD TaskKind choose(const OrderPolicy& policy, const ReadyState& ready) {
-  const bool held =
-      policy.gemm1_lag != 0 && ready.gemm0 && ready.gemm1_published + policy.gemm1_lag > ready.gemm0_published;
-  if (ready.gemm1 && !held) return TaskKind::kGemm1;
-  if (ready.gemm0) return TaskKind::kGemm0;
-  return TaskKind::kNone;
+// First the product whose results return, since it completes rows, unless the lag holds it back behind the one that it
+// follows; the others as the table has them. Never kNone while something is ready. (Reduce and Combine are nobody's to order: idle
+// processors take them, actors/returner.h.)
+FLASHMOE_FN TaskKind choose(const OrderPolicy& policy, const ReadyState& ready) {
+  const bool held = policy.gemm1_lag != 0 && ready.product[kBeforeReturning] &&
+                    ready.published[kReturning] + policy.gemm1_lag > ready.published[kBeforeReturning];
+  if (ready.product[kReturning] && !held) return Product<kReturning>::kKind;
+  TaskKind kind = TaskKind::kNone;
+  for_each_product([&]<uint32_t n>() {
+    if (kind == TaskKind::kNone && ready.product[n]) kind = Product<n>::kKind;
+  });
+  return kind;
 }
 
 }  // namespace flashmoe

@@ -2,15 +2,13 @@
 #pragma once
 
 #include "flashmoe/protocol/base.h"
+#include "flashmoe/spec/program.h"
 
 namespace flashmoe {
 
-// What the ready queue and the ready list hold. Stop ends a processor; Formed stands in the ready list only.
-enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kStop = 3, kFormed = 4 };
-
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
 // index: tile. column: block of columns.
-// In the ready list the word says what has become ready: a tile for GEMM0 or GEMM1 (column: see ReadyTile), and Formed: that
+// In the ready list the word says what has become ready: a tile for a product (column: see ReadyTile), and Formed: that
 // `column` more local experts have all their tiles, `index` in number.
 struct Task {
   TaskKind kind = TaskKind::kNone;
@@ -26,6 +24,44 @@ struct Task {
             static_cast<uint32_t>(word)};
   }
 };
+
+// Whether a kind that is known when it runs is one of a set that the compiler knows (kinds_where()): one comparison, where
+// it is a set of one.
+template <uint32_t kKinds>
+FLASHMOE_HD constexpr bool is_one_of(TaskKind kind) {
+  if constexpr (kOnly<kKinds> != TaskKind::kNone) {
+    return kind == kOnly<kKinds>;
+  } else {
+    return (kKinds >> static_cast<uint32_t>(kind) & 1u) != 0;
+  }
+}
+
+// Calls f, a lambda `[&]<uint32_t n>() {..}`, for the product n that a kind is of, as it must be; returns what it returns.
+template <uint32_t n = 0, class F>
+FLASHMOE_FN decltype(auto) with_product(TaskKind kind, F&& f) {
+  if constexpr (n + 1 < kProducts) {
+    return kind == Product<n>::kKind ? f.template operator()<n>() : with_product<n + 1>(kind, f);
+  } else {
+    return f.template operator()<n>();
+  }
+}
+
+// What reports and traces call a product.
+FLASHMOE_HD constexpr Phase phase_of(uint32_t product) {
+  return kProgram[product].phase;
+}
+FLASHMOE_FN Phase phase_of_product(TaskKind kind) {
+  return with_product(kind, [&]<uint32_t n>() { return Product<n>::kPhase; });
+}
+
+// Calls f, likewise, for every product.
+template <uint32_t n = 0, class F>
+FLASHMOE_FN void for_each_product(F&& f) {
+  if constexpr (n < kProducts) {
+    f.template operator()<n>();
+    for_each_product<n + 1>(f);
+  }
+}
 
 // What the scheduler is told of a tile in the place of its column: the local expert, whose weights it needs, and whether it
 // has rows of another rank.
@@ -72,7 +108,7 @@ struct alignas(128) Tile {
     uint32_t remote;    // 1 if any row came from another rank
   };
   Shape shape;
-  uint32_t gemm0_done;  // GEMM0 column blocks retired; zero between calls
+  uint32_t done[kProducts];  // column blocks retired of products that others follow; zero between calls
 };
 static_assert(sizeof(Tile) == 128);
 

@@ -154,7 +154,7 @@ class TileFormer {
 
   // Whether an expert's first tile is announced by itself.
   FLASHMOE_FN bool announces_first() const {
-    return c_.local_experts * c_.gemm0_columns <= kFirstTasks * c_.processors;
+    return c_.local_experts * c_.columns[kFirst] <= kFirstTasks * c_.processors;
   }
 
   // Takes over the entries of packets (p, b) .. (p, b + kLanes - 1): each lane's `span` is of its own. next: id of the
@@ -303,7 +303,7 @@ class TileFormer {
       // The last one is known: an expert with one tile need not wait for memory.
       const bool last = nth + 1 == x.closed;
       const uint32_t tile = has && !last ? *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) : x.last_closed;
-      push_ready<P>(c_, has, {TaskKind::kGemm0, ReadyTile::column(l, 0), tile});
+      push_ready<P>(c_, has, {Product<kFirst>::kKind, ReadyTile::column(l, 0), tile});
     }
     P::sync();
     if (P::lane() == 0) m_.experts[i].announced = x.closed;

@@ -202,7 +202,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const PacketScratch packets = scratch.packets();
   trace.begin();
   if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
-  trace.end(TracePhase::kGate, b, 0);
+  trace.end(Phase::kGate, b, 0);
   trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.experts; e += kTeamWarps * 32) owner[e] = c.owner[e];
@@ -215,7 +215,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();
-  trace.end(TracePhase::kDispatch, b, 0);
+  trace.end(Phase::kDispatch, b, 0);
   return true;
 }
 

@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_tokens(uint32_t staging, const Lane& at, c
 
 }  // namespace detail
 
-// Bias of a task of plain features (gate, GEMM1, GEMM0 without a gate): the warpgroup's first is feature first_feature of
+// Bias of a task of plain features (router, returned, activated without a gate): the warpgroup's first is feature first_feature of
 // `features`. `bias` is the expert's row; null: none.
 template <class Dtype, uint32_t kMs>
 __device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bias, const Lane& at,
@@ -174,10 +174,10 @@ __device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bi
   }
 }
 
-// Bias of a GEMM0 task whose first output column is `first_column` of I; gated, `bias` is [2I]: gates, then ups.
+// Bias of a task that activates, whose first output column is `first_column` of I; gated, `bias` is [2I]: gates, then ups.
 template <class Dtype, class Stage, Activation A>
-__device__ __forceinline__ void load_gemm0_bias(FeatureBias (&to)[Stage::kMs], const void* bias, const Lane& at,
-                                                uint32_t first_column, uint32_t intermediate) {
+__device__ __forceinline__ void load_activation_bias(FeatureBias (&to)[Stage::kMs], const void* bias, const Lane& at,
+                                                     uint32_t first_column, uint32_t intermediate) {
   if constexpr (is_gated(A)) {
 #pragma unroll
     for (uint32_t m = 0; m < Stage::kMs; ++m) {
@@ -189,13 +189,14 @@ __device__ __forceinline__ void load_gemm0_bias(FeatureBias (&to)[Stage::kMs], c
   }
 }
 
-// GEMM0: activated rows, rounded once, to the tile's hidden rows: row r at hidden + r * pitch. `staging`: the
+// Epilogue::kActivate: activated rows, rounded once, to the tile's hidden rows: row r at hidden + r * pitch. `staging`: the
 // warpgroup's own buffer.
 template <class Dtype, class Stage, Activation A, uint32_t N>
-__device__ __forceinline__ void store_gemm0(uint32_t staging, const Lane& at,
-                                            const Accumulators<FeaturesByTokens<Stage, N>>& acc,
-                                            const FeatureBias (&bias)[Stage::kMs], uint32_t rows, uint32_t first_column,
-                                            uint32_t intermediate, uint8_t* hidden, uint64_t pitch) {
+__device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at,
+                                                const Accumulators<FeaturesByTokens<Stage, N>>& acc,
+                                                const FeatureBias (&bias)[Stage::kMs], uint32_t rows,
+                                                uint32_t first_column, uint32_t intermediate, uint8_t* hidden,
+                                                uint64_t pitch) {
   using Row = detail::StagedRow<Dtype, Stage, is_gated(A)>;
   const uint32_t first = first_column + at.group * Row::kColumns;
   const uint32_t columns = first < intermediate ? intermediate - first : 0;
@@ -214,14 +215,14 @@ __device__ __forceinline__ void store_gemm0(uint32_t staging, const Lane& at,
       [&](uint32_t token) { return to + token * pitch; });
 }
 
-// GEMM1: (acc + bias) * weight, rounded once, to each token's own row: `rows_to` are the rows' global addresses. Both
+// Epilogue::kReturn: (acc + bias) * weight, rounded once, to each token's own row: `rows_to` are the rows' global addresses. Both
 // arrays lie in shared memory; of weights, as many as N are read, aligned to 8 bytes.
 template <class Dtype, class Stage, uint32_t N>
-__device__ __forceinline__ void store_gemm1(uint32_t staging, const Lane& at,
-                                            const Accumulators<FeaturesByTokens<Stage, N>>& acc,
-                                            const FeatureBias (&bias)[Stage::kMs], uint32_t rows,
-                                            uint32_t first_feature, uint32_t hidden, const float* weights,
-                                            const uint64_t* rows_to) {
+__device__ __forceinline__ void store_returned(uint32_t staging, const Lane& at,
+                                               const Accumulators<FeaturesByTokens<Stage, N>>& acc,
+                                               const FeatureBias (&bias)[Stage::kMs], uint32_t rows,
+                                               uint32_t first_feature, uint32_t hidden, const float* weights,
+                                               const uint64_t* rows_to) {
   using Row = detail::StagedRow<Dtype, Stage, false>;
   const uint32_t first = first_feature + at.group * Row::kColumns;
   const uint32_t columns = first < hidden ? hidden - first : 0;

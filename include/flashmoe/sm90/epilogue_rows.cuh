@@ -176,11 +176,12 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
 
 }  // namespace detail
 
-// As store_gemm0 and store_gemm1, from accumulators that it changes; `bias` is the expert's row, null: none.
+// As store_activated and store_returned, from accumulators that it changes; `bias` is the expert's row, null: none.
 template <class Dtype, Activation A>
-__device__ __forceinline__ void store_gemm0_rows(uint32_t staging, const Lane& at, Accumulators<TokensByFeatures>& acc,
-                                                 const void* bias, uint32_t rows, uint32_t first_column,
-                                                 uint32_t intermediate, uint8_t* hidden, uint64_t pitch) {
+__device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lane& at,
+                                                     Accumulators<TokensByFeatures>& acc, const void* bias,
+                                                     uint32_t rows, uint32_t first_column, uint32_t intermediate,
+                                                     uint8_t* hidden, uint64_t pitch) {
   constexpr bool kGated = is_gated(A);
   const uint32_t columns = first_column < intermediate ? intermediate - first_column : 0;
   uint8_t* const to = hidden + uint64_t{first_column} * Dtype::kBytes;
@@ -192,9 +193,10 @@ __device__ __forceinline__ void store_gemm0_rows(uint32_t staging, const Lane& a
 }
 
 template <class Dtype>
-__device__ __forceinline__ void store_gemm1_rows(uint32_t staging, const Lane& at, Accumulators<TokensByFeatures>& acc,
-                                                 const void* bias, uint32_t rows, uint32_t first_feature,
-                                                 uint32_t hidden, const float* weights, const uint64_t* rows_to) {
+__device__ __forceinline__ void store_returned_rows(uint32_t staging, const Lane& at,
+                                                    Accumulators<TokensByFeatures>& acc, const void* bias,
+                                                    uint32_t rows, uint32_t first_feature, uint32_t hidden,
+                                                    const float* weights, const uint64_t* rows_to) {
   const uint32_t columns = first_feature < hidden ? hidden - first_feature : 0;
   const uint64_t offset = uint64_t{first_feature} * Dtype::kBytes;
   const uint32_t own = detail::own_staging(staging, at);

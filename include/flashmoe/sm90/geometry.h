@@ -66,10 +66,16 @@ static_assert(kFewPairs <= kTileTokens);  // a few tokens' hidden rows are the f
 // The most tokens of a joined return (sm90/join.cuh): a token and a column of tasks share a word.
 inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
 
-// Output columns of a task. SwiGLU: gate and up rows share a task's 128 features.
-FLASHMOE_HD constexpr uint32_t gemm0_columns_per_task(bool gated) {
-  return gated ? kTaskFeatures / 2 : kTaskFeatures;
+// Columns of results of a task of each product. With a gate, a column of what is activated takes two rows of weights.
+constexpr std::array<uint32_t, kProducts> columns_per_task(bool gated) {
+  std::array<uint32_t, kProducts> columns = each_product(kTaskFeatures);
+  for (uint32_t n = 0; n < kProducts; ++n) {
+    if (gated && kProgram[n].epilogue == Epilogue::kActivate) columns[n] /= 2;
+  }
+  return columns;
 }
-inline constexpr uint32_t kGemm1ColumnsPerTask = kTaskFeatures;
+template <uint32_t n, bool kGated>
+inline constexpr uint32_t kColumnsPerTask = columns_per_task(kGated)[n];
+inline constexpr uint32_t kReturnColumns = kColumnsPerTask<kReturning, true>;
 
 }  // namespace flashmoe::sm90

@@ -53,7 +53,7 @@ class Joiner {
     trace_.begin();
     join(row, count);
     row = P::broadcast(row, 0);
-    trace_.end(TracePhase::kCombine, (row & kTokenBits) >> c_.log2_block, row >> 16);
+    trace_.end(Phase::kCombine, (row & kTokenBits) >> c_.log2_block, row >> 16);
     return true;
   }
 

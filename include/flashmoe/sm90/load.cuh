@@ -138,7 +138,7 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const Fea
 
 }  // namespace detail
 
-// GEMM0: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; the first calls
+// Operand::kTokens: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; the first calls
 // count() with each stage.
 template <class Dtype, class Count>
 __device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const FeatureBox& features,
@@ -150,7 +150,7 @@ __device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const Fea
   }
 }
 
-// GEMM1: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the hidden matrix.
+// Operand::kHidden: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the hidden matrix.
 template <class Dtype, class Count>
 __device__ __forceinline__ void hidden_load(Pipeline& ring, bool wide, const FeatureBox& features,
                                             const TensorMap* hidden, uint32_t first_row, uint32_t rows,

@@ -76,7 +76,7 @@ class NetworkSender {
         const uint32_t q = (c_.rank + i) % c_.ranks;
         trace_.begin();
         send_packet(b, q);
-        trace_.end(TracePhase::kDispatch, b, q);
+        trace_.end(Phase::kDispatch, b, q);
       }
     }
     return true;
@@ -153,7 +153,7 @@ class NetworkSender {
         network::signal(c_.return_signal(c_.rank, c_.rank, 0), Signal::make(c_.epoch, 0), p);
       }
       P::sync();
-      trace_.end(TracePhase::kReduce, first, p << 8);
+      trace_.end(Phase::kReduce, first, p << 8);
     }
     return true;
   }

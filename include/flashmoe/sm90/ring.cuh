@@ -27,13 +27,13 @@ struct TaskSlot {
   uint32_t tile, column, expert;
   uint32_t k_bytes;  // of a row of either operand
   Share share;
-  uint32_t stored;  // GEMM1: how many of these the ring has had before, see TaskRing::stored
+  uint32_t stored;  // of tasks whose rows return: how many of these the ring has had before, see TaskRing::stored
   union {
-    uint32_t places[Wide::kTokens];  // GEMM0: where the token rows are, see TokenRows
-    uint64_t to[Wide::kTokens];      // GEMM1: where the results go
+    uint32_t places[Wide::kTokens];  // gathered: where the token rows are, see TokenRows
+    uint64_t to[Wide::kTokens];      // returned: where the results go
   };
-  alignas(8) float weights[Wide::kTokens];  // GEMM1: combine weights
-  uint32_t tokens[Wide::kTokens];           // GEMM1: whose rows they are
+  alignas(8) float weights[Wide::kTokens];  // returned: combine weights
+  uint32_t tokens[Wide::kTokens];           // returned: whose rows they are
 };
 
 // Slots go from each block's clerk to its loaders and consumers, and back. The first block of a pair leads: its clerk takes
@@ -43,13 +43,13 @@ struct TaskRing {
   static constexpr uint32_t kSlots = 5;
   static constexpr uint32_t kLeader = 0, kFollower = 1;
   // Every lane of the consumers and loaders, for what it has read of the slot itself: racecheck takes no arrival for others'
-  // reads. It also keeps any of them from being overtaken, a loader without a part in GEMM1 tasks too.
+  // reads. It also keeps any of them from being overtaken, a loader without a part in what the copy engine loads too.
   static constexpr uint32_t kDoneArrivals = kConsumers * kWarpgroup + kLoaders;
 
   uint64_t handed[kSlots];  // 1: the leader's clerk
   uint64_t full[kSlots];    // 32: clerk, each lane for what it wrote
   uint64_t done[kSlots];    // kDoneArrivals; in the follower also the leader's clerk, for its block
-  uint64_t stored[kSlots];  // 256: consumers; not one for each slot, but for each of so many GEMM1 tasks
+  uint64_t stored[kSlots];  // 256: consumers; not one for each slot, but for each of so many tasks that return rows
   uint64_t free[kSlots];    // 1: the follower's clerk, in the leader
   uint64_t word[kSlots];    // the task that the leader handed on
   uint32_t loaded;          // stages that the loaders have begun to fill
@@ -75,7 +75,7 @@ struct TaskRing {
   // All lanes.
   __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
   __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
-  // The n-th GEMM1 task: nobody waits for the others, and a phase that nobody waits for is an error to synccheck.
+  // The n-th task that returns rows: nobody waits for the others, and a phase that nobody waits for is an error to synccheck.
   __device__ __forceinline__ void put_stored(uint32_t n) { arrive(shared_address(&stored[n % kSlots])); }
 
   // Of a loader thread; of the clerk.

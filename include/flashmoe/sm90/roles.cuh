@@ -38,7 +38,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t r = P::lane() + i * P::kLanes - share.first;
     if (r >= share.rows) continue;  // as are rows before the first
-    if (task.kind == TaskKind::kGemm0) {
+    if (is_one_of<kGathering>(task.kind)) {
       slot.places[r] = place_of(args, c, row[i]);
     } else {
       slot.to[r] = result_of(args, c, row[i]);
@@ -50,15 +50,15 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.tile = task.index;
     slot.column = task.column;
     slot.expert = shape.expert;
-    slot.k_bytes = task.kind == TaskKind::kGemm0 ? c.token_row_bytes : c.hidden_row_bytes;
+    slot.k_bytes = is_one_of<kOverHidden>(task.kind) ? c.token_row_bytes : c.hidden_row_bytes;
     slot.share = share;
   }
 }
 
 // Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: it fetches its code from memory. So while the first
-// tiles form, each pair goes through a GEMM1 and a GEMM0 task of a full tile's shape, of one stage and without rows, by the
+// tiles form, each pair goes through a task of each product of a full tile's shape, of one stage and without rows, by the
 // very code of the tasks behind them. Only where tasks are retired and traced is there a case for them.
-inline constexpr uint32_t kRehearsals = 2;
+inline constexpr uint32_t kRehearsals = kProducts;
 
 // Rows of all ranks' experts, were all ranks as large as this one.
 __device__ __forceinline__ uint64_t rows_of_all(const Call& c) {
@@ -73,9 +73,13 @@ __device__ __forceinline__ uint32_t rehearsals(const Call& c) {
   return Dtype::kTensorCores && c.local_experts != 0 && full ? kRehearsals : 0;
 }
 
-// GEMM0 is the last, because it is needed first.
+// The last product comes first: the first is needed first.
 __device__ __forceinline__ Task rehearsal(uint32_t n) {
-  return {n + 1 == kRehearsals ? TaskKind::kGemm0 : TaskKind::kGemm1, 0, kNoTile};
+  Task task{TaskKind::kNone, 0, kNoTile};
+  for_each_product([&]<uint32_t m>() {
+    if (n + 1 + m == kRehearsals) task.kind = Product<m>::kKind;
+  });
+  return task;
 }
 
 // Instead of look_up(). Of features it loads a stage of the first expert's; of tokens, without rows, none: the products are
@@ -92,9 +96,9 @@ __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
 // Of a clerk between two looks, nanoseconds: the consumers issue from the same scheduler, and draw on the same power.
 inline constexpr uint32_t kPause = 250;
 
-// Clerk: hands a task to its block's loaders and consumers. gemm1_tasks: of that kind so far.
+// Clerk: hands a task to its block's loaders and consumers. stored: how many of them so far that return rows.
 __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
-                                         const Task& task, uint32_t& gemm1_tasks) {
+                                         const Task& task, uint32_t& stored) {
   using P = Platform;
   TaskSlot& slot = ring.at(n);
   if (task.index == kNoTile) {
@@ -104,9 +108,9 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   }
   if (P::lane() == 0) {
     slot.kind = task.kind;
-    slot.stored = gemm1_tasks;
+    slot.stored = stored;
   }
-  if (task.kind == TaskKind::kGemm1) ++gemm1_tasks;
+  if (is_one_of<kHome>(task.kind)) ++stored;
   P::sync();
   ring.put_full(n);
 }
@@ -124,7 +128,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   // one looked up, four round trips to the L2: what is taken early runs late elsewhere.
   constexpr uint32_t kAhead = 10;
   const uint32_t rehearsed = rehearsals<Dtype>(c);
-  uint32_t stages = 0, gemm1_tasks = 0;  // of the tasks so far
+  uint32_t stages = 0, stored = 0;  // of the tasks so far
   uint32_t reported = 0;
   auto report_done = [&](uint32_t taken) {
     if (reported == taken || !ring.is_done(reported)) return false;
@@ -143,7 +147,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
       task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
     }
     if (P::lane() == 0) ring.hand_on(n, task);
-    put_task(args, c, ring, n, task, gemm1_tasks);
+    put_task(args, c, ring, n, task, stored);
     if (task.kind == TaskKind::kStop) {
       while (reported < n) report_done(n);
       return;
@@ -157,7 +161,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
 // before whoever sees its counters by those (cumulativity).
 __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
-  uint32_t retired = 0, gemm1_tasks = 0;
+  uint32_t retired = 0, stored = 0;
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
@@ -172,7 +176,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
       if (!retire_done(n)) __nanosleep(kPause);
     }
     const Task task = ring.handed_task(n);
-    put_task(args, c, ring, n, task, gemm1_tasks);
+    put_task(args, c, ring, n, task, stored);
     if (task.kind != TaskKind::kStop) continue;
     while (retired < n) retire_done(n);
     return;
@@ -190,13 +194,27 @@ __device__ __forceinline__ bool reads_weights_once(const Call& c) {
   return rows_of_all(c) <= uint64_t{kTileTokens} * c.experts;
 }
 
-// Loaders, two warps. The first thread counts the stages that it begins, for the clerk. GEMM1 leaves the second warp free to
-// find and join the late rows of tasks that the consumers have done, or with several ranks to see to the returns.
+// The weights of product p: as the copy engine has them, an expert's rows of them, and their biases.
+template <uint32_t p>
+__device__ __forceinline__ const TensorMap* weights_of(const KernelArgs& args) {
+  return Product<p>::kRight == Operand::kGateUp ? &args.gate_up : &args.down;
+}
+template <uint32_t p>
+__device__ __forceinline__ uint32_t weight_rows(const Call& c, bool gated) {
+  return Product<p>::kRight == Operand::kGateUp ? c.intermediate * (gated ? 2 : 1) : c.hidden;
+}
+template <uint32_t p>
+__device__ __forceinline__ const void* bias_of(const KernelArgs& args) {
+  return Product<p>::kRight == Operand::kGateUp ? args.gate_up_bias : args.down_bias;
+}
+
+// Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Hidden rows, which the copy engine
+// loads, leave the second warp free to find and join the late rows of tasks that the consumers have done, or with several
+// ranks to see to the returns.
 template <class Dtype, bool kGated, class Trace>
 __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                            const Trace& trace) {
   TaskRing& tasks = s.ring;
-  constexpr uint32_t kGroupsOf8 = kBoxFeatures / 8;  // of feature rows in a box
   const bool loads_hidden = threadIdx.x < kFirstLoader + kLoaders / 2;
   auto count = [&] { tasks.count_stage(); };
   const bool read_once = reads_weights_once(c);
@@ -210,31 +228,34 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       if (!loads_hidden) joiner.close();
       return;
     }
-    if (apart && slot.kind == TaskKind::kGemm0) {
+    if (apart && is_one_of<kGathering>(slot.kind)) {
       // Two phases ahead, a barrier looks as if it could be passed.
       named_barrier_sync(kLoaderBarrier, kLoaders);
       apart = false;
     }
     const uint32_t box = slot.column * kPair + pair_rank();
     const bool wide = slot.share.wide;
-    if (slot.kind == TaskKind::kGemm0) {
-      const uint32_t group = box * (kGated ? kGroupsOf8 / 2 : kGroupsOf8);
-      const FeatureBox features{&args.gate_up, 0, 0, group, slot.expert, read_once};
-      const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
-      gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
-    } else {
-      const FeatureBox features{&args.down, 0, 0, box * kGroupsOf8, slot.expert, read_once};
-      hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
-                         slot.share.rows, slot.k_bytes, count);
-      apart = true;
-      if (!loads_hidden && joins_late_rows(c)) {
-        while (!tasks.is_stored(slot.stored)) {
-          if (!joiner.step()) __nanosleep(kPause);
-        }
-        joiner.find(slot.tokens, slot.share.rows, slot.column, wide ? 2 : 1);
+    with_product(slot.kind, [&]<uint32_t p>() {
+      constexpr uint32_t kGroupsOf8 = kColumnsPerTask<p, kGated> / kPair / 8;  // of feature rows in a box
+      const FeatureBox features{weights_of<p>(args), 0, 0, box * kGroupsOf8, slot.expert, read_once};
+      if constexpr (Product<p>::kLeft == Operand::kTokens) {
+        const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
+        gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
+      } else {
+        hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
+                           slot.share.rows, slot.k_bytes, count);
+        apart = true;
       }
-    }
-    const bool free = !loads_hidden && slot.kind == TaskKind::kGemm1 && c.ranks > 1;
+      if constexpr (p == kReturning) {
+        if (!loads_hidden && joins_late_rows(c)) {
+          while (!tasks.is_stored(slot.stored)) {
+            if (!joiner.step()) __nanosleep(kPause);
+          }
+          joiner.find(slot.tokens, slot.share.rows, slot.column, wide ? 2 : 1);
+        }
+      }
+    });
+    const bool free = !loads_hidden && !is_one_of<kGathering>(slot.kind) && c.ranks > 1;
     tasks.put_done(n);
     // Not where tasks have piled up: a step takes as long as a task or two, and the slots are five.
     if (free && !tasks.is_full(n + 2)) returns.step();
@@ -249,46 +270,48 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   using Stage = typename Shape::Stage;
   constexpr bool kRows = std::is_same_v<Shape, TokensByFeatures>;
   constexpr bool kGated = is_gated(kActivation);
-  const bool first = slot.kind == TaskKind::kGemm0;
+  const TaskKind kind = slot.kind;  // read once: behind the mainloop it would be read again
+  const bool activates = is_one_of<kActivating>(kind);
   auto first_column = [&] {
-    const uint32_t columns = first ? gemm0_columns_per_task(kGated) : kGemm1ColumnsPerTask;
+    const uint32_t columns = with_product(kind, [&]<uint32_t p>() { return kColumnsPerTask<p, kGated>; });
     return slot.column * columns + (slot.share.wide ? 0 : pair_rank() * columns / kPair);
   };
   auto expert_bias = [&]() -> const Element* {
-    const auto* all = static_cast<const Element*>(first ? args.gate_up_bias : args.down_bias);
-    const uint32_t features = first ? c.intermediate * (kGated ? 2 : 1) : c.hidden;
+    const auto* all = static_cast<const Element*>(with_product(kind, [&]<uint32_t p>() { return bias_of<p>(args); }));
+    const uint32_t features = with_product(kind, [&]<uint32_t p>() { return weight_rows<p>(c, kGated); });
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
   if constexpr (!kRows) {
     const Lane here = Lane::of_thread(group);
-    if (first) {
-      load_gemm0_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.intermediate);
+    if (activates) {
+      load_activation_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.intermediate);
     } else {
       load_bias<Dtype>(bias, expert_bias(), here, first_column() + group * Stage::kGroupFeatures, c.hidden);
     }
   }
   Accumulators<Shape> acc;
-  multiply<Dtype, Shape>(ring, group, slot.k_bytes, first, acc);
+  multiply<Dtype, Shape>(ring, group, slot.k_bytes, is_one_of<kGathering>(kind), acc);
   trace.begin(1);
   const Lane at = Lane::of_thread(group);
   const uint32_t rows = slot.share.rows;
-  if (first) {
+  if (activates) {
     const uint64_t pitch = c.work_layout.stride[static_cast<uint32_t>(WorkField::kHidden)][1];
     uint8_t* const hidden = c.hidden_row(slot.tile, slot.share.first);
     if constexpr (kRows) {
-      store_gemm0_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(), c.intermediate,
-                                           hidden, pitch);
+      store_activated_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(), c.intermediate,
+                                               hidden, pitch);
     } else {
-      store_gemm0<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.intermediate,
-                                                        hidden, pitch);
+      store_activated<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(),
+                                                            c.intermediate, hidden, pitch);
     }
   } else if constexpr (kRows) {
-    store_gemm1_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.hidden, slot.weights, slot.to);
+    store_returned_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.hidden, slot.weights, slot.to);
   } else {
-    store_gemm1<Dtype, Stage, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.hidden, slot.weights, slot.to);
+    store_returned<Dtype, Stage, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.hidden, slot.weights,
+                                            slot.to);
   }
-  trace.end(TracePhase::kEpilogue, slot.tile, slot.column, 1);
+  trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
 
 // A consumer warpgroup: `group` 0 or 1. `staging`: its own buffer.
@@ -302,13 +325,13 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) return;
-    trace.end(TracePhase::kWait, slot.tile, slot.column);
+    trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
     with_tokens<Dtype>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
       compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
     });
-    trace.end(slot.kind == TaskKind::kGemm0 ? TracePhase::kGemm0 : TracePhase::kGemm1, slot.tile, slot.column);
-    if (slot.kind == TaskKind::kGemm1 && joins_late_rows(c)) tasks.put_stored(slot.stored);  // else nobody waits for it
+    trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
+    if (is_one_of<kHome>(slot.kind) && joins_late_rows(c)) tasks.put_stored(slot.stored);  // else nobody waits for it
     tasks.put_done(n);
   }
 }

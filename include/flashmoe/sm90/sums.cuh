@@ -58,7 +58,7 @@ class SumEngine {
   }
 
  private:
-  static constexpr uint32_t kColumnBytes = kGemm1ColumnsPerTask * Dtype::kBytes;
+  static constexpr uint32_t kColumnBytes = kReturnColumns * Dtype::kBytes;
 
   __device__ __forceinline__ uint32_t group_bytes(uint32_t g) const {
     return min_of(c_.group_first[g + 1] * kColumnBytes, c_.return_row_bytes) - c_.group_first[g] * kColumnBytes;

@@ -1,0 +1,191 @@
+// The program of a call: every kind of task as a row of one table.
+//
+// A row says what a task multiplies or sums, over which axis, how its results are cut into tasks, what becomes of them, who
+// takes it and what it waits for. Who forms tiles, orders tasks, loads, multiplies, retires, counts or traces reads the
+// table and names no kind, so that another product is another row and an epilogue (docs/extending.md). All of it is known
+// to the compiler: what reads it is compiled to comparisons with constants, as if it named the kinds.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "flashmoe/spec/enums.h"
+
+namespace flashmoe {
+
+// The ready queue and the ready list hold products, and kStop, which ends a processor; kFormed stands in the list only.
+// Reduce and Combine, whose pieces nobody hands out, stand in neither.
+enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kStop = 3, kFormed = 4, kReduce = 5, kCombine = 6 };
+
+// What a task is of, beside a block of columns: what its index names.
+enum class Unit : uint32_t {
+  kTile,    // the rows of one expert that a tile has
+  kTokens,  // tokens of one source, or of this rank
+};
+
+enum class Axis : uint32_t {
+  kHidden,        // H, the columns of tokens and of results
+  kIntermediate,  // I, the columns of hidden rows
+  kChoices,       // a token's rows, of its experts on one rank or of all
+};
+
+// Rows and matrices that a task reads.
+enum class Operand : uint32_t {
+  kNone,
+  kTokens,    // dispatched token rows, gathered by their places
+  kHidden,    // a tile's hidden rows, one behind the other
+  kGateUp,    // the expert's weights [2I or I, H]
+  kDown,      // the expert's weights [H, I]
+  kStaged,    // rows that GEMM1 left to be reduced
+  kReturned,  // rows that came home
+};
+
+// What becomes of a task's results.
+enum class Epilogue : uint32_t {
+  kActivate,  // bias and activation; to the tile's hidden rows
+  kReturn,    // bias and combine weight; to each row's home, or to where they are reduced
+  kSend,      // the sum; to the token's home
+  kOutput,    // the sum; to the layer's output
+};
+
+enum class Taker : uint32_t {
+  kProcessors,  // from the ready queue, in the order that the scheduler chooses
+  kIdle,        // whoever has nothing else to do
+};
+
+struct TaskRow {
+  TaskKind kind;
+  Unit of;
+  Operand left, right;
+  Axis over;     // contracted: what both operands have
+  Axis columns;  // of the results, in blocks: a task for each block and unit
+  Epilogue epilogue;
+  Taker taker;
+  // What makes it ready: for a tile, that all columns of this kind are done of it, or that it is formed (kFormed); for what
+  // follows the return, that all rows of a source are (protocol/pending.h, signals).
+  TaskKind after;
+  Phase phase;  // what reports and traces call it
+};
+
+// ---- Programs. Rows that processors take come first. ---------------------------------------------------------------
+
+// The layer. (Where results are returned directly there is no Reduce, and Combine follows GEMM1.)
+inline constexpr TaskRow kForward[] = {
+    {.kind = TaskKind::kGemm0,
+     .of = Unit::kTile,
+     .left = Operand::kTokens,
+     .right = Operand::kGateUp,
+     .over = Axis::kHidden,
+     .columns = Axis::kIntermediate,
+     .epilogue = Epilogue::kActivate,
+     .taker = Taker::kProcessors,
+     .after = TaskKind::kFormed,
+     .phase = Phase::kGemm0},
+    {.kind = TaskKind::kGemm1,
+     .of = Unit::kTile,
+     .left = Operand::kHidden,
+     .right = Operand::kDown,
+     .over = Axis::kIntermediate,
+     .columns = Axis::kHidden,
+     .epilogue = Epilogue::kReturn,
+     .taker = Taker::kProcessors,
+     .after = TaskKind::kGemm0,
+     .phase = Phase::kGemm1},
+    {.kind = TaskKind::kReduce,
+     .of = Unit::kTokens,
+     .left = Operand::kStaged,
+     .right = Operand::kNone,
+     .over = Axis::kChoices,
+     .columns = Axis::kHidden,
+     .epilogue = Epilogue::kSend,
+     .taker = Taker::kIdle,
+     .after = TaskKind::kGemm1,
+     .phase = Phase::kReduce},
+    {.kind = TaskKind::kCombine,
+     .of = Unit::kTokens,
+     .left = Operand::kReturned,
+     .right = Operand::kNone,
+     .over = Axis::kChoices,
+     .columns = Axis::kHidden,
+     .epilogue = Epilogue::kOutput,
+     .taker = Taker::kIdle,
+     .after = TaskKind::kReduce,
+     .phase = Phase::kCombine},
+};
+
+inline constexpr auto& kProgram = kForward;
+
+// ---- What is asked of the program, all of it at compile time --------------------------------------------------------
+
+inline constexpr uint32_t kTaskRows = sizeof(kProgram) / sizeof(kProgram[0]);
+
+// Rows for which `what` holds, as a set of their kinds: bit k is kind k.
+template <class What>
+consteval uint32_t kinds_where(What&& what) {
+  uint32_t kinds = 0;
+  for (const TaskRow& row : kProgram) kinds |= what(row) ? 1u << static_cast<uint32_t>(row.kind) : 0u;
+  return kinds;
+}
+
+consteval uint32_t row_of(TaskKind kind) {
+  uint32_t n = 0;
+  while (kProgram[n].kind != kind) ++n;  // beyond the table there is nothing to compile
+  return n;
+}
+
+// Products: the rows that processors take. A product is known by its number, which is its row's.
+inline constexpr uint32_t kProducts =
+    std::popcount(kinds_where([](const TaskRow& r) { return r.taker == Taker::kProcessors; }));
+
+// The product that is ready when a tile is formed, and the one whose results go home.
+consteval uint32_t first_product() {
+  uint32_t n = 0;
+  while (kProgram[n].after != TaskKind::kFormed) ++n;
+  return n;
+}
+consteval uint32_t returning_product() {
+  uint32_t n = 0;
+  while (kProgram[n].epilogue != Epilogue::kReturn) ++n;
+  return n;
+}
+inline constexpr uint32_t kFirst = first_product(), kReturning = returning_product();
+// The one that these results follow.
+inline constexpr uint32_t kBeforeReturning = row_of(kProgram[kReturning].after);
+
+// Whether product n makes another one ready.
+consteval bool leads_on(uint32_t n) {
+  bool any = false;
+  for (uint32_t m = 0; m < kProducts; ++m) any |= kProgram[m].after == kProgram[n].kind;
+  return any;
+}
+
+// Its row, for device code, which cannot read the table itself.
+template <uint32_t n>
+struct Product {
+  static constexpr TaskKind kKind = kProgram[n].kind;
+  static constexpr Operand kLeft = kProgram[n].left, kRight = kProgram[n].right;
+  static constexpr TaskKind kAfter = kProgram[n].after;
+  static constexpr Phase kPhase = kProgram[n].phase;
+  static constexpr bool kLeadsOn = leads_on(n);
+};
+
+// Kinds of tasks as who runs them tells them apart.
+inline constexpr uint32_t kGathering = kinds_where([](const TaskRow& r) { return r.left == Operand::kTokens; });
+inline constexpr uint32_t kActivating = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kActivate; });
+inline constexpr uint32_t kOverHidden = kinds_where([](const TaskRow& r) { return r.over == Axis::kHidden; });
+inline constexpr uint32_t kHome = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kReturn; });
+
+// The kind of a set of one; kNone of others.
+template <uint32_t kKinds>
+inline constexpr TaskKind kOnly =
+    std::has_single_bit(kKinds) ? static_cast<TaskKind>(std::countr_zero(kKinds)) : TaskKind::kNone;
+
+consteval bool is_sound() {
+  bool sound = true;
+  for (uint32_t n = 0; n < kTaskRows; ++n) sound &= (kProgram[n].taker == Taker::kProcessors) == (n < kProducts);
+  return sound && std::has_single_bit(kHome) && kProgram[row_of(TaskKind::kReduce)].after == kProgram[kReturning].kind;
+}
+static_assert(is_sound());
+
+}  // namespace flashmoe
