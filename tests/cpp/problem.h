@@ -118,6 +118,10 @@ class Problems {
     x.top_k = 1 + below(l_.top_k);
     x.groups = 1 + below(kMaxGroups);
     x.return_mode = one_of({ReturnMode::kDirect, ReturnMode::kReduced});
+    if (l_.rdma != 0) {  // the one way home that puts know
+      x.groups = 1;
+      x.return_mode = ReturnMode::kReduced;
+    }
     std::vector<uint32_t> owners(x.experts);
     const bool uneven = below(3) == 0;  // then ranks without any expert occur
     for (uint32_t e = 0; e < x.experts; ++e) owners[e] = uneven ? below(l_.ranks) : e % l_.ranks;
