@@ -347,9 +347,6 @@ class Rank {
     call.heap_layout = make_heap_layout(limits);
     call.work_layout = make_work_layout(limits);
     call.max_blocks = limits.max_blocks();
-    call.token_row_bytes = limits.hidden * limits.x_bytes;
-    call.hidden_row_bytes = limits.intermediate * limits.hidden_bytes;
-    call.return_row_bytes = limits.hidden * limits.return_bytes;
     call.queue_mask = limits.queue_capacity() - 1;
     call.list_mask = limits.list_capacity() - 1;
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
@@ -383,6 +380,9 @@ class Rank {
     call.capacity = mine.capacity;
     call.order = mine.order;
     call.hidden = x.hidden;
+    call.token_row_bytes = x.hidden * limits_.x_bytes;
+    call.hidden_row_bytes = x.intermediate * limits_.hidden_bytes;
+    call.return_row_bytes = x.hidden * limits_.return_bytes;
     call.intermediate = x.intermediate;
     call.experts = x.experts;
     call.top_k = x.top_k;
@@ -396,7 +396,8 @@ class Rank {
     call.by_owner = x.by_owner.data();
     call.owner_base = x.owner_base.data();
     call.local_experts = call.owned(call.rank);
-    call.config.hash = mix(x.epoch, 0);  // another one in every call: a configuration of an earlier call disagrees
+    call.config.hash =
+        mix(x.epoch, x.belief);  // another one in every call: a configuration of an earlier call disagrees
     for (AbstractEngine<P>& e : engines_) e.set_problem(x);
   }
 

@@ -38,6 +38,7 @@ struct Problem {
   };
 
   Epoch epoch = 0;
+  uint64_t belief = 0;  // ranks that run problems of different beliefs disagree about the call
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   uint32_t groups = 1;  // return groups, as far as there are columns for them
   ReturnMode return_mode = ReturnMode::kDirect;

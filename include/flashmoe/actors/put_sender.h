@@ -28,9 +28,15 @@ class PutSender {
   }
 
  private:
-  // Later than the OS actor's own, see Sender: from the copy in the own heap, since that is where puts may read.
+  // Later than the OS actor's own, see Sender: from the copy in the own heap, since that is where puts may read. Also of a
+  // call that has begun and is over: if this rank has found that another disagrees, peers word it from both configurations.
   FLASHMOE_FN bool announce(uint32_t own_block) const {
-    if (own_block < c_.blocks() && !await_routing<P>(c_, own_block)) return false;
+    const bool routed = own_block >= c_.blocks() || await_routing<P>(c_, own_block);
+    if (!routed) {
+      P::load_acquire(&c_.control()->abort.value,
+                      kDevice);  // set after the call had begun, if this rank has found a fault
+      P::sync();
+    }
     if (!await_word<P>(c_, c_.call_signal(c_.rank, c_.rank))) return false;
     CallConfig* const config = c_.call_config(c_.rank, c_.rank);
     FLASHMOE_NO_UNROLL
@@ -38,7 +44,7 @@ class PutSender {
       P::put_signal(config, config, sizeof(CallConfig), c_.call_signal(c_.rank, c_.rank), call_word(c_),
                     (c_.rank + i) % c_.ranks);
     }
-    return true;
+    return routed;
   }
 
   // Token blocks first, first + senders, ..., for all ranks: so each row is copied once.
@@ -151,7 +157,7 @@ class PutSender {
   Engine& engine_;
 };
 
-// Sends this rank's own fault to the others, if it posts one. One warp, all lanes. The OS actor is the last that may: while it
+// Sends this rank's own fault to the others, if it posts one. The first sender, behind its run(); all lanes. The OS actor is the last that may: while it
 // awaits what others return.
 template <class P>
 FLASHMOE_FN void tell_fault(const Call& c) {
@@ -165,15 +171,11 @@ FLASHMOE_FN void tell_fault(const Call& c) {
       OsLiveness<P>{c});
   FaultRecord* const own = c.fault(c.rank, c.rank);
   P::load_acquire(&c.control()->abort.value, kDevice);  // set after the record
+  P::sync();                                            // whichever lane has seen it
   if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) == 0) return;
   P::sync();
-  // A disagreement is worded from both configurations, and this rank may not have come to announce its own.
-  CallConfig* const config = c.call_config(c.rank, c.rank);
-  const bool begun = Signal::epoch(P::broadcast(P::load_acquire(c.call_signal(c.rank, c.rank), kDevice), 0)) == c.epoch;
   FLASHMOE_NO_UNROLL
   for (uint32_t i = 1; i < c.ranks; ++i) {
-    if (begun) P::put(config, config, sizeof(CallConfig), (c.rank + i) % c.ranks);
-    P::fence();
     P::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.ranks);
   }
   P::quiet();
