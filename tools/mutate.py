@@ -188,6 +188,35 @@ MUTANTS = [
         "P::load_acquire(c_.call_signal(c_.rank, p), kSystem)",
         "P::load_relaxed(c_.call_signal(c_.rank, p))",
     ),
+    Mutant(
+        "16 fence between a packet and its signal",
+        ACTORS + "put_sender.h",
+        "    P::fence();\n    P::put_signal(c_.packet_offsets",
+        "    P::put_signal(c_.packet_offsets",
+    ),
+    Mutant(
+        "16 release of sums to the senders",
+        PROTOCOL + "pending.h",
+        "P::store_release(c.returns_ready(p), word, kDevice);",
+        "P::store_relaxed(c.returns_ready(p), word);",
+    ),
+    Mutant(
+        "16 arrival of a sender's returns before it counts them",
+        ACTORS + "put_sender.h",
+        "      P::quiet();\n      if (P::lane() == 0",
+        "      if (P::lane() == 0",
+    ),
+    Mutant(
+        "16 chain of the senders of a return",
+        ACTORS + "put_sender.h",
+        "P::fetch_add_acq_rel(c_.returns_sent(p), 1u)",
+        "P::fetch_add(c_.returns_sent(p), 1u)",
+    ),
+    Mutant(
+        "16 arrival of a sender's puts before it leaves",
+        ACTORS + "put_sender.h",
+        "    P::quiet();  // of a call that failed, too\n",
+    ),
 ]
 
 

@@ -2,7 +2,8 @@
 // combines what came back for its own tokens.
 //
 //   Reduce   (only with the reduced return) the rows that this rank's experts made for a token, summed and sent home as one
-//            (COMET, section 3.1). Return group by return group, in each the other ranks' tokens before the own.
+//            (COMET, section 3.1). Return group by return group, in each the other ranks' tokens before the own. Where peers
+//            are not mapped, the sum is left where the token's first row was, and senders put it (put_sender.h).
 //   Combine  out[token] = sum of the rows that came back for it, over k (direct) or over ranks (reduced), in ascending order
 //            in fp32 (FlashDMoE, equation 5.3). Return group by return group.
 //
