@@ -40,7 +40,7 @@ int main() {
     run<WarpPlatform<2>>(limits(3, 1), 10, seed, {});
     run<WarpPlatform<2, 2>>(limits(2, 2), 10, seed, {.formers = 1});
     // std::barrier, in which teams meet, orders more than it promises: teams that are one thread each do without.
-    run<cpu::CpuPlatform>(limits(2, 3), 30, seed, {.formers = 1});
+    run<flashmoe::cpu::CpuPlatform>(limits(2, 3), 30, seed, {.formers = 1});
     run<PutPlatform<WarpPlatform<2>>>(limits(3, 1), 10, seed, {.senders = 2});
   }
 }
