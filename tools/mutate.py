@@ -110,9 +110,11 @@ MUTANTS = [
         "P::sync();  // what lane 0 acquired, every lane may read",
     ),
     Mutant(
-        "4 meeting of a former's lanes before a tile is announced",
+        "4 meetings of a former's lanes before a tile is announced",
         PROTOCOL + "tile_former.h",
-        "P::sync();  // every lane's rows before anyone's announcement",
+        "    P::sync();  // all have read the state, and written their rows and shapes, which announce() releases behind this\n"
+        "    if (P::lane() == 0) m_.experts[i] = x;\n    P::sync();\n",
+        "    if (P::lane() == 0) m_.experts[i] = x;\n",
     ),
     Mutant(
         "5 chain of a tile's columns",
@@ -132,17 +134,7 @@ MUTANTS = [
         "P::store_release(c.reduce_signal(p, g), Signal::make(c.epoch, 0), kDevice);",
         "P::store_relaxed(c.reduce_signal(p, g), Signal::make(c.epoch, 0));",
     ),
-    Mutant(
-        "7 acquire of rows to be reduced",
-        ACTORS + "returner.h",
-        "    P::acquire(signal, kDevice);\n",
-    ),
-    Mutant(
-        "7 meeting of the reducer's lanes behind it",
-        ACTORS + "returner.h",
-        "    P::acquire(signal, kDevice);\n    P::sync();\n",
-        "    P::acquire(signal, kDevice);\n",
-    ),
+    Mutant("7 acquire of rows to be reduced", ACTORS + "returner.h", "    P::acquire(signal, kDevice);"),
     Mutant(
         "9 meeting of the reducer's lanes before its count",
         ACTORS + "returner.h",
@@ -174,9 +166,9 @@ MUTANTS = [
     ),
     Mutant(
         "8, 9 meeting of the combining lanes behind it",
-        ACTORS + "returner.h",
-        "P::acquire(c_.return_signal(c_.rank, q, g), kSystem);\n    P::sync();",
-        "P::acquire(c_.return_signal(c_.rank, q, g), kSystem);",
+        ACTORS + "processor.h",
+        "    FLASHMOE_FN void save(const S& s) {\n      P::sync();\n      if (P::lane() == 0) place_ = s;\n      P::sync();\n",
+        "    FLASHMOE_FN void save(const S& s) {\n      if (P::lane() == 0) place_ = s;\n",
     ),
     Mutant(
         "11 release of a block's capacity",
@@ -195,6 +187,35 @@ MUTANTS = [
         ACTORS + "returner.h",
         "P::load_acquire(c_.call_signal(c_.rank, p), kSystem)",
         "P::load_relaxed(c_.call_signal(c_.rank, p))",
+    ),
+    Mutant(
+        "16 fence between a packet and its signal",
+        ACTORS + "put_sender.h",
+        "    P::fence();\n    P::put_signal(c_.packet_offsets",
+        "    P::put_signal(c_.packet_offsets",
+    ),
+    Mutant(
+        "16 release of sums to the senders",
+        PROTOCOL + "pending.h",
+        "P::store_release(c.returns_ready(p), word, kDevice);",
+        "P::store_relaxed(c.returns_ready(p), word);",
+    ),
+    Mutant(
+        "16 arrival of a sender's returns before it counts them",
+        ACTORS + "put_sender.h",
+        "      P::quiet();\n      if (P::lane() == 0",
+        "      if (P::lane() == 0",
+    ),
+    Mutant(
+        "16 chain of the senders of a return",
+        ACTORS + "put_sender.h",
+        "P::fetch_add_acq_rel(c_.returns_sent(p), 1u)",
+        "P::fetch_add(c_.returns_sent(p), 1u)",
+    ),
+    Mutant(
+        "16 arrival of a sender's puts before it leaves",
+        ACTORS + "put_sender.h",
+        "    P::quiet();  // of a call that failed, too\n",
     ),
 ]
 

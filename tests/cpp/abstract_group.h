@@ -14,8 +14,10 @@
 #include "flashmoe/actors/former.h"
 #include "flashmoe/actors/os.h"
 #include "flashmoe/actors/processor.h"
+#include "flashmoe/actors/put_sender.h"
 #include "flashmoe/protocol/packet.h"
 #include "problem.h"
+#include "put_platform.h"
 #include "warp_platform.h"
 
 namespace flashmoe::test {
@@ -129,6 +131,12 @@ class AbstractEngine {
     for (uint32_t i = 0; i < c_.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
   }
 
+  // Of a PutSender.
+  void stage_row(uint32_t token) {
+    uint64_t* row = words(c_.out_row(token));
+    for (uint32_t i = P::lane(); i < c_.hidden; i += P::kLanes) row[i] = x_->row_word(c_.rank, token, i);
+  }
+
   template <uint32_t n>
   void multiply(uint32_t index, uint32_t block) {
     if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(index, block);
@@ -220,7 +228,6 @@ class AbstractEngine {
         combine(piece.first_token + i, piece.group);
       }
     }
-    P::sync();
   }
 
   void begin() {}
@@ -240,10 +247,12 @@ class AbstractEngine {
     const uint32_t rows = *c_.packet_counts(c_.rank, p, token);
     CHECK_EQ(x_->entries(p, token, c_.rank, c_.top_k), rows);
     if (rows == 0) return;
-    uint64_t* to = words(c_.return_row(p, token, c_.rank));
+    const bool stays = !P::kPeersMapped && p != c_.rank;
+    uint64_t* to = words(stays ? c_.staged_row(p, token, 0) : c_.return_row(p, token, c_.rank));
     for_columns(kReturning, c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
-      to[i] = 0;
-      for (uint32_t j = 0; j < rows; ++j) to[i] += words(c_.staged_row(p, token, j))[i];
+      uint64_t sum = 0;
+      for (uint32_t j = 0; j < rows; ++j) sum += words(c_.staged_row(p, token, j))[i];
+      to[i] = sum;
     });
     ledgers_[p].reduced.mark(uint64_t{token} * c_.ranks + c_.rank, g);
   }
@@ -300,33 +309,43 @@ class AbstractEngine {
 // The rank whose actor this thread is.
 inline thread_local uint32_t this_rank = 0;
 
-// One rank: its workspace and its actors. The heaps are the group's. The OS actor forms the tiles itself, or `formers`
-// actors of their own do.
+// Actors of their own, beside the OS actor and the processors.
+struct Helpers {
+  uint32_t formers = 0;  // 0: the OS actor forms the tiles
+  uint32_t senders = 0;  // where peers are not mapped; else the processors send
+};
+
+// One rank: its workspace and its actors. The heaps are the group's.
 template <class P>
 class Rank {
  public:
-  Rank(uint32_t rank, const Limits& limits, uint32_t formers, uint8_t* const* heaps, std::vector<Ledger>& ledgers)
+  Rank(uint32_t rank, const Limits& limits, const Helpers& helpers, uint8_t* const* heaps, std::vector<Ledger>& ledgers)
       : limits_(limits),
-        formers_(formers),
+        formers_(helpers.formers),
+        senders_(helpers.senders),
         ledger_(ledgers[rank]),
-        work_(make_work_layout(limits).bytes),
-        sources_(formers + 1, std::vector<Source>(limits.ranks)),
-        experts_(formers + 1, std::vector<FormedExpert>(limits.max_local_experts)),
+        heaps_(heaps),
+        mapped_(heaps, heaps + limits.ranks),
+        work_(work_bytes(limits)),
+        sources_(formers_ + 1, std::vector<Source>(limits.ranks)),
+        experts_(formers_ + 1, std::vector<FormedExpert>(limits.max_local_experts)),
         seen_(limits.ranks),
         returns_(limits.processors),
-        actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers) * P::kLanes)) {
+        actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers_ + senders_) * P::kLanes)) {
+    CHECK_EQ(senders_ == 0, P::kPeersMapped);
+    CHECK_EQ(limits.rdma == 0, P::kPeersMapped);
+    if (!P::kPeersMapped) {
+      for (uint32_t q = 0; q < limits.ranks; ++q) mapped_[q] = q == rank ? heaps[q] : nullptr;
+    }
     call.rank = rank;
     call.ranks = limits.ranks;
     call.processors = limits.processors;
     call.tile_rows = limits.tile_rows;
-    call.heaps = heaps;
+    call.heaps = mapped_.data();
     call.work = work_.base();
     call.heap_layout = make_heap_layout(limits);
     call.work_layout = make_work_layout(limits);
     call.max_blocks = limits.max_blocks();
-    call.token_row_bytes = limits.hidden * limits.x_bytes;
-    call.hidden_row_bytes = limits.intermediate * limits.hidden_bytes;
-    call.return_row_bytes = limits.hidden * limits.return_bytes;
     call.queue_mask = limits.queue_capacity() - 1;
     call.list_mask = limits.list_capacity() - 1;
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
@@ -340,7 +359,7 @@ class Rank {
   uint32_t run(const std::vector<Problem>& problems) {
     std::vector<std::thread> threads;
     succeeded_ = 0;
-    for (uint32_t actor = 0; actor <= limits_.processors + formers_; ++actor) {
+    for (uint32_t actor = 0; actor <= limits_.processors + formers_ + senders_; ++actor) {
       threads.emplace_back([&, actor] {
         this_rank = call.rank;
         const auto body = [&] { run_actor(actor, problems); };
@@ -360,6 +379,9 @@ class Rank {
     call.capacity = mine.capacity;
     call.order = mine.order;
     call.hidden = x.hidden;
+    call.token_row_bytes = x.hidden * limits_.x_bytes;
+    call.hidden_row_bytes = x.intermediate * limits_.hidden_bytes;
+    call.return_row_bytes = x.hidden * limits_.return_bytes;
     call.intermediate = x.intermediate;
     call.experts = x.experts;
     call.top_k = x.top_k;
@@ -373,12 +395,13 @@ class Rank {
     call.by_owner = x.by_owner.data();
     call.owner_base = x.owner_base.data();
     call.local_experts = call.owned(call.rank);
-    call.config.hash = mix(x.epoch, 0);  // another one in every call: a configuration of an earlier call disagrees
+    call.config.hash =
+        mix(x.epoch, x.belief);  // another one in every call: a configuration of an earlier call disagrees
     for (AbstractEngine<P>& e : engines_) e.set_problem(x);
   }
 
  private:
-  // Actor 0 is the OS actor; processors and formers follow.
+  // Actor 0 is the OS actor; processors, formers and senders follow.
   bool is_processor(uint32_t actor) const { return actor != 0 && actor <= limits_.processors; }
 
   void run_actor(uint32_t actor, const std::vector<Problem>& problems) {
@@ -386,14 +409,18 @@ class Rank {
     for (const Problem& x : problems) {
       if (leader) prepare(x);
       meet();
+      const uint64_t lane = P::worker() * P::kLanes + P::lane();
       if (perturbation != 0) {
-        cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor, P::worker() * P::kLanes + P::lane()) | 1);
+        cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor, lane) | 1);
       }
+      Network::mine().join(heaps_, call.heap_layout.bytes, call.rank, mix(x.epoch, call.rank, actor, lane));
       if (actor == 0) {
         const bool ok = run_os<P>(call, {.subscriber = {sources_[0].data(), {experts_[0].data(), 0, formers_ == 0}},
                                          .scheduler = &scheduler_,
                                          .seen = seen_.data()});
         if (leader) aborted_ = !ok;
+      } else if (actor > limits_.processors + formers_) {
+        send(actor - limits_.processors - formers_ - 1);
       } else if (!is_processor(actor)) {
         const uint32_t id = actor - limits_.processors - 1;
         run_former<P>(call, sources_[id + 1].data(), {experts_[id + 1].data(), id, formers_});
@@ -409,6 +436,14 @@ class Rank {
         check_end(x);
         ++succeeded_;
       }
+    }
+  }
+
+  void send(uint32_t id) {
+    if constexpr (!P::kPeersMapped) {
+      PutSender<P, AbstractEngine<P>>(call, engines_.front()).run(id, senders_, 0);
+      if (id == 0) tell_fault<P>(call);
+      CHECK(Network::mine().empty());  // the next call overwrites what puts read
     }
   }
 
@@ -483,8 +518,10 @@ class Rank {
   }
 
   const Limits limits_;
-  const uint32_t formers_;
+  const uint32_t formers_, senders_;
   Ledger& ledger_;
+  uint8_t* const* heaps_;         // the group's, which the network reaches
+  std::vector<uint8_t*> mapped_;  // those that this rank's actors reach
   Region work_;
   // [OS actor, formers ...]
   std::vector<std::vector<Source>> sources_;
@@ -501,14 +538,15 @@ class Rank {
 template <class P>
 class AbstractGroup {
  public:
-  explicit AbstractGroup(const Limits& limits, uint32_t formers = 0) : heap_bytes(make_heap_layout(limits).bytes) {
+  explicit AbstractGroup(const Limits& limits, const Helpers& helpers = {})
+      : heap_bytes(make_heap_layout(limits).bytes) {
     for (uint32_t p = 0; p < limits.ranks; ++p) {
       regions_.emplace_back(heap_bytes);
       heaps_.push_back(regions_.back().base());
       ledgers_.emplace_back(limits);
     }
     for (uint32_t p = 0; p < limits.ranks; ++p) {
-      ranks_.push_back(std::make_unique<Rank<P>>(p, limits, formers, heaps_.data(), ledgers_));
+      ranks_.push_back(std::make_unique<Rank<P>>(p, limits, helpers, heaps_.data(), ledgers_));
     }
   }
 

@@ -46,7 +46,7 @@ FLASHMOE_FN decltype(auto) with_product(TaskKind kind, F&& f) {
   }
 }
 
-// What reports and traces call a product.
+// What reports and traces call a product. On the host: a number that only it knows.
 constexpr Phase phase_of(uint32_t product) {
   return kProgram[product].phase;
 }
