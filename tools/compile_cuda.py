@@ -4,10 +4,10 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
 activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
-every activation, for the others with SwiGLU alone. A kernel that spills registers, keeps a stack frame, whose wgmma
-instructions ptxas serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the
-right result, only far slower; so each of these is an error here. What is compiled and the compiler's output go to
-build-cuda/.
+every activation, for the others with SwiGLU alone; and with the program of docs/extending.md for 16-bit types. A kernel
+that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or that lacks one of the
+instructions it is built on (`Unit.required`) still computes the right result, only far slower; so each of these is an
+error here. What is compiled and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
@@ -45,6 +45,7 @@ WGMMA = "HGMMA"
 
 BF16, SWIGLU = 1, 3  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
+OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
 
 # C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.
 ADVISORY = re.compile(r"\(C75\d\d\).*|Potential Performance Loss.*")
@@ -166,6 +167,11 @@ def rdma_instances() -> list[tuple[str, ...]]:
     return [(f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", RDMA) for dtype, activation in kinds]
 
 
+def program_instances() -> list[tuple[str, ...]]:
+    """The same, of the program of docs/extending.md, which is of 16-bit types."""
+    return [(f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={SWIGLU}", OUTER) for dtype in (BF16, 2)]
+
+
 def nvshmem_headers() -> Path | None:
     """Those of NVSHMEM's PyPI package, which PyTorch for CUDA depends on."""
     found = (Path(path) / "nvidia" / "nvshmem" / "include" for path in sys.path)
@@ -177,7 +183,8 @@ def units() -> list[Unit]:
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
         if Unit(source).fused:
-            found += [Unit(source, defines) for defines in (*instances(), *rdma_instances())]
+            defined = (*instances(), *rdma_instances(), *program_instances())
+            found += [Unit(source, defines) for defines in defined]
         else:
             found.append(Unit(source))
     return found

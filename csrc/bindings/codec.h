@@ -54,6 +54,7 @@ class Fields {
   }
 
   void done() const {
+    if (read_.size() == map_.size()) return;
     for (const auto& [key, value] : map_) {
       if (std::find(read_.begin(), read_.end(), key) == read_.end()) refuse(key.c_str(), "no such key", "a value");
     }

@@ -134,13 +134,14 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
   }
 }
 
-void Engine::multiply(uint32_t n, uint32_t tile, uint32_t block) {
-  const Timed timed(trace_, phase_of(n), tile, block);
+void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
+  const Timed timed(trace_, phase_of(n), index, block);
   const TaskRow& product = kProgram[n];
   const Columns at = columns(n, block, block + 1);
   switch (product.epilogue) {
-    case Epilogue::kActivate: return activate_columns(product, tile, at);
-    case Epilogue::kReturn: return return_columns(product, tile, at);
+    case Epilogue::kActivate: return activate_columns(product, index, at);
+    case Epilogue::kReturn: return return_columns(product, index, at);
+    case Epilogue::kKeep: return keep_columns(index, at);
     case Epilogue::kSend:
     case Epilogue::kOutput: break;  // of no product
   }
@@ -199,6 +200,34 @@ void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
     uint8_t* to =
         c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal) : c_.return_row(row.source, row.token, row.k);
     narrow(at(to, spec().return_type, of.first), out + size_t{r} * of.count, spec().return_type, of.count, row.weight);
+  }
+}
+
+// In the order of (source, token), whatever the order in which tiles took the rows: the bits are the same in every call.
+void Engine::keep_columns(uint32_t expert, Columns of) {
+  rows_.clear();
+  const uint32_t* tiles = c_.expert_tiles(expert);
+  for (uint32_t i = 0; i < c_.expert_state(expert)->tiles; ++i) {
+    for (uint32_t r = 0; r < c_.tile(tiles[i])->shape.rows; ++r) {
+      const Row& row = *c_.tile_row(tiles[i], r);
+      rows_.push_back({row.source, row.token, tiles[i], r});
+    }
+  }
+  std::sort(rows_.begin(), rows_.end(), [](const TileRow& a, const TileRow& b) {
+    return a.source != b.source ? a.source < b.source : a.token < b.token;
+  });
+  const size_t pitch = c_.hidden;
+  float* kept = layer_.kept + size_t{expert} * c_.intermediate * pitch + of.first;
+  for (uint32_t i = 0; i < c_.intermediate; ++i) std::fill_n(kept + i * pitch, of.count, 0.0f);
+  float* hidden = room(a_, c_.intermediate);
+  float* x = room(out_, of.count);
+  for (const TileRow& row : rows_) {
+    widen(hidden, c_.hidden_row(row.tile, row.row), spec().hidden_type, c_.intermediate);
+    widen(x, at(token_row(row.source, row.token), spec().x_type, of.first), spec().x_type, of.count);
+    for (uint32_t i = 0; i < c_.intermediate; ++i) {
+      float* to = kept + i * pitch;
+      for (uint32_t h = 0; h < of.count; ++h) to[h] += hidden[i] * x[h];
+    }
   }
 }
 

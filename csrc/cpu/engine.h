@@ -23,8 +23,8 @@ class Engine {
   bool dispatch(uint32_t b);
   // A task of product n of the program.
   template <uint32_t n>
-  void multiply(uint32_t tile, uint32_t block) {
-    multiply(n, tile, block);
+  void multiply(uint32_t index, uint32_t block) {
+    multiply(n, index, block);
   }
 
   // ---- of a Sender ----------------------------------------------------------------------------------------------
@@ -60,6 +60,11 @@ class Engine {
   }
 
  private:
+  // A row of an expert: whose it is, and where.
+  struct TileRow {
+    uint32_t source, token, tile, row;
+  };
+
   bool route(uint32_t b, const PacketScratch& s);
   bool choose_experts(const float* logits, int32_t* ids, float* weights);
   void reduce(const Piece& piece);
@@ -74,7 +79,7 @@ class Engine {
     const uint32_t each = limits_.columns_per_task[n], all = c_.extent(kProgram[n].columns);
     return {begin * each, min_of(end * each, all) - begin * each};
   }
-  void multiply(uint32_t n, uint32_t tile, uint32_t block);
+  void multiply(uint32_t n, uint32_t index, uint32_t block);
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, uint64_t first,
                  uint32_t columns);
@@ -82,6 +87,8 @@ class Engine {
   void activate_columns(const TaskRow& product, uint32_t tile, Columns of);
   // row's home = weight * (rows * weights^T + bias), columns
   void return_columns(const TaskRow& product, uint32_t tile, Columns of);
+  // kept[expert, :, columns] = sum over the expert's rows of hidden^T x
+  void keep_columns(uint32_t expert, Columns of);
 
   const LayerSpec& spec() const { return layer_.spec; }
 
@@ -92,6 +99,7 @@ class Engine {
   uint64_t begun_ns_ = 0;
   // Buffers: operand rows, results (gate and up), a bias, router scores, combine weights, packet scratch.
   std::vector<float> a_, out_, up_, bias_, scores_, weights_;
+  std::vector<TileRow> rows_;  // of an expert
   GemmBuffers gemm_;
   std::vector<uint32_t> words_;
   std::vector<uint16_t> halves_;

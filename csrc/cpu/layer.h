@@ -19,6 +19,7 @@ struct Layer {
   const int32_t* topk_ids = nullptr;    // [T, K]; null where the router decides
   const float* topk_weights = nullptr;  // [T, K]
   void* out = nullptr;                  // [T, H]
+  float* kept = nullptr;  // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 };
 
 }  // namespace flashmoe::cpu

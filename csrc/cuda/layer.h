@@ -19,6 +19,7 @@ struct Layer {
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0;  // 0: none
   bool topk_ids_64 = false;                                   // given ids are int64
   bool traced = false;
+  uint64_t kept = 0;  // [El, I, H] fp32, see KernelArgs
   std::string cubin;  // file of the kernel compiled for the spec's types and activation, and traced
 };
 

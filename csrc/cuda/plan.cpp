@@ -103,6 +103,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.renormalize = spec.renormalize;
   args.host_fault = common.fault;
   args.trace = trace;
+  args.kept = reinterpret_cast<float*>(layer.kept);
 }
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {

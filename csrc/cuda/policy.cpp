@@ -43,7 +43,7 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 }
 
 bool is_few(uint32_t ranks, uint32_t tokens) {
-  return ranks == 1 && tokens <= kFewTokens;
+  return kExpertProducts == 0 && ranks == 1 && tokens <= kFewTokens;
 }
 
 bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {

@@ -24,7 +24,7 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 // memory allows.
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
-// Whether the kernel of a few tokens takes the call (gpu/few.cuh).
+// Whether the kernel of a few tokens takes the call (gpu/few.cuh), which computes the forward and nothing else.
 bool is_few(uint32_t ranks, uint32_t tokens);
 
 // Whether a token's rows are joined as they come, so that there is no combine (sm90/join.cuh). With two rows a token it pays

@@ -37,7 +37,7 @@ Error timeout_error(const HostFault& record, const Teller& teller) {
 }
 
 Error disagreement_error(const HostFault& record) {
-  const LayerSpec &mine = record.mine.layer, &theirs = record.theirs.layer;
+  const LayerSpec mine = record.mine.layer(), theirs = record.theirs.layer();
   const uint32_t a = record.fault.rank, b = record.fault.awaited;
   std::string what;
   auto number = [&](const char* name, auto x, auto y) {

@@ -77,9 +77,10 @@ def resolved(room: Room, layer: LayerSpec, options: Options, owners: Sequence[in
 
     Raises `InvalidArgument` and `HeapError`.
     """
-    layer = replace(layer, return_mode=resolved_return_mode(room, options.return_mode, layer.top_k))
-    check_limits(room, layer, owners, tokens)
-    return replace(layer, capacity_factor=checked_capacity(room, options.capacity_factor, layer, owners))
+    mode = resolved_return_mode(room, options.return_mode, layer.top_k)
+    check_limits(room, layer, mode, owners, tokens)
+    factor = checked_capacity(room, options.capacity_factor, layer, owners)
+    return replace(layer, return_mode=mode, capacity_factor=factor)
 
 
 def as_plain_values(options: Options) -> Options:
@@ -120,8 +121,9 @@ def resolved_return_mode(room: Room, return_mode: str | None, top_k: int) -> str
     return mode
 
 
-def check_limits(room: Room, layer: LayerSpec, owners: Sequence[int], tokens: int) -> None:
-    """The call against what the memory of the ranks' contexts was made for. Alike on all ranks but for T, H to K."""
+def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int], tokens: int) -> None:
+    """A call with that return mode against what the memory of the ranks' contexts was made for. Alike on all ranks but
+    for T, H to K."""
     limits = room.limits
     for name, size in (
         ("max_tokens", tokens),
@@ -144,11 +146,11 @@ def check_limits(room: Room, layer: LayerSpec, owners: Sequence[int], tokens: in
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
-    slots = layer.top_k if layer.return_mode == "direct" else room.ranks
+    slots = layer.top_k if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
         raise HeapError(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
-            f"limit, got {slots} with {layer.return_mode!r}"
+            f"limit, got {slots} with {mode!r}"
         )
 
 

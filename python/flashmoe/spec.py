@@ -8,7 +8,7 @@ include/flashmoe/spec/enums.h, which tests/test_spec.py compares with the tuples
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import InvalidArgument
@@ -105,10 +105,7 @@ class LayerSpec:
 
     def to_map(self) -> dict[str, int | float | str]:
         """The fields by name, as the library takes them."""
-        return {
-            field.name: int(value) if isinstance(value := getattr(self, field.name), bool) else value
-            for field in fields(self)
-        }
+        return {name: int(value) if value is True or value is False else value for name, value in vars(self).items()}
 
 
 def of_one_type(dtype: str) -> dict[str, str]:

@@ -14,8 +14,10 @@
 #include "flashmoe/actors/former.h"
 #include "flashmoe/actors/os.h"
 #include "flashmoe/actors/processor.h"
+#include "flashmoe/actors/put_sender.h"
 #include "flashmoe/protocol/packet.h"
 #include "problem.h"
+#include "put_platform.h"
 #include "warp_platform.h"
 
 namespace flashmoe::test {
@@ -57,11 +59,13 @@ struct Ledger {
       : contributed(uint64_t{l.max_tokens} * l.top_k),
         reduced(uint64_t{l.max_tokens} * l.ranks),
         combined(l.max_tokens),
-        activated(l.max_tiles()) {}
+        activated(l.max_tiles()),
+        kept(l.max_local_experts) {}
   Once contributed;  // [token, k] at the token's home: columns that its expert wrote
   Once reduced;      // [token, rank] at the token's home: return groups that the rank has summed
   Once combined;     // [token]: return groups
   Once activated;    // [tile]: columns of its hidden rows
+  Once kept;         // [local expert]: columns of what is kept of it
 };
 
 // What build_packets works in.
@@ -127,10 +131,17 @@ class AbstractEngine {
     for (uint32_t i = 0; i < c_.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
   }
 
+  // Of a PutSender.
+  void stage_row(uint32_t token) {
+    uint64_t* row = words(c_.out_row(token));
+    for (uint32_t i = P::lane(); i < c_.hidden; i += P::kLanes) row[i] = x_->row_word(c_.rank, token, i);
+  }
+
   template <uint32_t n>
-  void multiply(uint32_t tile, uint32_t block) {
-    if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(tile, block);
-    if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(tile, block);
+  void multiply(uint32_t index, uint32_t block) {
+    if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(index, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(index, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kKeep) keep(index, block);
   }
 
   void activate(uint32_t tile, uint32_t n) {
@@ -164,10 +175,7 @@ class AbstractEngine {
   void contribute(uint32_t tile, uint32_t n) {
     for_each_row(tile, [&](uint32_t row, uint32_t home, const Row& entry) {
       if (row % P::kLanes != P::lane()) return;
-      const uint64_t* hidden = words(c_.hidden_row(tile, row));
-      for (uint32_t i = 0; i < c_.intermediate; ++i) {
-        CHECK_EQ(hidden[i], x_->hidden_word(home, entry.token, entry.k, i));
-      }
+      check_hidden(tile, row, home, entry);
       uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal)
                                         : c_.return_row(home, entry.token, entry.k));
       for_columns(kReturning, n, n + 1,
@@ -175,6 +183,23 @@ class AbstractEngine {
       ledgers_[home].contributed.mark(entry.token * c_.top_k + entry.k, n);
     });
     P::sync();
+  }
+
+  // Every hidden row of the expert is there, and so are the tokens' rows, whichever call their homes are in.
+  void keep(uint32_t expert, uint32_t n) {
+    const uint32_t* tiles = c_.expert_tiles(expert);
+    for (uint32_t i = 0; i < c_.expert_state(expert)->tiles; ++i) {
+      CHECK_EQ(c_.tile(tiles[i])->shape.expert, expert);
+      for_each_row(tiles[i], [&](uint32_t row, uint32_t p, const Row& entry) {
+        if (row % P::kLanes != P::lane()) return;
+        check_hidden(tiles[i], row, p, entry);
+        if (p == c_.rank) return;
+        const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, entry.token));
+        for (uint32_t h = 0; h < c_.hidden; ++h) CHECK_EQ(sent[h], x_->row_word(p, entry.token, h));
+      });
+    }
+    P::sync();
+    if (P::lane() == 0) ledgers_[c_.rank].kept.mark(expert, n);
   }
 
   // An item is a token's columns of a return group; pieces are small, so that there are many.
@@ -203,23 +228,31 @@ class AbstractEngine {
         combine(piece.first_token + i, piece.group);
       }
     }
-    P::sync();
   }
 
   void begin() {}
   void end(Phase, uint32_t, uint32_t) {}
 
  private:
+  void check_hidden(uint32_t tile, uint32_t row, uint32_t home, const Row& entry) const {
+    const uint64_t* hidden = words(c_.hidden_row(tile, row));
+    for (uint32_t i = 0; i < c_.intermediate; ++i) {
+      CHECK_EQ(hidden[i], x_->hidden_word(home, entry.token, entry.k, i));
+    }
+  }
+
   static uint64_t* words(uint8_t* row) { return reinterpret_cast<uint64_t*>(row); }
 
   void reduce(uint32_t p, uint32_t token, uint32_t g) {
     const uint32_t rows = *c_.packet_counts(c_.rank, p, token);
     CHECK_EQ(x_->entries(p, token, c_.rank, c_.top_k), rows);
     if (rows == 0) return;
-    uint64_t* to = words(c_.return_row(p, token, c_.rank));
+    const bool stays = !P::kPeersMapped && p != c_.rank;
+    uint64_t* to = words(stays ? c_.staged_row(p, token, 0) : c_.return_row(p, token, c_.rank));
     for_columns(kReturning, c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
-      to[i] = 0;
-      for (uint32_t j = 0; j < rows; ++j) to[i] += words(c_.staged_row(p, token, j))[i];
+      uint64_t sum = 0;
+      for (uint32_t j = 0; j < rows; ++j) sum += words(c_.staged_row(p, token, j))[i];
+      to[i] = sum;
     });
     ledgers_[p].reduced.mark(uint64_t{token} * c_.ranks + c_.rank, g);
   }
@@ -276,33 +309,43 @@ class AbstractEngine {
 // The rank whose actor this thread is.
 inline thread_local uint32_t this_rank = 0;
 
-// One rank: its workspace and its actors. The heaps are the group's. The OS actor forms the tiles itself, or `formers`
-// actors of their own do.
+// Actors of their own, beside the OS actor and the processors.
+struct Helpers {
+  uint32_t formers = 0;  // 0: the OS actor forms the tiles
+  uint32_t senders = 0;  // where peers are not mapped; else the processors send
+};
+
+// One rank: its workspace and its actors. The heaps are the group's.
 template <class P>
 class Rank {
  public:
-  Rank(uint32_t rank, const Limits& limits, uint32_t formers, uint8_t* const* heaps, std::vector<Ledger>& ledgers)
+  Rank(uint32_t rank, const Limits& limits, const Helpers& helpers, uint8_t* const* heaps, std::vector<Ledger>& ledgers)
       : limits_(limits),
-        formers_(formers),
+        formers_(helpers.formers),
+        senders_(helpers.senders),
         ledger_(ledgers[rank]),
-        work_(make_work_layout(limits).bytes),
-        sources_(formers + 1, std::vector<Source>(limits.ranks)),
-        experts_(formers + 1, std::vector<FormedExpert>(limits.max_local_experts)),
+        heaps_(heaps),
+        mapped_(heaps, heaps + limits.ranks),
+        work_(work_bytes(limits)),
+        sources_(formers_ + 1, std::vector<Source>(limits.ranks)),
+        experts_(formers_ + 1, std::vector<FormedExpert>(limits.max_local_experts)),
         seen_(limits.ranks),
         returns_(limits.processors),
-        actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers) * P::kLanes)) {
+        actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers_ + senders_) * P::kLanes)) {
+    CHECK_EQ(senders_ == 0, P::kPeersMapped);
+    CHECK_EQ(limits.rdma == 0, P::kPeersMapped);
+    if (!P::kPeersMapped) {
+      for (uint32_t q = 0; q < limits.ranks; ++q) mapped_[q] = q == rank ? heaps[q] : nullptr;
+    }
     call.rank = rank;
     call.ranks = limits.ranks;
     call.processors = limits.processors;
     call.tile_rows = limits.tile_rows;
-    call.heaps = heaps;
+    call.heaps = mapped_.data();
     call.work = work_.base();
     call.heap_layout = make_heap_layout(limits);
     call.work_layout = make_work_layout(limits);
     call.max_blocks = limits.max_blocks();
-    call.token_row_bytes = limits.hidden * limits.x_bytes;
-    call.hidden_row_bytes = limits.intermediate * limits.hidden_bytes;
-    call.return_row_bytes = limits.hidden * limits.return_bytes;
     call.queue_mask = limits.queue_capacity() - 1;
     call.list_mask = limits.list_capacity() - 1;
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
@@ -316,7 +359,7 @@ class Rank {
   uint32_t run(const std::vector<Problem>& problems) {
     std::vector<std::thread> threads;
     succeeded_ = 0;
-    for (uint32_t actor = 0; actor <= limits_.processors + formers_; ++actor) {
+    for (uint32_t actor = 0; actor <= limits_.processors + formers_ + senders_; ++actor) {
       threads.emplace_back([&, actor] {
         this_rank = call.rank;
         const auto body = [&] { run_actor(actor, problems); };
@@ -336,6 +379,9 @@ class Rank {
     call.capacity = mine.capacity;
     call.order = mine.order;
     call.hidden = x.hidden;
+    call.token_row_bytes = x.hidden * limits_.x_bytes;
+    call.hidden_row_bytes = x.intermediate * limits_.hidden_bytes;
+    call.return_row_bytes = x.hidden * limits_.return_bytes;
     call.intermediate = x.intermediate;
     call.experts = x.experts;
     call.top_k = x.top_k;
@@ -349,12 +395,13 @@ class Rank {
     call.by_owner = x.by_owner.data();
     call.owner_base = x.owner_base.data();
     call.local_experts = call.owned(call.rank);
-    call.config.hash = mix(x.epoch, 0);  // another one in every call: a configuration of an earlier call disagrees
+    call.config.hash =
+        mix(x.epoch, x.belief);  // another one in every call: a configuration of an earlier call disagrees
     for (AbstractEngine<P>& e : engines_) e.set_problem(x);
   }
 
  private:
-  // Actor 0 is the OS actor; processors and formers follow.
+  // Actor 0 is the OS actor; processors, formers and senders follow.
   bool is_processor(uint32_t actor) const { return actor != 0 && actor <= limits_.processors; }
 
   void run_actor(uint32_t actor, const std::vector<Problem>& problems) {
@@ -362,14 +409,18 @@ class Rank {
     for (const Problem& x : problems) {
       if (leader) prepare(x);
       meet();
+      const uint64_t lane = P::worker() * P::kLanes + P::lane();
       if (perturbation != 0) {
-        cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor, P::worker() * P::kLanes + P::lane()) | 1);
+        cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor, lane) | 1);
       }
+      Network::mine().join(heaps_, call.heap_layout.bytes, call.rank, mix(x.epoch, call.rank, actor, lane));
       if (actor == 0) {
         const bool ok = run_os<P>(call, {.subscriber = {sources_[0].data(), {experts_[0].data(), 0, formers_ == 0}},
                                          .scheduler = &scheduler_,
                                          .seen = seen_.data()});
         if (leader) aborted_ = !ok;
+      } else if (actor > limits_.processors + formers_) {
+        send(actor - limits_.processors - formers_ - 1);
       } else if (!is_processor(actor)) {
         const uint32_t id = actor - limits_.processors - 1;
         run_former<P>(call, sources_[id + 1].data(), {experts_[id + 1].data(), id, formers_});
@@ -385,6 +436,14 @@ class Rank {
         check_end(x);
         ++succeeded_;
       }
+    }
+  }
+
+  void send(uint32_t id) {
+    if constexpr (!P::kPeersMapped) {
+      PutSender<P, AbstractEngine<P>>(call, engines_.front()).run(id, senders_, 0);
+      if (id == 0) tell_fault<P>(call);
+      CHECK(Network::mine().empty());  // the next call overwrites what puts read
     }
   }
 
@@ -432,6 +491,12 @@ class Rank {
       CHECK(ledger_.activated.whole(tile, tile < tiles ? call.columns[kFirst] : 0));
       for (const uint32_t done : call.tile(tile)->done) CHECK_EQ(done, 0u);
     }
+    if constexpr (kExpertProducts != 0) {
+      for (uint32_t l = 0; l < ledger_.kept.size(); ++l) {
+        CHECK(ledger_.kept.whole(l, l < call.local_experts ? call.columns[kProducts - 1] : 0));
+        for (const uint64_t done : call.expert_state(l)->done) CHECK_EQ(done, 0u);
+      }
+    }
   }
 
   uint32_t expected_tiles(const Problem& x) const {
@@ -453,8 +518,10 @@ class Rank {
   }
 
   const Limits limits_;
-  const uint32_t formers_;
+  const uint32_t formers_, senders_;
   Ledger& ledger_;
+  uint8_t* const* heaps_;         // the group's, which the network reaches
+  std::vector<uint8_t*> mapped_;  // those that this rank's actors reach
   Region work_;
   // [OS actor, formers ...]
   std::vector<std::vector<Source>> sources_;
@@ -471,14 +538,15 @@ class Rank {
 template <class P>
 class AbstractGroup {
  public:
-  explicit AbstractGroup(const Limits& limits, uint32_t formers = 0) : heap_bytes(make_heap_layout(limits).bytes) {
+  explicit AbstractGroup(const Limits& limits, const Helpers& helpers = {})
+      : heap_bytes(make_heap_layout(limits).bytes) {
     for (uint32_t p = 0; p < limits.ranks; ++p) {
       regions_.emplace_back(heap_bytes);
       heaps_.push_back(regions_.back().base());
       ledgers_.emplace_back(limits);
     }
     for (uint32_t p = 0; p < limits.ranks; ++p) {
-      ranks_.push_back(std::make_unique<Rank<P>>(p, limits, formers, heaps_.data(), ledgers_));
+      ranks_.push_back(std::make_unique<Rank<P>>(p, limits, helpers, heaps_.data(), ledgers_));
     }
   }
 

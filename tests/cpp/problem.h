@@ -38,6 +38,7 @@ struct Problem {
   };
 
   Epoch epoch = 0;
+  uint64_t belief = 0;  // ranks that run problems of different beliefs disagree about the call
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   uint32_t groups = 1;  // return groups, as far as there are columns for them
   ReturnMode return_mode = ReturnMode::kDirect;
@@ -118,6 +119,10 @@ class Problems {
     x.top_k = 1 + below(l_.top_k);
     x.groups = 1 + below(kMaxGroups);
     x.return_mode = one_of({ReturnMode::kDirect, ReturnMode::kReduced});
+    if (l_.rdma != 0) {  // the one way home that puts know
+      x.groups = 1;
+      x.return_mode = ReturnMode::kReduced;
+    }
     std::vector<uint32_t> owners(x.experts);
     const bool uneven = below(3) == 0;  // then ranks without any expert occur
     for (uint32_t e = 0; e < x.experts; ++e) owners[e] = uneven ? below(l_.ranks) : e % l_.ranks;
@@ -127,7 +132,7 @@ class Problems {
     for (uint32_t p = 0; p < l_.ranks; ++p) {
       Problem::OfRank r;
       r.tokens = one_of({0u, 1u, l_.max_tokens, below(l_.max_tokens + 1), below(l_.max_tokens + 1)});
-      r.log2_block = 3 + below(3);
+      r.log2_block = 3 + below(5);  // of more than 32 tokens: sent in parts
       r.capacity = capacity ? 1 + below(l_.max_tokens) : 0;
       r.order = {one_of({0u, 3u, 1000u}), one_of({1u, 2u, kMaxRaster}), one_of({0u, 1u, 9u}),
                  one_of({1u, kMaxGemm1Lists}), one_of({1u, 2u, 3u})};

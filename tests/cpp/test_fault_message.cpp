@@ -56,47 +56,60 @@ void check_bad_routing() {
                 Kind::kInvalidArgument, "topk_ids: expected ids in [0, E=16), got -1 for token 9 of rank 1");
 }
 
-void check_disagreement(const CallConfig& mine, const CallConfig& theirs, const std::string& message) {
+// What a rank believes a call to be.
+struct Believed : LayerSpec {
+  uint32_t placement = 0, groups = 0;
+};
+
+CallConfig config_of(const Believed& b) {
+  CallConfig config{};
+  config.set_layer(b);
+  config.placement = b.placement;
+  config.groups = b.groups;
+  return config;
+}
+
+void check_disagreement(const Believed& mine, const Believed& theirs, const std::string& message) {
   const Fault fault{.kind = FaultKind::kDisagree, .rank = 1, .awaited = 2, .culprit = 2, .epoch = 7};
-  const Error e = host::fault_error({1, fault, 0, mine, theirs}, {});
+  const Error e = host::fault_error({1, fault, 0, config_of(mine), config_of(theirs)}, {});
   CHECK(e.kind == Kind::kGroup);
   CHECK_EQ(std::string(e.what()), "ranks disagree on call 7: " + message);
 }
 
 void check_disagreements() {
-  CallConfig a{};
-  a.layer.x_type = DType::kFloat32;
-  a.layer.activation = Activation::kRelu;
-  a.layer.hidden = 64;
-  a.layer.intermediate = 32;
-  a.layer.experts = 8;
-  a.layer.top_k = 2;
-  CallConfig b = a;
-  b.layer.hidden = 128;
-  b.layer.intermediate = 16;
-  b.layer.top_k = 4;
-  b.layer.capacity_factor = 1.5;
+  Believed a;
+  a.x_type = DType::kFloat32;
+  a.activation = Activation::kRelu;
+  a.hidden = 64;
+  a.intermediate = 32;
+  a.experts = 8;
+  a.top_k = 2;
+  Believed b = a;
+  b.hidden = 128;
+  b.intermediate = 16;
+  b.top_k = 4;
+  b.capacity_factor = 1.5;
   check_disagreement(a, b,
                      "hidden size H: rank 1 has 64, rank 2 has 128; intermediate size I: rank 1 has 32, rank 2 has 16; "
                      "top_k K: rank 1 has 2, rank 2 has 4; capacity_factor: rank 1 has 0, rank 2 has 1.5");
   b = a;
-  b.layer.x_type = DType::kBFloat16;
-  b.layer.activation = Activation::kSwiGlu;
-  b.layer.return_mode = ReturnMode::kReduced;
+  b.x_type = DType::kBFloat16;
+  b.activation = Activation::kSwiGlu;
+  b.return_mode = ReturnMode::kReduced;
   check_disagreement(a, b,
                      "dtype: rank 1 has float32, rank 2 has bfloat16; activation: rank 1 has relu, rank 2 has swiglu; "
                      "return_mode: rank 1 has direct, rank 2 has reduced");
-  b.layer.x_type = DType::kFloat16;
-  b.layer.activation = Activation::kGelu;
-  a.layer.x_type = static_cast<DType>(99);  // what a newer version may send
-  a.layer.activation = Activation::kSilu;
-  a.layer.return_mode = ReturnMode::kReduced;
+  b.x_type = DType::kFloat16;
+  b.activation = Activation::kGelu;
+  a.x_type = static_cast<DType>(99);  // what a newer version may send
+  a.activation = Activation::kSilu;
+  a.return_mode = ReturnMode::kReduced;
   check_disagreement(a, b, "dtype: rank 1 has ?, rank 2 has float16; activation: rank 1 has silu, rank 2 has gelu");
   b = a;
   b.placement = 1;
   b.groups = 1;  // follows from other differences, so it is named alone
   check_disagreement(a, b, "placement: rank 1 and rank 2 place the experts differently");
-  b.layer.experts = 9;  // another number of experts is placed otherwise
+  b.experts = 9;  // another number of experts is placed otherwise
   check_disagreement(a, b, "experts E: rank 1 has 8, rank 2 has 9");
   b = a;
   b.groups = 1;
@@ -117,14 +130,14 @@ void check_posted_faults() {
   CHECK(!cpu::posted_fault(c).has_value());
 
   c.status(2)->entered = 3;
-  c.call_config(0, 0)->layer.hidden = 8;
-  c.call_config(0, 2)->layer.hidden = 16;  // as rank 2 has told it; what it has of its own is not written yet
+  c.call_config(0, 0)->set_layer({.hidden = 8});
+  c.call_config(0, 2)->set_layer({.hidden = 16});  // as rank 2 has told it; what it has of its own is not written yet
   *c.fault(1, 0) = {1, {.kind = FaultKind::kDisagree, .rank = 0, .awaited = 2, .culprit = 2, .epoch = 4}};
   const auto disagreement = cpu::posted_fault(c);
   CHECK(disagreement.has_value() && disagreement->fault.kind == FaultKind::kDisagree);
   CHECK_EQ(disagreement->entered, 3u);
-  CHECK_EQ(disagreement->mine.layer.hidden, 8u);
-  CHECK_EQ(disagreement->theirs.layer.hidden, 16u);
+  CHECK_EQ(disagreement->mine.layer().hidden, 8u);
+  CHECK_EQ(disagreement->theirs.layer().hidden, 16u);
 
   // The own record goes before others'.
   *c.fault(1, 1) = {1, {.kind = FaultKind::kReturn, .rank = 1, .awaited = 2, .culprit = 0, .epoch = 4}};

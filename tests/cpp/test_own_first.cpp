@@ -46,7 +46,7 @@ Problem own_rows(uint32_t own_first) {
 // Runs the call on ranks 0 to present - 1, of which some are missing: for how many of rank 0's experts, the first ones,
 // GEMM0 is done before the call ends. Others' are not begun.
 uint32_t experts_computed(uint32_t own_first, uint32_t present, uint32_t formers) {
-  AbstractGroup<cpu::CpuPlatform> group(limits(), formers);
+  AbstractGroup<cpu::CpuPlatform> group(limits(), {.formers = formers});
   const std::vector<Problem> problems{own_rows(own_first)};
   std::vector<std::thread> threads;
   for (uint32_t p = 0; p < present; ++p) {

@@ -424,6 +424,40 @@ void check_unmapped_peers() {
   CHECK(c.out_row(own.limits.max_tokens) <= c.work + work_bytes(own.limits));
 }
 
+// Rank 1 finds its routing bad, or all find that rank 1 computes something else. Whoever has posted a fault sends it to all
+// (who have its configuration too, by which a disagreement is worded), and every rank leaves although it would wait for ever.
+template <class P>
+void check_faults_by_puts(uint32_t senders, uint64_t seed) {
+  for (const bool disagree : {false, true}) {
+    Limits l = three_ranks();
+    l.rdma = 1;
+    Problem x = all_to_rank_1();
+    x.return_mode = ReturnMode::kReduced;
+    Problem of_rank_1 = x;
+    of_rank_1.belief = disagree ? 1 : 0;
+    if (!disagree) of_rank_1.of[1].ids[0] = 3;
+    AbstractGroup<P> group(l, {.senders = senders});
+    std::vector<std::thread> threads;
+    for (uint32_t p = 0; p < 3; ++p) {
+      group.rank(p).perturbation = seed + p;
+      threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run({p == 1 ? of_rank_1 : x}), 0u); });
+    }
+    for (std::thread& t : threads) t.join();
+    Call c = group.rank(0).call;
+    std::array<uint8_t*, 3> heaps{group.heap(0), group.heap(1), group.heap(2)};
+    c.heaps = heaps.data();
+    check_posted_everywhere(c);
+    uint32_t posted = 0;
+    for (uint32_t by = 0; by < 3; ++by) {
+      if (record(c, by, by).posted == 0) continue;
+      ++posted;
+      CHECK(record(c, by, by).fault.kind == (disagree ? FaultKind::kDisagree : FaultKind::kExpertRange));
+      for (uint32_t at = 0; disagree && at < 3; ++at) CHECK_EQ(c.call_config(at, by)->hash, mix(1, by == 1 ? 1 : 0));
+    }
+    CHECK(disagree ? posted != 0 : posted == 1 && record(c, 1, 1).posted == 1);
+  }
+}
+
 }  // namespace
 }  // namespace flashmoe::test
 
@@ -438,4 +472,8 @@ int main() {
   check_first_fault_only();
   check_spoilt_calls();
   check_unmapped_peers();
+  for (uint64_t seed = 1; seed <= 30; ++seed) {
+    check_faults_by_puts<PutPlatform<CpuPlatform>>(static_cast<uint32_t>(1 + seed % 3), seed);
+  }
+  for (uint64_t seed = 1; seed <= 3; ++seed) check_faults_by_puts<PutPlatform<WarpPlatform<4>>>(2, seed);
 }

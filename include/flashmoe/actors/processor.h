@@ -7,6 +7,7 @@
 
 #include "flashmoe/actors/returner.h"
 #include "flashmoe/actors/sender.h"
+#include "flashmoe/protocol/experts.h"
 #include "flashmoe/protocol/pending.h"
 #include "flashmoe/protocol/ready_queue.h"
 
@@ -26,7 +27,11 @@ FLASHMOE_FN void retire_column(const Call& c, uint32_t tile) {
   const Tile::Shape shape = c.tile(tile)->shape;
   for_each_product([&]<uint32_t m>() {
     if constexpr (Product<m>::kAfter == Product<n>::kKind) {
-      push_ready<P>(c, last, {Product<m>::kKind, ReadyTile::column(shape.expert, shape.remote), tile});
+      if constexpr (Product<m>::kOfExpert) {
+        change_expert<m, P>(c, last, shape.expert, 1);
+      } else {
+        push_ready<P>(c, last, {Product<m>::kKind, ReadyTile::column(shape.expert, shape.remote), tile});
+      }
     }
   });
 }
@@ -70,9 +75,10 @@ struct OneWorker {
   using Returns = ReturnPlaces<Place>;
 };
 
-// Runs one processor of a call to its end: one worker, which dispatches, sends, computes, and in between returns. The engine
-// supplies dispatch(b) and multiply<n>(tile, column), of product n, which return when every write of theirs is ordered before
-// this warp's next release, and what Sender and Returner ask for. places: of this processor, uninitialised.
+// Runs one processor of a call to its end: one worker, which dispatches, sends (where peers are not mapped, actors of their
+// own do: put_sender.h), computes, and in between returns. The engine supplies dispatch(b) and multiply<n>(tile, column), of
+// product n, which return when every write of theirs is ordered before this warp's next release, and what Sender and Returner
+// ask for. places: of this processor, uninitialised.
 template <class P, class Engine>
 FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Returns& places) {
   if (P::lane() == 0) places = {};
@@ -80,7 +86,9 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
   for (uint32_t b = id; b < c.blocks(); b += c.processors) {
     if (!engine.dispatch(b)) return;
   }
-  if (!Sender<P, Engine>(c, engine).run(id, c.processors, id)) return;
+  if constexpr (P::kPeersMapped) {
+    if (!Sender<P, Engine>(c, engine).run(id, c.processors, id)) return;
+  }
   Returner<P, Engine, OneWorker<P>::template Place> returner(c, engine, places);
   while (true) {
     uint64_t ticket = 0;

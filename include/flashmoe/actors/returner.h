@@ -2,7 +2,8 @@
 // combines what came back for its own tokens.
 //
 //   Reduce   (only with the reduced return) the rows that this rank's experts made for a token, summed and sent home as one
-//            (COMET, section 3.1). Return group by return group, in each the other ranks' tokens before the own.
+//            (COMET, section 3.1). Return group by return group, in each the other ranks' tokens before the own. Where peers
+//            are not mapped, the sum is left where the token's first row was, and senders put it (put_sender.h).
 //   Combine  out[token] = sum of the rows that came back for it, over k (direct) or over ranks (reduced), in ascending order
 //            in fp32 (FlashDMoE, equation 5.3). Return group by return group.
 //
@@ -126,8 +127,7 @@ class Reducer {
   FLASHMOE_FN uint32_t is_computed(uint32_t stage) const {
     const uint64_t* signal = c_.reduce_signal(source(stage), group(stage));
     if (Signal::epoch(P::broadcast(P::poll(signal, kDevice), 0)) != c_.epoch) return 0;
-    P::acquire(signal, kDevice);
-    P::sync();
+    P::acquire(signal, kDevice);  // by each lane; place_.save() has them meet behind it
     return 1;
   }
 
@@ -202,8 +202,8 @@ class Combiner {
       all &= Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
     }
     if (P::ballot(!all) != 0) return false;
+    // By the lanes that looked; place_.save() has them meet behind it.
     for (uint32_t q = P::lane(); q < c_.ranks; q += P::kLanes) P::acquire(c_.return_signal(c_.rank, q, g), kSystem);
-    P::sync();
     return true;
   }
 

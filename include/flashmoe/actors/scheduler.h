@@ -79,9 +79,10 @@ class Scheduler {
 
  private:
   FLASHMOE_FN uint32_t tasks_of_call() const {
-    uint32_t per_tile = 0;
-    for_each_product([&]<uint32_t n>() { per_tile += c_.columns[n]; });
-    return tiles_ * per_tile;
+    uint32_t tasks = 0;
+    for_each_product(
+        [&]<uint32_t n>() { tasks += (Product<n>::kOfExpert ? c_.local_experts : tiles_) * c_.columns[n]; });
+    return tasks;
   }
 
   // Moves what formers and retiring processors pushed to where it is published from. What the items refer to is

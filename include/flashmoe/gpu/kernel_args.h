@@ -80,6 +80,7 @@ struct KernelArgs {
   uint32_t renormalize;
   HostFault* host_fault;  // in mapped host memory: written when the call failed
   uint8_t* trace;         // [blocks] of kTraceBytesPerBlock; null: not traced
+  float* kept;            // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

@@ -115,6 +115,21 @@ struct Platform {
     store_relaxed(p, v);
   }
 
+#if FLASHMOE_RDMA
+  static __device__ __forceinline__ void put(void* to, const void* from, uint32_t bytes, uint32_t peer) {
+    network::put(to, from, bytes, peer);
+  }
+  static __device__ __forceinline__ void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal,
+                                                    uint64_t word, uint32_t peer) {
+    network::put_signal(to, from, bytes, signal, word, peer);
+  }
+  static __device__ __forceinline__ void fence() { network::fence(); }
+  static __device__ __forceinline__ void quiet() { network::quiet(); }
+  static __device__ __forceinline__ void signal(uint64_t* to, uint64_t word, uint32_t peer) {
+    network::signal(to, word, peer);
+  }
+#endif
+
   static __device__ __forceinline__ uint64_t now_ns() {
     uint64_t t;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));

@@ -139,7 +139,8 @@ struct Call {
   }
   // Row of `token` of rank p as dispatched to rank `at` (p != at).
   FLASHMOE_HD uint8_t* dispatched_row(uint32_t at, uint32_t p, uint32_t token) const {
-    return heap<uint8_t>(at, HeapField::kRows, peer_slot(p, at, ranks), token);
+    const uint32_t slot = peer_slot(p, at, ranks) + (kRowCopies == 1 ? 0 : parity() * (ranks - 1));
+    return heap<uint8_t>(at, HeapField::kRows, slot, token);
   }
   FLASHMOE_HD uint8_t* return_row(uint32_t home, uint32_t token, uint32_t slot) const {
     return heap<uint8_t>(home, HeapField::kReturnRows, token, slot);
@@ -160,6 +161,10 @@ struct Call {
   FLASHMOE_HD Tile* tile(uint32_t t) const { return workspace<Tile>(WorkField::kTiles, t); }
   FLASHMOE_HD Row* tile_row(uint32_t t, uint32_t row) const { return workspace<Row>(WorkField::kTileRows, t, row); }
   FLASHMOE_HD Segment* segments(uint32_t t) const { return workspace<Segment>(WorkField::kSegments, t); }
+  FLASHMOE_HD ExpertState* expert_state(uint32_t l) const {
+    return workspace<ExpertState>(WorkField::kExpertStates, l);
+  }
+  FLASHMOE_HD uint32_t* expert_tiles(uint32_t l) const { return workspace<uint32_t>(WorkField::kExpertTiles, l); }
   FLASHMOE_HD uint64_t* pending(uint32_t p, uint32_t slot) const {
     return workspace<uint64_t>(WorkField::kPending, p, slot);
   }

@@ -83,20 +83,26 @@ struct Limits {
     const uint32_t all = kProgram[n].columns == Axis::kHidden ? hidden : intermediate;
     return ceil_div(max_of(all, 1u), columns_per_task[n]);
   }
-  // Tasks that a tile makes.
-  constexpr uint64_t tasks_of_tile() const {
+  // Tasks that a tile makes, or an expert beside those of its tiles.
+  constexpr uint64_t tasks_of(Unit unit) const {
     uint64_t tasks = 0;
-    for (uint32_t n = 0; n < kProducts; ++n) tasks += columns(n);
+    for (uint32_t n = 0; n < kProducts; ++n) tasks += kProgram[n].of == unit ? columns(n) : 0;
     return tasks;
+  }
+  // The most tiles, or experts, that are ready for a product.
+  constexpr uint64_t max_ready() const {
+    return kExpertProducts == 0 ? max_tiles() : max_of<uint64_t>(max_tiles(), max_local_experts);
   }
   // Ranks whose packets are built in the workspace and sent from there.
   FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
-  // Each tile becomes ready for each product.
+  // Each tile becomes ready for each product, and each expert for its own.
   constexpr uint64_t list_capacity() const {
-    return next_power_of_two(kProducts * max_tiles() + max_local_experts + 1);
+    return next_power_of_two((kProducts - kExpertProducts) * max_tiles() +
+                             (kExpertProducts + 1) * uint64_t{max_local_experts} + 1);
   }
   constexpr uint64_t queue_capacity() const {
-    return next_power_of_two(max_tiles() * tasks_of_tile() + processors + 1);
+    return next_power_of_two(max_tiles() * tasks_of(Unit::kTile) + max_local_experts * tasks_of(Unit::kExpert) +
+                             processors + 1);
   }
 };
 
@@ -144,6 +150,7 @@ enum class WorkField : uint32_t {
   kPrefix,
   kPrefixSignal,
   kExpertTiles,
+  kExpertStates,
   kReadyTiles,
   kLogits,
   kJoints,
@@ -201,7 +208,9 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      [](const Limits& l) { return FieldShape{{l.ranks, kMaxGroups, 1, 1}, 8}; },
      "[q][g] rank q has returned the columns of group g of all it owes"},
     {HeapField::kRows, "rows", Writer::kPeer0,
-     [](const Limits& l) { return FieldShape{{l.ranks - 1, l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1}, 1}; },
+     [](const Limits& l) {
+       return FieldShape{{kRowCopies * (l.ranks - 1), l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1}, 1};
+     },
      "[peer][token][H] dispatched token rows; each crosses once, own rows are read from the input"},
     {HeapField::kReturnRows, "return_rows", Writer::kReturn,
      [](const Limits& l) {
@@ -252,8 +261,13 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_local_experts, l.max_tiles_per_expert(), 1, 1}, 4}; },
      "[expert][i] the expert's i-th tile, in the order in which they closed"},
+    {WorkField::kExpertStates, "expert_states", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{kExpertProducts != 0 ? l.max_local_experts : 0, 1, 1, 1}, sizeof(ExpertState)};
+     },
+     "[expert] how many tiles it has, and how many are done (programs with products of experts)"},
     {WorkField::kReadyTiles, "ready_tiles", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{kReadyLists, l.max_tiles(), 1, 1}, 8}; },
+     [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
      "[list] tiles ready for a product; what the next window leaves moves back (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },

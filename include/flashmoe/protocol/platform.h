@@ -35,6 +35,17 @@
 //   static constexpr bool kPeersMapped;                 // a peer's heap is loaded from and stored to. Else puts alone
 //                                                       // reach it, which senders issue (actors/put_sender.h)
 //
+// Where peers are not mapped, also (`to` is the place in the own heap that is meant in the peer's; all lanes, but signal):
+//   void     put(void* to, const void* from, uint32_t bytes, uint32_t peer);   // of what the lanes wrote before. The source,
+//                                                       // in heap or workspace, must not change before quiet()
+//   void     put_signal(to, from, bytes, uint64_t* signal, uint64_t word, peer);   // put(), then the word; earlier puts
+//                                                       // are before it only by fence()
+//   void     fence();                                   // the warp's earlier puts arrive before its later ones to the same peer
+//   void     quiet();                                   // returns when the warp's earlier puts have arrived
+//   void     signal(uint64_t* to, uint64_t word, uint32_t peer);   // one lane: after puts, of any warp that has been through
+//                                                       // quiet(), of which it knows
+// Whoever has seen what a peer put, by acquire() at system scope, may read what was put before it.
+//
 // poll and post are for looking often and publishing much. On a GPU an acquire load holds up every load behind it, and
 // a release store waits for every store before it; so words are polled, many at once, and those that had news are loaded
 // once more, with acquire. Not a fence: at system scope that also releases, and waits for writes to peers, which at the

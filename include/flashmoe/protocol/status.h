@@ -1,6 +1,8 @@
 // What ranks tell one another about themselves: the call they believe in, that they are alive, what went wrong.
 #pragma once
 
+#include <cstring>
+
 #include "flashmoe/protocol/base.h"
 #include "flashmoe/spec/layer.h"
 
@@ -49,11 +51,19 @@ static_assert(sizeof(FaultRecord) == 64);
 // What every rank must agree on in a call. The hash is compared on arrival; the values name the difference.
 struct alignas(64) CallConfig {
   uint64_t hash;
-  LayerSpec layer;     // agreed_part() of it
-  uint32_t placement;  // hash of the expert -> rank map
-  uint32_t groups;     // hash of where each return group's columns end: one rank's signal is another's columns
+  uint64_t
+      layer_words[sizeof(LayerSpec) / 8];  // agreed_part() of the layer; as words, since kernels copy those at once
+  uint32_t placement;                      // hash of the expert -> rank map
+  uint32_t groups;  // hash of where each return group's columns end: one rank's signal is another's columns
+
+  LayerSpec layer() const {
+    LayerSpec l;
+    std::memcpy(&l, layer_words, sizeof(l));
+    return l;
+  }
+  void set_layer(const LayerSpec& l) { std::memcpy(layer_words, &l, sizeof(l)); }
 };
-static_assert(sizeof(CallConfig) == 64);
+static_assert(sizeof(CallConfig) == 64 && sizeof(LayerSpec) % 8 == 0);
 
 // What a GPU hands its host of a fault: the record, and what the message takes from the heaps.
 struct HostFault {

@@ -46,8 +46,8 @@ FLASHMOE_FN decltype(auto) with_product(TaskKind kind, F&& f) {
   }
 }
 
-// What reports and traces call a product.
-FLASHMOE_HD constexpr Phase phase_of(uint32_t product) {
+// What reports and traces call a product. On the host: a number that only it knows.
+constexpr Phase phase_of(uint32_t product) {
   return kProgram[product].phase;
 }
 FLASHMOE_FN Phase phase_of_product(TaskKind kind) {
@@ -111,5 +111,11 @@ struct alignas(128) Tile {
   uint32_t done[kProducts];  // column blocks retired of products that others follow; zero between calls
 };
 static_assert(sizeof(Tile) == 128);
+
+// A local expert, where products of experts wait for its tiles (experts.h).
+struct alignas(128) ExpertState {
+  uint64_t done[max_of(kExpertProducts, 1u)];  // per product that waits; zero between calls
+  uint32_t tiles;                              // once all are formed
+};
 
 }  // namespace flashmoe

@@ -6,6 +6,7 @@
 // assigns.
 #pragma once
 
+#include "flashmoe/protocol/experts.h"
 #include "flashmoe/protocol/pending.h"
 
 namespace flashmoe {
@@ -75,6 +76,7 @@ class TileFormer {
         P::sync();
       }
       announce(i);
+      close_expert<P>(c_, expert(i), m_.experts[i].closed);
     }
   }
 
@@ -254,7 +256,6 @@ class TileFormer {
     FormedExpert x = m_.experts[i];
     const uint32_t end = x.rows + total, full = end / c_.tile_rows;
     extend(x, ids.head, p, min_of(total, c_.tile_rows - x.rows));
-    P::sync();  // every lane's rows before anyone's announcement
     for (uint32_t n = P::lane(); n < full; n += P::kLanes) {
       const bool head = n == 0;
       if (!head) *c_.segments(ids.nth(n)) = {p, c_.tile_rows};
@@ -269,7 +270,7 @@ class TileFormer {
       x.remote = 0;
       if (x.rows != 0) extend(x, x.open, p, x.rows);
     }
-    P::sync();
+    P::sync();  // all have read the state, and written their rows and shapes, which announce() releases behind this
     if (P::lane() == 0) m_.experts[i] = x;
     P::sync();
   }

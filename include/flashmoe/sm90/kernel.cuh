@@ -9,7 +9,7 @@
 //                         during GEMM1 the second warp joins rows (sm90/join.cuh)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
-//                         sender (sm90/network_sender.cuh)
+//                         sender (actors/put_sender.h)
 //   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
 //   (actors/returner.h, sm90/sums.cuh, join.cuh), so that at the end all warps do.
@@ -37,7 +37,7 @@
 #include "flashmoe/sm90/roles.cuh"
 #include "flashmoe/sm90/send.cuh"
 #if FLASHMOE_RDMA
-#include "flashmoe/sm90/network_sender.cuh"
+#include "flashmoe/sm90/puts.cuh"
 #endif
 
 namespace flashmoe::sm90 {
@@ -121,7 +121,9 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
 #if FLASHMOE_RDMA
   } else {
-    NetworkSender<Dtype, Trace>(args, c, trace).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
+    PutEngine<Dtype, Trace> engine(args, c, trace);
+    PutSender<Platform, PutEngine<Dtype, Trace>>(c, engine).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers,
+                                                                blockIdx.x);
 #endif
   }
 }
@@ -157,7 +159,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   __syncwarp();  // waits let lanes go one by one
 #if FLASHMOE_RDMA
   // The first sender: every rank has one, and it is through with all that may fail.
-  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) tell_fault(c);
+  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) tell_fault<Platform>(c);
 #endif
   pair_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {

@@ -39,6 +39,15 @@ struct TokenRows {
   uint32_t rows;
 };
 
+// Which of the loaders' threads this is. Volatile where tasks are loaded in more than two ways: there are no registers then to
+// keep what follows from it from task to task.
+__device__ __forceinline__ uint32_t loader_thread() {
+  if constexpr (kExpertProducts == 0) return threadIdx.x - kFirstLoader;
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread - kFirstLoader;
+}
+
 namespace detail {
 
 // Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a lone
@@ -50,7 +59,7 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
   constexpr uint32_t kRowsApart = kLoaders / 8;
   constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
   constexpr uint32_t kAtOnce = 4;  // rows of a thread between two looks at whether there are more
-  const uint32_t thread = threadIdx.x - kFirstLoader;
+  const uint32_t thread = loader_thread();
   const uint32_t chunk = thread % 8, first = thread / 8;
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
   const uint8_t* row[kMost];

@@ -3,7 +3,9 @@
 
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/sm90/epilogue.cuh"
+#include "flashmoe/sm90/epilogue_kept.cuh"
 #include "flashmoe/sm90/epilogue_rows.cuh"
+#include "flashmoe/sm90/expert_rows.cuh"
 #include "flashmoe/sm90/load.cuh"
 #include "flashmoe/sm90/mainloop.cuh"
 #include "flashmoe/sm90/ring.cuh"
@@ -55,10 +57,20 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   }
 }
 
+// The same of a task of an expert, whose rows its loaders look up.
+__device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, TaskSlot& slot) {
+  const uint32_t stages = stages_of_expert<Platform>(c, task.index) * column_passes(c);
+  if (Platform::lane() != 0) return;
+  slot.tile = slot.expert = task.index;
+  slot.column = task.column;
+  slot.k_bytes = stages * kRowBytes;  // as many as go through so many stages
+  slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
+}
+
 // Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: it fetches its code from memory. So while the first
 // tiles form, each pair goes through a task of each product of a full tile's shape, of one stage and without rows, by the
 // very code of the tasks behind them. Only where tasks are retired and traced is there a case for them.
-inline constexpr uint32_t kRehearsals = kProducts;
+inline constexpr uint32_t kRehearsals = kProducts - kExpertProducts;
 
 // Rows of all ranks' experts, were all ranks as large as this one.
 __device__ __forceinline__ uint64_t rows_of_all(const Call& c) {
@@ -103,6 +115,8 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   TaskSlot& slot = ring.at(n);
   if (task.index == kNoTile) {
     look_up_rehearsal(slot);
+  } else if (is_one_of<kOfExpert>(task.kind)) {
+    look_up_expert(c, task, slot);
   } else if (task.kind != TaskKind::kStop) {
     look_up(args, c, task, slot);
   }
@@ -238,7 +252,15 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     with_product(slot.kind, [&]<uint32_t p>() {
       constexpr uint32_t kGroupsOf8 = kColumnsPerTask<p, kGated> / kPair / 8;  // of feature rows in a box
       const FeatureBox features{weights_of<p>(args), 0, 0, box * kGroupsOf8, slot.expert, read_once};
-      if constexpr (Product<p>::kLeft == Operand::kTokens) {
+      if constexpr (Product<p>::kOfExpert) {
+        gather_expert<Dtype>(
+            ring, c, slot.expert, slot.column * kColumnsPerTask<p, kGated>,
+            [&](const Row& row) {
+              return row.source == c.rank ? args.x + row.token * args.x_row_bytes
+                                          : c.dispatched_row(c.rank, row.source, row.token);
+            },
+            count);
+      } else if constexpr (Product<p>::kLeft == Operand::kTokens) {
         const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
         gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
       } else {
@@ -314,6 +336,21 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
 
+// A consumer warpgroup's part of one task of an expert.
+template <class Dtype>
+__device__ __forceinline__ void compute_expert(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                               Pipeline& ring, uint32_t group) {
+  const uint32_t stages = Wide::stages(slot.k_bytes) / column_passes(c);
+  float* const to = args.kept + uint64_t{slot.expert} * c.intermediate * c.hidden;
+#pragma unroll 1
+  for (uint32_t pass = 0; pass < column_passes(c); ++pass) {
+    float acc[128];
+    multiply_rows<Dtype>(ring, group, stages, acc);
+    const uint32_t first_row = first_of_pass(pass) + group * (kBlockColumns / kConsumers);
+    store_kept(Lane::of_thread(group), acc, to, first_row, c.intermediate, slot.column * kTaskFeatures, c.hidden);
+  }
+}
+
 // A consumer warpgroup: `group` 0 or 1. `staging`: its own buffer.
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
@@ -327,9 +364,13 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     if (slot.kind == TaskKind::kStop) return;
     trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
-    with_tokens<Dtype>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
-      compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
-    });
+    if (is_one_of<kOfExpert>(slot.kind)) {
+      if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);
+    } else {
+      with_tokens<Dtype>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
+        compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
+      });
+    }
     trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
     if (is_one_of<kHome>(slot.kind) && joins_late_rows(c)) tasks.put_stored(slot.stored);  // else nobody waits for it
     tasks.put_done(n);

@@ -39,6 +39,14 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kLayout = (uint64_t{1} << 62) | (uint64_t{8 * 128 >> 4} << 32) | (uint64_t{1} << 16);
   return kLayout | ((address & 0x3ffff) >> 4);
 }
+// The same of an operand whose rows are what is contracted over, and whose columns, 64 of 16 bits to a row of 128 bytes, are
+// the matrix's M or N. Leading offset: kSpanBytes, between spans of 64 columns; stride: between groups of 8 rows. Moving along
+// K, which here is down the rows, adds to the address.
+template <uint32_t kSpanBytes>
+__device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address) {
+  constexpr uint64_t kLayout = (uint64_t{1} << 62) | (uint64_t{8 * 128 >> 4} << 32) | (uint64_t{kSpanBytes >> 4} << 16);
+  return kLayout | ((address & 0x3ffff) >> 4);
+}
 // To add to a descriptor.
 __device__ constexpr uint64_t descriptor_step(uint32_t bytes) {
   return bytes >> 4;
@@ -47,6 +55,9 @@ __device__ constexpr uint64_t descriptor_step(uint32_t bytes) {
 // issue(d, a, b, accumulate): one K step; without `accumulate` d is overwritten, so that it need not be zeroed.
 template <class Dtype, uint32_t N>
 struct Wgmma;
+// Likewise, of operands that are MN-major both: of 16-bit types.
+template <class Dtype, uint32_t N>
+struct MnMajorWgmma;
 
 // Operand lists in steps of 8 or 16 accumulators: placeholders of the asm text, and what stands for them.
 #define FLASHMOE_R4  "%0, %1, %2, %3"
@@ -81,7 +92,7 @@ struct Wgmma;
 #define FLASHMOE_D112   FLASHMOE_D96, FLASHMOE_AT8(96), FLASHMOE_AT8(104)
 #define FLASHMOE_D128   FLASHMOE_D112, FLASHMOE_AT8(112), FLASHMOE_AT8(120)
 
-// The last immediates, for 16-bit types only, say that neither operand is transposed: K-major.
+// The last immediates, for 16-bit types only, say whether operands are transposed: 0 K-major, 1 MN-major.
 #define FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, k, type, k_major)                                        \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k" #k   \
                ".f32." type "." type " {" FLASHMOE_R##count "}, %" #a_at ", %" #b_at ", p, 1, 1" k_major ";\n}" \
@@ -108,6 +119,14 @@ FLASHMOE_WGMMA(96, 48, 48, 49, 50)
 FLASHMOE_WGMMA(112, 56, 56, 57, 58)
 FLASHMOE_WGMMA(128, 64, 64, 65, 66)
 FLASHMOE_WGMMA(256, 128, 128, 129, 130)
+
+template <class Dtype>
+struct MnMajorWgmma<Dtype, 256> {
+  static __device__ __forceinline__ void issue(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
+    if constexpr (std::is_same_v<Dtype, Bf16>) FLASHMOE_WGMMA_ASM(256, 128, 128, 129, 130, 16, "bf16", ", 1, 1");
+    if constexpr (std::is_same_v<Dtype, Fp16>) FLASHMOE_WGMMA_ASM(256, 128, 128, 129, 130, 16, "f16", ", 1, 1");
+  }
+};
 
 #undef FLASHMOE_WGMMA
 #undef FLASHMOE_WGMMA_ASM

@@ -6,6 +6,7 @@
 // to the compiler: what reads it is compiled to comparisons with constants, as if it named the kinds.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -16,17 +17,28 @@ namespace flashmoe {
 
 // The ready queue and the ready list hold products, and kStop, which ends a processor; kFormed stands in the list only.
 // Reduce and Combine, whose pieces nobody hands out, stand in neither.
-enum class TaskKind : uint32_t { kNone = 0, kGemm0 = 1, kGemm1 = 2, kStop = 3, kFormed = 4, kReduce = 5, kCombine = 6 };
+enum class TaskKind : uint32_t {
+  kNone = 0,
+  kGemm0 = 1,
+  kGemm1 = 2,
+  kStop = 3,
+  kFormed = 4,
+  kReduce = 5,
+  kCombine = 6,
+  kOuter = 7
+};
 
 // What a task is of, beside a block of columns: what its index names.
 enum class Unit : uint32_t {
   kTile,    // the rows of one expert that a tile has
+  kExpert,  // all rows of a local expert
   kTokens,  // tokens of one source, or of this rank
 };
 
 enum class Axis : uint32_t {
   kHidden,        // H, the columns of tokens and of results
   kIntermediate,  // I, the columns of hidden rows
+  kRows,          // an expert's rows
   kChoices,       // a token's rows, of its experts on one rank or of all
 };
 
@@ -34,7 +46,7 @@ enum class Axis : uint32_t {
 enum class Operand : uint32_t {
   kNone,
   kTokens,    // dispatched token rows, gathered by their places
-  kHidden,    // a tile's hidden rows, one behind the other
+  kHidden,    // hidden rows, a tile's one behind the other
   kGateUp,    // the expert's weights [2I or I, H]
   kDown,      // the expert's weights [H, I]
   kStaged,    // rows that GEMM1 left to be reduced
@@ -45,6 +57,7 @@ enum class Operand : uint32_t {
 enum class Epilogue : uint32_t {
   kActivate,  // bias and activation; to the tile's hidden rows
   kReturn,    // bias and combine weight; to each row's home, or to where they are reduced
+  kKeep,      // the sum in fp32; to the expert's matrix, which stays here
   kSend,      // the sum; to the token's home
   kOutput,    // the sum; to the layer's output
 };
@@ -62,8 +75,9 @@ struct TaskRow {
   Axis columns;  // of the results, in blocks: a task for each block and unit
   Epilogue epilogue;
   Taker taker;
-  // What makes it ready: for a tile, that all columns of this kind are done of it, or that it is formed (kFormed); for what
-  // follows the return, that all rows of a source are (protocol/pending.h, signals).
+  // What makes it ready: for a tile, that all columns of this kind are done of it, or that it is formed (kFormed); for an
+  // expert, that this is so of all its tiles and that there will be no more (protocol/experts.h); for what follows the return,
+  // that all rows of a source are done (protocol/pending.h, signals).
   TaskKind after;
   Phase phase;  // what reports and traces call it
 };
@@ -71,7 +85,7 @@ struct TaskRow {
 // ---- Programs. Rows that processors take come first. ---------------------------------------------------------------
 
 // The layer. (Where results are returned directly there is no Reduce, and Combine follows GEMM1.)
-inline constexpr TaskRow kForward[] = {
+inline constexpr auto kForward = std::to_array<TaskRow>({
     {.kind = TaskKind::kGemm0,
      .of = Unit::kTile,
      .left = Operand::kTokens,
@@ -112,13 +126,42 @@ inline constexpr TaskRow kForward[] = {
      .taker = Taker::kIdle,
      .after = TaskKind::kReduce,
      .phase = Phase::kCombine},
-};
+});
 
-inline constexpr auto& kProgram = kForward;
+// A program and one product more, behind its others.
+template <size_t kRows>
+consteval std::array<TaskRow, kRows + 1> and_product(const std::array<TaskRow, kRows>& program,
+                                                     const TaskRow& product) {
+  std::array<TaskRow, kRows + 1> all{};
+  size_t n = 0;
+  for (const TaskRow& row : program) {
+    if (row.taker == Taker::kIdle && (n == 0 || all[n - 1].taker == Taker::kProcessors)) all[n++] = product;
+    all[n++] = row;
+  }
+  return all;
+}
+
+// The worked example of docs/extending.md: besides, hidden^T x of each expert's rows.
+inline constexpr auto kForwardAndOuter = and_product(kForward, {.kind = TaskKind::kOuter,
+                                                                .of = Unit::kExpert,
+                                                                .left = Operand::kHidden,
+                                                                .right = Operand::kTokens,
+                                                                .over = Axis::kRows,
+                                                                .columns = Axis::kHidden,
+                                                                .epilogue = Epilogue::kKeep,
+                                                                .taker = Taker::kProcessors,
+                                                                .after = TaskKind::kGemm0,
+                                                                .phase = Phase::kGemm1});
+
+// A build has one program: sizes of memory follow from it.
+#ifndef FLASHMOE_PROGRAM
+#define FLASHMOE_PROGRAM kForward
+#endif
+inline constexpr auto& kProgram = FLASHMOE_PROGRAM;
 
 // ---- What is asked of the program, all of it at compile time --------------------------------------------------------
 
-inline constexpr uint32_t kTaskRows = sizeof(kProgram) / sizeof(kProgram[0]);
+inline constexpr uint32_t kTaskRows = kProgram.size();
 
 // Rows for which `what` holds, as a set of their kinds: bit k is kind k.
 template <class What>
@@ -141,7 +184,7 @@ inline constexpr uint32_t kProducts =
 // The product that is ready when a tile is formed, and the one whose results go home.
 consteval uint32_t first_product() {
   uint32_t n = 0;
-  while (kProgram[n].after != TaskKind::kFormed) ++n;
+  while (kProgram[n].of != Unit::kTile || kProgram[n].after != TaskKind::kFormed) ++n;
   return n;
 }
 consteval uint32_t returning_product() {
@@ -160,6 +203,31 @@ consteval bool leads_on(uint32_t n) {
   return any;
 }
 
+// How many products are of experts; which of these product n is.
+consteval uint32_t expert_products_before(uint32_t n) {
+  uint32_t before = 0;
+  for (uint32_t m = 0; m < n; ++m) before += kProgram[m].of == Unit::kExpert ? 1 : 0;
+  return before;
+}
+inline constexpr uint32_t kExpertProducts = expert_products_before(kProducts);
+
+consteval bool reads_tokens(const TaskRow& row) {
+  return row.left == Operand::kTokens || row.right == Operand::kTokens;
+}
+
+// Dispatched rows may be overwritten by their home when it has all that it awaits: hence once all products have read them
+// that its results wait for. Where others read them too, two calls' rows lie side by side.
+consteval uint32_t copies_of_rows() {
+  uint32_t waits = 0;  // kinds that what is returned waits for
+  for (uint32_t n = kReturning;; n = row_of(kProgram[n].after)) {
+    waits |= 1u << static_cast<uint32_t>(kProgram[n].kind);
+    if (kProgram[n].after == TaskKind::kFormed) break;
+  }
+  const bool stay = (kinds_where(reads_tokens) & ~waits) != 0;
+  return stay ? 2 : 1;
+}
+inline constexpr uint32_t kRowCopies = copies_of_rows();
+
 // Its row, for device code, which cannot read the table itself.
 template <uint32_t n>
 struct Product {
@@ -167,11 +235,14 @@ struct Product {
   static constexpr Operand kLeft = kProgram[n].left, kRight = kProgram[n].right;
   static constexpr TaskKind kAfter = kProgram[n].after;
   static constexpr Phase kPhase = kProgram[n].phase;
+  static constexpr bool kOfExpert = kProgram[n].of == Unit::kExpert;
+  static constexpr uint32_t kExpertSlot = expert_products_before(n);
   static constexpr bool kLeadsOn = leads_on(n);
 };
 
 // Kinds of tasks as who runs them tells them apart.
-inline constexpr uint32_t kGathering = kinds_where([](const TaskRow& r) { return r.left == Operand::kTokens; });
+inline constexpr uint32_t kGathering = kinds_where(reads_tokens);
+inline constexpr uint32_t kOfExpert = kinds_where([](const TaskRow& r) { return r.of == Unit::kExpert; });
 inline constexpr uint32_t kActivating = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kActivate; });
 inline constexpr uint32_t kOverHidden = kinds_where([](const TaskRow& r) { return r.over == Axis::kHidden; });
 inline constexpr uint32_t kHome = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kReturn; });
@@ -184,6 +255,11 @@ inline constexpr TaskKind kOnly =
 consteval bool is_sound() {
   bool sound = true;
   for (uint32_t n = 0; n < kTaskRows; ++n) sound &= (kProgram[n].taker == Taker::kProcessors) == (n < kProducts);
+  // Products of experts come last, and nothing follows them.
+  for (uint32_t n = 0; n < kProducts; ++n) {
+    const bool of_expert = kProgram[n].of == Unit::kExpert;
+    sound &= of_expert == (n >= kProducts - kExpertProducts) && !(of_expert && leads_on(n));
+  }
   return sound && std::has_single_bit(kHome) && kProgram[row_of(TaskKind::kReduce)].after == kProgram[kReturning].kind;
 }
 static_assert(is_sound());

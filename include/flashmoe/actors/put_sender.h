@@ -1,0 +1,184 @@
+// Put sender: what Sender does where peers are not mapped, and the returns besides. All puts of a rank are its senders':
+// nobody else waits for the network, and the network's code is in one role.
+//
+// A sender leaves when its puts have arrived: then what they read may be overwritten by the next call, or given to another
+// context.
+#pragma once
+
+#include "flashmoe/actors/sender.h"
+#include "flashmoe/protocol/fault.h"
+#include "flashmoe/protocol/packet.h"
+
+namespace flashmoe {
+
+// One of a rank's senders. All functions by all lanes; those that return a bool: false if the call was aborted. The engine
+// supplies
+//   stage_row(token)            copies the own row to Call::out_row, from which it is put
+//   begin(), end(phase, index, column)   of a span, for reports and traces
+template <class P, class Engine>
+class PutSender {
+ public:
+  FLASHMOE_FN PutSender(const Call& call, Engine& engine) : c_(call), engine_(engine) {}
+
+  // own_block: the first token block that this sender's processor dispatches.
+  FLASHMOE_FN void run(uint32_t first, uint32_t senders, uint32_t own_block) {
+    const bool announced = first != 0 || announce(own_block);
+    if (announced && send_packets(first, senders)) send_returns(first, senders);
+    P::quiet();  // of a call that failed, too
+  }
+
+ private:
+  // Later than the OS actor's own, see Sender: from the copy in the own heap, since that is where puts may read. Also of a
+  // call that has begun and is over: if this rank has found that another disagrees, peers word it from both configurations.
+  FLASHMOE_FN bool announce(uint32_t own_block) const {
+    const bool routed = own_block >= c_.blocks() || await_routing<P>(c_, own_block);
+    if (!routed) {
+      P::load_acquire(&c_.control()->abort.value,
+                      kDevice);  // set after the call had begun, if this rank has found a fault
+      P::sync();
+    }
+    if (!await_word<P>(c_, c_.call_signal(c_.rank, c_.rank))) return false;
+    CallConfig* const config = c_.call_config(c_.rank, c_.rank);
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = 1; i < c_.ranks; ++i) {
+      P::put_signal(config, config, sizeof(CallConfig), c_.call_signal(c_.rank, c_.rank), call_word(c_),
+                    (c_.rank + i) % c_.ranks);
+    }
+    return routed;
+  }
+
+  // Token blocks first, first + senders, ..., for all ranks: so each row is copied once.
+  FLASHMOE_FN bool send_packets(uint32_t first, uint32_t senders) const {
+    const uint32_t blocks = c_.blocks();
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = 1; i < c_.ranks; ++i) {
+      FLASHMOE_NO_UNROLL
+      for (uint32_t b = first; b < blocks; b += senders) {
+        if (i == 1) {
+          if (!await_routing<P>(c_, b)) return false;
+          stage_rows(b);
+        }
+        const uint32_t q = (c_.rank + i) % c_.ranks;
+        engine_.begin();
+        send_packet(b, q);
+        engine_.end(Phase::kDispatch, b, q);
+      }
+    }
+    return true;
+  }
+
+  // The block's rows that any other rank needs, to where puts may read.
+  FLASHMOE_FN void stage_rows(uint32_t b) const {
+    const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
+    FLASHMOE_NO_UNROLL
+    for (uint32_t base = 0; base < tokens; base += P::kLanes) {
+      const uint32_t t = base + P::lane();
+      uint32_t n = 0;
+      FLASHMOE_NO_UNROLL
+      for (uint32_t q = 0; q < c_.ranks; ++q) {
+        if (q != c_.rank && t < tokens) n |= c_.out_counts(q, first)[t];
+      }
+      FLASHMOE_NO_UNROLL
+      for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
+        engine_.stage_row(first + base + lowest_bit<P>(left));
+      }
+    }
+    P::sync();
+  }
+
+  // Rows that follow one another in one put: with many experts per token, most tokens go to every rank.
+  FLASHMOE_FN void send_packet(uint32_t b, uint32_t q) const {
+    const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
+    const uint32_t slot = peer_slot(c_.rank, q, c_.ranks);
+    uint32_t mine = 0, entries;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t base = 0; base < tokens; base += P::kLanes) {
+      const uint32_t t = base + P::lane();
+      const uint32_t n = t < tokens ? c_.out_counts(q, first)[t] : 0;
+      mine += n;
+      FLASHMOE_NO_UNROLL
+      for (uint32_t left = P::ballot(n != 0); left != 0;) {
+        const uint32_t begin = lowest_bit<P>(left), token = first + base + begin;
+        const uint32_t end = begin + lowest_bit<P>(~(left >> begin));
+        const uint8_t* const last = c_.out_row(token + end - begin - 1);
+        P::put(c_.heap<uint8_t>(c_.rank, HeapField::kRows, slot, token), c_.out_row(token),
+               static_cast<uint32_t>(last - c_.out_row(token)) + c_.token_row_bytes, q);
+        left = end >= P::kLanes ? 0 : left >> end << end;
+      }
+    }
+    P::exclusive_scan(mine, entries);
+    P::put(c_.packet_counts(c_.rank, c_.rank, first), c_.out_counts(q, first), tokens * sizeof(uint16_t), q);
+    if (entries != 0) {
+      P::put(c_.packet_entries(c_.rank, c_.rank, first), c_.out_entries(q, first), entries * sizeof(Entry), q);
+    }
+    P::fence();
+    P::put_signal(c_.packet_offsets(c_.rank, c_.rank, b), c_.out_offsets(q, b), (c_.owned(q) + 1) * sizeof(uint16_t),
+                  c_.packet_signal(c_.rank, c_.rank, b), Signal::make(c_.epoch, entries), q);
+  }
+
+  // A rank's tokens go round the senders, as many at a time as there are lanes; whoever is the last to know that its rows
+  // have arrived signals.
+  FLASHMOE_FN bool send_returns(uint32_t first, uint32_t senders) const {
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = 1; i < c_.ranks; ++i) {
+      const uint32_t p = (c_.rank + i) % c_.ranks;
+      if (!await_word<P>(c_, c_.call_signal(c_.rank, p))) return false;
+      const uint32_t tokens = c_.tokens_of(p);
+      if (tokens == 0) continue;  // it awaits nothing, and nobody says that it is owed something
+      if (!await_word<P>(c_, c_.returns_ready(p))) return false;
+      engine_.begin();
+      send_rows(p, tokens, first * P::kLanes, senders * P::kLanes);
+      P::quiet();
+      if (P::lane() == 0 && P::fetch_add_acq_rel(c_.returns_sent(p), 1u) + 1 == senders) {
+        P::store_relaxed(c_.returns_sent(p), 0u);
+        P::signal(c_.return_signal(c_.rank, c_.rank, 0), Signal::make(c_.epoch, 0), p);
+      }
+      P::sync();
+      engine_.end(Phase::kReduce, first, p << 8);
+    }
+    return true;
+  }
+
+  // The sums for those of p's tokens that have rows here.
+  FLASHMOE_FN void send_rows(uint32_t p, uint32_t tokens, uint32_t first, uint32_t step) const {
+    FLASHMOE_NO_UNROLL
+    for (uint32_t base = first; base < tokens; base += step) {
+      const uint32_t t = base + P::lane();
+      const uint32_t n = t < tokens ? c_.packet_counts(c_.rank, p, 0)[t] : 0;
+      FLASHMOE_NO_UNROLL
+      for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
+        const uint32_t token = base + lowest_bit<P>(left);
+        P::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), c_.return_row_bytes, p);
+      }
+    }
+  }
+
+  const Call& c_;
+  Engine& engine_;
+};
+
+// Sends this rank's own fault to the others, if it posts one. The first sender, behind its run(); all lanes. The OS actor is the last that may: while it
+// awaits what others return.
+template <class P>
+FLASHMOE_FN void tell_fault(const Call& c) {
+  wait_until<P>(
+      c,
+      [&] {
+        if (P::broadcast(P::poll(&c.status(c.rank)->left, kDevice), 0) == c.epoch) return Step::kDone;
+        P::rest();
+        return Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  FaultRecord* const own = c.fault(c.rank, c.rank);
+  P::load_acquire(&c.control()->abort.value, kDevice);  // set after the record
+  P::sync();                                            // whichever lane has seen it
+  if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) == 0) return;
+  P::sync();
+  FLASHMOE_NO_UNROLL
+  for (uint32_t i = 1; i < c.ranks; ++i) {
+    P::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.ranks);
+  }
+  P::quiet();
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,30 @@
+// Whole calls of ranks that reach one another by puts alone, over a network that is late and out of order (put_platform.h):
+// with warps of 1, 4 and 8 lanes, tiles formed by the OS actor or by formers, 1 to 3 senders.
+#include "lane_calls.h"
+
+namespace flashmoe::test {
+namespace {
+
+Limits by_puts(Limits l) {
+  l.rdma = 1;
+  return l;
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  using One = PutPlatform<flashmoe::cpu::CpuPlatform>;
+  using Four = PutPlatform<WarpPlatform<4>>;
+  using Eight = PutPlatform<WarpPlatform<8>>;
+  for (const uint64_t seed : {1, 2}) {
+    run_calls<One>("1 lane, puts", by_puts(limits(4, 2)), 40, seed, {.senders = 1});
+    run_calls<One>("1 lane, puts", by_puts(limits(3, 2)), 40, seed, {.formers = 2, .senders = 3});
+    run_calls<One>("1 lane, puts", by_puts(wide()), 40, seed, {.senders = 2});
+    run_calls<Four>("4 lanes, puts", by_puts(limits(2, 1)), 8, seed, {.senders = 2});
+    run_calls<Eight>("8 lanes, puts", by_puts(limits(2, 1)), 6, seed, {.senders = 2});
+  }
+  run_calls<Four>("4 lanes, puts", by_puts(limits(3, 1)), 6, 3, {.formers = 1, .senders = 2});
+  run_calls<Eight>("8 lanes, puts", by_puts(dense()), 4, 4, {.senders = 2});
+}
