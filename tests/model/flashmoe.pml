@@ -197,7 +197,7 @@ typedef Rank {
 #ifdef REDUCED
 	byte reduce_epoch[RANKS * GROUPS]; /* [p][g] all rows are computed: they can be summed */
 	byte reduces[2];               /* pieces of Reduce taken, in this call and, by parity, the next one */
-	byte reduce_done[RANKS * GROUPS]; /* [p][g] ... and, with `reduced`, of the return signals */
+	byte reduce_done[RANKS * GROUPS]; /* [p][g] pieces summed: a dependency counter of the return signals */
 #endif
 #ifdef PUTS
 	byte sums[BLOCKS * UNITS];     /* of the other rank's rows. Payload: epoch */
@@ -354,7 +354,8 @@ inline pass() {
 #endif
 }
 
-/* A call begins, with any number of blocks, and announces itself to the rank's own actors. No peer is two calls away. */
+/* A call begins, with any number of blocks, announces itself to the rank's own actors and clears the next call's
+ * tickets, which nobody uses in this one. No peer is two calls away. */
 inline begin_call() {
 	select(blocks : 0 .. BLOCKS_MOST(r));
 	d_step {
@@ -363,6 +364,9 @@ inline begin_call() {
 		assert(lead <= NEXT);
 		me.call_blocks[r] = blocks;
 		me.call_epoch[r] = NOW;
+#if defined(REDUCED) && !defined(BUG_WRONG_PARITY)
+		me.reduces[1] = 0;
+#endif
 		me.joining = (1 << PROCESSORS(r)) - 1;
 		me.computing = (1 << PROCESSORS(r)) - 1;
 		me.sending = (1 << SENDERS(r)) - 1;
@@ -413,7 +417,7 @@ inline announce_to_peer() {
 	you.call_epoch[CALL(THERE, r)] = THERE
 }
 
-/* The packet is complete: the signal releases what its sender knows of. Who sent which part is known from its number. */
+/* The packet is complete: the signal releases what its sender knows of. A part's number says who sent it. */
 #ifdef BUG_RELAXED_SENT /* the count of parts orders nothing */
 #define SENDER_KNOWS(part) ((b_ * PARTS + (part)) % SENDERS(r) == n)
 #else
@@ -468,7 +472,7 @@ inline send_part(part) {
 	fi
 }
 
-/* The group's rows are at their home: the signal releases what its sender knows of. (Put: the other rank's lie here.) */
+/* The group's rows are at their home: the signal releases what its sender knows of. (Puts: the peer's lie here.) */
 inline signal_return(home, g) {
 #ifdef PUTS
 	if
@@ -778,8 +782,8 @@ inline send_returns() {
 }
 #endif
 
-/* The kernel ends. Nothing was cleared, and nothing needs to be. (What is set to zero here means no more in later calls:
- * so ended calls do not differ.) */
+/* The kernel ends. Nothing was cleared, and nothing needs to be. (What is set to zero here means nothing to later
+ * calls: so ended calls do not differ.) */
 inline end_call() {
 	for (i : 0 .. TILES - 1) {
 		assert(((me.executed0 >> (i * COLUMNS0)) & ((1 << COLUMNS0) - 1)) == (USED(i) -> (1 << COLUMNS0) - 1 : 0));
@@ -872,11 +876,17 @@ inline end_call() {
 
 proctype os(byte r) {
 	byte blocks;
+#ifdef BUG_WRONG_PARITY /* it clears the tickets of this call, a step behind the begin of it */
+	bool cleared;
+#endif
 #ifdef BUG_RELAXED_COUNTER
 	byte n = STOPS;
 #endif
 	atomic { begin_call() }
 	do
+#ifdef BUG_WRONG_PARITY
+	:: d_step { !cleared -> TICKETS = 0; cleared = true }
+#endif
 	:: FORM(0, 0)
 	:: FORM(0, 1)
 #if EXPERTS > 1
@@ -910,6 +920,9 @@ proctype os(byte r) {
 progress:
 		atomic {
 			d_step { end_call() };
+#ifdef BUG_WRONG_PARITY
+			cleared = false;
+#endif
 			begin_call()
 		}
 	od
@@ -975,30 +988,27 @@ proctype sender(byte r, n) {
 
 #define ASK(own) own = me.head; me.head++
 #define WORD me.queue[ticket % SLOTS]
-#ifdef BUG_WRONG_PARITY /* clears the tickets of this call, not of the next */
-#define CLEAR_TICKETS TICKETS = 0
-#else
-#define CLEAR_TICKETS me.reduces[1] = 0
-#endif
 
-/* The piece that a processor has taken. A rank's only one takes it when it can be done: nobody sees when it did. */
+/* The piece that a processor has taken. A rank's only one takes it when it can be done: nobody sees when it did. Combine
+ * has one counter, too, as for the workers of one processor; only the call's end depends on it, whoever does it. */
 #define TAKES_AHEAD (PROCESSORS(r) > 1)
 #define TAKEN(own, tickets) (TAKES_AHEAD -> own : tickets)
-#define TAKE(own, tickets, all) d_step { TAKES_AHEAD && push == 0 && own == NONE && tickets < all -> own = tickets; tickets++ }
+#define TAKE(own, tickets, all) \
+	d_step { TAKES_AHEAD && push == 0 && own == NONE && tickets < all -> own = tickets; tickets++ }
 #define DONE(own, tickets) tickets = (TAKES_AHEAD -> tickets : tickets + 1); own = NONE
-#if defined(REDUCED) && !defined(BUG_DROPPED_PIECE) /* or a processor leaves with the stop word, whatever it has taken */
-#define ALL_SUMMED (summing == NONE && TICKETS >= REDUCES)
-#else
+#if defined(BUG_DROPPED_PIECE) || !defined(REDUCED) /* a processor leaves with the stop word, whatever it has taken */
 #define ALL_SUMMED true
+#else
+#define ALL_SUMMED (summing == NONE && TICKETS >= REDUCES)
 #endif
 
-/* Dispatches its blocks, then takes and executes tasks until it takes a stop word. Between tasks, and then until there are
- * none left, it takes pieces of Reduce and Combine, and does those that are ready. */
+/* Dispatches its blocks, then takes and executes tasks until it takes a stop word. Between tasks, and then until there
+ * are none left, it takes pieces of Reduce and Combine, and does those that are ready. */
 proctype processor(byte r, n) {
 	byte block = n;
 	byte to0, to1;
-	byte ticket = NONE; /* of the task that it executes next, or under way: that shows no more than one that begins later */
-	byte ahead = NONE;  /* of the one behind it, taken under that task */
+	byte ticket = NONE; /* of its task: one under way is no different from one that it has not begun */
+	byte ahead = NONE;  /* of the task behind that one, taken while it is under way */
 	byte word;
 	byte push;     /* an item for the ready list, ... */
 	byte position; /* ... and its reserved place there */
@@ -1011,9 +1021,6 @@ proctype processor(byte r, n) {
 	:: atomic {
 			((me.joining >> n) & 1) ->
 			me.joining = me.joining & ~(1 << n);
-#ifdef REDUCED
-			CLEAR_TICKETS;
-#endif
 			do
 			:: block < BLOCKS_OF(r) ->
 				select(to0 : 0 .. ALL_PAIRS);
@@ -1062,7 +1069,9 @@ proctype processor(byte r, n) {
 				execute()
 			}
 #ifdef REDUCED
+#if STOPS > 1
 		:: TAKE(summing, TICKETS, REDUCES)
+#endif
 		:: d_step {
 				push == 0 && SUMMABLE(TAKEN(summing, TICKETS)) ->
 				piece = TAKEN(summing, TICKETS);
@@ -1070,7 +1079,9 @@ proctype processor(byte r, n) {
 				DONE(summing, TICKETS)
 			}
 #endif
+#if STOPS > 1
 		:: TAKE(combining, me.combines, COMBINES)
+#endif
 		:: d_step {
 				push == 0 && COMBINABLE(TAKEN(combining, me.combines)) ->
 				piece = TAKEN(combining, me.combines);
