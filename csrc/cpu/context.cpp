@@ -36,7 +36,7 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
       limits_(limits),
       seen_(limits.ranks),
       traces_(limits.processors + 1),
-      returns_(limits.processors) {
+      worker_memory_(limits.processors) {
   call_.rank = rank;
   call_.ranks = limits.ranks;
   call_.processors = limits.processors;
@@ -121,6 +121,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.return_mode = spec.return_mode;
   call_.tile_rows = limits_.tile_rows;
   call_.cut_columns(limits_.columns_per_task);
+  call_.joined = joins_rows(spec, call_.ranks, o.tokens) ? 1 : 0;
   call_.groups = return_groups(call_.columns[kReturning], o.groups, call_.group_first);
   call_.order = o.order;
   call_.config = host::make_config(call_, spec, o.placement, limits_.columns_per_task[kReturning]);
@@ -149,7 +150,7 @@ void Context::actor_loop(uint32_t actor) {
 }
 
 void Context::run_actor(uint32_t actor) {
-  if (actor != 0) return run_processor<CpuPlatform>(call_, actor - 1, *engines_[actor - 1], returns_[actor - 1]);
+  if (actor != 0) return run_processor<CpuPlatform>(call_, actor - 1, *engines_[actor - 1], worker_memory_[actor - 1]);
   const uint64_t start = monotonic_ns();
   run_os<CpuPlatform>(
       call_,
@@ -238,6 +239,8 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     const int32_t* ids = call_.routing(t);
     r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.top_k, -1));
   }
+  // What joins rows takes them one by one, or none where a token has one: what there is to say is that all were combined.
+  if (call_.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.columns[kFirst];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
   r.return_rows_sent = host::rows_returned(call_);

@@ -91,7 +91,7 @@ class Context {
 
   std::vector<ActorTrace> traces_;
   std::vector<std::unique_ptr<Engine>> engines_;
-  std::vector<OneWorker<CpuPlatform>::Returns> returns_;  // of each processor
+  std::vector<OneWorker<CpuPlatform>::Memory> worker_memory_;  // of each processor
   // Actors, each a thread: 0 is the OS, behind it come the processors. They sleep between calls; generation_ wakes them,
   // running_ counts those not yet done.
   std::mutex mutex_;

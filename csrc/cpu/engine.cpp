@@ -200,6 +200,7 @@ void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
     uint8_t* to =
         c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal) : c_.return_row(row.source, row.token, row.k);
     narrow(at(to, spec().return_type, of.first), out + size_t{r} * of.count, spec().return_type, of.count, row.weight);
+    if (c_.joined != 0 && c_.top_k == 1) combine(row.token, of);
   }
 }
 
@@ -247,17 +248,24 @@ void Engine::reduce(const Piece& piece) {
 }
 
 void Engine::combine(const Piece& piece) {
-  const auto [first, count] = columns(kReturning, c_.group_first[piece.group], c_.group_first[piece.group + 1]);
-  float* sum = room(out_, count);
-  for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
-    std::fill_n(sum, count, 0.0f);
-    const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
-    for (uint32_t slot = 0; slot < slots; ++slot) {
-      if (is_returned(c_, t, slot))
-        accumulate(sum, at(c_.return_row(c_.rank, t, slot), spec().return_type, first), spec().return_type, count);
-    }
-    narrow(at(layer_.out, spec().x_type, uint64_t{t} * c_.hidden + first), sum, spec().x_type, count);
+  const Columns of = columns(kReturning, c_.group_first[piece.group], c_.group_first[piece.group + 1]);
+  for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) combine(t, of);
+}
+
+void Engine::combine(uint32_t token, Columns of) {
+  float* sum = room(sum_, of.count);
+  std::fill_n(sum, of.count, 0.0f);
+  const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
+  for (uint32_t slot = 0; slot < slots; ++slot) {
+    if (!is_returned(c_, token, slot)) continue;
+    const uint8_t* row = c_.return_row(c_.rank, token, slot);
+    accumulate(sum, at(row, spec().return_type, of.first), spec().return_type, of.count);
   }
+  narrow(at(layer_.out, spec().x_type, uint64_t{token} * c_.hidden + of.first), sum, spec().x_type, of.count);
+}
+
+void Engine::join(uint32_t row, uint32_t) {
+  combine(LateRow::token(row), columns(kReturning, LateRow::column(row), LateRow::column(row) + 1));
 }
 
 }  // namespace flashmoe::cpu

@@ -53,7 +53,11 @@ class Engine {
   }
   void sum(const Piece& piece) { piece.reduces ? reduce(piece) : combine(piece); }
 
-  // A span of a sender or returner begins; it ends.
+  // ---- of a Joiner ----------------------------------------------------------------------------------------------
+  static constexpr uint32_t kJoinedAtOnce = 1;
+  void join(uint32_t row, uint32_t count);
+
+  // A span of a sender, returner or joiner begins; it ends.
   void begin() { begun_ns_ = monotonic_ns(); }
   void end(Phase phase, uint32_t index, uint32_t column) {
     trace_.add(phase, begun_ns_, monotonic_ns(), index, column);
@@ -79,6 +83,8 @@ class Engine {
     const uint32_t each = limits_.columns_per_task[n], all = c_.extent(kProgram[n].columns);
     return {begin * each, min_of(end * each, all) - begin * each};
   }
+  // out[token, columns] = sum of its return rows, in ascending order
+  void combine(uint32_t token, Columns of);
   void multiply(uint32_t n, uint32_t index, uint32_t block);
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, uint64_t first,
@@ -97,8 +103,8 @@ class Engine {
   const Limits& limits_;
   ActorTrace& trace_;
   uint64_t begun_ns_ = 0;
-  // Buffers: operand rows, results (gate and up), a bias, router scores, combine weights, packet scratch.
-  std::vector<float> a_, out_, up_, bias_, scores_, weights_;
+  // Buffers: operand rows, results (gate and up), a token's sum, a bias, router scores, combine weights, packet scratch.
+  std::vector<float> a_, out_, up_, sum_, bias_, scores_, weights_;
   std::vector<TileRow> rows_;  // of an expert
   GemmBuffers gemm_;
   std::vector<uint32_t> words_;

@@ -88,7 +88,21 @@ struct CpuMemory {
     Perturbation::point();
     return std::atomic_ref(*p).fetch_add(v, std::memory_order_acq_rel);
   }
+  template <class Scope>
+  static void acquire_fence(Scope) {}
+  template <class T>
+  static T post_add(T* p, T v) {
+    return fetch_add_acq_rel(p, v);
+  }
   static uint32_t fetch_add_nearby(uint32_t* p, uint32_t v) { return fetch_add(p, v); }
+  static uint32_t look_nearby(const uint32_t* p) { return load_acquire(p, kDevice); }
+  static void set_nearby(uint32_t* p, uint32_t v) { store_release(p, v, kDevice); }
+  static uint32_t compare_swap_nearby(uint32_t* p, uint32_t old, uint32_t v) {
+    Perturbation::point();
+    std::atomic_ref(*p).compare_exchange_strong(old, v, std::memory_order_acq_rel, std::memory_order_acquire);
+    return old;
+  }
+  static void fence_nearby() {}
   static uint32_t nth_bit(uint32_t bits, uint32_t n) {
     for (; n != 0; --n) bits &= bits - 1;
     return static_cast<uint32_t>(std::countr_zero(bits));

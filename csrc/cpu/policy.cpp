@@ -13,6 +13,11 @@ uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries
   return static_cast<uint32_t>(std::countr_zero(block));
 }
 
+bool joins_rows(const LayerSpec& layer, uint32_t ranks, uint32_t tokens) {
+  return ranks == 1 && layer.return_mode == ReturnMode::kDirect && layer.capacity_factor == 0.0 && layer.top_k <= 2 &&
+         tokens <= kMaxJoinedTokens;
+}
+
 uint32_t return_groups(uint32_t columns, uint32_t wanted, uint16_t (&first)[kMaxGroups + 1]) {
   const uint32_t groups = std::clamp(wanted, 1u, std::min(kMaxGroups, columns));
   for (uint32_t g = 0; g <= groups; ++g) first[g] = static_cast<uint16_t>(columns * g / groups);

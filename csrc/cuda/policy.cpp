@@ -47,7 +47,7 @@ bool is_few(uint32_t ranks, uint32_t tokens) {
 }
 
 bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {
-  if (s.ranks != 1 || capacity != 0 || tokens > sm90::kMaxJoinedTokens) return false;
+  if (s.ranks != 1 || capacity != 0 || tokens > kMaxJoinedTokens) return false;
   return s.top_k == 1 || (s.top_k == 2 && tokens * 2 >= sm90::kTileTokens * s.local_experts);
 }
 

@@ -27,7 +27,7 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 // Whether the kernel of a few tokens takes the call (gpu/few.cuh), which computes the forward and nothing else.
 bool is_few(uint32_t ranks, uint32_t tokens);
 
-// Whether a token's rows are joined as they come, so that there is no combine (sm90/join.cuh). With two rows a token it pays
+// Whether a token's rows are joined as they come, so that there is no combine (actors/joiner.h). With two rows a token it pays
 // where most tiles are full: small tasks leave no time to join their rows beside them.
 bool joins_rows(const Shape& shape, uint32_t tokens, uint32_t capacity);
 

@@ -59,11 +59,13 @@ struct Ledger {
       : contributed(uint64_t{l.max_tokens} * l.top_k),
         reduced(uint64_t{l.max_tokens} * l.ranks),
         combined(l.max_tokens),
+        joined(l.max_tokens),
         activated(l.max_tiles()),
         kept(l.max_local_experts) {}
   Once contributed;  // [token, k] at the token's home: columns that its expert wrote
   Once reduced;      // [token, rank] at the token's home: return groups that the rank has summed
   Once combined;     // [token]: return groups
+  Once joined;       // [token]: columns, of a joined call
   Once activated;    // [tile]: columns of its hidden rows
   Once kept;         // [local expert]: columns of what is kept of it
 };
@@ -176,6 +178,7 @@ class AbstractEngine {
     for_each_row(tile, [&](uint32_t row, uint32_t home, const Row& entry) {
       if (row % P::kLanes != P::lane()) return;
       check_hidden(tile, row, home, entry);
+      if (c_.joined != 0 && c_.top_k == 1) ledgers_[home].joined.mark(entry.token, n);  // the output, at once
       uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal)
                                         : c_.return_row(home, entry.token, entry.k));
       for_columns(kReturning, n, n + 1,
@@ -228,6 +231,24 @@ class AbstractEngine {
         combine(piece.first_token + i, piece.group);
       }
     }
+  }
+
+  static constexpr uint32_t kJoinedAtOnce = min_of(P::kLanes, 6u);
+  // Every lane reads of every row, as a GPU's do. Both rows of the token are here, of this call.
+  void join(uint32_t row, uint32_t count) {
+    CHECK(count != 0 && count <= kJoinedAtOnce);
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint32_t late = P::broadcast(row, i), token = LateRow::token(late), column = LateRow::column(late);
+      for_columns(kReturning, column, column + 1, [&](uint32_t h) {
+        if (h % P::kLanes != P::lane()) return;
+        for (uint32_t k = 0; k < c_.top_k; ++k) {
+          const float weight = x_->of[c_.rank].weights[token * c_.top_k + k];
+          CHECK_EQ(words(c_.return_row(c_.rank, token, k))[h], x_->contribution(c_.rank, token, k, weight, h));
+        }
+      });
+      if (P::lane() == 0) ledgers_[c_.rank].joined.mark(token, column);
+    }
+    P::sync();
   }
 
   void begin() {}
@@ -330,7 +351,7 @@ class Rank {
         sources_(formers_ + 1, std::vector<Source>(limits.ranks)),
         experts_(formers_ + 1, std::vector<FormedExpert>(limits.max_local_experts)),
         seen_(limits.ranks),
-        returns_(limits.processors),
+        memory_(limits.processors),
         actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers_ + senders_) * P::kLanes)) {
     CHECK_EQ(senders_ == 0, P::kPeersMapped);
     CHECK_EQ(limits.rdma == 0, P::kPeersMapped);
@@ -386,6 +407,7 @@ class Rank {
     call.experts = x.experts;
     call.top_k = x.top_k;
     call.return_mode = x.return_mode;
+    call.joined = limits_.ranks == 1 && !call.reduced() && call.capacity == 0 && x.top_k <= 2 ? 1 : 0;
     call.cut_columns(limits_.columns_per_task);
     call.groups = min_of(x.groups, call.columns[kReturning]);
     for (uint32_t g = 0; g <= call.groups; ++g) {
@@ -425,7 +447,7 @@ class Rank {
         const uint32_t id = actor - limits_.processors - 1;
         run_former<P>(call, sources_[id + 1].data(), {experts_[id + 1].data(), id, formers_});
       } else if (P::worker() == 0) {
-        run_processor<P>(call, actor - 1, engines_[actor - 1], returns_[actor - 1]);
+        run_processor<P>(call, actor - 1, engines_[actor - 1], memory_[actor - 1]);
       } else {
         help_dispatch(actor - 1);
       }
@@ -472,10 +494,13 @@ class Rank {
     CHECK(all_zero<uint64_t>(WorkField::kReadyList, limits_.list_capacity()));
     CHECK_EQ(control.tiles.value, 0u);
     CHECK(all_zero<uint64_t>(WorkField::kPending, uint64_t{limits_.ranks} * kMaxGroups));
+    const bool joints = limits_.ranks == 1 && limits_.top_k > 1;
+    CHECK(all_zero<uint32_t>(WorkField::kJoints, joints ? limits_.columns(kReturning) * limits_.max_tokens : 0));
     CHECK(all_zero<uint32_t>(WorkField::kOutSent, limits_.outboxes() * limits_.max_blocks()));
     CHECK(all_zero<uint32_t>(WorkField::kReduceDone, uint64_t{limits_.staging} * limits_.ranks * kMaxGroups));
     for (uint32_t t = 0; t < limits_.max_tokens; ++t) {
-      CHECK(ledger_.combined.whole(t, t < call.tokens ? call.groups : 0));
+      CHECK(ledger_.combined.whole(t, t < call.tokens && call.joined == 0 ? call.groups : 0));
+      CHECK(ledger_.joined.whole(t, t < call.tokens && call.joined != 0 ? call.columns[kReturning] : 0));
       for (uint32_t q = 0; q < call.ranks; ++q) {
         const bool sums = call.reduced() && t < call.tokens && x.entries(call.rank, t, q, call.top_k) != 0;
         CHECK(ledger_.reduced.whole(uint64_t{t} * call.ranks + q, sums ? call.groups : 0));
@@ -529,7 +554,7 @@ class Rank {
   typename Scheduler<P>::Memory scheduler_;
   std::vector<Status> seen_;
   std::deque<AbstractEngine<P>> engines_;
-  std::vector<typename OneWorker<P>::Returns> returns_;  // of each processor
+  std::vector<typename OneWorker<P>::Memory> memory_;  // of each processor
   std::barrier<> actors_;
   bool aborted_ = false;
   uint32_t succeeded_ = 0;

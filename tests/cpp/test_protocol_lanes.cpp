@@ -24,6 +24,15 @@ Limits many_tiles() {
   return l;
 }
 
+// A rank alone, two rows a token at most: a third of the calls are joined, those that are direct without a capacity. So many
+// rows that the queue of the late ones goes round.
+Limits joined(uint32_t processors) {
+  Limits l = limits(1, processors);
+  l.max_tokens = 400;
+  l.top_k = l.return_slots = 2;
+  return l;
+}
+
 }  // namespace
 }  // namespace flashmoe::test
 
@@ -49,4 +58,8 @@ int main() {
   run_calls<WarpPlatform<4>>("4 lanes", many_tiles(), 10, 13, {.formers = 1});
   run_calls<WarpPlatform<8>>("8 lanes", smallest(), 30, 7);
   run_calls<WarpPlatform<8>>("8 lanes", smallest(), 30, 8);
+  run_calls<flashmoe::cpu::CpuPlatform>("1 lane, joined", joined(3), 40, 14);
+  run_calls<flashmoe::cpu::CpuPlatform>("1 lane, joined", joined(2), 40, 15, {.formers = 2});
+  run_calls<WarpPlatform<4>>("4 lanes, joined", joined(2), 8, 16);
+  run_calls<WarpPlatform<8>>("8 lanes, joined", joined(2), 6, 17);
 }

@@ -1,4 +1,4 @@
-"""Calls whose rows are joined as they come, without a combine (include/flashmoe/sm90/join.cuh)."""
+"""Calls whose rows are joined as they come, without a combine (include/flashmoe/actors/joiner.h)."""
 
 from __future__ import annotations
 

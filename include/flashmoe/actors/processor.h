@@ -5,6 +5,7 @@
 // counter zeroes it.
 #pragma once
 
+#include "flashmoe/actors/joiner.h"
 #include "flashmoe/actors/returner.h"
 #include "flashmoe/actors/sender.h"
 #include "flashmoe/protocol/experts.h"
@@ -56,7 +57,7 @@ FLASHMOE_FN void retire(const Call& c, const Task& task) {
   });
 }
 
-// Where a processor of one worker keeps its place among pieces: memory of all of its lanes.
+// What a processor of one worker keeps of its returns: memory of all of its lanes.
 template <class P>
 struct OneWorker {
   template <class S>
@@ -72,16 +73,33 @@ struct OneWorker {
    private:
     S place_;
   };
-  using Returns = ReturnPlaces<Place>;
+  struct Memory {
+    ReturnPlaces<Place> returns;
+    LateRows late;
+  };
 };
+
+// After the task's rows are written, all their features: who is the later one of its token.
+template <class P, class Engine>
+FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engine>& joiner) {
+  const uint32_t rows = c.tile(task.index)->shape.rows;
+  for (uint32_t base = 0; base < rows; base += P::kLanes) {
+    const uint32_t n = min_of(rows - base, P::kLanes);
+    joiner.template find<P::kLanes>([&](uint32_t i) { return i < n ? c.tile_row(task.index, base + i)->token : 0u; }, n,
+                                    task.column, 2);
+  }
+}
 
 // Runs one processor of a call to its end: one worker, which dispatches, sends (where peers are not mapped, actors of their
 // own do: put_sender.h), computes, and in between returns. The engine supplies dispatch(b) and multiply<n>(tile, column), of
-// product n, which return when every write of theirs is ordered before this warp's next release, and what Sender and Returner
-// ask for. places: of this processor, uninitialised.
+// product n, which return when every write of theirs is ordered before this warp's next release, and what Sender, Returner and
+// Joiner ask for. memory: of this processor, uninitialised.
 template <class P, class Engine>
-FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Returns& places) {
-  if (P::lane() == 0) places = {};
+FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Memory& memory) {
+  if (P::lane() == 0) {
+    memory.returns = {};
+    memory.late.init();
+  }
   P::sync();
   for (uint32_t b = id; b < c.blocks(); b += c.processors) {
     if (!engine.dispatch(b)) return;
@@ -89,17 +107,27 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
   if constexpr (P::kPeersMapped) {
     if (!Sender<P, Engine>(c, engine).run(id, c.processors, id)) return;
   }
-  Returner<P, Engine, OneWorker<P>::template Place> returner(c, engine, places);
+  Returner<P, Engine, OneWorker<P>::template Place> returner(c, engine, memory.returns);
+  Joiner<P, Engine> joiner(c, engine, memory.late);
+  const bool combines = c.joined == 0, joins = joins_late_rows(c);
   while (true) {
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
-    const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return returner.step() == Step::kProgress; });
+    const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] {
+      return (joins && joiner.step()) || (combines && returner.step() == Step::kProgress);
+    });
     if (task.kind == TaskKind::kStop) break;
     with_product(task.kind, [&]<uint32_t n>() { engine.template multiply<n>(task.index, task.column); });
+    if (is_one_of<kHome>(task.kind) && joins) find_late_rows<P>(c, task, joiner);
     retire<P>(c, task);
-    if (is_one_of<kHome>(task.kind)) returner.step();  // what is owed to a peer is not to wait for the last task
+    if (is_one_of<kHome>(task.kind) && combines)
+      returner.step();  // what is owed to a peer is not to wait for the last task
   }
-  returner.run(c);
+  if (combines) returner.run(c);
+  if (joins) {
+    joiner.close();
+    joiner.run();
+  }
 }
 
 }  // namespace flashmoe

@@ -93,7 +93,15 @@ struct Platform {
   FLASHMOE_STORE(store_release, "st.release.sys", FLASHMOE_TAG(SystemScope))
   FLASHMOE_ADD(fetch_add, "atom.relaxed.gpu.add")
   FLASHMOE_ADD(fetch_add_acq_rel, "atom.acq_rel.gpu.add")
+  FLASHMOE_ADD(post_add, "atom.relaxed.gpu.add")
+
   static __device__ __forceinline__ uint32_t fetch_add_nearby(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
+  static __device__ __forceinline__ uint32_t look_nearby(uint32_t* p) { return atomicOr(p, 0u); }
+  static __device__ __forceinline__ void set_nearby(uint32_t* p, uint32_t v) { atomicExch(p, v); }
+  static __device__ __forceinline__ uint32_t compare_swap_nearby(uint32_t* p, uint32_t old, uint32_t v) {
+    return atomicCAS(p, old, v);
+  }
+  static __device__ __forceinline__ void fence_nearby() { __threadfence_block(); }
 
   FLASHMOE_LOAD(poll, "ld.relaxed.gpu", FLASHMOE_TAG(DeviceScope))
   FLASHMOE_LOAD(poll, "ld.relaxed.sys", FLASHMOE_TAG(SystemScope))

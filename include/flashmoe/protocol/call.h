@@ -17,6 +17,9 @@ inline uint32_t expert_capacity(double factor, uint32_t tokens, uint32_t top_k, 
   return static_cast<uint32_t>(min_of(capacity, 0x1p31));
 }
 
+// The most tokens of a joined call: a token and a column of tasks share a word.
+inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
+
 struct Call {
   // The call.
   Epoch epoch = 0;
@@ -33,7 +36,7 @@ struct Call {
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
   uint32_t processors = 1;
-  // 1: rows are joined as they come, there is no combine (GPU, a rank alone, K at most 2, dropless; sm90/join.cuh).
+  // 1: rows are joined as they come, there is no combine (a rank alone, direct, K at most 2, dropless; actors/joiner.h).
   uint32_t joined = 0;
   OrderPolicy order;
   uint64_t timeout_ns = 0;  // 0: none

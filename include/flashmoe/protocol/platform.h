@@ -25,7 +25,13 @@
 //   void     post(T*, T);                               // a release store of all before the last release_fence
 //   T        fetch_add(T*, T);                              // relaxed: tickets, claims
 //   T        fetch_add_acq_rel(T*, T);                      // at device scope: dependency counters
-//   uint32_t fetch_add_nearby(uint32_t*, uint32_t);     // relaxed, among the workers of one processor
+//   void     acquire_fence(Scope);                      // of what the lane's relaxed operations saw
+//   T        post_add(T*, T);                           // relaxed, between a release_fence and an acquire_fence
+//   uint32_t fetch_add_nearby(uint32_t*, uint32_t);     // relaxed, as the next three: among the workers of one processor
+//   uint32_t look_nearby(uint32_t*);                    // a load
+//   void     set_nearby(uint32_t*, uint32_t);
+//   uint32_t compare_swap_nearby(uint32_t*, uint32_t old, uint32_t v);   // what was there; if it was `old`, now it is v
+//   void     fence_nearby();                            // orders what these saw or wrote, and the lane's other accesses
 //   uint64_t now_ns();                                  // monotonic, never 0
 //   uint32_t workers(), worker();                       // the warps that dispatch a token block together, and which
 //   void     team_sync();                               // all lanes of all of them; orders their memory accesses
@@ -49,8 +55,8 @@
 // poll and post are for looking often and publishing much. On a GPU an acquire load holds up every load behind it, and
 // a release store waits for every store before it; so words are polled, many at once, and those that had news are loaded
 // once more, with acquire. Not a fence: at system scope that also releases, and waits for writes to peers, which at the
-// start of a call take 0.1 ms. CPU platforms do the work in poll and post and leave the rest empty: ThreadSanitizer knows no
-// fences.
+// start of a call take 0.1 ms. CPU platforms do the work in poll, post and what is nearby and leave the rest empty:
+// ThreadSanitizer knows no fences.
 #pragma once
 
 #include "flashmoe/protocol/base.h"

@@ -63,9 +63,6 @@ FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_exper
 
 static_assert(kFewPairs <= kTileTokens);  // a few tokens' hidden rows are the first tile's (gpu/few.cuh)
 
-// The most tokens of a joined return (sm90/join.cuh): a token and a column of tasks share a word.
-inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
-
 // Columns of results of a task of each product. With a gate, a column of what is activated takes two rows of weights.
 constexpr std::array<uint32_t, kProducts> columns_per_task(bool gated) {
   std::array<uint32_t, kProducts> columns = each_product(kTaskFeatures);

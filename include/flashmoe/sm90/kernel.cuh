@@ -6,13 +6,13 @@
 //   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, TF32: 184
 //   warpgroup 2                                                                                104, TF32: 128
 //     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
-//                         during GEMM1 the second warp joins rows (sm90/join.cuh)
+//                         during GEMM1 the second warp joins rows (actors/joiner.h)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
 //                         sender (actors/put_sender.h)
 //   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
-//   (actors/returner.h, sm90/sums.cuh, join.cuh), so that at the end all warps do.
+//   (actors/returner.h, joiner.h), so that at the end all warps do.
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
 //   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
@@ -154,7 +154,8 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
     Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, PlaceOfWarp>(c, sums, s.returns).run(c);
   } else if (joins_late_rows(c)) {
-    Joiner<Dtype, Tracer<kTrace, 32>>(args, c, s.late, each_warp).run();
+    JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
+    Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
   __syncwarp();  // waits let lanes go one by one
 #if FLASHMOE_RDMA

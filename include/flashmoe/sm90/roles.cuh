@@ -197,11 +197,6 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   }
 }
 
-// Whether rows are joined, and not there at once.
-__device__ __forceinline__ bool joins_late_rows(const Call& c) {
-  return c.joined != 0 && c.top_k == 2;
-}
-
 // Whether experts have a tile or less, on average. Their weights then take the L2 from all else, and from the kernel's own
 // code, if they are kept there when they have been used.
 __device__ __forceinline__ bool reads_weights_once(const Call& c) {
@@ -233,7 +228,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   auto count = [&] { tasks.count_stage(); };
   const bool read_once = reads_weights_once(c);
   bool apart = false;  // the warps are at different stages
-  Joiner<Dtype, Trace> joiner(args, c, s.late, trace);
+  JoinEngine<Dtype, Trace> adder(args, c, trace);
+  Joiner<Platform, JoinEngine<Dtype, Trace>> joiner(c, adder, s.late);
   SumEngine<Dtype, Trace> sums(c, args.out, trace);
   Returner<Platform, SumEngine<Dtype, Trace>, PlaceOfWarp> returns(c, sums, s.returns);
   for (uint32_t n = 0;; ++n) {
@@ -273,7 +269,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
           while (!tasks.is_stored(slot.stored)) {
             if (!joiner.step()) __nanosleep(kPause);
           }
-          joiner.find(slot.tokens, slot.share.rows, slot.column, wide ? 2 : 1);
+          joiner.template find<Wide::kTokens>([&](uint32_t row) { return slot.tokens[row]; }, slot.share.rows,
+                                              slot.column, wide ? 2 : 1);
         }
       }
     });

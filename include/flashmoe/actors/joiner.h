@@ -1,0 +1,128 @@
+// Joiner: combines without a combine. Where a token has two rows at most and all of them are computed here, whoever finds that
+// a row is the later one of its token has the two added and the output written, while other tasks run. Else every processor
+// would have nothing but combines to do after its last task. (A token's only row is the output as it is computed.)
+//
+// A word per token and column of tasks counts what has been stored of the token's rows: a task of all its features adds 2,
+// each block of a pair that halves them 1. Who brings it to 4 is last, and resets it. The sum of two does not depend on which
+// came first: the bits are those of combine.
+#pragma once
+
+#include "flashmoe/protocol/call.h"
+
+namespace flashmoe {
+
+// Whether rows are joined, and not there at once.
+FLASHMOE_HD bool joins_late_rows(const Call& c) {
+  return c.joined != 0 && c.top_k == 2;
+}
+
+// A late row, by whose the two are and the columns: a word that lanes and queues pass on.
+struct LateRow {
+  FLASHMOE_HD static constexpr uint32_t make(uint32_t token, uint32_t column) { return token | column << 16; }
+  FLASHMOE_HD static constexpr uint32_t token(uint32_t row) { return row & (kMaxJoinedTokens - 1); }
+  FLASHMOE_HD static constexpr uint32_t column(uint32_t row) { return row >> 16; }
+};
+
+// The processor's late rows, in memory that its workers share: a queue that one of them fills and any empties, by atomics
+// throughout.
+struct LateRows {
+  static constexpr uint32_t kCapacity = 512;
+
+  uint32_t row[kCapacity];
+  uint32_t found, taken;  // ever put in the queue, and taken out of it
+  uint32_t closed;        // 1: no more will be found
+
+  // One thread, before the workers' first synchronization.
+  FLASHMOE_FN void init() { found = taken = closed = 0; }
+};
+
+// One worker's side of it. All functions by all lanes. The engine supplies
+//   kJoinedAtOnce               late rows of a step, at most a lane each
+//   join(row, count)            adds the rows that lanes 0 .. count - 1 name
+//   begin(), end(phase, index, column)   of a span, for reports and traces
+template <class P, class Engine>
+class Joiner {
+ public:
+  FLASHMOE_FN Joiner(const Call& call, Engine& engine, LateRows& late) : c_(call), engine_(engine), late_(late) {}
+
+  // Joins a few late rows; false if there are none.
+  FLASHMOE_FN bool step() {
+    static_assert(Engine::kJoinedAtOnce <= P::kLanes);
+    uint32_t first = 0, count = 0;
+    if (P::lane() == 0) {
+      first = P::look_nearby(&late_.taken);
+      count = min_of(P::look_nearby(&late_.found) - first, Engine::kJoinedAtOnce);
+    }
+    first = P::broadcast(first, 0);
+    count = P::broadcast(count, 0);
+    if (count == 0) return false;
+    P::fence_nearby();
+    // Read before they are taken: the filling worker overwrites nothing that is not.
+    uint32_t row = 0;
+    if (P::lane() < count) row = P::look_nearby(&late_.row[(first + P::lane()) % LateRows::kCapacity]);
+    P::sync();
+    const bool mine = P::lane() == 0 && P::compare_swap_nearby(&late_.taken, first, first + count) == first;
+    if (P::ballot(mine) == 0) return true;  // another worker has taken some of them
+    engine_.begin();
+    engine_.join(row, count);
+    row = P::broadcast(row, 0);
+    engine_.end(Phase::kCombine, LateRow::token(row) >> c_.log2_block, LateRow::column(row));
+    return true;
+  }
+
+  // Until no more will be found.
+  FLASHMOE_FN void run() {
+    while (true) {
+      const bool closed = P::broadcast(P::lane() == 0 ? P::look_nearby(&late_.closed) : 0u, 0) != 0;
+      if (step()) continue;
+      if (closed) return;
+      P::rest();
+    }
+  }
+
+  // The worker that fills the queue: records rows 0 .. rows - 1 of a task, of at most kMost, which the processor has stored, and
+  // finds the late ones. token_of(i): whose row i is; asked of rows up to kMost. part: what the task adds.
+  template <uint32_t kMost, class TokenOf>
+  FLASHMOE_FN void find(TokenOf&& token_of, uint32_t rows, uint32_t column, uint32_t part) {
+    constexpr uint32_t kEach = kMost / P::kLanes, kAll = 4;
+    uint32_t found = P::broadcast(P::lane() == 0 ? P::look_nearby(&late_.found) : 0u, 0);
+    while (P::broadcast(P::lane() == 0 ? found - P::look_nearby(&late_.taken) : 0u, 0) > LateRows::kCapacity - kMost) {
+      step();
+    }
+    uint32_t* const words = c_.joint_word(column, 0);
+    uint32_t token[kEach], stored[kEach] = {};
+    FLASHMOE_UNROLL
+    for (uint32_t i = 0; i < kEach; ++i) token[i] = token_of(P::lane() + i * P::kLanes);
+    P::release_fence(kDevice);
+    FLASHMOE_UNROLL
+    for (uint32_t i = 0; i < kEach; ++i) {
+      if (P::lane() + i * P::kLanes < rows) stored[i] = part + P::post_add(words + token[i], part);
+    }
+    P::acquire_fence(kDevice);
+    FLASHMOE_UNROLL
+    for (uint32_t i = 0; i < kEach; ++i) {
+      const bool late = stored[i] == kAll;
+      uint32_t total;
+      const uint32_t place = found + count_before<P>(late, total);
+      found += total;
+      if (!late) continue;
+      P::store_relaxed(words + token[i], 0u);
+      P::set_nearby(&late_.row[place % LateRows::kCapacity], LateRow::make(token[i], column));
+    }
+    P::fence_nearby();
+    P::sync();
+    if (P::lane() == 0) P::set_nearby(&late_.found, found);
+  }
+
+  // Nothing will be found any more.
+  FLASHMOE_FN void close() {
+    if (P::lane() == 0) P::set_nearby(&late_.closed, 1u);
+  }
+
+ private:
+  const Call& c_;
+  Engine& engine_;
+  LateRows& late_;
+};
+
+}  // namespace flashmoe
