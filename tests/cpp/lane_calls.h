@@ -53,4 +53,14 @@ inline Limits dense() {
   return l;
 }
 
+// For warps of 32 lanes, whose every meeting takes as many switches of threads: little more than a lane has of anything.
+inline Limits narrow(uint32_t ranks) {
+  Limits l = limits(ranks, 1);
+  l.max_tokens = 40;
+  l.hidden = l.intermediate = 2;
+  l.experts = l.max_local_experts = 3;
+  l.top_k = l.return_slots = 2;
+  return l;
+}
+
 }  // namespace flashmoe::test

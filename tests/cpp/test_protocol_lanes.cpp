@@ -1,4 +1,4 @@
-// Whole calls of the protocol with warps of 1 to 8 lanes, teams of 1 to 3 warps, and tiles formed by the OS actor or by
+// Whole calls of the protocol with warps of 1 to 32 lanes, teams of 1 to 3 warps, and tiles formed by the OS actor or by
 // formers: random routing, changing sizes, both return modes, capacity, every order policy. What is checked is in
 // abstract_group.h; under ThreadSanitizer, races between lanes and warps too.
 #include "lane_calls.h"
@@ -62,4 +62,7 @@ int main() {
   run_calls<flashmoe::cpu::CpuPlatform>("1 lane, joined", joined(2), 40, 15, {.formers = 2});
   run_calls<WarpPlatform<4>>("4 lanes, joined", joined(2), 8, 16);
   run_calls<WarpPlatform<8>>("8 lanes, joined", joined(2), 6, 17);
+  // As many lanes as a GPU's warps have: a call takes seconds.
+  run_calls<WarpPlatform<32>>("32 lanes", narrow(2), 3, 18);
+  run_calls<WarpPlatform<32>>("32 lanes, joined", narrow(1), 4, 21);
 }

@@ -1,5 +1,5 @@
 // Whole calls of ranks that reach one another by puts alone, over a network that is late and out of order (put_platform.h):
-// with warps of 1, 4 and 8 lanes, tiles formed by the OS actor or by formers, 1 to 3 senders.
+// with warps of 1, 4, 8 and 32 lanes, tiles formed by the OS actor or by formers, 1 to 3 senders.
 #include "lane_calls.h"
 
 namespace flashmoe::test {
@@ -27,4 +27,5 @@ int main() {
   }
   run_calls<Four>("4 lanes, puts", by_puts(limits(3, 1)), 6, 3, {.formers = 1, .senders = 2});
   run_calls<Eight>("8 lanes, puts", by_puts(dense()), 4, 4, {.senders = 2});
+  run_calls<PutPlatform<WarpPlatform<32>>>("32 lanes, puts", by_puts(narrow(2)), 2, 5, {.senders = 1});
 }
