@@ -217,6 +217,12 @@ MUTANTS = [
         ACTORS + "put_sender.h",
         "    P::quiet();  // of a call that failed, too\n",
     ),
+    Mutant(
+        "Joined rows: chain of a token's two",
+        ACTORS + "joiner.h",
+        "P::post_add(words + token[i], part)",
+        "P::fetch_add(words + token[i], part)",
+    ),
 ]
 
 

@@ -42,5 +42,8 @@ int main() {
     // std::barrier, in which teams meet, orders more than it promises: teams that are one thread each do without.
     run<flashmoe::cpu::CpuPlatform>(limits(2, 3), 30, seed, {.formers = 1});
     run<PutPlatform<WarpPlatform<2>>>(limits(3, 1), 10, seed, {.senders = 2});
+    auto alone = limits(1, 2);  // joined, with two experts a token
+    alone.top_k = alone.return_slots = 2;
+    run<WarpPlatform<2>>(alone, 10, seed, {});
   }
 }

@@ -118,7 +118,10 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
     });
     if (task.kind == TaskKind::kStop) break;
     with_product(task.kind, [&]<uint32_t n>() { engine.template multiply<n>(task.index, task.column); });
-    if (is_one_of<kHome>(task.kind) && joins) find_late_rows<P>(c, task, joiner);
+    if (is_one_of<kHome>(task.kind) && joins) {
+      find_late_rows<P>(c, task, joiner);
+      joiner.step();
+    }
     retire<P>(c, task);
     if (is_one_of<kHome>(task.kind) && combines)
       returner.step();  // what is owed to a peer is not to wait for the last task

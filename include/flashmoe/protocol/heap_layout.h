@@ -276,7 +276,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) {
        return FieldShape{{l.ranks == 1 && l.top_k > 1 ? l.columns(kReturning) : 0, l.max_tokens, 1, 1}, 4};
      },
-     "[column of tasks][token] 1: the first of the token's two rows is written; zero between calls, of joined calls (actors/joiner.h)"},
+     "[column of tasks][token] of joined calls: what is written of the token's two rows; zero between calls"},
     {WorkField::kOutOffsets, "out_offsets", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_blocks(), l.max_local_experts + 1, 1}, 2}; },
      "[q][b][El+1] packet_offsets of the packets for rank q, before they are sent"},
