@@ -1,16 +1,15 @@
 """Whether the tests miss a release or an acquire.
 
-    python tools/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json]
+    python tools/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json] [--commit COMMIT]
 
-Each mutant is the protocol without one release, acquire or meeting of lanes of docs/memory_model.md. It is compiled with
-ThreadSanitizer into tests/mutation/calls.cpp and run; it has to fail. The sources as they are have to pass. Exits with 1
-otherwise. Takes about two minutes a mutant and core.
+Each mutant is the protocol without one release, acquire or meeting of lanes of docs/memory_model.md. It is compiled
+with ThreadSanitizer into tests/mutation/calls.cpp and run, and has to fail; the sources as they are have to pass. Exits
+with 1 otherwise. Takes about two minutes a mutant and core.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import shutil
@@ -22,6 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from harness import commit_option, cpu_model, write  # noqa: E402
+
 PROTOCOL, ACTORS = "include/flashmoe/protocol/", "include/flashmoe/actors/"
 TIMEOUT = 300
 """Seconds for a run; a mutant that hangs is one that was caught."""
@@ -93,12 +95,6 @@ MUTANTS = [
         "      if (!fenced) {",
     ),
     Mutant(
-        "3, 4, 6 meeting of its lanes behind the fence",
-        ACTORS + "scheduler.h",
-        "        P::sync();\n        fenced = true;",
-        "        fenced = true;",
-    ),
-    Mutant(
         "3, 4, 6 acquire of a task",
         PROTOCOL + "ready_queue.h",
         "word = P::load_acquire(slot, kDevice);",
@@ -112,7 +108,8 @@ MUTANTS = [
     Mutant(
         "4 meetings of a former's lanes before a tile is announced",
         PROTOCOL + "tile_former.h",
-        "    P::sync();  // all have read the state, and written their rows and shapes, which announce() releases behind this\n"
+        "    P::sync();  // all have read the state, and written their rows and shapes, "
+        "which announce() releases behind this\n"
         "    if (P::lane() == 0) m_.experts[i] = x;\n    P::sync();\n",
         "    if (P::lane() == 0) m_.experts[i] = x;\n",
     ),
@@ -167,7 +164,8 @@ MUTANTS = [
     Mutant(
         "8, 9 meeting of the combining lanes behind it",
         ACTORS + "processor.h",
-        "    FLASHMOE_FN void save(const S& s) {\n      P::sync();\n      if (P::lane() == 0) place_ = s;\n      P::sync();\n",
+        "    FLASHMOE_FN void save(const S& s) {\n"
+        "      P::sync();\n      if (P::lane() == 0) place_ = s;\n      P::sync();\n",
         "    FLASHMOE_FN void save(const S& s) {\n      if (P::lane() == 0) place_ = s;\n",
     ),
     Mutant(
@@ -276,6 +274,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", nargs="*", help="edges that begin with one of these")
     parser.add_argument("--out", type=pathlib.Path)
+    commit_option(parser)
     given = parser.parse_args()
     chosen = [m for m in MUTANTS if not given.only or m.edge.startswith(tuple(given.only))]
     with ThreadPoolExecutor(given.jobs) as pool:
@@ -283,7 +282,7 @@ def main() -> int:
     bad = [each["edge"] for each in results if not each["good"]]
     print(f"{len(results) - 1} mutants, {len(bad)} of {len(results)} not as they should be")
     if given.out:
-        given.out.write_text(json.dumps({"mutants": results}, indent=1) + "\n")
+        write(given.out, {"device": f"{cpu_model()} x0", "commit": given.commit, "mutants": results})
     return 1 if bad else 0
 
 
