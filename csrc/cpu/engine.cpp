@@ -39,16 +39,16 @@ class Timed {
 }  // namespace
 
 bool Engine::dispatch(uint32_t b) {
-  const size_t pairs = size_t{c_.block_tokens()} * c_.top_k;
-  words_.resize(pairs + c_.ranks + 1);
+  const size_t choices = size_t{c_.block_tokens()} * c_.top_k;
+  words_.resize(choices + c_.ranks + 1);
   halves_.resize(3 * size_t{c_.experts});
-  const PacketScratch s{.pairs = words_.data(),
-                        .weights = room(weights_, pairs),
+  const PacketScratch s{.choices = words_.data(),
+                        .weights = room(weights_, choices),
                         .place = halves_.data(),
                         .count = halves_.data() + c_.experts,
                         .start = halves_.data() + 2 * size_t{c_.experts},
-                        .entries = words_.data() + pairs,
-                        .bad = words_.data() + pairs + c_.ranks,
+                        .entries = words_.data() + choices,
+                        .bad = words_.data() + choices + c_.ranks,
                         .owner = c_.owner};
   {
     const Timed timed(trace_, Phase::kGate, b);

@@ -17,7 +17,7 @@ Call common_call(const Membership& who, const Limits& limits, uint64_t timeout_n
   Call c;
   c.rank = who.rank;
   c.ranks = limits.ranks;
-  c.processors = limits.processors / sm90::kPair;
+  c.processors = limits.processors / sm90::kClusterBlocks;
   c.timeout_ns = timeout_ns;
   c.tile_rows = limits.tile_rows;
   c.heap_layout = make_heap_layout(limits);

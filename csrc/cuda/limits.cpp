@@ -12,10 +12,10 @@ using host::Error;
 
 // Thread blocks. 0: one on every multiprocessor.
 uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
-  const uint32_t all = multiprocessors / sm90::kPair * sm90::kPair;
+  const uint32_t all = multiprocessors / sm90::kClusterBlocks * sm90::kClusterBlocks;
   const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
   const uint32_t least = sm90::least_blocks(limits.ranks, limits.max_local_experts);
-  if (wanted < least || wanted > all || wanted % sm90::kPair != 0) {
+  if (wanted < least || wanted > all || wanted % sm90::kClusterBlocks != 0) {
     const std::string most =
         least > all ? concat(", of which the device has ", all) : concat(" to ", all, ", the device's multiprocessors");
     throw Error(Error::Kind::kInvalidArgument,

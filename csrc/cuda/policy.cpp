@@ -36,7 +36,7 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate) {
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors) {
   uint32_t block = kMinTokenBlock;
   auto fits = [&](uint32_t b) {
-    return b <= kMaxTokenBlock && b * experts <= sm90::kMaxGateLogits && b * top_k <= sm90::kMaxPairs;
+    return b <= kMaxTokenBlock && b * experts <= sm90::kMaxGateLogits && b * top_k <= sm90::kMaxChoices;
   };
   while (ceil_div(tokens, block) > processors && fits(2 * block)) block *= 2;
   return block;
@@ -89,7 +89,7 @@ OrderPolicy task_order(const Shape& s, ReturnMode mode, uint32_t blocks, const O
   // Rows that go as they are computed, and faster than the link takes them, are to use it for as long as there are tasks, once
   // the first rows are sent, and those that it takes before others. Elsewhere nothing is won by an early GEMM1.
   const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && !link_keeps_up(s);
-  const uint32_t clusters = blocks / sm90::kPair;
+  const uint32_t clusters = blocks / sm90::kClusterBlocks;
   OrderPolicy chosen{.gemm1_lag = early ? 2 * clusters : kAlwaysHeld,
                      .raster = s.ranks > 1 ? kRasterOfSeveral : kRaster,
                      .window = tasks_ahead(s) * clusters,

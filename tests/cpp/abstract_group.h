@@ -155,9 +155,9 @@ class AbstractEngine {
       if (row % P::kLanes != P::lane()) return;
       const Problem::OfRank& source = x_->of[p];
       CHECK(entry.token < source.tokens && entry.k < c_.top_k);
-      const uint32_t pair = entry.token * c_.top_k + entry.k;
-      CHECK_EQ(source.routed[pair], static_cast<int32_t>(expert));
-      CHECK_EQ(source.weights[pair], entry.weight);
+      const uint32_t choice = entry.token * c_.top_k + entry.k;
+      CHECK_EQ(source.routed[choice], static_cast<int32_t>(expert));
+      CHECK_EQ(source.weights[choice], entry.weight);
       if (c_.reduced()) CHECK_EQ(x_->entries(p, entry.token, c_.rank, entry.k), entry.ordinal);
       if (p != c_.rank) {  // own rows are not sent
         const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, entry.token));

@@ -34,7 +34,7 @@ struct Problem {
     OrderPolicy order;
     std::vector<int32_t> ids;     // [T, K]
     std::vector<float> weights;   // [T, K]
-    std::vector<int32_t> routed;  // [T, K] ids, -1 where capacity drops the pair
+    std::vector<int32_t> routed;  // [T, K] ids, -1 where capacity drops the choice
   };
 
   Epoch epoch = 0;
@@ -78,7 +78,7 @@ struct Problem {
     }
   }
 
-  // Of the pairs a rank routes to an expert, the first `capacity` in token order stay.
+  // Of the choices a rank routes to an expert, the first `capacity` in token order stay.
   void drop(uint32_t p) {
     OfRank& r = of[p];
     r.routed = r.ids;

@@ -66,9 +66,9 @@ struct Work {
   void reference(std::vector<double>& kept, std::vector<double>& scale) const {
     kept.assign(kExperts * kIntermediate * kHidden, 0.0);
     scale = kept;
-    for (uint32_t pair = 0; pair < kTokens * kTopK; ++pair) {
-      const float* row = &x.floats[pair / kTopK * kHidden];
-      const auto expert = static_cast<uint32_t>(ids[pair]);
+    for (uint32_t choice = 0; choice < kTokens * kTopK; ++choice) {
+      const float* row = &x.floats[choice / kTopK * kHidden];
+      const auto expert = static_cast<uint32_t>(ids[choice]);
       const float* gates = &gate_up.floats[expert * 2 * kIntermediate * kHidden];
       for (uint32_t i = 0; i < kIntermediate; ++i) {
         double gate = 0, up = 0;

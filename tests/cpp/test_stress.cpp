@@ -165,7 +165,7 @@ struct Work {
     return true;
   }
 
-  // GShard's capacity: of the pairs a rank routes to an expert, the first in token order stay.
+  // GShard's capacity: of the choices a rank routes to an expert, the first in token order stay.
   void drop(uint32_t p, std::vector<int32_t>& chosen) const {
     if (spec.capacity_factor == 0.0f) return;
     const double share = static_cast<double>(spec.capacity_factor) * tokens[p] * layer.top_k / layer.experts;

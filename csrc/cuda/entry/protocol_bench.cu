@@ -37,7 +37,7 @@ constexpr uint32_t kTakerWarp = 0, kExecutorWarp = 1, kRetirerWarp = 2, kFormerW
 constexpr uint32_t kThreads = 160;
 constexpr uint32_t kMaxExperts = 512;
 constexpr uint32_t kMaxServed = 16;  // experts per former
-constexpr uint32_t kMaxPairs = 64 * 8;
+constexpr uint32_t kMaxChoices = 64 * 8;
 constexpr uint32_t kStamps = 1024;  // recorded tasks per processor and call
 
 // What one processor saw; times of one SM's clock in cycles, of the global timer in nanoseconds.
@@ -113,8 +113,8 @@ struct Ring {
 
 struct Shared {
   Ring next, done;
-  int32_t ids[kMaxPairs];
-  float weights[kMaxPairs];
+  int32_t ids[kMaxChoices];
+  float weights[kMaxChoices];
   uint16_t place[kMaxExperts], count[kMaxExperts], start[kMaxExperts];
   uint32_t owner[kMaxExperts], entries[1], bad;
   OneWorker<P>::Returns returns;

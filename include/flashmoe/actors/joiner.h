@@ -3,7 +3,7 @@
 // would have nothing but combines to do after its last task. (A token's only row is the output as it is computed.)
 //
 // A word per token and column of tasks counts what has been stored of the token's rows: a task of all its features adds 2,
-// each block of a pair that halves them 1. Who brings it to 4 is last, and resets it. The sum of two does not depend on which
+// each block of a cluster that halves them 1. Who brings it to 4 is last, and resets it. The sum of two does not depend on which
 // came first: the bits are those of combine.
 #pragma once
 

@@ -27,23 +27,23 @@
 
 namespace flashmoe::gpu {
 
-// What all blocks know of the call once the experts are chosen. Pair p: token p / K, choice p % K.
+// What all blocks know of the call once the experts are chosen. Choice p: token p / K, choice p % K.
 struct FewShared {
-  int32_t ids[kFewPairs];  // -1: dropped
-  float weights[kFewPairs];
-  uint32_t units;                        // experts that have tokens, numbered as they are met
-  uint32_t tokens[kFewPairs];            // of a unit
-  uint16_t expert[kFewPairs];            // of a unit
-  uint16_t pair[kFewPairs][kFewTokens];  // of a unit
-  uint16_t unit[kFewPairs];              // of a pair; kNoUnit: dropped
-  uint32_t failed;                       // not zero: the call is over
-  Fault fault;                           // why, if this block is to say so
-  Call call;                             // for that: as given, with its epoch
+  int32_t ids[kFewChoices];  // -1: dropped
+  float weights[kFewChoices];
+  uint32_t units;                            // experts that have tokens, numbered as they are met
+  uint32_t tokens[kFewChoices];              // of a unit
+  uint16_t expert[kFewChoices];              // of a unit
+  uint16_t choice[kFewChoices][kFewTokens];  // of a unit
+  uint16_t unit[kFewChoices];                // of a choice; kNoUnit: dropped
+  uint32_t failed;                           // not zero: the call is over
+  Fault fault;                               // why, if this block is to say so
+  Call call;                                 // for that: as given, with its epoch
   uint32_t trace_events;
   TraceStarts trace_starts;
   union {
     float logits[kFewTokens * kMaxExperts];  // [token][expert]
-    float results[kFewResults];              // [column][pair] weighted results of GEMM1
+    float results[kFewResults];              // [column][choice] weighted results of GEMM1
   };
 };
 static_assert(sizeof(FewShared) <= kFewSharedBytes);
@@ -66,7 +66,7 @@ struct Block {
   FewShared& s;
   uint64_t epoch;
 
-  __device__ __forceinline__ uint32_t pairs() const { return c.tokens * c.top_k; }
+  __device__ __forceinline__ uint32_t choices() const { return c.tokens * c.top_k; }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
   // A token's row from x on, in units of 16 bytes.
   __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
@@ -142,7 +142,8 @@ __device__ __forceinline__ void collect_logits(const Block& b) {
 
 __device__ __forceinline__ void choose(const Block& b) {
   for (uint32_t t = b.warp(); t < b.c.tokens; t += kFewWarps) {
-    const Choice choice[1] = {{b.s.logits + t * b.c.experts, b.s.ids + t * b.c.top_k, b.s.weights + t * b.c.top_k}};
+    const TokenChoice choice[1] = {
+        {b.s.logits + t * b.c.experts, b.s.ids + t * b.c.top_k, b.s.weights + t * b.c.top_k}};
     const uint32_t bad = choose_experts(choice, b.c.experts, b.c.top_k, b.args.renormalize != 0);
     if (bad != 0 && P::lane() == 0) fail_everywhere(b, {.kind = FaultKind::kRouterValue, .index = t});
   }
@@ -151,7 +152,7 @@ __device__ __forceinline__ void choose(const Block& b) {
 // Given routing, which is not trusted: every block finds what is wrong, the first one says so.
 __device__ __forceinline__ void take_given(const Block& b) {
   const uint32_t p = threadIdx.x;
-  if (p >= b.pairs()) return;
+  if (p >= b.choices()) return;
   auto id_of = [&](uint32_t i) {
     if (b.args.topk_ids_64 == 0) return static_cast<const int32_t*>(b.args.topk_ids)[i];
     const int64_t id = static_cast<const int64_t*>(b.args.topk_ids)[i];
@@ -170,15 +171,15 @@ __device__ __forceinline__ void take_given(const Block& b) {
                       .seen = static_cast<uint32_t>(id)});
 }
 
-// One warp: groups the pairs by expert, and drops those beyond its capacity, the last in token order.
+// One warp: groups the choices by expert, and drops those beyond its capacity, the last in token order.
 __device__ __forceinline__ void group_pairs(const Block& b) {
   FewShared& s = b.s;
   uint32_t units = 0;
-  for (uint32_t base = 0; base < b.pairs(); base += 32) {
+  for (uint32_t base = 0; base < b.choices(); base += 32) {
     const uint32_t p = base + P::lane();
-    const bool exists = p < b.pairs();
+    const bool exists = p < b.choices();
     const int32_t expert = exists ? s.ids[p] : -1;
-    uint32_t earlier = 0, first = p;  // pairs of the same expert, all of earlier tokens
+    uint32_t earlier = 0, first = p;  // choices of the same expert, all of earlier tokens
     for (uint32_t i = exists ? p - p % b.c.top_k : 0; i-- != 0;) {
       if (s.ids[i] != expert) continue;
       first = i;
@@ -199,7 +200,7 @@ __device__ __forceinline__ void group_pairs(const Block& b) {
       s.unit[p] = kept ? s.unit[first] : kNoUnit;
     }
     if (exists && s.unit[p] != kNoUnit) {
-      s.pair[s.unit[p]][earlier] = static_cast<uint16_t>(p);
+      s.choice[s.unit[p]][earlier] = static_cast<uint16_t>(p);
       atomicAdd(&s.tokens[s.unit[p]], 1u);
     }
     P::sync();
@@ -218,7 +219,7 @@ __device__ __forceinline__ bool route(const Block& b) {
   if (b.warp() == 0) group_pairs(b);
   __syncthreads();
   const uint32_t p = threadIdx.x;
-  if (p < b.pairs()) {
+  if (p < b.choices()) {
     if (b.s.unit[p] == kNoUnit) b.s.ids[p] = -1;
     if (blockIdx.x == 0) {  // for the report
       b.c.routing(p / b.c.top_k)[p % b.c.top_k] = b.s.ids[p];
@@ -256,13 +257,13 @@ struct Gemm0Jobs {
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
-    return b.token_at(b.s.pair[job.unit][token] / b.c.top_k);
+    return b.token_at(b.s.choice[job.unit][token] / b.c.top_k);
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
     const uint32_t biases = job.expert * b.c.intermediate * (kGated ? 2 : 1);
     float low = sum[0] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.first, true);
     float high = sum[1] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.second, true);
-    auto* const hidden = reinterpret_cast<typename Dtype::Element*>(b.c.hidden_row(0, b.s.pair[job.unit][token]));
+    auto* const hidden = reinterpret_cast<typename Dtype::Element*>(b.c.hidden_row(0, b.s.choice[job.unit][token]));
     if constexpr (kGated) {
       float none = 0.0f;
       activate_pair<Dtype, kActivation>(low, none);
@@ -308,16 +309,16 @@ struct Gemm1Jobs {
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.c.hidden_row(0, 0); }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
-    return static_cast<uint32_t>((b.c.hidden_row(0, b.s.pair[job.unit][token]) - operands()) / 16);
+    return static_cast<uint32_t>((b.c.hidden_row(0, b.s.choice[job.unit][token]) - operands()) / 16);
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
-    const uint32_t p = b.s.pair[job.unit][token];
+    const uint32_t p = b.s.choice[job.unit][token];
 #pragma unroll
     for (uint32_t r = 0; r < 2; ++r) {
       const uint32_t column = job.first + r;
       const float v = sum[r] + bias_at<Dtype>(b.args.down_bias, job.expert * b.c.hidden + column, true);
       // Rounded as what a rank returns to another is.
-      b.s.results[(column - first) * b.pairs() + p] = Dtype::widen(Dtype::narrow(v * b.s.weights[p]));
+      b.s.results[(column - first) * b.choices() + p] = Dtype::widen(Dtype::narrow(v * b.s.weights[p]));
     }
   }
   // All threads, when the results are there.
@@ -327,7 +328,7 @@ struct Gemm1Jobs {
       const uint32_t token = i / (2 * twos), column = i % (2 * twos);
       float sum = 0.0f;
       for (uint32_t p = token * b.c.top_k; p < (token + 1) * b.c.top_k; ++p) {
-        if (b.s.ids[p] >= 0) sum += b.s.results[column * b.pairs() + p];
+        if (b.s.ids[p] >= 0) sum += b.s.results[column * b.choices() + p];
       }
       out[uint64_t{token} * b.c.hidden + first + column] = Dtype::narrow(sum);
     }
@@ -381,7 +382,7 @@ __device__ __forceinline__ void run_gemm0(const Block& b, const Trace& trace) {
 template <class Dtype, class Trace>
 __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
   using Jobs = Gemm1Jobs<Dtype>;
-  const uint32_t at_once = kFewResults / 2 / b.pairs();  // pairs of columns whose results there is room for
+  const uint32_t at_once = kFewResults / 2 / b.choices();  // pairs of columns whose results there is room for
   uint32_t next = begin_of_part(b.c.hidden / 2, blockIdx.x);
   const uint32_t end = begin_of_part(b.c.hidden / 2, blockIdx.x + 1);
   for (bool met = false;; met = true) {

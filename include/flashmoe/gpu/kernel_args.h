@@ -19,10 +19,10 @@ inline constexpr uint32_t kMaxExperts = 1024;
 // The kernel of a few tokens.
 inline constexpr uint32_t kFewWarps = 12;
 inline constexpr uint32_t kFewThreads = kFewWarps * 32;
-inline constexpr uint32_t kFewPairs = kFewTokens * 32;  // K is at most 32
-inline constexpr uint32_t kFewResults = 8192;           // columns times pairs whose results a block keeps
+inline constexpr uint32_t kFewChoices = kFewTokens * 32;  // K is at most 32
+inline constexpr uint32_t kFewResults = 8192;             // columns times choices whose results a block keeps
 inline constexpr uint32_t kFewSharedBytes = 48 * 1024;
-static_assert(kFewPairs <= kFewThreads);
+static_assert(kFewChoices <= kFewThreads);
 
 // CUtensorMap, which only the host's driver calls look into.
 struct alignas(64) TensorMap {

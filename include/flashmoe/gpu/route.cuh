@@ -17,7 +17,7 @@ __device__ __forceinline__ float value_of(uint32_t key) {
 }
 
 // A token's logits, and where its choice goes.
-struct Choice {
+struct TokenChoice {
   const float* logits;  // [E]
   int32_t* ids;         // [K]
   float* weights;       // [K]
@@ -27,7 +27,7 @@ struct Choice {
 // the experts lane, lane + 32, ... of a token's, at most kPerLane of them. Bit t of what is returned: a logit of the t-th
 // token is not finite (it then has no choice).
 template <uint32_t kPerLane, uint32_t kTokens>
-__device__ __forceinline__ uint32_t choose_among(const Choice (&token)[kTokens], uint32_t experts, uint32_t top_k,
+__device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTokens], uint32_t experts, uint32_t top_k,
                                                  bool renormalize) {
   using P = Platform;
   const uint32_t lane = P::lane();
@@ -102,8 +102,8 @@ __device__ __forceinline__ uint32_t choose_among(const Choice (&token)[kTokens],
 }
 
 template <uint32_t kTokens>
-__device__ __forceinline__ uint32_t choose_experts(const Choice (&token)[kTokens], uint32_t experts, uint32_t top_k,
-                                                   bool renormalize) {
+__device__ __forceinline__ uint32_t choose_experts(const TokenChoice (&token)[kTokens], uint32_t experts,
+                                                   uint32_t top_k, bool renormalize) {
   if (experts <= 64) return choose_among<2>(token, experts, top_k, renormalize);
   if (experts <= 128) return choose_among<4>(token, experts, top_k, renormalize);
   if (experts <= 512) return choose_among<16>(token, experts, top_k, renormalize);
@@ -114,7 +114,7 @@ __device__ __forceinline__ uint32_t choose_experts(const Choice (&token)[kTokens
 // `token` is the lane's, number lane / kFewLanes of the warp's; null: none. Of what is to be returned, the first bit.
 inline constexpr uint32_t kFewLanes = 8;
 
-__device__ __forceinline__ uint32_t choose_few(const Choice& token, uint32_t experts, uint32_t top_k,
+__device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_t experts, uint32_t top_k,
                                                bool renormalize) {
   using P = Platform;
   const uint32_t place = P::lane() % kFewLanes, first = P::lane() - place;

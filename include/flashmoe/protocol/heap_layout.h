@@ -255,7 +255,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; }, "[token][k] combine weights"},
     {WorkField::kPrefix, "capacity_prefix", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_blocks(), l.experts, 1, 1}, 4}; },
-     "[b][expert] pairs routed to the expert by the tokens up to block b (capacity factor only)"},
+     "[b][expert] choices routed to the expert by the tokens up to block b (capacity factor only)"},
     {WorkField::kPrefixSignal, "capacity_signal", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; }, "[b] the prefix of block b is written"},
     {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,

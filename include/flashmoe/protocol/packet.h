@@ -1,8 +1,8 @@
-// Packets: the (token, k) pairs of one token block, sorted by destination rank and local expert. The own one is written where
+// Packets: the choices (token, k) of one token block, sorted by destination rank and local expert. The own one is written where
 // it is read, those of other ranks to the outbox, from which senders bring them (actors/sender.h).
 //
 // Run by a team of warps per token block (P::workers), on routing that the gate left in shared memory. Each worker has
-// a range of consecutive tokens: it counts its pairs per expert, a scan over workers and experts gives every pair its
+// a range of consecutive tokens: it counts its choices per expert, a scan over workers and experts gives every choice its
 // place, and each worker writes its own. Places are in token order, which a capacity factor relies on.
 #pragma once
 
@@ -11,59 +11,59 @@
 
 namespace flashmoe {
 
-// A (token, k) pair's expert and the rank that owns it, in one word.
-struct Pair {
+// A choice (token, k): its expert and the rank that owns it, in one word.
+struct Choice {
   static constexpr uint32_t kDropped = 0xffffffffu;
   FLASHMOE_HD static constexpr uint32_t make(uint32_t expert, uint32_t owner) { return owner << 16 | expert; }
-  FLASHMOE_HD static constexpr uint32_t expert(uint32_t pair) { return pair & 0xffffu; }
-  FLASHMOE_HD static constexpr uint32_t owner(uint32_t pair) { return pair >> 16; }
+  FLASHMOE_HD static constexpr uint32_t expert(uint32_t choice) { return choice & 0xffffu; }
+  FLASHMOE_HD static constexpr uint32_t owner(uint32_t choice) { return choice >> 16; }
 };
 
-// Shared memory of the team. The gate fills ids and weights; build_packets turns ids into pairs in place.
+// Shared memory of the team. The gate fills ids and weights; build_packets turns ids into choices in place.
 struct PacketScratch {
   union {
-    int32_t* ids;     // [tokens of the block * K] chosen expert
-    uint32_t* pairs;  // [tokens of the block * K]
+    int32_t* ids;       // [tokens of the block * K] chosen expert
+    uint32_t* choices;  // [tokens of the block * K]
   };
   float* weights;     // [tokens of the block * K]
-  uint16_t* place;    // [workers][E] a worker's pairs of the expert; then the place of its next one among the block's
-  uint16_t* count;    // [E] pairs of the block that the expert keeps
+  uint16_t* place;    // [workers][E] a worker's choices of the expert; then the place of its next one among the block's
+  uint16_t* count;    // [E] choices of the block that the expert keeps
   uint16_t* start;    // [E] place of the expert's first entry within its packet
   uint32_t* entries;  // [R] entries of the packet for each rank
   uint32_t* bad;      // non-zero: the routing is not valid
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
-// The pairs i = (token of block b) * K + k of this worker.
-struct PairRange {
+// The choices i = (token of block b) * K + k of this worker.
+struct ChoiceRange {
   uint32_t begin, end;
 };
 
 template <class P>
-FLASHMOE_FN PairRange own_pairs(const Call& c, uint32_t b) {
+FLASHMOE_FN ChoiceRange own_choices(const Call& c, uint32_t b) {
   const uint32_t tokens = c.tokens_in_block(b);
   const uint32_t each = ceil_div(tokens, P::workers());
   const uint32_t first = min_of(P::worker() * each, tokens);
   return {first * c.top_k, min_of(first + each, tokens) * c.top_k};
 }
 
-// Calls visit(i, pair, place) for the worker's pairs that are not dropped, lanes side by side, tokens ascending. place
-// is the expert's counter plus the number of the worker's earlier pairs with that expert; the pass advances the
+// Calls visit(i, choice, place) for the worker's choices that are not dropped, lanes side by side, tokens ascending. place
+// is the expert's counter plus the number of the worker's earlier choices with that expert; the pass advances the
 // counters.
 template <class P, class Visit>
-FLASHMOE_FN void for_each_pair(const PairRange& range, const uint32_t* pairs, uint16_t* counter, Visit&& visit) {
+FLASHMOE_FN void for_each_choice(const ChoiceRange& range, const uint32_t* choices, uint16_t* counter, Visit&& visit) {
   FLASHMOE_NO_UNROLL
   for (uint32_t base = range.begin; base < range.end; base += P::kLanes) {
     const uint32_t i = base + P::lane();
-    const uint32_t pair = i < range.end ? pairs[i] : Pair::kDropped;
-    const bool active = pair != Pair::kDropped;
+    const uint32_t choice = i < range.end ? choices[i] : Choice::kDropped;
+    const bool active = choice != Choice::kDropped;
     bool last = false;
-    const uint32_t rank = P::rank_among_equal(pair, active, last);
-    const uint32_t place = active ? counter[Pair::expert(pair)] + rank : 0;
+    const uint32_t rank = P::rank_among_equal(choice, active, last);
+    const uint32_t place = active ? counter[Choice::expert(choice)] + rank : 0;
     P::sync();
-    if (active && last) counter[Pair::expert(pair)] = static_cast<uint16_t>(place + 1);
+    if (active && last) counter[Choice::expert(choice)] = static_cast<uint16_t>(place + 1);
     P::sync();
-    if (active) visit(i, pair, place);
+    if (active) visit(i, choice, place);
   }
 }
 
@@ -78,13 +78,13 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
                     .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
 }
 
-// Turns the worker's ids into pairs. Given routing is not trusted: an expert out of range, or twice in one token, would
-// write outside its packet. Reports such a pair, and marks the block as bad.
+// Turns the worker's ids into choices. Given routing is not trusted: an expert out of range, or twice in one token, would
+// write outside its packet. Reports such a choice, and marks the block as bad.
 template <class P>
-FLASHMOE_FN void make_pairs(const Call& c, uint32_t b, const PairRange& range, const PacketScratch& s) {
+FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
   const uint32_t first = b << c.log2_block;
   const uint32_t none = range.end;
-  uint32_t bad = none;  // some pair out of range
+  uint32_t bad = none;  // some choice out of range
   int32_t bad_id = 0;
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const int32_t id = s.ids[i];
@@ -93,26 +93,26 @@ FLASHMOE_FN void make_pairs(const Call& c, uint32_t b, const PairRange& range, c
       bad = i;
       bad_id = id;
     }
-    s.pairs[i] = good ? Pair::make(static_cast<uint32_t>(id), s.owner[id]) : Pair::kDropped;
+    s.choices[i] = good ? Choice::make(static_cast<uint32_t>(id), s.owner[id]) : Choice::kDropped;
   }
   P::sync();
-  uint32_t twice = none;  // some pair whose expert the token already has
+  uint32_t twice = none;  // some choice whose expert the token already has
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
-    for (uint32_t j = i - i % c.top_k; j < i; ++j) twice = s.pairs[j] == s.pairs[i] ? i : twice;
+    for (uint32_t j = i - i % c.top_k; j < i; ++j) twice = s.choices[j] == s.choices[i] ? i : twice;
   }
   if (bad < none) {
     bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.top_k, bad_id);
   } else if (twice < none) {
     bad_routing<P>(c, FaultKind::kDuplicateExpert, first + twice / c.top_k,
-                   static_cast<int32_t>(Pair::expert(s.pairs[twice])));
+                   static_cast<int32_t>(Choice::expert(s.choices[twice])));
   }
   if (bad < none || twice < none) P::store_relaxed(s.bad, 1u);
 }
 
-// Capacity: pairs of the expert that earlier blocks have. Null for the first block, or if the wait was aborted (then
+// Capacity: choices of the expert that earlier blocks have. Null for the first block, or if the wait was aborted (then
 // `aborted`).
 template <class P>
-FLASHMOE_FN const uint32_t* earlier_pairs(const Call& c, uint32_t b, bool& aborted) {
+FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& aborted) {
   aborted = false;
   if (b == 0) return nullptr;
   const WaitEnd end = wait_until<P>(
@@ -127,8 +127,8 @@ FLASHMOE_FN const uint32_t* earlier_pairs(const Call& c, uint32_t b, bool& abort
   return c.capacity_prefix(b - 1);
 }
 
-// Turns the workers' counts into the places of their first pairs among the block's pairs of the expert, and their sum
-// into what the expert keeps of them. Capacity (GShard section 2.2): of the pairs this rank routes to an expert, the
+// Turns the workers' counts into the places of their first choices among the block's choices of the expert, and their sum
+// into what the expert keeps of them. Capacity (GShard section 2.2): of the choices this rank routes to an expert, the
 // first `capacity` in token order stay; the count of earlier blocks is handed from block to block.
 template <class P>
 FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before) {
@@ -151,18 +151,18 @@ FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s,
   }
 }
 
-// Marks the worker's pairs beyond what their experts keep. They are the last in token order, so places stay dense.
+// Marks the worker's choices beyond what their experts keep. They are the last in token order, so places stay dense.
 template <class P>
-FLASHMOE_FN void drop_over_capacity(const Call& c, const PairRange& range, const PacketScratch& s, uint16_t* place) {
-  for_each_pair<P>(range, s.pairs, place, [&](uint32_t i, uint32_t pair, uint32_t at) {
-    if (at >= s.count[Pair::expert(pair)]) s.pairs[i] = Pair::kDropped;
+FLASHMOE_FN void drop_over_capacity(const Call& c, const ChoiceRange& range, const PacketScratch& s, uint16_t* place) {
+  for_each_choice<P>(range, s.choices, place, [&](uint32_t i, uint32_t choice, uint32_t at) {
+    if (at >= s.count[Choice::expert(choice)]) s.choices[i] = Choice::kDropped;
   });
-  // The pass advanced the counters of kept and dropped pairs alike: count the kept ones back.
+  // The pass advanced the counters of kept and dropped choices alike: count the kept ones back.
   P::sync();
   for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) place[e] = min_of<uint16_t>(place[e], s.count[e]);
   P::sync();
   for (uint32_t i = range.begin; i < range.end; ++i) {
-    if (P::lane() == 0 && s.pairs[i] != Pair::kDropped) --place[Pair::expert(s.pairs[i])];
+    if (P::lane() == 0 && s.choices[i] != Choice::kDropped) --place[Choice::expert(s.choices[i])];
   }
   P::sync();
 }
@@ -206,34 +206,34 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
 
 // Keeps the worker's routing for its combine and for the report.
 template <class P>
-FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const PairRange& range, const PacketScratch& s) {
+FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
   const uint32_t first = b << c.log2_block;
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const uint32_t token = first + i / c.top_k, k = i % c.top_k;
-    c.routing(token)[k] = s.pairs[i] == Pair::kDropped ? -1 : static_cast<int32_t>(Pair::expert(s.pairs[i]));
+    c.routing(token)[k] = s.choices[i] == Choice::kDropped ? -1 : static_cast<int32_t>(Choice::expert(s.choices[i]));
     c.weights(token)[k] = s.weights[i];
   }
 }
 
 // Writes the worker's entries, and how many each of its tokens has on each rank, for senders and for `reduced`.
 template <class P>
-FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PairRange& range, const PacketScratch& s,
+FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s,
                                uint16_t* place) {
   const uint32_t first = b << c.log2_block;
-  for_each_pair<P>(range, s.pairs, place, [&](uint32_t i, uint32_t pair, uint32_t at) {
+  for_each_choice<P>(range, s.choices, place, [&](uint32_t i, uint32_t choice, uint32_t at) {
     const uint32_t token = first + i / c.top_k, k = i % c.top_k;
     uint32_t ordinal = 0;
     for (uint32_t j = c.reduced() ? i - k : i; j < i; ++j)
-      ordinal += s.pairs[j] != Pair::kDropped && Pair::owner(s.pairs[j]) == Pair::owner(pair);
-    c.out_entries(Pair::owner(pair), first)[s.start[Pair::expert(pair)] + at] = {
+      ordinal += s.choices[j] != Choice::kDropped && Choice::owner(s.choices[j]) == Choice::owner(choice);
+    c.out_entries(Choice::owner(choice), first)[s.start[Choice::expert(choice)] + at] = {
         token, static_cast<uint16_t>(k), static_cast<uint16_t>(ordinal), s.weights[i]};
   });
   if (!c.reduced() && c.ranks == 1) return;
   for (uint32_t q = 0; q < c.ranks; ++q) {
     for (uint32_t t = range.begin / c.top_k + P::lane(); t < range.end / c.top_k; t += P::kLanes) {
-      const uint32_t* pairs = s.pairs + t * c.top_k;
+      const uint32_t* choices = s.choices + t * c.top_k;
       uint32_t n = 0;
-      for (uint32_t k = 0; k < c.top_k; ++k) n += pairs[k] != Pair::kDropped && Pair::owner(pairs[k]) == q;
+      for (uint32_t k = 0; k < c.top_k; ++k) n += choices[k] != Choice::kDropped && Choice::owner(choices[k]) == q;
       c.out_counts(q, first)[t] = static_cast<uint16_t>(n);
     }
   }
@@ -243,16 +243,16 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const PairRange& range
 // after a team_sync; false if the call is over (bad routing, abort).
 template <class P>
 FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s) {
-  const PairRange range = own_pairs<P>(c, b);
+  const ChoiceRange range = own_choices<P>(c, b);
   uint16_t* const place = s.place + P::worker() * c.experts;
   if (P::worker() == 0 && P::lane() == 0) P::store_relaxed(s.bad, 0u);
   P::team_sync();
   for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) place[e] = 0;
-  make_pairs<P>(c, b, range, s);
+  make_choices<P>(c, b, range, s);
   P::sync();
-  for_each_pair<P>(range, s.pairs, place, [](uint32_t, uint32_t, uint32_t) {});
+  for_each_choice<P>(range, s.choices, place, [](uint32_t, uint32_t, uint32_t) {});
   bool aborted = false;
-  const uint32_t* before = c.capacity != 0 ? earlier_pairs<P>(c, b, aborted) : nullptr;
+  const uint32_t* before = c.capacity != 0 ? earlier_choices<P>(c, b, aborted) : nullptr;
   if (aborted && P::lane() == 0) P::store_relaxed(s.bad, 1u);
   P::team_sync();
   if (P::load_relaxed(s.bad) != 0) return false;

@@ -71,7 +71,7 @@ struct ReadyTile {
   FLASHMOE_HD static constexpr bool remote(const Task& task) { return (task.column & 1u) != 0; }
 };
 
-// One (token, k) pair of a packet, as the destination needs it.
+// One choice (token, k) of a packet, as the destination needs it.
 struct Entry {
   uint32_t token;    // index at its home rank: names the row, and the place of the result
   uint16_t k;        // which of the token's K choices

@@ -28,7 +28,7 @@ __device__ __forceinline__ void arrive(uint32_t barrier, uint32_t times) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
 
-// The same place in block `block` of the pair.
+// The same place in block `block` of the cluster.
 __device__ __forceinline__ uint32_t address_in_block(uint32_t block, uint32_t address) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
@@ -40,12 +40,12 @@ __device__ __forceinline__ void arrive_at_block(uint32_t block, uint32_t barrier
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
                : "memory");
 }
-// What was done before is visible to threads that test_wait_pair().
+// What was done before is visible to threads that test_wait_cluster().
 __device__ __forceinline__ void arrive_release_at_block(uint32_t block, uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
                : "memory");
 }
-__device__ __forceinline__ void fence_pair() {
+__device__ __forceinline__ void fence_cluster() {
   asm volatile("fence.acq_rel.cluster;" ::: "memory");
 }
 
@@ -71,10 +71,10 @@ __device__ __forceinline__ void arrive_expect_tx(uint32_t barrier, uint32_t byte
 // Suspends for a while, decided by the hardware, before saying no.
 FLASHMOE_HAS_PASSED(try_wait, "mbarrier.try_wait.parity.shared::cta.b64")
 // At once, for a phase to which the other block arrives: also acquires what its threads did before.
-FLASHMOE_HAS_PASSED(test_wait_pair, "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64")
+FLASHMOE_HAS_PASSED(test_wait_cluster, "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64")
 #undef FLASHMOE_HAS_PASSED
 
-// Waits inside a block need no bound of their own, this one and those that test_wait_pair(): the block's clerk waits boundedly
+// Waits inside a block need no bound of their own, this one and those that test_wait_cluster(): the block's clerk waits boundedly
 // for tasks and always delivers, a stop if nothing else, and the other warps wait only for what a delivered task makes them
 // pass on.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
@@ -82,12 +82,12 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   }
 }
 
-// All threads of the pair meet; all that they did before is visible to all after.
-__device__ __forceinline__ void pair_sync() {
+// All threads of the cluster meet; all that they did before is visible to all after.
+__device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Which block of the pair this is.
-__device__ __forceinline__ uint32_t pair_rank() {
+// Which block of the cluster this is.
+__device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;

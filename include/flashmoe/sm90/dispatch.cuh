@@ -38,7 +38,7 @@ struct DispatchScratch {
     return s;
   }
 };
-static_assert(kMaxPairs * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMaxRanks * 4 <= 1024);
+static_assert(kMaxChoices * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMaxRanks * 4 <= 1024);
 static_assert(kMaxExperts * 4 <= 8 * 1024 && kStageBytes + kTeamWarps * kMaxExperts * 2 <= kLogitsAt);
 
 // Calls f, a lambda `[&]<class Stage>() {..}`, with the gate's layout.
@@ -146,13 +146,13 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
   const bool few = c.experts <= kFewLanes, renormalize = args.renormalize != 0;
   const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // choices of a warp
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
-    auto choice = [&](uint32_t t) -> Choice {
+    auto choice = [&](uint32_t t) -> TokenChoice {
       return {scratch.logits(c.experts, t), packets.ids + t * c.top_k, packets.weights + t * c.top_k};
     };
     uint32_t bad;
     if (few) {
       const uint32_t t = first + Platform::lane() / kFewLanes * kTeamWarps;
-      bad = choose_few(t < tokens ? choice(t) : Choice{}, c.experts, c.top_k, renormalize);
+      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, c.experts, c.top_k, renormalize);
     } else {  // beyond the last token, the first once more
       const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
       bad = choose_experts({choice(first), choice(second)}, c.experts, c.top_k, renormalize);

@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t staged(uint32_t token, uint32_t chunk) {
   return token * kStagedRow + (chunk ^ (kStagedRow == 64 ? token / 2 : token)) * 16;
 }
 
-// What a warpgroup stages of a token: from each accumulator four values, or two where a gate joins a pair of them.
+// What a warpgroup stages of a token: from each accumulator four values, or two where a gate joins a cluster of them.
 template <class Dtype, class Stage, bool kGated>
 struct StagedRow {
   static constexpr uint32_t kHalves = kGated ? 1 : 2;  // groups of 8 columns of a warp and m

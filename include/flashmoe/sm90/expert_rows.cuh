@@ -6,7 +6,7 @@
 // wgmma's words they are MN-major, which it takes of 16-bit types alone. A stage has kStageRows rows of both:
 //   tokens   at 0       4 spans of 64 columns, the task's 256 columns of H
 //   hidden   at 32 KiB  2 spans of 64 columns of I, one for each consumer warpgroup
-// each span with its rows 128 bytes apart, swizzled as everywhere. The pair's blocks share nothing here but the pace: of each
+// each span with its rows 128 bytes apart, swizzled as everywhere. The cluster's blocks share nothing here but the pace: of each
 // 256 columns of I the first block has the lower 128, the second the upper. A task goes over the columns of I, 256 at a time,
 // and for each over the expert's tiles in the order in which they closed, and their rows. Rows are gathered by cp.async, by both
 // loader warps; those beyond a tile's end are zeros, of both operands, since what lies there may be no number.
@@ -26,11 +26,11 @@ static_assert(kHiddenAt + kHiddenSpans * kSpanBytes == kStageBytes);
 // Columns of I that a block has at a time, and how many times it takes all of them.
 inline constexpr uint32_t kBlockColumns = kHiddenSpans * kRowBytes / 2;
 FLASHMOE_HD uint32_t column_passes(const Call& c) {
-  return ceil_div(c.intermediate, kPair * kBlockColumns);
+  return ceil_div(c.intermediate, kClusterBlocks * kBlockColumns);
 }
 // The first of them in a pass.
 __device__ __forceinline__ uint32_t first_of_pass(uint32_t pass) {
-  return (pass * kPair + pair_rank()) * kBlockColumns;
+  return (pass * kClusterBlocks + cluster_rank()) * kBlockColumns;
 }
 
 // Stages of a pass: at least one, of zeros where the expert has no rows. One warp.

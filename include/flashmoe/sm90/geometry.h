@@ -5,8 +5,8 @@
 // large and small batches. Full tiles alone run the other way round, tokens on M and 256 features on N: their products
 // then read 80 KiB of shared memory a k-block, not 96 (not fp32 without the tensor cores, which has one way for all).
 //
-// A task is a tile times 256 features, computed by a pair of thread blocks (a cluster of two). What bounds a GEMM on all
-// SMs is the L2: 34 bytes a clock and SM. So the pair shares what it can: each block loads half of the weights and
+// A task is a tile times 256 features, computed by a cluster of two thread blocks. What bounds a GEMM on all
+// SMs is the L2: 34 bytes a clock and SM. So the cluster shares what it can: each block loads half of the weights and
 // multicasts it to both, each multiplies all 256 features by its own half of the tokens (32 KiB of L2 traffic a block
 // for 48 KiB of operands). Tiles of few tokens are halved the other way: 128 features and all tokens for each block.
 #pragma once
@@ -17,7 +17,7 @@ namespace flashmoe::sm90 {
 
 using namespace gpu;
 
-inline constexpr uint32_t kPair = 2;            // thread blocks
+inline constexpr uint32_t kClusterBlocks = 2;   // thread blocks
 inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile
 inline constexpr uint32_t kTaskFeatures = 256;  // weight rows of a task
 inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's half
@@ -27,7 +27,7 @@ inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose fea
 inline constexpr uint64_t kReachBytes = uint64_t{16}
                                         << 31;  // rows to gather lie within so many behind the first (TokenRows)
 
-// The rows of a tile that one block of the pair multiplies.
+// The rows of a tile that one block of the cluster multiplies.
 struct Share {
   bool wide;  // all features and half of the rows; else half of the features and all rows
   uint32_t first, rows,
@@ -40,7 +40,7 @@ FLASHMOE_HD constexpr Share share_of(uint32_t tile_rows, uint32_t block) {
 }
 
 // What a block keeps in shared memory of a token block, which the host therefore bounds.
-inline constexpr uint32_t kMaxPairs = 2048;        // its tokens times K
+inline constexpr uint32_t kMaxChoices = 2048;      // its tokens times K
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
 // Rows of the router that the gate loads at a time, and a box of it has: the fewer, the smaller is a stage.
 inline constexpr uint32_t kSmallGate = 32, kMiddleGate = 64;
@@ -58,10 +58,10 @@ FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts
 // The fewest blocks.
 FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_experts) {
   const uint32_t service = 1 + max_of(ceil_div(local_experts, kFormerExperts), 1u) + (ranks > 1 ? 1 : 0);
-  return ceil_div(service, kPair) * kPair;
+  return ceil_div(service, kClusterBlocks) * kClusterBlocks;
 }
 
-static_assert(kFewPairs <= kTileTokens);  // a few tokens' hidden rows are the first tile's (gpu/few.cuh)
+static_assert(kFewChoices <= kTileTokens);  // a few tokens' hidden rows are the first tile's (gpu/few.cuh)
 
 // Columns of results of a task of each product. With a gate, a column of what is activated takes two rows of weights.
 constexpr std::array<uint32_t, kProducts> columns_per_task(bool gated) {

@@ -1,5 +1,5 @@
 // The fused Mixture-of-Experts layer of one rank: one cooperative launch, one block per SM, 12 warps a block, two blocks a
-// cluster: a pair computes each task together (kernel_args.h says how it is halved).
+// cluster: a cluster computes each task together (kernel_args.h says how it is halved).
 //
 // Roles
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
@@ -26,7 +26,7 @@
 //           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (shared.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
-// A call that fails still runs every role to its stop: the pair's other block counts on them, and nothing but the word that
+// A call that fails still runs every role to its stop: the cluster's other block counts on them, and nothing but the word that
 // aborts it says that it has (a flag in each thread would have to be spilled).
 //
 // A captured graph replays the same arguments, so device memory counts the calls (Control::calls).
@@ -78,10 +78,10 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
     s.ring.init();
     Ring<kMostGateStages, 0>::init(shared_address(s.gate_barriers),
                                    kConsumers * kReleases<typename Scores<Dtype>::Type>);
-    Pipeline::init(shared_address(s.stage_barriers), kPair * kConsumers * kReleases<Dtype>);
+    Pipeline::init(shared_address(s.stage_barriers), kClusterBlocks * kConsumers * kReleases<Dtype>);
     fence_barrier_init();
   }
-  pair_sync();
+  cluster_sync();
   return s.call.epoch != 0;  // see leave()
 }
 
@@ -110,7 +110,7 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
   if (warp < kClerkWarp) {
     load_tasks<Dtype, kGated>(args, c, s, ring, trace);
   } else if (warp == kClerkWarp) {
-    if (pair_rank() == TaskRing::kLeader) {
+    if (cluster_rank() == TaskRing::kLeader) {
       lead_tasks<Dtype>(args, c, s.ring);
     } else {
       follow_tasks(args, c, s.ring);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   // The first sender: every rank has one, and it is through with all that may fail.
   if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) tell_fault<Platform>(c);
 #endif
-  pair_sync();  // neither block may leave while the other arrives at its barriers
+  cluster_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {
     trace.finish();
     leave(args, c, c.epoch);

@@ -16,8 +16,8 @@ struct FeatureBox {
   __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
     const uint32_t k = k_byte / Dtype::kBytes;
     const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
-    if constexpr (Stage::kFeatures == kPair * kBoxFeatures) {
-      tma_load_to_pair(ring.data() + pair_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, c4, hint);
+    if constexpr (Stage::kFeatures == kClusterBlocks * kBoxFeatures) {
+      tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, c4, hint);
     } else {
 #pragma unroll
       for (uint32_t b = 0; b < Stage::kBlocks; ++b) {

@@ -2,7 +2,7 @@
 //
 // A stage holds k-blocks of 128 bytes of K of features and tokens, laid out in one of three ways, all of it 128-byte
 // swizzled: chunk c of row r lies at chunk c ^ (r % 8).
-//   Wide    48 KiB: 256 features at 0 (the lower 128 by the pair's first block, the upper by its second), 128 tokens at 32
+//   Wide    48 KiB: 256 features at 0 (the lower 128 by the cluster's first block, the upper by its second), 128 tokens at 32
 //           KiB
 //   Narrow  48 KiB: two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens
 //           at 32 and 40 KiB
@@ -74,7 +74,7 @@ struct Ring {
 using Pipeline = Ring<kStages, kStageBytes>;
 
 template <class Ring_, uint32_t kBlocks_, uint32_t kFeatures_, uint32_t kFeaturesAt, uint32_t kTokens_,
-          uint32_t kTokensAt, bool kPaired_>
+          uint32_t kTokensAt, bool kByCluster_>
 struct StageLayout {
   using Ring = Ring_;
   static constexpr uint32_t kBlocks = kBlocks_;                       // k-blocks
@@ -82,7 +82,7 @@ struct StageLayout {
   static constexpr uint32_t kTokens = kTokens_;                       // rows of each
   static constexpr uint32_t kGroupFeatures = kFeatures / kConsumers;  // of a consumer warpgroup, FeaturesByTokens
   static constexpr uint32_t kMs = ceil_div(kGroupFeatures, 64u);      // wgmmas that these take
-  static constexpr bool kPaired = kPaired_;                           // both blocks release it
+  static constexpr bool kByCluster = kByCluster_;                     // both blocks release it
   static constexpr uint32_t kFeatureBytes = kBlocks * kFeatures * kRowBytes;
 
   static FLASHMOE_HD constexpr uint32_t features(uint32_t k_block) {
@@ -95,7 +95,7 @@ struct StageLayout {
 using Wide = StageLayout<Pipeline, 1, 256, 0, 128, 32 * 1024, true>;
 using Narrow = StageLayout<Pipeline, 2, 128, 0, 64, 32 * 1024, true>;
 static_assert(Wide::tokens(1) == kStageBytes && Narrow::tokens(2) == kStageBytes);
-static_assert(Narrow::kTokens == kNarrowTokens && Wide::kTokens * kPair == kTileTokens);
+static_assert(Narrow::kTokens == kNarrowTokens && Wide::kTokens * kClusterBlocks == kTileTokens);
 
 // The gate's, in `room` bytes.
 inline constexpr uint32_t kMostGateStages = 8;
@@ -123,12 +123,13 @@ inline constexpr uint32_t kReleases = Dtype::kTensorCores ? 1 : kWarpgroup;
 template <class Dtype, class Stage>
 __device__ __forceinline__ void release_stage(uint32_t empty) {
   const uint32_t thread = threadIdx.x % kWarpgroup;
-  if constexpr (!Stage::kPaired) {
+  if constexpr (!Stage::kByCluster) {
     if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
   } else if constexpr (kReleases<Dtype> != 1) {
-    for (uint32_t b = 0; b < kPair; ++b) arrive_release_at_block(b, empty);  // behind loads that nothing has waited for
+    for (uint32_t b = 0; b < kClusterBlocks; ++b)
+      arrive_release_at_block(b, empty);  // behind loads that nothing has waited for
   } else {
-    if (thread < kPair) arrive_at_block(thread, empty);
+    if (thread < kClusterBlocks) arrive_at_block(thread, empty);
   }
 }
 

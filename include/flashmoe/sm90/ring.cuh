@@ -36,7 +36,7 @@ struct TaskSlot {
   uint32_t tokens[Wide::kTokens];           // returned: whose rows they are
 };
 
-// Slots go from each block's clerk to its loaders and consumers, and back. The first block of a pair leads: its clerk takes
+// Slots go from each block's clerk to its loaders and consumers, and back. The first block of a cluster leads: its clerk takes
 // tasks for both, the other's retires them for both: a clerk that did both, seven round trips to the L2 a task, would be
 // slower than the consumers are with small tasks. Of those there must be slots for as many as the clerk takes ahead.
 struct TaskRing {
@@ -55,12 +55,12 @@ struct TaskRing {
   uint32_t loaded;          // stages that the loaders have begun to fill
   TaskSlot slot[kSlots];
 
-  // One thread, before the pair's first synchronization.
+  // One thread, before the cluster's first synchronization.
   __device__ void init() {
     for (uint32_t i = 0; i < kSlots; ++i) {
       barrier_init(shared_address(&handed[i]), 1);
       barrier_init(shared_address(&full[i]), Platform::kLanes);
-      barrier_init(shared_address(&done[i]), kDoneArrivals + (pair_rank() == kFollower ? 1 : 0));
+      barrier_init(shared_address(&done[i]), kDoneArrivals + (cluster_rank() == kFollower ? 1 : 0));
       barrier_init(shared_address(&stored[i]), kConsumers * kWarpgroup);
       barrier_init(shared_address(&free[i]), 1);
     }
@@ -104,7 +104,7 @@ struct TaskRing {
 
  private:
   __device__ __forceinline__ bool has_passed(const uint64_t (&barrier)[kSlots], uint32_t n) const {
-    const bool passed = __any_sync(kFullWarp, test_wait_pair(shared_address(&barrier[n % kSlots]), parity(n)));
+    const bool passed = __any_sync(kFullWarp, test_wait_cluster(shared_address(&barrier[n % kSlots]), parity(n)));
     __syncwarp();  // what one lane has acquired is every lane's: a vote orders no memory
     return passed;
   }

@@ -35,7 +35,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   Row row[kEach];
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(task.index, P::lane() + i * P::kLanes);
-  const Share share = share_of(shape.rows, pair_rank());
+  const Share share = share_of(shape.rows, cluster_rank());
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t r = P::lane() + i * P::kLanes - share.first;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, 
 }
 
 // Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: it fetches its code from memory. So while the first
-// tiles form, each pair goes through a task of each product of a full tile's shape, of one stage and without rows, by the
+// tiles form, each cluster goes through a task of each product of a full tile's shape, of one stage and without rows, by the
 // very code of the tasks behind them. Only where tasks are retired and traced is there a case for them.
 inline constexpr uint32_t kRehearsals = kProducts - kExpertProducts;
 
@@ -243,10 +243,10 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       named_barrier_sync(kLoaderBarrier, kLoaders);
       apart = false;
     }
-    const uint32_t box = slot.column * kPair + pair_rank();
+    const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
     const bool wide = slot.share.wide;
     with_product(slot.kind, [&]<uint32_t p>() {
-      constexpr uint32_t kGroupsOf8 = kColumnsPerTask<p, kGated> / kPair / 8;  // of feature rows in a box
+      constexpr uint32_t kGroupsOf8 = kColumnsPerTask<p, kGated> / kClusterBlocks / 8;  // of feature rows in a box
       const FeatureBox features{weights_of<p>(args), 0, 0, box * kGroupsOf8, slot.expert, read_once};
       if constexpr (Product<p>::kOfExpert) {
         gather_expert<Dtype>(
@@ -293,7 +293,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   const bool activates = is_one_of<kActivating>(kind);
   auto first_column = [&] {
     const uint32_t columns = with_product(kind, [&]<uint32_t p>() { return kColumnsPerTask<p, kGated>; });
-    return slot.column * columns + (slot.share.wide ? 0 : pair_rank() * columns / kPair);
+    return slot.column * columns + (slot.share.wide ? 0 : cluster_rank() * columns / kClusterBlocks);
   };
   auto expert_bias = [&]() -> const Element* {
     const auto* all = static_cast<const Element*>(with_product(kind, [&]<uint32_t p>() { return bias_of<p>(args); }));
@@ -353,7 +353,7 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
                                               uint32_t group, uint32_t staging, const Trace& trace) {
   // The stages were scratch: only now may either block's loaders fill them.
-  fence_pair();
+  fence_cluster();
   for (uint32_t s = 0; s < kStages; ++s) release_stage<Dtype, Wide>(ring.empty(s));
   for (uint32_t n = 0;; ++n) {
     trace.begin();

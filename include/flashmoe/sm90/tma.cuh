@@ -32,10 +32,10 @@ __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint
       : "memory");
 }
 
-// The same to both blocks of the pair, at the same place of each, where it completes transactions of the same barrier.
-__device__ __forceinline__ void tma_load_to_pair(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0,
-                                                 uint32_t c1, uint32_t c2, uint32_t c3, uint32_t c4, uint64_t hint) {
-  constexpr uint16_t kBoth = (1 << kPair) - 1;
+// The same to both blocks of the cluster, at the same place of each, where it completes transactions of the same barrier.
+__device__ __forceinline__ void tma_load_to_cluster(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0,
+                                                    uint32_t c1, uint32_t c2, uint32_t c3, uint32_t c4, uint64_t hint) {
+  constexpr uint16_t kBoth = (1 << kClusterBlocks) - 1;
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(to),

@@ -11,7 +11,7 @@ struct LayerSpec {
   uint32_t intermediate = 0;     // I, elements of an expert's hidden row
   uint32_t experts = 0;          // E, of all ranks
   uint32_t top_k = 0;            // K, experts of a token
-  double capacity_factor = 0.0;  // an expert keeps ceil(factor * (T * K) / E) pairs of a rank; 0: all
+  double capacity_factor = 0.0;  // an expert keeps ceil(factor * (T * K) / E) choices of a rank; 0: all
   ReturnMode return_mode = ReturnMode::kDirect;
   // Element types: of x, of the rows that go to other ranks and of y; of weights and biases; of the activated rows between
   // the two products; of an expert's weighted rows, and of a rank's sums of them, on their way home.
