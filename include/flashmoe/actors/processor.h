@@ -123,8 +123,8 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
       joiner.step();
     }
     retire<P>(c, task);
-    if (is_one_of<kHome>(task.kind) && combines)
-      returner.step();  // what is owed to a peer is not to wait for the last task
+    // What is owed to a peer is not to wait for the last task.
+    if (is_one_of<kHome>(task.kind) && combines) returner.step();
   }
   if (combines) returner.run(c);
   if (joins) {

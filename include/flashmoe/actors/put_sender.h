@@ -33,8 +33,8 @@ class PutSender {
   FLASHMOE_FN bool announce(uint32_t own_block) const {
     const bool routed = own_block >= c_.blocks() || await_routing<P>(c_, own_block);
     if (!routed) {
-      P::load_acquire(&c_.control()->abort.value,
-                      kDevice);  // set after the call had begun, if this rank has found a fault
+      // Set after the call had begun, if this rank has found a fault.
+      P::load_acquire(&c_.control()->abort.value, kDevice);
       P::sync();
     }
     if (!await_word<P>(c_, c_.call_signal(c_.rank, c_.rank))) return false;
@@ -157,8 +157,8 @@ class PutSender {
   Engine& engine_;
 };
 
-// Sends this rank's own fault to the others, if it posts one. The first sender, behind its run(); all lanes. The OS actor is the last that may: while it
-// awaits what others return.
+// Sends this rank's own fault to the others, if it posts one. The first sender, behind its run(); all lanes. The OS actor is
+// the last that may post one: while it awaits what others return.
 template <class P>
 FLASHMOE_FN void tell_fault(const Call& c) {
   wait_until<P>(
