@@ -25,10 +25,11 @@ Limits many_tiles() {
 }
 
 // A rank alone, two rows a token at most: a third of the calls are joined, those that are direct without a capacity. So many
-// rows that the queue of the late ones goes round.
+// rows that the queue of the late ones fills and goes round.
 Limits joined(uint32_t processors) {
   Limits l = limits(1, processors);
   l.max_tokens = 400;
+  l.tile_rows = 32;
   l.top_k = l.return_slots = 2;
   return l;
 }
@@ -58,6 +59,7 @@ int main() {
   run_calls<WarpPlatform<4>>("4 lanes", many_tiles(), 10, 13, {.formers = 1});
   run_calls<WarpPlatform<8>>("8 lanes", smallest(), 30, 7);
   run_calls<WarpPlatform<8>>("8 lanes", smallest(), 30, 8);
+  run_calls<flashmoe::cpu::CpuPlatform>("1 lane, joined", joined(1), 40, 14);
   run_calls<flashmoe::cpu::CpuPlatform>("1 lane, joined", joined(3), 40, 14);
   run_calls<flashmoe::cpu::CpuPlatform>("1 lane, joined", joined(2), 40, 15, {.formers = 2});
   run_calls<WarpPlatform<4>>("4 lanes, joined", joined(2), 8, 16);

@@ -472,7 +472,7 @@ int main() {
   check_first_fault_only();
   check_spoilt_calls();
   check_unmapped_peers();
-  for (uint64_t seed = 1; seed <= 30; ++seed) {
+  for (uint64_t seed = 1; seed <= 150; ++seed) {
     check_faults_by_puts<PutPlatform<CpuPlatform>>(static_cast<uint32_t>(1 + seed % 3), seed);
   }
   for (uint64_t seed = 1; seed <= 3; ++seed) check_faults_by_puts<PutPlatform<WarpPlatform<4>>>(2, seed);

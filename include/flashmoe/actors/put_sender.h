@@ -31,20 +31,26 @@ class PutSender {
   // Later than the OS actor's own, see Sender: from the copy in the own heap, since that is where puts may read. Also of a
   // call that has begun and is over: if this rank has found that another disagrees, peers word it from both configurations.
   FLASHMOE_FN bool announce(uint32_t own_block) const {
-    const bool routed = own_block >= c_.blocks() || await_routing<P>(c_, own_block);
-    if (!routed) {
-      // Set after the call had begun, if this rank has found a fault.
-      P::load_acquire(&c_.control()->abort.value, kDevice);
-      P::sync();
-    }
-    if (!await_word<P>(c_, c_.call_signal(c_.rank, c_.rank))) return false;
+    const bool goes_on = (own_block >= c_.blocks() || await_routing<P>(c_, own_block)) &&
+                         await_word<P>(c_, c_.call_signal(c_.rank, c_.rank));
+    if (!goes_on && !has_begun()) return false;
     CallConfig* const config = c_.call_config(c_.rank, c_.rank);
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 1; i < c_.ranks; ++i) {
       P::put_signal(config, config, sizeof(CallConfig), c_.call_signal(c_.rank, c_.rank), call_word(c_),
                     (c_.rank + i) % c_.ranks);
     }
-    return routed;
+    return goes_on;
+  }
+
+  // Of a call that is aborted. If this rank has found a fault, it had begun before; but who waited for its signal may have
+  // looked for that before it looked for the abort.
+  FLASHMOE_FN bool has_begun() const {
+    P::load_acquire(&c_.control()->abort.value, kDevice);
+    P::sync();
+    const uint64_t word = P::broadcast(P::load_acquire(c_.call_signal(c_.rank, c_.rank), kDevice), 0);
+    P::sync();
+    return Signal::epoch(word) == c_.epoch;
   }
 
   // Token blocks first, first + senders, ..., for all ranks: so each row is copied once.
