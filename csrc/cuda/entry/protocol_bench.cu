@@ -117,7 +117,7 @@ struct Shared {
   float weights[kMaxChoices];
   uint16_t place[kMaxExperts], count[kMaxExperts], start[kMaxExperts];
   uint32_t owner[kMaxExperts], entries[1], bad;
-  OneWorker<P>::Returns returns;
+  ReturnPlaces<OneWorker<P>::Place> returns;
   // Former.
   FormedExpert experts[kMaxServed];
   Source formed[1];
