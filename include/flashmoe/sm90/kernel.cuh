@@ -1,5 +1,5 @@
 // The fused Mixture-of-Experts layer of one rank: one cooperative launch, one block per SM, 12 warps a block, two blocks a
-// cluster: a cluster computes each task together (kernel_args.h says how it is halved).
+// cluster, which compute each task together (geometry.h says how it is halved).
 //
 // Roles
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
@@ -23,7 +23,7 @@
 //   rows    the same memory, between, of blocks that send: 16 KiB a warp, two buffers in turn, each full 4 and the copy
 //           engine's bytes; the lane that stored from a buffer waits before it loads there again     (sm90/send.cuh)
 //   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
-//           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (shared.cuh)
+//           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (ring.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
 // A call that fails still runs every role to its stop: the cluster's other block counts on them, and nothing but the word that
