@@ -414,11 +414,11 @@ def test_memory_of_the_cuda_engine(capsys):
     plan = memory.plan_memory(engine="cuda", **sizes)
     assert plan == memory.plan_memory(engine="cuda", processors=132, **sizes)
     terms = {term.name: term for term in plan.terms}
-    assert terms["hidden"].shape[1:3] == (256, 1536)  # rows of a tile, bytes of one
+    assert terms["intermediate"].shape[1:3] == (256, 1536)  # rows of a tile, bytes of one
     assert terms["out_entries"].bytes > 0
     assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda"]) == 0
     printed = capsys.readouterr().out
-    assert "cuda engine" in printed and memory.format_bytes(terms["hidden"].bytes) in printed
+    assert "cuda engine" in printed and memory.format_bytes(terms["intermediate"].bytes) in printed
     assert "fits" not in printed
     assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--budget", "10MiB"]) == 1
 
@@ -428,8 +428,9 @@ def test_memory_of_ranks_that_put(capsys):
     sizes |= {"top_k": 4, "return_mode": "reduced"}
     mapped, puts = (memory.plan_memory(**sizes, transport=transport) for transport in ("auto", "rdma"))
     assert mapped.heap_bytes == puts.heap_bytes
-    (rows,) = set(puts.terms) - set(mapped.terms)
-    assert (rows.name, rows.region, rows.bytes) == ("out_rows", "workspace", 512 * 1024 * 2)
+    only = {term.name: term for term in set(puts.terms) - set(mapped.terms)}
+    assert set(only) == {"out_rows", "returns_ready", "returns_sent"}
+    assert (only["out_rows"].region, only["out_rows"].bytes) == ("workspace", 512 * 1024 * 2)
     command = "memory --engine cuda --hidden 1024 --intermediate 256 --experts 32 --top-k 4 --tokens 512 --transport"
     assert main([*command.split(), "rdma"]) == 0
     assert "out_rows" in capsys.readouterr().out

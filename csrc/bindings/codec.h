@@ -110,7 +110,7 @@ inline Limits limits_of(Map map) {
   f("max_local_experts", l.max_local_experts);
   f("top_k", l.top_k);
   f("x_bytes", l.x_bytes);
-  f("hidden_bytes", l.hidden_bytes);
+  f("intermediate_bytes", l.intermediate_bytes);
   f("return_bytes", l.return_bytes);
   f("return_slots", l.return_slots);
   f("capacity", l.capacity);

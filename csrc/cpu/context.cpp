@@ -38,12 +38,12 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
       traces_(limits.processors + 1),
       worker_memory_(limits.processors) {
   call_.rank = rank;
-  call_.ranks = limits.ranks;
-  call_.processors = limits.processors;
-  call_.timeout_ns = timeout_ns;
-  call_.heaps = group_->heaps();
-  call_.heap_layout = make_heap_layout(limits);
-  call_.max_blocks = limits.max_blocks();
+  call_.shape.ranks = limits.ranks;
+  call_.policy.clusters = limits.processors;
+  call_.policy.timeout_ns = timeout_ns;
+  call_.memory.heaps = group_->heaps();
+  call_.memory.heap_layout = make_heap_layout(limits);
+  call_.memory.max_blocks = limits.max_blocks();
   sources_.resize(limits.ranks);
   make_workspace();
   for (uint32_t id = 0; id < limits.processors; ++id) {
@@ -80,11 +80,11 @@ void Context::stop_actors() {
 }
 
 void Context::make_workspace() {
-  call_.work_layout = make_work_layout(limits_);
-  call_.queue_mask = limits_.queue_capacity() - 1;
-  call_.list_mask = limits_.list_capacity() - 1;
-  workspace_ = host::make_single_rank_group(call_.work_layout.bytes);  // zeroed on first touch
-  call_.work = workspace_->heaps()[0];
+  call_.memory.work_layout = make_work_layout(limits_);
+  call_.memory.queue_mask = limits_.queue_capacity() - 1;
+  call_.memory.list_mask = limits_.list_capacity() - 1;
+  workspace_ = host::make_single_rank_group(call_.memory.work_layout.bytes);  // zeroed on first touch
+  call_.memory.work = workspace_->heaps()[0];
 }
 
 void Context::set_tile(uint32_t rows, uint32_t columns) {
@@ -103,29 +103,29 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   layer_ = layer;
   const LayerSpec& spec = layer_.spec;
   perturbation_ = o.perturbation;
-  call_.owner = placement_.owner.data();
-  call_.by_owner = placement_.by_owner.data();
-  call_.owner_base = placement_.owner_base.data();
-  call_.local_experts = placement_.local_experts(call_.rank);
+  call_.placement.owner = placement_.owner.data();
+  call_.placement.by_owner = placement_.by_owner.data();
+  call_.placement.owner_base = placement_.owner_base.data();
+  call_.shape.local_experts = placement_.local_experts(call_.rank);
   ++call_.epoch;
-  call_.tokens = o.tokens;
-  call_.hidden = spec.hidden;
-  call_.intermediate = spec.intermediate;
-  call_.experts = spec.experts;
-  call_.top_k = spec.top_k;
-  call_.token_row_bytes = spec.token_row_bytes();
-  call_.hidden_row_bytes = spec.hidden_row_bytes();
-  call_.return_row_bytes = spec.return_row_bytes();
-  call_.log2_block = log2_token_block(o.tokens, call_.processors, limits_.entries_per_token());
-  call_.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
-  call_.return_mode = spec.return_mode;
-  call_.tile_rows = limits_.tile_rows;
+  call_.shape.tokens = o.tokens;
+  call_.shape.hidden = spec.hidden;
+  call_.shape.intermediate = spec.intermediate;
+  call_.shape.experts = spec.experts;
+  call_.shape.top_k = spec.top_k;
+  call_.memory.token_row_bytes = spec.token_row_bytes();
+  call_.memory.intermediate_row_bytes = spec.intermediate_row_bytes();
+  call_.memory.return_row_bytes = spec.return_row_bytes();
+  call_.policy.log2_block = log2_token_block(o.tokens, call_.policy.clusters, limits_.entries_per_token());
+  call_.shape.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
+  call_.shape.return_mode = spec.return_mode;
+  call_.policy.tile_rows = limits_.tile_rows;
   call_.cut_columns(limits_.columns_per_task);
-  call_.joined = joins_rows(spec, call_.ranks, o.tokens) ? 1 : 0;
-  call_.groups = return_groups(call_.columns[kReturning], o.groups, call_.group_first);
-  call_.order = o.order;
+  call_.policy.joined = joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
+  call_.policy.groups = return_groups(call_.policy.columns[kReturning], o.groups, call_.policy.group_first);
+  call_.policy.order = o.order;
   call_.config = host::make_config(call_, spec, o.placement, limits_.columns_per_task[kReturning]);
-  experts_.resize(std::max(call_.local_experts, 1u));
+  experts_.resize(std::max(call_.shape.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
 
@@ -200,8 +200,8 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   const uint64_t end = monotonic_ns();
   check_outcome();
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
-    std::copy_n(call_.routing(t), call_.top_k, routing.ids + uint64_t{t} * call_.top_k);
-    std::copy_n(call_.weights(t), call_.top_k, routing.weights + uint64_t{t} * call_.top_k);
+    std::copy_n(call_.routing(t), call_.shape.top_k, routing.ids + uint64_t{t} * call_.shape.top_k);
+    std::copy_n(call_.weights(t), call_.shape.top_k, routing.weights + uint64_t{t} * call_.shape.top_k);
   }
   return report(options, start, end);
 }
@@ -213,7 +213,7 @@ void Context::check_outcome() {
   if (failure_ == nullptr) {
     const std::optional<HostFault> record = posted_fault(call_);
     if (!record) throw Error(Error::Kind::kOther, "the call was aborted without a fault record");
-    throw host::fault_error(*record, {call_.rank, call_.timeout_ns, group_->obituary(record->fault.culprit)});
+    throw host::fault_error(*record, {call_.rank, call_.policy.timeout_ns, group_->obituary(record->fault.culprit)});
   }
   try {
     std::rethrow_exception(failure_);
@@ -237,11 +237,11 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   for (uint32_t t = 0; t < o.tokens; ++t) {
     const int32_t* ids = call_.routing(t);
-    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.top_k, -1));
+    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1));
   }
   // What joins rows takes them one by one, or none where a token has one: what there is to say is that all were combined.
-  if (call_.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
-  r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.columns[kFirst];
+  if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
+  r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.policy.columns[kFirst];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
   r.return_rows_sent = host::rows_returned(call_);
   return r;

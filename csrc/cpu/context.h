@@ -55,8 +55,8 @@ class Context {
   // threads one calls at a time.
   CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
-  uint64_t heap_bytes() const { return call_.heap_layout.bytes; }
-  uint64_t workspace_bytes() const { return call_.work_layout.bytes; }
+  uint64_t heap_bytes() const { return call_.memory.heap_layout.bytes; }
+  uint64_t workspace_bytes() const { return call_.memory.work_layout.bytes; }
 
   // For tests: tiles of another shape, so that small problems have many.
   void set_tile(uint32_t rows, uint32_t columns);

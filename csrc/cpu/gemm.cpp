@@ -33,7 +33,7 @@ struct CallSizes {
   uint32_t unit, most;
 };
 
-// Whether every row has the same bits in every place of every such call. `a` has 2 * most rows: a window that moves down
+// Whether every row has the same bits in every place of every such call. `a` has 2 * most rows: a frame that moves down
 // it by one row shows each row in two neighbouring places; that all neighbours agree makes all places alike.
 bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n,
                       uint32_t k) {

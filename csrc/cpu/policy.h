@@ -8,7 +8,7 @@
 
 namespace flashmoe::cpu {
 
-// Of the tokens of a block: small blocks keep every processor busy, large ones make fewer packets; an offset within a packet
+// Of the tokens of a token block: small ones keep every processor busy, large ones make fewer packets; an offset within a packet
 // has 16 bits.
 uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token);
 

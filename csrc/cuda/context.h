@@ -47,7 +47,7 @@ class Context {
 
   int device() const { return device_.ordinal(); }
   uint32_t processors() const { return common_.limits.processors; }
-  uint64_t heap_bytes() const { return common_.call.heap_layout.bytes; }
+  uint64_t heap_bytes() const { return common_.call.memory.heap_layout.bytes; }
   uint64_t workspace_bytes() const { return workspace_.bytes(); }
 
  private:

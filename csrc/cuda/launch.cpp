@@ -22,7 +22,7 @@ Kernels::~Kernels() {
 }
 
 void Kernels::launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const {
-  const bool few = is_few(args.call.ranks, args.call.tokens);
+  const bool few = is_few(args.call.shape.ranks, args.call.shape.tokens);
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
   LaunchConfig config{blocks, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};

@@ -10,7 +10,7 @@ namespace {
 
 // Less than this returns in less time than the signals of more groups would take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
-// Tiles of a window (OrderPolicy::raster). With several ranks all of an expert's, where it has about a thousand rows.
+// Tiles of a band (OrderPolicy::raster). With several ranks all of an expert's, where it has about a thousand rows.
 constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6;
 constexpr uint32_t kSenders = 16;
 // A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that no call has tasks for.
@@ -53,12 +53,12 @@ bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {
 
 uint64_t grouped_bytes(const Shape& s, uint32_t tokens, bool joined, bool puts) {
   if (s.ranks > 1) return puts ? 0 : kGroupedReturnBytes;
-  // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
+  // Rows are joined one by one: groups would only have GEMM1 read the intermediate rows more often.
   return joined ? 0 : uint64_t{tokens} * s.top_k * s.hidden * s.return_bytes;
 }
 
 uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
-  // Eighths after which a group ends. Each group reads the hidden rows once more. Rows that go as they are computed, or
+  // Eighths after which a group ends. Each group reads the intermediate rows once more. Rows that go as they are computed, or
   // nowhere, lose by more of them than two what combining under way wins; those that are reduced do not go before their
   // group is computed, so that the link waits for the first, and everybody for the last.
   constexpr uint32_t kOnce = 1u << 8, kHalves = 1u << 4 | 1u << 8;
@@ -81,7 +81,8 @@ bool link_keeps_up(const Shape& s) {
 
 uint32_t tasks_ahead(const Shape& s) {
   if (s.ranks == 1) return kMostAhead;
-  const uint32_t stages = ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.hidden_bytes), sm90::kRowBytes);
+  const uint32_t stages =
+      ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.intermediate_bytes), sm90::kRowBytes);
   return std::clamp(ceil_div(kStagesAhead, stages), kLeastAhead, kMostAhead);
 }
 

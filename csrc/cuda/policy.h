@@ -1,4 +1,4 @@
-// What the CUDA engine chooses for a call: how it is cut into blocks, tasks and groups, in which order tasks run, and which of
+// What the CUDA engine chooses for a call: how it is cut into token blocks, tasks and return groups, in which order tasks run, and which of
 // the ways there are its rows go. Pure functions of plain values; figures behind the choices are in docs/measured.md.
 #pragma once
 
@@ -12,7 +12,7 @@ struct Shape {
   uint32_t local_experts = 0;
   uint32_t hidden = 0, intermediate = 0;
   uint32_t top_k = 0;
-  uint32_t x_bytes = 2, hidden_bytes = 2, return_bytes = 2;  // of an element of each kind of row
+  uint32_t x_bytes = 2, intermediate_bytes = 2, return_bytes = 2;  // of an element of each kind of row
 };
 
 // Whether the return mode `auto` is `reduced`: where a token's rows, dispatched and returned as with `direct`, would take half

@@ -1,4 +1,4 @@
-// Tensor maps: what TMA knows of the weights and of the hidden rows (see KernelArgs for the dimensions and why).
+// Tensor maps: what TMA knows of the weights and of the intermediate rows (see KernelArgs for the dimensions and why).
 #pragma once
 
 #include "flashmoe/sm90/geometry.h"

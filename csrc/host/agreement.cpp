@@ -52,8 +52,8 @@ CallConfig make_config(const Call& call, const LayerSpec& layer, const std::vect
   config.set_layer(agreed);
   config.placement = static_cast<uint32_t>(hash_bytes(placement.data(), placement.size() * sizeof(uint32_t)));
   uint32_t ends[kMaxGroups] = {};  // in elements
-  for (uint32_t g = 0; g < call.groups; ++g) {
-    ends[g] = std::min(call.group_first[g + 1] * columns_per_task, layer.hidden);
+  for (uint32_t g = 0; g < call.policy.groups; ++g) {
+    ends[g] = std::min(call.policy.group_first[g + 1] * columns_per_task, layer.hidden);
   }
   config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
   config.hash = hash_of(config, agreed);

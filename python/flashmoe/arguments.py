@@ -255,7 +255,7 @@ def _layer(operands: dict[str, Described], options: Options, experts: int, top_k
         down_bias="down_bias" in operands,
         x_type=x_type,
         weight_type=operands["gate_up_proj"].dtype,
-        hidden_type=x_type,
+        intermediate_type=x_type,
         return_type=x_type,
         exact=bool(options.exact),
     )

@@ -115,7 +115,7 @@ class Context:
         Ordinal of the CUDA device. Default with ``engine="cuda"``: PyTorch's current one.
     profile:
         CUDA engine: the order of tasks, where it is to differ from the built-in one. ``gemm1_lag``: GEMM1 tasks are
-        held back until so many GEMM0 tasks are ahead of them, while there are any. ``raster``: tiles of a window of
+        held back until so many GEMM0 tasks are ahead of them, while there are any. ``raster``: tiles of a band of
         tasks. ``window``: tasks published ahead. ``gemm1_lists``: 2, GEMM1 tasks with rows of
         other ranks' tokens go first; 1, all of an expert's go side by side. ``own_first``: of so many of the rank's
         experts one begins with its own rows, the others when those of another rank are here. ``senders``: thread

@@ -77,7 +77,7 @@ class ContextSpec:
             "max_local_experts": max(1, placements.most_local(self.placement, self.ranks)),
             "top_k": layer.top_k,
             "x_bytes": ELEMENT_BYTES[layer.x_type],
-            "hidden_bytes": ELEMENT_BYTES[layer.hidden_type],
+            "intermediate_bytes": ELEMENT_BYTES[layer.intermediate_type],
             "return_bytes": ELEMENT_BYTES[layer.return_type],
             "return_slots": slots[mode],
             "capacity": capacity,

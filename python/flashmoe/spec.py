@@ -50,7 +50,7 @@ class LayerSpec:
     hidden: int
     """H: elements of a token's row."""
     intermediate: int
-    """I: elements of an expert's hidden row."""
+    """I: elements of an expert's intermediate row."""
     experts: int
     """E, of all ranks."""
     top_k: int
@@ -71,7 +71,7 @@ class LayerSpec:
     """One of `DTYPES`: element type of x [T, H], of the rows that go to other ranks, and of y [T, H]."""
     weight_type: str = "bfloat16"
     """Element type of gate_up_proj, down_proj and router, and of the biases."""
-    hidden_type: str = "bfloat16"
+    intermediate_type: str = "bfloat16"
     """Element type of the activated rows between the two products."""
     return_type: str = "bfloat16"
     """Element type of the experts' weighted rows, and of a rank's sums of them, on their way home."""
@@ -110,7 +110,7 @@ class LayerSpec:
 
 def of_one_type(dtype: str) -> dict[str, str]:
     """The fields of a `LayerSpec` whose element types are all `dtype`: those that the engines have."""
-    return dict.fromkeys(("x_type", "weight_type", "hidden_type", "return_type"), dtype)
+    return dict.fromkeys(("x_type", "weight_type", "intermediate_type", "return_type"), dtype)
 
 
 def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int:

@@ -124,7 +124,7 @@ float dot(const float* a, const float* b, uint32_t k) {
   return static_cast<float>(sum);
 }
 
-// Every tile size from 1 to 128, a row at every place that the windows give it: always the bits it has alone.
+// Every tile size from 1 to 128, a row at every place that the frames give it: always the bits it has alone.
 void check_rows(uint32_t n, uint32_t k, DType t) {
   constexpr uint32_t kRows = 200;
   std::mt19937 random(n * 1000 + k);

@@ -244,7 +244,7 @@ def test_the_launch(ctx, device):
         "raster": 8,
         "epoch": 0,
         "token_row_bytes": 2 * H,
-        "hidden_row_bytes": 2 * I,
+        "intermediate_row_bytes": 2 * I,
         "return_row_bytes": 2 * H,
         "own_heap": 1,
         "x": args["x"].data_ptr(),
@@ -299,8 +299,8 @@ def test_tensor_maps(device, dtype, code, span, activation):
     }
     assert seen["router"]["dims"] == [H, E, 1, 1, 1] and seen["router"]["box"] == [span, 32, 1, 1, 1]
     assert seen["router"]["base"] == args["router"].data_ptr() and seen["router"]["strides"][0] == row
-    assert seen["hidden_rows"]["dims"][0] == I and seen["hidden_rows"]["dims"][1] % 256 == 0
-    assert seen["hidden_rows"]["strides"] == [I * 4] and seen["hidden_rows"]["box"] == [span, 32]
+    assert seen["intermediate_rows"]["dims"][0] == I and seen["intermediate_rows"]["dims"][1] % 256 == 0
+    assert seen["intermediate_rows"]["strides"] == [I * 4] and seen["intermediate_rows"]["box"] == [span, 32]
     assert seen["token_rows"] == {
         "base": args["x"].data_ptr(),
         "type": code,
@@ -390,7 +390,7 @@ def test_a_context_with_a_capacity_factor():
         flashmoe.moe(bounded, **arguments(), capacity_factor=0.5)
         assert launched()["capacity"] == 13  # ceil(0.5 * 100 * 4 / 16)
         # Of 4096 tokens an expert keeps 512: 32 full tiles of 256 for the 16, and a partial one each.
-        assert launched()["hidden_rows"]["dims"] == [I, (32 + E) * 256]
+        assert launched()["intermediate_rows"]["dims"] == [I, (32 + E) * 256]
         for factor in (None, 0.6):
             with pytest.raises(flashmoe.InvalidArgument, match=r"capacity_factor: expected a number in \(0, 0\.5\]"):
                 flashmoe.moe(bounded, **arguments(), capacity_factor=factor)

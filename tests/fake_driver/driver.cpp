@@ -90,7 +90,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("gemm1_lag", c.order.gemm1_lag), put("senders", c.order.senders), put("gemm1_lists", c.order.gemm1_lists);
   put("own_first", c.order.own_first);
   put("epoch", c.epoch), put("token_row_bytes", c.token_row_bytes);
-  put("hidden_row_bytes", c.hidden_row_bytes), put("return_row_bytes", c.return_row_bytes);
+  put("intermediate_row_bytes", c.intermediate_row_bytes), put("return_row_bytes", c.return_row_bytes);
   put("own_heap", c.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.heaps[0])) == 1);
   uint32_t mapped = 0;
   for (uint32_t q = 0; q < c.ranks; ++q) mapped += c.heaps[q] != nullptr;
@@ -106,7 +106,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"gate_up\": " << described(a.gate_up) << ", \"down\": " << described(a.down)
       << ", \"router\": " << described(a.router) << ", \"gate_up_rows\": " << described(a.gate_up_rows)
       << ", \"down_rows\": " << described(a.down_rows) << ", \"router_rows\": " << described(a.router_rows)
-      << ", \"hidden_rows\": " << described(a.hidden) << ", \"token_rows\": " << described(a.tokens) << "}";
+      << ", \"intermediate_rows\": " << described(a.hidden) << ", \"token_rows\": " << described(a.tokens) << "}";
   last_launch = out.str();
 }
 
@@ -316,7 +316,7 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
   Call call = args.call;
   call.epoch = ++call.control()->calls.value;
   route(call);
-  if (call.ranks > 1) send(call);
+  if (call.shape.ranks > 1) send(call);
   record(args.trace, config->grid_x);
   if (next_fault.kind != FaultKind::kNone) {
     args.host_fault->fault = next_fault;

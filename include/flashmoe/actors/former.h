@@ -12,7 +12,7 @@ namespace flashmoe {
 // fault: the OS actor awaits the same packets, and says who is missing.
 template <class P>
 FLASHMOE_FN bool run_former(const Call& c, Source* sources, const FormerMemory& memory) {
-  if (memory.step == 0 || memory.first >= c.local_experts) return true;
+  if (memory.step == 0 || memory.first >= c.shape.local_experts) return true;
   constexpr uint32_t kLooks = 8;  // the own packets arrive all at once, and the first tiles wait for them
   Arrivals<P, kPacketsOfLane, kLooks> arrivals(c, sources);
   TileFormer<P, kPacketsOfLane> former(c, memory);

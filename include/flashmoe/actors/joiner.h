@@ -3,7 +3,7 @@
 // would have nothing but combines to do after its last task. (A token's only row is the output as it is computed.)
 //
 // A word per token and column of tasks counts what has been stored of the token's rows: a task of all its features adds 2,
-// each block of a cluster that halves them 1. Who brings it to 4 is last, and resets it. The sum of two does not depend on which
+// each thread block of a cluster that halves them 1. Who brings it to 4 is last, and resets it. The sum of two does not depend on which
 // came first: the bits are those of combine.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace flashmoe {
 
 // Whether rows are joined, and not there at once.
 FLASHMOE_HD bool joins_late_rows(const Call& c) {
-  return c.joined != 0 && c.top_k == 2;
+  return c.policy.joined != 0 && c.shape.top_k == 2;
 }
 
 // A late row, by whose the two are and the columns: a word that lanes and queues pass on.
@@ -66,7 +66,7 @@ class Joiner {
     engine_.begin();
     engine_.join(row, count);
     row = P::broadcast(row, 0);
-    engine_.end(Phase::kCombine, LateRow::token(row) >> c_.log2_block, LateRow::column(row));
+    engine_.end(Phase::kCombine, LateRow::token(row) >> c_.policy.log2_block, LateRow::column(row));
     return true;
   }
 
@@ -103,11 +103,11 @@ class Joiner {
     for (uint32_t i = 0; i < kEach; ++i) {
       const bool late = stored[i] == kAll;
       uint32_t total;
-      const uint32_t place = found + count_before<P>(late, total);
+      const uint32_t position = found + count_before<P>(late, total);
       found += total;
       if (!late) continue;
       P::store_relaxed(words + token[i], 0u);
-      P::set_nearby(&late_.row[place % LateRows::kCapacity], LateRow::make(token[i], column));
+      P::set_nearby(&late_.row[position % LateRows::kCapacity], LateRow::make(token[i], column));
     }
     P::fence_nearby();
     P::sync();

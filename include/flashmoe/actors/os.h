@@ -24,13 +24,13 @@ class GroupLiveness {
   FLASHMOE_FN GroupLiveness(const Call& call, Status* seen) : c_(call), seen_(seen) {}
 
   FLASHMOE_FN void sample() {
-    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) seen_[p] = read(p);
+    for (uint32_t p = P::lane(); p < c_.shape.ranks; p += P::kLanes) seen_[p] = read(p);
     P::sync();
   }
 
   FLASHMOE_FN bool moved() const {
     bool any = false;
-    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) {
+    for (uint32_t p = P::lane(); p < c_.shape.ranks; p += P::kLanes) {
       any |= p != c_.rank && read(p).progress != seen_[p].progress;
     }
     return P::ballot(any) != 0;
@@ -39,10 +39,10 @@ class GroupLiveness {
   // The rank that holds the group up: one that has not begun the call, else one whose OS actor stands still although
   // its call is not over, else the one that was awaited. One lane.
   FLASHMOE_FN uint32_t culprit(uint32_t awaited) const {
-    for (uint32_t p = 0; p < c_.ranks; ++p) {
+    for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
       if (read(p).entered < c_.epoch) return p;
     }
-    for (uint32_t p = 0; p < c_.ranks; ++p) {
+    for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
       const Status now = read(p);
       if (p != c_.rank && now.left < c_.epoch && now.heartbeat == seen_[p].heartbeat) return p;
     }

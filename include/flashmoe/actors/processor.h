@@ -22,7 +22,7 @@ template <uint32_t n, class P>
 FLASHMOE_FN void retire_column(const Call& c, uint32_t tile) {
   bool last = false;
   if (P::lane() == 0) {
-    last = P::fetch_add_acq_rel(&c.tile(tile)->done[n], 1u) + 1 == c.columns[n];
+    last = P::fetch_add_acq_rel(&c.tile(tile)->done[n], 1u) + 1 == c.policy.columns[n];
     if (last) P::store_relaxed(&c.tile(tile)->done[n], 0u);
   }
   const Tile::Shape shape = c.tile(tile)->shape;
@@ -61,20 +61,20 @@ FLASHMOE_FN void retire(const Call& c, const Task& task) {
 template <class P>
 struct OneWorker {
   template <class S>
-  class Place {
+  class Cursor {
    public:
-    FLASHMOE_FN S load() const { return place_; }
+    FLASHMOE_FN S load() const { return state_; }
     FLASHMOE_FN void save(const S& s) {
       P::sync();
-      if (P::lane() == 0) place_ = s;
+      if (P::lane() == 0) state_ = s;
       P::sync();
     }
 
    private:
-    S place_;
+    S state_;
   };
   struct Memory {
-    ReturnPlaces<Place> returns;
+    ReturnCursors<Cursor> returns;
     LateRows late;
   };
 };
@@ -90,10 +90,10 @@ FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engin
   }
 }
 
-// Runs one processor of a call to its end: one worker, which dispatches, sends (where peers are not mapped, actors of their
-// own do: put_sender.h), computes, and in between returns. The engine supplies dispatch(b) and multiply<n>(tile, column), of
-// product n, which return when every write of theirs is ordered before this warp's next release, and what Sender, Returner and
-// Joiner ask for. memory: of this processor, uninitialised.
+// Runs one processor of a call to its end, where that is one worker: on a GPU its warps share this work (sm90/roles.cuh). It
+// dispatches, sends (where peers are not mapped, actors of their own do: put_sender.h), computes, and in between returns. The
+// engine supplies dispatch(b) and multiply<n>(tile, column), of product n, which return when every write of theirs is ordered
+// before this warp's next release, and what Sender, Returner and Joiner ask for. memory: of this processor, uninitialised.
 template <class P, class Engine>
 FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Memory& memory) {
   if (P::lane() == 0) {
@@ -101,15 +101,15 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
     memory.late.init();
   }
   P::sync();
-  for (uint32_t b = id; b < c.blocks(); b += c.processors) {
+  for (uint32_t b = id; b < c.blocks(); b += c.policy.clusters) {
     if (!engine.dispatch(b)) return;
   }
   if constexpr (P::kPeersMapped) {
-    if (!Sender<P, Engine>(c, engine).run(id, c.processors, id)) return;
+    if (!Sender<P, Engine>(c, engine).run(id, c.policy.clusters, id)) return;
   }
-  Returner<P, Engine, OneWorker<P>::template Place> returner(c, engine, memory.returns);
+  Returner<P, Engine, OneWorker<P>::template Cursor> returner(c, engine, memory.returns);
   Joiner<P, Engine> joiner(c, engine, memory.late);
-  const bool combines = c.joined == 0, joins = joins_late_rows(c);
+  const bool combines = c.policy.joined == 0, joins = joins_late_rows(c);
   while (true) {
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);

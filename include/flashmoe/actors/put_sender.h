@@ -36,9 +36,9 @@ class PutSender {
     if (!goes_on && !has_begun()) return false;
     CallConfig* const config = c_.call_config(c_.rank, c_.rank);
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = 1; i < c_.ranks; ++i) {
+    for (uint32_t i = 1; i < c_.shape.ranks; ++i) {
       P::put_signal(config, config, sizeof(CallConfig), c_.call_signal(c_.rank, c_.rank), call_word(c_),
-                    (c_.rank + i) % c_.ranks);
+                    (c_.rank + i) % c_.shape.ranks);
     }
     return goes_on;
   }
@@ -57,14 +57,14 @@ class PutSender {
   FLASHMOE_FN bool send_packets(uint32_t first, uint32_t senders) const {
     const uint32_t blocks = c_.blocks();
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = 1; i < c_.ranks; ++i) {
+    for (uint32_t i = 1; i < c_.shape.ranks; ++i) {
       FLASHMOE_NO_UNROLL
       for (uint32_t b = first; b < blocks; b += senders) {
         if (i == 1) {
           if (!await_routing<P>(c_, b)) return false;
           stage_rows(b);
         }
-        const uint32_t q = (c_.rank + i) % c_.ranks;
+        const uint32_t q = (c_.rank + i) % c_.shape.ranks;
         engine_.begin();
         send_packet(b, q);
         engine_.end(Phase::kDispatch, b, q);
@@ -73,15 +73,15 @@ class PutSender {
     return true;
   }
 
-  // The block's rows that any other rank needs, to where puts may read.
+  // The token block's rows that any other rank needs, to where puts may read.
   FLASHMOE_FN void stage_rows(uint32_t b) const {
-    const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
+    const uint32_t first = b << c_.policy.log2_block, tokens = c_.tokens_in_block(b);
     FLASHMOE_NO_UNROLL
     for (uint32_t base = 0; base < tokens; base += P::kLanes) {
       const uint32_t t = base + P::lane();
       uint32_t n = 0;
       FLASHMOE_NO_UNROLL
-      for (uint32_t q = 0; q < c_.ranks; ++q) {
+      for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
         if (q != c_.rank && t < tokens) n |= c_.out_counts(q, first)[t];
       }
       FLASHMOE_NO_UNROLL
@@ -94,8 +94,8 @@ class PutSender {
 
   // Rows that follow one another in one put: with many experts per token, most tokens go to every rank.
   FLASHMOE_FN void send_packet(uint32_t b, uint32_t q) const {
-    const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
-    const uint32_t slot = peer_slot(c_.rank, q, c_.ranks);
+    const uint32_t first = b << c_.policy.log2_block, tokens = c_.tokens_in_block(b);
+    const uint32_t slot = peer_slot(c_.rank, q, c_.shape.ranks);
     uint32_t mine = 0, entries;
     FLASHMOE_NO_UNROLL
     for (uint32_t base = 0; base < tokens; base += P::kLanes) {
@@ -108,7 +108,7 @@ class PutSender {
         const uint32_t end = begin + lowest_bit<P>(~(left >> begin));
         const uint8_t* const last = c_.out_row(token + end - begin - 1);
         P::put(c_.heap<uint8_t>(c_.rank, HeapField::kRows, slot, token), c_.out_row(token),
-               static_cast<uint32_t>(last - c_.out_row(token)) + c_.token_row_bytes, q);
+               static_cast<uint32_t>(last - c_.out_row(token)) + c_.memory.token_row_bytes, q);
         left = end >= P::kLanes ? 0 : left >> end << end;
       }
     }
@@ -126,8 +126,8 @@ class PutSender {
   // have arrived signals.
   FLASHMOE_FN bool send_returns(uint32_t first, uint32_t senders) const {
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = 1; i < c_.ranks; ++i) {
-      const uint32_t p = (c_.rank + i) % c_.ranks;
+    for (uint32_t i = 1; i < c_.shape.ranks; ++i) {
+      const uint32_t p = (c_.rank + i) % c_.shape.ranks;
       if (!await_word<P>(c_, c_.call_signal(c_.rank, p))) return false;
       const uint32_t tokens = c_.tokens_of(p);
       if (tokens == 0) continue;  // it awaits nothing, and nobody says that it is owed something
@@ -154,7 +154,7 @@ class PutSender {
       FLASHMOE_NO_UNROLL
       for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
         const uint32_t token = base + lowest_bit<P>(left);
-        P::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), c_.return_row_bytes, p);
+        P::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), c_.memory.return_row_bytes, p);
       }
     }
   }
@@ -181,8 +181,8 @@ FLASHMOE_FN void tell_fault(const Call& c) {
   if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) == 0) return;
   P::sync();
   FLASHMOE_NO_UNROLL
-  for (uint32_t i = 1; i < c.ranks; ++i) {
-    P::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.ranks);
+  for (uint32_t i = 1; i < c.shape.ranks; ++i) {
+    P::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.shape.ranks);
   }
   P::quiet();
 }

@@ -32,7 +32,7 @@ FLASHMOE_FN bool await_word(const Call& c, const uint64_t* word) {
   return end == WaitEnd::kDone;
 }
 
-// The same for the own packet's signal, which says that the block's routing and outbox are written.
+// The same for the own packet's signal, which says that the token block's routing and outbox are written.
 template <class P>
 FLASHMOE_FN bool await_routing(const Call& c, uint32_t b) {
   return await_word<P>(c, c.packet_signal(c.rank, c.rank, b));
@@ -55,8 +55,8 @@ class Sender {
     if (first == 0 && !announce(own_block)) return false;
     const uint32_t parts = ceil_div(c_.block_tokens(), kPartTokens), of_rank = c_.blocks() * parts;
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = first; i < of_rank * (c_.ranks - 1); i += step) {
-      const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.ranks, b = i % of_rank / parts, part = i % parts;
+    for (uint32_t i = first; i < of_rank * (c_.shape.ranks - 1); i += step) {
+      const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.shape.ranks, b = i % of_rank / parts, part = i % parts;
       if (!await_routing<P>(c_, b)) return false;
       engine_.begin();
       const uint32_t entries = c_.out_offsets(q, b)[c_.owned(q)];
@@ -78,9 +78,9 @@ class Sender {
     return true;
   }
 
-  // The rows that rank q needs of the block's tokens of a part, the first of which is its `base`-th.
+  // The rows that rank q needs of the token block's tokens of a part, the first of which is its `base`-th.
   FLASHMOE_FN void send_part(uint32_t b, uint32_t q, uint32_t base) const {
-    const uint32_t first = b << c_.log2_block;
+    const uint32_t first = b << c_.policy.log2_block;
     FLASHMOE_UNROLL
     for (uint32_t at = base; at < base + kPartTokens; at += P::kLanes) {
       const uint32_t t = at + P::lane();
@@ -103,7 +103,7 @@ class Sender {
   }
 
   FLASHMOE_FN void copy_packet(uint32_t b, uint32_t q, uint32_t entries) const {
-    const uint32_t first = b << c_.log2_block;
+    const uint32_t first = b << c_.policy.log2_block;
     copy_words(c_.packet_offsets(q, c_.rank, b), c_.out_offsets(q, b), c_.owned(q) + 1);
     static_assert(sizeof(Entry) % 4 == 0);
     copy_words(reinterpret_cast<uint32_t*>(c_.packet_entries(q, c_.rank, first)),

@@ -27,7 +27,7 @@ class Subscriber {
     if (!finished_) {
       moved = arrivals_.step([&](uint32_t p, uint32_t b, uint32_t n) { former_.consume(p, b, n); },
                              [&](uint32_t p) { close(p); });
-      if (arrivals_.stranger() < c_.ranks && P::lane() == 0) {
+      if (arrivals_.stranger() < c_.shape.ranks && P::lane() == 0) {
         const uint32_t p = arrivals_.stranger();
         post_fault<P>(c_, {.kind = FaultKind::kDisagree, .actor = Actor::kOs, .awaited = p, .culprit = p});
       }
@@ -51,7 +51,7 @@ class Subscriber {
   // What is missing, for a wait that expired. One lane.
   FLASHMOE_FN Fault missing() const {
     Fault r{.kind = FaultKind::kLocal, .actor = Actor::kOs, .awaited = c_.rank};
-    for (uint32_t p = 0; p < c_.ranks; ++p) {
+    for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
       const Source& s = arrivals_.source(p);
       if (s.blocks == Source::kUnheard) {
         return expected(r, FaultKind::kCallSignal, p, 0, c_.call_signal(c_.rank, p));
@@ -61,8 +61,8 @@ class Subscriber {
       }
     }
     if (c_.blocks() == 0) return r;
-    for (uint32_t q = 0; q < c_.ranks; ++q) {
-      if (returned_ < c_.groups && !has_returned(q, returned_)) {
+    for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
+      if (returned_ < c_.policy.groups && !has_returned(q, returned_)) {
         return expected(r, FaultKind::kReturn, q, returned_, c_.return_signal(c_.rank, q, returned_));
       }
     }
@@ -75,8 +75,8 @@ class Subscriber {
     former_.close(p);
     // A rank without experts owes nothing and says so, but no sooner than p is in this call: p may still be looking for
     // the signal of the one before.
-    if (c_.local_experts != 0) return;
-    for (uint32_t g = P::lane(); g < c_.groups; g += P::kLanes) signal_return<P>(c_, p, g);
+    if (c_.shape.local_experts != 0) return;
+    for (uint32_t g = P::lane(); g < c_.policy.groups; g += P::kLanes) signal_return<P>(c_, p, g);
   }
 
   FLASHMOE_FN Fault expected(Fault r, FaultKind kind, uint32_t from, uint32_t index, const uint64_t* signal) const {
@@ -94,11 +94,11 @@ class Subscriber {
 
   // Groups complete in order, or nearly: the next one is all there is to look at. A rank without tokens awaits nothing.
   FLASHMOE_FN bool find_returns() {
-    if (c_.blocks() == 0) returned_ = c_.groups;
+    if (c_.blocks() == 0) returned_ = c_.policy.groups;
     const uint32_t before = returned_;
-    while (returned_ < c_.groups) {
+    while (returned_ < c_.policy.groups) {
       bool all = true;
-      for (uint32_t q = P::lane(); q < c_.ranks; q += P::kLanes) all &= has_returned(q, returned_);
+      for (uint32_t q = P::lane(); q < c_.shape.ranks; q += P::kLanes) all &= has_returned(q, returned_);
       if (P::ballot(!all) != 0) break;
       ++returned_;  // not acquired: whoever combines the rows looks for itself
     }

@@ -7,7 +7,7 @@
 //   gate    expert by expert, over all warps of all blocks; a logit travels with the epoch that it is of, so that it is its
 //           own signal
 //   choose  every block, for itself, from all logits: cheaper than to choose once and pass it on
-//   GEMM0   (expert, features), over all warps; hidden rows to device memory
+//   GEMM0   (expert, features), over all warps; intermediate rows to device memory
 //           all blocks meet, while the first weights of GEMM1 are on their way
 //   GEMM1   each block some columns of the output, for all experts; it then sums them over k. No return, no combine
 //
@@ -66,7 +66,7 @@ struct Block {
   FewShared& s;
   uint64_t epoch;
 
-  __device__ __forceinline__ uint32_t choices() const { return c.tokens * c.top_k; }
+  __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * c.shape.top_k; }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
   // A token's row from x on, in units of 16 bytes.
   __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
@@ -108,9 +108,9 @@ template <class Dtype>
 struct GateJobs {
   const Block& b;
 
-  __device__ __forceinline__ uint32_t chunks() const { return b.c.hidden * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.hidden * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t job(uint32_t i) const { return i; }
-  __device__ __forceinline__ uint32_t tokens(uint32_t) const { return b.c.tokens; }
+  __device__ __forceinline__ uint32_t tokens(uint32_t) const { return b.c.shape.tokens; }
   __device__ __forceinline__ const uint8_t* weights(uint32_t expert, uint32_t) const {
     return b.args.router_rows.row(0, expert);
   }
@@ -124,11 +124,11 @@ struct GateJobs {
 
 // All logits of the call, from all blocks.
 __device__ __forceinline__ void collect_logits(const Block& b) {
-  const uint32_t all = b.c.tokens * b.c.experts;
+  const uint32_t all = b.c.shape.tokens * b.c.shape.experts;
   for (uint32_t base = b.warp() * 32; base < all; base += kFewThreads) {
     const uint32_t i = base + P::lane();
     const bool exists = i < all;
-    const uint64_t* const from = b.c.logit(exists ? i / b.c.experts : 0, exists ? i % b.c.experts : 0);
+    const uint64_t* const from = b.c.logit(exists ? i / b.c.shape.experts : 0, exists ? i % b.c.shape.experts : 0);
     uint64_t word = 0;
     wait_for_blocks(b, [&] {
       word = P::load_relaxed(from);
@@ -141,10 +141,10 @@ __device__ __forceinline__ void collect_logits(const Block& b) {
 // ---- choice ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void choose(const Block& b) {
-  for (uint32_t t = b.warp(); t < b.c.tokens; t += kFewWarps) {
+  for (uint32_t t = b.warp(); t < b.c.shape.tokens; t += kFewWarps) {
     const TokenChoice choice[1] = {
-        {b.s.logits + t * b.c.experts, b.s.ids + t * b.c.top_k, b.s.weights + t * b.c.top_k}};
-    const uint32_t bad = choose_experts(choice, b.c.experts, b.c.top_k, b.args.renormalize != 0);
+        {b.s.logits + t * b.c.shape.experts, b.s.ids + t * b.c.shape.top_k, b.s.weights + t * b.c.shape.top_k}};
+    const uint32_t bad = choose_experts(choice, b.c.shape.experts, b.c.shape.top_k, b.args.renormalize != 0);
     if (bad != 0 && P::lane() == 0) fail_everywhere(b, {.kind = FaultKind::kRouterValue, .index = t});
   }
 }
@@ -161,13 +161,13 @@ __device__ __forceinline__ void take_given(const Block& b) {
   const int32_t id = id_of(p);
   b.s.ids[p] = id;
   b.s.weights[p] = b.args.topk_weights[p];
-  const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.experts;
+  const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.shape.experts;
   bool twice = false;
-  for (uint32_t i = p - p % b.c.top_k; i < p; ++i) twice |= id_of(i) == id;
+  for (uint32_t i = p - p % b.c.shape.top_k; i < p; ++i) twice |= id_of(i) == id;
   if (exists && !twice) return;
   fail_everywhere(b, {.kind = exists ? FaultKind::kDuplicateExpert : FaultKind::kExpertRange,
-                      .index = p / b.c.top_k,
-                      .expected = b.c.experts,
+                      .index = p / b.c.shape.top_k,
+                      .expected = b.c.shape.experts,
                       .seen = static_cast<uint32_t>(id)});
 }
 
@@ -180,7 +180,7 @@ __device__ __forceinline__ void group_pairs(const Block& b) {
     const bool exists = p < b.choices();
     const int32_t expert = exists ? s.ids[p] : -1;
     uint32_t earlier = 0, first = p;  // choices of the same expert, all of earlier tokens
-    for (uint32_t i = exists ? p - p % b.c.top_k : 0; i-- != 0;) {
+    for (uint32_t i = exists ? p - p % b.c.shape.top_k : 0; i-- != 0;) {
       if (s.ids[i] != expert) continue;
       first = i;
       ++earlier;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void group_pairs(const Block& b) {
     units += fresh;
     P::sync();
     if (exists && !leads) {
-      const bool kept = b.c.capacity == 0 || earlier < b.c.capacity;
+      const bool kept = b.c.shape.capacity == 0 || earlier < b.c.shape.capacity;
       s.unit[p] = kept ? s.unit[first] : kNoUnit;
     }
     if (exists && s.unit[p] != kNoUnit) {
@@ -222,8 +222,8 @@ __device__ __forceinline__ bool route(const Block& b) {
   if (p < b.choices()) {
     if (b.s.unit[p] == kNoUnit) b.s.ids[p] = -1;
     if (blockIdx.x == 0) {  // for the report
-      b.c.routing(p / b.c.top_k)[p % b.c.top_k] = b.s.ids[p];
-      b.c.weights(p / b.c.top_k)[p % b.c.top_k] = b.s.weights[p];
+      b.c.routing(p / b.c.shape.top_k)[p % b.c.shape.top_k] = b.s.ids[p];
+      b.c.weights(p / b.c.shape.top_k)[p % b.c.shape.top_k] = b.s.weights[p];
     }
   }
   return true;
@@ -243,35 +243,35 @@ struct Gemm0Jobs {
   static constexpr bool kGated = is_gated(kActivation);
   const Block& b;
 
-  __device__ __forceinline__ uint32_t per_unit() const { return b.c.intermediate / (kGated ? 1 : 2); }
+  __device__ __forceinline__ uint32_t per_unit() const { return b.c.shape.intermediate / (kGated ? 1 : 2); }
   __device__ __forceinline__ TwoRows job(uint32_t i) const {
     const uint32_t unit = i / per_unit(), row = i % per_unit();
-    if constexpr (kGated) return {unit, b.s.expert[unit], row, row + b.c.intermediate};
+    if constexpr (kGated) return {unit, b.s.expert[unit], row, row + b.c.shape.intermediate};
     return {unit, b.s.expert[unit], 2 * row, 2 * row + 1};
   }
 
-  __device__ __forceinline__ uint32_t chunks() const { return b.c.hidden * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.hidden * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
   __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
     return b.args.gate_up_rows.row(job.expert, r == 0 ? job.first : job.second);
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
-    return b.token_at(b.s.choice[job.unit][token] / b.c.top_k);
+    return b.token_at(b.s.choice[job.unit][token] / b.c.shape.top_k);
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
-    const uint32_t biases = job.expert * b.c.intermediate * (kGated ? 2 : 1);
+    const uint32_t biases = job.expert * b.c.shape.intermediate * (kGated ? 2 : 1);
     float low = sum[0] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.first, true);
     float high = sum[1] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.second, true);
-    auto* const hidden = reinterpret_cast<typename Dtype::Element*>(b.c.hidden_row(0, b.s.choice[job.unit][token]));
+    auto* const row = reinterpret_cast<typename Dtype::Element*>(b.c.intermediate_row(0, b.s.choice[job.unit][token]));
     if constexpr (kGated) {
       float none = 0.0f;
       activate_pair<Dtype, kActivation>(low, none);
-      hidden[job.first] = Dtype::narrow(low * high);
+      row[job.first] = Dtype::narrow(low * high);
     } else {
       activate_pair<Dtype, kActivation>(low, high);
-      hidden[job.first] = Dtype::narrow(low);
-      hidden[job.second] = Dtype::narrow(high);
+      row[job.first] = Dtype::narrow(low);
+      row[job.second] = Dtype::narrow(high);
     }
   }
 };
@@ -302,21 +302,21 @@ struct Gemm1Jobs {
     return {unit, b.s.expert[unit], row, row + 1};
   }
 
-  __device__ __forceinline__ uint32_t chunks() const { return b.c.intermediate * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.intermediate * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
   __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
     return b.args.down_rows.row(job.expert, r == 0 ? job.first : job.second);
   }
-  __device__ __forceinline__ const uint8_t* operands() const { return b.c.hidden_row(0, 0); }
+  __device__ __forceinline__ const uint8_t* operands() const { return b.c.intermediate_row(0, 0); }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
-    return static_cast<uint32_t>((b.c.hidden_row(0, b.s.choice[job.unit][token]) - operands()) / 16);
+    return static_cast<uint32_t>((b.c.intermediate_row(0, b.s.choice[job.unit][token]) - operands()) / 16);
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
     const uint32_t p = b.s.choice[job.unit][token];
 #pragma unroll
     for (uint32_t r = 0; r < 2; ++r) {
       const uint32_t column = job.first + r;
-      const float v = sum[r] + bias_at<Dtype>(b.args.down_bias, job.expert * b.c.hidden + column, true);
+      const float v = sum[r] + bias_at<Dtype>(b.args.down_bias, job.expert * b.c.shape.hidden + column, true);
       // Rounded as what a rank returns to another is.
       b.s.results[(column - first) * b.choices() + p] = Dtype::widen(Dtype::narrow(v * b.s.weights[p]));
     }
@@ -324,13 +324,13 @@ struct Gemm1Jobs {
   // All threads, when the results are there.
   __device__ __forceinline__ void sum_results() const {
     auto* const out = reinterpret_cast<typename Dtype::Element*>(b.args.out);
-    for (uint32_t i = threadIdx.x; i < 2 * twos * b.c.tokens; i += kFewThreads) {
+    for (uint32_t i = threadIdx.x; i < 2 * twos * b.c.shape.tokens; i += kFewThreads) {
       const uint32_t token = i / (2 * twos), column = i % (2 * twos);
       float sum = 0.0f;
-      for (uint32_t p = token * b.c.top_k; p < (token + 1) * b.c.top_k; ++p) {
+      for (uint32_t p = token * b.c.shape.top_k; p < (token + 1) * b.c.shape.top_k; ++p) {
         if (b.s.ids[p] >= 0) sum += b.s.results[column * b.choices() + p];
       }
-      out[uint64_t{token} * b.c.hidden + first + column] = Dtype::narrow(sum);
+      out[uint64_t{token} * b.c.shape.hidden + first + column] = Dtype::narrow(sum);
     }
   }
 };
@@ -358,7 +358,8 @@ __device__ __forceinline__ bool run_gate(const Block& b, const Trace& trace) {
   if (b.args.topk_ids != nullptr) return true;
   trace.begin();
   const GateJobs<Dtype> jobs{b};
-  Dots<Dtype, 1, GateJobs<Dtype>> dots(jobs, b.warp() * gridDim.x + blockIdx.x, b.c.experts, kFewWarps * gridDim.x);
+  Dots<Dtype, 1, GateJobs<Dtype>> dots(jobs, b.warp() * gridDim.x + blockIdx.x, b.c.shape.experts,
+                                       kFewWarps * gridDim.x);
   dots.begin();
   dots.run();
   collect_logits(b);
@@ -383,8 +384,8 @@ template <class Dtype, class Trace>
 __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
   using Jobs = Gemm1Jobs<Dtype>;
   const uint32_t at_once = kFewResults / 2 / b.choices();  // pairs of columns whose results there is room for
-  uint32_t next = begin_of_part(b.c.hidden / 2, blockIdx.x);
-  const uint32_t end = begin_of_part(b.c.hidden / 2, blockIdx.x + 1);
+  uint32_t next = begin_of_part(b.c.shape.hidden / 2, blockIdx.x);
+  const uint32_t end = begin_of_part(b.c.shape.hidden / 2, blockIdx.x + 1);
   for (bool met = false;; met = true) {
     const Jobs jobs{b, 2 * next, min_of(at_once, end - next)};
     Dots<Dtype, 2, Jobs> dots(jobs, b.warp(), jobs.jobs(), kFewWarps);

@@ -62,9 +62,9 @@ struct KernelArgs {
   //            holds 8 gate rows, their 8 up rows, and so on, so that one thread's accumulators have both, either way
   //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
   //   router   5D {H, E, 1, 1, 1},       box {., gate_features(E), 1, 1, 1}
-  //   hidden   2D {I, tiles * 256},      box {., 32}
+  //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router
-  TensorMap gate_up, down, router, hidden, tokens;
+  TensorMap gate_up, down, router, intermediate, tokens;
   // The same without TMA: [El][2I or I], H elements a row; [El][H], I; [1][E], H.
   WeightRows gate_up_rows, down_rows, router_rows;
 

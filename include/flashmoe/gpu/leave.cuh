@@ -9,8 +9,8 @@ namespace flashmoe::gpu {
 
 // The own fault if there is one, else a peer's.
 __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
-  for (uint32_t i = 0; i < c.ranks; ++i) {
-    const FaultRecord* record = c.fault(c.rank, (c.rank + i) % c.ranks);
+  for (uint32_t i = 0; i < c.shape.ranks; ++i) {
+    const FaultRecord* record = c.fault(c.rank, (c.rank + i) % c.shape.ranks);
     if (Platform::load_acquire(&record->posted, kSystem) == 0) continue;
     to.fault = record->fault;
     to.entered = entered_by<Platform>(c, to.fault.culprit);

@@ -117,9 +117,9 @@ inline constexpr uint32_t kFewLanes = 8;
 __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_t experts, uint32_t top_k,
                                                bool renormalize) {
   using P = Platform;
-  const uint32_t place = P::lane() % kFewLanes, first = P::lane() - place;
-  const bool exists = token.logits != nullptr && place < experts;
-  const float logit = exists ? token.logits[place] : 0.0f;
+  const uint32_t own = P::lane() % kFewLanes, first = P::lane() - own;
+  const bool exists = token.logits != nullptr && own < experts;
+  const float logit = exists ? token.logits[own] : 0.0f;
   const uint32_t bad = P::ballot(!isfinite(logit));
   uint32_t key = exists ? order_key(logit) : 0;
   float largest, mine = 0.0f;  // as in choose_among
@@ -131,20 +131,20 @@ __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_
     for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) top = max_of(top, __shfl_xor_sync(kFullWarp, top, d));
     const uint32_t winner = __ffs(P::ballot(key == top) >> first) - 1;  // the first of equals
     if (k == 0) largest = value_of(top);
-    if (place == k) {
+    if (own == k) {
       chosen = winner;
       mine = value_of(top);
     }
-    if (place == winner) key = 0;
+    if (own == winner) key = 0;
   }
-  mine = place < top_k ? expf(mine - largest) : 0.0f;
+  mine = own < top_k ? expf(mine - largest) : 0.0f;
   float sum = mine;
   if (!renormalize) sum = exists ? expf(logit - largest) : 0.0f;
 #pragma unroll
   for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
-  if (exists && place < top_k && (bad >> first & ((1u << kFewLanes) - 1)) == 0) {
-    token.ids[place] = static_cast<int32_t>(chosen);
-    token.weights[place] = mine / sum;
+  if (exists && own < top_k && (bad >> first & ((1u << kFewLanes) - 1)) == 0) {
+    token.ids[own] = static_cast<int32_t>(chosen);
+    token.weights[own] = mine / sum;
   }
   return bad == 0 ? 0 : 1u << (__ffs(bad) - 1) / kFewLanes;
 }

@@ -22,22 +22,22 @@ struct SumSpan {
   __device__ __forceinline__ uint32_t per_token() const { return ceil_div(bytes, kStep); }
 };
 
-// Each warp's place among the pieces, between two of them: in shared memory, since it is long and registers are short. S: a
+// Each warp's cursor among the pieces, between two of them: in shared memory, since it is long and registers are short. S: a
 // struct of words, the same for all lanes.
 template <class S>
-class PlaceOfWarp {
+class CursorOfWarp {
   using P = Platform;
 
  public:
   // One thread, before the block's first synchronization.
   __device__ void init() {
-    for (Aligned& a : place_) a.place = {};
+    for (Aligned& a : states_) a.state = {};
   }
   // Own; all lanes.
-  __device__ __forceinline__ S load() const { return place_[warp()].place; }
+  __device__ __forceinline__ S load() const { return states_[warp()].state; }
   __device__ __forceinline__ void save(const S& s) {
     P::sync();
-    if (P::lane() == 0) place_[warp()].place = s;
+    if (P::lane() == 0) states_[warp()].state = s;
     P::sync();
   }
 
@@ -49,11 +49,11 @@ class PlaceOfWarp {
     return thread / P::kLanes;
   }
 
-  // Else ptxas loads 16 bytes that begin in the place of the warp before, which may be writing there.
+  // Else ptxas loads 16 bytes that begin in the state of the warp before, which may be writing there.
   struct alignas(16) Aligned {
-    S place;
+    S state;
   };
-  Aligned place_[kWarps];
+  Aligned states_[kWarps];
 };
 
 // Some items of a span, at most one a lane. Offsets in units of 16 bytes, else they would be 64 bits.

@@ -52,10 +52,10 @@ struct Limits {
   uint32_t return_slots = 0;       // return rows per token: K (direct), R (reduced), the larger where both may occur
   uint32_t capacity = 0;  // rows of one rank that an expert gets at most, the others being dropped; 0: dropless
   // Of this rank alone: they size its workspace, which no peer addresses.
-  uint32_t intermediate = 0;  // I
-  uint32_t hidden_bytes = 0;  // of an element of a hidden row
-  uint32_t staging = 0;       // 1 if `reduced` may occur
-  uint32_t rdma = 0;          // 1 if peers are reached by puts alone (GPU; equal on every rank)
+  uint32_t intermediate = 0;        // I
+  uint32_t intermediate_bytes = 0;  // of an element of an intermediate row
+  uint32_t staging = 0;             // 1 if `reduced` may occur
+  uint32_t rdma = 0;                // 1 if peers are reached by puts alone (GPU; equal on every rank)
   uint32_t tile_rows = 128;
   std::array<uint32_t, kProducts> columns_per_task = each_product(256);
   uint32_t processors = 1;
@@ -158,13 +158,13 @@ enum class WorkField : uint32_t {
   kOutCounts,
   kOutEntries,
   kOutSent,
-  kHidden,
+  kIntermediate,
   kStaging,
   kCount
 };
 
 // What only groups that put have, behind the workspace. A table of its own: the layouts above are a part of every kernel.
-enum class PutField : uint32_t { kRows, kCount };
+enum class PutField : uint32_t { kReturnsReady, kReturnsSent, kRows, kCount };
 
 template <class Field>
 struct FieldSpec {
@@ -194,7 +194,7 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      "[parity][p] rank p has begun the call, with so many tokens"},
     {HeapField::kPacketSignal, "packet_signal", Writer::kRank1,
      [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), 1}, 8}; },
-     "[parity][p][b] the packet of block b is complete, with so many entries"},
+     "[parity][p][b] the packet of token block b is complete, with so many entries"},
     {HeapField::kPacketOffsets, "packet_offsets", Writer::kRank1,
      [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), l.max_local_experts + 1}, 2}; },
      "[parity][p][b][El+1] which entries belong to which local expert"},
@@ -244,10 +244,10 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[p][g] rows of rank p still to compute, see Pending"},
     {WorkField::kReduceDone, "reduce_done", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.staging * l.ranks, kMaxGroups, 1, 1}, 4}; },
-     "[p][g] pieces of group g reduced and returned; by puts, [p][1]: senders through"},
+     "[p][g] pieces of group g reduced and returned"},
     {WorkField::kReduceSignal, "reduce_signal", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{uint64_t{l.staging} * l.ranks, kMaxGroups, 1, 1}, 8}; },
-     "[p][g] the rows of rank p are computed, as far as group g's columns go; by puts, [p][1]: and summed"},
+     "[p][g] the rows of rank p are computed, as far as group g's columns go"},
     {WorkField::kRouting, "routing", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; },
      "[token][k] chosen expert, -1 where dropped"},
@@ -255,9 +255,10 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; }, "[token][k] combine weights"},
     {WorkField::kPrefix, "capacity_prefix", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_blocks(), l.experts, 1, 1}, 4}; },
-     "[b][expert] choices routed to the expert by the tokens up to block b (capacity factor only)"},
+     "[b][expert] choices routed to the expert by the tokens up to token block b (capacity factor only)"},
     {WorkField::kPrefixSignal, "capacity_signal", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; }, "[b] the prefix of block b is written"},
+     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; },
+     "[b] the prefix of token block b is written"},
     {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_local_experts, l.max_tiles_per_expert(), 1, 1}, 4}; },
      "[expert][i] the expert's i-th tile, in the order in which they closed"},
@@ -268,7 +269,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[expert] how many tiles it has, and how many are done (programs with products of experts)"},
     {WorkField::kReadyTiles, "ready_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
-     "[list] tiles ready for a product; what the next window leaves moves back (OS warp only)"},
+     "[list] tiles ready for a product; what the next band leaves moves back (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
      "[token][expert] router logits of a few tokens, each with the epoch it is of (used on a GPU)"},
@@ -289,9 +290,9 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kOutSent, "out_sent", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_blocks(), 1, 1}, 4}; },
      "[q][b] parts of packet b's rows that have gone to rank q; zero between calls"},
-    {WorkField::kHidden, "hidden", Writer::kSelf,
+    {WorkField::kIntermediate, "intermediate", Writer::kSelf,
      [](const Limits& l) {
-       return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.hidden_bytes), 1}, 1};
+       return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.intermediate_bytes), 1}, 1};
      },
      "[tile][row][I] activations between the products"},
     {WorkField::kStaging, "staging", Writer::kSelf,
@@ -304,6 +305,12 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
 };
 
 inline constexpr FieldSpec<PutField> kPutTable[] = {
+    {PutField::kReturnsReady, "returns_ready", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, 8}; },
+     "[p] the rows that rank p gets back lie summed in the staging area"},
+    {PutField::kReturnsSent, "returns_sent", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, 4}; },
+     "[p] senders that have put their share of them; zero between calls"},
     {PutField::kRows, "out_rows", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1, 1}, 1}; },
      "[token][H] own rows on their way to other ranks: a network reads memory that is registered, as the input is not"},
@@ -350,6 +357,7 @@ Layout<Field> make_layout(const FieldSpec<Field> (&table)[N], const Limits& limi
 
 using HeapLayout = Layout<HeapField>;
 using WorkLayout = Layout<WorkField>;
+using PutLayout = Layout<PutField>;
 
 inline HeapLayout make_heap_layout(const Limits& limits) {
   return make_layout(kHeapTable, limits);
@@ -357,9 +365,13 @@ inline HeapLayout make_heap_layout(const Limits& limits) {
 inline WorkLayout make_work_layout(const Limits& limits) {
   return make_layout(kWorkTable, limits);
 }
+// What lies behind the workspace where peers are reached by puts alone; nothing elsewhere.
+inline PutLayout make_put_layout(const Limits& limits) {
+  return limits.rdma != 0 ? make_layout(kPutTable, limits) : PutLayout{};
+}
 // Workspace and what lies behind it.
 inline uint64_t work_bytes(const Limits& limits) {
-  return make_work_layout(limits).bytes + (limits.rdma != 0 ? make_layout(kPutTable, limits).bytes : 0);
+  return make_work_layout(limits).bytes + make_put_layout(limits).bytes;
 }
 
 // Slot of rank `source` among the peers of rank `home`: home itself has none.

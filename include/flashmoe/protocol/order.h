@@ -12,8 +12,8 @@ struct OrderPolicy {
   // GEMM1 is held back until it trails GEMM0 by this many tasks, as long as GEMM0 tasks are ready: early return
   // traffic starves dispatch, which shares the link. 0: never held back.
   uint32_t gemm1_lag = 0;
-  // Tiles whose tasks are ordered column by column: the tiles of such a window use a column's weights, and the columns
-  // a tile's rows, while both are in the cache. In [1, kMaxRaster]. (Between windows GEMM1 goes by return group, COMET
+  // Tiles whose tasks are ordered column by column: the tiles of such a band use a column's weights, and the columns
+  // a tile's rows, while both are in the cache. In [1, kMaxRaster]. (Between bands GEMM1 goes by return group, COMET
   // section 3.1.2: the first columns of all tiles travel while the last are computed.)
   uint32_t raster = 1;
   // Tasks published beyond those already asked for: what becomes ready later waits behind them. 0 binds latest; a few hide

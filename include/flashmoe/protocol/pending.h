@@ -35,7 +35,7 @@ template <class P>
 FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t g, uint64_t change) {
   if (!has) return;
   uint64_t* counter = c.pending(p, g);
-  if (P::fetch_add_acq_rel(counter, change) + change != Pending::experts(c.local_experts)) return;
+  if (P::fetch_add_acq_rel(counter, change) + change != Pending::experts(c.shape.local_experts)) return;
   P::store_relaxed(counter, uint64_t{0});
   if (!c.reduced()) {
     signal_return<P>(c, p, g);
@@ -47,7 +47,7 @@ FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t g,
 // `rows` more rows of source p will be computed here. All lanes, before those rows are handed on.
 template <class P>
 FLASHMOE_FN void expect_rows(const Call& c, uint32_t p, uint32_t rows) {
-  for (uint32_t g = P::lane(); g < c.groups; g += P::kLanes) {
+  for (uint32_t g = P::lane(); g < c.policy.groups; g += P::kLanes) {
     P::fetch_add(c.pending(p, g), uint64_t{rows} * c.group_columns(g));
   }
 }
@@ -55,7 +55,7 @@ FLASHMOE_FN void expect_rows(const Call& c, uint32_t p, uint32_t rows) {
 // `experts` more local experts have seen all of source p. All lanes.
 template <class P>
 FLASHMOE_FN void close_source(const Call& c, uint32_t p, uint32_t experts) {
-  for (uint32_t g = P::lane(); g < c.groups; g += P::kLanes) {
+  for (uint32_t g = P::lane(); g < c.policy.groups; g += P::kLanes) {
     change_pending<P>(c, true, p, g, Pending::experts(experts));
   }
 }

@@ -12,12 +12,12 @@ namespace flashmoe {
 template <class P>
 FLASHMOE_FN void push_ready(const Call& c, bool has, Task task) {
   uint32_t total;
-  const uint32_t place = count_before<P>(has, total);
+  const uint32_t position = count_before<P>(has, total);
   if (total == 0) return;
   uint64_t base = 0;
   if (P::lane() == 0) base = P::fetch_add(&c.control()->list_tail.value, uint64_t{total});
   base = P::broadcast(base, 0);
-  if (has) P::store_release(c.list_slot(base + place), task.pack(), kDevice);
+  if (has) P::store_release(c.list_slot(base + position), task.pack(), kDevice);
 }
 
 // All lanes of the OS warp; lane i looks at the i-th item behind `head`, without acquiring it.

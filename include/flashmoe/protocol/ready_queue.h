@@ -15,8 +15,8 @@ namespace flashmoe {
 template <class P>
 FLASHMOE_FN uint32_t publish(const Call& c, uint64_t published, bool has, Task task) {
   uint32_t total;
-  const uint32_t place = count_before<P>(has, total);
-  if (has) P::post(c.queue_slot(published + place), task.pack());
+  const uint32_t position = count_before<P>(has, total);
+  if (has) P::post(c.queue_slot(published + position), task.pack());
   return total;
 }
 

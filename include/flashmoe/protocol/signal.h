@@ -19,7 +19,7 @@ struct Signal {
   FLASHMOE_HD static constexpr uint32_t payload(uint64_t word) { return static_cast<uint32_t>(word & kPayloadMask); }
 };
 
-// The payload of call_signal: how many tokens the source has and how it cuts them into blocks.
+// The payload of call_signal: how many tokens the source has and how it cuts them into token blocks.
 struct CallPayload {
   static constexpr uint32_t kTokenBits = 20;  // 2^20 tokens per rank and call
   FLASHMOE_HD static constexpr uint32_t make(uint32_t tokens, uint32_t log2_block) {

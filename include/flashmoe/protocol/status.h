@@ -36,7 +36,7 @@ struct Fault {
   uint32_t rank = 0;      // who found it
   uint32_t awaited = 0;   // from whom it was awaited; kDisagree: who disagrees
   uint32_t culprit = 0;   // who, as far as the finder could see, does not move
-  uint32_t index = 0;     // packet: block; return: group; router, routing: token
+  uint32_t index = 0;     // packet: token block; return: group; router, routing: token
   uint64_t expected = 0;  // epoch of the awaited signal; routing: E
   uint64_t seen = 0;      // epoch it had; routing: the id
   uint64_t epoch = 0;
@@ -85,8 +85,8 @@ struct alignas(128) Control {
   Line abort;        // non-zero: leave
   Line fault_claim;  // the first to add writes the fault record
   Line tiles;        // tiles made in this call; zero between calls
-  Line left;         // blocks that have left the kernel (GPU); zero between calls
-  Line met;          // blocks that have come to the few-token kernel's meeting (GPU); zero between calls
+  Line left;         // thread blocks that have left the kernel (GPU); zero between calls
+  Line met;          // thread blocks that have come to the few-token kernel's meeting (GPU); zero between calls
   Line calls;        // calls completed (GPU); kNoMoreCalls once one has failed
   Line reduces[2];   // [parity] pieces of Reduce taken; zero before the call
   Line published;    // queue_tail between calls

@@ -108,7 +108,7 @@ struct alignas(128) Tile {
     uint32_t remote;    // 1 if any row came from another rank
   };
   Shape shape;
-  uint32_t done[kProducts];  // column blocks retired of products that others follow; zero between calls
+  uint32_t done[kProducts];  // blocks of columns retired of products that others follow; zero between calls
 };
 static_assert(sizeof(Tile) == 128);
 

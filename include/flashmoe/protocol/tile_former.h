@@ -35,8 +35,9 @@ class TileFormer {
   FLASHMOE_FN TileFormer(const Call& call, const FormerMemory& memory)
       : c_(call),
         m_(memory),
-        first_experts_(call.ranks == 1 ? ~0u : ceil_div(call.local_experts, max_of(call.order.own_first, 1u))) {
-    const uint32_t el = c_.local_experts;
+        first_experts_(
+            call.shape.ranks == 1 ? ~0u : ceil_div(call.shape.local_experts, max_of(call.policy.order.own_first, 1u))) {
+    const uint32_t el = c_.shape.local_experts;
     count_ = m_.step == 0 || m_.first >= el ? 0 : ceil_div(el - m_.first, m_.step);
     for (uint32_t i = P::lane(); i < count_; i += P::kLanes) m_.experts[i] = {};
     P::sync();
@@ -52,7 +53,7 @@ class TileFormer {
   FLASHMOE_FN void close(uint32_t p) {
     if (count_ == 0) return;
     close_source<P>(c_, p, count_);
-    if (c_.ranks == 1) return;  // finish() announces
+    if (c_.shape.ranks == 1) return;  // finish() announces
     // Tiles of own rows that waited for one another, see consume_slice(), or for another rank's.
     if (p != c_.rank) first_experts_ = ~0u;
     for (uint32_t i = 0; i < count_; ++i) announce(i);
@@ -144,7 +145,7 @@ class TileFormer {
 
   // Takes ids for the tiles that `total` rows more than `rows` begin, from the returned one on. All lanes.
   FLASHMOE_FN uint32_t begin_tiles(uint32_t rows, uint32_t total) const {
-    const uint32_t fresh = ceil_div(rows + total, c_.tile_rows) - (rows != 0 ? 1 : 0);
+    const uint32_t fresh = ceil_div(rows + total, c_.policy.tile_rows) - (rows != 0 ? 1 : 0);
     if (fresh == 0) return 0;
     uint64_t id = 0;
     if (P::lane() == 0) id = P::fetch_add(&c_.control()->tiles.value, uint64_t{fresh});
@@ -156,7 +157,7 @@ class TileFormer {
 
   // Whether an expert's first tile is announced by itself.
   FLASHMOE_FN bool announces_first() const {
-    return c_.local_experts * c_.columns[kFirst] <= kFirstTasks * c_.processors;
+    return c_.shape.local_experts * c_.policy.columns[kFirst] <= kFirstTasks * c_.policy.clusters;
   }
 
   // Takes over the entries of packets (p, b) .. (p, b + kLanes - 1): each lane's `span` is of its own. next: id of the
@@ -168,13 +169,13 @@ class TileFormer {
     if (total == 0) return false;
     const uint32_t rows = m_.experts[i].rows;
     const bool first = m_.experts[i].announced == 0 && announces_first() && !waits(i);
-    const uint32_t lanes = first ? count_lanes<P>(rows + before < c_.tile_rows) : P::kLanes;
+    const uint32_t lanes = first ? count_lanes<P>(rows + before < c_.policy.tile_rows) : P::kLanes;
     if (lanes < P::kLanes) total = P::broadcast(before, lanes);
     const Span now = P::lane() < lanes ? span : Span{};
     if (P::lane() < lanes) span = {};
     const uint32_t goes_on = rows != 0 ? 1 : 0;
     const TileIds ids = {goes_on ? m_.experts[i].open : next, next - goes_on};
-    next = ids.rest + ceil_div(rows + total, c_.tile_rows);
+    next = ids.rest + ceil_div(rows + total, c_.policy.tile_rows);
     copy_rows(p, b, now, before, total, rows, ids);
     add_rows(i, p, total, ids);
     const uint32_t closed = m_.experts[i].closed, announced = m_.experts[i].announced;
@@ -189,7 +190,7 @@ class TileFormer {
     const Entry* slice = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b));
     const Entry* mine = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b + P::lane())) + span.first();
     // Tiles lie in order of their ids: so do the rows of all but the first.
-    const uint32_t tile_rows = c_.tile_rows;
+    const uint32_t tile_rows = c_.policy.tile_rows;
     Row* const head = c_.tile_row(ids.head, 0) + rows;
     Row* const rest = c_.tile_row(ids.rest, 0) + rows;
     auto put = [&](uint32_t n, const Entry& e) {
@@ -254,15 +255,16 @@ class TileFormer {
   FLASHMOE_FN void add_rows(uint32_t i, uint32_t p, uint32_t total, const TileIds& ids) {
     const uint32_t l = expert(i);
     FormedExpert x = m_.experts[i];
-    const uint32_t end = x.rows + total, full = end / c_.tile_rows;
-    extend(x, ids.head, p, min_of(total, c_.tile_rows - x.rows));
+    const uint32_t end = x.rows + total, full = end / c_.policy.tile_rows;
+    extend(x, ids.head, p, min_of(total, c_.policy.tile_rows - x.rows));
     for (uint32_t n = P::lane(); n < full; n += P::kLanes) {
       const bool head = n == 0;
-      if (!head) *c_.segments(ids.nth(n)) = {p, c_.tile_rows};
-      write_tile(ids.nth(n), l, c_.tile_rows, head ? x.segments : 1, head ? x.remote : p != c_.rank, x.closed + n);
+      if (!head) *c_.segments(ids.nth(n)) = {p, c_.policy.tile_rows};
+      write_tile(ids.nth(n), l, c_.policy.tile_rows, head ? x.segments : 1, head ? x.remote : p != c_.rank,
+                 x.closed + n);
     }
     x.open = ids.nth(full);
-    x.rows = end - full * c_.tile_rows;
+    x.rows = end - full * c_.policy.tile_rows;
     if (full != 0) {  // the last of the tiles is a new one, if it has rows
       x.closed += full;
       x.last_closed = ids.nth(full - 1);

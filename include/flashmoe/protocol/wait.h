@@ -1,5 +1,5 @@
 // The wait for what other actors or ranks do. It ends: its condition holds, the call is aborted, or nothing has progressed for
-// the call's timeout. (What a block's warps wait for among themselves ends with its clerk, who waits here.)
+// the call's timeout. (What a thread block's warps wait for among themselves ends with its clerk, who waits here.)
 #pragma once
 
 #include "flashmoe/protocol/call.h"
@@ -30,7 +30,7 @@ FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
     if (idle++ % kLookEvery == 0 || P::kSleeps) {
       if (P::ballot(P::load_relaxed(&c.control()->abort.value) != 0)) return WaitEnd::kAborted;
       const uint64_t now = P::broadcast(P::now_ns(), 0);
-      const uint64_t half = c.timeout_ns / 2;
+      const uint64_t half = c.policy.timeout_ns / 2;
       if (armed == 0) {
         armed = now;
         sampled = 0;

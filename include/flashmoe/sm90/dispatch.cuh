@@ -60,8 +60,8 @@ inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kI
 // Stages that the gate of a whole token block goes through.
 template <class Dtype, class Stage>
 __device__ __forceinline__ uint32_t gate_stages(const Call& c) {
-  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.experts, Stage::kFeatures) *
-         Stage::stages(c.hidden * Dtype::kBytes);
+  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.experts, Stage::kFeatures) *
+         Stage::stages(c.shape.hidden * Dtype::kBytes);
 }
 
 // Loaders: the router's rows and the block's tokens, as many experts at a time as the stage has.
@@ -71,9 +71,9 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   const uint32_t tokens = c.tokens_in_block(b);
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
-    for (uint32_t e = 0; e < c.experts; e += Stage::kFeatures) {
+    for (uint32_t e = 0; e < c.shape.experts; e += Stage::kFeatures) {
       detail::box_stages<Dtype, Stage>(ring, {&args.router, e, 0, 0, 0, false}, &args.tokens,
-                                       (b << c.log2_block) + first, rows, c.hidden * Dtype::kBytes, [] {});
+                                       (b << c.policy.log2_block) + first, rows, c.shape.hidden * Dtype::kBytes, [] {});
     }
   }
 }
@@ -91,12 +91,12 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
                                               typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
                                               uint32_t tokens) {
   Accumulators<Shape> acc;
-  const uint32_t experts = c.experts;  // once: the stores could change what is in shared memory
+  const uint32_t experts = c.shape.experts;  // once: the stores could change what is in shared memory
   const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
   for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
     FeatureBias bias[Shape::kMs];
     load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
-    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.hidden * Dtype::kBytes, false, acc);
+    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.shape.hidden * Dtype::kBytes, false, acc);
     if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
     const Lane at = Lane::of_thread(group);  // anew: else the addresses are computed before the products
     const uint32_t token = first + skipped + at.token();
@@ -126,8 +126,8 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
 
 // Every warp of the team: given ids and weights to where the packets are built.
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
-  const uint64_t first = uint64_t{b << c.log2_block} * c.top_k;
-  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.top_k; i += kTeamWarps * 32) {
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
     if (args.topk_ids_64) {
       const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
       s.ids[i] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
@@ -143,19 +143,19 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
                                              const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
   const uint32_t tokens = c.tokens_in_block(b);
-  const bool few = c.experts <= kFewLanes, renormalize = args.renormalize != 0;
+  const bool few = c.shape.experts <= kFewLanes, renormalize = args.renormalize != 0;
   const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // choices of a warp
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
     auto choice = [&](uint32_t t) -> TokenChoice {
-      return {scratch.logits(c.experts, t), packets.ids + t * c.top_k, packets.weights + t * c.top_k};
+      return {scratch.logits(c.shape.experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
     };
     uint32_t bad;
     if (few) {
       const uint32_t t = first + Platform::lane() / kFewLanes * kTeamWarps;
-      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, c.experts, c.top_k, renormalize);
+      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, c.shape.experts, c.shape.top_k, renormalize);
     } else {  // beyond the last token, the first once more
       const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
-      bad = choose_experts({choice(first), choice(second)}, c.experts, c.top_k, renormalize);
+      bad = choose_experts({choice(first), choice(second)}, c.shape.experts, c.shape.top_k, renormalize);
     }
     if (bad == 0 || Platform::lane() != 0) continue;
     s.router_bad = 1;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
                              .actor = Actor::kProcessor,
                              .awaited = c.rank,
                              .culprit = c.rank,
-                             .index = (b << c.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
+                             .index = (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
   }
 }
 
@@ -176,7 +176,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     copy_given(args, c, b, packets);
     return true;
   }
-  with_gate<Dtype>(c.experts, [&]<class Stage>() {
+  with_gate<Dtype>(c.shape.experts, [&]<class Stage>() {
     // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
     const bool loads = threadIdx.x >= kFirstLoader;
     typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
@@ -205,7 +205,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   trace.end(Phase::kGate, b, 0);
   trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
-  for (uint32_t e = threadIdx.x; e < c.experts; e += kTeamWarps * 32) owner[e] = c.owner[e];
+  for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
   if (!build_packets<Team>(c, b, packets)) {
     Team::team_sync();  // the word that says so lies in the stages, and loaders may overwrite it once a warp goes on

@@ -189,18 +189,18 @@ __device__ __forceinline__ void load_activation_bias(FeatureBias (&to)[Stage::kM
   }
 }
 
-// Epilogue::kActivate: activated rows, rounded once, to the tile's hidden rows: row r at hidden + r * pitch. `staging`: the
+// Epilogue::kActivate: activated rows, rounded once, to the tile's intermediate rows: row r at tile + r * pitch. `staging`: the
 // warpgroup's own buffer.
 template <class Dtype, class Stage, Activation A, uint32_t N>
 __device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at,
                                                 const Accumulators<FeaturesByTokens<Stage, N>>& acc,
                                                 const FeatureBias (&bias)[Stage::kMs], uint32_t rows,
-                                                uint32_t first_column, uint32_t intermediate, uint8_t* hidden,
+                                                uint32_t first_column, uint32_t intermediate, uint8_t* tile,
                                                 uint64_t pitch) {
   using Row = detail::StagedRow<Dtype, Stage, is_gated(A)>;
   const uint32_t first = first_column + at.group * Row::kColumns;
   const uint32_t columns = first < intermediate ? intermediate - first : 0;
-  uint8_t* const to = hidden + uint64_t{first} * Dtype::kBytes;
+  uint8_t* const to = tile + uint64_t{first} * Dtype::kBytes;
   detail::store_tokens<Dtype, Row, Stage::kMs, N>(
       staging, at, acc, rows, columns,
       [&](uint32_t m, uint32_t, float (&v)[4]) {

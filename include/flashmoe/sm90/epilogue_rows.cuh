@@ -181,10 +181,10 @@ template <class Dtype, Activation A>
 __device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lane& at,
                                                      Accumulators<TokensByFeatures>& acc, const void* bias,
                                                      uint32_t rows, uint32_t first_column, uint32_t intermediate,
-                                                     uint8_t* hidden, uint64_t pitch) {
+                                                     uint8_t* tile, uint64_t pitch) {
   constexpr bool kGated = is_gated(A);
   const uint32_t columns = first_column < intermediate ? intermediate - first_column : 0;
-  uint8_t* const to = hidden + uint64_t{first_column} * Dtype::kBytes;
+  uint8_t* const to = tile + uint64_t{first_column} * Dtype::kBytes;
   const uint32_t own = detail::own_staging(staging, at);
   detail::add_bias<Dtype, kGated>(acc[0], own, bias, at, first_column, intermediate);
   detail::store_rows<Dtype, kGated>(

@@ -22,7 +22,7 @@ inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile
 inline constexpr uint32_t kTaskFeatures = 256;  // weight rows of a task
 inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's half
 inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
-inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of hidden rows or tokens
+inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of intermediate rows or tokens
 inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
 inline constexpr uint64_t kReachBytes = uint64_t{16}
                                         << 31;  // rows to gather lie within so many behind the first (TokenRows)
@@ -61,7 +61,7 @@ FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_exper
   return ceil_div(service, kClusterBlocks) * kClusterBlocks;
 }
 
-static_assert(kFewChoices <= kTileTokens);  // a few tokens' hidden rows are the first tile's (gpu/few.cuh)
+static_assert(kFewChoices <= kTileTokens);  // a few tokens' intermediate rows are the first tile's (gpu/few.cuh)
 
 // Columns of results of a task of each product. With a gate, a column of what is activated takes two rows of weights.
 constexpr std::array<uint32_t, kProducts> columns_per_task(bool gated) {

@@ -24,9 +24,9 @@ class JoinEngine {
     constexpr uint32_t kColumnBytes = kTaskFeatures * Dtype::kBytes, kStep = 32 * 16;
     // Looked up once: behind every load the compiler would read again what the call says.
     const uint8_t* const rows = c_.return_row(c_.rank, 0, 0);
-    const auto& stride = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
+    const auto& stride = c_.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
     const auto token_bytes = static_cast<uint32_t>(stride[0]), slot_bytes = static_cast<uint32_t>(stride[1]);
-    const uint32_t out_bytes = c_.hidden * Dtype::kBytes;
+    const uint32_t out_bytes = c_.shape.hidden * Dtype::kBytes;
     uint32_t token[kJoinedAtOnce], at[kJoinedAtOnce];
 #pragma unroll
     for (uint32_t i = 0; i < kJoinedAtOnce; ++i) {  // too few: the last one more than once

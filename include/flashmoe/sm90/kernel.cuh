@@ -5,7 +5,7 @@
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
 //   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, TF32: 184
 //   warpgroup 2                                                                                104, TF32: 128
-//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
+//     warps 8, 9          loaders: token rows by cp.async, weights and intermediate rows by TMA, which takes but one thread:
 //                         during GEMM1 the second warp joins rows (actors/joiner.h)
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
@@ -93,7 +93,7 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   uint32_t thread, blocks;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-  const uint32_t senders = c.order.senders, warp = thread / 32;
+  const uint32_t senders = c.policy.order.senders, warp = thread / 32;
   if (blockIdx.x + senders < blocks) return;
   __syncthreads();  // the stages are not dispatch's any more,
   const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
@@ -117,7 +117,8 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     }
   } else if (blockIdx.x == 0) {
     run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
-  } else if (const uint32_t formers = formers_of(c.ranks, c.local_experts, gridDim.x); blockIdx.x <= formers) {
+  } else if (const uint32_t formers = formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x);
+             blockIdx.x <= formers) {
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
 #if FLASHMOE_RDMA
   } else {
@@ -150,9 +151,9 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, each_warp);
   }
-  if (c.joined == 0) {
+  if (c.policy.joined == 0) {
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
-    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, PlaceOfWarp>(c, sums, s.returns).run(c);
+    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp>(c, sums, s.returns).run(c);
   } else if (joins_late_rows(c)) {
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
@@ -160,7 +161,8 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   __syncwarp();  // waits let lanes go one by one
 #if FLASHMOE_RDMA
   // The first sender: every rank has one, and it is through with all that may fail.
-  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) tell_fault<Platform>(c);
+  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x))
+    tell_fault<Platform>(c);
 #endif
   cluster_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {

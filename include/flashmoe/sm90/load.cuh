@@ -28,14 +28,14 @@ struct FeatureBox {
   }
 };
 
-// Where gathered rows lie. A place is an offset in units of 16 bytes; bit 31 says from which of the two bases.
+// Where gathered rows lie. An offset is in units of 16 bytes; bit 31 says from which of the two bases.
 struct TokenRows {
   static constexpr uint32_t kRemote = 1u << 31;
   static_assert(uint64_t{kRemote} * 16 == kReachBytes);
 
   const uint8_t* own;
   const uint8_t* remote;
-  const uint32_t* places;  // [rows] in shared memory; not read any more once the first stage of the task is loaded
+  const uint32_t* offsets;  // [rows] in shared memory; not read any more once the first stage of the task is loaded
   uint32_t rows;
 };
 
@@ -66,9 +66,9 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
 #pragma unroll
   for (uint32_t i = 0; i < kMost; ++i) {
     const uint32_t r = first + i * kRowsApart;
-    const uint32_t place = tokens.places[r < tokens.rows ? r : 0];
-    const uint8_t* base = place & TokenRows::kRemote ? tokens.remote : tokens.own;
-    row[i] = base + uint64_t{place & ~TokenRows::kRemote} * 16 + chunk * 16;
+    const uint32_t offset = tokens.offsets[r < tokens.rows ? r : 0];
+    const uint8_t* base = offset & TokenRows::kRemote ? tokens.remote : tokens.own;
+    row[i] = base + uint64_t{offset & ~TokenRows::kRemote} * 16 + chunk * 16;
   }
   const uint32_t stages = Stage::stages(k_bytes);
   auto load = [&](uint32_t s, uint32_t ahead) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const Fea
   const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
     typename Stage::Ring at = ring;
-    // The hidden rows were stored through the generic proxy, by other blocks, whose stores the task's clerk acquired.
+    // The intermediate rows were stored through the generic proxy, by other blocks, whose stores the task's clerk acquired.
     fence_proxy_async_global();
     const uint32_t boxes = ceil_div(rows, kRowBox);
 #pragma unroll 1
@@ -159,15 +159,15 @@ __device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const Fea
   }
 }
 
-// Operand::kHidden: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the hidden matrix.
+// Operand::kIntermediate: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the tiles' matrix.
 template <class Dtype, class Count>
-__device__ __forceinline__ void hidden_load(Pipeline& ring, bool wide, const FeatureBox& features,
-                                            const TensorMap* hidden, uint32_t first_row, uint32_t rows,
-                                            uint32_t k_bytes, Count&& count) {
+__device__ __forceinline__ void intermediate_load(Pipeline& ring, bool wide, const FeatureBox& features,
+                                                  const TensorMap* tiles, uint32_t first_row, uint32_t rows,
+                                                  uint32_t k_bytes, Count&& count) {
   if (wide) {
-    detail::box_stages<Dtype, Wide>(ring, features, hidden, first_row, rows, k_bytes, count);
+    detail::box_stages<Dtype, Wide>(ring, features, tiles, first_row, rows, k_bytes, count);
   } else {
-    detail::box_stages<Dtype, Narrow>(ring, features, hidden, first_row, rows, k_bytes, count);
+    detail::box_stages<Dtype, Narrow>(ring, features, tiles, first_row, rows, k_bytes, count);
   }
 }
 

@@ -38,7 +38,7 @@ class PutEngine {
   __device__ __forceinline__ void stage_row(uint32_t token) const {
     // With more, and NVSHMEM's code in the same loop, kernels spill.
     constexpr uint32_t kChunks = Dtype::kBytes == 2 ? 4 : 2;
-    copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.out_row(token), c_.token_row_bytes);
+    copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.out_row(token), c_.memory.token_row_bytes);
   }
   __device__ __forceinline__ void begin() const { trace_.begin(); }
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {

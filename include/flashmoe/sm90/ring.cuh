@@ -21,7 +21,7 @@ namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kMaxRanks = 32;
 
-// A task as the clerk hands it on: looked up, with the places of the rows that this block multiplies.
+// A task as the clerk hands it on: looked up, with the offsets of the rows that this block multiplies.
 struct TaskSlot {
   TaskKind kind;
   uint32_t tile, column, expert;
@@ -29,8 +29,8 @@ struct TaskSlot {
   Share share;
   uint32_t stored;  // of tasks whose rows return: how many of these the ring has had before, see TaskRing::stored
   union {
-    uint32_t places[Wide::kTokens];  // gathered: where the token rows are, see TokenRows
-    uint64_t to[Wide::kTokens];      // returned: where the results go
+    uint32_t offsets[Wide::kTokens];  // gathered: where the token rows are, see TokenRows
+    uint64_t to[Wide::kTokens];       // returned: where the results go
   };
   alignas(8) float weights[Wide::kTokens];  // returned: combine weights
   uint32_t tokens[Wide::kTokens];           // returned: whose rows they are
@@ -115,7 +115,7 @@ struct Shared {
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
   uint64_t send_barriers[kWarps][RowCopies::kBarriers];
   TaskRing ring;
-  ReturnPlaces<PlaceOfWarp> returns;
+  ReturnCursors<CursorOfWarp> returns;
   LateRows late;
   uint32_t router_bad;  // a logit of this block's tokens was not finite
   uint32_t trace_events;

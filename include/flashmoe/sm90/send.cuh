@@ -93,7 +93,8 @@ class RowEngine {
 
   __device__ __forceinline__ void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
     copies_.copy(
-        rows, c_.token_row_bytes, [&](uint32_t row) { return args_.x + P::broadcast(token, row) * args_.x_row_bytes; },
+        rows, c_.memory.token_row_bytes,
+        [&](uint32_t row) { return args_.x + P::broadcast(token, row) * args_.x_row_bytes; },
         [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, P::broadcast(token, row)); });
   }
   __device__ __forceinline__ void begin() const { trace_.begin(); }

@@ -61,13 +61,14 @@ class SumEngine {
   static constexpr uint32_t kColumnBytes = kReturnColumns * Dtype::kBytes;
 
   __device__ __forceinline__ uint32_t group_bytes(uint32_t g) const {
-    return min_of(c_.group_first[g + 1] * kColumnBytes, c_.return_row_bytes) - c_.group_first[g] * kColumnBytes;
+    return min_of(c_.policy.group_first[g + 1] * kColumnBytes, c_.memory.return_row_bytes) -
+           c_.policy.group_first[g] * kColumnBytes;
   }
 
   __device__ __forceinline__ SumSpan reduce_span(uint32_t p, uint32_t g) const {
-    const uint32_t offset = c_.group_first[g] * kColumnBytes + P::lane() * 16;
-    const auto& staged = c_.work_layout.stride[static_cast<uint32_t>(WorkField::kStaging)];
-    const auto& returned = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
+    const uint32_t offset = c_.policy.group_first[g] * kColumnBytes + P::lane() * 16;
+    const auto& staged = c_.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kStaging)];
+    const auto& returned = c_.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
     SumSpan span{.rows = c_.staged_row(p, 0, 0) + offset,
                  .token_bytes = static_cast<uint32_t>(staged[1]),
                  .slot_bytes = static_cast<uint32_t>(staged[2]),
@@ -86,21 +87,21 @@ class SumEngine {
   }
 
   __device__ __forceinline__ SumSpan combine_span(uint32_t g) const {
-    const uint32_t offset = c_.group_first[g] * kColumnBytes + P::lane() * 16;
-    const auto& stride = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
+    const uint32_t offset = c_.policy.group_first[g] * kColumnBytes + P::lane() * 16;
+    const auto& stride = c_.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
     return {.rows = c_.return_row(c_.rank, 0, 0) + offset,
             .token_bytes = static_cast<uint32_t>(stride[0]),
             .slot_bytes = static_cast<uint32_t>(stride[1]),
             .out = out_ + offset,
-            .out_bytes = c_.token_row_bytes,
+            .out_bytes = c_.memory.token_row_bytes,
             .bytes = group_bytes(g),
             .writes_all = true};
   }
 
   // Bit s: slot s of the token's return rows holds something.
   __device__ __forceinline__ uint32_t used_slots(uint32_t token) const {
-    if (!c_.reduced() && c_.capacity == 0) return c_.top_k == 32 ? 0xffffffffu : (1u << c_.top_k) - 1;
-    const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
+    if (!c_.reduced() && c_.shape.capacity == 0) return c_.shape.top_k == 32 ? 0xffffffffu : (1u << c_.shape.top_k) - 1;
+    const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
     uint32_t used = 0;
 #pragma unroll 4
     for (uint32_t s = 0; s < slots; ++s) used |= is_returned(c_, token, s) ? 1u << s : 0;

@@ -8,7 +8,7 @@ namespace flashmoe {
 
 struct LayerSpec {
   uint32_t hidden = 0;           // H, elements of a token's row
-  uint32_t intermediate = 0;     // I, elements of an expert's hidden row
+  uint32_t intermediate = 0;     // I, elements of an expert's intermediate row
   uint32_t experts = 0;          // E, of all ranks
   uint32_t top_k = 0;            // K, experts of a token
   double capacity_factor = 0.0;  // an expert keeps ceil(factor * (T * K) / E) choices of a rank; 0: all
@@ -16,7 +16,7 @@ struct LayerSpec {
   // Element types: of x, of the rows that go to other ranks and of y; of weights and biases; of the activated rows between
   // the two products; of an expert's weighted rows, and of a rank's sums of them, on their way home.
   DType x_type = DType::kBFloat16, weight_type = DType::kBFloat16;
-  DType hidden_type = DType::kBFloat16, return_type = DType::kBFloat16;
+  DType intermediate_type = DType::kBFloat16, return_type = DType::kBFloat16;
   Activation activation = Activation::kSwiGlu;
   Routing routing = Routing::kSoftmax;
   bool renormalize = true;  // with a router: a token's K weights are divided by their sum
@@ -27,7 +27,9 @@ struct LayerSpec {
   // Rows of an expert's first matrix.
   FLASHMOE_HD constexpr uint32_t gate_up_rows() const { return gated() ? 2 * intermediate : intermediate; }
   FLASHMOE_HD constexpr uint32_t token_row_bytes() const { return hidden * element_bytes(x_type); }
-  FLASHMOE_HD constexpr uint32_t hidden_row_bytes() const { return intermediate * element_bytes(hidden_type); }
+  FLASHMOE_HD constexpr uint32_t intermediate_row_bytes() const {
+    return intermediate * element_bytes(intermediate_type);
+  }
   FLASHMOE_HD constexpr uint32_t return_row_bytes() const { return hidden * element_bytes(return_type); }
 };
 
@@ -46,7 +48,7 @@ constexpr void for_each_field(Layer& l, F&& f) {
   f("down_bias", l.down_bias);
   f("x_type", l.x_type);
   f("weight_type", l.weight_type);
-  f("hidden_type", l.hidden_type);
+  f("intermediate_type", l.intermediate_type);
   f("return_type", l.return_type);
   f("exact", l.exact);
   f("return_mode", l.return_mode);
@@ -69,7 +71,7 @@ constexpr LayerSpec agreed_part(LayerSpec l) {
 // products of the CPU engine, for others: this is where they would be let in.
 constexpr const char* differing_type(const LayerSpec& l) {
   if (l.weight_type != l.x_type) return "weight_type";
-  if (l.hidden_type != l.x_type) return "hidden_type";
+  if (l.intermediate_type != l.x_type) return "intermediate_type";
   if (l.return_type != l.x_type) return "return_type";
   return nullptr;
 }

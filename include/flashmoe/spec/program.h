@@ -37,7 +37,7 @@ enum class Unit : uint32_t {
 
 enum class Axis : uint32_t {
   kHidden,        // H, the columns of tokens and of results
-  kIntermediate,  // I, the columns of hidden rows
+  kIntermediate,  // I, the columns of intermediate rows
   kRows,          // an expert's rows
   kChoices,       // a token's rows, of its experts on one rank or of all
 };
@@ -45,17 +45,17 @@ enum class Axis : uint32_t {
 // Rows and matrices that a task reads.
 enum class Operand : uint32_t {
   kNone,
-  kTokens,    // dispatched token rows, gathered by their places
-  kHidden,    // hidden rows, a tile's one behind the other
-  kGateUp,    // the expert's weights [2I or I, H]
-  kDown,      // the expert's weights [H, I]
-  kStaged,    // rows that GEMM1 left to be reduced
-  kReturned,  // rows that came home
+  kTokens,        // dispatched token rows, gathered by their offsets
+  kIntermediate,  // intermediate rows, a tile's one behind the other
+  kGateUp,        // the expert's weights [2I or I, H]
+  kDown,          // the expert's weights [H, I]
+  kStaged,        // rows that GEMM1 left to be reduced
+  kReturned,      // rows that came home
 };
 
 // What becomes of a task's results.
 enum class Epilogue : uint32_t {
-  kActivate,  // bias and activation; to the tile's hidden rows
+  kActivate,  // bias and activation; to the tile's intermediate rows
   kReturn,    // bias and combine weight; to each row's home, or to where they are reduced
   kKeep,      // the sum in fp32; to the expert's matrix, which stays here
   kSend,      // the sum; to the token's home
@@ -72,7 +72,7 @@ struct TaskRow {
   Unit of;
   Operand left, right;
   Axis over;     // contracted: what both operands have
-  Axis columns;  // of the results, in blocks: a task for each block and unit
+  Axis columns;  // of the results, in blocks of columns: a task for each of them and unit
   Epilogue epilogue;
   Taker taker;
   // What makes it ready: for a tile, that all columns of this kind are done of it, or that it is formed (kFormed); for an
@@ -98,7 +98,7 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .phase = Phase::kGemm0},
     {.kind = TaskKind::kGemm1,
      .of = Unit::kTile,
-     .left = Operand::kHidden,
+     .left = Operand::kIntermediate,
      .right = Operand::kDown,
      .over = Axis::kIntermediate,
      .columns = Axis::kHidden,
@@ -141,10 +141,10 @@ consteval std::array<TaskRow, kRows + 1> and_product(const std::array<TaskRow, k
   return all;
 }
 
-// The worked example of docs/extending.md: besides, hidden^T x of each expert's rows.
+// The worked example of docs/extending.md: besides, intermediate^T x of each expert's rows.
 inline constexpr auto kForwardAndOuter = and_product(kForward, {.kind = TaskKind::kOuter,
                                                                 .of = Unit::kExpert,
-                                                                .left = Operand::kHidden,
+                                                                .left = Operand::kIntermediate,
                                                                 .right = Operand::kTokens,
                                                                 .over = Axis::kRows,
                                                                 .columns = Axis::kHidden,
