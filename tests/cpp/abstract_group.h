@@ -367,7 +367,7 @@ class Rank {
     call.memory.work = work_.base();
     call.memory.heap_layout = make_heap_layout(limits);
     call.memory.work_layout = make_work_layout(limits);
-    call.memory.put_layout = make_put_layout(limits);
+    std::ranges::copy(make_put_layout(limits).offset, call.memory.put_offset);
     call.memory.max_blocks = limits.max_blocks();
     call.memory.queue_mask = limits.queue_capacity() - 1;
     call.memory.list_mask = limits.list_capacity() - 1;

@@ -379,7 +379,7 @@ struct Unmapped {
     call.memory.work = work->base();
     call.memory.heap_layout = heap_layout;
     call.memory.work_layout = make_work_layout(limits);
-    call.memory.put_layout = make_put_layout(limits);
+    std::ranges::copy(make_put_layout(limits).offset, call.memory.put_offset);
   }
   Limits limits;
   std::unique_ptr<Region> heap, work;

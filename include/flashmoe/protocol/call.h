@@ -61,7 +61,7 @@ struct CallMemory {
   uint8_t* work = nullptr;
   HeapLayout heap_layout;
   WorkLayout work_layout;
-  PutLayout put_layout;
+  uint64_t put_offset[static_cast<uint32_t>(PutField::kCount)] = {};  // behind the workspace
   uint32_t max_blocks = 0;
   // Bytes of a token's H elements, of an intermediate row's I, and of the H elements of a row on its way home.
   uint32_t token_row_bytes = 0, intermediate_row_bytes = 0, return_row_bytes = 0;
@@ -218,13 +218,16 @@ struct Call {
 
   // ---- behind the workspace, where peers are not mapped (PutField) -----------------------------------------------
   template <class T>
-  FLASHMOE_HD T* for_puts(PutField f, uint64_t i) const {
-    return memory.put_layout.at<T>(memory.work + memory.work_layout.bytes, f, i);
+  FLASHMOE_HD T* for_puts(PutField f) const {
+    return reinterpret_cast<T*>(memory.work + memory.work_layout.bytes + memory.put_offset[static_cast<uint32_t>(f)]);
   }
-  FLASHMOE_HD uint64_t* returns_ready(uint32_t p) const { return for_puts<uint64_t>(PutField::kReturnsReady, p); }
-  FLASHMOE_HD uint32_t* returns_sent(uint32_t p) const { return for_puts<uint32_t>(PutField::kReturnsSent, p); }
+  FLASHMOE_HD uint64_t* returns_ready(uint32_t p) const { return for_puts<uint64_t>(PutField::kReturnsReady) + p; }
+  FLASHMOE_HD uint32_t* returns_sent(uint32_t p) const { return for_puts<uint32_t>(PutField::kReturnsSent) + p; }
   // Own token's row as other ranks get it: rows as far apart as dispatched ones.
-  FLASHMOE_HD uint8_t* out_row(uint32_t token) const { return for_puts<uint8_t>(PutField::kRows, token); }
+  FLASHMOE_HD uint8_t* out_row(uint32_t token) const {
+    return for_puts<uint8_t>(PutField::kRows) +
+           token * memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kRows)][1];
+  }
 };
 
 // What a rank's call signal says.
