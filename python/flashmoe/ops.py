@@ -38,14 +38,7 @@ def moe(
     the two halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
-    rank to rank and may be 0.
-
-    - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous.
-    - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
-      most 65536. Rows of x, router and weights, and experts, may lie apart (strides of 16 bytes' multiples); the rest
-      is contiguous. The call launches one kernel on PyTorch's current stream and returns; the calls of a context must
-      follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
-      the capture. The first call of a dtype and activation compiles its kernel (see ``flashmoe compile``).
+    rank to rank and may be 0. What else the context's engine asks of them, and when a call is over: see `Context`.
 
     Parameters
     ----------
@@ -89,7 +82,6 @@ def moe(
     Inference only: a backward pass that reaches the call raises `NotImplementedError`, as does a call with
     forward-mode derivatives. Where PyTorch compiles, traces or transforms calls, has tensors without values, or would
     record gradients, a call without `trace` is one of ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
-    Threads that call with the same context are served one after the other.
 
     Raises
     ------
