@@ -120,12 +120,14 @@ def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    tensors = [each for each in others if isinstance(each, torch.Tensor)]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return True
+    recorded, plain = torch.is_grad_enabled(), torch.Tensor.__torch_dispatch__
+    for each in others:
+        if each is None or not isinstance(each, torch.Tensor):
+            continue
+        # A subclass that dispatches wraps tensors, or has no data at all.
+        if (recorded and each.requires_grad) or type(each).__torch_dispatch__ is not plain:
+            return True
     traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     derived = torch.autograd.forward_ad._current_level >= 0
-    # Such a subclass wraps tensors, or has no data at all.
-    plain = torch.Tensor.__torch_dispatch__
-    return traced or transformed or derived or any(type(each).__torch_dispatch__ is not plain for each in tensors)
+    return traced or transformed or derived
