@@ -17,7 +17,7 @@ pip-install = $(BIN)/python -m pip install --disable-pip-version-check $(1) >$(V
 # Seconds; a single test that takes longer is stuck.
 TEST_TIMEOUT ?= 300
 
-CPP_FILES = $(shell find include csrc tests/cpp -type f \
+CPP_FILES = $(shell find include csrc benchmarks tests/cpp -type f \
               \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
 
 # What the installed package is made of; a change in any of them reinstalls it.

@@ -1,5 +1,6 @@
 // What Python calls of the CUDA engine. A layer's sizes, addresses and options come once, as a map; a call then passes
 // plain integers: it takes a few microseconds, and the launch is most of them.
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
 #include "bindings/codec.h"

@@ -78,6 +78,16 @@ class Context:
     same ranks.
 
     The sizes are upper limits: calls may use any smaller T, H, I, E or K, and all layers of a model share one context.
+    Threads that call with the same context are served one after the other.
+
+    What `flashmoe.moe` takes, and when its calls are over, is the engine's matter:
+
+    - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous. A call is over when it returns.
+    - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
+      most 65536. Rows of x, router and weights, and experts, may lie apart (strides of 16 bytes' multiples); the rest
+      is contiguous. A call launches one kernel on PyTorch's current stream and returns; the calls of a context must
+      follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
+      the capture. The first call of a dtype and activation compiles its kernel (see ``flashmoe compile``).
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
 def as_ints(placement: Sequence[int]) -> tuple[int, ...]:
     """`placement`, any iterable of integers, as a tuple of them. Raises `InvalidArgument`."""
     try:
-        return tuple(operator.index(rank) for rank in placement)
+        return tuple(map(operator.index, placement))
     except TypeError:
         raise InvalidArgument(f"placement: expected rank numbers, one for each expert, got {placement!r}") from None
 

@@ -7,9 +7,10 @@ NumPy has no bfloat16 of its own: arrays of ``ml_dtypes.bfloat16`` are handed ov
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -30,11 +31,9 @@ class Described(Protocol):
     def dtype(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A contiguous tensor in host memory. `view` is what the engine reads; it keeps the memory alive."""
+class Operand(NamedTuple):
+    """A contiguous tensor in host memory, as far as it can be told without looking at a value; see `host_view`."""
 
-    view: tvm_ffi.Tensor
     shape: tuple[int, ...]
     dtype: str
 
@@ -68,18 +67,30 @@ def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> O
         raise InvalidArgument(
             f"{name}: expected a tensor in host memory (the context's engine is cpu), got device {kind}"
         )
+    if not _is_contiguous(tensor):
+        raise InvalidArgument(f"{name}: expected a contiguous tensor, got a strided one; call .contiguous() on it")
+    return Operand(shape, dtype)
+
+
+def host_view(tensor: Any) -> tvm_ffi.Tensor:
+    """The memory of a tensor that `operand` accepts, which the view keeps alive."""
     if isinstance(tensor, np.ndarray):
-        contiguous = tensor.flags.c_contiguous
         if tensor.dtype == ml_dtypes.bfloat16:
             tensor = tensor.view(np.uint16)
-        tensor = _writeable(tensor)
-    else:
-        contiguous = tensor.is_contiguous() if hasattr(tensor, "is_contiguous") else True
-        if hasattr(tensor, "detach"):
-            tensor = tensor.detach().resolve_neg()  # DLPack knows no views that are negated as they are read
-    if not contiguous:
-        raise InvalidArgument(f"{name}: expected a contiguous tensor, got a strided one; call .contiguous() on it")
-    return Operand(as_view(tensor), shape, dtype)
+        return as_view(_writeable(tensor))
+    if hasattr(tensor, "detach"):
+        tensor = tensor.detach().resolve_neg()  # DLPack knows no views that are negated as they are read
+    return as_view(tensor)
+
+
+def signature(tensor: Any, first: int = 0) -> Hashable:
+    """Equal for tensors between which `operand` sees no difference but, maybe, in the first dimensions.
+
+    Of NumPy and PyTorch; raises `AttributeError` or `TypeError` for others.
+    """
+    if isinstance(tensor, np.ndarray):
+        return tensor.dtype, tensor.shape[first:], tensor.flags.c_contiguous
+    return type(tensor), tensor.dtype, tensor.shape[first:], tensor.device.type, tensor.is_contiguous()
 
 
 def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...], device: int) -> DeviceOperand:
@@ -109,6 +120,12 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     if len(shape) > 2 and strides[-3] is not None:
         matrix_bytes = size * strides[-3]
     return DeviceOperand(address, shape, dtype, row_bytes, matrix_bytes)
+
+
+def _is_contiguous(tensor: Any) -> bool:
+    if isinstance(tensor, np.ndarray):
+        return tensor.flags.c_contiguous
+    return tensor.is_contiguous() if hasattr(tensor, "is_contiguous") else True
 
 
 def _shape_and_dtype(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], str]:

@@ -412,6 +412,8 @@ def test_every_call_is_checked(ctx):
     for other in (on_gpu(E, H, dtype=torch.float16), on_gpu(E, H - 8)):
         with pytest.raises(flashmoe.InvalidArgument):
             flashmoe.moe(ctx, **{**args, "router": other})
+    with pytest.raises(flashmoe.InvalidArgument, match=r"top_k: expected an integer in \[1, E=16\], got 4\.0"):
+        flashmoe.moe(ctx, **{**args, "top_k": float(K)})  # equal to that of a layer that is known
     assert len(prepared(ctx)) == 2
 
 

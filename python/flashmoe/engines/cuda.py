@@ -239,7 +239,7 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
         parts += (x.shape[1:], x.dtype, x.device)
         if ids is not None:
             parts += (ids.shape[1:], ids.dtype, ids.device, weights.dtype, weights.device)
-        key = (*parts, options, ids is None, weights is None, trace)
+        key = (*parts, options, type(options.top_k), ids is None, weights is None, trace)  # True is equal to 1
         hash(key)
         return key
     except (AttributeError, TypeError):
