@@ -57,6 +57,12 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@$(call pip-install,$(call extra,dev))
 	@touch $@
 
+# Two releases beside each other, so not in site-packages; which, that file says.
+$(VENV)/.nvshmem: tools/nvshmem_headers.py | $(BIN)/python
+	@echo "==> fetching NVSHMEM's headers (240 MB of packages, of which 3 MB are kept)"
+	@$(BIN)/python tools/nvshmem_headers.py
+	@touch $@
+
 compiler:
 	@for cxx in $${CXX:-c++} g++ clang++; do command -v $$cxx >/dev/null && exit 0; done; \
 	echo "flashmoe needs a C++20 compiler (GCC 12 or newer): none found. Install one," \
@@ -83,11 +89,11 @@ test-cpp: $(VENV)/.package $(VENV)/.test compiler
 	$(call cpp-tests,build-tsan,thread)
 	$(call cpp-tests,build-asan,address)
 
-test-cuda-build: $(VENV)/.test
+test-cuda-build: $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py
 
-test-python: $(VENV)/.package $(VENV)/.test spin
+test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 

@@ -540,6 +540,24 @@ def test_info_names_the_remedy(capsys, monkeypatch):
         assert f"pip install {package}" in printed
 
 
+def test_info_of_nvshmem(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("flashmoe.nvshmem.package", lambda: iter([tmp_path]))
+    assert main(["info"]) == 0
+    assert "pip install 'nvidia-nvshmem-cu13>=3.4,<3.9'" in capsys.readouterr().out
+    monkeypatch.setattr("flashmoe.cli.info.loads", lambda library: True)
+    header = tmp_path / "include" / "non_abi" / "nvshmem_version.h"
+    header.parent.mkdir(parents=True)
+    for minor, told in (
+        (8, "for several GPUs; headers of 3.8.1, for transport 'rdma'"),
+        (9, "for several GPUs, but not for transport 'rdma': nvshmem: expected 3.4 to 3.8, "),
+    ):
+        defined = {"MAJOR": 3, "MINOR": minor, "PATCH": 1}
+        header.write_text("".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {n}\n" for part, n in defined.items()))
+        assert main(["info"]) == 0
+        assert told in capsys.readouterr().out
+
+
 def test_help(capsys):
     assert main([]) == 0
     assert main(["run", "--help"]) == 0

@@ -100,12 +100,19 @@ def test_compiles_once(machine, capfd):
     assert [path.suffix for path in machine.cache.iterdir() if path.is_dir()] == []
 
 
+def set_release(headers: Path, release: str) -> None:
+    """Let headers of NVSHMEM be of this one."""
+    parts = zip(("MAJOR", "MINOR", "PATCH"), release.split("."), strict=True)
+    text = "".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {number}\n" for part, number in parts)
+    (headers / "non_abi" / "nvshmem_version.h").write_text(text)
+
+
 @pytest.fixture
 def nvshmem(tmp_path, monkeypatch) -> Path:
     """The folder of a package of NVSHMEM's headers."""
     folder = tmp_path / "nvshmem"
     (folder / "include" / "non_abi").mkdir(parents=True)
-    (folder / "include" / "non_abi" / "nvshmem_version.h").write_text("3.4.5")
+    set_release(folder / "include", "3.4.5")
     monkeypatch.setattr("flashmoe.nvshmem.package", lambda: iter([folder]))
     return folder / "include"
 
@@ -116,14 +123,39 @@ def test_kernels_that_put(machine, nvshmem):
     assert f"-DFLASHMOE_RDMA=1 -I {jit.source_root()}/include -isystem {nvshmem} " in puts
     assert "RDMA" not in plain and "isystem" not in plain
     assert made[0].name.startswith("bf16-swiglu-rdma-") and made[0] != made[1]
-    version = nvshmem / "non_abi" / "nvshmem_version.h"
-    version.write_text("3.4.6")
+    set_release(nvshmem, "3.4.6")
     again = [jit.compile_kernel(jit.Variant(rdma=rdma)).path for rdma in (True, False)]
     assert again[0] != made[0] and again[1] == made[1]
-    version.unlink()
-    with pytest.raises(FlashMoEError, match=r"nvshmem: expected its headers, .* pip install nvidia-nvshmem-cu13"):
+    (nvshmem / "non_abi" / "nvshmem_version.h").unlink()
+    install = r"to install them: pip install 'nvidia-nvshmem-cu13>=3\.4,<3\.9'"
+    with pytest.raises(FlashMoEError, match=rf"nvshmem: expected its headers, .* found none; {install}"):
         jit.compile_kernel(jit.Variant(rdma=True))
     assert jit.compile_kernel(jit.Variant()).path == made[1]
+
+
+@pytest.mark.parametrize("release", ["3.3.24", "3.9.1", "3.10.0", "4.4.0", "2.8.0"])
+def test_nvshmem_that_kernels_are_not_compiled_with(machine, nvshmem, release):
+    set_release(nvshmem, release)
+    with pytest.raises(FlashMoEError) as refusal:
+        jit.compile_kernel(jit.Variant(rdma=True))
+    assert str(refusal.value) == (
+        "nvshmem: expected 3.4 to 3.8, whose inner parts kernels for transport 'rdma' are compiled with, got "
+        f"{release} ({nvshmem}); to install one: pip install 'nvidia-nvshmem-cu13>=3.4,<3.9'"
+    )
+    assert machine.compilations() == []
+    jit.compile_kernel(jit.Variant())  # which has nothing of it
+
+
+@pytest.mark.parametrize("release", ["3.4.0", "3.5.21", "3.8.99"])
+def test_nvshmem_that_kernels_are_compiled_with(machine, nvshmem, release):
+    set_release(nvshmem, release)
+    assert jit.compile_kernel(jit.Variant(rdma=True)).path.exists()
+
+
+def test_headers_that_do_not_say_their_release(machine, nvshmem):
+    (nvshmem / "non_abi" / "nvshmem_version.h").write_text("#define NVSHMEM_VENDOR_MAJOR_VERSION 3\n")
+    with pytest.raises(FlashMoEError, match=r"nvshmem: expected .*nvshmem_version\.h to define its release"):
+        jit.compile_kernel(jit.Variant(rdma=True))
 
 
 def test_flags(machine):

@@ -36,7 +36,7 @@ NOT_EVEN_INSIDE = (("csrc/cuda/transport", "csrc/cuda/context"),)
 """(who, whom): within one layer, files whose paths begin like the first include none that begin like the second. A
 transport serves the context, and does not know it."""
 
-FOREIGN = ("non_abi/", "device_host/")
+FOREIGN = ("non_abi/", "device/")
 """Quoted includes of NVSHMEM's headers, which are not in the repository."""
 
 Arrow = tuple[str, str]

@@ -154,6 +154,17 @@ DriverFunction Module::kernel(const char* name, uint32_t shared_bytes) const {
   return function;
 }
 
+void Module::read(const char* name, void* to, size_t bytes) const {
+  const Device::Use use(device_);
+  DevicePtr from = 0;
+  size_t found = 0;
+  check(driver().cuModuleGetGlobal_v2(&from, &found, module_, name), doing_.c_str());
+  if (found != bytes) {
+    throw Error(Error::Kind::kOther, concat(doing_, ": ", name, ": expected ", bytes, " bytes, got ", found));
+  }
+  check(driver().cuMemcpyDtoH_v2(to, from, bytes), doing_.c_str());
+}
+
 Module::~Module() {
   const Device::Use use(device_);
   driver().cuModuleUnload(module_);

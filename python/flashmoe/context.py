@@ -140,7 +140,7 @@ class Context:
         ``"reduced"``, and `timeout` must be longer than ranks wait for one another, since whether another rank makes
         progress cannot be seen. Puts to memory that is not mapped take a network that ``NVSHMEM_REMOTE_TRANSPORT``
         names (``"none"`` unless it is set). No network has carried this path yet: tests force it over NVLink. It needs
-        NVSHMEM's headers, which its package has.
+        NVSHMEM's headers, which its package has, of a release from 3.4 to 3.8.
 
     Raises
     ------

@@ -755,7 +755,8 @@ def test_without_nvshmem():
     path = "/nowhere/libnvshmem_host.so.3"
     for (told,) in joined(2, {}, environment={"FAKE_NVSHMEM_PATH": path}):
         assert told.startswith(
-            f"FlashMoEError: nvshmem: expected the library {path}, which a group of several GPUs needs"
+            f"FlashMoEError: nvshmem: expected the library {path}, which a group of several GPUs needs "
+            f"({nvshmem_files.INSTALL}), got: "
         )
 
 
@@ -985,16 +986,27 @@ def test_ranks_that_want_other_transports(tmp_path):
     assert "rdma (transport): rank 1 has 0, rank 0 has 1" in second
 
 
+def test_a_kernel_compiled_with_other_headers_than_the_library_has(tmp_path):
+    """Which NVSHMEM itself would let pass: they are older."""
+    old = {"FAKE_DRIVER_OLD_HEADERS": "1"}
+    for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment=old):
+        assert told == (
+            "FlashMoEError: nvshmem: expected a kernel compiled with the headers of 3.8.0, the release of "
+            "libnvshmem_host.so.3, got one compiled with those of 3.4.5; to have both of one release: "
+            f"{nvshmem_files.INSTALL}"
+        )
+
+
 def test_a_module_of_another_nvshmem(tmp_path):
     other = {"FAKE_NVSHMEM_OTHER_VERSION": "1"}
     for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment=other):
         assert told.startswith("FlashMoEError: nvshmem: nvshmemx_cumodule_init failed with status 1")
 
 
-def test_puts_by_the_gpu_itself_are_refused(tmp_path):
-    by_gpu = {"NVSHMEM_IB_ENABLE_IBGDA": "1"}
-    for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment=by_gpu):
-        assert told.startswith("InvalidArgument: NVSHMEM_IB_ENABLE_IBGDA: expected it unset or 0 with transport 'rdma'")
+@pytest.mark.parametrize("name", ["NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_GPUNETIO_ENABLE_GDAKI"])
+def test_puts_by_the_gpu_itself_are_refused(tmp_path, name):
+    for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment={name: "1"}):
+        assert told.startswith(f"InvalidArgument: {name}: expected it unset or 0 with transport 'rdma'")
 
 
 def test_profiles():

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "cuda/driver.h"
+#include "cuda/transport/nvshmem.h"
 #include "flashmoe/sm90/geometry.h"
 
 using namespace flashmoe;
@@ -304,6 +305,14 @@ CudaResult cuModuleUnload(cuda::DriverModule) {
 }
 CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModule, const char* name) {
   *function = reinterpret_cast<cuda::DriverFunction>(std::string(name) == "flashmoe_few" ? kFew : kMoe);
+  return 0;
+}
+// Of a kernel that puts: which NVSHMEM's headers it was compiled with. The fake NVSHMEM is 3.8.0.
+CudaResult cuModuleGetGlobal_v2(DevicePtr* address, size_t* bytes, cuda::DriverModule, const char*) {
+  static cuda::NvshmemVersion compiled_with{3, 8, 0};
+  if (std::getenv("FAKE_DRIVER_OLD_HEADERS") != nullptr) compiled_with = {3, 4, 5};
+  *address = reinterpret_cast<DevicePtr>(&compiled_with);
+  *bytes = sizeof(compiled_with);
   return 0;
 }
 CudaResult cuFuncSetAttribute(cuda::DriverFunction, int, int) {

@@ -161,8 +161,13 @@ def _cache() -> Check:
 def _nvshmem() -> Check:
     library = nvshmem.library()
     if not loads(library):
-        return Check("NVSHMEM", False, "for several GPUs", "pip install nvidia-nvshmem-cu13")
-    return Check("NVSHMEM", True, f"{library}, for several GPUs")
+        return Check("NVSHMEM", False, "for several GPUs", nvshmem.INSTALL)
+    try:
+        headers = nvshmem.headers()
+    except FlashMoEError as error:
+        return Check("NVSHMEM", True, f"{library}, for several GPUs, but not for transport 'rdma': {error}")
+    release = ".".join(map(str, nvshmem.release(headers)))
+    return Check("NVSHMEM", True, f"{library}, for several GPUs; headers of {release}, for transport 'rdma'")
 
 
 def _version(package: str) -> str | None:
