@@ -15,6 +15,8 @@ from .console import print_error
 # click.UsageError would not be it.
 _UsageError = typer.BadParameter.__base__
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     help="A distributed Mixture-of-Experts layer: run it, check it, plan for it.",
     add_completion=False,
@@ -36,11 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return app(argv or ["--help"], prog_name="flashmoe", standalone_mode=False) or 0
+        status = app(argv or ["--help"], prog_name="flashmoe", standalone_mode=False) or 0
+        if status == _INTERRUPTED:  # which is all that typer makes of an interrupt
+            raise KeyboardInterrupt
+        return status
     except (FlashMoEError, _UsageError) as error:
         message = error.format_message() if isinstance(error, _UsageError) else str(error)
         print_error(message)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted")
-        return 130
+        return _INTERRUPTED
