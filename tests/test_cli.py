@@ -386,8 +386,9 @@ def test_run_names_the_file_that_it_cannot_write(tmp_path, capsys, file, make, r
 
 @pytest.mark.parametrize("arguments", [["memory", "--model", "olmoe"], ["info"], ["--help"]], ids=lambda each: each[0])
 def test_a_full_standard_output(arguments):
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
-        done = command_line(*arguments, stdout=full)
+        done = command_line(*arguments, stdout=full, env=buffered)
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
