@@ -27,7 +27,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 class Evidence:
-    """A plugin of pytest that counts, and writes `path` at the end. `origin`: what else the file says, as the device."""
+    """A plugin of pytest that counts, and writes `path` at the end. `origin`: what it says besides, as the device."""
 
     def __init__(self, path: Path, origin: dict[str, Any]) -> None:
         self._path, self._origin = path, origin
