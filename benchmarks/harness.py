@@ -69,6 +69,16 @@ def head() -> str:
     return output("git", "rev-parse", "HEAD")
 
 
+def digest_of(root: pathlib.Path, *folders: str) -> str:
+    """Of all files in these folders of `root`, and of their names; not of what Python has compiled."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
 def nvidia_smi(query: str = QUERY) -> str:
     """A line of figures for each GPU; empty where there is none."""
     return output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
@@ -358,12 +368,7 @@ class Tree:
         package = folder / "flashmoe"
         if not (package / "__init__.py").is_file():
             raise SystemExit(f"--trees: expected a folder that holds flashmoe/__init__.py, got {folder}")
-        digest = hashlib.sha256()
-        for path in sorted(package.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                content = path.read_bytes()
-                digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
-        return cls(folder, commit, digest.hexdigest()[:16])
+        return cls(folder, commit, digest_of(package, "."))
 
     def environment(self) -> dict[str, str]:
         """For processes that are to import this tree's package, and keep its kernels apart from any other's."""

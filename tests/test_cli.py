@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -362,6 +365,67 @@ def test_run_refuses_a_layer_with_a_broken_header(tmp_path, shipped, capsys):
     assert "model.safetensors" in run_failing(capsys, "run", "--layer", str(shipped), "--out", str(tmp_path))
 
 
+def command_line(*arguments: str, before: str = "", **changes) -> subprocess.CompletedProcess:
+    """`flashmoe` in a process of its own, as a shell runs it; `before` runs first there."""
+    program = f"{before}\nimport sys\nfrom flashmoe.cli import main\nsys.exit(main(sys.argv[1:]))"
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120, **changes}
+    return subprocess.run([sys.executable, "-c", program, *arguments], **options)
+
+
+@pytest.mark.parametrize("file", ["timeline.png", "trace.json"])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(lambda path: path.symlink_to("/dev/full"), "No space left on device"), (Path.mkdir, "Is a directory")],
+    ids=["full disk", "folder"],
+)
+def test_run_names_the_file_that_it_cannot_write(tmp_path, capsys, file, make, reason):
+    make(tmp_path / file)
+    error = run_failing(capsys, "run", *TINY, "--out", str(tmp_path))
+    assert error == f"error: --out: cannot write {tmp_path / file}: {reason}\n"
+
+
+@pytest.mark.parametrize("arguments", [["memory", "--model", "olmoe"], ["info"], ["--help"]], ids=lambda each: each[0])
+def test_a_full_standard_output(arguments):
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = command_line(*arguments, stdout=full, env=buffered)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+
+
+def test_a_standard_output_that_is_closed():
+    """As in ``flashmoe memory | head -1``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        done = command_line("memory", "--model", "olmoe", stdout=closed)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding_of_standard_output(tmp_path, encoding):
+    out = tmp_path / "\u00b5\u2581"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = command_line("run", *TINY, "--out", str(out), env=environment, encoding=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "PASS" in done.stdout and ("█" if encoding == "utf-8" else "##") in done.stdout
+    assert out.name.encode(encoding, errors="backslashreplace").decode(encoding) in done.stdout
+
+
+def test_a_user_without_a_home(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "FLASHMOE_CACHE")}
+    homeless = {"before": "import pwd\ndef nobody(uid): raise KeyError(uid)\npwd.getpwuid = nobody", "env": environment}
+    assert command_line("run", *TINY, "--out", str(tmp_path), **homeless).returncode == 0
+    told = command_line("info", **homeless)
+    assert told.returncode == 0 and "has no home folder; set FLASHMOE_CACHE" in " ".join(told.stdout.split())
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    environment["FLASHMOE_NVCC"] = str(nvcc)
+    refused = command_line("compile", **homeless)
+    reason = f"user {os.getuid()} has no home folder; set FLASHMOE_CACHE to a folder of your own"
+    assert (refused.returncode, refused.stderr) == (2, f"error: cache: {reason}\n")
+
+
 # ---- flashmoe memory -------------------------------------------------------------------------------------
 
 
@@ -406,6 +470,25 @@ def test_memory_refuses_what_exceeds_the_budget(capsys):
 def test_memory_refuses_what_exceeds_shared_memory(capsys, small_shared_memory):
     assert main(["memory", "--model", "qwen3-30b-a3b"]) == 1
     assert "1.0 MiB free in /dev/shm" in capsys.readouterr().err
+
+
+LARGEST = {"hidden": 1 << 20, "intermediate": 1 << 20, "experts": 8192, "top-k": 8192, "tokens": (1 << 20) - 1}
+
+
+@pytest.mark.parametrize("ranks", ["1", "1024"])
+def test_memory_refuses_what_exceeds_the_machine(capsys, monkeypatch, ranks):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 80))
+    assert main(["memory", *(f"--{name}={size}" for name, size in LARGEST.items()), "--ranks", ranks]) == 1
+    captured = capsys.readouterr()
+    has = memory.format_bytes(memory.machine_bytes())
+    assert f"memory: expected at most the {has} that this machine has, swap included, got {ranks} x " in captured.err
+    assert captured.err.count("\n") == 1 and "fits" not in captured.out
+
+
+def test_memory_says_what_it_did_not_compare(capsys):
+    assert main(["memory", "--model", "mixtral-8x7b", "--engine", "cuda", "--ranks", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "not compared with what a GPU has" in printed and "fits" not in printed
 
 
 def test_memory_of_the_cuda_engine(capsys):

@@ -150,10 +150,9 @@ def _nvcc() -> Check:
 
 def _cache() -> Check:
     try:
-        folder = jit.cache_folder()
+        folder, kernels = jit.compiled_kernels()
     except FlashMoEError as error:
         return Check("kernel cache", False, str(error))
-    kernels = len(list(folder.glob("*.cubin")))
     hint = "" if kernels else "flashmoe compile    (else the first call of a dtype and activation does it)"
     return Check("kernel cache", True, f"{folder}: {kernels} compiled", hint)
 
