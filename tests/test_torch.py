@@ -1,5 +1,6 @@
 """The layer in PyTorch: the operator, the module, and contexts over a process group."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -193,6 +194,37 @@ def test_read_only_arrays_are_read_and_not_written(ctx, dtype, fused):
     assert y.flags.writeable
     assert [bits(array) for array in arrays] == before
     assert not any(array.flags.writeable for array in arrays)
+
+
+@contextlib.contextmanager
+def flushing():
+    """Meanwhile, subnormals are zero in this thread."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine's processor cannot flush subnormals to zero")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_subnormals_are_numbers_whatever_the_caller_makes_of_them(ctx, dtype):
+    """A context's threads are made by a thread that flushes subnormals, or by one that does not: the bits are alike."""
+    problem = random_problem(6, [33], dtype=dtype, fused=False, activation="relu", **SIZES)
+    x = (problem.x[0].astype(np.float64) * {"float16": 2**-16}.get(dtype, 2.0**-128)).astype(problem.x[0].dtype)
+    arguments = problem.arguments(0) | {"x": x}
+    results = [flashmoe.moe(ctx, **arguments)]
+    with flushing(), flashmoe.Context(**problem.limits()) as flushed:
+        results += [flashmoe.moe(each, **arguments) for each in (ctx, flushed)]
+    assert np.count_nonzero(results[0].astype(np.float64)) > results[0].size / 2
+    assert len({bits(each) for each in results}) == 1
+
+
+def test_the_caller_goes_on_flushing_subnormals(ctx, problem):
+    with flushing():
+        flashmoe.moe(ctx, **problem.arguments(0))
+        assert (torch.full((1,), 1e-38) * torch.full((1,), 0.1)).item() == 0.0
+    assert (torch.full((1,), 1e-38) * torch.full((1,), 0.1)).item() != 0.0
 
 
 @pytest.mark.parametrize("name", ["x", "gate_up_proj", "down_proj", "router", "topk_ids", "topk_weights"])

@@ -27,9 +27,9 @@ class CpuEngine(Engine):
         library = _ffi.library()
         self.room = Room.of(asked, who.rank)
         self.processors = asked.processors
-        handle = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
-        super().__init__(handle, library.context_close)
-        self.heap_bytes, self.workspace_bytes = library.context_bytes(handle)
+        owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
+        super().__init__(owner, library.context_close)
+        self.heap_bytes, self.workspace_bytes = library.context_bytes(self._handle)
         self._report: CallReport | None = None
         self._perturbation = 0
 
