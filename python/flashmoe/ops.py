@@ -8,6 +8,7 @@ from typing import Any
 
 from .arguments import Options, Tensors, as_plain_values
 from .context import Context, context_id, run
+from .spec import truth
 
 
 def moe(
@@ -57,7 +58,8 @@ def moe(
     router: [E, H]
         Router weights: softmax over all E in fp32, the `top_k` largest, ties to the lower expert.
     topk_ids, topk_weights: [T, K] int32 or int64, [T, K] float32
-        Given routing, instead of `router`; the experts of a token are distinct.
+        Given routing, instead of `router`; the experts of a token are distinct. E is then that of `placement`; without
+        one, all that a rank alone has weights of, or with several ranks the context's.
     top_k:
         K, with `router`.
     activation:
@@ -111,9 +113,11 @@ def moe(
     """
     tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
     options = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact)
+    trace = truth("trace", trace)
     if not trace and _goes_through_torch(x, (*tensors[:7], topk_weights)):
         from . import torch_op
 
+        torch_op.refuse_hollow(tensors._asdict())
         torch_op.refuse_tangents(*tensors[:7], topk_weights)
         plain = as_plain_values(options)
         return torch_op.moe(context_id(ctx), **tensors._asdict(), **plain._asdict())

@@ -18,7 +18,7 @@ def as_ints(placement: Sequence[int]) -> tuple[int, ...]:
     """`placement`, any iterable of integers, as a tuple of them. Raises `InvalidArgument`."""
     try:
         return tuple(operator.index(rank) for rank in placement)
-    except TypeError:
+    except Exception:  # whatever a foreign type's __iter__ or __index__ raises
         raise InvalidArgument(f"placement: expected rank numbers, one for each expert, got {placement!r}") from None
 
 

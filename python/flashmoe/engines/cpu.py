@@ -13,7 +13,7 @@ from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, traffic
 from ..spec import DTYPES
-from ..tensors import Operand, as_view, empty_like, operand
+from ..tensors import Operand, as_view, believed, empty_like, operand
 from ..trace import PHASES, Event
 from .base import Engine, Membership
 
@@ -36,12 +36,15 @@ class CpuEngine(Engine):
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         handle = self.checked_handle()
         self._report = None
-        args = check(self.room, operand, tensors, options)
+        given = Tensors(*map(believed, Tensors._fields, tensors))
+        args = check(self.room, operand, given, options)
         layer, operands = args.layer, dict(args.operands)
         if "topk_ids" in operands:
             operands["topk_ids"] = self._expert_ids(operands["topk_ids"], layer.experts)
         out = empty_like(tensors.x)
-        operands["out"] = operand("out", out, "", DTYPES)
+        operands["out"] = operand("out", believed("out", out), "", DTYPES)
+        if operands["out"].shape != operands["x"].shape:  # of x's attributes, which may say what its memory is not
+            raise InvalidArgument(f"x: expected {list(operands['x'].shape)}, as its memory is, got {list(out.shape)}")
         ids = np.empty((args.tokens, layer.top_k), np.int32)
         weights = np.empty((args.tokens, layer.top_k), np.float32)
         order = {

@@ -242,7 +242,7 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
         key = (*parts, options, ids is None, weights is None, trace)
         hash(key)
         return key
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         return None
 
 
