@@ -16,7 +16,7 @@ from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
 from .spec import ACTIVATIONS, DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, one_of, truth
-from .torch_op import context_id, refuse_hollow, refuse_tangents
+from .torch_op import check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router"]
 
@@ -260,8 +260,8 @@ class MoE(torch.nn.Module):
         Parameters
         ----------
         x: [..., H]
-            Of the parameters' dtype; like them in host memory, or on the GPU of a context with the CUDA engine. Copied
-            if the tokens do not lie one after the other.
+            Of the parameters' dtype; like them in host memory, or on the GPU of a context with the CUDA engine, or on
+            the device meta, where there is nothing to compute. Copied if the tokens do not lie one after the other.
 
         Returns
         -------
@@ -272,7 +272,7 @@ class MoE(torch.nn.Module):
         InvalidArgument, HeapError, GroupError, PeerTimeout, FlashMoEError, NotImplementedError
             As `flashmoe.moe`.
         """
-        refuse_hollow({"x": x})
+        check_tensors({"x": x})
         hidden = self.gate.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
@@ -286,8 +286,7 @@ class MoE(torch.nn.Module):
             "gate_up_bias": experts.gate_up_proj_bias,
             "down_bias": experts.down_proj_bias,
         }
-        refuse_hollow(tensors)
-        refuse_tangents(*tensors.values())
+        check_tensors(tensors)
         y = torch.ops.flashmoe.moe(
             self._context_id,
             **tensors,

@@ -23,7 +23,7 @@ from .arguments import Options, Tensors
 from .context import Context, context_id, contexts, run
 from .errors import FlashMoEError, InvalidArgument
 
-__all__ = ["context_id", "moe", "moe_backward", "refuse_hollow", "refuse_tangents"]
+__all__ = ["check_tensors", "context_id", "moe", "moe_backward"]
 
 
 def _context(number: int) -> Context:
@@ -74,27 +74,25 @@ moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
 moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
 
 
-def refuse_hollow(tensors: Mapping[str, Any]) -> None:
-    """Raises `InvalidArgument` for one that is no tensor of PyTorch, or sparse or nested.
+_REQUIRED = ("x", "gate_up_proj", "down_proj")
 
-    To be called before the operator, which knows no such tensors: PyTorch would raise errors of its own.
+
+def check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Raises `InvalidArgument` for one, by its name, that is no tensor of PyTorch, or sparse or nested, and
+    `NotImplementedError` where one carries a forward-mode derivative, as under ``torch.func.jvp``.
+
+    To be called before the operator: PyTorch has errors of its own for the former; of the latter it passes the values
+    alone, and takes the result for a constant.
     """
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name not in _REQUIRED:
             continue
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(f"{name}: expected a PyTorch tensor, as operators take, got {type(tensor).__name__}")
         operands.refuse_hollow(name, tensor)
-
-
-def refuse_tangents(*inputs: Any) -> None:
-    """Raises `NotImplementedError` for an input that carries a forward-mode derivative, as under ``torch.func.jvp``.
-
-    To be called before the operator: PyTorch gives it the values alone, and takes its result for a constant.
-    """
     if forward_ad._current_level < 0:
         return
-    if any(isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in inputs):
+    if any(each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors.values()):
         raise NotImplementedError(
             "flashmoe.moe: FlashMoE 0.1 has no forward-mode derivatives; detach its inputs, or call the layer outside "
             "of torch.func.jvp and torch.autograd.forward_ad"
