@@ -236,9 +236,9 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
             (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if each is not None else None
             for each in tensors[1:7]  # the weights and biases
         ]
-        parts += (x.shape[1:], x.dtype, x.device)
+        parts += (x.shape[1:], x.dtype, x.device, x.layout)
         if ids is not None:
-            parts += (ids.shape[1:], ids.dtype, ids.device, weights.dtype, weights.device)
+            parts += (ids.shape[1:], ids.dtype, ids.device, ids.layout, weights.dtype, weights.device, weights.layout)
         key = (*parts, options, ids is None, weights is None, trace)
         hash(key)
         return key
