@@ -103,15 +103,15 @@ void end_if_interrupted() {
 
 [[maybe_unused]] const bool kHooked = (host::check_interrupt = end_if_interrupted, true);  // when the library is loaded
 
-int64_t context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
+ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {
     const Limits limits = limits_of(map);
     const uint64_t heap_bytes = make_heap_layout(limits).bytes;
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
                                                               static_cast<uint64_t>(timeout_ns));
-    return registry<Context>().add(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
-                                                             static_cast<uint64_t>(timeout_ns)));
+    return owned(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
+                                           static_cast<uint64_t>(timeout_ns)));
   });
 }
 

@@ -1,6 +1,7 @@
 #include "cpu/context.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <chrono>
 
 #include "cpu/fault.h"
@@ -29,7 +30,56 @@ void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t sta
   if (trace.actor != 0 && end_ns > last) to.push_back({trace.actor, Phase::kWait, last, end_ns, 0, 0});
 }
 
+// While it lives, its thread has the floating-point environment that a program begins with: others flush subnormals to zero
+// or round otherwise, as a thread's maker may have told it to, and a call's bits must not depend on who made which thread.
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { std::fesetenv(&before_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+  DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
+
+// How often a thread that waits asks whether it is interrupted.
+constexpr auto kRarely = std::chrono::milliseconds(50);
+
 }  // namespace
+
+// A thread's turn to call, once no other thread has one. No mutex: a thread that has its turn must be told so, rather than
+// wait for itself, and one that waits for a long call must hear an interrupt.
+class Context::Turn {
+ public:
+  explicit Turn(Context& context) : c_(context) {
+    std::unique_lock lock(c_.mutex_);
+    if (c_.caller_ == std::this_thread::get_id()) {
+      throw Error(Error::Kind::kOther,
+                  "context: expected no call of the thread that is within one, got a second (a signal handler's?); let "
+                  "the handler return, or call with a context of its own");
+    }
+    while (!c_.turn_.wait_for(lock, kRarely, [&] { return c_.caller_ == std::thread::id(); })) {
+      lock.unlock();
+      host::check_interrupt();
+      lock.lock();
+    }
+    c_.caller_ = std::this_thread::get_id();
+  }
+  ~Turn() {
+    const std::lock_guard lock(c_.mutex_);
+    c_.caller_ = {};
+    c_.turn_.notify_one();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Context& c_;
+};
 
 Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
     : group_(std::move(group)),
@@ -88,7 +138,7 @@ void Context::make_workspace() {
 }
 
 void Context::set_tile(uint32_t rows, uint32_t columns) {
-  const std::lock_guard no_call(calls_);
+  const Turn no_call(*this);
   if (rows == 0 || rows > kMaxTileRows || columns == 0) {
     throw Error(Error::Kind::kInvalidArgument,
                 concat("tile: expected rows in [1, ", kMaxTileRows, "] and columns >= 1, got ", rows, " x ", columns));
@@ -99,6 +149,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 }
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
+  const DefaultFloats here;  // the caller computes nothing else
   placement_ = host::placement_tables(o.placement, limits_);
   layer_ = layer;
   const LayerSpec& spec = layer_.spec;
@@ -130,6 +181,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
 }
 
 void Context::actor_loop(uint32_t actor) {
+  const DefaultFloats here;
   uint64_t seen = 0;
   while (true) {
     {
@@ -169,7 +221,6 @@ void Context::end_call(std::exception_ptr& to, std::exception_ptr why) {
 // The calling thread is no actor: it may have to wait long for the interpreter before it can ask for an interrupt, and the
 // OS actor's heartbeat must not stop meanwhile.
 void Context::await_actors() {
-  constexpr auto kRarely = std::chrono::milliseconds(50);
   std::unique_lock lock(mutex_);
   while (!done_.wait_for(lock, kRarely, [&] { return running_ == 0; })) {
     if (interrupt_ != nullptr) continue;  // heard
@@ -184,7 +235,7 @@ void Context::await_actors() {
 }
 
 CallReport Context::call(const Layer& layer, const CallOptions& options, const RoutingOut& routing) {
-  const std::lock_guard one_at_a_time(calls_);
+  const Turn one_at_a_time(*this);
   if (broken_) {
     throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
   }

@@ -69,9 +69,9 @@ CallSizes call_sizes(uint32_t n, uint32_t k) {
   static std::mutex mutex;
   static std::unordered_map<uint64_t, CallSizes> known;
   const std::lock_guard lock(mutex);
-  const auto [it, fresh] = known.try_emplace(uint64_t{n} << 32 | k);
-  if (fresh) it->second = probe(n, k);
-  return it->second;
+  const uint64_t shape = uint64_t{n} << 32 | k;
+  if (const auto it = known.find(shape); it != known.end()) return it->second;
+  return known.emplace(shape, probe(n, k)).first->second;  // nothing is noted if there is no memory for the probe
 }
 
 // out[i, j] = in[j, i] for i < rows, j < n; rows of `in` are `stride` apart. By squares of four, which the compiler turns

@@ -53,8 +53,11 @@ def _checked(ctx: Any) -> Context:
     return ctx
 
 
-def _checked_name(name: Any) -> str:
-    """`name`, once it can be part of a file's name; raises `InvalidArgument`."""
+def _checked_name(name: Any, ranks: int) -> str | None:
+    """`name`, once it can be part of a file's name, or is that of a rank alone, which has no use for it; raises
+    `InvalidArgument`."""
+    if ranks == 1 and (name is None or isinstance(name, str)):
+        return name
     try:
         size = len(name.encode())
     except (AttributeError, UnicodeEncodeError):
@@ -201,9 +204,9 @@ class Context:
         self.engine = engine
         self.ranks = asked.ranks
         self.rank = bounded("rank", rank, 0, self.ranks - 1)
-        self.name = _checked_name(name) if self.ranks > 1 else name
+        self.name = _checked_name(name, self.ranks)
         self.timeout = _checked_timeout(timeout)
-        who = Membership(self.rank, self.name or "", math.ceil(self.timeout * 1e9))  # 0 is no limit
+        who = Membership(self.rank, self.name if self.ranks > 1 else "", math.ceil(self.timeout * 1e9))  # 0 is no limit
         self.profile: dict[str, int] = {}
         """In what the order of tasks differs from the built-in one."""
         self.transport = "mapped"
@@ -215,7 +218,7 @@ class Context:
                 self.transport = "rdma"
             self._engine: Engine = on_gpu
         else:
-            if profile:
+            if profile is not None and not (isinstance(profile, Mapping) and len(profile) == 0):
                 raise InvalidArgument(f"profile: expected none with the CPU engine, got {profile!r}")
             self._engine = CpuEngine(asked, who)
         room = self._engine.room

@@ -179,7 +179,7 @@ def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
         return 0.0
     try:
         value = float(factor)
-    except (TypeError, ValueError):
+    except Exception:  # too large, or whatever a foreign type's __float__ raises
         value = -1.0
     if not 0.0 < value < math.inf or (most is not None and value > most):
         expected = "> 0 or None" if most is None else f"in (0, {most:g}], as the context has memory for"

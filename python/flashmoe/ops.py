@@ -8,6 +8,7 @@ from typing import Any
 
 from .arguments import Options, Tensors, as_plain_values
 from .context import Context, context_id, run
+from .spec import truth
 
 
 def moe(
@@ -50,7 +51,7 @@ def moe(
     router: [E, H]
         Router weights: softmax over all E in fp32, the `top_k` largest, ties to the lower expert.
     topk_ids, topk_weights: [T, K] int32 or int64, [T, K] float32
-        Given routing, instead of `router`; the experts of a token are distinct.
+        Given routing, instead of `router`; a token's experts are distinct. E: `placement`'s, a lone rank's, or `ctx`'s.
     top_k:
         K, with `router`.
     activation:
@@ -98,15 +99,15 @@ def moe(
     PeerTimeout
         The group made no progress for the context's timeout. The message names who holds it up.
     FlashMoEError
-        The context is closed, or another process's; a kernel cannot be compiled, launched or, yet, captured; a thread
-        of the CPU engine could not go on.
+        The context is closed, another process's, or within a call of this thread, whose signal handler calls again; a
+        kernel cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
     tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
     options = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact)
-    if not trace and _goes_through_torch(x, (*tensors[:7], topk_weights)):
+    if not truth("trace", trace) and _goes_through_torch(x, (*tensors[:7], topk_weights)):
         from . import torch_op
 
-        torch_op.refuse_tangents(*tensors[:7], topk_weights)
+        torch_op.check_tensors(tensors._asdict())
         plain = as_plain_values(options)
         return torch_op.moe(context_id(ctx), **tensors._asdict(), **plain._asdict())
     return run(ctx, tensors, options, trace)

@@ -117,7 +117,7 @@ def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int
     """`value`, an integer of any type, as an int in [low, high]; raises `InvalidArgument`. `symbol`: what `high` is."""
     try:
         number = operator.index(value)
-    except TypeError:
+    except Exception:  # whatever a foreign type's __index__ raises
         number = low - 1
     if not low <= number <= high or isinstance(value, bool):
         raise InvalidArgument(f"{name}: expected an integer in [{low}, {symbol}{high}], got {value!r}")
@@ -126,6 +126,14 @@ def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
     """`value`, once it is one of `known`; raises `InvalidArgument`."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:  # a NumPy dtype is equal to its name, an array to nothing
         raise InvalidArgument(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     return value
+
+
+def truth(name: str, value: Any) -> bool:
+    """`value` as a bool; raises `InvalidArgument` for what is neither true nor false, such as an array."""
+    try:
+        return bool(value)
+    except Exception:  # whatever a foreign type's __bool__ raises
+        raise InvalidArgument(f"{name}: expected True or False, got {value!r}") from None

@@ -21,6 +21,10 @@ if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
     import tvm_ffi
 
 
+_HOST = ("cpu", "cuda_host", "rocm_host")
+"""DLPack's types of memory that a processor reads as its own."""
+
+
 class Described(Protocol):
     """What both engines' operands have."""
 
@@ -56,14 +60,55 @@ def dtype_name(tensor: Any) -> str:
     return str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
 
 
+def believed(name: str, tensor: Any) -> Any:
+    """`tensor` as something whose attributes say what its memory is: an array of NumPy itself, a tensor of PyTorch
+    itself, or one of the library's, made of the DLPack capsule that another type exports. What such a type's attributes
+    say besides is not what an engine would read. None and what exports nothing stay as they are.
+
+    Raises `InvalidArgument` for what is no dense tensor, cannot be exported, or exports what no tensor is.
+    """
+    if tensor is None or type(tensor) is np.ndarray:
+        return tensor
+    if isinstance(tensor, np.ndarray):
+        return np.ndarray.view(tensor, np.ndarray)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        refuse_hollow(name, tensor)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return tensor
+        tensor = tensor.detach().resolve_neg()
+    if not hasattr(tensor, "__dlpack__"):
+        return tensor
+    try:
+        view = as_view(tensor)
+        shape, address, _ = view.shape, view.data_ptr(), (view.device.type, view.dtype)  # these raise if unknown
+    except Exception as error:  # whatever a foreign exporter raises
+        raise InvalidArgument(
+            f"{name}: expected a tensor that can be exported by DLPack, got {type(tensor).__name__}: {error}"
+        ) from error
+    if any(size < 0 for size in shape) or (address == 0 and 0 not in shape):
+        raise InvalidArgument(f"{name}: expected a tensor in memory, got {list(shape)} at address {address}")
+    return view
+
+
+def refuse_hollow(name: str, tensor: Any) -> None:
+    """Raises `InvalidArgument` for a tensor of PyTorch that is sparse or nested: it has no place in memory."""
+    import torch
+
+    if tensor.layout is not torch.strided:
+        raise InvalidArgument(f"{name}: expected a dense tensor, got one of layout {tensor.layout}")
+    if tensor.is_nested:
+        raise InvalidArgument(f"{name}: expected a dense tensor, got a nested one")
+
+
 def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> Operand:
     """`tensor` as an operand. Raises `InvalidArgument` if it is no tensor, elsewhere than in host memory, not
-    contiguous, or of none of `dtypes`; `expected` words the expectation."""
-    if not hasattr(tensor, "__dlpack__") or not hasattr(tensor, "shape"):
+    contiguous, or of none of `dtypes`; `expected` words the expectation. Its attributes are `believed`."""
+    if not hasattr(tensor, "__dlpack__"):
         raise InvalidArgument(f"{name}: expected {expected}, got {type(tensor).__name__}")
     shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
     kind = getattr(getattr(tensor, "device", None), "type", "cpu")
-    if kind != "cpu":
+    if kind not in _HOST:
         raise InvalidArgument(
             f"{name}: expected a tensor in host memory (the context's engine is cpu), got device {kind}"
         )
@@ -98,8 +143,10 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     `device`, of none of `dtypes`, or not contiguous: vectors and the routing as a whole, of other matrices the rows.
     `expected` words the expectation.
     """
-    if not hasattr(tensor, "data_ptr") or not hasattr(tensor, "shape"):
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"{name}: expected {expected}, a PyTorch one, got {type(tensor).__name__}")
+    refuse_hollow(name, tensor)
     shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
     if tensor.device.type != "cuda" or tensor.device.index != device:
         raise InvalidArgument(f"{name}: expected a tensor of cuda:{device}, the context's device, got {tensor.device}")

@@ -22,9 +22,10 @@ import pytest
 import torch
 from flashmoe import _ffi, jit, models
 from flashmoe import nvshmem as nvshmem_files
+from flashmoe.arguments import Options, Tensors
 from flashmoe.cli import bench, run, workload
 from flashmoe.cli import device as cli_device
-from flashmoe.engines import cuda
+from flashmoe.engines import base, cuda
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
 from flashmoe.trace import PHASES
@@ -92,6 +93,10 @@ def given(tokens: int = 100, ids: torch.dtype = torch.int32, **changes) -> dict:
     return {**arguments(tokens), "router": None, "top_k": None, **routing, **changes}
 
 
+def sparse(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16).to_sparse()
+
+
 def launched() -> dict:
     return json.loads(driver.fake_last_launch())
 
@@ -114,6 +119,25 @@ def test_memory_is_given_back():
         assert driver.fake_allocations() == before
     finally:
         gc.enable()
+
+
+def test_an_interrupted_context_gives_its_memory_back(monkeypatch):
+    """One that the library has made, and Python not yet noted down."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = driver.fake_allocations()
+    monkeypatch.setattr(base.weakref, "finalize", interrupted)
+    try:
+        flashmoe.Context(engine="cuda", **SIZES)
+    except KeyboardInterrupt:
+        pass
+    else:
+        pytest.fail("expected the interrupt")
+    monkeypatch.undo()
+    gc.collect()
+    assert driver.fake_allocations() == before
 
 
 POINTER = 8
@@ -364,6 +388,8 @@ def test_given_routing(ctx):
             lambda: arguments(x=torch._neg_view(on_gpu(16, H))),
             "x: expected values in memory, got a view that negates them",
         ),
+        (lambda: arguments(x=sparse(16, H)), "x: expected a dense tensor, got one of layout torch.sparse_coo"),
+        (lambda: arguments(router=sparse(E, H)), "router: expected a dense tensor, got one of layout"),
         (lambda: arguments(router_bias=on_gpu(2 * E)[::2]), "router_bias: expected a contiguous tensor"),
         (lambda: arguments(router=None), "topk_ids: expected a tensor"),
         (lambda: arguments(activation="tanh"), "activation: expected one of"),
@@ -415,6 +441,20 @@ def test_every_call_is_checked(ctx):
     with pytest.raises(flashmoe.InvalidArgument, match=r"top_k: expected an integer in \[1, E=16\], got 4\.0"):
         flashmoe.moe(ctx, **{**args, "top_k": float(K)})  # equal to that of a layer that is known
     assert len(prepared(ctx)) == 2
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights"])
+def test_a_sparse_tensor_is_no_layer_found_again(name):
+    """It has no place in memory, unlike the tensor of a layer that is known."""
+    dense = {
+        "x": torch.zeros(9, H),
+        "topk_ids": torch.zeros(9, K, dtype=torch.int32),
+        "topk_weights": torch.zeros(9, K),
+    }
+    weights = {"gate_up_proj": torch.zeros(E, 2 * I, H), "down_proj": torch.zeros(E, H, I)}
+    known = cuda._key(Tensors(**dense, **weights), Options(), False)
+    assert known is not None
+    assert cuda._key(Tensors(**{**dense, name: dense[name].to_sparse()}, **weights), Options(), False) != known
 
 
 def test_layers_are_found_again(ctx, device):

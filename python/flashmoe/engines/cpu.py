@@ -13,7 +13,7 @@ from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, traffic
 from ..spec import LayerSpec
-from ..tensors import as_view, empty_like, host_view, operand, signature
+from ..tensors import as_view, believed, empty_like, host_view, operand, signature
 from ..trace import PHASES, Event
 from .base import Engine, Membership
 
@@ -49,9 +49,9 @@ class CpuEngine(Engine):
         library = _ffi.library()
         self.room = Room.of(asked, who.rank)
         self.processors = asked.processors
-        handle = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
-        super().__init__(handle, library.context_close)
-        self.heap_bytes, self.workspace_bytes = library.context_bytes(handle)
+        owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
+        super().__init__(owner, library.context_close)
+        self.heap_bytes, self.workspace_bytes = library.context_bytes(self._handle)
         self._layers: dict[Hashable, Prepared] = {}
         """Those that were called, by all that `check` looks at but T."""
         self._report: CallReport | None = None
@@ -61,14 +61,18 @@ class CpuEngine(Engine):
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         handle = self.checked_handle()
         self._report = self._unread = None
-        prepared = self._prepared(handle, tensors, options)
-        tokens, top_k = tensors.x.shape[0], prepared.layer.top_k
-        views = [None if each is None else host_view(each) for each in tensors[:7]]
+        given = Tensors(*map(believed, Tensors._fields, tensors))
+        prepared = self._prepared(handle, given, options)
+        tokens, top_k = given.x.shape[0], prepared.layer.top_k
+        views = [None if each is None else host_view(each) for each in given[:7]]
         ids = weights = None
-        if tensors.topk_ids is not None:
-            ids = self._expert_ids(tensors.topk_ids, prepared.layer.experts)
-            weights = host_view(tensors.topk_weights)
+        if given.topk_ids is not None:
+            ids = self._expert_ids(given.topk_ids, prepared.layer.experts)
+            weights = host_view(given.topk_weights)
         out = empty_like(tensors.x)
+        results = believed("out", out)
+        if tuple(results.shape) != tuple(given.x.shape):  # of x's attributes, which may say what its memory is not
+            raise InvalidArgument(f"x: expected {list(given.x.shape)}, as its memory is, got {list(results.shape)}")
         chosen, weighted = np.empty((tokens, top_k), np.int32), np.empty((tokens, top_k), np.float32)
         raw = prepared.call(
             tokens,
@@ -77,7 +81,7 @@ class CpuEngine(Engine):
             *views,
             ids,
             weights,
-            host_view(out),
+            host_view(results),
             as_view(chosen),
             as_view(weighted),
         )
@@ -131,7 +135,7 @@ class CpuEngine(Engine):
         """Whether T, of which `_key` says nothing, is as it must be."""
         tokens = tensors.x.shape[0]
         given = (tensors.topk_ids, tensors.topk_weights)
-        return tokens <= self.room.limits["max_tokens"] and all(each is None or len(each) == tokens for each in given)
+        return tokens <= self.room.limits["max_tokens"] and all(each is None or each.shape[0] == tokens for each in given)
 
     def _expert_ids(self, ids: Any, experts: int) -> Any:
         """Given ids as the engine takes them, int32; -1 for what does not fit. A rank alone is told here of what is no

@@ -76,7 +76,7 @@ def moe_reference(
     weights = np.asarray(topk_weights, np.float64)
     kept = np.array(topk_ids, np.int64)
     if capacity_factor is not None:
-        capacity = math.ceil(capacity_factor * kept.size / experts)
+        capacity = max(1, math.ceil(capacity_factor * kept.size / experts))  # the product may be too small for a float
         for expert in range(experts):
             tokens, choices = np.nonzero(kept == expert)
             kept[tokens[capacity:], choices[capacity:]] = -1
