@@ -223,7 +223,7 @@ struct Call {
   }
   FLASHMOE_HD uint64_t* returns_ready(uint32_t p) const { return for_puts<uint64_t>(PutField::kReturnsReady, p); }
   FLASHMOE_HD uint32_t* returns_sent(uint32_t p) const { return for_puts<uint32_t>(PutField::kReturnsSent, p); }
-  // The own token's row, from where it is put. Rows are as far apart as dispatched rows, so that one put takes several.
+  // Own token's row as other ranks get it: rows as far apart as dispatched ones.
   FLASHMOE_HD uint8_t* out_row(uint32_t token) const { return for_puts<uint8_t>(PutField::kRows, token); }
 };
 
