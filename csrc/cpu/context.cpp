@@ -290,7 +290,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     const int32_t* ids = call_.routing(t);
     r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1));
   }
-  // What joins rows takes them one by one, or none where a token has one: what there is to say is that all were combined.
+  // Joined rows were counted one by one, or, with one row a token, not at all: reported are all token blocks.
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.policy.columns[kFirst];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;

@@ -149,7 +149,8 @@ void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
   }
 }
 
-// The tile's rows of the product's operand, in fp32; room for what gemm() reads beyond them, for so many columns.
+// The tile's rows of the product's left operand, in fp32, with room for the rows that gemm() reads beyond them when it
+// makes `columns` columns.
 float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
   const uint32_t length = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
   float* a = room(a_, size_t{padded_rows(count, columns, length)} * length);
@@ -162,7 +163,7 @@ float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns
   return a;
 }
 
-// rows * weights^T + bias, of `columns` rows of weights from `first` on, which counts all experts'.
+// rows * weights^T + bias, with `columns` rows of weights. The first is number `first`, counted over all local experts.
 float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
                        uint64_t first, uint32_t columns) {
   const uint32_t length = c_.shape.extent(product.over);
@@ -177,7 +178,7 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
 void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of) {
   const Tile::Shape& t = c_.tile(tile)->shape;
   const bool gated = spec().gated();
-  // Where one block of columns has all, gate and up rows are neighbours: one GEMM.
+  // Where one block of columns has all of I, the gate rows and the up rows are neighbours: one GEMM.
   const bool together = gated && of.count == c_.shape.intermediate;
   const uint32_t pitch = together ? 2 * of.count : of.count;
   const float* rows = load_rows(product, tile, pitch);

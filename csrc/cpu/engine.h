@@ -40,7 +40,7 @@ class Engine {
   uint32_t processor() const { return trace_.actor - 1; }
   uint32_t processors() const { return c_.policy.clusters; }
   static uint32_t items(uint32_t tokens, uint32_t) { return tokens; }
-  // Enough for every processor to have one, where that many are to be had.
+  // Pieces are so small that every processor can have one, if there are so many items.
   uint32_t items_of_reduce(uint32_t items) const {
     return std::clamp(ceil_div(items, c_.policy.clusters), 1u, kMaxTokenBlock);
   }

@@ -13,7 +13,7 @@ namespace {
 
 using host::concat;
 
-// The fields of a call that all of a context have in common, but for its memory.
+// A call with the fields set that all calls of a context have in common, except where its memory lies.
 Call common_call(const Membership& who, const Limits& limits, uint64_t timeout_ns) {
   Call c;
   c.rank = who.rank;

@@ -80,7 +80,7 @@ void Device::refuse_capture(DriverStream stream, const char* what) const {
   throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
 }
 
-// Delegating: an object that another constructor has made is destroyed, and what it took given back, if the rest throws.
+// Delegating, so that the destructor runs, and gives back what was taken, if the rest throws.
 DeviceMemory::DeviceMemory(const Device& device, uint64_t bytes, const char* what) : DeviceMemory() {
   const Driver& d = driver();
   const Device::Use use(device);

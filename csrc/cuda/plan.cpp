@@ -36,7 +36,7 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   c.cut_columns(sm90::columns_per_task(spec.gated()));
   const Shape shape = shape_of(c, spec);
   c.policy.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
-  if (c.shape.ranks > 1) {  // a rank alone returns nothing; its groups follow from its tokens
+  if (c.shape.ranks > 1) {  // a rank alone returns nothing to others; its groups depend on its tokens, see set_tokens()
     c.shape.return_mode = spec.return_mode;
     const uint64_t return_bytes = grouped_bytes(shape, 0, false, common.limits.rdma != 0);
     c.policy.groups =
@@ -125,7 +125,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.out = reinterpret_cast<uint8_t*>(t.out);
   args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   args.topk_weights = reinterpret_cast<const float*>(t.topk_weights);
-  // Only the router reads x by tensor map, and not that of the kernel of a few tokens.
+  // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
   if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c.shape.ranks, t.tokens)) {
     args.tokens =
         encode(rows_shape(t.x_row_bytes, element_bytes(spec.x_type), c.shape.hidden, t.tokens), t.x, spec.x_type, "x");

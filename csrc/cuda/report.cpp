@@ -34,7 +34,7 @@ uint64_t read_received(const Call& layer, const Device& device, const DeviceMemo
   workspace.download(&control, sizeof(control),
                      c.memory.work_layout.offset[static_cast<uint32_t>(WorkField::kControl)]);
   c.epoch = control.calls.value;
-  // A copy of the heap up to the packets' entries. The others may be a call ahead, and write: with the other parity.
+  // A copy of the heap up to the packets' entries. Other ranks may be a call ahead and write, but of the other parity.
   static_assert(std::max({HeapField::kCallSignal, HeapField::kPacketSignal, HeapField::kPacketOffsets,
                           HeapField::kPacketCounts}) < HeapField::kPacketEntries);
   std::vector<uint8_t> heap(c.memory.heap_layout.offset[static_cast<uint32_t>(HeapField::kPacketEntries)]);

@@ -7,7 +7,7 @@
 namespace flashmoe::host {
 namespace {
 
-// FNV-1a, of bytes behind those that `h` is the hash of; ranks compare hashes of what they must agree on.
+// FNV-1a: goes on from the hash `h` of earlier bytes. Ranks compare hashes of what they must agree on.
 uint64_t hash_bytes(const void* data, size_t n, uint64_t h = 0xcbf29ce484222325u) {
   for (size_t i = 0; i < n; ++i) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
   return h;

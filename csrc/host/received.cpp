@@ -5,8 +5,7 @@
 namespace flashmoe::host {
 namespace {
 
-// Calls f(p, b, entries) for each packet (p, b) that has entries. Of one that has none only the signal is sent, so that its
-// offsets and counts are still those of an earlier call.
+// Calls f(p, b, entries) for each packet (p, b) that has entries.
 template <class F>
 void for_each_packet(const Call& c, F&& f) {
   for (uint32_t p = 0; p < c.shape.ranks; ++p) {

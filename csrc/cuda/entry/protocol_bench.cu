@@ -3,8 +3,8 @@
 // Answers two questions. How many tasks per microsecond pass from ready to taken? How long does a processor that was
 // busy when its next task became ready stand still between the two?
 //
-// Roles. Every block is a processor, of the first three warps, and a former of every gridDim.x-th expert, in the
-// fourth; the fifth is the OS actor in block 0, and idle elsewhere:
+// Roles. In every block the first three warps are a processor, the fourth is a former of every gridDim.x-th expert, the
+// fifth is the OS actor in block 0, and idle elsewhere:
 //   warp 0  taker     takes a ticket and waits for its task while the executor still works on the previous one
 //   warp 1  executor  dispatches its token blocks, then runs tasks
 //   warp 2  retirer   bumps the counters of the tasks that are done, while the executor is at the next
@@ -285,11 +285,11 @@ uint8_t* device_zeros(uint64_t bytes) {
 
 struct Shape {
   const char* name;
-  uint32_t tokens, experts, top_k, log2_block, intermediate, hidden;  // the last two in columns of tasks
+  uint32_t tokens, experts, top_k, log2_block, intermediate, hidden;  // the last two in blocks of columns
 };
 
-// Token blocks: about one per SM, but not so small that there are many packets for little work. The columns are those of
-// 128 x 256 tiles: ceil(2I / 256) or ceil(I / 256), and ceil(H / 256).
+// Token blocks: about one per SM, but not so small that there are many packets for little work. Blocks of columns: as
+// if of tasks of 128 rows by 256 columns, ceil(2I / 256) or ceil(I / 256), and ceil(H / 256).
 constexpr Shape kShapes[] = {
     {"qwen3-30b-a3b", 8192, 128, 8, 6, 6, 8},
     {"paper-E64", 16384, 64, 2, 7, 8, 8},
@@ -304,7 +304,7 @@ class Bench {
     limits.max_tokens = shape.tokens;
     limits.experts = limits.max_local_experts = shape.experts;
     limits.top_k = shape.top_k;
-    // Rows are never touched: the smallest that have the wanted number of columns.
+    // Rows are never touched: they are as short as the wanted number of blocks of columns allows, an element each.
     limits.hidden = shape.hidden;
     limits.intermediate = shape.intermediate;
     limits.columns_per_task = each_product(1);

@@ -84,7 +84,7 @@ class NvshmemGroup final : public host::Group {
     } catch (const Error& e) {
       notices_.fail(e.what());
       throw;
-    } catch (const NotMapped&) {  // so it is on all ranks
+    } catch (const NotMapped&) {  // thrown on all ranks: there is nobody to tell
       throw;
     } catch (...) {
       notices_.fail("it was interrupted");
@@ -129,7 +129,7 @@ class NvshmemGroup final : public host::Group {
     notices_.set_stage(Notice::kPosted);
   }
 
-  // Ranks agree on whether all have all mapped: what reaches one peer by puts must be sent so by all.
+  // Ranks agree on whether every rank has mapped every other's memory: if one has not, all must reach all by puts.
   void map_all(const Nvshmem& api) {
     const uint32_t rank = notices_.rank();
     for (uint32_t q = 0; q < notices_.ranks(); ++q) {

@@ -1,8 +1,8 @@
 // Processor: takes tasks, has the engine execute them, and retires them: bumps the dependency counters and makes ready,
 // or signals home, what that completes.
 //
-// Counters live in device memory; a retiring warp bumps one per lane. They reset themselves: whoever completes a
-// counter zeroes it.
+// Counters live in device memory; a retiring warp bumps one per lane. Whoever completes a counter zeroes it, so that
+// nothing is cleared between calls.
 #pragma once
 
 #include "flashmoe/actors/joiner.h"
@@ -14,10 +14,10 @@
 
 namespace flashmoe {
 
-// After every agent's writes for the task. All lanes of one warp of the processor, in each retire function; retire()
+// The retire functions: called by all lanes of one warp of the processor, after all writes of the task. retire()
 // chooses among them.
 
-// Product n has one more column of the tile: if it is the last, what follows is ready.
+// Product n has done one more block of the tile's columns; with the last one, what follows is ready.
 template <uint32_t n, class P>
 FLASHMOE_FN void retire_column(const Call& c, uint32_t tile) {
   bool last = false;
@@ -37,7 +37,7 @@ FLASHMOE_FN void retire_column(const Call& c, uint32_t tile) {
   });
 }
 
-// The tile's rows have one more column of what is owed to their homes.
+// One more block of columns of the tile's rows is computed: each segment's rank is owed that much less.
 template <class P>
 FLASHMOE_FN void retire_owed(const Call& c, uint32_t tile, uint32_t column) {
   const uint32_t segments = c.tile(tile)->shape.segments;
@@ -57,7 +57,7 @@ FLASHMOE_FN void retire(const Call& c, const Task& task) {
   });
 }
 
-// What a processor of one worker keeps of its returns: memory of all of its lanes.
+// What a processor that is one worker keeps of its returns and its late rows, in memory that all its lanes share.
 template <class P>
 struct OneWorker {
   template <class S>
@@ -79,7 +79,7 @@ struct OneWorker {
   };
 };
 
-// After the task's rows are written, all their features: who is the later one of its token.
+// Once the task's rows are written, with all features (part 2): queues those that are their token's later one.
 template <class P, class Engine>
 FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engine>& joiner) {
   const uint32_t rows = c.tile(task.index)->shape.rows;
@@ -90,10 +90,11 @@ FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engin
   }
 }
 
-// Runs one processor of a call to its end, where that is one worker: on a GPU its warps share this work (sm90/roles.cuh). It
-// dispatches, sends (where peers are not mapped, actors of their own do: put_sender.h), computes, and in between returns. The
-// engine supplies dispatch(b) and multiply<n>(tile, column), of product n, which return when every write of theirs is ordered
-// before this warp's next release, and what Sender, Returner and Joiner ask for. memory: of this processor, uninitialised.
+// Runs a processor that is one worker to the end of the call. (On a GPU, a processor's warps share this work:
+// sm90/roles.cuh.) It dispatches, sends (unless peers are not mapped: then put senders do), and computes tasks; while
+// it waits for one, it returns or joins. The engine supplies dispatch(b) and multiply<n>(tile, column), of product n,
+// whose writes are ordered before this warp's next release when they return, and what Sender, Returner and Joiner ask
+// for. memory: of this processor, uninitialised.
 template <class P, class Engine>
 FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Memory& memory) {
   if (P::lane() == 0) {
@@ -123,7 +124,7 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
       joiner.step();
     }
     retire<P>(c, task);
-    // What is owed to a peer is not to wait for the last task.
+    // A piece after each GEMM1 task: peers must not wait until this processor has no tasks left.
     if (is_one_of<kHome>(task.kind) && combines) returner.step();
   }
   if (combines) returner.run(c);

@@ -1,22 +1,22 @@
-// Returner: what a processor does that has no task. It reduces rows that are computed here and owed to other ranks, else it
-// combines what came back for its own tokens.
+// Returner: what a processor does while it has no task. It reduces rows that are computed here and owed to their homes;
+// if none are ready, it combines what came back for its rank's own tokens.
 //
-//   Reduce   (only with the reduced return) the rows that this rank's experts made for a token, summed and sent home as one
-//            (COMET, section 3.1). Return group by return group, in each the other ranks' tokens before the own. Where peers
-//            are not mapped, the sum is left where the token's first row was, and senders put it (put_sender.h).
+//   Reduce   (only with the reduced return) sums the rows that this rank's experts made for a token, and sends the sum
+//            home (COMET, section 3.1). Return group by return group, in each the other ranks' tokens before the own.
+//            Where peers are not mapped, the sum replaces the token's first staged row, and senders put it.
 //   Combine  out[token] = sum of the rows that came back for it, over k (direct) or over ranks (reduced), in ascending order
 //            in fp32 (FlashDMoE, equation 5.3). Return group by return group.
 //
 // Both are tasks in the papers' sense, but nobody hands them out: they are cut into pieces, some items each (the engine says
 // what an item is: a token's columns of the group, or a part of these), and whoever is free takes the next piece that is
-// ready. So they take no slot of the ready queue and no step of the scheduler, and fill in between the products.
+// ready. So they need no slot of the ready queue and no step of the scheduler, and fill the time between products.
 //
-//   found     Reduce: reduce_signal[p][g] is of this call. Combine: return_signal[q][g] is, of every rank q.
-//   taken     Reduce: by a ticket of the whole rank, since the last piece of (p, g) says that all have gone home: none may
-//             lie with a processor that is busy to the end. Combine: pieces go round the processors, and a processor's
-//             workers (a GPU's warps) take them from a counter of their own.
+//   ready     Reduce: reduce_signal[p][g] has this call's epoch. Combine: return_signal[q][g] of every rank q has it.
+//   taken     Reduce: by tickets of one counter of the rank. Whoever does the last piece of (p, g) signals p, so none
+//             may wait for a processor that is busy until the end. Combine: pieces are dealt out to processors in turn,
+//             and a processor's workers (a GPU's warps) take its pieces by a counter of the processor.
 //   retired   Reduce: reduce_done[p][g] counts pieces, and the last one signals the group to p. Combine: nothing depends on
-//             it; a rank's call is over when all its workers have none left.
+//             it; a rank's call is over when no worker has a piece left.
 #pragma once
 
 #include "flashmoe/protocol/packet.h"
@@ -26,19 +26,19 @@
 
 namespace flashmoe {
 
-// Of a worker: the piece of Reduce that it has taken.
+// The piece of Reduce that a worker has taken.
 struct ReduceCursor {
-  uint32_t debt;    // (group, source)
-  uint32_t base;    // pieces of the debts before
-  uint32_t ticket;  // counts the pieces of all debts
-  uint32_t begun, ready;
+  uint32_t debt;          // its number: debts go by group, then by source
+  uint32_t base;          // pieces of the debts before
+  uint32_t ticket;        // the piece's number among those of all debts
+  uint32_t begun, ready;  // 1: the first piece is taken; the debt's rows are computed
 };
 
-// Of a worker: the piece of its processor's combines that it has taken.
+// The piece of its processor's combines that a worker has taken.
 struct CombineCursor {
   uint32_t group, piece;
-  uint32_t held;          // 1: not combined yet
-  uint32_t ready_groups;  // leading groups known to be here
+  uint32_t held;          // 1: taken and not combined yet
+  uint32_t ready_groups;  // so many groups, the first ones, are known to be here
 };
 
 // Of a processor, zeroed before each call. Cursor<S>: an S for each of its workers, with load() and save(S), for all lanes.
@@ -60,7 +60,7 @@ class Reducer {
  public:
   FLASHMOE_FN Reducer(const Call& call, Engine& engine, Cursor& cursor) : c_(call), engine_(engine), cursor_(cursor) {}
 
-  // Whether the next piece's rows are computed: then it is to be summed. kDone: there are none left.
+  // Looks at the worker's piece; the first look takes one. kProgress: its rows are computed. kDone: there is none left.
   FLASHMOE_FN Step look() {
     if (!c_.reduced() || c_.shape.local_experts == 0) return Step::kDone;
     ReduceCursor at = cursor_.load();
@@ -104,7 +104,7 @@ class Reducer {
 
  private:
   FLASHMOE_FN uint32_t group(uint32_t debt) const { return debt / c_.shape.ranks; }
-  // The own rank last.
+  // Sources from the rank behind this one on; the own rank last.
   FLASHMOE_FN uint32_t source(uint32_t debt) const { return (c_.rank + 1 + debt % c_.shape.ranks) % c_.shape.ranks; }
 
   FLASHMOE_FN uint32_t take() const {
@@ -113,7 +113,7 @@ class Reducer {
     return static_cast<uint32_t>(P::broadcast(ticket, 0));
   }
 
-  // How many tokens each rank has is known.
+  // Whether every rank's call signal is here: then it is known how many tokens, hence pieces, each has.
   FLASHMOE_FN bool has_heard() const {
     bool all = true;
     for (uint32_t p = P::lane(); p < c_.shape.ranks; p += P::kLanes) {
@@ -127,7 +127,7 @@ class Reducer {
   FLASHMOE_FN uint32_t is_computed(uint32_t debt) const {
     const uint64_t* signal = c_.reduce_signal(source(debt), group(debt));
     if (Signal::epoch(P::broadcast(P::poll(signal, kDevice), 0)) != c_.epoch) return 0;
-    P::acquire(signal, kDevice);  // by each lane; cursor_.save() has them meet behind it
+    P::acquire(signal, kDevice);  // each lane for itself; they meet in cursor_.save()
     return 1;
   }
 
@@ -149,7 +149,7 @@ class Combiner {
   FLASHMOE_FN Combiner(const Call& call, Engine& engine, uint32_t& taken, Cursor& cursor)
       : c_(call), engine_(engine), taken_(taken), cursor_(cursor) {}
 
-  // Whether the next piece's return group is here: then it is to be summed. kDone: there are none left.
+  // Takes the worker's next piece, if it has none. kProgress: its return group is here. kDone: there is none left.
   FLASHMOE_FN Step look() {
     CombineCursor at = cursor_.load();
     if (at.held == 0) take(at);
@@ -176,11 +176,11 @@ class Combiner {
   }
 
  private:
-  // Of the piece, among those of its group.
+  // The piece's number among those of its group, which are dealt out in rounds, one to each processor.
   FLASHMOE_FN uint32_t number(const CombineCursor& at) const {
     return engine_.processor() + at.piece * engine_.processors();
   }
-  // The processor's next piece, groups in turn; none left: group is their number.
+  // Takes the processor's next piece, group after group; with none left, at.group is the number of groups.
   FLASHMOE_FN void take(CombineCursor& at) const {
     uint32_t piece = 0;
     if (P::lane() == 0) piece = P::fetch_add_nearby(&taken_, 1u);
@@ -203,7 +203,7 @@ class Combiner {
       all &= Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
     }
     if (P::ballot(!all) != 0) return false;
-    // By the lanes that looked; cursor_.save() has them meet behind it.
+    // Each lane acquires the words that it polled; they meet in cursor_.save().
     for (uint32_t q = P::lane(); q < c_.shape.ranks; q += P::kLanes)
       P::acquire(c_.return_signal(c_.rank, q, g), kSystem);
     return true;

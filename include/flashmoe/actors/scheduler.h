@@ -1,7 +1,7 @@
 // Scheduler: hands ready tasks to processors in the order of the call's policy, counts them, and ends the call.
 //
-// Run by the OS warp, after the subscriber's step; every lane keeps the same private members. A publishing step fills
-// the lanes with tasks and stores them after one fence.
+// Run by the OS warp, after the subscriber's step; every lane keeps the same private members. A step publishes up to
+// kLanes tasks at a time, one a lane, all of them behind one fence.
 #pragma once
 
 #include "flashmoe/actors/subscriber.h"
@@ -15,9 +15,9 @@ template <class P>
 class Scheduler {
  public:
   static constexpr uint32_t kWindowTasks = 64;
-  // Tiles of the returning product wait in two lists, the first of which goes first: see OrderPolicy.
+  // Tiles that are ready for the returning product wait in two lists: see OrderPolicy::gemm1_lists.
   static constexpr uint32_t kLists = ready_lists(kReturning);
-  // A band of the raster: `tiles` tiles times `columns` columns, column by column.
+  // A band: `tiles` tiles times `columns` blocks of columns, block by block. next: its tasks that are published.
   struct Band {
     uint32_t tiles = 0, first_column = 0, columns = 0, next = 0;
     FLASHMOE_FN bool empty() const { return next == tiles * columns; }
@@ -25,7 +25,7 @@ class Scheduler {
   // Shared memory, uninitialised. What is rarely touched lies here rather than in registers, which a GPU's OS warp is
   // short of; lane 0 writes it.
   struct Memory {
-    Band band[kProducts];                          // being published
+    Band band[kProducts];                          // each product's, being published
     uint32_t tiles[kProducts][kMaxRaster];         // of those bands
     uint32_t returning_first[kMaxGroups][kLists];  // where the return group's next band begins in each list
   };
@@ -48,7 +48,8 @@ class Scheduler {
     word_ = look_ready<P>(c_, drained_);
   }
 
-  // Publishes what the window allows; kDone once the call's last word is published. All lanes, after look().
+  // Publishes what the window allows; kDone once all words of the call are published and all its returns are here. All
+  // lanes, after look().
   FLASHMOE_FN Step step() {
     bool moved = drain();
     int64_t room = static_cast<int64_t>(P::broadcast(taken_, 0) + c_.policy.order.window - published_);
@@ -56,8 +57,8 @@ class Scheduler {
     while (room > 0) {
       const TaskKind kind = choose(c_.policy.order, ready());
       if (kind == TaskKind::kNone) break;
-      // One fence for the step: nothing that later tasks of it refer to is written in between. And a lane posts what
-      // other lanes polled: each fences its own, then they meet.
+      // One fence for the step: nothing that its later tasks refer to is written in between. A lane may post a task
+      // that another lane polled: each lane fences what it polled, then they meet.
       if (!fenced) {
         P::release_fence(kDevice);
         P::sync();
@@ -86,8 +87,8 @@ class Scheduler {
     return tasks;
   }
 
-  // Moves what formers and retiring processors pushed to where it is published from. What the items refer to is
-  // acquired by the release_fence before they are published: it fences both ways, and the OS warp does not look sooner.
+  // Moves items of the ready list to the products' lists of ready tiles. What the items refer to is acquired by the
+  // release_fence before they are published: it fences both ways, and the OS warp itself does not read that.
   FLASHMOE_FN bool drain() {
     bool moved = false;
     while (true) {
@@ -112,7 +113,7 @@ class Scheduler {
     return moved;
   }
 
-  // Those of the lanes' items that are ready for product n, to its lists.
+  // Appends those of the lanes' items that are for product n to its lists.
   template <uint32_t n>
   FLASHMOE_FN void append_tiles(const Task& task) {
     FLASHMOE_UNROLL
@@ -167,7 +168,7 @@ class Scheduler {
     return n;
   }
 
-  // The next band of product n, for which a tile is ready that has not been in one.
+  // Opens product n's next band; there is a ready tile that has not been in one.
   template <uint32_t n>
   FLASHMOE_FN void open_band() {
     constexpr uint32_t kList = first_list(n);
@@ -180,7 +181,7 @@ class Scheduler {
       // Group by group over all ready tiles, so that the first columns can be combined while the last are computed.
       const uint32_t i = next_returning_list(), g = i / kLists, list = i % kLists;
       const uint32_t first = memory_.returning_first[g][list], columns = c_.group_columns(g);
-      // A narrow group takes more tiles to keep the processors supplied: each band costs a round trip.
+      // A group of few columns has more tiles in a band, to keep the processors supplied: each band costs a round trip.
       const uint32_t most = min_of(max_of(c_.policy.order.raster, ceil_div(kWindowTasks, columns)), kMaxRaster);
       const uint32_t tiles =
           take_tiles(memory_.tiles[n], most, returning_ready(list) - first, ready_tile(kList + list, first));
@@ -189,7 +190,8 @@ class Scheduler {
     }
   }
 
-  // The first (group, list), groups first, that has a tile without a band; kLists * groups if there is none.
+  // The first group, and in it the first list, with a tile that has not been in one of its bands, as group * kLists +
+  // list; kLists * groups if there is none.
   FLASHMOE_FN uint32_t next_returning_list() const {
     uint32_t i = 0;
     while (i < kLists * c_.policy.groups &&
@@ -197,7 +199,7 @@ class Scheduler {
       ++i;
     return i;
   }
-  // An index that is known only when it runs would move the array out of the registers.
+  // By comparison: an index known only at run time would move the array out of the registers.
   FLASHMOE_FN uint32_t returning_ready(uint32_t list) const {
     constexpr uint32_t kList = first_list(kReturning);
     return list == 0 ? ready_[kList] : ready_[kList + 1];
@@ -206,7 +208,7 @@ class Scheduler {
   // The tiles of a new band, up to `most` of the n that are ready; returns how many.
   FLASHMOE_FN uint32_t take_tiles(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
     most = min_of(most, n);
-    // Hardly an expert has two: their tasks are short, and it is enough to keep up with them.
+    // Hardly an expert has two tiles: no weights to share, and tasks so short that it is enough to keep up with them.
     if (formed_ == c_.shape.local_experts && tiles_ <= formed_) {
       take_in_order<P>(to, most, ready);
     } else {
@@ -215,7 +217,7 @@ class Scheduler {
     return most;
   }
 
-  // The next tasks of the band of product n; returns how many.
+  // The next tasks of product n's band, at most `limit`, a lane each; returns how many.
   template <uint32_t n>
   FLASHMOE_FN uint32_t next_of(uint32_t limit, bool& has, Task& task) {
     const Band w = memory_.band[n];
@@ -227,7 +229,7 @@ class Scheduler {
     return tasks;
   }
 
-  // A write to shared memory that all lanes have read, and will read. All lanes, with the same value.
+  // Writes to shared memory that all lanes read before, and will read after. All lanes, with the same value.
   template <class T>
   FLASHMOE_FN void set(T& to, T value) {
     P::sync();
@@ -235,7 +237,7 @@ class Scheduler {
     P::sync();
   }
 
-  // One stop word per processor, behind every task: the queue and the list are empty when the last is taken.
+  // One stop word per cluster, behind every task: when the last is taken, the queue and the ready list are empty.
   FLASHMOE_FN void end_tasks() {
     P::release_fence(kDevice);
     P::sync();
@@ -260,7 +262,7 @@ class Scheduler {
   uint32_t tiles_ = 0;                // of the experts that are formed
   uint32_t formed_ = 0;               // experts all of whose tiles are known
   uint32_t ready_[kReadyLists] = {};  // tiles ever in each list
-  uint32_t first_[kProducts] = {};    // where a product's next band begins (but the returning one's)
+  uint32_t first_[kProducts] = {};    // where a product's next band begins in its list; not of the returning one
   bool ended_ = false;
 };
 

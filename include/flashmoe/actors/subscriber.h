@@ -15,7 +15,7 @@ class Subscriber {
   // Shared memory, uninitialised.
   struct Memory {
     Source* sources;      // [R]
-    FormerMemory former;  // of no expert where formers run beside the OS actor
+    FormerMemory former;  // where formers run beside the OS actor: of no expert
   };
 
   FLASHMOE_FN Subscriber(const Call& call, const Memory& memory)
@@ -38,14 +38,15 @@ class Subscriber {
         moved = true;
       }
     }
-    // Sooner hardly anything is returned, and to look for it holds up the packets, for which tasks wait.
+    // Not sooner: before all packets are here hardly anything returns, and to look for it holds up packets, for which
+    // tasks wait.
     if (finished_) moved |= find_returns();
     return moved;
   }
 
   // Every packet of every rank is here.
   FLASHMOE_FN bool complete() const { return finished_; }
-  // Leading groups that every rank has returned.
+  // So many return groups, the first ones, are back from every rank.
   FLASHMOE_FN uint32_t returned() const { return returned_; }
 
   // What is missing, for a wait that expired. One lane.
@@ -73,8 +74,8 @@ class Subscriber {
   // Source p has no more packets.
   FLASHMOE_FN void close(uint32_t p) {
     former_.close(p);
-    // A rank without experts owes nothing and says so, but no sooner than p is in this call: p may still be looking for
-    // the signal of the one before.
+    // A rank without experts owes nothing and says so, but not before p is in this call: p might still be waiting for
+    // the signal of the call before, which this one overwrites.
     if (c_.shape.local_experts != 0) return;
     for (uint32_t g = P::lane(); g < c_.policy.groups; g += P::kLanes) signal_return<P>(c_, p, g);
   }
@@ -92,7 +93,7 @@ class Subscriber {
     return Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
   }
 
-  // Groups complete in order, or nearly: the next one is all there is to look at. A rank without tokens awaits nothing.
+  // Return groups complete in order, or nearly, so only the next one is looked at. A rank without tokens awaits none.
   FLASHMOE_FN bool find_returns() {
     if (c_.blocks() == 0) returned_ = c_.policy.groups;
     const uint32_t before = returned_;

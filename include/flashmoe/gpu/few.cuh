@@ -1,18 +1,17 @@
 // The layer of a few tokens (kFewTokens) on a rank that is alone: one cooperative launch, one block per SM, 12 warps a block.
 //
-// What such a call takes is the time to read its experts' weights once, plus every round trip before and between. The
-// actors of sm90/kernel.cuh make a chain of some twenty, tiles of a few rows, and hand them out one by one; here each
-// block works out for itself all that the others do, and warps go over rows of weights (gpu/dots.cuh).
+// Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
+// Through the actors of sm90/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out
+// one by one. Here each block works out the routing for itself, and warps go over rows of weights (gpu/dots.cuh).
 //
-//   gate    expert by expert, over all warps of all blocks; a logit travels with the epoch that it is of, so that it is its
-//           own signal
+//   gate    experts are dealt out to all warps of all blocks; a logit and its call's epoch are one word, its own signal
 //   choose  every block, for itself, from all logits: cheaper than to choose once and pass it on
-//   GEMM0   (expert, features), over all warps; intermediate rows to device memory
+//   GEMM0   an expert's feature rows, dealt out to all warps; intermediate rows to device memory
 //           all blocks meet, while the first weights of GEMM1 are on their way
-//   GEMM1   each block some columns of the output, for all experts; it then sums them over k. No return, no combine
+//   GEMM1   each block has some columns of the output, for all experts, and sums them over k. No return, no Combine
 //
 // Bits: products are summed in fp32 in another order than by the tensor cores, so a token's row here and in a larger call
-// may differ in the last place; it is the same in every call of so few tokens, whichever those are.
+// may differ in the last place. It is the same in every call of so few tokens, whatever the others are.
 //
 // Waits: for the logits and at the meeting, both bounded (wait_until). The protocol's queues and signals are left alone.
 #pragma once
@@ -27,18 +26,19 @@
 
 namespace flashmoe::gpu {
 
-// What all blocks know of the call once the experts are chosen. Choice p: token p / K, choice p % K.
+// What a block knows of the call once the experts are chosen. Choice p is (token p / K, k = p % K). A unit is an expert
+// that has tokens; units are numbered in the order of their first choices.
 struct FewShared {
   int32_t ids[kFewChoices];  // -1: dropped
   float weights[kFewChoices];
-  uint32_t units;                            // experts that have tokens, numbered as they are met
+  uint32_t units;                            // their number
   uint32_t tokens[kFewChoices];              // of a unit
   uint16_t expert[kFewChoices];              // of a unit
   uint16_t choice[kFewChoices][kFewTokens];  // of a unit
   uint16_t unit[kFewChoices];                // of a choice; kNoUnit: dropped
   uint32_t failed;                           // not zero: the call is over
-  Fault fault;                               // why, if this block is to say so
-  Call call;                                 // for that: as given, with its epoch
+  Fault fault;                               // why, if this block is to post that
+  Call call;                                 // to post it with: the given one, but with the call's epoch
   uint32_t trace_events;
   TraceStarts trace_starts;
   union {
@@ -52,7 +52,7 @@ namespace few {
 
 using P = Platform;
 
-// A rank alone whose blocks wait only for one another.
+// Liveness where a rank is alone and its blocks wait for one another: there is nobody else whose progress counts.
 struct NoOthers {
   __device__ void sample() const {}
   __device__ bool moved() const { return false; }
@@ -62,26 +62,26 @@ inline constexpr uint16_t kNoUnit = 0xffff;
 
 struct Block {
   const KernelArgs& args;
-  const Call& c;  // as given: its epoch is not the call's
+  const Call& c;  // as the host passed it: with another epoch than the call's
   FewShared& s;
   uint64_t epoch;
 
   __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * c.shape.top_k; }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
-  // A token's row from x on, in units of 16 bytes.
+  // Where a token's row begins, in units of 16 bytes behind x.
   __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
     return static_cast<uint32_t>(token * (args.x_row_bytes / 16));
   }
 };
 
-// One thread. The first to fail decides what the block says of it; kNone: nothing.
+// By one thread: ends the call for this block. The first that fails decides which fault the block posts (kNone: none).
 __device__ __forceinline__ void fail(const Block& b, Fault fault) {
   if (atomicExch(&b.s.failed, 1u) != 0) return;
   fault.actor = Actor::kProcessor;
   fault.awaited = fault.culprit = b.c.rank;
   b.s.fault = fault;
 }
-// What every block finds, and the first one says.
+// For a fault that every block finds by itself: only block 0 posts it.
 __device__ __forceinline__ void fail_everywhere(const Block& b, Fault fault) {
   if (blockIdx.x != 0) fault.kind = FaultKind::kNone;
   fail(b, fault);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
 
 // All threads: whether the block is to go on.
 __device__ __forceinline__ bool all_well(const Block& b) {
-  // In one step: who is first through may fail at what follows.
+  // Barrier and vote in one: read behind a barrier, `failed` may be set by a faster thread's next step, for some alone.
   return __syncthreads_or(static_cast<int>(b.s.failed)) == 0;
 }
 
@@ -149,7 +149,7 @@ __device__ __forceinline__ void choose(const Block& b) {
   }
 }
 
-// Given routing, which is not trusted: every block finds what is wrong, the first one says so.
+// Given routing is not trusted: every block finds what is wrong with it, and block 0 posts that.
 __device__ __forceinline__ void take_given(const Block& b) {
   const uint32_t p = threadIdx.x;
   if (p >= b.choices()) return;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void take_given(const Block& b) {
                       .seen = static_cast<uint32_t>(id)});
 }
 
-// One warp: groups the choices by expert, and drops those beyond its capacity, the last in token order.
+// One warp: groups the choices into units, and drops those beyond their expert's capacity, the last in token order.
 __device__ __forceinline__ void group_pairs(const Block& b) {
   FewShared& s = b.s;
   uint32_t units = 0;
@@ -231,13 +231,13 @@ __device__ __forceinline__ bool route(const Block& b) {
 
 // ---- GEMM0 ----------------------------------------------------------------------------------------------------------
 
-// A unit's two rows of weights that one warp multiplies.
+// A job of GEMM0 or GEMM1: two rows of the weights of a unit's expert.
 struct TwoRows {
   uint32_t unit, expert;
   uint32_t first, second;
 };
 
-// Job: two rows that make results side by side: a gate and its up, or two neighbours.
+// Job: two rows of weights, a gate row and its up row, or two neighbours.
 template <class Dtype, Activation kActivation>
 struct Gemm0Jobs {
   static constexpr bool kGated = is_gated(kActivation);
@@ -290,7 +290,8 @@ __device__ __forceinline__ bool meet(const Block& b) {
 
 // ---- GEMM1, and the sum over k --------------------------------------------------------------------------------------
 
-// Job: a unit's rows of two neighbouring columns of the output, of the block's `twos` pairs of columns from `first` on.
+// Job: a unit's two rows of weights that make two neighbouring columns of the output. The block has `twos` such pairs
+// of columns, from column `first` on.
 template <class Dtype>
 struct Gemm1Jobs {
   const Block& b;
@@ -317,7 +318,7 @@ struct Gemm1Jobs {
     for (uint32_t r = 0; r < 2; ++r) {
       const uint32_t column = job.first + r;
       const float v = sum[r] + bias_at<Dtype>(b.args.down_bias, job.expert * b.c.shape.hidden + column, true);
-      // Rounded as what a rank returns to another is.
+      // Rounded to the element type, as a return row is.
       b.s.results[(column - first) * b.choices() + p] = Dtype::widen(Dtype::narrow(v * b.s.weights[p]));
     }
   }
@@ -335,8 +336,8 @@ struct Gemm1Jobs {
   }
 };
 
-// Has the L2 fetch the weights of the warp's jobs behind the first, whose loads are under way: some 12 KiB, which the
-// memory delivers while the blocks meet.
+// Has the L2 fetch the weights of the warp's jobs after the first one, whose loads are already under way: up to 12 KiB
+// a warp, which the memory delivers while the blocks meet.
 template <class Jobs>
 __device__ __forceinline__ void prefetch_jobs(const Jobs& jobs, uint32_t first, uint32_t last) {
   constexpr uint32_t kBytes = 12 * 1024;
@@ -348,7 +349,7 @@ __device__ __forceinline__ void prefetch_jobs(const Jobs& jobs, uint32_t first, 
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
 
-// Where a block's part of `all` things begins. The parts lie side by side, and none is longer by more than one.
+// Where a block's part of `all` jobs or columns begins. Parts follow one another, and differ by one in length at most.
 __device__ __forceinline__ uint32_t begin_of_part(uint32_t all, uint32_t block) {
   return static_cast<uint32_t>(uint64_t{all} * block / gridDim.x);
 }

@@ -15,11 +15,13 @@ struct Source {
   uint32_t next;    // first packet not yet seen
 };
 
-// Packets of a source that a lane looks at in a step: with a warp's lanes all of a rank's, if it has a token block per SM.
+// Packets of a source that a lane looks at in a step. The 32 lanes of a warp look at 128: all of a rank's, where these
+// are no more than about one for each SM.
 inline constexpr uint32_t kPacketsOfLane = 4;
 
-// kDepth: packets of a source that a step looks at, per lane; their loads are under way together. kLooks: rounds of such
-// loads in a step; as many sources get all lanes, more of them share.
+// kDepth: packets of a source that a lane looks at in a step, whose loads are under way together. kLooks: rounds of
+// such loads in a step. With at most kLooks ranks, each has a round with all lanes; more share rounds (32 ranks in 8
+// rounds of 32 lanes: 4 ranks a round, 8 lanes each).
 template <class P, uint32_t kDepth, uint32_t kLooks>
 class Arrivals {
  public:
@@ -29,8 +31,9 @@ class Arrivals {
     P::sync();
   }
 
-  // Looks once. Calls consume(p, first token block, n <= kLanes * kDepth) for what has newly arrived of rank p, each source
-  // in their order, own rank first. Then close(p) after a source's last packet. True if anything was new. All lanes.
+  // Looks once. Calls consume(p, first token block, n) for n <= kLanes * kDepth packets of rank p that have newly
+  // arrived, in the order of token blocks, own rank first; and close(p) after a rank's last packet. True if anything
+  // was new. All lanes.
   template <class Consume, class Close>
   FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
     bool moved = heard_ < c_.shape.ranks && hear_calls(close);
@@ -59,7 +62,7 @@ class Arrivals {
       P::sync();
       FLASHMOE_NO_UNROLL
       for (uint32_t g = 0; g < per_load && base + g < c_.shape.ranks; ++g) {
-        uint32_t n = 0;
+        uint32_t n = 0;  // next packets that are here, without a gap: word d counts if all words before it are full
         FLASHMOE_UNROLL
         for (uint32_t d = 0; d < kDepth; ++d) {
           if (n == d * width) n += min_of(lowest_bit<P>(~(present[d] >> g * width)), width);
@@ -75,11 +78,11 @@ class Arrivals {
   // Every packet of every rank is here.
   FLASHMOE_FN bool complete() const { return finished_ == c_.shape.ranks; }
   FLASHMOE_FN const Source& source(uint32_t p) const { return sources_[p]; }
-  // A rank whose configuration is not this rank's; R if there is none.
+  // A rank whose call configuration differs from this rank's; if there is none, a number that is no rank's.
   FLASHMOE_FN uint32_t stranger() const { return stranger_; }
 
  private:
-  // After a poll that saw its signal. A rank signals its own packets at device scope.
+  // After a poll that saw the packet's signal. A rank signals its own packets at device scope.
   FLASHMOE_FN void acquire_packet(uint32_t p, uint32_t b) const {
     const uint64_t* signal = c_.packet_signal(c_.rank, p, b);
     if (p == c_.rank) {

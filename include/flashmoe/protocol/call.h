@@ -18,7 +18,7 @@ inline uint32_t expert_capacity(double factor, uint32_t tokens, uint32_t top_k, 
   return static_cast<uint32_t>(min_of(factor > 0 && tokens > 0 && capacity < 1 ? 1.0 : capacity, 0x1p31));
 }
 
-// The most tokens of a joined call: a token and a column of tasks share a word.
+// The most tokens of a joined call: a late row's word has 16 bits for the token, 16 for the block of columns (LateRow).
 inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
 
 // What is computed.
@@ -29,16 +29,16 @@ struct CallShape {
   uint32_t capacity = 0;  // per expert and source rank; 0: dropless
   ReturnMode return_mode = ReturnMode::kDirect;
 
-  // How far an axis of matrices reaches.
+  // The elements along an axis of matrices, kHidden or kIntermediate.
   uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
 };
 
-// How it is cut into tasks, and in which order these are taken.
+// How the call is cut into token blocks, tiles, tasks and return groups, and in which order tasks are taken.
 struct CallPolicy {
-  uint32_t log2_block = 7;  // of a token block's tokens
+  uint32_t log2_block = 7;  // a token block has 2^log2_block tokens
   uint32_t tile_rows = 128;
   uint32_t columns[kProducts] = {};  // blocks of columns of each product
-  // Return groups: group g has the columns [group_first[g], group_first[g + 1]) of the product whose results return.
+  // Return group g has blocks of columns [group_first[g], group_first[g + 1]) of the product whose results return.
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
   // Processors that take tasks together: two thread blocks of a GPU; a CPU's thread is a cluster of its own.
@@ -56,7 +56,7 @@ struct CallPlacement {
   const uint32_t* owner_base = nullptr;  // [R + 1] where each rank's experts begin in by_owner
 };
 
-// Where it lies; Call's accessors add the coordinates.
+// Where everything lies; Call's accessors add the coordinates.
 struct CallMemory {
   uint8_t* const* heaps = nullptr;  // [R] every rank's symmetric heap, as mapped here
   uint8_t* work = nullptr;
@@ -114,7 +114,7 @@ struct Call {
     const uint32_t first = b << CallPayload::log2_block(payload);
     return min_of(1u << CallPayload::log2_block(payload), CallPayload::tokens(payload) - first);
   }
-  // Entries of packet (p, b). The counts of one without any are not written: what is there is an older packet's.
+  // Entries of packet (p, b), whose signal has arrived here.
   FLASHMOE_HD uint32_t packet_size(uint32_t p, uint32_t b) const { return Signal::payload(*packet_signal(rank, p, b)); }
 
   // ---- symmetric heap; `at` is the rank in whose heap the field lies -------------------------------------------
@@ -144,7 +144,7 @@ struct Call {
   FLASHMOE_HD Entry* packet_entries(uint32_t at, uint32_t p, uint32_t first_token) const {
     return heap<Entry>(at, HeapField::kPacketEntries, parity(), p, first_token);
   }
-  // Where this rank builds its packets for rank q: the own where it is read, the others in the outbox.
+  // Where this rank builds its packets for rank q: its own in its heap, where they are read, others in the outbox.
   FLASHMOE_HD uint16_t* out_offsets(uint32_t q, uint32_t b) const {
     if (q == rank) return packet_offsets(q, rank, b);
     return workspace<uint16_t>(WorkField::kOutOffsets, q, b);

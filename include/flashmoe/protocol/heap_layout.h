@@ -13,18 +13,18 @@ namespace flashmoe {
 
 inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
-// So few tokens of a rank that is alone go through a kernel of their own (GPU).
+// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: gpu/few.cuh).
 inline constexpr uint32_t kFewTokens = 8;
 // The columns of results are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
 
-// Lists of ready tiles that the scheduler keeps for a product: the first goes first. Where results go home it has two, see
-// OrderPolicy::gemm1_lists.
+// How many lists of ready tiles the scheduler keeps for product n: one, or two for the product whose results go home,
+// of which the first is served first (OrderPolicy::gemm1_lists).
 inline constexpr uint32_t kMaxGemm1Lists = 2;
 FLASHMOE_HD constexpr uint32_t ready_lists(uint32_t n) {
   return n == kReturning ? kMaxGemm1Lists : 1;
 }
-// The first of product n, which has them one behind the other.
+// The number of product n's first list; its second is the next.
 FLASHMOE_HD constexpr uint32_t first_list(uint32_t n) {
   uint32_t lists = 0;
   for (uint32_t m = 0; m < n; ++m) lists += ready_lists(m);
@@ -32,7 +32,7 @@ FLASHMOE_HD constexpr uint32_t first_list(uint32_t n) {
 }
 inline constexpr uint32_t kReadyLists = first_list(kProducts);
 
-// The same for every product.
+// `v` for every product.
 constexpr std::array<uint32_t, kProducts> each_product(uint32_t v) {
   std::array<uint32_t, kProducts> all{};
   for (uint32_t& x : all) x = v;
@@ -50,8 +50,8 @@ struct Limits {
   uint32_t x_bytes = 0;            // of an element of a dispatched row
   uint32_t return_bytes = 0;       // of an element of a row on its way home
   uint32_t return_slots = 0;       // return rows per token: K (direct), R (reduced), the larger where both may occur
-  uint32_t capacity = 0;  // rows of one rank that an expert gets at most, the others being dropped; 0: dropless
-  // Of this rank alone: they size its workspace, which no peer addresses.
+  uint32_t capacity = 0;           // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
+  // May differ from rank to rank: they size the workspace, which no peer addresses.
   uint32_t intermediate = 0;        // I
   uint32_t intermediate_bytes = 0;  // of an element of an intermediate row
   uint32_t staging = 0;             // 1 if `reduced` may occur
@@ -61,16 +61,16 @@ struct Limits {
   uint32_t processors = 1;
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
-  // A token's entries on one rank: its experts are distinct.
+  // The most entries that a token has on one rank: its experts are distinct.
   FLASHMOE_HD constexpr uint32_t entries_per_token() const { return min_of(top_k, max_local_experts); }
-  // Rows of one rank that the experts of another get. With a capacity C it is El * C: a call of other sizes, whose own C
-  // may be larger, is refused unless its own product is within this one (arguments.py).
+  // The most rows that one rank's tokens have with the experts of one rank. With a capacity C, El * C: a call of other
+  // sizes may have a larger C, and is refused unless its own El * C is within this one (arguments.py).
   FLASHMOE_HD constexpr uint64_t rows_of_rank() const {
     const uint64_t dropless = uint64_t{max_tokens} * entries_per_token();
     return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);
   }
   FLASHMOE_HD constexpr uint64_t max_rows() const { return ranks * rows_of_rank(); }
-  // Every tile but one per expert is full.
+  // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(max_local_experts, max_rows());
   }
@@ -83,19 +83,19 @@ struct Limits {
     const uint32_t all = kProgram[n].columns == Axis::kHidden ? hidden : intermediate;
     return ceil_div(max_of(all, 1u), columns_per_task[n]);
   }
-  // Tasks that a tile makes, or an expert beside those of its tiles.
+  // Tasks of one tile, or of one expert (without those of its tiles).
   constexpr uint64_t tasks_of(Unit unit) const {
     uint64_t tasks = 0;
     for (uint32_t n = 0; n < kProducts; ++n) tasks += kProgram[n].of == unit ? columns(n) : 0;
     return tasks;
   }
-  // The most tiles, or experts, that are ready for a product.
+  // The most tiles, or experts, that one product's list of ready ones may have.
   constexpr uint64_t max_ready() const {
     return kExpertProducts == 0 ? max_tiles() : max_of<uint64_t>(max_tiles(), max_local_experts);
   }
   // Ranks whose packets are built in the workspace and sent from there.
   FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
-  // Each tile becomes ready for each product, and each expert for its own.
+  // Items of the ready list in a call: a tile for each of its products; an expert for each of its own, and in kFormed.
   constexpr uint64_t list_capacity() const {
     return next_power_of_two((kProducts - kExpertProducts) * max_tiles() +
                              (kExpertProducts + 1) * uint64_t{max_local_experts} + 1);
@@ -106,7 +106,7 @@ struct Limits {
   }
 };
 
-// Who writes a field of another rank's heap.
+// Which rank writes an element of a heap's field, as its coordinates say.
 enum class Writer : uint32_t {
   kSelf,    // only the rank whose heap it is
   kRank0,   // the rank that the first coordinate names
@@ -163,7 +163,8 @@ enum class WorkField : uint32_t {
   kCount
 };
 
-// What only groups that put have, behind the workspace. A table of its own: the layouts above are a part of every kernel.
+// Fields that lie behind the workspace where peers are reached by puts alone. They have a table of their own since the
+// two layouts above are a part of every kernel.
 enum class PutField : uint32_t { kReturnsReady, kReturnsSent, kRows, kCount };
 
 template <class Field>

@@ -1,5 +1,6 @@
-// Packets: the choices (token, k) of one token block, sorted by destination rank and local expert. The own one is written where
-// it is read, those of other ranks to the outbox, from which senders bring them (actors/sender.h).
+// Packets: the choices (token, k) of one token block, sorted by destination rank and local expert. A rank's packet for
+// itself is written to its heap, where formers read it; those for other ranks to the outbox, from which senders take
+// them (actors/sender.h).
 //
 // Run by a team of warps per token block (P::workers), on routing that the gate left in shared memory. Each worker has
 // a range of consecutive tokens: it counts its choices per expert, a scan over workers and experts gives every choice its
@@ -25,13 +26,12 @@ struct PacketScratch {
     int32_t* ids;       // [tokens of the token block * K] chosen expert
     uint32_t* choices;  // [tokens of the token block * K]
   };
-  float* weights;  // [tokens of the token block * K]
-  uint16_t*
-      place;  // [workers][E] a worker's choices of the expert; then the place of its next one among the token block's
-  uint16_t* count;        // [E] choices of the token block that the expert keeps
-  uint16_t* start;        // [E] place of the expert's first entry within its packet
-  uint32_t* entries;      // [R] entries of the packet for each rank
-  uint32_t* bad;          // non-zero: the routing is not valid
+  float* weights;     // [tokens of the token block * K]
+  uint16_t* place;    // [workers][E] a worker's choices of the expert; after scan_workers(), the place of its next one
+  uint16_t* count;    // [E] choices of the token block that the expert keeps
+  uint16_t* start;    // [E] place of the expert's first entry within its packet
+  uint32_t* entries;  // [R] entries of the packet for each rank
+  uint32_t* bad;      // non-zero: the routing is not valid
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
@@ -49,8 +49,7 @@ FLASHMOE_FN ChoiceRange own_choices(const Call& c, uint32_t b) {
 }
 
 // Calls visit(i, choice, place) for the worker's choices that are not dropped, lanes side by side, tokens ascending. place
-// is the expert's counter plus the number of the worker's earlier choices with that expert; the pass advances the
-// counters.
+// is what the expert's counter was plus the number of the worker's earlier choices of that expert; the counters go on.
 template <class P, class Visit>
 FLASHMOE_FN void for_each_choice(const ChoiceRange& range, const uint32_t* choices, uint16_t* counter, Visit&& visit) {
   FLASHMOE_NO_UNROLL
@@ -110,8 +109,8 @@ FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& rang
   if (bad < none || twice < none) P::store_relaxed(s.bad, 1u);
 }
 
-// Capacity: choices of the expert that earlier token blocks have. Null for the first, or if the wait was aborted (then
-// `aborted`).
+// With a capacity: waits until token block b - 1 is counted, and returns for each expert how many choices of it token
+// blocks 0 .. b - 1 have. Null for b = 0, and if the wait was aborted (then `aborted`).
 template <class P>
 FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& aborted) {
   aborted = false;
@@ -128,9 +127,10 @@ FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& abo
   return c.capacity_prefix(b - 1);
 }
 
-// Turns the workers' counts into the places of their first choices among the token block's choices of the expert, and their sum
-// into what the expert keeps of them. Capacity (GShard section 2.2): of the choices this rank routes to an expert, the
-// first `capacity` in token order stay; the count of earlier token blocks is handed from one to the next.
+// For each expert: turns the workers' counts into the places of their first choices among the token block's choices of
+// the expert (counts 3, 0, 2: places 0, 3, 3), and their sum into how many the expert keeps. Capacity (GShard section
+// 2.2): of the choices this rank routes to an expert, the first `capacity` in token order stay; token blocks hand on
+// the count so far.
 template <class P>
 FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before) {
   for (uint32_t e = P::worker() * P::kLanes + P::lane(); e < c.shape.experts; e += P::workers() * P::kLanes) {
@@ -152,13 +152,13 @@ FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s,
   }
 }
 
-// Marks the worker's choices beyond what their experts keep. They are the last in token order, so places stay dense.
+// Marks as dropped the worker's choices beyond what their experts keep: the last in token order, so places stay dense.
 template <class P>
 FLASHMOE_FN void drop_over_capacity(const Call& c, const ChoiceRange& range, const PacketScratch& s, uint16_t* place) {
   for_each_choice<P>(range, s.choices, place, [&](uint32_t i, uint32_t choice, uint32_t at) {
     if (at >= s.count[Choice::expert(choice)]) s.choices[i] = Choice::kDropped;
   });
-  // The pass advanced the counters of kept and dropped choices alike: count the kept ones back.
+  // The pass counted kept and dropped choices alike: take the kept ones off again, for the next pass.
   P::sync();
   for (uint32_t e = P::lane(); e < c.shape.experts; e += P::kLanes) place[e] = min_of<uint16_t>(place[e], s.count[e]);
   P::sync();
@@ -168,8 +168,8 @@ FLASHMOE_FN void drop_over_capacity(const Call& c, const ChoiceRange& range, con
   P::sync();
 }
 
-// Turns the experts' counts into the packets' sizes and offsets, a worker per destination. (The offsets of a
-// packet without entries too: formers look at every packet.)
+// Turns the experts' counts into the packets' sizes and offsets, a worker per destination. (A packet without entries
+// has offsets too: formers look at every packet.)
 template <class P>
 FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s) {
   for (uint32_t q = P::worker(); q < c.shape.ranks; q += P::workers()) {
@@ -205,7 +205,7 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
   }
 }
 
-// Keeps the worker's routing for its combine and for the report.
+// Keeps the routing of the worker's tokens, for Combine and for the report.
 template <class P>
 FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
   const uint32_t first = b << c.policy.log2_block;
@@ -216,7 +216,7 @@ FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const ChoiceRange& ra
   }
 }
 
-// Writes the worker's entries, and how many each of its tokens has on each rank, for senders and for `reduced`.
+// Writes the worker's entries, and how many of them each of its tokens has on each rank, for senders and for Reduce.
 template <class P>
 FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s,
                                uint16_t* place) {
@@ -241,8 +241,8 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& ran
   }
 }
 
-// Everything of token block b but the rows and the signals, from the ids and weights of its gate. The whole team calls it,
-// after a team_sync; false if the call is over (bad routing, abort).
+// Makes all packets of token block b, but for rows and signals, from the ids and weights of its gate. The whole team
+// calls it, after a team_sync; false if the call is over (bad routing, abort).
 template <class P>
 FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s) {
   const ChoiceRange range = own_choices<P>(c, b);
@@ -284,8 +284,8 @@ FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t e
   }
 }
 
-// After the team's writes for token block b: this rank's own packet is complete, and with it the outbox, from which the others are
-// sent. The whole team calls it.
+// After build_packets(): signals this rank's own packet of token block b. Senders take the signal as well: the token
+// block's outbox is complete. The whole team calls it.
 template <class P>
 FLASHMOE_FN void signal_own_packet(const Call& c, uint32_t b, const PacketScratch& s) {
   P::team_sync();

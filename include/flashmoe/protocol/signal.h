@@ -1,5 +1,6 @@
-// A signal: one 64-bit word = epoch (40 bits) | payload (24 bits). It is written with a system-scope release after the
-// data it announces and compared for equality of the epoch, so signals are never cleared.
+// A signal: one 64-bit word = epoch (40 bits) | payload (24 bits). It is written with a release after the data it
+// announces (at system scope, to the own rank at device scope). Its epoch is compared for equality, so that signals are
+// never cleared.
 #pragma once
 
 #include "flashmoe/protocol/base.h"

@@ -1,5 +1,5 @@
-// Dispatch: a token block's way to packets in its destinations' heaps. Gate (logits on the tensor cores, through the GEMM
-// pipeline), choice of experts, packets, the signal of the own one. Rows, and the other signals: send.cuh.
+// Dispatch: a token block's way to packets. Gate (logits on the tensor cores, through the GEMM pipeline), choice of
+// experts, packets, the own packet's signal. Sending the others, with their rows: send.cuh.
 //
 // The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
 #pragma once
@@ -17,7 +17,8 @@ inline constexpr uint32_t kTeamWarps = kWarps - 1;  // the last is the OS actor'
 inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumer warpgroups' own
 using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
 
-// Scratch in the stages: the logits at their end (pipeline.cuh), and in front of them, when these are there, the packets.
+// Scratch in the stages' memory: the logits at its end (pipeline.cuh); once these are there, what packets are built
+// with in front of them.
 struct DispatchScratch {
   uint8_t* stages;
 
@@ -64,7 +65,7 @@ __device__ __forceinline__ uint32_t gate_stages(const Call& c) {
          Stage::stages(c.shape.hidden * Dtype::kBytes);
 }
 
-// Loaders: the router's rows and the block's tokens, as many experts at a time as the stage has.
+// Loaders: the router's rows and the token block's tokens, as many experts at a time as a stage has.
 template <class Dtype, class Stage>
 __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, typename Stage::Ring& ring,
                                           uint32_t b) {
@@ -78,9 +79,9 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   }
 }
 
-// Where the logits go, the other warpgroup may still be reading. All of the team meet, although it is a matter between the
-// consumers: while they met at a barrier of their own, the others waited at the team's, and racecheck took what these read
-// behind it for unordered.
+// Before logits overwrite the stages, which the other warpgroup may still be reading. All of the team meet, although
+// only the consumers need to: when these met at a barrier of their own, while the others waited at the team's,
+// racecheck took what the others read behind it for unordered.
 __device__ __forceinline__ void gate_stages_read() {
   Team::team_sync_of_roles();
 }
@@ -91,21 +92,21 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
                                               typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
                                               uint32_t tokens) {
   Accumulators<Shape> acc;
-  const uint32_t experts = c.shape.experts;  // once: the stores could change what is in shared memory
+  const uint32_t experts = c.shape.experts;  // read once: to the compiler, the stores may change shared memory
   const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
   for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
     FeatureBias bias[Shape::kMs];
     load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
     multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.shape.hidden * Dtype::kBytes, false, acc);
     if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
-    const Lane at = Lane::of_thread(group);  // anew: else the addresses are computed before the products
+    const Lane at = Lane::of_thread(group);  // anew: else addresses are computed before the products
     const uint32_t token = first + skipped + at.token();
     float* const to[2] = {scratch.logits(experts, token), scratch.logits(experts, token + 1)};
     store_gate<Shape::kN>(at, acc, bias, tokens - skipped, e, experts, to, 8 * experts);
   }
 }
 
-// Consumers: all of a block's logits.
+// Consumers: all of a token block's logits.
 template <class Dtype, class Stage>
 __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                                typename Stage::Ring& ring, uint32_t b) {
@@ -124,7 +125,7 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
   }
 }
 
-// Every warp of the team: given ids and weights to where the packets are built.
+// Every warp of the team: copies the given ids and weights to where packets are built from.
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
   const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
@@ -138,13 +139,13 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
   }
 }
 
-// Every warp of the team: the experts of the block's tokens, from their logits.
+// Every warp of the team: chooses the experts of the token block's tokens, from their logits.
 __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, Shared& s,
                                              const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
   const uint32_t tokens = c.tokens_in_block(b);
   const bool few = c.shape.experts <= kFewLanes, renormalize = args.renormalize != 0;
-  const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // choices of a warp
+  const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // tokens for which a warp chooses
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
     auto choice = [&](uint32_t t) -> TokenChoice {
       return {scratch.logits(c.shape.experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
@@ -167,7 +168,7 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
   }
 }
 
-// Fills ids and weights of the block, from the given ones or by the router. False if a logit is not finite.
+// Fills ids and weights of the token block, from the given ones or by the router. False if a logit is not finite.
 template <class Dtype>
 __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& c, Shared& s,
                                             const DispatchScratch& scratch, uint32_t b) {
@@ -208,7 +209,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
   if (!build_packets<Team>(c, b, packets)) {
-    Team::team_sync();  // the word that says so lies in the stages, and loaders may overwrite it once a warp goes on
+    Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
   }
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh

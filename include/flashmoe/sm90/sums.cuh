@@ -1,4 +1,4 @@
-// What a Returner (actors/returner.h) sums on a GPU: pieces of Reduce and of Combine, 512 bytes of a row an item.
+// What a Returner (actors/returner.h) sums on a GPU: pieces of Reduce and of Combine. An item is 512 bytes of a row.
 #pragma once
 
 #include "flashmoe/actors/returner.h"
@@ -24,13 +24,14 @@ class SumEngine {
   __device__ __forceinline__ uint32_t items(uint32_t tokens, uint32_t g) const {
     return tokens * ceil_div(group_bytes(g), SumSpan::kStep);
   }
-  // Enough for every block to have one, where that many are to be had. Loaders have no time for long ones.
+  // Pieces are so small that every block can have one, if there are so many items; and they are short, since loaders
+  // have no time for long ones.
   __device__ __forceinline__ static uint32_t items_of_reduce(uint32_t items) {
     constexpr uint32_t kMost = 16;
     return min_of(max_of(ceil_div(items, gridDim.x), 1u), kMost);
   }
-  // Two pieces for every warp of the GPU, where that many are to be had; at most what a warp loads at a time, once or a few
-  // times over.
+  // Pieces are so small that every warp of the GPU can have two, if there are so many items; and of at most what a warp
+  // loads at a time (ItemSums), once or a few times over.
   __device__ __forceinline__ static uint32_t items_of_combine(uint32_t items) {
     constexpr uint32_t kMost = 10;
     return min_of(max_of(ceil_div(items, gridDim.x * kWarps * 2), 1u), kMost);
@@ -77,7 +78,7 @@ class SumEngine {
                  .bytes = group_bytes(g),
                  .writes_all = false};
     if constexpr (!P::kPeersMapped) {
-      // Senders take it from here. In place: a lane has loaded its chunk of every slot before it stores the sum.
+      // Senders put the sum from where slot 0 was: a lane has loaded its chunk of every slot before it stores its sum.
       if (p != c_.rank) {
         span.out = c_.staged_row(p, 0, 0) + offset;
         span.out_bytes = static_cast<uint32_t>(staged[1]);

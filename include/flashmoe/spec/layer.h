@@ -1,4 +1,5 @@
-// What a layer is, for both engines: all that does not change from call to call, but for where its tensors and experts are.
+// What a layer is, for both engines: all that stays the same from call to call, except its tensors' addresses and the
+// placement of its experts.
 // Python's is flashmoe.spec.LayerSpec, field by field of the same name; csrc/bindings/codec.h reads one into the other.
 #pragma once
 
@@ -13,8 +14,8 @@ struct LayerSpec {
   uint32_t top_k = 0;            // K, experts of a token
   double capacity_factor = 0.0;  // an expert keeps ceil(factor * (T * K) / E) choices of a rank; 0: all
   ReturnMode return_mode = ReturnMode::kDirect;
-  // Element types: of x, of the rows that go to other ranks and of y; of weights and biases; of the activated rows between
-  // the two products; of an expert's weighted rows, and of a rank's sums of them, on their way home.
+  // Element types. x_type: x, dispatched rows and y. weight_type: weights and biases. intermediate_type: intermediate
+  // rows. return_type: staged rows and return rows.
   DType x_type = DType::kBFloat16, weight_type = DType::kBFloat16;
   DType intermediate_type = DType::kBFloat16, return_type = DType::kBFloat16;
   Activation activation = Activation::kSwiGlu;
@@ -55,7 +56,7 @@ constexpr void for_each_field(Layer& l, F&& f) {
   f("capacity_factor", l.capacity_factor);
 }
 
-// What all ranks of a call must agree on; the rest, in which they may differ, as by default.
+// The layer as far as all ranks of a call must agree on it. Fields in which ranks may differ have their default values.
 constexpr LayerSpec agreed_part(LayerSpec l) {
   const LayerSpec by_default;
   l.routing = by_default.routing;
@@ -67,8 +68,8 @@ constexpr LayerSpec agreed_part(LayerSpec l) {
   return l;
 }
 
-// The element type that differs from that of x, by its field's name; null if none does. There are no kernels, and no
-// products of the CPU engine, for others: this is where they would be let in.
+// The name of an element type's field that differs from x_type; null if none does. Neither engine has products of mixed
+// types so far: this is where they would be let in.
 constexpr const char* differing_type(const LayerSpec& l) {
   if (l.weight_type != l.x_type) return "weight_type";
   if (l.intermediate_type != l.x_type) return "intermediate_type";
