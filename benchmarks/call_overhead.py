@@ -155,7 +155,8 @@ def main() -> None:
         "rounds": args.rounds,
         "calls": CALLS,
         "trees": [
-            {**tree.described(), "rows": over_rounds(of_tree)} for tree, of_tree in zip(trees, rounds, strict=True)
+            {"commit": tree.commit, "package_sha256": tree.digest, "rows": over_rounds(of_tree)}
+            for tree, of_tree in zip(trees, rounds, strict=True)
         ],
     }
     show(result)
