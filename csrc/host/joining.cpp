@@ -35,7 +35,7 @@ Joining::Joining(const std::string& name, uint32_t rank, const Limits& limits, u
       deadline_(timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns),
       files_(checked_ranks(limits.ranks)),
       pages_(limits.ranks),
-      own_(name, rank, limits, bytes_) {
+      own_(name, rank, limits, bytes_, deadline_) {
   pages_[rank] = own_.take_page();
 }
 
@@ -59,7 +59,7 @@ void Joining::meet() {
   reach(ControlPage::kSawAll);
   for (uint32_t p = 0; p < limits_.ranks; ++p) check_agreement(p);
   for (uint32_t p = 0; p < limits_.ranks; ++p) {
-    if (p != rank_) pages_[p] = Mapping(files_[p].get(), bytes_);
+    if (p != rank_) pages_[p] = map_peer(name_, p, files_[p], bytes_);
   }
   files_.clear();
   own_.remove_name();
@@ -83,16 +83,16 @@ void Joining::open_peers() {
   }
 }
 
-// Opens a peer's segment, if it is there, and maps its control page: the rest may not be there yet, or be of another size.
+// Opens a peer's segment, if it is there.
 bool Joining::try_open(uint32_t p) {
-  FileDescriptor file = open_peer(name_, rank_, p);
-  if (file.get() < 0) return false;
-  pages_[p] = Mapping(file.get(), kPageBytes);
+  PeerSegment found = open_peer(name_, p);
+  if (found.file.get() < 0) return false;
+  pages_[p] = std::move(found.page);
   if (is_gone(page(p)->process) || goes_with_another(p)) {  // another may come in its place
     pages_[p] = Mapping();
     return false;
   }
-  files_[p] = std::move(file);
+  files_[p] = std::move(found.file);
   std::atomic_ref(page(rank_)->met[p]).store(page(p)->attempt, std::memory_order_relaxed);
   std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
   // Whom to wait for depends on this; everything else can be compared when all are there.
@@ -159,8 +159,9 @@ void Joining::check_peer(uint32_t q) {
   if (reached == ControlPage::kFailed) {
     check_agreement(q);
     const Kind kind = page(q)->failure_kind;
-    if (kind == Kind::kPeerTimeout || kind == Kind::kGroup) throw Error(kind, page(q)->failure);
-    throw error(Kind::kGroup, concat(": rank ", q, " failed to join: ", page(q)->failure));
+    const std::string why = text_of_another(page(q)->failure, sizeof(ControlPage::failure));
+    if (kind == Kind::kPeerTimeout || kind == Kind::kGroup) throw Error(kind, why);
+    throw error(Kind::kGroup, concat(": rank ", q, " failed to join: ", why));
   }
   if (reached < ControlPage::kJoined && looks_ % kRarely == 0 && is_gone(page(q)->process)) {
     throw error(Kind::kPeerTimeout, concat(": rank ", q, " did not finish joining: ", obituary_of(page(q)->process),
