@@ -30,7 +30,9 @@ struct ControlPage {
   Process process;
   uint64_t bytes;  // of the segment
   Limits limits;
-  Error::Kind failure_kind;  // of kFailed
+  // Of kFailed. The time is that at which the cause arose (monotonic_ns()), here or with the rank that this one heard of it from.
+  uint64_t cause_ns;
+  Error::Kind failure_kind;
   char failure[512];
   // A rank that gives up may come back at once, or be started again, and meet the others while they still join with what it
   // was before. So each attempt to join has a number, and says with which of each peer's it goes, once it has met it.
