@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "host/joining.h"
+#include "host/leftovers.h"
 
 namespace flashmoe::host {
 namespace {
@@ -33,6 +34,7 @@ class LocalGroup final : public Group {
 
 std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
                                           uint64_t heap_bytes, uint64_t timeout_ns) {
+  remove_leftovers();
   return std::make_unique<ProcessGroup>(Joining(name, rank, limits, heap_bytes, timeout_ns).join());
 }
 

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdio>
 #include <thread>
+#include <utility>
 
 #include "host/agreement.h"
 #include "host/clock.h"
@@ -32,10 +33,12 @@ Joining::Joining(const std::string& name, uint32_t rank, const Limits& limits, u
       limits_(limits),
       bytes_(kPageBytes + heap_bytes),
       timeout_ns_(timeout_ns),
-      deadline_(timeout_ns == 0 ? UINT64_MAX : monotonic_ns() + timeout_ns),
+      began_ns_(monotonic_ns()),
+      deadline_(timeout_ns == 0 ? UINT64_MAX : began_ns_ + timeout_ns),
       files_(checked_ranks(limits.ranks)),
       pages_(limits.ranks),
-      own_(name, rank, limits, bytes_) {
+      own_(name, rank, limits, bytes_, deadline_),
+      counted_(limits.ranks) {
   pages_[rank] = own_.take_page();
 }
 
@@ -59,7 +62,7 @@ void Joining::meet() {
   reach(ControlPage::kSawAll);
   for (uint32_t p = 0; p < limits_.ranks; ++p) check_agreement(p);
   for (uint32_t p = 0; p < limits_.ranks; ++p) {
-    if (p != rank_) pages_[p] = Mapping(files_[p].get(), bytes_);
+    if (p != rank_) pages_[p] = map_peer(name_, p, files_[p], bytes_);
   }
   files_.clear();
   own_.remove_name();
@@ -78,25 +81,34 @@ void Joining::open_peers() {
     for (uint32_t p = limits_.ranks; p-- > 0;) {
       if (p != rank_ && page(p) == nullptr && !try_open(p)) missing = p;
     }
+    if (missing == limits_.ranks) missing = in_another_round();
     if (missing == limits_.ranks) return;
     pause(missing, "did not join");
   }
 }
 
-// Opens a peer's segment, if it is there, and maps its control page: the rest may not be there yet, or be of another size.
+// Opens a peer's segment, if it is there.
 bool Joining::try_open(uint32_t p) {
-  FileDescriptor file = open_peer(name_, rank_, p);
-  if (file.get() < 0) return false;
-  pages_[p] = Mapping(file.get(), kPageBytes);
+  PeerSegment found = open_peer(name_, p);
+  if (found.file.get() < 0) return false;
+  pages_[p] = std::move(found.page);
+  const uint64_t attempt = page(p)->attempt;
   if (is_gone(page(p)->process) || goes_with_another(p)) {  // another may come in its place
     pages_[p] = Mapping();
     return false;
   }
-  files_[p] = std::move(file);
-  std::atomic_ref(page(rank_)->met[p]).store(page(p)->attempt, std::memory_order_relaxed);
-  std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
+  if (std::exchange(counted_[p], attempt) != attempt) {
+    std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
+  }
   // Whom to wait for depends on this; everything else can be compared when all are there.
   if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
+  if (failed_before(p)) {
+    check_agreement(p);
+    pages_[p] = Mapping();
+    return false;
+  }
+  files_[p] = std::move(found.file);
+  std::atomic_ref(page(rank_)->met[p]).store(attempt);
   return true;
 }
 
@@ -105,6 +117,25 @@ bool Joining::try_open(uint32_t p) {
 bool Joining::goes_with_another(uint32_t p) const {
   const uint64_t met = std::atomic_ref(page(p)->met[rank_]).load(std::memory_order_relaxed);
   return met != 0 && met != page(rank_)->attempt;
+}
+
+// Whether a peer has given up because of what arose before this attempt began: it was of the attempts before. Were each to end
+// those that it meets, ranks that all try again would hear of one failure from one another for ever.
+bool Joining::failed_before(uint32_t p) const {
+  return state(p) == ControlPage::kFailed && page(p)->cause_ns < began_ns_;
+}
+
+// A rank that goes with another attempt of some rank than this one does; none: their number. One of these two attempts has
+// failed, and whoever goes on with it fails too, although all could meet anew. (Who has gone on waits for all whom it has met.)
+uint32_t Joining::in_another_round() const {
+  for (uint32_t p = 0; p < limits_.ranks; ++p) {
+    for (uint32_t q = 0; q < limits_.ranks; ++q) {
+      // Sequentially consistent, like the store in try_open(): of two that look at once, one sees what the other has met.
+      const uint64_t met = p == q ? 0 : std::atomic_ref(page(p)->met[q]).load();
+      if (met != 0 && met != page(q)->attempt) return p;
+    }
+  }
+  return limits_.ranks;
 }
 
 void Joining::forget(uint32_t p) {
@@ -153,14 +184,18 @@ void Joining::pause(uint32_t p, const char* what) {
 void Joining::check_peer(uint32_t q) {
   if (goes_with_another(q)) {
     if (state(rank_) < ControlPage::kSawAll) return forget(q);
+    cause_ns_ = began_ns_;
     throw error(Kind::kGroup, concat(": rank ", q, " joins with an attempt of rank ", rank_, " before this one"));
   }
   const uint32_t reached = state(q);
   if (reached == ControlPage::kFailed) {
     check_agreement(q);
+    if (failed_before(q) && state(rank_) < ControlPage::kSawAll) return forget(q);
+    cause_ns_ = page(q)->cause_ns;
     const Kind kind = page(q)->failure_kind;
-    if (kind == Kind::kPeerTimeout || kind == Kind::kGroup) throw Error(kind, page(q)->failure);
-    throw error(Kind::kGroup, concat(": rank ", q, " failed to join: ", page(q)->failure));
+    const std::string why = text_of_another(page(q)->failure, sizeof(ControlPage::failure));
+    if (kind == Kind::kPeerTimeout || kind == Kind::kGroup) throw Error(kind, why);
+    throw error(Kind::kGroup, concat(": rank ", q, " failed to join: ", why));
   }
   if (reached < ControlPage::kJoined && looks_ % kRarely == 0 && is_gone(page(q)->process)) {
     throw error(Kind::kPeerTimeout, concat(": rank ", q, " did not finish joining: ", obituary_of(page(q)->process),
@@ -172,6 +207,7 @@ void Joining::check_peer(uint32_t q) {
 
 // Tells the peers that this rank gives up, and why, and cleans up.
 void Joining::leave(Kind kind, const char* why) {
+  page(rank_)->cause_ns = cause_ns_ != 0 ? cause_ns_ : monotonic_ns();
   page(rank_)->failure_kind = kind;
   std::snprintf(page(rank_)->failure, sizeof(ControlPage::failure), "%s", why);
   set_state(ControlPage::kFailed);

@@ -28,6 +28,8 @@ class Joining {
   void open_peers();
   bool try_open(uint32_t p);
   bool goes_with_another(uint32_t p) const;
+  uint32_t in_another_round() const;
+  bool failed_before(uint32_t p) const;
   void forget(uint32_t p);
   void check_agreement(uint32_t p);
   void reach(ControlPage::State s);
@@ -40,11 +42,13 @@ class Joining {
   const std::string name_;
   const uint32_t rank_;
   const Limits limits_;
-  const uint64_t bytes_, timeout_ns_, deadline_;
+  const uint64_t bytes_, timeout_ns_, began_ns_, deadline_;
   std::vector<FileDescriptor> files_;  // the peers', until their heaps are mapped
   std::vector<Mapping> pages_;         // segments, as yet their control pages alone
   OwnSegment own_;
-  bool disagrees_ = false;  // with a peer, by its limits
+  std::vector<uint64_t> counted_;  // the peers' attempts that know that this rank has opened them
+  uint64_t cause_ns_ = 0;          // when that arose for which this rank fails, if a peer told it; 0: it arises here
+  bool disagrees_ = false;         // with a peer, by its limits
   uint32_t looks_ = 0;
 };
 

@@ -6,6 +6,9 @@
 
 #include <cerrno>
 #include <fstream>
+#include <optional>
+#include <sstream>
+#include <string>
 
 #include "host/text.h"
 
@@ -18,23 +21,43 @@ uint64_t own_pid_space() {
   return stat("/proc/self/ns/pid", &space) == 0 ? space.st_ino : 0;
 }
 
+// What /proc says of a process; nothing where it cannot be read.
+struct Seen {
+  char state;
+  uint64_t started;
+};
+std::optional<Seen> look_at(pid_t pid) {
+  std::ifstream stat(concat("/proc/", pid, "/stat"));
+  std::string line;
+  std::getline(stat, line);
+  // Behind the parenthesised name, which may be anything: the state, and 19 words later the time.
+  const size_t end = line.rfind(')');
+  if (end == std::string::npos) return {};
+  std::istringstream words(line.substr(end + 1));
+  Seen seen;
+  words >> seen.state;
+  std::string skipped;
+  for (int i = 0; i < 18; ++i) words >> skipped;
+  words >> seen.started;
+  return words ? std::optional(seen) : std::nullopt;
+}
+
 }  // namespace
 
 Process this_process() {
-  return {getpid(), own_pid_space()};
+  const std::optional<Seen> seen = look_at(getpid());
+  return {getpid(), own_pid_space(), seen ? seen->started : 0};
 }
 
 bool is_gone(const Process& process) {
   const pid_t pid = process.pid;
-  if (process.pid_space == 0 || process.pid_space != own_pid_space()) return false;
+  if (pid <= 0 || process.pid_space == 0 || process.pid_space != own_pid_space()) return false;
   if (kill(pid, 0) != 0 && errno == ESRCH) return true;
-  // A process that has ended, but whose parent has not asked for its exit status (a zombie), still answers kill. Its state is
-  // the letter behind the parenthesised name in /proc.
-  std::ifstream stat(concat("/proc/", pid, "/stat"));
-  std::string line;
-  std::getline(stat, line);
-  const size_t end = line.rfind(')');
-  return end != std::string::npos && end + 2 < line.size() && line[end + 2] == 'Z';
+  const std::optional<Seen> seen = look_at(pid);
+  if (!seen) return false;
+  // One that has ended, but whose parent has not asked for its exit status (a zombie), still answers kill; and so does another
+  // that has its number now.
+  return seen->state == 'Z' || (process.started != 0 && seen->started != process.started);
 }
 
 std::string obituary_of(const Process& process) {

@@ -10,6 +10,7 @@ namespace flashmoe::host {
 struct Process {
   int32_t pid;
   uint64_t pid_space;  // in which the pid means something; 0: unknown
+  uint64_t started;    // when, in ticks of the system's clock: numbers are given again; 0: unknown
 };
 
 Process this_process();

@@ -1,16 +1,19 @@
 #include "host/segment.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 
+#include "host/leftovers.h"
+#include "host/own_file.h"
+#include "host/resource_limit.h"
 #include "host/text.h"
 
 namespace flashmoe::host {
@@ -18,16 +21,22 @@ namespace {
 
 using Kind = Error::Kind;
 
-constexpr const char* kFolder = "/dev/shm/";
-
 std::string segment_path(const std::string& group, uint32_t rank) {
-  return concat(kFolder, "flashmoe-", group, "-", rank);
+  return concat(kSharedMemory, kNamePrefix, group, "-", rank);
 }
 
-// Removes a file.
-struct Unlink {
-  const std::string& path;
-  ~Unlink() { unlink(path.c_str()); }
+// A file's first name, taken away unless it has got its own meanwhile.
+struct TemporaryName {
+  std::string path;
+  ~TemporaryName() {
+    if (!path.empty()) unlink(path.c_str());
+  }
+  // Fails with EEXIST where there is such a name. A file has one name at any moment: see own_file.h.
+  int rename_to(const std::string& name) {
+    if (renameat2(AT_FDCWD, path.c_str(), AT_FDCWD, name.c_str(), RENAME_NOREPLACE) != 0) return errno;
+    path.clear();
+    return 0;
+  }
 };
 
 // Not 0, and hardly ever the same twice.
@@ -36,18 +45,19 @@ uint64_t new_attempt() {
   return (uint64_t{random()} << 32 | random()) | 1;
 }
 
-FileDescriptor open_segment(const std::string& path) {
-  return FileDescriptor(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
-}
-
-bool has_page(const FileDescriptor& file) {
+uint64_t size_of(const FileDescriptor& file) {
   struct stat info;
-  return file.get() >= 0 && fstat(file.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) >= kPageBytes;
+  return fstat(file.get(), &info) == 0 ? static_cast<uint64_t>(info.st_size) : 0;
 }
 
 // Takes the memory of the first `bytes` of the segment now: a file system that fills up later would kill the process at a
 // store. The message names all that is needed.
 void reserve(int fd, uint64_t bytes, uint64_t segment_bytes) {
+  // Not tried: beyond this limit the system sends a signal, which ends a process that does not expect it.
+  if (const uint64_t most = limit_of(RLIMIT_FSIZE); segment_bytes > most) {
+    throw Error(Kind::kHeap, concat("heap: expected files of ", segment_bytes, " bytes to be allowed, got a limit of ",
+                                    most, " (RLIMIT_FSIZE; see ulimit -f)"));
+  }
   struct stat file;
   struct statvfs fs;
   const bool known = fstat(fd, &file) == 0 && fstatvfs(fd, &fs) == 0;
@@ -62,30 +72,18 @@ void reserve(int fd, uint64_t bytes, uint64_t segment_bytes) {
   if (failed != 0) refuse(std::strerror(failed));
 }
 
-// Removes the name that a process which was killed while it joined has left behind; whether the name is free. Two may try at
-// once: the second waits for the first's lock, and must then not remove what a living process has been named meanwhile.
-bool remove_name_of_the_dead(const std::string& path) {
-  const FileDescriptor file = open_segment(path);
-  if (file.get() < 0) return errno == ENOENT;
-  if (!has_page(file) || flock(file.get(), LOCK_EX) != 0) return false;
-  struct stat opened, named;
-  if (fstat(file.get(), &opened) != 0) return false;
-  if (stat(path.c_str(), &named) != 0) return errno == ENOENT;
-  if (opened.st_ino != named.st_ino) return false;
-  const Mapping found(file.get(), kPageBytes);
-  return is_gone(page_of(found)->process) && unlink(path.c_str()) == 0;
-}
-
 }  // namespace
 
-OwnSegment::OwnSegment(const std::string& group, uint32_t rank, const Limits& limits, uint64_t bytes)
+OwnSegment::OwnSegment(const std::string& group, uint32_t rank, const Limits& limits, uint64_t bytes,
+                       uint64_t deadline_ns)
     : path_(segment_path(group, rank)), bytes_(bytes) {
-  std::string unnamed = concat(kFolder, ".flashmoe-", group, "-", rank, ".XXXXXX");
-  file_ = FileDescriptor(mkostemp(unnamed.data(), O_CLOEXEC));
+  TemporaryName temporary{concat(kSharedMemory, kTemporaryPrefix, group, "-", rank, ".XXXXXX")};
+  file_ = FileDescriptor(mkostemp(temporary.path.data(), O_CLOEXEC));  // mode 0600
   if (file_.get() < 0) {
-    throw Error(Kind::kHeap, concat("heap: cannot create shared memory ", path_, ": ", std::strerror(errno)));
+    const int failed = errno;
+    temporary.path.clear();
+    throw Error(Kind::kHeap, concat("heap: cannot create shared memory ", path_, ": ", std::strerror(failed)));
   }
-  const Unlink unlink_it{unnamed};
   reserve(file_.get(), kPageBytes, bytes_);
   page_ = Mapping(file_.get(), kPageBytes);
   ControlPage* own = page_of(page_);
@@ -93,9 +91,9 @@ OwnSegment::OwnSegment(const std::string& group, uint32_t rank, const Limits& li
   own->bytes = bytes_;
   own->limits = limits;
   own->attempt = new_attempt();
-  auto give_name = [&] { return link(unnamed.c_str(), path_.c_str()) == 0 ? 0 : errno; };
-  int failed = give_name();
-  if (failed == EEXIST && remove_name_of_the_dead(path_)) failed = give_name();
+  std::atomic_ref(own->magic).store(ControlPage::kMagic, std::memory_order_release);  // the rest is there
+  int failed = temporary.rename_to(path_);
+  if (failed == EEXIST && remove_name_of_the_dead(path_, deadline_ns)) failed = temporary.rename_to(path_);
   if (failed == EEXIST) {
     throw Error(Kind::kGroup,
                 concat("rank: group '", group, "' already has a rank ", rank, " (shared memory ", path_, " exists)"));
@@ -116,18 +114,39 @@ void OwnSegment::remove_name() {
   named_ = false;
 }
 
-FileDescriptor open_peer(const std::string& group, uint32_t rank, uint32_t peer) {
+PeerSegment open_peer(const std::string& group, uint32_t peer) {
   const std::string path = segment_path(group, peer);
-  FileDescriptor file = open_segment(path);
-  if (file.get() < 0 && errno != ENOENT) {
-    throw Error(Kind::kGroup, concat("group '", group, "': rank ", rank, " cannot open rank ", peer,
-                                     "'s shared memory ", path, ": ", std::strerror(errno)));
+  PeerSegment found{open_own_file(path), {}};
+  if (found.file.get() < 0) return found;
+  auto refuse = [&](const auto&... got) {
+    throw Error(Kind::kGroup,
+                concat("shared memory ", path, ": expected that of a rank of this version, got ", got...));
+  };
+  if (const uint64_t bytes = size_of(found.file); bytes < kPageBytes)
+    refuse(bytes, " of at least ", kPageBytes, " bytes");
+  found.page = Mapping(found.file.get(), kPageBytes);
+  const ControlPage* page = page_of(found.page);
+  if (page->magic != ControlPage::kMagic) refuse("a file that begins otherwise");
+  if (page->limits.ranks > ControlPage::kMostRanks) refuse("a group of ", page->limits.ranks, " ranks");
+  return found;
+}
+
+Mapping map_peer(const std::string& group, uint32_t peer, const FileDescriptor& file, uint64_t bytes) {
+  if (const uint64_t got = size_of(file); got < bytes) {
+    throw Error(Kind::kGroup,
+                concat("shared memory ", segment_path(group, peer), ": expected ", bytes, " bytes, got ", got));
   }
-  return has_page(file) ? std::move(file) : FileDescriptor();
+  return {file.get(), bytes};
 }
 
 void remove_names_of_the_dead(const std::string& group, uint32_t ranks) {
-  for (uint32_t p = 0; p < ranks; ++p) remove_name_of_the_dead(segment_path(group, p));
+  for (uint32_t p = 0; p < ranks; ++p) {
+    try {
+      remove_name_of_the_dead(segment_path(group, p), 0);
+    } catch (const Error&) {
+      // Another user's, or locked: of no concern to a rank that leaves.
+    }
+  }
 }
 
 }  // namespace flashmoe::host

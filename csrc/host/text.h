@@ -1,4 +1,4 @@
-// Messages from parts. (std::format would do; the oldest supported compilers lack it.)
+// Messages from parts (std::format would do; the oldest supported compilers lack it), and what others have written.
 #pragma once
 
 #include <sstream>
@@ -12,5 +12,9 @@ std::string concat(const Parts&... parts) {
   (out << ... << parts);
   return out.str();
 }
+
+// A text in memory that another process may write at any time: its first characters, at most `bytes` bytes of them, up to a
+// NUL. What is not UTF-8 becomes '?': a message that is none cannot be made a string of Python's.
+std::string text_of_another(const char* text, size_t bytes);
 
 }  // namespace flashmoe::host

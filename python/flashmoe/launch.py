@@ -354,7 +354,9 @@ def _remove_segments(name: str) -> None:
     """Free what ranks that died while they made the group `name` left in shared memory."""
     for pattern in (f"flashmoe-{name}-*", f".flashmoe-{name}-*"):  # named, and not yet (csrc/host/segment.cpp)
         for segment in Path("/dev/shm").glob(pattern):
-            segment.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if segment.lstat().st_uid == os.geteuid():  # every user may make files there
+                    segment.unlink()
 
 
 @contextmanager

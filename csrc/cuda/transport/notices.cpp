@@ -38,7 +38,8 @@ void Notices::await(uint32_t p, Notice::Stage stage) const {
   auto reached = [&] { return std::atomic_ref(of(p).stage).load(std::memory_order_acquire); };
   for (uint32_t looks = 1; reached() < stage; ++looks) {
     if (std::atomic_ref(of(p).failed).load(std::memory_order_acquire) != 0 && reached() < stage) {
-      throw Error(Error::Kind::kGroup, concat("group '", name_, "': rank ", p, " did not join: ", of(p).failure));
+      throw Error(Error::Kind::kGroup, concat("group '", name_, "': rank ", p, " did not join: ",
+                                              host::text_of_another(of(p).failure, sizeof(Notice::failure))));
     }
     if (looks % kRarely == 0) host::check_interrupt();
     const std::string gone = obituary(p);

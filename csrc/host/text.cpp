@@ -1,0 +1,42 @@
+#include "host/text.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace flashmoe::host {
+namespace {
+
+// Bytes of the character of UTF-8 that `s` begins with, as RFC 3629 has them; 0: it begins with none.
+size_t character(const std::string& s, size_t at) {
+  auto byte = [&](size_t i) { return at + i < s.size() ? static_cast<uint8_t>(s[at + i]) : uint8_t{0}; };
+  const uint8_t first = byte(0);
+  if (first < 0x80) return 1;
+  const size_t length = first >= 0xC2 && first <= 0xDF   ? 2
+                        : (first & 0xF0) == 0xE0         ? 3
+                        : first >= 0xF0 && first <= 0xF4 ? 4
+                                                         : 0;
+  for (size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xC0) != 0x80) return 0;
+  }
+  const uint8_t second = byte(1);
+  const bool overlong = (first == 0xE0 && second < 0xA0) || (first == 0xF0 && second < 0x90);
+  const bool no_character = (first == 0xED && second > 0x9F) || (first == 0xF4 && second > 0x8F);
+  return overlong || no_character ? 0 : length;
+}
+
+}  // namespace
+
+std::string text_of_another(const char* text, size_t bytes) {
+  std::string copy(text, bytes);  // looked at once it cannot change any more
+  copy.resize(std::min(copy.find('\0'), copy.size()));
+  std::string valid;
+  for (size_t at = 0; at < copy.size();) {
+    const size_t length = character(copy, at);
+    valid += length == 0 ? "?" : copy.substr(at, length);
+    at += std::max(length, size_t{1});
+  }
+  return valid;
+}
+
+}  // namespace flashmoe::host
