@@ -135,7 +135,9 @@ class CpuEngine(Engine):
         """Whether T, of which `_key` says nothing, is as it must be."""
         tokens = tensors.x.shape[0]
         given = (tensors.topk_ids, tensors.topk_weights)
-        return tokens <= self.room.limits["max_tokens"] and all(each is None or each.shape[0] == tokens for each in given)
+        return tokens <= self.room.limits["max_tokens"] and all(
+            each is None or each.shape[0] == tokens for each in given
+        )
 
     def _expert_ids(self, ids: Any, experts: int) -> Any:
         """Given ids as the engine takes them, int32; -1 for what does not fit. A rank alone is told here of what is no
