@@ -40,7 +40,8 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
   call_.rank = rank;
   call_.ranks = limits.ranks;
   call_.processors = limits.processors;
-  call_.timeout_ns = timeout_ns;
+  // A rank alone waits for nobody but its own threads, which come to an end however long a task takes them.
+  call_.timeout_ns = limits.ranks == 1 ? 0 : timeout_ns;
   call_.heaps = group_->heaps();
   call_.heap_layout = make_heap_layout(limits);
   call_.max_blocks = limits.max_blocks();
