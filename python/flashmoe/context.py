@@ -144,8 +144,8 @@ class Context:
     FlashMoEError
         There is no CUDA driver.
     GroupError
-        The ranks disagree on the limits, a rank number is taken twice or by another user, or another rank did not get its
-        memory.
+        The ranks disagree on the limits, a rank number is taken twice or by another user, or another rank did not get
+        its memory.
     PeerTimeout
         A rank did not join in time.
     """
