@@ -17,7 +17,7 @@ pip-install = $(BIN)/python -m pip install --disable-pip-version-check $(1) >$(V
 # Seconds; a single test that takes longer is stuck.
 TEST_TIMEOUT ?= 300
 
-CPP_FILES = $(shell find include csrc tests/cpp -type f \
+CPP_FILES = $(shell find include csrc benchmarks tests/cpp -type f \
               \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
 
 # What the installed package is made of; a change in any of them reinstalls it.
@@ -57,6 +57,12 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@$(call pip-install,$(call extra,dev))
 	@touch $@
 
+# Two releases beside each other, so not in site-packages; which, that file says.
+$(VENV)/.nvshmem: tools/nvshmem_headers.py | $(BIN)/python
+	@echo "==> fetching NVSHMEM's headers (240 MB of packages, of which 3 MB are kept)"
+	@$(BIN)/python tools/nvshmem_headers.py
+	@touch $@
+
 compiler:
 	@for cxx in $${CXX:-c++} g++ clang++; do command -v $$cxx >/dev/null && exit 0; done; \
 	echo "flashmoe needs a C++20 compiler (GCC 12 or newer): none found. Install one," \
@@ -83,14 +89,16 @@ test-cpp: $(VENV)/.package $(VENV)/.test compiler
 	$(call cpp-tests,build-tsan,thread)
 	$(call cpp-tests,build-asan,address)
 
-test-cuda-build: $(VENV)/.test
+test-cuda-build: $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py
 
-test-python: $(VENV)/.package $(VENV)/.test spin
+test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
+# What passed on which machine is left in this folder; tests/test_evidence.py says when it is of other sources.
+test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
 test-gpu: $(VENV)/.package $(VENV)/.test
 	@$(BIN)/python -m pytest -m gpu --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 

@@ -128,7 +128,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   limits.intermediate = p.intermediate;
   limits.experts = limits.max_local_experts = p.experts;
   limits.top_k = limits.return_slots = p.top_k;
-  limits.x_bytes = limits.hidden_bytes = limits.return_bytes = 4;
+  limits.x_bytes = limits.intermediate_bytes = limits.return_bytes = 4;
   limits.processors = processors;
   Context context(host::make_single_rank_group(make_heap_layout(limits).bytes), 0, limits, 30'000'000'000);
 
@@ -139,7 +139,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   layer.spec.experts = p.experts;
   layer.spec.top_k = p.top_k;
   layer.spec.x_type = layer.spec.weight_type = DType::kFloat32;
-  layer.spec.hidden_type = layer.spec.return_type = DType::kFloat32;
+  layer.spec.intermediate_type = layer.spec.return_type = DType::kFloat32;
   layer.x = p.x.data();
   layer.router = p.router.data();
   layer.gate_up = p.gate_up.data();

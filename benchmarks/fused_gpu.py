@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import statistics
+from contextlib import closing
 
-import flashmoe
 import torch
 from floors import ceilings, floor_call
 from harness import (
     QUERY,
     SHAPES,
+    LoneLayer,
+    beside_floor,
     commit_option,
     described,
     flops,
     gpu_operations,
+    in_turn,
     milliseconds,
     nvidia_smi,
     reference,
@@ -37,57 +39,24 @@ DEFAULT = tuple(name for name in SHAPES if name not in ("paper-E16", "paper-E32"
 
 def measure(name: str, tokens: int, repeats: int) -> dict:
     hidden, inner, experts, top_k, activation, _ = SHAPES[name]
-    gated = activation == "swiglu"
-    torch.manual_seed(tokens)
-    make = {"device": "cuda", "dtype": torch.bfloat16}
-    router = torch.randn(experts, hidden, **make) * 0.02
-    w1 = torch.randn(experts, (2 if gated else 1) * inner, hidden, **make) * 0.02
-    w2 = torch.randn(experts, hidden, inner, **make) * 0.02
-    xs = [torch.randn(tokens, hidden, **make) for _ in range(4)]
-    with flashmoe.Context(
-        engine="cuda",
-        max_tokens=tokens,
-        hidden=hidden,
-        intermediate=inner,
-        experts=experts,
-        top_k=top_k,
-        dtype="bfloat16",
-        return_mode="direct",
-        profile={},
-    ) as ctx:
-
-        def layer(i: int) -> torch.Tensor:
-            return flashmoe.moe(ctx, xs[i % 4], w1, w2, router=router, top_k=top_k, activation=activation)
-
+    with closing(LoneLayer(name, tokens)) as layer:
         y = layer(0)
-        ctx.synchronize()
+        layer.context.synchronize()
         sample = torch.randperm(tokens, device="cuda")[:8]
-        expected = reference(xs[0][sample], router, w1, w2, top_k, gated, range(experts))
+        router, w1, w2 = layer.router, layer.w1, layer.w2
+        expected = reference(layer.xs[0][sample], router, w1, w2, top_k, activation == "swiglu", range(experts))
         error = ((y[sample].double() - expected).norm() / expected.norm()).item()
         bare = floor_call(tokens * top_k, hidden, inner, experts, w1, w2)
-        timed = {(what, busy): [] for what in ("fused", "floor") for busy in (True, False)}
-        for _ in range(4):  # in turn, so that both see the same clocks
-            for busy in (True, False):
-                timed["fused", busy] += milliseconds(layer, repeats // 4, busy)
-                timed["floor", busy] += milliseconds(bare, repeats // 4, busy)
-        ctx.synchronize()
+        timed = in_turn(milliseconds, {"fused": layer, "floor": bare}, repeats)
+        layer.context.synchronize()
         operations = gpu_operations(layer) / 10
-    median = {key: statistics.median(times) for key, times in timed.items()}
-    fused, floor = median["fused", True], median["floor", True]
     touched = min(experts, tokens * top_k)
     if tokens * top_k < 8 * experts:
         touched = experts * (1 - (1 - top_k / experts) ** tokens)
+    row = {"shape": name, "tokens": tokens, **beside_floor(timed)}
+    fused = row["fused_ms"]
     return {
-        "shape": name,
-        "tokens": tokens,
-        "fused_ms": fused,
-        "fused_min_max": [min(timed["fused", True]), max(timed["fused", True])],
-        "floor_ms": floor,
-        "floor_min_max": [min(timed["floor", True]), max(timed["floor", True])],
-        "ratio": fused / floor,
-        "plain_fused_ms": median["fused", False],
-        "plain_floor_ms": median["floor", False],
-        "plain_ratio": median["fused", False] / median["floor", False],
+        **row,
         "tflops": flops(name, tokens) / fused * 1e-9,
         "weight_tb_s": touched * (w1[0].numel() + w2[0].numel()) * 2 / fused * 1e-9,
         "gpu_operations_per_call": operations,

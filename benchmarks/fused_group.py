@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import pathlib
-import statistics
 
 import flashmoe
 import torch
@@ -26,11 +25,13 @@ from floors import floor_call
 from harness import (
     QUERY,
     SHAPES,
+    beside_floor,
     commit_option,
     described,
     flops,
     gpu_operations,
     group_milliseconds,
+    in_turn,
     join,
     nvidia_smi,
     profile_of,
@@ -68,33 +69,18 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
         ctx.synchronize()
         error = check(xs[0], y, router, own, w1, w2, top_k, gated)
         bare = floor_call(tokens * top_k, hidden, inner, len(own), w1, w2)
-        timed = {(what, busy): [] for what in ("fused", "floor") for busy in (True, False)}
-        for _ in range(4):  # in turn, so that both see the same clocks
-            for busy in (True, False):
-                timed["fused", busy] += group_milliseconds(layer, repeats // 4, busy)
-                timed["floor", busy] += group_milliseconds(bare, repeats // 4, busy)
+        timed = in_turn(group_milliseconds, {"fused": layer, "floor": bare}, repeats)
         ctx.synchronize()
         dist.barrier()
         operations = gpu_operations(layer) / 10
         returned = ctx.last_call.return_mode
         dist.barrier()  # a rank that closes its context must not be awaited in another's call
-    median = {key: statistics.median(times) for key, times in timed.items()}
+    row = {"shape": name, "tokens": tokens, "ranks": ranks, "return_mode": returned, "profile": profile}
+    row |= beside_floor(timed)
     return {
-        "shape": name,
-        "tokens": tokens,
-        "ranks": ranks,
-        "return_mode": returned,
-        "profile": profile,
-        "fused_ms": median["fused", True],
-        "fused_min_max": [min(timed["fused", True]), max(timed["fused", True])],
-        "floor_ms": median["floor", True],
-        "floor_min_max": [min(timed["floor", True]), max(timed["floor", True])],
-        "ratio": median["fused", True] / median["floor", True],
-        "plain_fused_ms": median["fused", False],
-        "plain_floor_ms": median["floor", False],
-        "plain_ratio": median["fused", False] / median["floor", False],
-        "tflops": flops(name, tokens) / median["fused", True] * 1e-9,
-        "mtokens_per_s": tokens / median["fused", True] * 1e-3,
+        **row,
+        "tflops": flops(name, tokens) / row["fused_ms"] * 1e-9,
+        "mtokens_per_s": tokens / row["fused_ms"] * 1e-3,
         "gpu_operations_per_call": operations,
         "error": error,
     }

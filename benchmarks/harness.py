@@ -8,12 +8,14 @@ for each machine; an earlier run that docs/ cite has its commit behind the name.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
 import pathlib
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -65,6 +67,16 @@ def output(*command: str) -> str:
 def head() -> str:
     """The commit that is checked out; empty where git does not know."""
     return output("git", "rev-parse", "HEAD")
+
+
+def digest_of(root: pathlib.Path, *folders: str) -> str:
+    """Of all files in these folders of `root`, and of their names; not of what Python has compiled."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def nvidia_smi(query: str = QUERY) -> str:
@@ -128,6 +140,73 @@ def span(call: Callable[[int], Any], i: int, busy: bool) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+def in_turn(
+    timer: Callable[[Callable[[int], Any], int, bool], list[float]],
+    calls: dict[str, Callable[[int], Any]],
+    repeats: int,
+) -> dict[tuple[str, bool], list[float]]:
+    """Milliseconds of each call by `timer`, by its name and whether the GPU was kept busy: in four turns, so that all
+    see the same clocks."""
+    timed: dict[tuple[str, bool], list[float]] = {(name, busy): [] for name in calls for busy in (True, False)}
+    for _ in range(4):
+        for busy in (True, False):
+            for name, call in calls.items():
+                timed[name, busy] += timer(call, repeats // 4, busy)
+    return timed
+
+
+def beside_floor(timed: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:
+    """The part of a row that says how long a layer, "fused", and its "floor" took `in_turn`."""
+    median = {key: statistics.median(times) for key, times in timed.items()}
+    row: dict[str, Any] = {}
+    for name in ("fused", "floor"):
+        row[f"{name}_ms"] = median[name, True]
+        row[f"{name}_min_max"] = [min(timed[name, True]), max(timed[name, True])]
+    row["ratio"] = median["fused", True] / median["floor", True]
+    row |= {f"plain_{name}_ms": median[name, False] for name in ("fused", "floor")}
+    row["plain_ratio"] = median["fused", False] / median["floor", False]
+    return row
+
+
+class LoneLayer:
+    """A layer of random weights on one GPU, in bf16, its context, of the built-in order, and its calls by number."""
+
+    def __init__(self, name: str, tokens: int) -> None:
+        import flashmoe
+        import torch
+
+        hidden, inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
+        torch.manual_seed(tokens)
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        self.router = torch.randn(self.experts, hidden, **make) * 0.02
+        rows = inner * (2 if self.activation == "swiglu" else 1)
+        self.w1 = torch.randn(self.experts, rows, hidden, **make) * 0.02
+        self.w2 = torch.randn(self.experts, hidden, inner, **make) * 0.02
+        self.xs = [torch.randn(tokens, hidden, **make) for _ in range(4)]
+        torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
+        self.context = flashmoe.Context(
+            engine="cuda",
+            max_tokens=tokens,
+            hidden=hidden,
+            intermediate=inner,
+            experts=self.experts,
+            top_k=self.top_k,
+            dtype="bfloat16",
+            return_mode="direct",
+            profile={},
+        )
+        self.moe = functools.partial(
+            flashmoe.moe, self.context, router=self.router, top_k=self.top_k, activation=self.activation
+        )
+
+    def __call__(self, i: int) -> torch.Tensor:
+        return self.moe(self.xs[i % 4], self.w1, self.w2)
+
+    def close(self) -> None:
+        self.context.synchronize()
+        self.context.close()
 
 
 def gpu_operations(call: Callable[[int], Any], calls: int = 10) -> int:
@@ -289,12 +368,7 @@ class Tree:
         package = folder / "flashmoe"
         if not (package / "__init__.py").is_file():
             raise SystemExit(f"--trees: expected a folder that holds flashmoe/__init__.py, got {folder}")
-        digest = hashlib.sha256()
-        for path in sorted(package.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                content = path.read_bytes()
-                digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
-        return cls(folder, commit, digest.hexdigest()[:16])
+        return cls(folder, commit, digest_of(package, "."))
 
     def environment(self) -> dict[str, str]:
         """For processes that are to import this tree's package, and keep its kernels apart from any other's."""

@@ -16,43 +16,7 @@ from typing import Any
 
 import flashmoe
 import torch
-from harness import SHAPES, milliseconds
-
-
-class Made:
-    """A layer of random weights that calls are made of, in bf16."""
-
-    def __init__(self, shape: str, tokens: int) -> None:
-        hidden, inner, experts, top_k, activation, _ = SHAPES[shape]
-        torch.manual_seed(tokens)
-        make = {"device": "cuda", "dtype": torch.bfloat16}
-        router = torch.randn(experts, hidden, **make) * 0.02
-        w1 = torch.randn(experts, (2 if activation == "swiglu" else 1) * inner, hidden, **make) * 0.02
-        w2 = torch.randn(experts, hidden, inner, **make) * 0.02
-        xs = [torch.randn(tokens, hidden, **make) for _ in range(4)]
-        torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
-        self.context = flashmoe.Context(
-            engine="cuda",
-            max_tokens=tokens,
-            hidden=hidden,
-            intermediate=inner,
-            experts=experts,
-            top_k=top_k,
-            dtype="bfloat16",
-            return_mode="direct",
-            profile={},
-        )
-
-        def call(i: int) -> torch.Tensor:
-            return flashmoe.moe(self.context, xs[i % 4], w1, w2, router=router, top_k=top_k, activation=activation)
-
-        self.call = call
-
-    def drop(self) -> None:
-        self.context.synchronize()
-        self.context.close()
-        del self.call
-        torch.cuda.empty_cache()
+from harness import LoneLayer, milliseconds
 
 
 def occupy(call: Callable[[int], Any], seconds: float) -> None:
@@ -80,17 +44,19 @@ def main() -> None:
     for line in sys.stdin:
         told = json.loads(line)
         if told["do"] == "make":
-            made = Made(told["shape"], told["tokens"])
-            y = made.call(0)
+            made = LoneLayer(told["shape"], told["tokens"])
+            y = made(0)
             made.context.synchronize()
             answer(y=hashlib.sha256(y.cpu().view(torch.uint8).numpy().tobytes()).hexdigest())
         elif told["do"] == "time":
-            answer(ms=milliseconds(made.call, told["repeats"], told["busy"]))
+            answer(ms=milliseconds(made, told["repeats"], told["busy"]))
         elif told["do"] == "occupy":
-            occupy(made.call, told["seconds"])
+            occupy(made, told["seconds"])
             answer()
         else:
-            made.drop()
+            made.close()
+            made = None
+            torch.cuda.empty_cache()
             answer()
 
 

@@ -1,7 +1,12 @@
 """Fixtures that several test files share."""
 
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 # Before numpy loads its BLAS: the ranks need the cores, and its threads would spin on them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -16,3 +21,40 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.close()
+
+
+@dataclass(frozen=True)
+class SecondUser:
+    """Another user of this machine."""
+
+    place: Path
+    """A folder like /tmp: everybody may make files there, and remove only their own."""
+    uid: int = 61002
+
+    def does(self, act: Callable[[], object]) -> None:
+        """Call `act` in a process of that user; what it raises is a failure here."""
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                os.setgroups([])
+                os.setgid(self.uid)
+                os.setuid(self.uid)
+                os.umask(0)
+                act()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+@pytest.fixture
+def second_user() -> Iterator[SecondUser]:
+    if os.geteuid() != 0:
+        pytest.skip("expected to run as root, which alone can act as a second user")
+    place = Path(tempfile.mkdtemp(prefix="flashmoe-"))  # pytest's own folders are closed to others
+    place.chmod(0o1777)
+    yield SecondUser(place)
+    shutil.rmtree(place)

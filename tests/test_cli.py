@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -362,6 +365,67 @@ def test_run_refuses_a_layer_with_a_broken_header(tmp_path, shipped, capsys):
     assert "model.safetensors" in run_failing(capsys, "run", "--layer", str(shipped), "--out", str(tmp_path))
 
 
+def command_line(*arguments: str, before: str = "", **changes) -> subprocess.CompletedProcess:
+    """`flashmoe` in a process of its own, as a shell runs it; `before` runs first there."""
+    program = f"{before}\nimport sys\nfrom flashmoe.cli import main\nsys.exit(main(sys.argv[1:]))"
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120, **changes}
+    return subprocess.run([sys.executable, "-c", program, *arguments], **options)
+
+
+@pytest.mark.parametrize("file", ["timeline.png", "trace.json"])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(lambda path: path.symlink_to("/dev/full"), "No space left on device"), (Path.mkdir, "Is a directory")],
+    ids=["full disk", "folder"],
+)
+def test_run_names_the_file_that_it_cannot_write(tmp_path, capsys, file, make, reason):
+    make(tmp_path / file)
+    error = run_failing(capsys, "run", *TINY, "--out", str(tmp_path))
+    assert error == f"error: --out: cannot write {tmp_path / file}: {reason}\n"
+
+
+@pytest.mark.parametrize("arguments", [["memory", "--model", "olmoe"], ["info"], ["--help"]], ids=lambda each: each[0])
+def test_a_full_standard_output(arguments):
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = command_line(*arguments, stdout=full, env=buffered)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+
+
+def test_a_standard_output_that_is_closed():
+    """As in ``flashmoe memory | head -1``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        done = command_line("memory", "--model", "olmoe", stdout=closed)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding_of_standard_output(tmp_path, encoding):
+    out = tmp_path / "\u00b5\u2581"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = command_line("run", *TINY, "--out", str(out), env=environment, encoding=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "PASS" in done.stdout and ("█" if encoding == "utf-8" else "##") in done.stdout
+    assert out.name.encode(encoding, errors="backslashreplace").decode(encoding) in done.stdout
+
+
+def test_a_user_without_a_home(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "FLASHMOE_CACHE")}
+    homeless = {"before": "import pwd\ndef nobody(uid): raise KeyError(uid)\npwd.getpwuid = nobody", "env": environment}
+    assert command_line("run", *TINY, "--out", str(tmp_path), **homeless).returncode == 0
+    told = command_line("info", **homeless)
+    assert told.returncode == 0 and "has no home folder; set FLASHMOE_CACHE" in " ".join(told.stdout.split())
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    environment["FLASHMOE_NVCC"] = str(nvcc)
+    refused = command_line("compile", **homeless)
+    reason = f"user {os.getuid()} has no home folder; set FLASHMOE_CACHE to a folder of your own"
+    assert (refused.returncode, refused.stderr) == (2, f"error: cache: {reason}\n")
+
+
 # ---- flashmoe memory -------------------------------------------------------------------------------------
 
 
@@ -408,17 +472,36 @@ def test_memory_refuses_what_exceeds_shared_memory(capsys, small_shared_memory):
     assert "1.0 MiB free in /dev/shm" in capsys.readouterr().err
 
 
+LARGEST = {"hidden": 1 << 20, "intermediate": 1 << 20, "experts": 8192, "top-k": 8192, "tokens": (1 << 20) - 1}
+
+
+@pytest.mark.parametrize("ranks", ["1", "1024"])
+def test_memory_refuses_what_exceeds_the_machine(capsys, monkeypatch, ranks):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 80))
+    assert main(["memory", *(f"--{name}={size}" for name, size in LARGEST.items()), "--ranks", ranks]) == 1
+    captured = capsys.readouterr()
+    has = memory.format_bytes(memory.machine_bytes())
+    assert f"memory: expected at most the {has} that this machine has, swap included, got {ranks} x " in captured.err
+    assert captured.err.count("\n") == 1 and "fits" not in captured.out
+
+
+def test_memory_says_what_it_did_not_compare(capsys):
+    assert main(["memory", "--model", "mixtral-8x7b", "--engine", "cuda", "--ranks", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "not compared with what a GPU has" in printed and "fits" not in printed
+
+
 def test_memory_of_the_cuda_engine(capsys):
     """That there is no GPU here, and little shared memory, does not matter."""
     sizes = {"ranks": 4, "max_tokens": 4096, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8}
     plan = memory.plan_memory(engine="cuda", **sizes)
     assert plan == memory.plan_memory(engine="cuda", processors=132, **sizes)
     terms = {term.name: term for term in plan.terms}
-    assert terms["hidden"].shape[1:3] == (256, 1536)  # rows of a tile, bytes of one
+    assert terms["intermediate"].shape[1:3] == (256, 1536)  # rows of a tile, bytes of one
     assert terms["out_entries"].bytes > 0
     assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda"]) == 0
     printed = capsys.readouterr().out
-    assert "cuda engine" in printed and memory.format_bytes(terms["hidden"].bytes) in printed
+    assert "cuda engine" in printed and memory.format_bytes(terms["intermediate"].bytes) in printed
     assert "fits" not in printed
     assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--budget", "10MiB"]) == 1
 
@@ -428,8 +511,9 @@ def test_memory_of_ranks_that_put(capsys):
     sizes |= {"top_k": 4, "return_mode": "reduced"}
     mapped, puts = (memory.plan_memory(**sizes, transport=transport) for transport in ("auto", "rdma"))
     assert mapped.heap_bytes == puts.heap_bytes
-    (rows,) = set(puts.terms) - set(mapped.terms)
-    assert (rows.name, rows.region, rows.bytes) == ("out_rows", "workspace", 512 * 1024 * 2)
+    only = {term.name: term for term in set(puts.terms) - set(mapped.terms)}
+    assert set(only) == {"out_rows", "returns_ready", "returns_sent"}
+    assert (only["out_rows"].region, only["out_rows"].bytes) == ("workspace", 512 * 1024 * 2)
     command = "memory --engine cuda --hidden 1024 --intermediate 256 --experts 32 --top-k 4 --tokens 512 --transport"
     assert main([*command.split(), "rdma"]) == 0
     assert "out_rows" in capsys.readouterr().out
@@ -537,6 +621,24 @@ def test_info_names_the_remedy(capsys, monkeypatch):
     printed = capsys.readouterr().out
     for package in ("scipy-openblas32", "'nvidia-cuda-nvcc==13.0.*'", "torch"):
         assert f"pip install {package}" in printed
+
+
+def test_info_of_nvshmem(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("flashmoe.nvshmem.package", lambda: iter([tmp_path]))
+    assert main(["info"]) == 0
+    assert "pip install 'nvidia-nvshmem-cu13>=3.4,<3.9'" in capsys.readouterr().out
+    monkeypatch.setattr("flashmoe.cli.info.loads", lambda library: True)
+    header = tmp_path / "include" / "non_abi" / "nvshmem_version.h"
+    header.parent.mkdir(parents=True)
+    for minor, told in (
+        (8, "for several GPUs; headers of 3.8.1, for transport 'rdma'"),
+        (9, "for several GPUs, but not for transport 'rdma': nvshmem: expected 3.4 to 3.8, "),
+    ):
+        defined = {"MAJOR": 3, "MINOR": minor, "PATCH": 1}
+        header.write_text("".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {n}\n" for part, n in defined.items()))
+        assert main(["info"]) == 0
+        assert told in capsys.readouterr().out
 
 
 def test_help(capsys):

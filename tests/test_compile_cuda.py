@@ -8,7 +8,9 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
+import nvshmem_headers
 import pytest
+from flashmoe import nvshmem
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "compile_cuda.py"
 LOG = """\
@@ -73,21 +75,58 @@ def test_instances(tool):
     assert all(tool.RDMA not in defines for defines in found)
 
 
-def test_what_needs_headers_of_nvshmem_is_skipped_by_name(tool, tmp_path, monkeypatch, capsys):
+def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):
+    puts = [unit for unit in tool.units() if tool.RDMA in unit.defines]
+    by_release = Counter(unit.nvshmem for unit in puts)
+    assert by_release == dict(zip(nvshmem_headers.RELEASES, (1, 5), strict=True))
+    assert len({unit.title for unit in puts}) == 6  # of whose words the names of the results are made
+    ends = [tuple(map(int, release.split(".")[:2])) for release in nvshmem_headers.RELEASES]
+    assert ends == [nvshmem.OLDEST, nvshmem.NEWEST]
+    assert not any(unit.nvshmem for unit in tool.units() if unit not in puts)
+
+
+def test_what_needs_headers_of_nvshmem_is_skipped_by_name_but_in_ci(tool, tmp_path, monkeypatch, capsys):
     compiled = []
     monkeypatch.setattr(tool, "find_nvcc", lambda: Path("true"))
     monkeypatch.setattr(tool, "find_nvdisasm", lambda nvcc: Path("nvdisasm"))
     monkeypatch.setattr(tool, "compile_unit", lambda nvcc, nvdisasm, unit: compiled.append(unit) or tool.Compiled(""))
     monkeypatch.setattr(tool, "report", lambda unit, compiled: 0)
-    monkeypatch.setattr(tool.sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(nvshmem_headers, "folder", lambda release: tmp_path / release)
+    oldest, newest = nvshmem_headers.RELEASES
+    (tmp_path / oldest).mkdir()
+    first = f"csrc/cuda/entry/moe.cu -DFLASHMOE_DTYPE=1 -DFLASHMOE_ACTIVATION=3 {tool.RDMA} (NVSHMEM {newest})"
+    without = f"no headers of NVSHMEM for {first}, "
+
+    monkeypatch.setenv("CI", "true")
+    assert tool.main() == 1
+    assert f"FAILED: {without}" in capsys.readouterr().err and not compiled
+    monkeypatch.delenv("CI")
     assert tool.main() == 0
     out = capsys.readouterr().out
-    assert "SKIPPED, no headers of NVSHMEM: csrc/cuda/entry/moe.cu -DFLASHMOE_DTYPE=1 -DFLASHMOE_ACTIVATION=3 " in out
-    assert not any(tool.RDMA in unit.defines for unit in compiled)
-    (tmp_path / "nvidia" / "nvshmem" / "include").mkdir(parents=True)
-    (tmp_path / "nvidia" / "nvshmem" / "include" / "nvshmem.h").touch()
+    assert f"SKIPPED, {without}" in out and "python tools/nvshmem_headers.py" in out
+    assert {unit.nvshmem for unit in compiled} == {"", oldest}
+
+    (tmp_path / newest).mkdir()
+    compiled.clear()
     assert tool.main() == 0 and "SKIPPED" not in capsys.readouterr().out
-    assert sum(tool.RDMA in unit.defines for unit in compiled) == len(tool.rdma_instances())
+    assert compiled == tool.units()
+
+
+def test_a_kernel_that_puts_keeps_what_nvshmem_looks_for(tool, tmp_path, monkeypatch):
+    """A compiler that writes a cubin of these symbols, and a disassembler that says nothing."""
+    monkeypatch.setattr(tool, "OUTPUT", tmp_path)
+    unit = next(unit for unit in tool.units() if unit.nvshmem)
+    nvcc = tmp_path / "nvcc"
+    nvcc.touch(mode=0o755)
+
+    def compile_with(symbols: str):
+        nvcc.write_text(f"#!/bin/sh\nwhile [ $1 != -o ]; do shift; done\nprintf '{symbols}' > \"$2\"\n")
+        return tool.compile_unit(nvcc, Path("true"), unit)
+
+    assert compile_with(r"\0nvshmemi_device_state_d\0nvshmemi_device_lib_version_d\0").failure == ""
+    assert compile_with(r"\0_N23nvshmemi_device_state_dE\0").failure == (
+        "no symbol nvshmemi_device_state_d and no nvshmemi_device_lib_version_d"
+    )
 
 
 def test_other_kernels_need_no_particular_instruction(tool):

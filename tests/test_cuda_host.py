@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nvshmem_headers
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +102,8 @@ constexpr bool same(R (*)(A...), S (*)(B...)) {
   static_assert(same(decltype(ours::Nvshmem::symbol){}, decltype(&::symbol){}), #symbol);
 FLASHMOE_NVSHMEM_API(SAME)
 
+static_assert(sizeof(ours::NvshmemVersion) == sizeof(nvshmemi_version_t));
+static_assert(offsetof(ours::NvshmemVersion, patch) == offsetof(nvshmemi_version_t, patch));
 static_assert(sizeof(ours::NvshmemUniqueId) == sizeof(nvshmemx_uniqueid_t));
 static_assert(sizeof(ours::NvshmemUniqueIdArgs) == sizeof(nvshmemx_uniqueid_args_t));
 static_assert(offsetof(ours::NvshmemUniqueIdArgs, rank) == offsetof(nvshmemx_uniqueid_args_t, myrank));
@@ -110,20 +113,33 @@ static_assert(offsetof(ours::NvshmemInitArgs, unique_id) == offsetof(nvshmemx_in
 static_assert(sizeof(ours::NvshmemInitAttributes) == sizeof(nvshmemx_init_attr_t));
 static_assert(offsetof(ours::NvshmemInitAttributes, args) == offsetof(nvshmemx_init_attr_t, args));
 static_assert(ours::kNvshmemInitWithUniqueId == NVSHMEMX_INIT_WITH_UNIQUEID);
+
+// Of what has got a second version since, a library still takes the first, by its number.
+#ifndef NVSHMEM_INIT_ATTR_V1_IDENTIFIER
+#define NVSHMEM_INIT_ATTR_V1_IDENTIFIER (1 << 16) + sizeof(nvshmemx_init_attr_t)
+#endif
+static_assert(ours::kNvshmemVersion<ours::NvshmemInitAttributes> == NVSHMEM_INIT_ATTR_V1_IDENTIFIER);
+static_assert(sizeof(ours::NvshmemInitArgs) == sizeof(nvshmemx_init_args_v1));
+static_assert(sizeof(ours::NvshmemInitAttributes) == sizeof(nvshmemx_init_attr_v1));
+static_assert(ours::kNvshmemVersion<ours::NvshmemUniqueIdArgs> == (1 << 16) + sizeof(nvshmemx_uniqueid_args_v1));
+static_assert(ours::kNvshmemVersion<ours::NvshmemUniqueId> == (1 << 16) + sizeof(nvshmemx_uniqueid_v1));
 """
 
 
-def test_nvshmem_is_declared_as_nvidia_does(compiler, tmp_path):
-    cuda, folders = cuda_h(), [folder for path in sys.path for folder in Path(path).glob("nvidia/nvshmem/include")]
-    if cuda is None or not folders:
-        pytest.skip("no headers of NVSHMEM, or no cuda.h, on this machine")
+@pytest.mark.parametrize("release", nvshmem_headers.RELEASES)
+def test_nvshmem_is_declared_as_nvidia_does(compiler, tmp_path, release):
+    cuda, folder = cuda_h(), nvshmem_headers.folder(release)
+    assert folder.exists() or not os.environ.get("CI")
+    if cuda is None or not folder.exists():
+        pytest.skip(f"no cuda.h on this machine, or no headers of NVSHMEM {release} (python tools/nvshmem_headers.py)")
     source = tmp_path / "comparison.cpp"
     source.write_text(NVSHMEM_COMPARISON)
-    command = [compiler, *COMPILE, "-isystem", str(cuda), "-isystem", str(folders[0]), "-fsyntax-only", str(source)]
+    command = [compiler, *COMPILE, "-isystem", str(cuda), "-isystem", str(folder), "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.timeout(1200)  # 180 cases, each a process or several: a minute on quiet cores, more on others
 def test_on_a_fake_driver(compiler, tmp_path):
     """With a fake NVSHMEM beside it, whose memory of all ranks is shared memory."""
     pytest.importorskip("torch")

@@ -31,6 +31,10 @@ EDGES = {
     "probabilities not renormalized": ([50, 40], {"renormalize": False}),
     "one expert, probability 1": ([50, 40], {"experts": 1, "top_k": 1, "renormalize": False}),
     "capacity below one token": ([50, 40], {"capacity_factor": 1e-6}),
+    "a capacity too small for a float": (
+        [9, 7, 0],
+        {"experts": 48, "top_k": 1, "capacity_factor": 5e-324, "skew": 50.0},
+    ),
     "capacity of all": ([50, 40], {"capacity_factor": 1e6, "skew": 50.0}),
     "capacity that is a whole number": (
         [20, 40],

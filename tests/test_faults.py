@@ -629,6 +629,15 @@ BAD_ARGUMENTS = {
     "capacity NaN": ("fused", {"capacity_factor": math.nan}, r"capacity_factor: expected .*, got nan"),
     "capacity infinite": ("fused", {"capacity_factor": math.inf}, r"capacity_factor: expected .*, got inf"),
     "capacity a word": ("fused", {"capacity_factor": "all"}, r"capacity_factor: expected .*, got 'all'"),
+    "capacity beyond all floats":
+        ("fused", {"capacity_factor": 10**400}, r"capacity_factor: expected a number > 0 or None, got 1000"),
+    "capacity an array": ("fused", {"capacity_factor": zeros(2)}, r"capacity_factor: expected .*, got array"),
+    "activation an array": ("fused", {"activation": np.array(["relu", "silu"])}, r"activation: .*, got array"),
+    "renormalize an array": ("fused", {"renormalize": zeros(2)}, r"renormalize: expected True or False, got arr"),
+    "exact an array": ("fused", {"exact": zeros(2)}, r"exact: expected True or False, got array"),
+    "trace an array": ("fused", {"trace": zeros(2)}, r"trace: expected True or False, got array"),
+    "return mode an array": ("fused", {"return_mode": np.array(["direct"] * 2)}, r"return_mode: .*, got array"),
+    "top_k an array": ("fused", {"top_k": np.array([2, 2])}, r"top_k: expected .*, got array"),
     "placement on a rank that is not":
         ("fused", {"placement": [0, 0, 1, 0, 0, 0]}, r"placement: .*, got 1 for expert 2"),
     "placement on rank -1":
@@ -658,6 +667,18 @@ def test_bad_argument(calls, what):
     with pytest.raises(InvalidArgument, match=f"^{pattern}"):
         flashmoe.moe(context, **good[how] | changes)
     assert flashmoe.moe(context, **good[how]).shape == (8, 16)
+
+
+def test_given_ids_of_fewer_experts_than_the_context_has(calls):
+    """A rank alone has all experts of the layer: no placement is needed to say how many there are."""
+    context, _ = calls
+    problem = random_problem(3, [8], fused=False, **SIZES | {"experts": 4})
+    good = problem.arguments(0)
+    wanted = flashmoe.moe(context, **good)
+    assert np.array_equal(flashmoe.moe(context, **good | {"placement": None}), wanted)
+    ids = np.where(good["topk_ids"] == 3, 4, good["topk_ids"])
+    with pytest.raises(InvalidArgument, match=r"^topk_ids: expected ids in \[0, E=4\), got 4"):
+        flashmoe.moe(context, **good | {"placement": None, "topk_ids": ids})
 
 
 @pytest.mark.parametrize("argument", ["x", "gate_up_proj", "down_proj", "router", "topk_ids", "topk_weights"])
@@ -726,6 +747,12 @@ BAD_LIMITS = {
         ({"placement": [0, 0, 0, 3, 0, 0]}, r"placement: expected .*, got 3 for expert 3"),
     "placement of fewer experts": ({"placement": [0] * 5}, r"placement: expected .*, got 5"),
     "capacity factor of 0": ({"capacity_factor": 0}, r"capacity_factor: expected a number > 0 or None, got 0"),
+    "a capacity factor beyond all floats":
+        ({"capacity_factor": 10**400}, r"capacity_factor: expected a number > 0 or None, got 1000"),
+    "a NumPy dtype": ({"dtype": np.dtype("float32")}, r"dtype: expected one of float32, .*, got dtype"),
+    "a number for the name of a rank alone": ({"name": 5}, r"name: expected a group name .*, got 5"),
+    "engine an array": ({"engine": np.array(["cpu", "cpu"])}, r"engine: expected one of cpu, cuda, got array"),
+    "profile a number": ({"profile": 5}, r"profile: expected none with the CPU engine, got 5"),
     "no processors": ({"processors": 0}, r"processors: expected .*, got 0"),
     "negative timeout": ({"timeout": -1.0}, r"timeout: expected .*, got -1\.0"),
     "timeout NaN": ({"timeout": math.nan}, r"timeout: expected .*, got nan"),

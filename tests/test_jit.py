@@ -5,6 +5,8 @@ nvcc is a shell script that takes its time; what it compiles does not matter her
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -91,7 +93,7 @@ def test_compiles_once(machine, capfd):
     assert first.path.parent == machine.cache and first.path.suffix == ".cubin"
     assert capfd.readouterr().err == "flashmoe: compiling the bf16 SwiGLU kernel for sm_90a (once, about 30 s) ...\n"
     assert jit.compile_kernel(jit.Variant()) == jit.Compiled(first.path, None)
-    assert jit.kernel(jit.Variant()) == first.path
+    assert jit.kernel(jit.Variant()).samefile(first.path)
     assert capfd.readouterr().err == ""
     assert [line.split()[0] for line in machine.called()] == [
         "--version",
@@ -100,12 +102,19 @@ def test_compiles_once(machine, capfd):
     assert [path.suffix for path in machine.cache.iterdir() if path.is_dir()] == []
 
 
+def set_release(headers: Path, release: str) -> None:
+    """Let headers of NVSHMEM be of this one."""
+    parts = zip(("MAJOR", "MINOR", "PATCH"), release.split("."), strict=True)
+    text = "".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {number}\n" for part, number in parts)
+    (headers / "non_abi" / "nvshmem_version.h").write_text(text)
+
+
 @pytest.fixture
 def nvshmem(tmp_path, monkeypatch) -> Path:
     """The folder of a package of NVSHMEM's headers."""
     folder = tmp_path / "nvshmem"
     (folder / "include" / "non_abi").mkdir(parents=True)
-    (folder / "include" / "non_abi" / "nvshmem_version.h").write_text("3.4.5")
+    set_release(folder / "include", "3.4.5")
     monkeypatch.setattr("flashmoe.nvshmem.package", lambda: iter([folder]))
     return folder / "include"
 
@@ -116,14 +125,39 @@ def test_kernels_that_put(machine, nvshmem):
     assert f"-DFLASHMOE_RDMA=1 -I {jit.source_root()}/include -isystem {nvshmem} " in puts
     assert "RDMA" not in plain and "isystem" not in plain
     assert made[0].name.startswith("bf16-swiglu-rdma-") and made[0] != made[1]
-    version = nvshmem / "non_abi" / "nvshmem_version.h"
-    version.write_text("3.4.6")
+    set_release(nvshmem, "3.4.6")
     again = [jit.compile_kernel(jit.Variant(rdma=rdma)).path for rdma in (True, False)]
     assert again[0] != made[0] and again[1] == made[1]
-    version.unlink()
-    with pytest.raises(FlashMoEError, match=r"nvshmem: expected its headers, .* pip install nvidia-nvshmem-cu13"):
+    (nvshmem / "non_abi" / "nvshmem_version.h").unlink()
+    install = r"to install them: pip install 'nvidia-nvshmem-cu13>=3\.4,<3\.9'"
+    with pytest.raises(FlashMoEError, match=rf"nvshmem: expected its headers, .* found none; {install}"):
         jit.compile_kernel(jit.Variant(rdma=True))
     assert jit.compile_kernel(jit.Variant()).path == made[1]
+
+
+@pytest.mark.parametrize("release", ["3.3.24", "3.9.1", "3.10.0", "4.4.0", "2.8.0"])
+def test_nvshmem_that_kernels_are_not_compiled_with(machine, nvshmem, release):
+    set_release(nvshmem, release)
+    with pytest.raises(FlashMoEError) as refusal:
+        jit.compile_kernel(jit.Variant(rdma=True))
+    assert str(refusal.value) == (
+        "nvshmem: expected 3.4 to 3.8, whose inner parts kernels for transport 'rdma' are compiled with, got "
+        f"{release} ({nvshmem}); to install one: pip install 'nvidia-nvshmem-cu13>=3.4,<3.9'"
+    )
+    assert machine.compilations() == []
+    jit.compile_kernel(jit.Variant())  # which has nothing of it
+
+
+@pytest.mark.parametrize("release", ["3.4.0", "3.5.21", "3.8.99"])
+def test_nvshmem_that_kernels_are_compiled_with(machine, nvshmem, release):
+    set_release(nvshmem, release)
+    assert jit.compile_kernel(jit.Variant(rdma=True)).path.exists()
+
+
+def test_headers_that_do_not_say_their_release(machine, nvshmem):
+    (nvshmem / "non_abi" / "nvshmem_version.h").write_text("#define NVSHMEM_VENDOR_MAJOR_VERSION 3\n")
+    with pytest.raises(FlashMoEError, match=r"nvshmem: expected .*nvshmem_version\.h to define its release"):
+        jit.compile_kernel(jit.Variant(rdma=True))
 
 
 def test_flags(machine):
@@ -139,9 +173,9 @@ def test_flags(machine):
 
 
 def test_a_kernel_that_was_removed_is_compiled_again(machine):
-    path = jit.kernel(jit.Variant())
+    path = jit.compile_kernel(jit.Variant()).path
     path.unlink()
-    assert jit.kernel(jit.Variant()) == path and path.exists()
+    assert jit.compile_kernel(jit.Variant()).path == path and path.exists()
 
 
 def test_what_the_key_depends_on(machine, sources):
@@ -276,6 +310,242 @@ def test_installed_sources_come_first(monkeypatch, tmp_path):
         jit.source_root()
     installed.touch()
     assert jit.source_root() == package / "cuda"
+
+
+# ---- a cache that others could write to, or that is damaged -------------------------------------------------
+
+
+def test_the_cache_is_made_for_its_user_alone(machine):
+    before = os.umask(0)
+    try:
+        made = jit.compile_kernel(jit.Variant()).path
+    finally:
+        os.umask(before)
+    assert machine.cache.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in machine.cache.iterdir() if path.stat().st_mode & 0o022] == []
+    assert next(machine.cache.glob("*.lock")).stat().st_mode & 0o777 == 0o600  # nobody else can hold it
+    assert made.read_text() == "compiled\n"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
+def test_a_cache_to_which_others_can_write(machine, mode, capsys):
+    jit.compile_kernel(jit.Variant())
+    machine.cache.chmod(mode)
+    expected = (
+        rf"^cache: {machine.cache}: expected a folder of user {os.geteuid()}.* to which nobody else can write, found "
+        rf"one of user {os.geteuid()}.*, mode {mode:04o}; see that its files are yours and chmod go-w it, or set FLASH"
+    )
+    for use in (jit.compile_kernel, jit.kernel):
+        with pytest.raises(FlashMoEError, match=expected):
+            use(jit.Variant())
+    assert cli.main(["compile"]) == 2
+    assert capsys.readouterr().err.endswith("to a folder of your own\n")
+    machine.cache.chmod(0o755)
+    assert jit.compile_kernel(jit.Variant()).seconds is None
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, 3)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def changed(path: Path) -> None:
+    path.write_text("Compiled\n")
+
+
+def open_to_others(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def made_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def made_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def made_a_link(path: Path) -> None:
+    """To a whole kernel."""
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+DAMAGES = (cut_short, emptied, changed, open_to_others, made_a_folder, made_a_pipe, made_a_link)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("damaged", DAMAGES)
+def test_a_damaged_kernel_is_compiled_again(machine, damaged, capfd):
+    path = jit.compile_kernel(jit.Variant()).path
+    damaged(path)
+    assert jit.compiled_kernels() == (machine.cache, 0)
+    again = jit.compile_kernel(jit.Variant())
+    assert again.seconds is not None and len(machine.compilations()) == 2
+    assert f"flashmoe: {path} is not what was compiled\n" in capfd.readouterr().err
+    assert again.path.is_file() and not again.path.is_symlink() and again.path.read_text() == "compiled\n"
+    assert not again.path.stat().st_mode & 0o022
+    assert jit.kernel(jit.Variant()).samefile(again.path)
+    assert jit.compiled_kernels() == (machine.cache, 1)
+
+
+def test_a_kernel_under_the_name_of_another_is_not_taken(machine):
+    """Both are whole, but only one is what was asked for."""
+    wanted, other = (jit.compile_kernel(jit.Variant(dtype)).path for dtype in ("bfloat16", "float16"))
+    stem, digest = wanted.stem.rpartition("-")[0], other.stem.rpartition("-")[2]
+    wanted.unlink()
+    shutil.copy(other, machine.cache / f"{stem}-{digest}.cubin")
+    assert jit.compile_kernel(jit.Variant()).seconds is not None
+
+
+def test_a_compiler_that_makes_an_empty_file(machine):
+    machine.install(outcome='while [ "$1" != -o ]; do shift; done; : > "$2"; exit 0')
+    with pytest.raises(FlashMoEError, match=r"cannot compile the bf16 SwiGLU kernel \(exit status 0\)"):
+        jit.compile_kernel(jit.Variant())
+    assert not list(machine.cache.glob("*.cubin"))
+
+
+def test_what_was_checked_is_what_is_loaded(machine):
+    """Though the folder is exchanged for another meanwhile."""
+    path = jit.kernel(jit.Variant())
+    machine.cache.rename(machine.cache.with_name("away"))
+    shutil.copytree(machine.cache.with_name("away"), machine.cache)
+    for kernel in machine.cache.glob("*.cubin"):
+        kernel.write_text("another\n")
+    assert path.read_text() == jit.kernel(jit.Variant()).read_text() == "compiled\n"
+
+
+def test_nothing_is_written_through_a_link(machine, tmp_path):
+    machine.install(outcome="echo wrong here; exit 2")
+    with pytest.raises(FlashMoEError, match="wrong here"):
+        jit.compile_kernel(jit.Variant())
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    log, lock = (next(machine.cache.glob(f"*.{kind}")) for kind in ("log", "lock"))
+    log.unlink()
+    log.symlink_to(precious)
+    with pytest.raises(FlashMoEError, match="wrong here"):
+        jit.compile_kernel(jit.Variant())
+    assert "wrong here" in log.read_text() and not log.is_symlink()
+    lock.unlink()
+    lock.symlink_to(tmp_path / "made by another")
+    with pytest.raises(FlashMoEError, match=f"^cache: {lock}: expected a regular file, found a symbolic link; remove"):
+        jit.compile_kernel(jit.Variant())
+    assert precious.read_text() == "as it was" and not (tmp_path / "made by another").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_lock_that_is_not_released(machine, monkeypatch, capfd):
+    path = jit.compile_kernel(jit.Variant()).path
+    path.unlink()
+    monkeypatch.setattr(jit, "LOCK_SECONDS", 0.5, raising=False)
+    with open(next(machine.cache.glob("*.lock")), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        start = time.monotonic()
+        holder = f"(process {os.getpid()}|another process)"
+        expected = rf"^cache: waited 0\.5 s for the lock {lock.name}, which {holder} holds; end that process"
+        with pytest.raises(FlashMoEError, match=expected):
+            jit.compile_kernel(jit.Variant())
+        assert time.monotonic() - start < 30
+    assert "waiting for another process" in capfd.readouterr().err
+    assert jit.compile_kernel(jit.Variant()).path == path
+
+
+@pytest.mark.timeout(60)
+def test_a_compiler_that_hangs(machine, monkeypatch):
+    monkeypatch.setattr(jit, "NVCC_SECONDS", 0.5, raising=False)
+    machine.install(delay="exec sleep 100")
+    with pytest.raises(FlashMoEError, match=r"nvcc: expected the bf16 SwiGLU kernel within 0\.5 s, got none from"):
+        jit.compile_kernel(jit.Variant())
+    assert not list(machine.cache.glob("*.tmp"))
+
+
+def test_a_user_without_a_home(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "FLASHMOE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    with pytest.raises(FlashMoEError, match=r"^cache: user \d+ has no home folder; set FLASHMOE_CACHE to a folder of"):
+        jit.cache_folder()
+
+
+# ---- the same, done by a second user ------------------------------------------------------------------------
+
+
+FOREIGN = b"of another user"
+
+
+def plant(folder: Path, path: Path) -> None:
+    """A kernel in the place of the one at `path`, whole."""
+    stem = path.stem.rpartition("-")[0]
+    digest = hashlib.sha256(f"{stem}\n".encode() + FOREIGN).hexdigest()[:32]
+    (folder / f"{stem}-{digest}.cubin").write_bytes(FOREIGN)
+
+
+def test_a_cache_that_another_user_has_made(machine, monkeypatch, second_user):
+    path = jit.compile_kernel(jit.Variant()).path
+    squatted = second_user.place / "cache"
+    second_user.does(lambda: (squatted.mkdir(0o755), plant(squatted, path)))
+    monkeypatch.setenv("FLASHMOE_CACHE", str(squatted))
+    expected = rf"^cache: {squatted}: expected .* user 0 .*, found one of user {second_user.uid}, mode 0755; set FLASH"
+    for use in (jit.compile_kernel, jit.kernel):
+        with pytest.raises(FlashMoEError, match=expected):
+            use(jit.Variant())
+
+
+def test_a_cache_that_another_user_has_poisoned(machine, monkeypatch, second_user):
+    """While it was open to all; what was put there does not count once it is mended."""
+    own = second_user.place / "cache"
+    monkeypatch.setenv("FLASHMOE_CACHE", str(own))
+    path = jit.compile_kernel(jit.Variant()).path
+    path.unlink()
+    own.chmod(0o777)
+    second_user.does(lambda: plant(own, path))
+    with pytest.raises(FlashMoEError, match=r"mode 0777; see that its files are yours and chmod go-w it"):
+        jit.kernel(jit.Variant())
+    own.chmod(0o755)
+    assert jit.kernel(jit.Variant()).read_text() == "compiled\n"
+    assert [each.read_text() for each in own.glob("*.cubin")] == ["compiled\n"]
+
+
+@pytest.mark.timeout(60)
+def test_a_lock_that_another_user_would_hold(machine, monkeypatch, second_user):
+    """Though the cache can be read by all."""
+    own = second_user.place / "cache"
+    monkeypatch.setenv("FLASHMOE_CACHE", str(own))
+    jit.compile_kernel(jit.Variant()).path.unlink()
+    own.chmod(0o755)
+
+    def hold() -> None:
+        for lock in own.glob("*.lock"):
+            with pytest.raises(PermissionError):
+                os.open(lock, os.O_RDONLY)
+
+    second_user.does(hold)
+    assert jit.compile_kernel(jit.Variant()).seconds is not None
+
+
+def test_a_cache_of_root_serves_all_users(machine, monkeypatch, second_user):
+    """Read only: what is missing there they cannot add."""
+    sources, shared = jit.source_root(), second_user.place / "cache"
+    if not all(folder.stat().st_mode & 0o005 == 0o005 for folder in (sources, *sources.parents)):
+        pytest.skip(f"expected sources that a second user can read, found them in {sources}")
+    monkeypatch.setenv("FLASHMOE_CACHE", str(shared))
+    nvcc = shutil.copy(machine.nvcc, second_user.place)
+    monkeypatch.setenv("FLASHMOE_NVCC", str(nvcc))
+    path = jit.compile_kernel(jit.Variant()).path
+    shared.chmod(0o755)
+
+    def use() -> None:
+        assert jit.compile_kernel(jit.Variant()) == jit.Compiled(path, None)
+        with pytest.raises(FlashMoEError, match=f"^cache: cannot write {shared}/fp16.*: Permission denied; set FLASH"):
+            jit.compile_kernel(jit.Variant("float16"))
+
+    second_user.does(use)
 
 
 # ---- flashmoe compile ------------------------------------------------------------------------------------

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import flashmoe
@@ -165,6 +169,7 @@ def test_killed_rank_stays_dead_and_the_others_go_on():
 
 def test_overdue_rank_is_killed():
     with RankPool(2) as pool:
+        pool.call(describe, [(), ()])  # both are there
         with pytest.raises(RankFailed, match="rank 0: no answer after") as caught:
             pool.call(sleep_on_rank_0, [(), ()], timeout=3.0)
         assert list(caught.value.errors) == [0]
@@ -205,17 +210,24 @@ def join_in_vain(rank: int, ranks: int, name: str) -> None:
     time.sleep(600)
 
 
+def importable() -> dict[str, str]:
+    """The environment of a program that imports this file."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+
+
 def segments_of(process: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"flashmoe-{process}-*"))
 
 
 def test_an_interrupt_while_ranks_join_leaves_no_segment(monkeypatch):
-    def interrupted(*_: object) -> None:
-        while len(segments_of(os.getpid())) < 2:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
+    wait = launch.link.Exchange.wait
 
-    monkeypatch.setattr(launch, "_collect", interrupted)
+    def interrupted(*arguments: object) -> None:
+        wait(*arguments)
+        if len(segments_of(os.getpid())) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.link.Exchange, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_ranks(3, join_in_vain, [()] * 3)
     assert segments_of(os.getpid()) == []
@@ -227,8 +239,7 @@ def test_a_parent_that_dies_while_ranks_join_leaves_no_segment():
         "if __name__ == '__main__':\n"
         "    test_launch.run_ranks(3, test_launch.join_in_vain, [()] * 3)\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
+    parent = subprocess.Popen([sys.executable, "-c", script], env=importable())
     deadline = time.monotonic() + 60
     while len(segments_of(parent.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -252,13 +263,12 @@ def test_workers_die_with_their_parent(busy):
         "    print('idle', flush=True)\n"
         "    sys.stdin.read()\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env=importable(),
     )
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     if not busy:
@@ -272,7 +282,194 @@ def test_workers_die_with_their_parent(busy):
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize(("ranks", "arguments"), [(0, []), (2, [()])])
-def test_wrong_counts_are_refused(ranks, arguments):
-    with pytest.raises(InvalidArgument, match="expected"):
-        run_ranks(ranks, describe, arguments)
+# ---- ranks that stop, hang or leave a child behind -------------------------------------------------------
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Ends within so long, and leaves no file descriptor behind."""
+    descriptors, start = len(os.listdir("/proc/self/fd")), time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def overdue(pool: RankPool, *call: object) -> str:
+    """Of a call in which rank 1 alone has no answer within 3 s: what is said of it. Its process is gone."""
+    process = pool._workers[1].process.pid
+    with pytest.raises(RankFailed) as caught:
+        pool.call(*call, timeout=3.0)
+    assert list(caught.value.errors) == [1] and isinstance(caught.value.errors[1], RankOverdue)
+    assert not is_alive(process)
+    return str(caught.value)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("size", "sent"), [(0, "[0-9,]+ of [0-9]{2,3} bytes"), (64 << 20, "[0-9,]+ of 67,1.* bytes")])
+def test_a_rank_that_is_stopped_before_it_takes_its_arguments(size, sent):
+    with at_most(60), RankPool(2) as pool:
+        pool.call(describe, [(), ()])
+        os.kill(pool._workers[1].process.pid, signal.SIGSTOP)
+        said = overdue(pool, describe, [(bytes(size),), (bytes(size),)])
+        where = rf"while it started or took its arguments \({sent} sent\); its process, which was stopped,"
+        assert re.fullmatch(rf"rank 1: no answer after 3\.\d s, {where} was killed", said)
+
+
+def stop_while_it_answers(rank: int, ranks: int, name: str) -> bytes:
+    """Rank 1: SIGSTOP as soon as the main thread is about to send what this returns."""
+    main = threading.get_ident()
+
+    def watch() -> None:
+        while sys._current_frames()[main].f_code.co_name not in ("answer", "_send", "send_bytes"):
+            time.sleep(0.0002)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank == 1:
+        threading.Thread(target=watch, daemon=True).start()
+    return bytes(512 << 20 if rank == 1 else 0)
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_is_stopped_while_it_sends_its_answer():
+    with at_most(60), RankPool(2) as pool:
+        pool.call(describe, [(), ()])
+        said = overdue(pool, stop_while_it_answers, [(), ()])
+        where = r"while it sent its answer \([0-9,]+ of 536,\d{3},\d{3} bytes\)"
+        assert re.search(where + "; its process, which was stopped, was killed$", said)
+
+
+def hang_without_its_files(rank: int, ranks: int, name: str) -> None:
+    if rank == 1:
+        os.closerange(3, 1024)
+        time.sleep(600)
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_closes_its_files_and_hangs():
+    with at_most(60), RankPool(2) as pool:
+        pool.call(describe, [(), ()])
+        said = overdue(pool, hang_without_its_files, [(), ()])
+        assert "after it had closed its connection while it ran test_launch.hang_without_its_files" in said
+
+
+def test_what_an_overdue_rank_ran_is_named():
+    with RankPool(1) as pool:
+        pool.call(describe, [()])
+        with pytest.raises(RankFailed, match=r"while it ran test_launch\.sleep_on_rank_0; its process was killed"):
+            pool.call(sleep_on_rank_0, [()], timeout=3.0)
+
+
+def die_and_leave_a_child(rank: int, ranks: int, name: str, file: Path) -> None:
+    """Rank 1 is killed once it has forked a process, which has all its files; that one's id goes to `file`."""
+    if rank == 1:
+        if (child := os.fork()) == 0:
+            time.sleep(100)
+            os._exit(0)
+        file.write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("timeout", [None, 80.0])
+def test_the_death_of_a_rank_whose_child_lives_on(tmp_path, timeout):
+    file = tmp_path / "child"
+    try:
+        with at_most(60), pytest.raises(RankFailed, match=r"^rank 1: killed by SIGKILL$"):
+            run_ranks(2, die_and_leave_a_child, [(file,)] * 2, timeout=timeout)
+        assert is_alive(int(file.read_text()))
+    finally:
+        os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def describe_late(rank: int, ranks: int, name: str, *args: object) -> tuple:
+    time.sleep(0.5)
+    return describe(rank, ranks, name, *args)
+
+
+def test_what_a_killed_rank_had_sent_is_no_answer_to_a_later_call(monkeypatch):
+    kill = launch._kill
+    with RankPool(1) as pool:
+        pool.call(describe, [()])
+        monkeypatch.setattr(launch, "_kill", lambda workers: (time.sleep(3), kill(workers)))
+        with pytest.raises(RankFailed, match="no answer after"):
+            pool.call(describe_late, [("first",)], timeout=0.0)
+        monkeypatch.setattr(launch, "_kill", kill)
+        with pytest.raises(RankFailed, match="rank 0: killed by SIGKILL"):
+            pool.call(describe, [("second",)])
+
+
+def test_children_that_the_system_reaps():
+    """A program may ignore SIGCHLD, and then learns of no exit status."""
+    script = (
+        "import signal, test_launch\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "    test_launch.run_ranks(3, test_launch.die_on_rank_2, [('kill',)] * 3)\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=importable(), stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.stderr.endswith("RankFailed: rank 2: its process ended before it answered\n")
+
+
+# ---- before ranks are started, and while they are --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "timeout", "reason"),
+    [
+        (0, [], None, "ranks: expected an integer in [1, 1024], got 0"),
+        ("2", [(), ()], None, "ranks: expected an integer in [1, 1024], got '2'"),
+        (2, [()], None, "per_rank_args: expected 2 tuples, got 1"),
+        (1, [()], -1.0, "timeout: expected seconds, at least 0, or None, got -1.0"),
+        (1, [()], float("nan"), "timeout: expected seconds, at least 0, or None, got nan"),
+        (1, [()], "soon", "timeout: expected seconds, at least 0, or None, got 'soon'"),
+    ],
+)
+def test_arguments_are_checked_before_a_process_is_started(monkeypatch, ranks, arguments, timeout, reason):
+    monkeypatch.setattr(launch._SPAWN, "Process", lambda *_, **__: pytest.fail("a process is started"))
+    with pytest.raises(InvalidArgument, match=re.escape(reason)):
+        run_ranks(ranks, describe, arguments, timeout=timeout)
+
+
+def test_what_cannot_be_pickled_starts_no_process(monkeypatch):
+    monkeypatch.setattr(launch._SPAWN, "Process", lambda *_, **__: pytest.fail("a process is started"))
+    with pytest.raises(Exception, match="pickle"):
+        run_ranks(1, describe, [(lambda: None,)])
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_ranks_that_start_do_not_hear_an_interrupt(capfd):
+    """Ctrl-C goes to all processes of the terminal, also to those that are still importing."""
+    with RankPool(2) as pool:
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            for worker in pool._workers:
+                os.kill(worker.process.pid, signal.SIGINT)
+            time.sleep(0.01)
+        assert len(pool.call(describe, [(), ()])) == 2
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("started", [2, 5])
+def test_an_interrupt_of_the_command_while_ranks_start(tmp_path, started):
+    """As some of the ranks (and multiprocessing's own process) are there, but none is through with its imports."""
+    command = "import sys; from flashmoe.cli import main; sys.exit(main(sys.argv[1:]))"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", command, "run", "--engine", "cpu", "--ranks", "4", "--out", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(children := children_of(parent.pid)) < started and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.killpg(parent.pid, signal.SIGINT)
+    _, said = parent.communicate(timeout=60)
+    assert (parent.returncode, said) == (130, "error: interrupted\n")
+    while any(map(is_alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, children))

@@ -36,7 +36,7 @@ NOT_EVEN_INSIDE = (("csrc/cuda/transport", "csrc/cuda/context"),)
 """(who, whom): within one layer, files whose paths begin like the first include none that begin like the second. A
 transport serves the context, and does not know it."""
 
-FOREIGN = ("non_abi/", "device_host/")
+FOREIGN = ("non_abi/", "device/")
 """Quoted includes of NVSHMEM's headers, which are not in the repository."""
 
 Arrow = tuple[str, str]
@@ -187,6 +187,33 @@ def test_imports_have_no_circle():
     assert needless(arrows, IMPORTS_IN_CIRCLES) == set()
 
 
+def leaving(arrows: Iterable[Arrow], package: str) -> set[Arrow]:
+    """Those from `package`, or what is in it, to what is not."""
+
+    def inside(name: str) -> bool:
+        return name == package or name.startswith(f"{package}.")
+
+    return {(who, whom) for who, whom in arrows if inside(who) and not inside(whom)}
+
+
+def used_by(arrows: Iterable[Arrow], package: str) -> set[str]:
+    """What imports it or something in it, and is not in it: modules and packages directly below the root."""
+    backwards = [(whom, who) for who, whom in arrows]
+    return {".".join(user.split(".")[:2]) for _, user in leaving(backwards, package)}
+
+
+def test_the_reference_stands_alone():
+    """What engines are compared with shares no code with them."""
+    arrows = imports(ROOT / "python" / "flashmoe")
+    assert ("flashmoe.reference", "flashmoe.reference.forward") in arrows
+    assert leaving(arrows, "flashmoe.reference") == set()
+
+
+def test_nothing_that_computes_knows_models():
+    arrows = imports(ROOT / "python" / "flashmoe")
+    assert used_by(arrows, "flashmoe.models") == {"flashmoe.cli"}
+
+
 HEADERS = {
     "include/flashmoe/spec/types.h": "",
     "include/flashmoe/protocol/call.h": '#include "flashmoe/spec/types.h"\n',
@@ -289,6 +316,14 @@ def test_a_planted_circle_of_imports_is_caught(tmp_path, line):
     """Nothing of p imports p.b but in the other direction."""
     found = circle(imports(planted(tmp_path, {**MODULES, "p/b.py": MODULES["p/b.py"] + line + "\n"}) / "p"))
     assert "p.b" in found and found[0] == found[-1] and len(found) > 2
+
+
+def test_a_planted_import_from_outside_is_caught(tmp_path):
+    arrows = imports(planted(tmp_path, MODULES) / "p")
+    assert leaving(arrows, "p.inner") == {("p.inner.c", "p.b"), ("p.inner.d", "p.b")}
+    assert leaving(arrows, "p.b") == set()
+    assert used_by(arrows, "p.inner") == {"p.a"}
+    assert used_by(arrows, "p.b") == {"p.a", "p.inner"}
 
 
 def test_an_exception_that_is_not_needed_is_caught():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import flashmoe
 import pytest
+from flashmoe.errors import FlashMoEError
 from flashmoe.limits import engine_return_mode
 from flashmoe.tuning import profiles
 from flashmoe.tuning.knobs import stored_profile
@@ -21,12 +25,14 @@ RECORD = Record(SETTING, "swiglu", {"gemm1_lag": 264, "return_mode": "reduced"},
 
 
 @pytest.fixture(autouse=True)
-def file(tmp_path, monkeypatch) -> Path:
+def file(tmp_path, monkeypatch) -> Iterator[Path]:
     """A file of profiles of a test's own, in a folder that is not there yet."""
     path = tmp_path / "folder" / "profiles.json"
     monkeypatch.setenv("FLASHMOE_PROFILES", str(path))
     monkeypatch.setattr(profiles, "_noticed", set())
-    return path
+    before = os.umask(0o022)  # these tests write files of their own, to which nobody else may write
+    yield path
+    os.umask(before)
 
 
 def record(tokens: int, raster: int, **changes) -> Record:
@@ -105,7 +111,7 @@ def test_a_file_that_cannot_be_read(file, make, reason):
     text = make()
     file.write_text(text)
     for use in (profiles.read, lambda: profiles.lookup(SETTING), lambda: profiles.store(RECORD)):
-        with pytest.raises(flashmoe.FlashMoEError, match=f"profiles: cannot read {file} .*{reason}.*; remove it"):
+        with pytest.raises(FlashMoEError, match=f"profiles: cannot read {file} .*{reason}.*; remove it"):
             use()
     assert file.read_text() == text  # it may be worth a look
 
@@ -113,8 +119,83 @@ def test_a_file_that_cannot_be_read(file, make, reason):
 def test_a_file_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLASHMOE_PROFILES", str(tmp_path / "file" / "profiles.json"))
-    with pytest.raises(flashmoe.FlashMoEError, match=r"cannot write .*profiles.json: .*; set FLASHMOE_PROFILES"):
+    with pytest.raises(FlashMoEError, match=r"profiles: cannot write to .*/file: .*; set FLASHMOE_PROFILES"):
         profiles.store(RECORD)
+
+
+def uses() -> list:
+    return [profiles.read, lambda: profiles.lookup(SETTING), lambda: profiles.store(RECORD)]
+
+
+def test_a_folder_to_which_others_can_write(file):
+    profiles.store(RECORD)
+    file.parent.chmod(0o777)
+    for use in uses():
+        with pytest.raises(FlashMoEError, match=f"^profiles: {file.parent}: expected a folder .*, mode 0777; see"):
+            use()
+
+
+def test_a_file_to_which_others_can_write(file):
+    profiles.store(RECORD)
+    file.chmod(0o664)
+    for use in uses():
+        with pytest.raises(FlashMoEError, match=f"^profiles: {file}: expected a file .*, mode 0664; chmod go-w"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: path.mkdir(), "a folder"),
+        (os.mkfifo, "a pipe"),
+        (lambda path: path.symlink_to("elsewhere"), "a symbolic link"),
+    ],
+    ids=["folder", "pipe", "link"],
+)
+@pytest.mark.timeout(60)
+def test_what_is_no_file(file, make, found):
+    file.parent.mkdir()
+    make(file)
+    for use in uses():
+        with pytest.raises(FlashMoEError, match=f"^profiles: {file}: expected a regular file, found {found}; remove"):
+            use()
+
+
+def test_no_name_is_written_through_a_link(file, tmp_path):
+    file.parent.mkdir()
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    (file.parent / "profiles.json.tmp").symlink_to(precious)
+    assert profiles.store(RECORD) == file and profiles.read() == [RECORD]
+    lock = file.parent / "profiles.json.lock"
+    lock.unlink()
+    lock.symlink_to(tmp_path / "made by another")
+    with pytest.raises(FlashMoEError, match=f"^profiles: {lock}: expected a regular file, found a symbolic link"):
+        profiles.store(RECORD)
+    assert precious.read_text() == "as it was" and not (tmp_path / "made by another").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_lock_that_is_not_released(file, monkeypatch):
+    monkeypatch.setattr(profiles, "LOCK_SECONDS", 0.5, raising=False)
+    file.parent.mkdir()
+    with open(file.parent / "profiles.json.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        start = time.monotonic()
+        holder = f"(process {os.getpid()}|another process)"
+        expected = rf"^profiles: waited 0\.5 s for the lock {file}\.lock, which {holder} holds; end that process"
+        with pytest.raises(FlashMoEError, match=expected):
+            profiles.store(RECORD)
+        assert time.monotonic() - start < 30
+
+
+def test_a_folder_that_another_user_has_made(second_user, monkeypatch):
+    file = second_user.place / "squatted" / "profiles.json"
+    monkeypatch.setenv("FLASHMOE_PROFILES", str(file))
+    second_user.does(lambda: profiles.store(RECORD))
+    for use in uses():
+        with pytest.raises(FlashMoEError, match=f"^profiles: {file.parent}: .* found one of user {second_user.uid}, "):
+            use()
 
 
 # ---- lookup ----------------------------------------------------------------------------------------------

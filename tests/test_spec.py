@@ -97,7 +97,7 @@ def test_no_field_may_have_a_value_that_it_cannot_hold(call, monkeypatch, field,
         call()
 
 
-@pytest.mark.parametrize("field", ["weight_type", "hidden_type", "return_type"])
+@pytest.mark.parametrize("field", ["weight_type", "intermediate_type", "return_type"])
 def test_element_types_that_differ_are_refused_by_name(call, monkeypatch, field):
     changed(monkeypatch, lambda numbers: numbers | {field: "bfloat16"})
     with pytest.raises(flashmoe.InvalidArgument, match=f"^{field}: expected float32, the element type of x, got bf"):

@@ -1,5 +1,6 @@
 """The layer in PyTorch: the operator, the module, and contexts over a process group."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -143,6 +144,37 @@ def test_operator_on_tensors_without_values(ctx, counted, dtype, device):
     assert not counted
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["router", "given routing"])
+def test_a_tensor_on_meta_beside_others_is_refused(ctx, fused):
+    """There is nothing to compute, and memory that nobody has written to is no result."""
+    arguments = as_tensors(random_problem(3, [17], fused=fused, biases=(fused, True, True), **SIZES).arguments(0))
+    for name in [name for name, each in arguments.items() if isinstance(each, torch.Tensor)]:
+        with pytest.raises(flashmoe.InvalidArgument, match=f"^{name}: expected a tensor on cpu, got one on meta$"):
+            torch.ops.flashmoe.moe(context_id(ctx), **arguments | {name: arguments[name].to("meta")})
+
+
+@pytest.mark.parametrize("name", ["gate.weight", "experts.down_proj"])
+def test_a_module_partly_on_meta_is_refused(ctx, layer, problem, name):
+    module, _, parameter = name.rpartition(".")
+    owner = layer.get_submodule(module)
+    setattr(owner, parameter, torch.nn.Parameter(getattr(owner, parameter).to("meta")))
+    argument = "router" if parameter == "weight" else parameter
+    with pytest.raises(flashmoe.InvalidArgument, match=f"^{argument}: expected a tensor on cpu, got one on meta$"):
+        layer(tensor(problem.x[0]))
+
+
+def test_a_module_on_meta_has_an_output_on_meta(layer, counted, problem):
+    """As those of PyTorch have."""
+    x = tensor(problem.x[0])
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^x: expected a tensor on cpu, got one on meta$"):
+        layer(x.to("meta"))
+    y = layer.to("meta")(x.to("meta").reshape(1, *x.shape))
+    assert (y.device.type, y.shape, y.dtype) == ("meta", (1, *x.shape), x.dtype)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^gate_up_proj: expected a tensor on cpu, got one on meta$"):
+        layer(x)
+    assert not counted
+
+
 def test_context_numbers(problem):
     arguments = as_tensors(problem.arguments(0))
     limits = problem.limits()
@@ -195,6 +227,37 @@ def test_read_only_arrays_are_read_and_not_written(ctx, dtype, fused):
     assert not any(array.flags.writeable for array in arrays)
 
 
+@contextlib.contextmanager
+def flushing():
+    """Meanwhile, subnormals are zero in this thread."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine's processor cannot flush subnormals to zero")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_subnormals_are_numbers_whatever_the_caller_makes_of_them(ctx, dtype):
+    """A context's threads are made by a thread that flushes subnormals, or by one that does not: the bits are alike."""
+    problem = random_problem(6, [33], dtype=dtype, fused=False, activation="relu", **SIZES)
+    x = (problem.x[0].astype(np.float64) * {"float16": 2**-16}.get(dtype, 2.0**-128)).astype(problem.x[0].dtype)
+    arguments = problem.arguments(0) | {"x": x}
+    results = [flashmoe.moe(ctx, **arguments)]
+    with flushing(), flashmoe.Context(**problem.limits()) as flushed:
+        results += [flashmoe.moe(each, **arguments) for each in (ctx, flushed)]
+    assert np.count_nonzero(results[0].astype(np.float64)) > results[0].size / 2
+    assert len({bits(each) for each in results}) == 1
+
+
+def test_the_caller_goes_on_flushing_subnormals(ctx, problem):
+    with flushing():
+        flashmoe.moe(ctx, **problem.arguments(0))
+        assert (torch.full((1,), 1e-38) * torch.full((1,), 0.1)).item() == 0.0
+    assert (torch.full((1,), 1e-38) * torch.full((1,), 0.1)).item() != 0.0
+
+
 @pytest.mark.parametrize("name", ["x", "gate_up_proj", "down_proj", "router", "topk_ids", "topk_weights"])
 def test_strided_tensors_are_refused(ctx, name):
     problem = random_problem(6, [33], fused=not name.startswith("topk"), **SIZES)
@@ -207,6 +270,40 @@ def test_strided_tensors_are_refused(ctx, name):
         torch.ops.flashmoe.moe(context_id(ctx), **arguments)
     arguments[name] = arguments[name].contiguous()
     flashmoe.moe(ctx, **arguments)  # the context is still usable
+
+
+HOLLOW = {
+    "sparse": (lambda t: t.to_sparse(), "expected a dense tensor, got one of layout torch.sparse_coo"),
+    "compressed": (lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr(), "expected a dense tensor, got one of layout"),
+    "nested": (lambda t: torch.nested.nested_tensor(list(t)), "expected a dense tensor, got a nested one"),
+    "jagged": (lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged), "expected a dense tensor, got one"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state", "ignore:.*prototype")
+@pytest.mark.parametrize("kind", HOLLOW)
+@pytest.mark.parametrize("name", ["x", "gate_up_proj", "down_proj", "router"])
+def test_tensors_without_a_place_in_memory_are_refused(ctx, layer, problem, name, kind):
+    make, message = HOLLOW[kind]
+    arguments = as_tensors(problem.arguments(0))
+    hollow = make(arguments[name])
+    for recorded in (True, False):
+        arguments["x"].requires_grad_(recorded)
+        with pytest.raises(flashmoe.InvalidArgument, match=f"^{name}: {message}"):
+            flashmoe.moe(ctx, **arguments | {name: hollow})
+    with pytest.raises(flashmoe.InvalidArgument, match=f"^x: {message}"):
+        layer(hollow)
+
+
+def test_what_is_no_tensor_is_refused_by_the_module(layer, problem):
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^x: expected a PyTorch tensor, .*, got ndarray"):
+        layer(problem.x[0])
+
+
+@pytest.mark.parametrize("option", ["renormalize", "router_bias", "expert_bias", "exact", "capacity_factor", "dtype"])
+def test_a_module_takes_no_array_for_an_option(ctx, option):
+    with pytest.raises(flashmoe.InvalidArgument, match=f"^{option}: expected .*, got array"):
+        MoE(ctx, **SIZES, **{option: np.ones(2)})
 
 
 # The module

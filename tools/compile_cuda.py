@@ -4,10 +4,11 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
 activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
-every activation, for the others with SwiGLU alone; and with the program of docs/extending.md for 16-bit types. A kernel
-that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or that lacks one of the
-instructions it is built on (`Unit.required`) still computes the right result, only far slower; so each of these is an
-error here. What is compiled and the compiler's output go to build-cuda/.
+every activation, for the others with SwiGLU alone; with the program of docs/extending.md for 16-bit types; and, to put
+to other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). A kernel that spills registers, keeps
+a stack frame, whose wgmma instructions ptxas serializes, or that lacks one of the instructions it is built on
+(`Unit.required`) still computes the right result, only far slower; so each of these is an error here. What is compiled
+and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
@@ -25,6 +26,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import nvshmem_headers
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc" / "cuda"
@@ -45,6 +48,8 @@ WGMMA = "HGMMA"
 
 BF16, SWIGLU = 1, 3  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
+# What nvshmemx_cumodule_init looks for in a module, by these names.
+RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
 
 # C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.
@@ -131,6 +136,8 @@ class Unit:
 
     source: Path
     defines: tuple[str, ...] = ()
+    nvshmem: str = ""
+    """The release whose headers it is compiled with; empty: with none."""
 
     @property
     def fused(self) -> bool:
@@ -146,7 +153,8 @@ class Unit:
 
     @property
     def title(self) -> str:
-        return " ".join([str(self.source.relative_to(ROOT)), *self.defines])
+        headers = [f"(NVSHMEM {self.nvshmem})"] if self.nvshmem else []
+        return " ".join([str(self.source.relative_to(ROOT)), *self.defines, *headers])
 
 
 def instances() -> list[tuple[str, ...]]:
@@ -161,10 +169,16 @@ def instances() -> list[tuple[str, ...]]:
     return found
 
 
-def rdma_instances() -> list[tuple[str, ...]]:
-    """The same, of those that put to other ranks: one of each set of registers."""
+def rdma_units(source: Path) -> list[Unit]:
+    """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
+    with the oldest, whose calls are all in it, since each takes half a minute of a core."""
+    oldest, newest = nvshmem_headers.RELEASES
+
+    def unit(dtype: int, activation: int, release: str) -> Unit:
+        return Unit(source, (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", RDMA), release)
+
     kinds = ((BF16, SWIGLU), (BF16, 1), (2, SWIGLU), (0, SWIGLU), (0, 1))
-    return [(f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", RDMA) for dtype, activation in kinds]
+    return [unit(BF16, SWIGLU, oldest), *(unit(*kind, newest) for kind in kinds)]
 
 
 def program_instances() -> list[tuple[str, ...]]:
@@ -172,19 +186,13 @@ def program_instances() -> list[tuple[str, ...]]:
     return [(f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={SWIGLU}", OUTER) for dtype in (BF16, 2)]
 
 
-def nvshmem_headers() -> Path | None:
-    """Those of NVSHMEM's PyPI package, which PyTorch for CUDA depends on."""
-    found = (Path(path) / "nvidia" / "nvshmem" / "include" for path in sys.path)
-    return next((folder for folder in found if (folder / "nvshmem.h").exists()), None)
-
-
 def units() -> list[Unit]:
     """Everything to compile."""
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
         if Unit(source).fused:
-            defined = (*instances(), *rdma_instances(), *program_instances())
-            found += [Unit(source, defines) for defines in defined]
+            found += [Unit(source, defines) for defines in (*instances(), *program_instances())]
+            found += rdma_units(source)
         else:
             found.append(Unit(source))
     return found
@@ -207,7 +215,7 @@ def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
     OUTPUT.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9=]+", "-", unit.title)
     mode, output = ("-cubin", OUTPUT / f"{name}.cubin") if unit.fused else ("-c", OUTPUT / f"{name}.o")
-    folders = ["-isystem", str(nvshmem_headers())] if RDMA in unit.defines else []
+    folders = ["-isystem", str(nvshmem_headers.folder(unit.nvshmem))] if unit.nvshmem else []
     command = [str(nvcc), *FLAGS, *unit.defines, *folders, mode, str(unit.source), "-o", str(output)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (OUTPUT / f"{name}.log").write_text(done.stdout)
@@ -215,6 +223,10 @@ def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
         return Compiled(done.stdout, f"nvcc exited with {done.returncode}")
     if not unit.fused:
         return Compiled(done.stdout)
+    image = output.read_bytes()
+    lacking = [name for name in RDMA_SYMBOLS if unit.nvshmem and f"\0{name}\0".encode() not in image]
+    if lacking:
+        return Compiled(done.stdout, f"no symbol {' and no '.join(lacking)}")
     # Code alone and without data flow analysis: a second or two.
     sass = subprocess.run([str(nvdisasm), "-c", "-ndf", str(output)], capture_output=True, text=True)
     if sass.returncode:
@@ -261,11 +273,15 @@ def main() -> int:
         print(f"FAILED: no nvdisasm to look at the kernels with. Install one:\n    {INSTALL_NVDISASM}", file=sys.stderr)
         return 1
 
-    if nvshmem_headers() is None:
-        without = [unit for unit in todo if RDMA in unit.defines]
+    without = [unit for unit in todo if unit.nvshmem and not nvshmem_headers.folder(unit.nvshmem).exists()]
+    if without:
+        what = f"no headers of NVSHMEM for {', '.join(unit.title for unit in without)}. To fetch them:"
+        what += "\n    python tools/nvshmem_headers.py"
+        if os.environ.get("CI"):
+            print(f"FAILED: {what}", file=sys.stderr)
+            return 1
+        print(f"SKIPPED, {what}")
         todo = [unit for unit in todo if unit not in without]
-        print(f"SKIPPED, no headers of NVSHMEM: {', '.join(unit.title for unit in without)}. To compile them:")
-        print("    pip install nvidia-nvshmem-cu13")
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release [^\n]*", version)
     print(f"nvcc {release[0] if release else '(version unknown)'}")

@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "3, 4, 6 release into the ready list",
         PROTOCOL + "ready_list.h",
-        "P::store_release(c.list_slot(base + place), task.pack(), kDevice);",
-        "P::store_relaxed(c.list_slot(base + place), task.pack());",
+        "P::store_release(c.list_slot(base + position), task.pack(), kDevice);",
+        "P::store_relaxed(c.list_slot(base + position), task.pack());",
     ),
     Mutant(
         "3, 4, 6 fence of the OS actor between ready list and queue",
@@ -165,8 +165,8 @@ MUTANTS = [
         "8, 9 meeting of the combining lanes behind it",
         ACTORS + "processor.h",
         "    FLASHMOE_FN void save(const S& s) {\n"
-        "      P::sync();\n      if (P::lane() == 0) place_ = s;\n      P::sync();\n",
-        "    FLASHMOE_FN void save(const S& s) {\n      if (P::lane() == 0) place_ = s;\n",
+        "      P::sync();\n      if (P::lane() == 0) state_ = s;\n      P::sync();\n",
+        "    FLASHMOE_FN void save(const S& s) {\n      if (P::lane() == 0) state_ = s;\n",
     ),
     Mutant(
         "11 release of a block's capacity",

@@ -5,7 +5,6 @@
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
-#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/string.h>
 
 #include <algorithm>
@@ -110,7 +109,7 @@ inline Limits limits_of(Map map) {
   f("max_local_experts", l.max_local_experts);
   f("top_k", l.top_k);
   f("x_bytes", l.x_bytes);
-  f("hidden_bytes", l.hidden_bytes);
+  f("intermediate_bytes", l.intermediate_bytes);
   f("return_bytes", l.return_bytes);
   f("return_slots", l.return_slots);
   f("capacity", l.capacity);
@@ -157,37 +156,6 @@ inline OrderPolicy order_of(Map map) {
   f.done();
   return o;
 }
-
-// A call's tensors in host memory. One that is missing, though `wanted`, or that nothing takes is an error that names it.
-class Operands {
- public:
-  explicit Operands(ffi::Map<ffi::String, ffi::Tensor> map) : map_(std::move(map)) {}
-
-  // Null if it is not wanted.
-  template <class T>
-  T* take(const char* name, bool wanted = true) {
-    if (!wanted) return nullptr;
-    const ffi::String key(name);
-    if (map_.count(key) == 0) refuse(name, "a tensor", "none");
-    taken_.push_back(key);
-    const ffi::Tensor t = map_.at(key);
-    return reinterpret_cast<T*>(static_cast<uint8_t*>(t.data_ptr()) + t.byte_offset());
-  }
-
-  void done() const {
-    for (const auto& [key, tensor] : map_) {
-      if (std::find(taken_.begin(), taken_.end(), key) == taken_.end()) refuse(key.c_str(), "no tensor", "one");
-    }
-  }
-
- private:
-  [[noreturn]] static void refuse(const char* name, const std::string& expected, const std::string& got) {
-    throw host::Error(host::Error::Kind::kOther, host::concat(name, ": expected ", expected, ", got ", got));
-  }
-
-  ffi::Map<ffi::String, ffi::Tensor> map_;
-  std::vector<ffi::String> taken_;
-};
 
 inline std::vector<uint32_t> ranks_of(const ffi::Array<int64_t>& owners) {
   std::vector<uint32_t> out;

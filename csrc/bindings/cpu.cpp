@@ -4,8 +4,10 @@
 // Python has checked every argument against its documented domain (python/flashmoe/arguments.py); here only what would
 // otherwise corrupt memory is checked again.
 #include <sys/syscall.h>
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -117,15 +119,15 @@ void end_if_interrupted() {
 
 [[maybe_unused]] const bool kHooked = (host::check_interrupt = end_if_interrupted, true);  // when the library is loaded
 
-int64_t context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
+ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {
     const Limits limits = limits_of(map);
     const uint64_t heap_bytes = make_heap_layout(limits).bytes;
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
                                                               static_cast<uint64_t>(timeout_ns));
-    return registry<Context>().add(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
-                                                             static_cast<uint64_t>(timeout_ns)));
+    return owned(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
+                                           static_cast<uint64_t>(timeout_ns)));
   });
 }
 
@@ -145,72 +147,83 @@ void context_set_tile(int64_t handle, int64_t rows, int64_t columns) {
       [&] { registry<Context>().get(handle)->set_tile(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns)); });
 }
 
-Layer layer_with(const LayerSpec& spec, ffi::Map<ffi::String, ffi::Tensor> tensors) {
-  Operands t(std::move(tensors));
-  const bool routed = spec.routing == Routing::kSoftmax;
-  Layer l;
-  l.spec = spec;
-  l.x = t.take<void>("x");
-  l.gate_up = t.take<void>("gate_up_proj");
-  l.gate_up_bias = t.take<void>("gate_up_bias", spec.gate_up_bias);
-  l.down = t.take<void>("down_proj");
-  l.down_bias = t.take<void>("down_bias", spec.down_bias);
-  l.router = t.take<void>("router", routed);
-  l.router_bias = t.take<void>("router_bias", spec.router_bias);
-  l.topk_ids = t.take<int32_t>("topk_ids", !routed);
-  l.topk_weights = t.take<float>("topk_weights", !routed);
-  l.out = t.take<void>("out");
-  t.done();
-  return l;
+using Given = ffi::Optional<ffi::Tensor>;
+
+// Where a tensor begins; null if it is not wanted. One that is missing, though wanted, and one that is not are errors.
+template <class T>
+T* memory_of(const char* name, const Given& tensor, bool wanted = true) {
+  if (tensor.has_value() != wanted) {
+    throw host::Error(host::Error::Kind::kOther,
+                      host::concat(name, wanted ? ": expected a tensor, got none" : ": expected no tensor, got one"));
+  }
+  if (!wanted) return nullptr;
+  return reinterpret_cast<T*>(static_cast<uint8_t*>((*tensor).data_ptr()) + (*tensor).byte_offset());
 }
 
-CallOptions options_of(const ffi::Array<int64_t>& owners, Map order, Map call) {
-  CallOptions o;
-  o.placement = ranks_of(owners);
-  o.order = order_of(std::move(order));
-  Fields f("call", std::move(call));
-  f("tokens", o.tokens);
-  f("groups", o.groups);
-  f("trace", o.record_events);
-  f("perturbation", o.perturbation);
-  f.done();
-  return o;
+Map as_map(const CallReport& r) {
+  Map out;
+  auto set = [&](const char* name, uint64_t v) { out.Set(name, static_cast<int64_t>(v)); };
+  set("wall_ns", r.wall_ns);
+  set("tiles", r.tiles);
+  set("tile_rows", r.tile_rows);
+  set("rows_sent", r.rows_sent);
+  set("entries_sent", r.entries_sent);
+  set("return_rows_sent", r.return_rows_sent);
+  set("dropped", r.dropped);
+  ffi::Array<int64_t> ns, count, events;
+  for (uint32_t p = 0; p < kPhases; ++p) {
+    ns.push_back(static_cast<int64_t>(r.ns[p]));
+    count.push_back(static_cast<int64_t>(r.count[p]));
+  }
+  for (const Event& e : r.events) {
+    for (const uint64_t v : {uint64_t{e.actor}, static_cast<uint64_t>(e.phase), e.start_ns, e.end_ns, uint64_t{e.index},
+                             uint64_t{e.column}}) {
+      events.push_back(static_cast<int64_t>(v));
+    }
+  }
+  out.Set("ns", ns);
+  out.Set("count", count);
+  out.Set("events", events);
+  return out;
 }
 
-// Copies the call's routing to topk_ids and topk_weights [T, K], and returns its report; events as rows of six.
-Map context_call(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map order, Map call,
-                 ffi::Map<ffi::String, ffi::Tensor> tensors, ffi::Tensor topk_ids, ffi::Tensor topk_weights) {
+// The calls of one layer by a context, which it does not keep alive. A call takes T, whether it is traced, the seed of
+// its perturbation, its tensors in host memory, and [T, K] for the routing that it has chosen. It returns its report:
+// times and counts of each phase, events as rows of six.
+ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map order, int64_t groups) {
   return guarded([&] {
-    const auto context = registry<Context>().get(handle);
-    const LayerSpec spec = layer_of(layer);
-    const CallOptions o = options_of(owners, order, call);
-    const CallReport r =
-        context->call(layer_with(spec, tensors), o,
-                      {static_cast<int32_t*>(topk_ids.data_ptr()), static_cast<float*>(topk_weights.data_ptr())});
-    Map out;
-    auto set = [&](const char* name, uint64_t v) { out.Set(name, static_cast<int64_t>(v)); };
-    set("wall_ns", r.wall_ns);
-    set("tiles", r.tiles);
-    set("tile_rows", r.tile_rows);
-    set("rows_sent", r.rows_sent);
-    set("entries_sent", r.entries_sent);
-    set("return_rows_sent", r.return_rows_sent);
-    set("dropped", r.dropped);
-    ffi::Array<int64_t> ns, count, events;
-    for (uint32_t p = 0; p < kPhases; ++p) {
-      ns.push_back(static_cast<int64_t>(r.ns[p]));
-      count.push_back(static_cast<int64_t>(r.count[p]));
-    }
-    for (const Event& e : r.events) {
-      for (const uint64_t v : {uint64_t{e.actor}, static_cast<uint64_t>(e.phase), e.start_ns, e.end_ns,
-                               uint64_t{e.index}, uint64_t{e.column}}) {
-        events.push_back(static_cast<int64_t>(v));
-      }
-    }
-    out.Set("ns", ns);
-    out.Set("count", count);
-    out.Set("events", events);
-    return out;
+    CallOptions options;
+    options.placement = ranks_of(owners);
+    options.groups = static_cast<uint32_t>(groups);
+    options.order = order_of(std::move(order));
+    auto call = [handle, options, spec = layer_of(std::move(layer))](
+                    int64_t tokens, bool trace, int64_t perturbation, const Given& x, const Given& gate_up_proj,
+                    const Given& down_proj, const Given& router, const Given& router_bias, const Given& gate_up_bias,
+                    const Given& down_bias, const Given& topk_ids, const Given& topk_weights, const Given& out,
+                    const Given& chosen, const Given& weights) {
+      return guarded([&] {
+        const auto context = registry<Context>().get(handle);
+        const bool routed = spec.routing == Routing::kSoftmax;
+        const Layer l{.spec = spec,
+                      .x = memory_of<void>("x", x),
+                      .gate_up = memory_of<void>("gate_up_proj", gate_up_proj),
+                      .gate_up_bias = memory_of<void>("gate_up_bias", gate_up_bias, spec.gate_up_bias),
+                      .down = memory_of<void>("down_proj", down_proj),
+                      .down_bias = memory_of<void>("down_bias", down_bias, spec.down_bias),
+                      .router = memory_of<void>("router", router, routed),
+                      .router_bias = memory_of<void>("router_bias", router_bias, spec.router_bias),
+                      .topk_ids = memory_of<int32_t>("topk_ids", topk_ids, !routed),
+                      .topk_weights = memory_of<float>("topk_weights", topk_weights, !routed),
+                      .out = memory_of<void>("out", out)};
+        CallOptions o = options;
+        o.tokens = static_cast<uint32_t>(tokens);
+        o.record_events = trace;
+        o.perturbation = static_cast<uint64_t>(perturbation);
+        return as_map(
+            context->call(l, o, {memory_of<int32_t>("topk_ids", chosen), memory_of<float>("topk_weights", weights)}));
+      });
+    };
+    return ffi::Function::FromTyped(std::move(call));
   });
 }
 
@@ -226,4 +239,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_create, flashmoe::cpu::context_create)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_bytes, flashmoe::cpu::context_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_set_tile, flashmoe::cpu::context_set_tile)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_call, flashmoe::cpu::context_call)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_layer, flashmoe::cpu::context_layer)

@@ -1,6 +1,8 @@
 // What Python calls of the CUDA engine. A layer's sizes, addresses and options come once, as a map; a call then passes
 // plain integers: it takes a few microseconds, and the launch is most of them.
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
 
 #include "bindings/codec.h"
 #include "bindings/registry.h"
@@ -27,17 +29,17 @@ FieldRows layout_fields(Map map) {
   });
 }
 
-// order: 0 where the caller leaves it to the context. name and nvshmem: see Membership. 0: some rank cannot map another's
+// order: 0 where the caller leaves it to the context. name and nvshmem: see Membership. None: some rank cannot map another's
 // memory, so that all are to come again with limits for puts.
-int64_t create(Map limits, Map order, int64_t rank, ffi::String name, ffi::String nvshmem, int64_t device,
-               int64_t timeout_ns) {
-  return guarded([&] {
+ffi::Optional<ffi::Function> create(Map limits, Map order, int64_t rank, ffi::String name, ffi::String nvshmem,
+                                    int64_t device, int64_t timeout_ns) {
+  return guarded([&]() -> ffi::Optional<ffi::Function> {
     const Membership who{static_cast<uint32_t>(rank), name, nvshmem};
     try {
-      return registry<Context>().add(std::make_shared<Context>(static_cast<int>(device), who, limits_of(limits),
-                                                               order_of(order), static_cast<uint64_t>(timeout_ns)));
+      return owned(std::make_shared<Context>(static_cast<int>(device), who, limits_of(limits), order_of(order),
+                                             static_cast<uint64_t>(timeout_ns)));
     } catch (const NotMapped&) {
-      return int64_t{0};
+      return std::nullopt;
     }
   });
 }

@@ -1,7 +1,10 @@
-// What the bindings of the two engines share besides the codec: handles, and this project's errors as Python's.
+// What the bindings of the two engines share besides the codec: handles, who owns what they stand for, and this project's
+// errors as Python's.
 #pragma once
 
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <unistd.h>
 
 #include <memory>
 #include <mutex>
@@ -70,6 +73,23 @@ template <class Context>
 Registry<Context>& registry() {
   static auto* const r = new Registry<Context>;
   return *r;
+}
+
+// The context, registered, as Python is to hold it: a function that returns its handle, and closes it when it is dropped. A
+// handler of signals may raise as soon as the interpreter runs again, before it has stored what it was given: a bare number
+// would be lost then, and the context with all its threads. A process that was forked has none of those, and closes nothing.
+template <class Context>
+tvm::ffi::Function owned(std::shared_ptr<Context> context) {
+  struct Ownership {
+    const pid_t process = getpid();
+    int64_t handle = 0;
+    ~Ownership() {
+      if (handle != 0 && getpid() == process) registry<Context>().remove(handle);
+    }
+  };
+  const auto ownership = std::make_shared<Ownership>();
+  ownership->handle = registry<Context>().add(std::move(context));
+  return tvm::ffi::Function::FromTyped([ownership] { return ownership->handle; });
 }
 
 }  // namespace flashmoe

@@ -1,6 +1,7 @@
 #include "cpu/context.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <chrono>
 
 #include "cpu/fault.h"
@@ -29,7 +30,56 @@ void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t sta
   if (trace.actor != 0 && end_ns > last) to.push_back({trace.actor, Phase::kWait, last, end_ns, 0, 0});
 }
 
+// While it lives, its thread has the floating-point environment that a program begins with: others flush subnormals to zero
+// or round otherwise, as a thread's maker may have told it to, and a call's bits must not depend on who made which thread.
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { std::fesetenv(&before_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+  DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
+
+// How often a thread that waits asks whether it is interrupted.
+constexpr auto kRarely = std::chrono::milliseconds(50);
+
 }  // namespace
+
+// A thread's turn to call, once no other thread has one. No mutex: a thread that has its turn must be told so, rather than
+// wait for itself, and one that waits for a long call must hear an interrupt.
+class Context::Turn {
+ public:
+  explicit Turn(Context& context) : c_(context) {
+    std::unique_lock lock(c_.mutex_);
+    if (c_.caller_ == std::this_thread::get_id()) {
+      throw Error(Error::Kind::kOther,
+                  "context: expected no call of the thread that is within one, got a second (a signal handler's?); let "
+                  "the handler return, or call with a context of its own");
+    }
+    while (!c_.turn_.wait_for(lock, kRarely, [&] { return c_.caller_ == std::thread::id(); })) {
+      lock.unlock();
+      host::check_interrupt();
+      lock.lock();
+    }
+    c_.caller_ = std::this_thread::get_id();
+  }
+  ~Turn() {
+    const std::lock_guard lock(c_.mutex_);
+    c_.caller_ = {};
+    c_.turn_.notify_one();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Context& c_;
+};
 
 Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
     : group_(std::move(group)),
@@ -38,13 +88,13 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
       traces_(limits.processors + 1),
       worker_memory_(limits.processors) {
   call_.rank = rank;
-  call_.ranks = limits.ranks;
-  call_.processors = limits.processors;
+  call_.shape.ranks = limits.ranks;
+  call_.policy.clusters = limits.processors;
   // A rank alone waits for nobody but its own threads, which come to an end however long a task takes them.
-  call_.timeout_ns = limits.ranks == 1 ? 0 : timeout_ns;
-  call_.heaps = group_->heaps();
-  call_.heap_layout = make_heap_layout(limits);
-  call_.max_blocks = limits.max_blocks();
+  call_.policy.timeout_ns = limits.ranks == 1 ? 0 : timeout_ns;
+  call_.memory.heaps = group_->heaps();
+  call_.memory.heap_layout = make_heap_layout(limits);
+  call_.memory.max_blocks = limits.max_blocks();
   sources_.resize(limits.ranks);
   make_workspace();
   for (uint32_t id = 0; id < limits.processors; ++id) {
@@ -81,15 +131,15 @@ void Context::stop_actors() {
 }
 
 void Context::make_workspace() {
-  call_.work_layout = make_work_layout(limits_);
-  call_.queue_mask = limits_.queue_capacity() - 1;
-  call_.list_mask = limits_.list_capacity() - 1;
-  workspace_ = host::make_single_rank_group(call_.work_layout.bytes);  // zeroed on first touch
-  call_.work = workspace_->heaps()[0];
+  call_.memory.work_layout = make_work_layout(limits_);
+  call_.memory.queue_mask = limits_.queue_capacity() - 1;
+  call_.memory.list_mask = limits_.list_capacity() - 1;
+  workspace_ = host::make_single_rank_group(call_.memory.work_layout.bytes);  // zeroed on first touch
+  call_.memory.work = workspace_->heaps()[0];
 }
 
 void Context::set_tile(uint32_t rows, uint32_t columns) {
-  const std::lock_guard no_call(calls_);
+  const Turn no_call(*this);
   if (rows == 0 || rows > kMaxTileRows || columns == 0) {
     throw Error(Error::Kind::kInvalidArgument,
                 concat("tile: expected rows in [1, ", kMaxTileRows, "] and columns >= 1, got ", rows, " x ", columns));
@@ -100,37 +150,39 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 }
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
+  const DefaultFloats here;  // the caller computes nothing else
   placement_ = host::placement_tables(o.placement, limits_);
   layer_ = layer;
   const LayerSpec& spec = layer_.spec;
   perturbation_ = o.perturbation;
-  call_.owner = placement_.owner.data();
-  call_.by_owner = placement_.by_owner.data();
-  call_.owner_base = placement_.owner_base.data();
-  call_.local_experts = placement_.local_experts(call_.rank);
+  call_.placement.owner = placement_.owner.data();
+  call_.placement.by_owner = placement_.by_owner.data();
+  call_.placement.owner_base = placement_.owner_base.data();
+  call_.shape.local_experts = placement_.local_experts(call_.rank);
   ++call_.epoch;
-  call_.tokens = o.tokens;
-  call_.hidden = spec.hidden;
-  call_.intermediate = spec.intermediate;
-  call_.experts = spec.experts;
-  call_.top_k = spec.top_k;
-  call_.token_row_bytes = spec.token_row_bytes();
-  call_.hidden_row_bytes = spec.hidden_row_bytes();
-  call_.return_row_bytes = spec.return_row_bytes();
-  call_.log2_block = log2_token_block(o.tokens, call_.processors, limits_.entries_per_token());
-  call_.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
-  call_.return_mode = spec.return_mode;
-  call_.tile_rows = limits_.tile_rows;
+  call_.shape.tokens = o.tokens;
+  call_.shape.hidden = spec.hidden;
+  call_.shape.intermediate = spec.intermediate;
+  call_.shape.experts = spec.experts;
+  call_.shape.top_k = spec.top_k;
+  call_.memory.token_row_bytes = spec.token_row_bytes();
+  call_.memory.intermediate_row_bytes = spec.intermediate_row_bytes();
+  call_.memory.return_row_bytes = spec.return_row_bytes();
+  call_.policy.log2_block = log2_token_block(o.tokens, call_.policy.clusters, limits_.entries_per_token());
+  call_.shape.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
+  call_.shape.return_mode = spec.return_mode;
+  call_.policy.tile_rows = limits_.tile_rows;
   call_.cut_columns(limits_.columns_per_task);
-  call_.joined = joins_rows(spec, call_.ranks, o.tokens) ? 1 : 0;
-  call_.groups = return_groups(call_.columns[kReturning], o.groups, call_.group_first);
-  call_.order = o.order;
+  call_.policy.joined = joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
+  call_.policy.groups = return_groups(call_.policy.columns[kReturning], o.groups, call_.policy.group_first);
+  call_.policy.order = o.order;
   call_.config = host::make_config(call_, spec, o.placement, limits_.columns_per_task[kReturning]);
-  experts_.resize(std::max(call_.local_experts, 1u));
+  experts_.resize(std::max(call_.shape.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
 
 void Context::actor_loop(uint32_t actor) {
+  const DefaultFloats here;
   uint64_t seen = 0;
   while (true) {
     {
@@ -170,7 +222,6 @@ void Context::end_call(std::exception_ptr& to, std::exception_ptr why) {
 // The calling thread is no actor: it may have to wait long for the interpreter before it can ask for an interrupt, and the
 // OS actor's heartbeat must not stop meanwhile.
 void Context::await_actors() {
-  constexpr auto kRarely = std::chrono::milliseconds(50);
   std::unique_lock lock(mutex_);
   while (!done_.wait_for(lock, kRarely, [&] { return running_ == 0; })) {
     if (interrupt_ != nullptr) continue;  // heard
@@ -185,7 +236,7 @@ void Context::await_actors() {
 }
 
 CallReport Context::call(const Layer& layer, const CallOptions& options, const RoutingOut& routing) {
-  const std::lock_guard one_at_a_time(calls_);
+  const Turn one_at_a_time(*this);
   if (broken_) {
     throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
   }
@@ -201,8 +252,8 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   const uint64_t end = monotonic_ns();
   check_outcome();
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
-    std::copy_n(call_.routing(t), call_.top_k, routing.ids + uint64_t{t} * call_.top_k);
-    std::copy_n(call_.weights(t), call_.top_k, routing.weights + uint64_t{t} * call_.top_k);
+    std::copy_n(call_.routing(t), call_.shape.top_k, routing.ids + uint64_t{t} * call_.shape.top_k);
+    std::copy_n(call_.weights(t), call_.shape.top_k, routing.weights + uint64_t{t} * call_.shape.top_k);
   }
   return report(options, start, end);
 }
@@ -214,7 +265,7 @@ void Context::check_outcome() {
   if (failure_ == nullptr) {
     const std::optional<HostFault> record = posted_fault(call_);
     if (!record) throw Error(Error::Kind::kOther, "the call was aborted without a fault record");
-    throw host::fault_error(*record, {call_.rank, call_.timeout_ns, group_->obituary(record->fault.culprit)});
+    throw host::fault_error(*record, {call_.rank, call_.policy.timeout_ns, group_->obituary(record->fault.culprit)});
   }
   try {
     std::rethrow_exception(failure_);
@@ -238,11 +289,11 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   for (uint32_t t = 0; t < o.tokens; ++t) {
     const int32_t* ids = call_.routing(t);
-    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.top_k, -1));
+    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1));
   }
-  // What joins rows takes them one by one, or none where a token has one: what there is to say is that all were combined.
-  if (call_.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
-  r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.columns[kFirst];
+  // Joined rows were counted one by one, or, with one row a token, not at all: reported are all token blocks.
+  if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
+  r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.policy.columns[kFirst];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
   r.return_rows_sent = host::rows_returned(call_);
   return r;

@@ -52,16 +52,19 @@ class Context {
 
   // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete. After
   // a fault it throws the fault, or what check_interrupt threw, and from then on that the context is broken. Of several
-  // threads one calls at a time.
+  // threads one calls at a time; what check_interrupt throws while a thread waits for the others' calls leaves them alone. A
+  // call from within a call, as a handler of signals may make it, is an Error.
   CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
-  uint64_t heap_bytes() const { return call_.heap_layout.bytes; }
-  uint64_t workspace_bytes() const { return call_.work_layout.bytes; }
+  uint64_t heap_bytes() const { return call_.memory.heap_layout.bytes; }
+  uint64_t workspace_bytes() const { return call_.memory.work_layout.bytes; }
 
   // For tests: tiles of another shape, so that small problems have many.
   void set_tile(uint32_t rows, uint32_t columns);
 
  private:
+  class Turn;
+
   void make_workspace();
   void prepare(const Layer& layer, const CallOptions& options);
   void start_actors();
@@ -78,7 +81,6 @@ class Context {
   Call call_;
   Layer layer_;
   std::unique_ptr<host::Group> workspace_;  // private memory of this rank
-  std::mutex calls_;                        // held for the length of a call
   bool broken_ = false;
   uint64_t perturbation_ = 0;
 
@@ -95,7 +97,8 @@ class Context {
   // Actors, each a thread: 0 is the OS, behind it come the processors. They sleep between calls; generation_ wakes them,
   // running_ counts those not yet done.
   std::mutex mutex_;
-  std::condition_variable wake_, done_;
+  std::condition_variable wake_, done_, turn_;
+  std::thread::id caller_;  // the thread whose call it is, if there is one
   uint64_t generation_ = 0;
   uint32_t running_ = 0;
   bool stopping_ = false;

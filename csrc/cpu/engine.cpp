@@ -39,17 +39,17 @@ class Timed {
 }  // namespace
 
 bool Engine::dispatch(uint32_t b) {
-  const size_t choices = size_t{c_.block_tokens()} * c_.top_k;
-  words_.resize(choices + c_.ranks + 1);
-  halves_.resize(3 * size_t{c_.experts});
+  const size_t choices = size_t{c_.block_tokens()} * c_.shape.top_k;
+  words_.resize(choices + c_.shape.ranks + 1);
+  halves_.resize(3 * size_t{c_.shape.experts});
   const PacketScratch s{.choices = words_.data(),
                         .weights = room(weights_, choices),
                         .place = halves_.data(),
-                        .count = halves_.data() + c_.experts,
-                        .start = halves_.data() + 2 * size_t{c_.experts},
+                        .count = halves_.data() + c_.shape.experts,
+                        .start = halves_.data() + 2 * size_t{c_.shape.experts},
                         .entries = words_.data() + choices,
-                        .bad = words_.data() + choices + c_.ranks,
-                        .owner = c_.owner};
+                        .bad = words_.data() + choices + c_.shape.ranks,
+                        .owner = c_.placement.owner};
   {
     const Timed timed(trace_, Phase::kGate, b);
     if (!route(b, s)) return false;
@@ -57,29 +57,31 @@ bool Engine::dispatch(uint32_t b) {
   const Timed timed(trace_, Phase::kDispatch, b);
   if (!build_packets<CpuPlatform>(c_, b, s)) return false;
   signal_own_packet<CpuPlatform>(c_, b, s);
-  for (uint32_t q = 0; q < c_.ranks; ++q) {
+  for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
     if (q != c_.rank) trace_.entries_sent += s.entries[q];
   }
   return true;
 }
 
-// Fills ids and weights of the block, from the given ones or by the router.
+// Fills ids and weights of the token block, from the given ones or by the router.
 bool Engine::route(uint32_t b, const PacketScratch& s) {
-  const uint32_t first = b << c_.log2_block;
+  const uint32_t first = b << c_.policy.log2_block;
   const uint32_t tokens = c_.tokens_in_block(b);
   if (spec().routing == Routing::kGiven) {
-    std::copy_n(layer_.topk_ids + uint64_t{first} * c_.top_k, tokens * c_.top_k, s.ids);
-    std::copy_n(layer_.topk_weights + uint64_t{first} * c_.top_k, tokens * c_.top_k, s.weights);
+    std::copy_n(layer_.topk_ids + uint64_t{first} * c_.shape.top_k, tokens * c_.shape.top_k, s.ids);
+    std::copy_n(layer_.topk_weights + uint64_t{first} * c_.shape.top_k, tokens * c_.shape.top_k, s.weights);
     return true;
   }
-  const uint32_t rows = padded_rows(tokens, c_.experts, c_.hidden);
-  float* a = room(a_, size_t{rows} * c_.hidden);
-  widen(a, token_row(c_.rank, first), spec().x_type, uint64_t{tokens} * c_.hidden);
-  float* logits = room(out_, size_t{rows} * c_.experts);
-  gemm(logits, a, tokens, layer_.router, c_.hidden, spec().weight_type, c_.experts, c_.hidden, gemm_);
-  add_bias(logits, tokens, layer_.router_bias, 0, c_.experts);
+  const uint32_t rows = padded_rows(tokens, c_.shape.experts, c_.shape.hidden);
+  float* a = room(a_, size_t{rows} * c_.shape.hidden);
+  widen(a, token_row(c_.rank, first), spec().x_type, uint64_t{tokens} * c_.shape.hidden);
+  float* logits = room(out_, size_t{rows} * c_.shape.experts);
+  gemm(logits, a, tokens, layer_.router, c_.shape.hidden, spec().weight_type, c_.shape.experts, c_.shape.hidden, gemm_);
+  add_bias(logits, tokens, layer_.router_bias, 0, c_.shape.experts);
   for (uint32_t t = 0; t < tokens; ++t) {
-    if (choose_experts(logits + size_t{t} * c_.experts, s.ids + t * c_.top_k, s.weights + t * c_.top_k)) continue;
+    if (choose_experts(logits + size_t{t} * c_.shape.experts, s.ids + t * c_.shape.top_k,
+                       s.weights + t * c_.shape.top_k))
+      continue;
     post_fault<CpuPlatform>(c_, {.kind = FaultKind::kRouterValue,
                                  .actor = Actor::kProcessor,
                                  .awaited = c_.rank,
@@ -93,7 +95,7 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
 // Softmax over all experts, the K largest (ties: the lower expert), optionally renormalised to sum 1. False if a logit
 // is not finite.
 bool Engine::choose_experts(const float* logits, int32_t* ids, float* weights) {
-  const float* const end = logits + c_.experts;
+  const float* const end = logits + c_.shape.experts;
   if (!std::all_of(logits, end, [](float v) { return std::isfinite(v); })) return false;
   const float largest = *std::max_element(logits, end);
   float sum = 0.0f;
@@ -101,7 +103,7 @@ bool Engine::choose_experts(const float* logits, int32_t* ids, float* weights) {
 
   scores_.assign(logits, end);
   float chosen = 0.0f;
-  for (uint32_t k = 0; k < c_.top_k; ++k) {
+  for (uint32_t k = 0; k < c_.shape.top_k; ++k) {
     const auto best = std::max_element(scores_.begin(), scores_.end());  // the first of equals
     ids[k] = static_cast<int32_t>(best - scores_.begin());
     weights[k] = std::exp(*best - largest) / sum;
@@ -109,18 +111,18 @@ bool Engine::choose_experts(const float* logits, int32_t* ids, float* weights) {
     *best = -std::numeric_limits<float>::infinity();
   }
   if (!spec().renormalize) return true;
-  for (uint32_t k = 0; k < c_.top_k; ++k) weights[k] /= chosen;
+  for (uint32_t k = 0; k < c_.shape.top_k; ++k) weights[k] /= chosen;
   return true;
 }
 
 void Engine::send_rows(uint32_t q, uint32_t token, uint32_t rows) {
   if (rows == 0) return;
-  std::memcpy(c_.dispatched_row(q, c_.rank, token), token_row(c_.rank, token), c_.token_row_bytes);
+  std::memcpy(c_.dispatched_row(q, c_.rank, token), token_row(c_.rank, token), c_.memory.token_row_bytes);
   ++trace_.rows_sent;
 }
 
 const uint8_t* Engine::token_row(uint32_t source, uint32_t token) const {
-  if (source == c_.rank) return at(layer_.x, spec().x_type, uint64_t{token} * c_.hidden);
+  if (source == c_.rank) return at(layer_.x, spec().x_type, uint64_t{token} * c_.shape.hidden);
   return c_.dispatched_row(c_.rank, source, token);
 }
 
@@ -147,23 +149,24 @@ void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
   }
 }
 
-// The tile's rows of the product's operand, in fp32; room for what gemm() reads beyond them, for so many columns.
+// The tile's rows of the product's left operand, in fp32, with room for the rows that gemm() reads beyond them when it
+// makes `columns` columns.
 float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
-  const uint32_t length = c_.extent(product.over), count = c_.tile(tile)->shape.rows;
+  const uint32_t length = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
   float* a = room(a_, size_t{padded_rows(count, columns, length)} * length);
   const Row* row_of = c_.tile_row(tile, 0);
   for (uint32_t r = 0; r < count; ++r) {
     const bool tokens = product.left == Operand::kTokens;
-    const uint8_t* from = tokens ? token_row(row_of[r].source, row_of[r].token) : c_.hidden_row(tile, r);
-    widen(a + size_t{r} * length, from, tokens ? spec().x_type : spec().hidden_type, length);
+    const uint8_t* from = tokens ? token_row(row_of[r].source, row_of[r].token) : c_.intermediate_row(tile, r);
+    widen(a + size_t{r} * length, from, tokens ? spec().x_type : spec().intermediate_type, length);
   }
   return a;
 }
 
-// rows * weights^T + bias, of `columns` rows of weights from `first` on, which counts all experts'.
+// rows * weights^T + bias, with `columns` rows of weights. The first is number `first`, counted over all local experts.
 float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
                        uint64_t first, uint32_t columns) {
-  const uint32_t length = c_.extent(product.over);
+  const uint32_t length = c_.shape.extent(product.over);
   const bool up = product.right == Operand::kGateUp;
   float* out = room(to, size_t{padded_rows(count, columns, length)} * columns);
   const auto* weights = at(up ? layer_.gate_up : layer_.down, spec().weight_type, first * length);
@@ -175,32 +178,33 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
 void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of) {
   const Tile::Shape& t = c_.tile(tile)->shape;
   const bool gated = spec().gated();
-  // Where one block has all columns, gate and up rows are neighbours: one GEMM.
-  const bool together = gated && of.count == c_.intermediate;
+  // Where one block of columns has all of I, the gate rows and the up rows are neighbours: one GEMM.
+  const bool together = gated && of.count == c_.shape.intermediate;
   const uint32_t pitch = together ? 2 * of.count : of.count;
   const float* rows = load_rows(product, tile, pitch);
   const uint64_t first = uint64_t{t.expert} * spec().gate_up_rows() + of.first;
   float* gate = project(out_, product, rows, t.rows, first, pitch);
   const float* up = nullptr;
   if (together) up = gate + of.count;
-  if (gated && !together) up = project(up_, product, rows, t.rows, first + c_.intermediate, pitch);
+  if (gated && !together) up = project(up_, product, rows, t.rows, first + c_.shape.intermediate, pitch);
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
     activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec().activation, of.count);
-    narrow(at(c_.hidden_row(tile, r), spec().hidden_type, of.first), row, spec().hidden_type, of.count);
+    narrow(at(c_.intermediate_row(tile, r), spec().intermediate_type, of.first), row, spec().intermediate_type,
+           of.count);
   }
 }
 
 void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
   const Tile::Shape& t = c_.tile(tile)->shape;
   const float* rows = load_rows(product, tile, of.count);
-  const float* out = project(out_, product, rows, t.rows, uint64_t{t.expert} * c_.hidden + of.first, of.count);
+  const float* out = project(out_, product, rows, t.rows, uint64_t{t.expert} * c_.shape.hidden + of.first, of.count);
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Row row = *c_.tile_row(tile, r);
     uint8_t* to =
         c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal) : c_.return_row(row.source, row.token, row.k);
     narrow(at(to, spec().return_type, of.first), out + size_t{r} * of.count, spec().return_type, of.count, row.weight);
-    if (c_.joined != 0 && c_.top_k == 1) combine(row.token, of);
+    if (c_.policy.joined != 0 && c_.shape.top_k == 1) combine(row.token, of);
   }
 }
 
@@ -217,15 +221,15 @@ void Engine::keep_columns(uint32_t expert, Columns of) {
   std::sort(rows_.begin(), rows_.end(), [](const TileRow& a, const TileRow& b) {
     return a.source != b.source ? a.source < b.source : a.token < b.token;
   });
-  const size_t pitch = c_.hidden;
-  float* kept = layer_.kept + size_t{expert} * c_.intermediate * pitch + of.first;
-  for (uint32_t i = 0; i < c_.intermediate; ++i) std::fill_n(kept + i * pitch, of.count, 0.0f);
-  float* hidden = room(a_, c_.intermediate);
+  const size_t pitch = c_.shape.hidden;
+  float* kept = layer_.kept + size_t{expert} * c_.shape.intermediate * pitch + of.first;
+  for (uint32_t i = 0; i < c_.shape.intermediate; ++i) std::fill_n(kept + i * pitch, of.count, 0.0f);
+  float* hidden = room(a_, c_.shape.intermediate);
   float* x = room(out_, of.count);
   for (const TileRow& row : rows_) {
-    widen(hidden, c_.hidden_row(row.tile, row.row), spec().hidden_type, c_.intermediate);
+    widen(hidden, c_.intermediate_row(row.tile, row.row), spec().intermediate_type, c_.shape.intermediate);
     widen(x, at(token_row(row.source, row.token), spec().x_type, of.first), spec().x_type, of.count);
-    for (uint32_t i = 0; i < c_.intermediate; ++i) {
+    for (uint32_t i = 0; i < c_.shape.intermediate; ++i) {
       float* to = kept + i * pitch;
       for (uint32_t h = 0; h < of.count; ++h) to[h] += hidden[i] * x[h];
     }
@@ -234,7 +238,8 @@ void Engine::keep_columns(uint32_t expert, Columns of) {
 
 void Engine::reduce(const Piece& piece) {
   const uint32_t p = piece.source;
-  const auto [first, count] = columns(kReturning, c_.group_first[piece.group], c_.group_first[piece.group + 1]);
+  const auto [first, count] =
+      columns(kReturning, c_.policy.group_first[piece.group], c_.policy.group_first[piece.group + 1]);
   float* sum = room(out_, count);
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     const uint32_t entries = *c_.packet_counts(c_.rank, p, t);
@@ -248,20 +253,20 @@ void Engine::reduce(const Piece& piece) {
 }
 
 void Engine::combine(const Piece& piece) {
-  const Columns of = columns(kReturning, c_.group_first[piece.group], c_.group_first[piece.group + 1]);
+  const Columns of = columns(kReturning, c_.policy.group_first[piece.group], c_.policy.group_first[piece.group + 1]);
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) combine(t, of);
 }
 
 void Engine::combine(uint32_t token, Columns of) {
   float* sum = room(sum_, of.count);
   std::fill_n(sum, of.count, 0.0f);
-  const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
+  const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
   for (uint32_t slot = 0; slot < slots; ++slot) {
     if (!is_returned(c_, token, slot)) continue;
     const uint8_t* row = c_.return_row(c_.rank, token, slot);
     accumulate(sum, at(row, spec().return_type, of.first), spec().return_type, of.count);
   }
-  narrow(at(layer_.out, spec().x_type, uint64_t{token} * c_.hidden + of.first), sum, spec().x_type, of.count);
+  narrow(at(layer_.out, spec().x_type, uint64_t{token} * c_.shape.hidden + of.first), sum, spec().x_type, of.count);
 }
 
 void Engine::join(uint32_t row, uint32_t) {

@@ -38,11 +38,11 @@ class Engine {
     uint32_t first_token, tokens;
   };
   uint32_t processor() const { return trace_.actor - 1; }
-  uint32_t processors() const { return c_.processors; }
+  uint32_t processors() const { return c_.policy.clusters; }
   static uint32_t items(uint32_t tokens, uint32_t) { return tokens; }
-  // Enough for every processor to have one, where that many are to be had.
+  // Pieces are so small that every processor can have one, if there are so many items.
   uint32_t items_of_reduce(uint32_t items) const {
-    return std::clamp(ceil_div(items, c_.processors), 1u, kMaxTokenBlock);
+    return std::clamp(ceil_div(items, c_.policy.clusters), 1u, kMaxTokenBlock);
   }
   uint32_t items_of_combine(uint32_t items) const { return items_of_reduce(items); }
   static Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
@@ -75,12 +75,12 @@ class Engine {
   void combine(const Piece& piece);
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns);
-  // Columns [first, first + count), those of blocks [begin, end) of the results of product n.
+  // Columns [first, first + count), those of blocks of columns [begin, end) of the results of product n.
   struct Columns {
     uint32_t first, count;
   };
   Columns columns(uint32_t n, uint32_t begin, uint32_t end) const {
-    const uint32_t each = limits_.columns_per_task[n], all = c_.extent(kProgram[n].columns);
+    const uint32_t each = limits_.columns_per_task[n], all = c_.shape.extent(kProgram[n].columns);
     return {begin * each, min_of(end * each, all) - begin * each};
   }
   // out[token, columns] = sum of its return rows, in ascending order
@@ -89,11 +89,11 @@ class Engine {
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, uint64_t first,
                  uint32_t columns);
-  // hidden[tile, :, columns] = activation(rows * weights^T + bias)
+  // intermediate[tile, :, columns] = activation(rows * weights^T + bias)
   void activate_columns(const TaskRow& product, uint32_t tile, Columns of);
   // row's home = weight * (rows * weights^T + bias), columns
   void return_columns(const TaskRow& product, uint32_t tile, Columns of);
-  // kept[expert, :, columns] = sum over the expert's rows of hidden^T x
+  // kept[expert, :, columns] = sum over the expert's rows of intermediate^T x
   void keep_columns(uint32_t expert, Columns of);
 
   const LayerSpec& spec() const { return layer_.spec; }

@@ -5,8 +5,8 @@
 namespace flashmoe::cpu {
 
 std::optional<HostFault> posted_fault(const Call& c) {
-  for (uint32_t i = 0; i < c.ranks; ++i) {
-    const FaultRecord* posted = c.fault(c.rank, (c.rank + i) % c.ranks);
+  for (uint32_t i = 0; i < c.shape.ranks; ++i) {
+    const FaultRecord* posted = c.fault(c.rank, (c.rank + i) % c.shape.ranks);
     if (CpuPlatform::load_acquire(&posted->posted, kSystem) == 0) continue;
     const Fault& fault = posted->fault;
     HostFault record{};
@@ -14,8 +14,8 @@ std::optional<HostFault> posted_fault(const Call& c) {
     record.fault = fault;
     record.entered = CpuPlatform::load_acquire(&c.status(fault.culprit)->entered, kSystem);
     if (fault.kind == FaultKind::kDisagree) {
-      // As the finder has them, in its own heap: it had read both. The other's own copy may not be written yet, since its
-      // sender tells the peers while its OS actor has yet to begin. (Of another fault, not even the finder may have them.)
+      // Both from the finder's heap, who had read them there. In the other rank's own heap it may not be written yet:
+      // its sender may tell the peers before its OS actor begins. (After other faults even the finder may lack one.)
       record.mine = *c.call_config(fault.rank, fault.rank);
       record.theirs = *c.call_config(fault.rank, fault.awaited);
     }

@@ -27,8 +27,8 @@ struct CallSizes {
   uint32_t unit, most;
 };
 
-// Whether every row has the same bits in every place of every such call. `a` has 2 * most rows: a window that moves down
-// it by one row shows each row in two neighbouring places; that all neighbours agree makes all places alike.
+// Whether every row has the same bits in every place of every such call. `a` has 2 * most rows. A call on rows 0, 1, ..
+// and one on rows 1, 2, .. have each row in two neighbouring places; if all neighbours agree, all places are alike.
 bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n,
                       uint32_t k) {
   std::vector<float> unit(size_t{sizes.unit} * n), here(size_t{sizes.most} * n), next(here.size());

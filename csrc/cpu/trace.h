@@ -9,7 +9,7 @@
 
 namespace flashmoe::cpu {
 
-inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kEpilogue);  // those before it
+inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kEpilogue);  // all but kEpilogue, the last
 
 struct Event {
   uint32_t actor;  // 0: OS, i + 1: processor i

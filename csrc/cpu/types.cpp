@@ -107,9 +107,11 @@ inline float exponential(float x) {
 }
 
 // x[i] = x[i] / (1 + e^-x[i]). The exponent is clamped where SiLU no longer depends on it, in a loop of its own: in one
-// loop the compiler computes both sides of each comparison, divisions and all, and takes three times as long.
+// loop the compiler computes both sides of each comparison, divisions and all, and takes three times as long. Clamped, it is
+// about x / 2^127 far below zero, which for the largest x is no longer nearly 0: there x is.
 void silu(float* x, uint64_t n) {
   constexpr uint64_t kBlock = 64;
+  constexpr float kVanished = -0x1p30f;  // its SiLU was 2^-97
   float exponent[kBlock];
   for (uint64_t first = 0; first < n; first += kBlock) {
     float* v = x + first;
@@ -117,6 +119,7 @@ void silu(float* x, uint64_t n) {
     for (uint64_t i = 0; i < count; ++i) {
       const float e = -v[i] > -87.0f ? -v[i] : -87.0f;  // a NaN is clamped; its SiLU is still NaN
       exponent[i] = e < 88.0f ? e : 88.0f;
+      v[i] = v[i] < kVanished ? -0.0f : v[i];
     }
     for (uint64_t i = 0; i < count; ++i) v[i] = v[i] / (1.0f + exponential(exponent[i]));
   }

@@ -1,5 +1,6 @@
 #include "cuda/context.h"
 
+#include <algorithm>
 #include <atomic>
 
 #include "cuda/limits.h"
@@ -12,19 +13,20 @@ namespace {
 
 using host::concat;
 
-// The fields of a call that all of a context have in common, but for its memory.
+// A call with the fields set that all calls of a context have in common, except where its memory lies.
 Call common_call(const Membership& who, const Limits& limits, uint64_t timeout_ns) {
   Call c;
   c.rank = who.rank;
-  c.ranks = limits.ranks;
-  c.processors = limits.processors / sm90::kClusterBlocks;
-  c.timeout_ns = timeout_ns;
-  c.tile_rows = limits.tile_rows;
-  c.heap_layout = make_heap_layout(limits);
-  c.work_layout = make_work_layout(limits);
-  c.max_blocks = limits.max_blocks();
-  c.queue_mask = limits.queue_capacity() - 1;
-  c.list_mask = limits.list_capacity() - 1;
+  c.shape.ranks = limits.ranks;
+  c.policy.clusters = limits.processors / sm90::kClusterBlocks;
+  c.policy.timeout_ns = timeout_ns;
+  c.policy.tile_rows = limits.tile_rows;
+  c.memory.heap_layout = make_heap_layout(limits);
+  c.memory.work_layout = make_work_layout(limits);
+  std::ranges::copy(make_put_layout(limits).offset, c.memory.put_offset);
+  c.memory.max_blocks = limits.max_blocks();
+  c.memory.queue_mask = limits.queue_capacity() - 1;
+  c.memory.list_mask = limits.list_capacity() - 1;
   return c;
 }
 
@@ -56,15 +58,15 @@ void Context::take_memory(const Membership& who) {
     take_own_memory();
     group_ = make_single_gpu_group(device_, heap_bytes());
   } else {
-    group_ = join_gpu_group(device_, who, limits, heap_bytes(), call.timeout_ns, take_own_memory);
+    group_ = join_gpu_group(device_, who, limits, heap_bytes(), call.policy.timeout_ns, take_own_memory);
   }
   if (limits.rdma != 0) {
     puts_ = &nvshmem(who.nvshmem);
     registration_ = std::make_unique<Registration>(*puts_, device_, workspace_);
   }
   heap_table_.upload(group_->heaps(), heap_table_.bytes());
-  call.heaps = heap_table_.as<uint8_t*>();
-  call.work = workspace_.as<uint8_t>();
+  call.memory.heaps = heap_table_.as<uint8_t*>();
+  call.memory.work = workspace_.as<uint8_t>();
 }
 
 // ---- Layers -----------------------------------------------------------------------------------------------
@@ -92,7 +94,8 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   const LayerSpec& spec = layer.spec;
   if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts > l.experts ||
       spec.top_k > l.top_k || layer.placement.size() != spec.experts || element_bytes(spec.x_type) > l.x_bytes ||
-      element_bytes(spec.hidden_type) > l.hidden_bytes || element_bytes(spec.return_type) > l.return_bytes) {
+      element_bytes(spec.intermediate_type) > l.intermediate_bytes ||
+      element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
   const Kernels& loaded = kernels(layer.cubin, stream);
@@ -155,7 +158,7 @@ void Context::check_health() {
   if (std::atomic_ref(record->posted).load(std::memory_order_acquire) == 0) return;
   broken_ = true;
   const Call& c = common_.call;
-  throw host::fault_error(*record, {c.rank, c.timeout_ns, group_->obituary(record->fault.culprit)});
+  throw host::fault_error(*record, {c.rank, c.policy.timeout_ns, group_->obituary(record->fault.culprit)});
 }
 
 // ---- Reports ----------------------------------------------------------------------------------------------

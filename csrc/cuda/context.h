@@ -18,8 +18,8 @@ namespace flashmoe::cuda {
 
 class Context {
  public:
-  // limits.processors: thread blocks, 0 for one on every multiprocessor. ordinal: see Device. Of order, what is 0 is left
-  // to the context. With several ranks, joins them.
+  // limits.processors: thread blocks, 0 for one on every multiprocessor. ordinal: see Device. Fields of `order` that
+  // are 0 are left to the context. With several ranks, joins the group.
   Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order, uint64_t timeout_ns);
   // Waits for the device: a call may still be under way.
   ~Context();
@@ -47,7 +47,7 @@ class Context {
 
   int device() const { return device_.ordinal(); }
   uint32_t processors() const { return common_.limits.processors; }
-  uint64_t heap_bytes() const { return common_.call.heap_layout.bytes; }
+  uint64_t heap_bytes() const { return common_.call.memory.heap_layout.bytes; }
   uint64_t workspace_bytes() const { return workspace_.bytes(); }
 
  private:
@@ -62,12 +62,12 @@ class Context {
   Common common_;
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<host::Group> group_;
-  const Nvshmem* puts_ = nullptr;               // where peers are reached by puts alone
-  std::unique_ptr<Registration> registration_;  // then, of the workspace
+  const Nvshmem* puts_ = nullptr;               // not null where peers are reached by puts alone
+  std::unique_ptr<Registration> registration_;  // of the workspace, which puts then read
   MappedPage fault_page_;
   bool broken_ = false;
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
-  // Never shrinks: graphs that were captured keep their pointers.
+  // Never shrinks: captured graphs have pointers to the tables.
   std::map<std::vector<uint32_t>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;
   int64_t last_plan_ = 0;  // number

@@ -80,7 +80,7 @@ void Device::refuse_capture(DriverStream stream, const char* what) const {
   throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
 }
 
-// Delegating: an object that another constructor has made is destroyed, and what it took given back, if the rest throws.
+// Delegating, so that the destructor runs, and gives back what was taken, if the rest throws.
 DeviceMemory::DeviceMemory(const Device& device, uint64_t bytes, const char* what) : DeviceMemory() {
   const Driver& d = driver();
   const Device::Use use(device);
@@ -152,6 +152,17 @@ DriverFunction Module::kernel(const char* name, uint32_t shared_bytes) const {
   check(driver().cuModuleGetFunction(&function, module_, name), doing_.c_str());
   check(driver().cuFuncSetAttribute(function, kMaxDynamicSharedBytes, static_cast<int>(shared_bytes)), doing_.c_str());
   return function;
+}
+
+void Module::read(const char* name, void* to, size_t bytes) const {
+  const Device::Use use(device_);
+  DevicePtr from = 0;
+  size_t found = 0;
+  check(driver().cuModuleGetGlobal_v2(&from, &found, module_, name), doing_.c_str());
+  if (found != bytes) {
+    throw Error(Error::Kind::kOther, concat(doing_, ": ", name, ": expected ", bytes, " bytes, got ", found));
+  }
+  check(driver().cuMemcpyDtoH_v2(to, from, bytes), doing_.c_str());
 }
 
 Module::~Module() {

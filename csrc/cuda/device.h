@@ -117,6 +117,8 @@ class Module {
   DriverModule handle() const { return module_; }
   // A kernel that may use shared_bytes of dynamic shared memory.
   DriverFunction kernel(const char* name, uint32_t shared_bytes) const;
+  // Copies a constant of that size.
+  void read(const char* name, void* to, size_t bytes) const;
 
  private:
   const Device& device_;

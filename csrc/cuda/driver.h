@@ -84,6 +84,7 @@ struct LaunchConfig {  // CUlaunchConfig
   X(cuModuleLoadData, (DriverModule*, const void* image))                                           \
   X(cuModuleUnload, (DriverModule))                                                                 \
   X(cuModuleGetFunction, (DriverFunction*, DriverModule, const char* name))                         \
+  X(cuModuleGetGlobal_v2, (DevicePtr*, size_t* bytes, DriverModule, const char* name))              \
   X(cuFuncSetAttribute, (DriverFunction, int attribute, int value))                                 \
   X(cuStreamIsCapturing, (DriverStream, int* status))                                               \
   X(cuLaunchKernelEx, (const LaunchConfig*, DriverFunction, void** params, void** extra))           \

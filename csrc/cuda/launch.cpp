@@ -11,6 +11,9 @@ Kernels::Kernels(const Device& device, const std::string& cubin, const Nvshmem* 
       general_(module_.kernel("flashmoe_moe", sm90::kSharedBytes)),
       few_(module_.kernel("flashmoe_few", sm90::kFewSharedBytes)) {
   if (api_ == nullptr) return;
+  NvshmemVersion compiled_with{};
+  module_.read("nvshmemi_device_lib_version_d", &compiled_with, sizeof(compiled_with));
+  check_headers(*api_, compiled_with);
   const Device::Use use(device_);
   check_nvshmem(api_->nvshmemx_cumodule_init(module_.handle()), "nvshmemx_cumodule_init");
 }
@@ -22,7 +25,7 @@ Kernels::~Kernels() {
 }
 
 void Kernels::launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const {
-  const bool few = is_few(args.call.ranks, args.call.tokens);
+  const bool few = is_few(args.call.shape.ranks, args.call.shape.tokens);
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
   LaunchConfig config{blocks, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};

@@ -9,17 +9,17 @@
 
 namespace flashmoe::cuda {
 
-// Of one cubin: the kernel for any number of tokens, and that for a few.
+// The kernels of one cubin: that for any number of tokens, and that for a few.
 class Kernels {
  public:
-  // api: null but for kernels that put, whose module NVSHMEM tells where everything is.
+  // api: null, but where kernels put: NVSHMEM then tells their module where everything is.
   Kernels(const Device& device, const std::string& cubin, const Nvshmem* api);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
-  // Launches that of the two which takes the call, on so many thread blocks; does nothing else to the stream, and does not
-  // wait. The device's context is current.
+  // Launches the one of the two that serves the call (is_few), on so many thread blocks; does nothing else to the
+  // stream, and does not wait. The device's context is current.
   void launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const;
 
  private:

@@ -11,7 +11,7 @@
 
 namespace flashmoe::cuda {
 
-// A layer as calls share it: what it is, and where all but its tokens is.
+// A layer as calls share it: what it is, and where everything but its tokens lies.
 struct Layer {
   LayerSpec spec;
   std::vector<uint32_t> placement;                            // [E] owner rank of each expert

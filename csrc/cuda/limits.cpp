@@ -10,7 +10,7 @@ namespace {
 using host::concat;
 using host::Error;
 
-// Thread blocks. 0: one on every multiprocessor.
+// The number of thread blocks. limits.processors 0: one on every multiprocessor.
 uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
   const uint32_t all = multiprocessors / sm90::kClusterBlocks * sm90::kClusterBlocks;
   const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
@@ -25,8 +25,8 @@ uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
   return wanted;
 }
 
-// What the kernel counts in units of 16 bytes, in 31 or 32 bits: rows of other ranks' tokens (TokenRows), and rows to sum
-// (SumPiece).
+// Refuses what the kernel's offsets do not reach, which have 31 or 32 bits and count 16 bytes: rows of other ranks'
+// tokens (TokenRows), and rows to sum (SumPiece).
 void check_reach(const Limits& limits) {
   const uint64_t tokens = limits.max_tokens;
   const uint64_t sent = row_pitch(limits.hidden, limits.x_bytes);
@@ -52,7 +52,7 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
   check_reach(limits);
   limits.processors = processors_of(limits, multiprocessors);
   limits.tile_rows = sm90::kTileTokens;
-  // A context serves every activation; gated ones have more columns of tasks.
+  // A context serves every activation; gated ones cut I into more blocks of columns.
   limits.columns_per_task = sm90::columns_per_task(true);
   return limits;
 }

@@ -9,37 +9,38 @@ namespace flashmoe::cuda {
 namespace {
 
 Shape shape_of(const Call& c, const LayerSpec& spec) {
-  return {.ranks = c.ranks,
-          .local_experts = c.local_experts,
-          .hidden = c.hidden,
-          .intermediate = c.intermediate,
-          .top_k = c.top_k,
+  return {.ranks = c.shape.ranks,
+          .local_experts = c.shape.local_experts,
+          .hidden = c.shape.hidden,
+          .intermediate = c.shape.intermediate,
+          .top_k = c.shape.top_k,
           .x_bytes = element_bytes(spec.x_type),
-          .hidden_bytes = element_bytes(spec.hidden_type),
+          .intermediate_bytes = element_bytes(spec.intermediate_type),
           .return_bytes = element_bytes(spec.return_type)};
 }
 
 Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   const LayerSpec& spec = layer.spec;
   Call c = common.call;
-  c.hidden = spec.hidden;
-  c.intermediate = spec.intermediate;
-  c.experts = spec.experts;
-  c.top_k = spec.top_k;
-  c.local_experts = where.local_experts;
-  c.owner = where.owner;
-  c.by_owner = where.by_owner;
-  c.owner_base = where.owner_base;
-  c.token_row_bytes = spec.token_row_bytes();
-  c.hidden_row_bytes = spec.hidden_row_bytes();
-  c.return_row_bytes = spec.return_row_bytes();
+  c.shape.hidden = spec.hidden;
+  c.shape.intermediate = spec.intermediate;
+  c.shape.experts = spec.experts;
+  c.shape.top_k = spec.top_k;
+  c.shape.local_experts = where.local_experts;
+  c.placement.owner = where.owner;
+  c.placement.by_owner = where.by_owner;
+  c.placement.owner_base = where.owner_base;
+  c.memory.token_row_bytes = spec.token_row_bytes();
+  c.memory.intermediate_row_bytes = spec.intermediate_row_bytes();
+  c.memory.return_row_bytes = spec.return_row_bytes();
   c.cut_columns(sm90::columns_per_task(spec.gated()));
   const Shape shape = shape_of(c, spec);
-  c.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
-  if (c.ranks > 1) {  // a rank alone returns nothing; its groups follow from its tokens
-    c.return_mode = spec.return_mode;
+  c.policy.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
+  if (c.shape.ranks > 1) {  // a rank alone returns nothing to others; its groups depend on its tokens, see set_tokens()
+    c.shape.return_mode = spec.return_mode;
     const uint64_t return_bytes = grouped_bytes(shape, 0, false, common.limits.rdma != 0);
-    c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
+    c.policy.groups =
+        return_groups(c.policy.columns[kReturning], c.shape.return_mode, return_bytes, c.policy.group_first);
     c.config = host::make_config(c, spec, layer.placement, sm90::kReturnColumns);
   }
   return c;
@@ -52,7 +53,7 @@ sm90::WeightRows rows_of(const Matrix& m) {
 void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const DType type = spec.weight_type;
-  const uint32_t bytes = element_bytes(type), experts = a.call.local_experts;
+  const uint32_t bytes = element_bytes(type), experts = a.call.shape.local_experts;
   if (experts != 0) {  // else it has no tasks
     a.gate_up = encode(gate_up_shape(layer.gate_up, bytes, spec.hidden, spec.intermediate, experts, spec.gated()),
                        layer.gate_up.data, type, "gate_up_proj");
@@ -71,12 +72,12 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
 }
 
 // The rows between the two GEMMs, which lie in the workspace.
-void set_hidden_rows(sm90::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
-  const auto rows = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 0));
-  const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.hidden_row(0, 1)) - rows;
-  a.hidden = encode(
-      rows_shape(pitch, element_bytes(spec.hidden_type), spec.intermediate, limits.max_tiles() * limits.tile_rows),
-      rows, spec.hidden_type, "the hidden rows");
+void set_intermediate_rows(sm90::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
+  const auto rows = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 0));
+  const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 1)) - rows;
+  a.intermediate = encode(rows_shape(pitch, element_bytes(spec.intermediate_type), spec.intermediate,
+                                     limits.max_tiles() * limits.tile_rows),
+                          rows, spec.intermediate_type, "the intermediate rows");
 }
 
 }  // namespace
@@ -98,7 +99,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
     : kernels(loaded), spec(layer.spec) {
   args.call = call_of(common, layer, where);
   set_weights(args, layer);
-  set_hidden_rows(args, spec, common.limits);
+  set_intermediate_rows(args, spec, common.limits);
   args.topk_ids_64 = layer.topk_ids_64;
   args.renormalize = spec.renormalize;
   args.host_fault = common.fault;
@@ -109,24 +110,25 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
   const Shape shape = shape_of(c, spec);
-  c.tokens = t.tokens;
-  c.log2_block =
-      static_cast<uint32_t>(std::countr_zero(token_block(t.tokens, c.experts, c.top_k, common.limits.processors)));
-  c.capacity = expert_capacity(spec.capacity_factor, t.tokens, c.top_k, c.experts);
-  c.joined = joins_rows(shape, t.tokens, c.capacity) ? 1 : 0;
-  if (c.ranks == 1) {
-    const uint64_t return_bytes = grouped_bytes(shape, t.tokens, c.joined != 0, false);
-    c.groups = return_groups(c.columns[kReturning], c.return_mode, return_bytes, c.group_first);
+  c.shape.tokens = t.tokens;
+  c.policy.log2_block = static_cast<uint32_t>(
+      std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
+  c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, c.shape.top_k, c.shape.experts);
+  c.policy.joined = joins_rows(shape, t.tokens, c.shape.capacity) ? 1 : 0;
+  if (c.shape.ranks == 1) {
+    const uint64_t return_bytes = grouped_bytes(shape, t.tokens, c.policy.joined != 0, false);
+    c.policy.groups =
+        return_groups(c.policy.columns[kReturning], c.shape.return_mode, return_bytes, c.policy.group_first);
   }
   args.x = reinterpret_cast<const uint8_t*>(t.x);
   args.x_row_bytes = t.x_row_bytes;
   args.out = reinterpret_cast<uint8_t*>(t.out);
   args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   args.topk_weights = reinterpret_cast<const float*>(t.topk_weights);
-  // Only the router reads x by tensor map, and not that of the kernel of a few tokens.
-  if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c.ranks, t.tokens)) {
+  // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
+  if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c.shape.ranks, t.tokens)) {
     args.tokens =
-        encode(rows_shape(t.x_row_bytes, element_bytes(spec.x_type), c.hidden, t.tokens), t.x, spec.x_type, "x");
+        encode(rows_shape(t.x_row_bytes, element_bytes(spec.x_type), c.shape.hidden, t.tokens), t.x, spec.x_type, "x");
   }
 }
 

@@ -12,7 +12,7 @@ namespace flashmoe::cuda {
 // What the layers of a context have in common.
 struct Common {
   Limits limits;
-  Call call;          // its fields that no layer changes
+  Call call;          // with the fields set that are the same for all layers
   OrderPolicy asked;  // by the user; 0: the engine's choice
   HostFault* fault = nullptr;
 };

@@ -8,24 +8,25 @@
 namespace flashmoe::cuda {
 namespace {
 
-// Less than this returns in less time than the signals of more groups would take.
+// Less than this returns in less time than more groups' signals take.
 constexpr uint64_t kGroupedReturnBytes = 8u << 20;
-// Tiles of a window (OrderPolicy::raster). With several ranks all of an expert's, where it has about a thousand rows.
+// Tiles of a band (OrderPolicy::raster). With several ranks, as many as an expert of about a thousand rows has.
 constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6;
 constexpr uint32_t kSenders = 16;
-// A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that no call has tasks for.
+// A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that exceeds any call's tasks: GEMM1 waits for all of GEMM0.
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
-// Tasks published ahead for each processor, most and least: fewer where they take longer.
+// Tasks published ahead for each cluster, most and least, and the pipeline's stages that they are to make: the longer
+// tasks are, the fewer.
 constexpr uint32_t kMostAhead = 4, kLeastAhead = 1;
 constexpr uint32_t kStagesAhead = 32;  // 20 us
 
-// Operations of the GEMMs and bytes out over the link, a second, as measured on H200.
+// A second's operations of the GEMMs, and bytes out over the link, as measured on H200.
 constexpr double kGemmRate = 750e12, kLinkRate = 350e9;
 
 }  // namespace
 
 bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate) {
-  constexpr double kElementBytes = 2, kOperations = 6;  // of a row's element; of it and a column of a gated expert's I
+  constexpr double kElementBytes = 2, kOperations = 6;  // per element of a row; per element and column of a gated I
   const double others = ranks - 1;
   const double sent = others * (1 - std::pow(1 - 1.0 / ranks, top_k)), back = top_k * others / ranks;
   const double link = (sent + back) * kElementBytes / kLinkRate;
@@ -53,14 +54,15 @@ bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {
 
 uint64_t grouped_bytes(const Shape& s, uint32_t tokens, bool joined, bool puts) {
   if (s.ranks > 1) return puts ? 0 : kGroupedReturnBytes;
-  // Rows are joined one by one: groups would only have GEMM1 read the hidden rows more often.
+  // Joined rows do not wait for groups, which would only have GEMM1 read the intermediate rows more often.
   return joined ? 0 : uint64_t{tokens} * s.top_k * s.hidden * s.return_bytes;
 }
 
 uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
-  // Eighths after which a group ends. Each group reads the hidden rows once more. Rows that go as they are computed, or
-  // nowhere, lose by more of them than two what combining under way wins; those that are reduced do not go before their
-  // group is computed, so that the link waits for the first, and everybody for the last.
+  // Bit i: a group ends after i eighths of the columns. For each group GEMM1 reads the intermediate rows once more.
+  // Rows that go as they are computed, or nowhere: with more than two groups that costs more than it wins to combine
+  // meanwhile. Rows that are reduced go when their group is computed: the link waits for the first group, and all wait
+  // for the last, so that both are small.
   constexpr uint32_t kOnce = 1u << 8, kHalves = 1u << 4 | 1u << 8;
   constexpr uint32_t kDescending = 1u << 2 | 1u << 4 | 1u << 6 | 1u << 7 | 1u << 8;
   const uint32_t ends = return_bytes < kGroupedReturnBytes ? kOnce
@@ -81,13 +83,15 @@ bool link_keeps_up(const Shape& s) {
 
 uint32_t tasks_ahead(const Shape& s) {
   if (s.ranks == 1) return kMostAhead;
-  const uint32_t stages = ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.hidden_bytes), sm90::kRowBytes);
+  const uint32_t stages =
+      ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.intermediate_bytes), sm90::kRowBytes);
   return std::clamp(ceil_div(kStagesAhead, stages), kLeastAhead, kMostAhead);
 }
 
 OrderPolicy task_order(const Shape& s, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked) {
-  // Rows that go as they are computed, and faster than the link takes them, are to use it for as long as there are tasks, once
-  // the first rows are sent, and those that it takes before others. Elsewhere nothing is won by an early GEMM1.
+  // Result rows that go as they are computed, faster than the link takes them, are to use the link for as long as there
+  // are tasks: then GEMM1 follows soon behind GEMM0, when the first rows are dispatched, and tiles with rows of other
+  // ranks go first. Elsewhere an early GEMM1 wins nothing.
   const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && !link_keeps_up(s);
   const uint32_t clusters = blocks / sm90::kClusterBlocks;
   OrderPolicy chosen{.gemm1_lag = early ? 2 * clusters : kAlwaysHeld,

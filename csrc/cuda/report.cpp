@@ -17,7 +17,8 @@ void read_routing(const Call& c, const DeviceMemory& workspace, const Limits& li
   const uint64_t words = uint64_t{tokens} * limits.top_k;
   std::vector<uint32_t> rows(words);
   auto read = [&](WorkField field, auto* to) {
-    workspace.download(rows.data(), words * sizeof(uint32_t), c.work_layout.offset[static_cast<uint32_t>(field)]);
+    workspace.download(rows.data(), words * sizeof(uint32_t),
+                       c.memory.work_layout.offset[static_cast<uint32_t>(field)]);
     for (uint32_t t = 0; t < tokens; ++t) {
       std::memcpy(to + uint64_t{t} * top_k, rows.data() + uint64_t{t} * limits.top_k, top_k * sizeof(*to));
     }
@@ -30,17 +31,18 @@ uint64_t read_received(const Call& layer, const Device& device, const DeviceMemo
                        int32_t* rows) {
   Call c = layer;
   Control control;
-  workspace.download(&control, sizeof(control), c.work_layout.offset[static_cast<uint32_t>(WorkField::kControl)]);
+  workspace.download(&control, sizeof(control),
+                     c.memory.work_layout.offset[static_cast<uint32_t>(WorkField::kControl)]);
   c.epoch = control.calls.value;
-  // A copy of the heap up to the packets' entries. The others may be a call ahead, and write: with the other parity.
+  // A copy of the heap up to the packets' entries. Other ranks may be a call ahead and write, but of the other parity.
   static_assert(std::max({HeapField::kCallSignal, HeapField::kPacketSignal, HeapField::kPacketOffsets,
                           HeapField::kPacketCounts}) < HeapField::kPacketEntries);
-  std::vector<uint8_t> heap(c.heap_layout.offset[static_cast<uint32_t>(HeapField::kPacketEntries)]);
+  std::vector<uint8_t> heap(c.memory.heap_layout.offset[static_cast<uint32_t>(HeapField::kPacketEntries)]);
   const Device::Use use(device);
   check(driver().cuMemcpyDtoH_v2(heap.data(), reinterpret_cast<DevicePtr>(own_heap), heap.size()),
         "cannot copy from the heap");
-  const std::vector<uint8_t*> heaps(c.ranks, heap.data());
-  c.heaps = heaps.data();
+  const std::vector<uint8_t*> heaps(c.shape.ranks, heap.data());
+  c.memory.heaps = heaps.data();
   host::count_rows(c, rows);
   return host::rows_returned(c);
 }

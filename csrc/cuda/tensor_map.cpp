@@ -6,7 +6,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-// Rows go through TMA in eights: so many make one period of the 128-byte swizzle.
+// Rows go through TMA in groups of 8, one period of the 128-byte swizzle.
 constexpr uint32_t kRowGroup = 8;
 
 int map_type(DType dtype) {
@@ -37,7 +37,8 @@ TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidd
           {sm90::kRowBytes / element_bytes, kRowGroup, 1, sm90::kBoxFeatures / kRowGroup, 1}};
 }
 
-// Any E goes, so its rows cannot come in eights; the dimensions of size 1 make it look like the others to the kernel.
+// E need not be a multiple of 8, so rows do not come in groups; dimensions of size 1 make the kernel see a map like the
+// others.
 TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts) {
   const uint64_t all = experts * m.row_bytes;
   const uint32_t rows = sm90::gate_features(experts);
@@ -55,7 +56,7 @@ sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, 
   const CudaResult result = driver().cuTensorMapEncodeTiled(
       &map, map_type(dtype), shape.rank, reinterpret_cast<void*>(data), shape.dims, shape.strides, shape.box,
       kEveryElement, kMapInterleaveNone, kMapSwizzle128B, kMapPromotion256B, kMapFillZero);
-  // Most calls encode one, and succeed: words are put together for those that do not.
+  // Most calls of a layer encode a map: the message is put together only if that fails.
   if (result != kCudaSuccess) check(result, host::concat("cannot describe ", what, " to the copy engine").c_str());
   return map;
 }

@@ -1,4 +1,4 @@
-// Tensor maps: what TMA knows of the weights and of the hidden rows (see KernelArgs for the dimensions and why).
+// Tensor maps: what TMA knows of the weights and of the intermediate rows (see KernelArgs for the dimensions and why).
 #pragma once
 
 #include "flashmoe/sm90/geometry.h"
@@ -6,7 +6,7 @@
 
 namespace flashmoe::cuda {
 
-// Rows of one expert's (or the router's) weight matrix, `columns` elements each, of one or several experts.
+// Where the rows of the weight matrices of one or several experts lie, or those of the router's.
 struct Matrix {
   uint64_t data = 0;  // address on the device; 0: there is none
   uint64_t row_bytes = 0;

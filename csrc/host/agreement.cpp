@@ -7,7 +7,7 @@
 namespace flashmoe::host {
 namespace {
 
-// FNV-1a, of bytes behind those that `h` is the hash of; ranks compare hashes of what they must agree on.
+// FNV-1a: goes on from the hash `h` of earlier bytes. Ranks compare hashes of what they must agree on.
 uint64_t hash_bytes(const void* data, size_t n, uint64_t h = 0xcbf29ce484222325u) {
   for (size_t i = 0; i < n; ++i) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
   return h;
@@ -52,8 +52,8 @@ CallConfig make_config(const Call& call, const LayerSpec& layer, const std::vect
   config.set_layer(agreed);
   config.placement = static_cast<uint32_t>(hash_bytes(placement.data(), placement.size() * sizeof(uint32_t)));
   uint32_t ends[kMaxGroups] = {};  // in elements
-  for (uint32_t g = 0; g < call.groups; ++g) {
-    ends[g] = std::min(call.group_first[g + 1] * columns_per_task, layer.hidden);
+  for (uint32_t g = 0; g < call.policy.groups; ++g) {
+    ends[g] = std::min(call.policy.group_first[g + 1] * columns_per_task, layer.hidden);
   }
   config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
   config.hash = hash_of(config, agreed);

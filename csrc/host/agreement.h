@@ -1,4 +1,4 @@
-// What the ranks of a group must agree on: when it forms their limits, in a call what each of them believes it to be.
+// What the ranks of a group must agree on: their limits when it forms, the call's configuration in each call.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace flashmoe::host {
 // The first difference between two ranks' limits that no call could bridge, as a message; empty if there is none.
 std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, uint32_t peer);
 
-// Of a call of the layer whose groups are set. columns_per_task: of GEMM1.
+// The configuration of a call of `layer` whose return groups are set. columns_per_task: of GEMM1.
 CallConfig make_config(const Call& call, const LayerSpec& layer, const std::vector<uint32_t>& placement,
                        uint32_t columns_per_task);
 

@@ -8,7 +8,7 @@
 
 namespace flashmoe::host {
 
-// What the rank that tells its user of a fault knows besides the fault.
+// What a rank knows, besides the fault, when it tells its user of one.
 struct Teller {
   uint32_t rank = 0;
   uint64_t timeout_ns = 0;

@@ -1,4 +1,4 @@
-// How waits of the host hear that the user wants them to end.
+// How the host's waits learn that the user wants them to end.
 #pragma once
 
 namespace flashmoe::host {

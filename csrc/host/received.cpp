@@ -5,11 +5,10 @@
 namespace flashmoe::host {
 namespace {
 
-// Calls f(p, b, entries) for each packet (p, b) that has entries. Of one that has none only the signal is sent, so that its
-// offsets and counts are still those of an earlier call.
+// Calls f(p, b, entries) for each packet (p, b) that has entries.
 template <class F>
 void for_each_packet(const Call& c, F&& f) {
-  for (uint32_t p = 0; p < c.ranks; ++p) {
+  for (uint32_t p = 0; p < c.shape.ranks; ++p) {
     for (uint32_t b = 0; b < c.blocks_of(p); ++b) {
       if (const uint32_t entries = c.packet_size(p, b); entries != 0) f(p, b, entries);
     }
@@ -21,7 +20,8 @@ void for_each_packet(const Call& c, F&& f) {
 void count_rows(const Call& c, int32_t* rows) {
   for_each_packet(c, [&](uint32_t p, uint32_t b, uint32_t) {
     const uint16_t* offsets = c.packet_offsets(c.rank, p, b);
-    for (uint32_t l = 0; l < c.local_experts; ++l) rows[p * c.local_experts + l] += offsets[l + 1] - offsets[l];
+    for (uint32_t l = 0; l < c.shape.local_experts; ++l)
+      rows[p * c.shape.local_experts + l] += offsets[l + 1] - offsets[l];
   });
 }
 

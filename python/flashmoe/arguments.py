@@ -10,7 +10,7 @@ from . import _ffi
 from . import placement as placements
 from .errors import HeapError, InvalidArgument
 from .limits import Room, checked_capacity_factor
-from .spec import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MAX_EXPERTS, RETURN_CHOICES, LayerSpec, bounded, one_of
+from .spec import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MAX_EXPERTS, RETURN_CHOICES, LayerSpec, bounded, one_of, truth
 from .tensors import Described
 
 AsOperand = Callable[[str, Any, str, tuple[str, ...]], Described]
@@ -61,14 +61,12 @@ class Arguments:
 
 def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options) -> Arguments:
     """Everything that can be told without looking at a value."""
-    operands = _float_operands(as_operand, tensors)
+    operands = _float_operands(as_operand, tensors) | _given_routing(as_operand, tensors)
     one_of("activation", options.activation, ACTIVATIONS)
-    layer = _layer(operands, options, *_experts_and_top_k(room, operands, tensors, options))
+    layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
-    if tensors.topk_ids is not None:
-        operands |= _given_routing(as_operand, tokens, layer.top_k, tensors)
     owners = owners_of(room, options.placement, layer.experts)
-    _check_shapes(operands, layer, owners.count(room.rank))
+    _check_shapes(operands, layer, tokens, owners.count(room.rank))
     return Arguments(operands, tokens, resolved(room, layer, options, owners, tokens), owners)
 
 
@@ -91,10 +89,10 @@ def as_plain_values(options: Options) -> Options:
         one_of("return_mode", mode, RETURN_CHOICES)
     return options._replace(
         top_k=None if top_k is None else bounded("top_k", top_k, 1, MAX_EXPERTS),
-        renormalize=bool(options.renormalize),
+        renormalize=truth("renormalize", options.renormalize),
         placement=None if placement is None else placements.as_ints(placement),
         capacity_factor=None if factor is None else checked_capacity_factor(factor, None),
-        exact=bool(options.exact),
+        exact=truth("exact", options.exact),
     )
 
 
@@ -213,30 +211,42 @@ def _expect(name: str, each: Described, symbols: str, shape: tuple[int, ...]) ->
         raise InvalidArgument(f"{name}: expected [{symbols}] {each.dtype}, got {list(each.shape)} {each.dtype}")
 
 
-def _experts_and_top_k(
-    room: Room, operands: dict[str, Described], tensors: Tensors, options: Options
-) -> tuple[int, int]:
-    """E and K: of the router and the option, or of the given routing."""
-    top_k, topk_ids, topk_weights = options.top_k, tensors.topk_ids, tensors.topk_weights
-    if "router" in operands:
-        if topk_ids is not None or topk_weights is not None:
+def _given_routing(as_operand: AsOperand, tensors: Tensors) -> dict[str, Described]:
+    """Given ids and weights as operands; none with a router."""
+    given = {"topk_ids": tensors.topk_ids, "topk_weights": tensors.topk_weights}
+    missing = [name for name, tensor in given.items() if tensor is None]
+    if tensors.router is not None:
+        if len(missing) < 2:
             raise InvalidArgument("router: expected either router or topk_ids and topk_weights, got both")
+        return {}
+    if missing:
+        raise InvalidArgument(f"{missing[0]}: expected a tensor, since router is not given, got None")
+    ids = as_operand("topk_ids", tensors.topk_ids, "[T, K] int32 or int64", ("int32", "int64"))
+    if len(ids.shape) != 2:
+        raise InvalidArgument(f"topk_ids: expected [T, K] int32 or int64, got {list(ids.shape)}")
+    weights = as_operand("topk_weights", tensors.topk_weights, "[T, K] float32", ("float32",))
+    return {"topk_ids": ids, "topk_weights": weights}
+
+
+def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Options) -> tuple[int, int]:
+    """E and K: of the router and the option, or of the given routing. With that, a rank alone holds all E; what several
+    hold in all, this one cannot see."""
+    top_k = options.top_k
+    if "router" in operands:
         experts = operands["router"].shape[0]
         if top_k is None:
             raise InvalidArgument("top_k: expected an integer with router, got None")
+        return experts, bounded("top_k", top_k, 1, experts, "E=")
+    if options.placement is not None:
+        experts = len(options.placement)
+    elif room.ranks == 1:
+        experts = operands["gate_up_proj"].shape[0]
     else:
-        if topk_ids is None or topk_weights is None:
-            missing = "topk_ids" if topk_ids is None else "topk_weights"
-            raise InvalidArgument(f"{missing}: expected a tensor, since router is not given, got None")
-        experts = len(room.placement if options.placement is None else options.placement)
-        shape = getattr(topk_ids, "shape", None)
-        if shape is None or len(shape) != 2:
-            got = type(topk_ids).__name__ if shape is None else list(shape)
-            raise InvalidArgument(f"topk_ids: expected [T, K] int32 or int64, got {got}")
-        if top_k is not None and bounded("top_k", top_k, 1, experts, "E=") != shape[1]:
-            raise InvalidArgument(f"top_k: expected {shape[1]}, the columns of topk_ids, got {top_k!r}")
-        top_k = int(shape[1])
-    return experts, bounded("top_k", top_k, 1, experts, "E=")
+        experts = len(room.placement)
+    columns = operands["topk_ids"].shape[1]
+    if top_k is not None and bounded("top_k", top_k, 1, experts, "E=") != columns:
+        raise InvalidArgument(f"top_k: expected {columns}, the columns of topk_ids, got {top_k!r}")
+    return experts, bounded("top_k", columns, 1, experts, "E=")
 
 
 def _layer(operands: dict[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
@@ -249,29 +259,19 @@ def _layer(operands: dict[str, Described], options: Options, experts: int, top_k
         top_k=top_k,
         activation=options.activation,
         routing="softmax" if "router" in operands else "given",
-        renormalize=bool(options.renormalize),
+        renormalize=truth("renormalize", options.renormalize),
         router_bias="router_bias" in operands,
         gate_up_bias="gate_up_bias" in operands,
         down_bias="down_bias" in operands,
         x_type=x_type,
         weight_type=operands["gate_up_proj"].dtype,
-        hidden_type=x_type,
+        intermediate_type=x_type,
         return_type=x_type,
-        exact=bool(options.exact),
+        exact=truth("exact", options.exact),
     )
 
 
-def _given_routing(as_operand: AsOperand, tokens: int, top_k: int, tensors: Tensors) -> dict[str, Described]:
-    """Given ids and weights as operands."""
-    pairs = f"[T={tokens}, K={top_k}]"
-    ids = as_operand("topk_ids", tensors.topk_ids, f"{pairs} int32 or int64", ("int32", "int64"))
-    weights = as_operand("topk_weights", tensors.topk_weights, f"{pairs} float32", ("float32",))
-    for name, each in (("topk_ids", ids), ("topk_weights", weights)):
-        _expect(name, each, pairs[1:-1], (tokens, top_k))
-    return {"topk_ids": ids, "topk_weights": weights}
-
-
-def _check_shapes(operands: dict[str, Described], layer: LayerSpec, local: int) -> None:
+def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int, local: int) -> None:
     """Every tensor against the layer's sizes."""
     hidden, inner, experts = layer.hidden, layer.intermediate, layer.experts
     if hidden < 1 or inner < 1:
@@ -285,6 +285,8 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, local: int) 
         "router_bias": (f"E={experts}", (experts,)),
         "gate_up_bias": (f"El={local}, {rows_symbol}", (local, rows)),
         "down_bias": (f"El={local}, H={hidden}", (local, hidden)),
+        "topk_ids": (f"T={tokens}, K={layer.top_k}", (tokens, layer.top_k)),
+        "topk_weights": (f"T={tokens}, K={layer.top_k}", (tokens, layer.top_k)),
     }
     for name, (symbols, shape) in expected.items():
         if name in operands:

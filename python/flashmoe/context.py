@@ -55,8 +55,11 @@ def _checked(ctx: Any) -> Context:
     return ctx
 
 
-def _checked_name(name: Any) -> str:
-    """`name`, once it can be part of a file's name; raises `InvalidArgument`."""
+def _checked_name(name: Any, ranks: int) -> str | None:
+    """`name`, once it can be part of a file's name, or is that of a rank alone, which has no use for it; raises
+    `InvalidArgument`."""
+    if ranks == 1 and (name is None or isinstance(name, str)):
+        return name
     try:
         size = len(name.encode())
     except (AttributeError, UnicodeEncodeError):
@@ -80,6 +83,16 @@ class Context:
     same ranks.
 
     The sizes are upper limits: calls may use any smaller T, H, I, E or K, and all layers of a model share one context.
+    Threads that call with the same context are served one after the other.
+
+    What `flashmoe.moe` takes, and when its calls are over, is the engine's matter:
+
+    - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous. A call is over when it returns.
+    - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
+      most 65536. Rows of x, router and weights, and experts, may lie apart (strides of 16 bytes' multiples); the rest
+      is contiguous. A call launches one kernel on PyTorch's current stream and returns; the calls of a context must
+      follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
+      the capture. The first call of a dtype and activation compiles its kernel (see ``flashmoe compile``).
 
     Parameters
     ----------
@@ -118,7 +131,7 @@ class Context:
         Ordinal of the CUDA device. Default with ``engine="cuda"``: PyTorch's current one.
     profile:
         CUDA engine: the order of tasks, where it is to differ from the built-in one. ``gemm1_lag``: GEMM1 tasks are
-        held back until so many GEMM0 tasks are ahead of them, while there are any. ``raster``: tiles of a window of
+        held back until so many GEMM0 tasks are ahead of them, while there are any. ``raster``: tiles of a band of
         tasks. ``window``: tasks published ahead. ``gemm1_lists``: 2, GEMM1 tasks with rows of
         other ranks' tokens go first; 1, all of an expert's go side by side. ``own_first``: of so many of the rank's
         experts one begins with its own rows, the others when those of another rank are here. ``senders``: thread
@@ -133,7 +146,7 @@ class Context:
         ``"reduced"``, and `timeout` must be longer than ranks wait for one another, since whether another rank makes
         progress cannot be seen. Puts to memory that is not mapped take a network that ``NVSHMEM_REMOTE_TRANSPORT``
         names (``"none"`` unless it is set). No network has carried this path yet: tests force it over NVLink. It needs
-        NVSHMEM's headers, which its package has.
+        NVSHMEM's headers, which its package has, of a release from 3.4 to 3.8.
 
     Raises
     ------
@@ -195,9 +208,9 @@ class Context:
         self.engine = engine
         self.ranks = asked.ranks
         self.rank = bounded("rank", rank, 0, self.ranks - 1)
-        self.name = _checked_name(name) if self.ranks > 1 else name
+        self.name = _checked_name(name, self.ranks)
         self.timeout = _checked_timeout(timeout)
-        who = Membership(self.rank, self.name or "", math.ceil(self.timeout * 1e9))  # 0 is no limit
+        who = Membership(self.rank, self.name if self.ranks > 1 else "", math.ceil(self.timeout * 1e9))  # 0 is no limit
         self.profile: dict[str, int] = {}
         """In what the order of tasks differs from the built-in one."""
         self.transport = "mapped"
@@ -210,7 +223,7 @@ class Context:
                 self.transport = "rdma"
             self._engine: Engine = on_gpu
         else:
-            if profile:
+            if profile is not None and not (isinstance(profile, Mapping) and len(profile) == 0):
                 raise InvalidArgument(f"profile: expected none with the CPU engine, got {profile!r}")
             with Call():
                 self._engine = CpuEngine(asked, who)

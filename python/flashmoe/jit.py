@@ -1,29 +1,31 @@
 """The CUDA kernel, compiled once per machine, dtype and activation, and kept in a cache folder.
 
-The kernel's sources travel with the package. What `kernel` returns for them, the compiler and the options is always
-the same file, so that a cached start reads a few small files and runs nothing. Any number of processes may ask at
-once: one of them compiles, under a lock that ends with its process, and moves the whole result into place.
+The kernel's sources travel with the package. What they, the compiler and the options make has one name, so that a
+cached start reads a few small files and runs nothing. Any number of processes may ask at once: one of them compiles,
+under a lock that ends with its process, and moves the whole result into place.
+
+The name ends with a digest of the content, by which a file that was cut short or renamed is known, and compiled again.
+That no other user has put it there, `storage` sees to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import nvshmem
 from .errors import FlashMoEError
 from .spec import ACTIVATIONS, DTYPES
+from .storage import Folder
 
 FLAGS = ("-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3")
 
@@ -31,6 +33,13 @@ FLAGS = ("-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O
 _PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in _PACKAGES)
 _LOG_LINES = 15  # of a failed compilation, in the error
+
+NVCC_SECONDS = 900.0
+"""How long a compilation may take. 30 s are usual, several minutes are not unheard of on a busy machine."""
+LOCK_SECONDS = NVCC_SECONDS + 60.0
+"""How long to wait for another process that compiles the same."""
+_VERSION_SECONDS = 60.0
+_REMEDY = "set FLASHMOE_CACHE to a folder of your own"
 
 
 @dataclass(frozen=True)
@@ -75,40 +84,103 @@ class Compiled:
     """What it took to compile; None: it was there."""
 
 
-_known: dict[Variant, Path] = {}  # of this process
+_known: dict[Variant, int] = {}  # of this process: the files that were checked, open
 
 
 def kernel(variant: Variant) -> Path:
-    """The cubin of `variant`, compiled if it is not in the cache; see `compile_kernel`."""
-    path = _known.get(variant)
-    if path is None or not path.exists():
-        path = _known[variant] = compile_kernel(variant).path
-    return path
+    """The cubin of `variant`, compiled if it is not in the cache; see `compile_kernel`.
+
+    The path leads to the very file that was checked, which this process keeps open: whatever is put in the place of the
+    file, or of a folder above it, is not read.
+    """
+    if variant not in _known:
+        _, descriptor = _obtain(variant)
+        if _known.setdefault(variant, descriptor) != descriptor:  # another thread was first
+            os.close(descriptor)
+    return Path(f"/proc/self/fd/{_known[variant]}")
 
 
 def compile_kernel(variant: Variant) -> Compiled:
     """Find `variant` in the cache, or compile it.
 
-    Raises `FlashMoEError` if there is no compiler, if it fails, or if the cache cannot be written.
+    Raises `FlashMoEError` if there is no compiler, if it fails, if the cache cannot be written or others can write to
+    it, or if another process takes too long to compile the same.
     """
-    root, nvcc, cache = source_root(), find_nvcc(), cache_folder()
-    name = f"{variant.title.replace(' ', '-').lower()}-{_key(root, nvcc, cache, variant)}"
-    cubin = cache / f"{name}.cubin"
-    if cubin.exists():
-        return Compiled(cubin, None)
-    with _locked(cache / f"{name}.lock", variant) as alone:
-        if cubin.exists():  # another process has compiled it meanwhile
-            return Compiled(cubin, None)
-        if alone:
-            for abandoned in cache.glob(f"{name}.*.tmp"):  # by a process that was killed
-                shutil.rmtree(abandoned, ignore_errors=True)
-        _say(f"compiling the {variant.title} kernel for sm_90a (once, about 30 s) ...")
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=cache, prefix=f"{name}.", suffix=".tmp") as folder:
-            made = Path(folder) / "kernel.cubin"
-            _run_nvcc(nvcc, root, variant, made, cache / f"{name}.log")
-            os.replace(made, cubin)
-        return Compiled(cubin, time.monotonic() - start)
+    compiled, descriptor = _obtain(variant)
+    os.close(descriptor)
+    return compiled
+
+
+def compiled_kernels() -> tuple[Path, int]:
+    """The cache folder and how many kernels it has. Raises `FlashMoEError` as `compile_kernel` does."""
+    with _cache() as cache:
+        whole = 0
+        for name in cache.names():
+            if name.endswith(".cubin") and (descriptor := _open(cache, name)) is not None:
+                os.close(descriptor)
+                whole += 1
+        return cache.path, whole
+
+
+def _obtain(variant: Variant) -> tuple[Compiled, int]:
+    """As `compile_kernel`, and the file that was checked, open."""
+    root, nvcc = source_root(), find_nvcc()
+    with _cache() as cache:
+        stem = f"{variant.title.replace(' ', '-').lower()}-{_key(root, nvcc, cache, variant)}"
+        if (found := _find(cache, stem)) is not None:
+            return found
+        with cache.locked(f"{stem}.lock", LOCK_SECONDS, lambda: _say_who_waits(variant)) as alone:
+            if (found := _find(cache, stem)) is not None:  # another process has compiled it meanwhile
+                return found
+            if alone:
+                cache.sweep(f"{stem}.")
+                _remove_damaged(cache, stem)
+            _say(f"compiling the {variant.title} kernel for sm_90a (once, about 30 s) ...")
+            start = time.monotonic()
+            content = _run_nvcc(nvcc, root, variant, cache, stem)
+            cache.replace(f"{stem}-{_digest(stem, content)}.cubin", content)
+            seconds = time.monotonic() - start
+            if (found := _find(cache, stem)) is None:
+                raise FlashMoEError(f"cache: the kernel just written to {cache.path} cannot be read back")
+            return replace(found[0], seconds=seconds), found[1]
+
+
+def _find(cache: Folder, stem: str) -> tuple[Compiled, int] | None:
+    """The whole kernel with that name, and its file, open."""
+    for name in _candidate_names(cache, stem):
+        if (descriptor := _open(cache, name)) is not None:
+            return Compiled(cache.path / name, None), descriptor
+    return None
+
+
+def _candidate_names(cache: Folder, stem: str) -> list[str]:
+    return [name for name in cache.names() if name.startswith(f"{stem}-") and name.endswith(".cubin")]
+
+
+def _open(cache: Folder, name: str) -> int | None:
+    """A cubin that is what was compiled, open; None for one that is not, or that others may have written."""
+    stem, _, digest = name.removesuffix(".cubin").rpartition("-")
+    try:
+        descriptor = cache.open(name)
+    except (FileNotFoundError, FlashMoEError):
+        return None
+    with open(descriptor, "rb", closefd=False) as file:
+        if _digest(stem, file.read()) == digest:
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_damaged(cache: Folder, stem: str) -> None:
+    """For who holds the lock, and has found none that is whole."""
+    for name in _candidate_names(cache, stem):
+        _say(f"{cache.path / name} is not what was compiled")
+        cache.remove(name)
+
+
+def _digest(stem: str, content: bytes) -> str:
+    """Of a kernel's content, and of what it was compiled from, which its name begins with."""
+    return hashlib.sha256(f"{stem}\n".encode() + content).hexdigest()[:32]
 
 
 def source_root() -> Path:
@@ -121,17 +193,17 @@ def source_root() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: $FLASHMOE_CACHE, $XDG_CACHE_HOME/flashmoe or ~/.cache/flashmoe; made if
-    missing."""
+    """Where compiled kernels are kept: $FLASHMOE_CACHE, $XDG_CACHE_HOME/flashmoe or ~/.cache/flashmoe."""
     if given := os.environ.get("FLASHMOE_CACHE"):
-        folder = Path(given)
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashmoe"
+        return Path(given)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    return folder
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashmoe"
+    except RuntimeError as error:
+        raise FlashMoEError(f"cache: user {os.getuid()} has no home folder; {_REMEDY}") from error
+
+
+def _cache() -> contextlib.AbstractContextManager[Folder]:
+    return Folder.at(cache_folder(), "cache", _REMEDY)
 
 
 def find_nvcc() -> Path:
@@ -169,7 +241,7 @@ def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
-def _key(root: Path, nvcc: Path, cache: Path, variant: Variant) -> str:
+def _key(root: Path, nvcc: Path, cache: Folder, variant: Variant) -> str:
     """Names the result: a digest of all that it depends on."""
     digest = hashlib.sha256()
     parts = [(str(path.relative_to(root)), path.read_bytes()) for path in _sources(root)]
@@ -186,69 +258,65 @@ def _sources(root: Path) -> list[Path]:
     return sorted([root / "csrc" / "cuda" / "entry" / "moe.cu", *headers])
 
 
-def _version(nvcc: Path, cache: Path) -> str:
+def _version(nvcc: Path, cache: Folder) -> str:
     """What ``nvcc --version`` prints, remembered until the file changes."""
     status = nvcc.stat()
     stamp = f"{nvcc} {status.st_size} {status.st_mtime_ns}"
-    memory = cache / f"nvcc-{hashlib.sha256(stamp.encode()).hexdigest()[:24]}.txt"
-    with contextlib.suppress(OSError):
-        return memory.read_text()
+    memory = f"nvcc-{hashlib.sha256(stamp.encode()).hexdigest()[:24]}.txt"
+    with contextlib.suppress(FileNotFoundError, FlashMoEError):
+        return cache.read(memory).decode(errors="replace")
     try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=_VERSION_SECONDS
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise FlashMoEError(f"nvcc: {nvcc} --version failed: {error}") from error
-    with contextlib.suppress(OSError):  # then it is asked for again
-        with tempfile.NamedTemporaryFile("w", dir=cache, suffix=".tmp", delete=False) as file:
-            file.write(done.stdout)
-        os.replace(file.name, memory)
+    with contextlib.suppress(FlashMoEError):  # then it is asked for again
+        cache.replace(memory, done.stdout.encode())
     return done.stdout
 
 
-@contextlib.contextmanager
-def _locked(path: Path, variant: Variant) -> Iterator[bool]:
-    """Hold the lock file `path`; the kernel releases it when this process dies, however it does. Yields whether the
-    lock is held: where a file system has none, several processes may compile, each in a folder of its own."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
-        except BlockingIOError:
-            _say(f"waiting for another process, which compiles the {variant.title} kernel ...")
-            fcntl.flock(file, fcntl.LOCK_EX)
-            held = True
-        except OSError:
-            held = False
-        yield held
-    finally:
-        os.close(file)
-
-
-def _run_nvcc(nvcc: Path, root: Path, variant: Variant, cubin: Path, log: Path) -> None:
+def _run_nvcc(nvcc: Path, root: Path, variant: Variant, cache: Folder, stem: str) -> bytes:
+    """The cubin that nvcc makes. What it says if it fails is kept in the cache."""
     folders = ["-I", root / "include"]
     if variant.rdma:
         folders += ["-isystem", nvshmem.headers()]
-    command = [nvcc, *variant.flags, *folders, root / "csrc" / "cuda" / "entry" / "moe.cu", "-o", cubin]
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    except OSError as error:
-        raise FlashMoEError(f"nvcc: cannot run {nvcc}: {error.strerror}") from error
-    if done.returncode == 0 and cubin.exists():
-        return
-    log.write_text(" ".join(map(str, command)) + "\n" + done.stdout)
+    with cache.temporary(f"{stem}.") as folder:
+        source = root / "csrc" / "cuda" / "entry" / "moe.cu"
+        command = [nvcc, *variant.flags, *folders, source, "-o", folder.path / "kernel.cubin"]
+        try:
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                umask=0o077,
+                timeout=NVCC_SECONDS,
+            )
+        except OSError as error:
+            raise FlashMoEError(f"nvcc: cannot run {nvcc}: {error.strerror}") from error
+        except subprocess.TimeoutExpired as error:
+            raise FlashMoEError(
+                f"nvcc: expected the {variant.title} kernel within {NVCC_SECONDS:g} s, got none from {nvcc}"
+            ) from error
+        content = b""
+        with contextlib.suppress(FileNotFoundError):
+            content = folder.read("kernel.cubin")
+    if done.returncode == 0 and content:
+        return content
+    log, kept = f"{stem}.log", ""
+    with contextlib.suppress(FlashMoEError):
+        cache.replace(log, (" ".join(map(str, command)) + "\n" + done.stdout).encode())
+        kept = f"; full log: {cache.path / log}"
     tail = "\n".join(done.stdout.splitlines()[-_LOG_LINES:])
     raise FlashMoEError(
-        f"nvcc: cannot compile the {variant.title} kernel (exit status {done.returncode}); full log: {log}\n{tail}"
+        f"nvcc: cannot compile the {variant.title} kernel (exit status {done.returncode}){kept}\n{tail}"
     )
 
 
-def _unwritable(folder: Path, error: OSError) -> FlashMoEError:
-    return FlashMoEError(
-        f"cache: cannot write to {folder}: {error.strerror}; set FLASHMOE_CACHE to a folder that can be"
-    )
+def _say_who_waits(variant: Variant) -> None:
+    _say(f"waiting for another process, which compiles the {variant.title} kernel ...")
 
 
 def _say(what: str) -> None:

@@ -1,37 +1,54 @@
 """Ranks as processes of this machine: start them, give them work, collect the results, leave none behind.
 
 A rank's exception comes back as itself, with the rank's own traceback as its cause. A rank that dies without
-answering (a signal, an exit) is reported as that. Workers end with their pool, and with their parent.
+answering (a signal, an exit) is reported as that, also if a process that it has forked lives on. A time limit covers
+all of a call: a rank may stop or hang before it takes its arguments, while it computes, or in the middle of its answer.
+Workers end with their pool, and with their parent.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import multiprocessing
 import os
 import pickle
 import secrets
 import signal
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from . import link
 from .errors import FlashMoEError, InvalidArgument
+from .spec import MAX_RANKS, bounded
 
 GRACE_SECONDS = 60.0
 """How long the other ranks may take to end once one has failed: above the engine's default time limit of
 30 s, so that they can report what they waited for."""
+
+_LOOK_SECONDS = 0.05
+"""How often a call looks whether its ranks live: the end of a connection does not tell, as long as a process that a
+rank has forked holds it."""
+
+_REAP_SECONDS = 10.0
+"""How long a killed process may take to be gone. One that the kernel holds (a driver that hangs) may never be."""
 
 # Every rank has processors of its own: a BLAS that starts a thread per core in each only adds contention.
 _CHILD_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 _SPAWN = multiprocessing.get_context("spawn")  # fork would copy locks held by BLAS or the engine's threads
 _counter = itertools.count()
+_log = logging.getLogger("flashmoe")
 
 
 class RankKilled(FlashMoEError):
@@ -75,10 +92,12 @@ def run_ranks(
     """Call ``fn(rank, ranks, name, *per_rank_args[rank])`` in `ranks` new processes; results in rank order.
 
     `fn` must be importable (defined at the top level of a module). `name` is a fresh group name, the same for
-    all. `timeout` is in seconds, None for no limit. Raises `RankFailed` when any rank does not return.
+    all. `timeout` is in seconds, from when the processes are started to the last answer, None for no limit. Raises
+    `InvalidArgument` before a process is started, and `RankFailed` when any rank does not return.
     """
+    call = _Call.checked(ranks, MAX_RANKS, fn, per_rank_args, timeout)
     with RankPool(ranks) as pool:
-        return pool.call(fn, per_rank_args, timeout=timeout)
+        return pool._run(call)
 
 
 class RankPool:
@@ -88,14 +107,13 @@ class RankPool:
     """
 
     def __init__(self, ranks: int) -> None:
-        if ranks < 1:
-            raise InvalidArgument(f"ranks: expected at least 1, got {ranks}")
-        self.ranks = ranks
+        self.ranks = bounded("ranks", ranks, 1, MAX_RANKS)
         self._workers: list[_Worker] = []
         try:
             with _environment(_CHILD_ENVIRONMENT):
-                for rank in range(ranks):
+                for rank in range(self.ranks):
                     self._workers.append(_Worker(rank))
+                    self._workers[-1].start()
         except BaseException:
             self.close()
             raise
@@ -114,43 +132,33 @@ class RankPool:
         failure; who has not answered by then is killed. Returns the results in rank order, or raises
         `RankFailed`.
         """
-        ranks = self.ranks if ranks is None else ranks
-        if not 1 <= ranks <= self.ranks:
-            raise InvalidArgument(f"ranks: expected 1 to {self.ranks}, got {ranks}")
-        if len(per_rank_args) != ranks:
-            raise InvalidArgument(f"per_rank_args: expected {ranks} tuples, got {len(per_rank_args)}")
+        return self._run(_Call.checked(self.ranks if ranks is None else ranks, self.ranks, fn, per_rank_args, timeout))
+
+    def _run(self, call: _Call) -> list[Any]:
         if not self._workers:
             raise FlashMoEError("this RankPool is closed")
-        workers, name = self._workers[:ranks], group_name()
-        # All messages are made before the first is sent: an argument that cannot be pickled starts no rank.
-        messages = [pickle.dumps((fn, (rank, ranks, name, *args))) for rank, args in enumerate(per_rank_args)]
+        workers = self._workers[: len(call.messages)]
         try:
-            for worker, message in zip(workers, messages, strict=True):
-                worker.send(message)
-            results, errors = _collect(workers, timeout)
+            results, errors = _collect(workers, call)
         except BaseException:  # an interrupt: their answers would be taken for those of the next call
-            for worker in workers:
-                worker.kill()
-            _remove_segments(name)
+            _kill(workers)
+            _remove_segments(call.name)
             raise
         if errors:
-            _remove_segments(name)
-            raise RankFailed(errors, ranks) from errors[min(errors)]
-        return [results[rank] for rank in range(ranks)]
+            _remove_segments(call.name)
+            raise RankFailed(errors, len(workers)) from errors[min(errors)]
+        return [results[worker.rank] for worker in workers]
 
     def kill(self, rank: int) -> None:
         """Kill a rank's process with SIGKILL and wait until it is gone."""
-        self._workers[rank].kill()
+        _kill([self._workers[rank]])
 
     def close(self) -> None:
         """Kill and reap every process. Idempotent."""
         workers, self._workers = self._workers, []
+        _kill(workers)
         for worker in workers:
-            worker.process.kill()  # all at once first: none sees another go and starts to complain
-        for worker in workers:
-            worker.kill()
-            worker.pipe.close()
-            worker.process.close()
+            worker.close()
 
     def __enter__(self) -> RankPool:
         return self
@@ -159,79 +167,153 @@ class RankPool:
         self.close()
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What ranks are asked to do, checked."""
+
+    name: str
+    """Of the group."""
+    what: str
+    """The function, for messages."""
+    messages: list[bytes]
+    """By rank. All are made before the first is sent: an argument that cannot be pickled starts no rank."""
+    deadline: float
+    """By the monotonic clock."""
+
+    @classmethod
+    def checked(
+        cls, ranks: int, most: int, fn: Callable[..., Any], per_rank_args: Sequence[tuple], timeout: float | None
+    ) -> _Call:
+        """Raises `InvalidArgument`, and what pickling raises."""
+        ranks = bounded("ranks", ranks, 1, most)
+        if len(per_rank_args) != ranks:
+            raise InvalidArgument(f"per_rank_args: expected {ranks} tuples, got {len(per_rank_args)}")
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise InvalidArgument(f"timeout: expected seconds, at least 0, or None, got {timeout!r}")
+        name = group_name()
+        messages = [pickle.dumps((fn, (rank, ranks, name, *args))) for rank, args in enumerate(per_rank_args)]
+        what = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', type(fn).__name__)}"
+        return cls(name, what, messages, math.inf if timeout is None else time.monotonic() + timeout)
+
+
 class _Worker:
-    """The parent's end of one rank: its process and the pipe to it."""
+    """The parent's end of one rank: its process and the link to it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.pipe, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs,), name=f"flashmoe rank {rank}", daemon=True)
-        self.process.start()
-        theirs.close()  # the child holds the only other end, so its death reads as an end of file
+        self.link, self._theirs = socket.socketpair()
+        self.link.setblocking(False)
+        self.process = _SPAWN.Process(target=_serve, args=(self._theirs,), name=f"flashmoe rank {rank}", daemon=True)
 
-    def send(self, message: bytes) -> None:
-        """Hand over work. A dead process is noticed when the answer is awaited, not here."""
-        with suppress(OSError):
-            self.pipe.send_bytes(message)
-
-    def receive(self) -> tuple[Any, BaseException | None]:
-        """The answer (result, error) of a pipe that is ready."""
+    def start(self) -> None:
+        """Start the process."""
         try:
-            result, error, text = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError):
-            self.process.join()
-            return None, RankKilled(_describe_exit(self.process.exitcode))
+            with _interrupts_held():
+                self.process.start()
+        finally:
+            self._theirs.close()
+
+    def read(self, answer: memoryview) -> tuple[Any, BaseException | None]:
+        """The (result, error) of an answer."""
+        try:
+            result, error, text = pickle.loads(answer)
         except Exception as problem:
             return None, FlashMoEError(f"its answer cannot be read: {_describe(problem)}")
         if error is not None:
             error.__cause__ = RemoteTraceback(text)
         return result, error
 
-    def kill(self) -> None:
-        """Kill the process if it lives, and reap it."""
-        self.process.kill()
-        self.process.join()
+    def ending(self) -> str | None:
+        """How the process ended; None while it lives."""
+        if (status := self.process.exitcode) is not None:
+            return _describe_exit(status)
+        try:
+            os.kill(self.process.pid, 0)
+        except ProcessLookupError:  # reaped by a handler of SIGCHLD that takes every child
+            return "its process ended before it answered"
+        return None
+
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger keeps the process from running."""
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except (OSError, IndexError):
+            return False
+
+    def close(self) -> None:
+        """Free what the parent has of a process that was killed."""
+        self.link.close()
+        self._theirs.close()
+        with suppress(ValueError):  # it was not reaped, or never started
+            self.process.close()
 
 
-def _collect(workers: Sequence[_Worker], timeout: float | None) -> tuple[dict[int, Any], dict[int, BaseException]]:
-    """Await one answer of each worker: (results, errors), both by rank. Kills who is overdue."""
-    started = time.monotonic()
-    deadline = None if timeout is None else started + timeout
+def _kill(workers: Sequence[_Worker]) -> None:
+    """Kill what lives of them, stopped or not, and reap it. What they have sent is no answer to a later call."""
+    started = [worker for worker in workers if worker.process.pid is not None]
+    for worker in started:
+        worker.process.kill()  # all at once first: none sees another go and starts to complain
+    deadline = time.monotonic() + _REAP_SECONDS
+    for worker in started:
+        worker.link.close()
+        while worker.ending() is None:  # not join(): it waits for the end of a pipe, which others may hold
+            if time.monotonic() > deadline:
+                _log.warning("rank %d: process %d was killed, but does not end", worker.rank, worker.process.pid)
+                break
+            time.sleep(0.001)
+
+
+def _collect(workers: Sequence[_Worker], call: _Call) -> tuple[dict[int, Any], dict[int, BaseException]]:
+    """Hand over the messages and await an answer of each worker: (results, errors), both by rank. Kills who is
+    overdue."""
+    started, deadline = time.monotonic(), call.deadline
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    waiting = {worker.pipe: worker for worker in workers}
+    waiting = {
+        worker: link.Exchange(worker.link, message) for worker, message in zip(workers, call.messages, strict=True)
+    }
     while waiting:
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(waiting), remaining)
-        if not ready:
-            for worker in waiting.values():
-                worker.kill()
-                elapsed = time.monotonic() - started
-                errors[worker.rank] = RankOverdue(f"no answer after {elapsed:.1f} s; its process was killed")
-            break
-        for pipe in ready:
-            worker = waiting.pop(pipe)
-            result, error = worker.receive()
+        for worker, exchange in list(waiting.items()):
+            ending = worker.ending()  # before the link is looked at: then that has all it will ever have
+            if ending is None:
+                exchange.advance()
+            else:
+                exchange.drain()
+            if exchange.answer is not None:
+                result, error = worker.read(exchange.answer)
+            elif ending is not None:
+                result, error = None, RankKilled(ending)
+            else:
+                continue
+            del waiting[worker]
             if error is None:
                 results[worker.rank] = result
-                continue
-            grace = time.monotonic() + GRACE_SECONDS
-            deadline = grace if deadline is None else min(deadline, grace)
-            errors[worker.rank] = error
+            else:
+                errors[worker.rank] = error
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        if waiting:
+            link.Exchange.wait(waiting.values(), min(left, _LOOK_SECONDS))
+    elapsed = time.monotonic() - started
+    for worker, exchange in waiting.items():
+        stopped = ", which was stopped," if worker.is_stopped() else ""
+        where = exchange.where(call.what)
+        errors[worker.rank] = RankOverdue(f"no answer after {elapsed:.1f} s, {where}; its process{stopped} was killed")
+    _kill(list(waiting))
     return results, errors
 
 
-def _serve(pipe: Connection) -> None:
-    """A worker's life: take a call, answer it, until the pipe closes."""
+def _serve(to_parent: socket.socket) -> None:
+    """A worker's life: take a call, answer it, until the link closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C goes to the whole group; the parent ends us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _interrupts_held
+    to_parent.set_inheritable(False)  # no program that a rank runs holds it
     groups: list[str] = []  # of the call that is under way
     threading.Thread(target=_follow_parent, args=(groups,), daemon=True).start()
-    while True:
-        try:
-            message = pipe.recv_bytes()
-        except (EOFError, OSError):
-            return
-        pipe.send_bytes(_answer(message, groups))
+    while (message := link.receive(to_parent)) is not None:
+        link.answer(to_parent, _answer(message, groups))
 
 
 def _answer(message: bytes, groups: list[str]) -> bytes:
@@ -278,6 +360,18 @@ def _remove_segments(name: str) -> None:
 
 
 @contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back from this thread and the process started within, which inherits that and ignores it when it is
+    ready: ctrl-C goes to the whole group, and a rank that is still importing would print a traceback."""
+    resource_tracker.ensure_running()  # else that is started within, and lets SIGINT through afterwards
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """Set environment variables for the processes started within: a BLAS reads them when it is loaded."""
     before = {key: os.environ.get(key) for key in values}
@@ -299,9 +393,9 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _describe_exit(status: int | None) -> str:
+def _describe_exit(status: int) -> str:
     """What a process's exit status means."""
-    if status is not None and status < 0:
+    if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"its process exited with status {status} before it answered"
 

@@ -77,7 +77,7 @@ class ContextSpec:
             "max_local_experts": max(1, placements.most_local(self.placement, self.ranks)),
             "top_k": layer.top_k,
             "x_bytes": ELEMENT_BYTES[layer.x_type],
-            "hidden_bytes": ELEMENT_BYTES[layer.hidden_type],
+            "intermediate_bytes": ELEMENT_BYTES[layer.intermediate_type],
             "return_bytes": ELEMENT_BYTES[layer.return_type],
             "return_slots": slots[mode],
             "capacity": capacity,
@@ -179,7 +179,7 @@ def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
         return 0.0
     try:
         value = float(factor)
-    except (TypeError, ValueError):
+    except Exception:  # too large, or whatever a foreign type's __float__ raises
         value = -1.0
     if not 0.0 < value < math.inf or (most is not None and value > most):
         expected = "> 0 or None" if most is None else f"in (0, {most:g}], as the context has memory for"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import _ffi
 from .errors import HeapError, InvalidArgument
@@ -190,6 +191,26 @@ def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
             f"memory: expected at most the {format_bytes(free)} free in {SHARED_MEMORY}, got {plan.ranks} "
             f"heaps of {format_bytes(plan.heap_bytes)}; lower tokens per rank, or enlarge {SHARED_MEMORY}"
         )
+
+
+def check_machine(plan: MemoryPlan) -> None:
+    """Refuse, with `HeapError`, a plan of the CPU engine that takes more memory than this machine has, swap included.
+
+    Memory is taken as it is used, so that a context may do with less than its plan; only the worst routing uses all.
+    """
+    has = machine_bytes()
+    if plan.ranks * plan.total_bytes > has:
+        raise HeapError(
+            f"memory: expected at most the {format_bytes(has)} that this machine has, swap included, got {plan.ranks} "
+            f"x {format_bytes(plan.total_bytes)} of heap and workspace; lower tokens per rank"
+        )
+
+
+def machine_bytes() -> int:
+    """Memory and swap of this machine, used or not."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return (sizes["MemTotal"] + sizes["SwapTotal"]) * 1024
 
 
 def format_bytes(count: float) -> str:

@@ -15,8 +15,8 @@ from .arguments import Options, owners_of, resolved
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
-from .spec import ACTIVATIONS, DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, one_of
-from .torch_op import context_id, refuse_tangents
+from .spec import ACTIVATIONS, DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, one_of, truth
+from .torch_op import check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router"]
 
@@ -186,11 +186,11 @@ class MoE(torch.nn.Module):
             experts=experts,
             top_k=bounded("top_k", top_k, 1, experts),
             activation=activation,
-            renormalize=bool(renormalize),
-            router_bias=bool(router_bias),
-            gate_up_bias=bool(expert_bias),
-            down_bias=bool(expert_bias),
-            exact=bool(exact),
+            renormalize=truth("renormalize", renormalize),
+            router_bias=truth("router_bias", router_bias),
+            gate_up_bias=truth("expert_bias", expert_bias),
+            down_bias=truth("expert_bias", expert_bias),
+            exact=truth("exact", exact),
             **of_one_type(dtype_name),
         )
         self.placement = None if placement is None else placements.checked(placement, experts, ctx.ranks)
@@ -206,9 +206,9 @@ class MoE(torch.nn.Module):
         self.exact = layer.exact
         self.capacity_factor = layer.capacity_factor or None
 
-        self.gate = Router(layer.hidden, experts, bias=router_bias, dtype=dtype)
+        self.gate = Router(layer.hidden, experts, bias=layer.router_bias, dtype=dtype)
         self.experts = Experts(
-            mine, experts, layer.gate_up_rows, layer.hidden, layer.intermediate, bias=expert_bias, dtype=dtype
+            mine, experts, layer.gate_up_rows, layer.hidden, layer.intermediate, bias=layer.down_bias, dtype=dtype
         )
 
     @classmethod
@@ -260,8 +260,8 @@ class MoE(torch.nn.Module):
         Parameters
         ----------
         x: [..., H]
-            Of the parameters' dtype; like them in host memory, or on the GPU of a context with the CUDA engine. Copied
-            if the tokens do not lie one after the other.
+            Of the parameters' dtype; like them in host memory, or on the GPU of a context with the CUDA engine, or on
+            the device meta, where there is nothing to compute. Copied if the tokens do not lie one after the other.
 
         Returns
         -------
@@ -272,6 +272,7 @@ class MoE(torch.nn.Module):
         InvalidArgument, HeapError, GroupError, PeerTimeout, FlashMoEError, NotImplementedError
             As `flashmoe.moe`.
         """
+        check_tensors({"x": x})
         hidden = self.gate.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
@@ -285,7 +286,7 @@ class MoE(torch.nn.Module):
             "gate_up_bias": experts.gate_up_proj_bias,
             "down_bias": experts.down_proj_bias,
         }
-        refuse_tangents(*tensors.values())
+        check_tensors(tensors)
         y = torch.ops.flashmoe.moe(
             self._context_id,
             **tensors,

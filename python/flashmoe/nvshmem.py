@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import FlashMoEError
+
+OLDEST, NEWEST = (3, 4), (3, 8)
+"""Releases whose headers kernels are compiled with. Others are refused, newer ones too: parts of NVSHMEM that are not
+public are inlined into the kernel, and a change of theirs may compile and yet move other bytes, or leave a call that
+costs the kernel most of its speed. Ranks that have each other's memory mapped need the host library alone, and take any
+of NVSHMEM 3."""
+
+INSTALL = "pip install 'nvidia-nvshmem-cu13>={}.{},<{}.{}'".format(*OLDEST, NEWEST[0], NEWEST[1] + 1)
+"""A release whose headers are accepted."""
 
 VERSION_HEADER = Path("non_abi") / "nvshmem_version.h"
 """In the folder of headers; its content names the release."""
@@ -28,11 +38,34 @@ def library() -> str:
 
 
 def headers() -> Path:
-    """The folder of NVSHMEM's headers. Raises `FlashMoEError` if there is none."""
+    """The folder of NVSHMEM's headers. Raises `FlashMoEError` if there is none, or none of a release that is known."""
     for folder in package():
-        if (folder / "include" / VERSION_HEADER).is_file():
-            return folder / "include"
+        found = folder / "include"
+        if (found / VERSION_HEADER).is_file():
+            _check(found)
+            return found
     raise FlashMoEError(
         "nvshmem: expected its headers, which kernels for transport 'rdma' are compiled with, found none; to install "
-        "them: pip install nvidia-nvshmem-cu13"
+        f"them: {INSTALL}"
     )
+
+
+def release(headers: Path) -> tuple[int, ...]:
+    """Major, minor and patch number of these headers. Raises `FlashMoEError` if they do not say."""
+    path = headers / VERSION_HEADER
+    text = path.read_text()
+    found = (re.search(rf"#define NVSHMEM_VENDOR_{part}_VERSION (\d+)", text) for part in ("MAJOR", "MINOR", "PATCH"))
+    numbers = tuple(int(number[1]) for number in found if number)
+    if len(numbers) != 3:
+        raise FlashMoEError(f"nvshmem: expected {path} to define its release (NVSHMEM_VENDOR_MAJOR_VERSION ...)")
+    return numbers
+
+
+def _check(headers: Path) -> None:
+    got = release(headers)
+    if not OLDEST <= got[:2] <= NEWEST:
+        first, last, what = (".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST, got))
+        raise FlashMoEError(
+            f"nvshmem: expected {first} to {last}, whose inner parts kernels for transport 'rdma' are compiled with, "
+            f"got {what} ({headers}); to install one: {INSTALL}"
+        )

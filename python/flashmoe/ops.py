@@ -8,6 +8,7 @@ from typing import Any
 
 from .arguments import Options, Tensors, as_plain_values
 from .context import Context, context_id, run
+from .spec import truth
 
 
 def moe(
@@ -38,14 +39,7 @@ def moe(
     the two halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
-    rank to rank and may be 0.
-
-    - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous.
-    - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
-      most 65536. Rows of x, router and weights, and experts, may lie apart (strides of 16 bytes' multiples); the rest
-      is contiguous. The call launches one kernel on PyTorch's current stream and returns; the calls of a context must
-      follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
-      the capture. The first call of a dtype and activation compiles its kernel (see ``flashmoe compile``).
+    rank to rank and may be 0. What else the context's engine asks of them, and when a call is over: see `Context`.
 
     Parameters
     ----------
@@ -57,7 +51,7 @@ def moe(
     router: [E, H]
         Router weights: softmax over all E in fp32, the `top_k` largest, ties to the lower expert.
     topk_ids, topk_weights: [T, K] int32 or int64, [T, K] float32
-        Given routing, instead of `router`; the experts of a token are distinct.
+        Given routing, instead of `router`; a token's experts are distinct. E: `placement`'s, a lone rank's, or `ctx`'s.
     top_k:
         K, with `router`.
     activation:
@@ -89,7 +83,6 @@ def moe(
     Inference only: a backward pass that reaches the call raises `NotImplementedError`, as does a call with
     forward-mode derivatives. Where PyTorch compiles, traces or transforms calls, has tensors without values, or would
     record gradients, a call without `trace` is one of ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
-    Threads that call with the same context are served one after the other.
 
     Raises
     ------
@@ -106,15 +99,15 @@ def moe(
     PeerTimeout
         The group made no progress for the context's timeout. The message names who holds it up.
     FlashMoEError
-        The context is closed, or another process's; a kernel cannot be compiled, launched or, yet, captured; a thread
-        of the CPU engine could not go on.
+        The context is closed, another process's, or within a call of this thread, whose signal handler calls again; a
+        kernel cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
     tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
     options = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact)
-    if not trace and _goes_through_torch(x, (*tensors[:7], topk_weights)):
+    if not truth("trace", trace) and _goes_through_torch(x, (*tensors[:7], topk_weights)):
         from . import torch_op
 
-        torch_op.refuse_tangents(*tensors[:7], topk_weights)
+        torch_op.check_tensors(tensors._asdict())
         plain = as_plain_values(options)
         return torch_op.moe(context_id(ctx), **tensors._asdict(), **plain._asdict())
     return run(ctx, tensors, options, trace)
@@ -128,12 +121,14 @@ def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    tensors = [each for each in others if isinstance(each, torch.Tensor)]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return True
+    recorded, plain = torch.is_grad_enabled(), torch.Tensor.__torch_dispatch__
+    for each in others:
+        if each is None or not isinstance(each, torch.Tensor):
+            continue
+        # A subclass that dispatches wraps tensors, or has no data at all.
+        if (recorded and each.requires_grad) or type(each).__torch_dispatch__ is not plain:
+            return True
     traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     derived = torch.autograd.forward_ad._current_level >= 0
-    # Such a subclass wraps tensors, or has no data at all.
-    plain = torch.Tensor.__torch_dispatch__
-    return traced or transformed or derived or any(type(each).__torch_dispatch__ is not plain for each in tensors)
+    return traced or transformed or derived

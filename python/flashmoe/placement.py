@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 
 from .errors import InvalidArgument
+from .spec import MAX_EXPERTS
 
 
 def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
@@ -17,9 +19,12 @@ def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
 def as_ints(placement: Sequence[int]) -> tuple[int, ...]:
     """`placement`, any iterable of integers, as a tuple of them. Raises `InvalidArgument`."""
     try:
-        return tuple(operator.index(rank) for rank in placement)
-    except TypeError:
+        ranks = tuple(operator.index(rank) for rank in itertools.islice(placement, MAX_EXPERTS + 1))
+    except Exception:  # whatever a foreign type's __iter__ or __index__ raises
         raise InvalidArgument(f"placement: expected rank numbers, one for each expert, got {placement!r}") from None
+    if len(ranks) > MAX_EXPERTS:  # maybe without end
+        raise InvalidArgument(f"placement: expected at most {MAX_EXPERTS} ranks, one for each expert, got more")
+    return ranks
 
 
 def checked(placement: Sequence[int] | None, experts: int, ranks: int) -> tuple[int, ...]:

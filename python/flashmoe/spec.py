@@ -50,7 +50,7 @@ class LayerSpec:
     hidden: int
     """H: elements of a token's row."""
     intermediate: int
-    """I: elements of an expert's hidden row."""
+    """I: elements of an expert's intermediate row."""
     experts: int
     """E, of all ranks."""
     top_k: int
@@ -71,7 +71,7 @@ class LayerSpec:
     """One of `DTYPES`: element type of x [T, H], of the rows that go to other ranks, and of y [T, H]."""
     weight_type: str = "bfloat16"
     """Element type of gate_up_proj, down_proj and router, and of the biases."""
-    hidden_type: str = "bfloat16"
+    intermediate_type: str = "bfloat16"
     """Element type of the activated rows between the two products."""
     return_type: str = "bfloat16"
     """Element type of the experts' weighted rows, and of a rank's sums of them, on their way home."""
@@ -110,14 +110,14 @@ class LayerSpec:
 
 def of_one_type(dtype: str) -> dict[str, str]:
     """The fields of a `LayerSpec` whose element types are all `dtype`: those that the engines have."""
-    return dict.fromkeys(("x_type", "weight_type", "hidden_type", "return_type"), dtype)
+    return dict.fromkeys(("x_type", "weight_type", "intermediate_type", "return_type"), dtype)
 
 
 def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int:
     """`value`, an integer of any type, as an int in [low, high]; raises `InvalidArgument`. `symbol`: what `high` is."""
     try:
         number = operator.index(value)
-    except TypeError:
+    except Exception:  # whatever a foreign type's __index__ raises
         number = low - 1
     if not low <= number <= high or isinstance(value, bool):
         raise InvalidArgument(f"{name}: expected an integer in [{low}, {symbol}{high}], got {value!r}")
@@ -126,6 +126,14 @@ def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
     """`value`, once it is one of `known`; raises `InvalidArgument`."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:  # a NumPy dtype is equal to its name, an array to nothing
         raise InvalidArgument(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     return value
+
+
+def truth(name: str, value: Any) -> bool:
+    """`value` as a bool; raises `InvalidArgument` for what is neither true nor false, such as an array."""
+    try:
+        return bool(value)
+    except Exception:  # whatever a foreign type's __bool__ raises
+        raise InvalidArgument(f"{name}: expected True or False, got {value!r}") from None

@@ -7,9 +7,10 @@ NumPy has no bfloat16 of its own: arrays of ``ml_dtypes.bfloat16`` are handed ov
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,10 @@ from .errors import InvalidArgument
 
 if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
     import tvm_ffi
+
+
+_HOST = ("cpu", "cuda_host", "rocm_host")
+"""DLPack's types of memory that a processor reads as its own."""
 
 
 class Described(Protocol):
@@ -30,11 +35,9 @@ class Described(Protocol):
     def dtype(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A contiguous tensor in host memory. `view` is what the engine reads; it keeps the memory alive."""
+class Operand(NamedTuple):
+    """A contiguous tensor in host memory, as far as it can be told without looking at a value; see `host_view`."""
 
-    view: tvm_ffi.Tensor
     shape: tuple[int, ...]
     dtype: str
 
@@ -57,29 +60,82 @@ def dtype_name(tensor: Any) -> str:
     return str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
 
 
+def believed(name: str, tensor: Any) -> Any:
+    """`tensor` as something whose attributes say what its memory is: an array of NumPy itself, a tensor of PyTorch
+    itself, or one of the library's, made of the DLPack capsule that another type exports. What such a type's attributes
+    say besides is not what an engine would read. None and what exports nothing stay as they are.
+
+    Raises `InvalidArgument` for what is no dense tensor, cannot be exported, or exports what no tensor is.
+    """
+    if tensor is None or type(tensor) is np.ndarray:
+        return tensor
+    if isinstance(tensor, np.ndarray):
+        return np.ndarray.view(tensor, np.ndarray)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        refuse_hollow(name, tensor)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return tensor
+        tensor = tensor.detach().resolve_neg()
+    if not hasattr(tensor, "__dlpack__"):
+        return tensor
+    try:
+        view = as_view(tensor)
+        shape, address, _ = view.shape, view.data_ptr(), (view.device.type, view.dtype)  # these raise if unknown
+    except Exception as error:  # whatever a foreign exporter raises
+        raise InvalidArgument(
+            f"{name}: expected a tensor that can be exported by DLPack, got {type(tensor).__name__}: {error}"
+        ) from error
+    if any(size < 0 for size in shape) or (address == 0 and 0 not in shape):
+        raise InvalidArgument(f"{name}: expected a tensor in memory, got {list(shape)} at address {address}")
+    return view
+
+
+def refuse_hollow(name: str, tensor: Any) -> None:
+    """Raises `InvalidArgument` for a tensor of PyTorch that is sparse or nested: it has no place in memory."""
+    import torch
+
+    if tensor.layout is not torch.strided:
+        raise InvalidArgument(f"{name}: expected a dense tensor, got one of layout {tensor.layout}")
+    if tensor.is_nested:
+        raise InvalidArgument(f"{name}: expected a dense tensor, got a nested one")
+
+
 def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> Operand:
     """`tensor` as an operand. Raises `InvalidArgument` if it is no tensor, elsewhere than in host memory, not
-    contiguous, or of none of `dtypes`; `expected` words the expectation."""
-    if not hasattr(tensor, "__dlpack__") or not hasattr(tensor, "shape"):
+    contiguous, or of none of `dtypes`; `expected` words the expectation. Its attributes are `believed`."""
+    if not hasattr(tensor, "__dlpack__"):
         raise InvalidArgument(f"{name}: expected {expected}, got {type(tensor).__name__}")
     shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
     kind = getattr(getattr(tensor, "device", None), "type", "cpu")
-    if kind != "cpu":
+    if kind not in _HOST:
         raise InvalidArgument(
             f"{name}: expected a tensor in host memory (the context's engine is cpu), got device {kind}"
         )
+    if not _is_contiguous(tensor):
+        raise InvalidArgument(f"{name}: expected a contiguous tensor, got a strided one; call .contiguous() on it")
+    return Operand(shape, dtype)
+
+
+def host_view(tensor: Any) -> tvm_ffi.Tensor:
+    """The memory of a tensor that `operand` accepts, which the view keeps alive."""
     if isinstance(tensor, np.ndarray):
-        contiguous = tensor.flags.c_contiguous
         if tensor.dtype == ml_dtypes.bfloat16:
             tensor = tensor.view(np.uint16)
-        tensor = _writeable(tensor)
-    else:
-        contiguous = tensor.is_contiguous() if hasattr(tensor, "is_contiguous") else True
-        if hasattr(tensor, "detach"):
-            tensor = tensor.detach().resolve_neg()  # DLPack knows no views that are negated as they are read
-    if not contiguous:
-        raise InvalidArgument(f"{name}: expected a contiguous tensor, got a strided one; call .contiguous() on it")
-    return Operand(as_view(tensor), shape, dtype)
+        return as_view(_writeable(tensor))
+    if hasattr(tensor, "detach"):
+        tensor = tensor.detach().resolve_neg()  # DLPack knows no views that are negated as they are read
+    return as_view(tensor)
+
+
+def signature(tensor: Any, first: int = 0) -> Hashable:
+    """Equal for tensors between which `operand` sees no difference but, maybe, in the first dimensions.
+
+    Of NumPy and PyTorch; raises `AttributeError` or `TypeError` for others.
+    """
+    if isinstance(tensor, np.ndarray):
+        return tensor.dtype, tensor.shape[first:], tensor.flags.c_contiguous
+    return type(tensor), tensor.dtype, tensor.shape[first:], tensor.device.type, tensor.is_contiguous()
 
 
 def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...], device: int) -> DeviceOperand:
@@ -87,8 +143,10 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     `device`, of none of `dtypes`, or not contiguous: vectors and the routing as a whole, of other matrices the rows.
     `expected` words the expectation.
     """
-    if not hasattr(tensor, "data_ptr") or not hasattr(tensor, "shape"):
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"{name}: expected {expected}, a PyTorch one, got {type(tensor).__name__}")
+    refuse_hollow(name, tensor)
     shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
     if tensor.device.type != "cuda" or tensor.device.index != device:
         raise InvalidArgument(f"{name}: expected a tensor of cuda:{device}, the context's device, got {tensor.device}")
@@ -109,6 +167,12 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     if len(shape) > 2 and strides[-3] is not None:
         matrix_bytes = size * strides[-3]
     return DeviceOperand(address, shape, dtype, row_bytes, matrix_bytes)
+
+
+def _is_contiguous(tensor: Any) -> bool:
+    if isinstance(tensor, np.ndarray):
+        return tensor.flags.c_contiguous
+    return tensor.is_contiguous() if hasattr(tensor, "is_contiguous") else True
 
 
 def _shape_and_dtype(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], str]:

@@ -11,18 +11,19 @@ rank does not use, nor merge two equal calls, nor swap two independent ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import tensors as operands
 from .arguments import Options, Tensors
 from .context import Context, context_id, contexts, run
-from .errors import FlashMoEError
+from .errors import FlashMoEError, InvalidArgument
 
-__all__ = ["context_id", "moe", "moe_backward", "refuse_tangents"]
+__all__ = ["check_tensors", "context_id", "moe", "moe_backward"]
 
 
 def _context(number: int) -> Context:
@@ -73,14 +74,25 @@ moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
 moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
 
 
-def refuse_tangents(*inputs: Any) -> None:
-    """Raises `NotImplementedError` for an input that carries a forward-mode derivative, as under ``torch.func.jvp``.
+_REQUIRED = ("x", "gate_up_proj", "down_proj")
 
-    To be called before the operator: PyTorch gives it the values alone, and takes its result for a constant.
+
+def check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Raises `InvalidArgument` for one, by its name, that is no tensor of PyTorch, or sparse or nested, and
+    `NotImplementedError` where one carries a forward-mode derivative, as under ``torch.func.jvp``.
+
+    To be called before the operator: PyTorch has errors of its own for the former; of the latter it passes the values
+    alone, and takes the result for a constant.
     """
+    for name, tensor in tensors.items():
+        if tensor is None and name not in _REQUIRED:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(f"{name}: expected a PyTorch tensor, as operators take, got {type(tensor).__name__}")
+        operands.refuse_hollow(name, tensor)
     if forward_ad._current_level < 0:
         return
-    if any(isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in inputs):
+    if any(each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors.values()):
         raise NotImplementedError(
             "flashmoe.moe: FlashMoE 0.1 has no forward-mode derivatives; detach its inputs, or call the layer outside "
             "of torch.func.jvp and torch.autograd.forward_ad"
@@ -88,9 +100,38 @@ def refuse_tangents(*inputs: Any) -> None:
 
 
 @moe.register_fake
-def _(context: int, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """y, [T, H], contiguous, of x's dtype: the checks of the arguments are left to the call."""
+def _(
+    context: int,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    router: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    top_k: int | None = None,
+    activation: str = "swiglu",
+    renormalize: bool = True,
+    router_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """y, [T, H], contiguous, of x's dtype: the checks of the arguments are left to the call. But there is none where a
+    tensor is on the device ``meta``: then all must be, or y would be memory that nobody has written to."""
+    tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
+    _refuse_meta_beside_others(tensors)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _refuse_meta_beside_others(tensors: Tensors) -> None:
+    devices = {name: tensor.device for name, tensor in tensors._asdict().items() if tensor is not None}
+    real = [device for device in devices.values() if device.type != "meta"]
+    if not real:
+        return
+    for name, device in devices.items():
+        if device.type == "meta":
+            raise InvalidArgument(f"{name}: expected a tensor on {real[0]}, got one on meta")
 
 
 @moe_backward.register_fake

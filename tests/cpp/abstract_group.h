@@ -66,7 +66,7 @@ struct Ledger {
   Once reduced;      // [token, rank] at the token's home: return groups that the rank has summed
   Once combined;     // [token]: return groups
   Once joined;       // [token]: columns, of a joined call
-  Once activated;    // [tile]: columns of its hidden rows
+  Once activated;    // [tile]: columns of its intermediate rows
   Once kept;         // [local expert]: columns of what is kept of it
 };
 
@@ -88,7 +88,7 @@ class PacketMemory {
             .start = start_.data(),
             .entries = entries_.data(),
             .bad = &bad_,
-            .owner = c.owner};
+            .owner = c.placement.owner};
   }
 
  private:
@@ -112,11 +112,11 @@ class AbstractEngine {
   bool dispatch(uint32_t b) {
     const uint32_t thread = P::worker() * P::kLanes + P::lane(), threads = P::workers() * P::kLanes;
     const Problem::OfRank& mine = x_->of[c_.rank];
-    const uint32_t first = b << c_.log2_block, end = first + c_.tokens_in_block(b);
+    const uint32_t first = b << c_.policy.log2_block, end = first + c_.tokens_in_block(b);
     const PacketScratch s = scratch_.of(c_);
-    for (uint32_t i = thread; i < (end - first) * c_.top_k; i += threads) {
-      s.ids[i] = mine.ids[first * c_.top_k + i];
-      s.weights[i] = mine.weights[first * c_.top_k + i];
+    for (uint32_t i = thread; i < (end - first) * c_.shape.top_k; i += threads) {
+      s.ids[i] = mine.ids[first * c_.shape.top_k + i];
+      s.weights[i] = mine.weights[first * c_.shape.top_k + i];
     }
     P::team_sync();
     if (!build_packets<P>(c_, b, s)) return false;
@@ -128,15 +128,15 @@ class AbstractEngine {
   void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
     CHECK(q != c_.rank && rows <= P::kLanes);
     if (P::lane() >= rows) return;
-    CHECK(x_->entries(c_.rank, token, q, c_.top_k) != 0);
+    CHECK(x_->entries(c_.rank, token, q, c_.shape.top_k) != 0);
     uint64_t* row = words(c_.dispatched_row(q, c_.rank, token));
-    for (uint32_t i = 0; i < c_.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
+    for (uint32_t i = 0; i < c_.shape.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
   }
 
   // Of a PutSender.
   void stage_row(uint32_t token) {
     uint64_t* row = words(c_.out_row(token));
-    for (uint32_t i = P::lane(); i < c_.hidden; i += P::kLanes) row[i] = x_->row_word(c_.rank, token, i);
+    for (uint32_t i = P::lane(); i < c_.shape.hidden; i += P::kLanes) row[i] = x_->row_word(c_.rank, token, i);
   }
 
   template <uint32_t n>
@@ -148,26 +148,26 @@ class AbstractEngine {
 
   void activate(uint32_t tile, uint32_t n) {
     const Tile::Shape t = c_.tile(tile)->shape;
-    const uint32_t expert = c_.by_owner[c_.owner_base[c_.rank] + t.expert];
+    const uint32_t expert = c_.placement.by_owner[c_.placement.owner_base[c_.rank] + t.expert];
     bool remote = false;
     for_each_row(tile, [&](uint32_t row, uint32_t p, const Row& entry) {
       remote |= p != c_.rank;
       if (row % P::kLanes != P::lane()) return;
       const Problem::OfRank& source = x_->of[p];
-      CHECK(entry.token < source.tokens && entry.k < c_.top_k);
-      const uint32_t choice = entry.token * c_.top_k + entry.k;
+      CHECK(entry.token < source.tokens && entry.k < c_.shape.top_k);
+      const uint32_t choice = entry.token * c_.shape.top_k + entry.k;
       CHECK_EQ(source.routed[choice], static_cast<int32_t>(expert));
       CHECK_EQ(source.weights[choice], entry.weight);
       if (c_.reduced()) CHECK_EQ(x_->entries(p, entry.token, c_.rank, entry.k), entry.ordinal);
       if (p != c_.rank) {  // own rows are not sent
         const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, entry.token));
-        for (uint32_t i = 0; i < c_.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
+        for (uint32_t i = 0; i < c_.shape.hidden; ++i) CHECK_EQ(sent[i], x_->row_word(p, entry.token, i));
       }
-      uint64_t* hidden = words(c_.hidden_row(tile, row));
+      uint64_t* hidden = words(c_.intermediate_row(tile, row));
       for_columns(kFirst, n, n + 1, [&](uint32_t i) { hidden[i] = x_->hidden_word(p, entry.token, entry.k, i); });
     });
     if (P::lane() == 0) {
-      CHECK(t.rows != 0 && t.rows <= c_.tile_rows);
+      CHECK(t.rows != 0 && t.rows <= c_.policy.tile_rows);
       CHECK_EQ(uint32_t{remote}, t.remote);
       ledgers_[c_.rank].activated.mark(tile, n);
     }
@@ -178,17 +178,18 @@ class AbstractEngine {
     for_each_row(tile, [&](uint32_t row, uint32_t home, const Row& entry) {
       if (row % P::kLanes != P::lane()) return;
       check_hidden(tile, row, home, entry);
-      if (c_.joined != 0 && c_.top_k == 1) ledgers_[home].joined.mark(entry.token, n);  // the output, at once
+      if (c_.policy.joined != 0 && c_.shape.top_k == 1)
+        ledgers_[home].joined.mark(entry.token, n);  // the output, at once
       uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal)
                                         : c_.return_row(home, entry.token, entry.k));
       for_columns(kReturning, n, n + 1,
                   [&](uint32_t i) { to[i] = x_->contribution(home, entry.token, entry.k, entry.weight, i); });
-      ledgers_[home].contributed.mark(entry.token * c_.top_k + entry.k, n);
+      ledgers_[home].contributed.mark(entry.token * c_.shape.top_k + entry.k, n);
     });
     P::sync();
   }
 
-  // Every hidden row of the expert is there, and so are the tokens' rows, whichever call their homes are in.
+  // Every intermediate row of the expert is there, and so are the tokens' rows, whichever call their homes are in.
   void keep(uint32_t expert, uint32_t n) {
     const uint32_t* tiles = c_.expert_tiles(expert);
     for (uint32_t i = 0; i < c_.expert_state(expert)->tiles; ++i) {
@@ -198,7 +199,7 @@ class AbstractEngine {
         check_hidden(tiles[i], row, p, entry);
         if (p == c_.rank) return;
         const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, entry.token));
-        for (uint32_t h = 0; h < c_.hidden; ++h) CHECK_EQ(sent[h], x_->row_word(p, entry.token, h));
+        for (uint32_t h = 0; h < c_.shape.hidden; ++h) CHECK_EQ(sent[h], x_->row_word(p, entry.token, h));
       });
     }
     P::sync();
@@ -211,7 +212,7 @@ class AbstractEngine {
     uint32_t source, group, first_token, tokens;
   };
   uint32_t processor() const { return id_; }
-  uint32_t processors() const { return c_.processors; }
+  uint32_t processors() const { return c_.policy.clusters; }
   static uint32_t items(uint32_t tokens, uint32_t) { return tokens; }
   static uint32_t items_of_reduce(uint32_t) { return 5; }
   static uint32_t items_of_combine(uint32_t) { return 3; }
@@ -241,8 +242,8 @@ class AbstractEngine {
       const uint32_t late = P::broadcast(row, i), token = LateRow::token(late), column = LateRow::column(late);
       for_columns(kReturning, column, column + 1, [&](uint32_t h) {
         if (h % P::kLanes != P::lane()) return;
-        for (uint32_t k = 0; k < c_.top_k; ++k) {
-          const float weight = x_->of[c_.rank].weights[token * c_.top_k + k];
+        for (uint32_t k = 0; k < c_.shape.top_k; ++k) {
+          const float weight = x_->of[c_.rank].weights[token * c_.shape.top_k + k];
           CHECK_EQ(words(c_.return_row(c_.rank, token, k))[h], x_->contribution(c_.rank, token, k, weight, h));
         }
       });
@@ -256,8 +257,8 @@ class AbstractEngine {
 
  private:
   void check_hidden(uint32_t tile, uint32_t row, uint32_t home, const Row& entry) const {
-    const uint64_t* hidden = words(c_.hidden_row(tile, row));
-    for (uint32_t i = 0; i < c_.intermediate; ++i) {
+    const uint64_t* hidden = words(c_.intermediate_row(tile, row));
+    for (uint32_t i = 0; i < c_.shape.intermediate; ++i) {
       CHECK_EQ(hidden[i], x_->hidden_word(home, entry.token, entry.k, i));
     }
   }
@@ -266,27 +267,27 @@ class AbstractEngine {
 
   void reduce(uint32_t p, uint32_t token, uint32_t g) {
     const uint32_t rows = *c_.packet_counts(c_.rank, p, token);
-    CHECK_EQ(x_->entries(p, token, c_.rank, c_.top_k), rows);
+    CHECK_EQ(x_->entries(p, token, c_.rank, c_.shape.top_k), rows);
     if (rows == 0) return;
     const bool stays = !P::kPeersMapped && p != c_.rank;
     uint64_t* to = words(stays ? c_.staged_row(p, token, 0) : c_.return_row(p, token, c_.rank));
-    for_columns(kReturning, c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
+    for_columns(kReturning, c_.policy.group_first[g], c_.policy.group_first[g + 1], [&](uint32_t i) {
       uint64_t sum = 0;
       for (uint32_t j = 0; j < rows; ++j) sum += words(c_.staged_row(p, token, j))[i];
       to[i] = sum;
     });
-    ledgers_[p].reduced.mark(uint64_t{token} * c_.ranks + c_.rank, g);
+    ledgers_[p].reduced.mark(uint64_t{token} * c_.shape.ranks + c_.rank, g);
   }
 
   // Sums wrap around, hence are exact: a contribution that is missing, doubled or stale shows.
   void combine(uint32_t token, uint32_t g) {
-    for_columns(kReturning, c_.group_first[g], c_.group_first[g + 1], [&](uint32_t i) {
+    for_columns(kReturning, c_.policy.group_first[g], c_.policy.group_first[g + 1], [&](uint32_t i) {
       uint64_t sum = 0, expected = 0;
-      for (uint32_t k = 0; k < c_.top_k; ++k) {
+      for (uint32_t k = 0; k < c_.shape.top_k; ++k) {
         if (x_->owner_of(c_.rank, token, k) == ~0u) continue;
-        expected += x_->contribution(c_.rank, token, k, x_->of[c_.rank].weights[token * c_.top_k + k], i);
+        expected += x_->contribution(c_.rank, token, k, x_->of[c_.rank].weights[token * c_.shape.top_k + k], i);
       }
-      for (uint32_t slot = 0; slot < (c_.reduced() ? c_.ranks : c_.top_k); ++slot) {
+      for (uint32_t slot = 0; slot < (c_.reduced() ? c_.shape.ranks : c_.shape.top_k); ++slot) {
         if (is_returned(c_, token, slot)) sum += words(c_.return_row(c_.rank, token, slot))[i];
       }
       CHECK_EQ(sum, expected);
@@ -297,7 +298,7 @@ class AbstractEngine {
   // Calls visit(i) for the words of blocks [begin, end) of the columns of product n.
   template <class Visit>
   void for_columns(uint32_t n, uint32_t begin, uint32_t end, Visit&& visit) const {
-    const uint32_t each = limits_.columns_per_task[n], all = c_.extent(kProgram[n].columns);
+    const uint32_t each = limits_.columns_per_task[n], all = c_.shape.extent(kProgram[n].columns);
     for (uint32_t i = begin * each; i < min_of(end * each, all); ++i) visit(i);
   }
 
@@ -359,16 +360,17 @@ class Rank {
       for (uint32_t q = 0; q < limits.ranks; ++q) mapped_[q] = q == rank ? heaps[q] : nullptr;
     }
     call.rank = rank;
-    call.ranks = limits.ranks;
-    call.processors = limits.processors;
-    call.tile_rows = limits.tile_rows;
-    call.heaps = mapped_.data();
-    call.work = work_.base();
-    call.heap_layout = make_heap_layout(limits);
-    call.work_layout = make_work_layout(limits);
-    call.max_blocks = limits.max_blocks();
-    call.queue_mask = limits.queue_capacity() - 1;
-    call.list_mask = limits.list_capacity() - 1;
+    call.shape.ranks = limits.ranks;
+    call.policy.clusters = limits.processors;
+    call.policy.tile_rows = limits.tile_rows;
+    call.memory.heaps = mapped_.data();
+    call.memory.work = work_.base();
+    call.memory.heap_layout = make_heap_layout(limits);
+    call.memory.work_layout = make_work_layout(limits);
+    std::ranges::copy(make_put_layout(limits).offset, call.memory.put_offset);
+    call.memory.max_blocks = limits.max_blocks();
+    call.memory.queue_mask = limits.queue_capacity() - 1;
+    call.memory.list_mask = limits.list_capacity() - 1;
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
   }
 
@@ -395,28 +397,28 @@ class Rank {
   void prepare(const Problem& x) {
     const Problem::OfRank& mine = x.of[call.rank];
     call.epoch = x.epoch;
-    call.tokens = mine.tokens;
-    call.log2_block = mine.log2_block;
-    call.capacity = mine.capacity;
-    call.order = mine.order;
-    call.hidden = x.hidden;
-    call.token_row_bytes = x.hidden * limits_.x_bytes;
-    call.hidden_row_bytes = x.intermediate * limits_.hidden_bytes;
-    call.return_row_bytes = x.hidden * limits_.return_bytes;
-    call.intermediate = x.intermediate;
-    call.experts = x.experts;
-    call.top_k = x.top_k;
-    call.return_mode = x.return_mode;
-    call.joined = limits_.ranks == 1 && !call.reduced() && call.capacity == 0 && x.top_k <= 2 ? 1 : 0;
+    call.shape.tokens = mine.tokens;
+    call.policy.log2_block = mine.log2_block;
+    call.shape.capacity = mine.capacity;
+    call.policy.order = mine.order;
+    call.shape.hidden = x.hidden;
+    call.memory.token_row_bytes = x.hidden * limits_.x_bytes;
+    call.memory.intermediate_row_bytes = x.intermediate * limits_.intermediate_bytes;
+    call.memory.return_row_bytes = x.hidden * limits_.return_bytes;
+    call.shape.intermediate = x.intermediate;
+    call.shape.experts = x.experts;
+    call.shape.top_k = x.top_k;
+    call.shape.return_mode = x.return_mode;
+    call.policy.joined = limits_.ranks == 1 && !call.reduced() && call.shape.capacity == 0 && x.top_k <= 2 ? 1 : 0;
     call.cut_columns(limits_.columns_per_task);
-    call.groups = min_of(x.groups, call.columns[kReturning]);
-    for (uint32_t g = 0; g <= call.groups; ++g) {
-      call.group_first[g] = static_cast<uint16_t>(call.columns[kReturning] * g / call.groups);
+    call.policy.groups = min_of(x.groups, call.policy.columns[kReturning]);
+    for (uint32_t g = 0; g <= call.policy.groups; ++g) {
+      call.policy.group_first[g] = static_cast<uint16_t>(call.policy.columns[kReturning] * g / call.policy.groups);
     }
-    call.owner = x.owner.data();
-    call.by_owner = x.by_owner.data();
-    call.owner_base = x.owner_base.data();
-    call.local_experts = call.owned(call.rank);
+    call.placement.owner = x.owner.data();
+    call.placement.by_owner = x.by_owner.data();
+    call.placement.owner_base = x.owner_base.data();
+    call.shape.local_experts = call.owned(call.rank);
     call.config.hash =
         mix(x.epoch, x.belief);  // another one in every call: a configuration of an earlier call disagrees
     for (AbstractEngine<P>& e : engines_) e.set_problem(x);
@@ -435,7 +437,7 @@ class Rank {
       if (perturbation != 0) {
         cpu::Perturbation::seed(mix(perturbation, x.epoch, call.rank, actor, lane) | 1);
       }
-      Network::mine().join(heaps_, call.heap_layout.bytes, call.rank, mix(x.epoch, call.rank, actor, lane));
+      Network::mine().join(heaps_, call.memory.heap_layout.bytes, call.rank, mix(x.epoch, call.rank, actor, lane));
       if (actor == 0) {
         const bool ok = run_os<P>(call, {.subscriber = {sources_[0].data(), {experts_[0].data(), 0, formers_ == 0}},
                                          .scheduler = &scheduler_,
@@ -470,7 +472,7 @@ class Rank {
   }
 
   void help_dispatch(uint32_t processor) {
-    for (uint32_t b = processor; b < call.blocks(); b += call.processors) {
+    for (uint32_t b = processor; b < call.blocks(); b += call.policy.clusters) {
       if (!engines_[processor].dispatch(b)) return;
     }
   }
@@ -499,26 +501,27 @@ class Rank {
     CHECK(all_zero<uint32_t>(WorkField::kOutSent, limits_.outboxes() * limits_.max_blocks()));
     CHECK(all_zero<uint32_t>(WorkField::kReduceDone, uint64_t{limits_.staging} * limits_.ranks * kMaxGroups));
     for (uint32_t t = 0; t < limits_.max_tokens; ++t) {
-      CHECK(ledger_.combined.whole(t, t < call.tokens && call.joined == 0 ? call.groups : 0));
-      CHECK(ledger_.joined.whole(t, t < call.tokens && call.joined != 0 ? call.columns[kReturning] : 0));
-      for (uint32_t q = 0; q < call.ranks; ++q) {
-        const bool sums = call.reduced() && t < call.tokens && x.entries(call.rank, t, q, call.top_k) != 0;
-        CHECK(ledger_.reduced.whole(uint64_t{t} * call.ranks + q, sums ? call.groups : 0));
+      CHECK(ledger_.combined.whole(t, t < call.shape.tokens && call.policy.joined == 0 ? call.policy.groups : 0));
+      CHECK(ledger_.joined.whole(
+          t, t < call.shape.tokens && call.policy.joined != 0 ? call.policy.columns[kReturning] : 0));
+      for (uint32_t q = 0; q < call.shape.ranks; ++q) {
+        const bool sums = call.reduced() && t < call.shape.tokens && x.entries(call.rank, t, q, call.shape.top_k) != 0;
+        CHECK(ledger_.reduced.whole(uint64_t{t} * call.shape.ranks + q, sums ? call.policy.groups : 0));
       }
-      for (uint32_t k = 0; t < call.tokens && k < call.top_k; ++k) {
+      for (uint32_t k = 0; t < call.shape.tokens && k < call.shape.top_k; ++k) {
         const bool kept = x.owner_of(call.rank, t, k) != ~0u;
-        CHECK(ledger_.contributed.whole(t * call.top_k + k, kept ? call.columns[kReturning] : 0));
+        CHECK(ledger_.contributed.whole(t * call.shape.top_k + k, kept ? call.policy.columns[kReturning] : 0));
       }
     }
     // Tiles are numbered from 0, and all but one per expert are full.
     const uint32_t tiles = expected_tiles(x);
     for (uint32_t tile = 0; tile < ledger_.activated.size(); ++tile) {
-      CHECK(ledger_.activated.whole(tile, tile < tiles ? call.columns[kFirst] : 0));
+      CHECK(ledger_.activated.whole(tile, tile < tiles ? call.policy.columns[kFirst] : 0));
       for (const uint32_t done : call.tile(tile)->done) CHECK_EQ(done, 0u);
     }
     if constexpr (kExpertProducts != 0) {
       for (uint32_t l = 0; l < ledger_.kept.size(); ++l) {
-        CHECK(ledger_.kept.whole(l, l < call.local_experts ? call.columns[kProducts - 1] : 0));
+        CHECK(ledger_.kept.whole(l, l < call.shape.local_experts ? call.policy.columns[kProducts - 1] : 0));
         for (const uint64_t done : call.expert_state(l)->done) CHECK_EQ(done, 0u);
       }
     }
@@ -532,13 +535,13 @@ class Rank {
       }
     }
     uint32_t tiles = 0;
-    for (const uint32_t n : rows) tiles += ceil_div(n, call.tile_rows);
+    for (const uint32_t n : rows) tiles += ceil_div(n, call.policy.tile_rows);
     return tiles;
   }
 
   template <class T>
   bool all_zero(WorkField field, uint64_t n) const {
-    const T* first = call.work_layout.template at<T>(call.work, field);
+    const T* first = call.memory.work_layout.template at<T>(call.memory.work, field);
     return std::all_of(first, first + n, [](T v) { return v == 0; });
   }
 

@@ -25,7 +25,7 @@ inline Limits limits(uint32_t ranks, uint32_t processors) {
   l.experts = 7;
   l.max_local_experts = 7;
   l.top_k = 3;
-  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
+  l.x_bytes = l.intermediate_bytes = l.return_bytes = 8;
   l.return_slots = max_of(ranks, l.top_k);
   l.staging = 1;
   l.tile_rows = 6;

@@ -38,11 +38,11 @@ class Claims {
       : call_(call),
         limits_(limits),
         table_(table),
-        writer_(limits.ranks, std::vector<uint32_t>(call.heap_layout.bytes, kNobody)) {}
+        writer_(limits.ranks, std::vector<uint32_t>(call.memory.heap_layout.bytes, kNobody)) {}
 
   void claim(uint32_t at, HeapField f, const void* first, uint64_t bytes, uint32_t writer) {
-    const uint64_t begin = static_cast<uint64_t>(static_cast<const uint8_t*>(first) - call_.heaps[at]);
-    const uint64_t field = call_.heap_layout.offset[static_cast<uint32_t>(f)];
+    const uint64_t begin = static_cast<uint64_t>(static_cast<const uint8_t*>(first) - call_.memory.heaps[at]);
+    const uint64_t field = call_.memory.heap_layout.offset[static_cast<uint32_t>(f)];
     const FieldShape shape = table_[f].shape(limits_);
     const uint64_t size = shape.dim[0] * shape.dim[1] * shape.dim[2] * shape.dim[3] * shape.elem_bytes;
     if (begin < field || begin + bytes > field + size) {
@@ -63,7 +63,7 @@ class Claims {
   // Reports a byte that, by `rule`, another rank or nobody may write.
   void follow(const Claims& rule) {
     for (uint32_t at = 0; at < limits_.ranks; ++at) {
-      for (uint64_t i = 0; i < call_.heap_layout.bytes; ++i) {
+      for (uint64_t i = 0; i < call_.memory.heap_layout.bytes; ++i) {
         if (writer_[at][i] != kNobody && writer_[at][i] != rule.writer_[at][i]) {
           report(concat("byte ", i, " of rank ", at, "'s heap is written by rank ", writer_[at][i], ", but belongs to ",
                         rule.writer_[at][i]));
@@ -162,10 +162,10 @@ std::string find_conflict(const Limits& l, const Table& table, const HeapLayout&
   std::vector<uint8_t*> heaps;
   for (auto& m : memory) heaps.push_back(m.data());
   Call c;
-  c.ranks = l.ranks;
-  c.heaps = heaps.data();
-  c.heap_layout = layout;
-  c.max_blocks = l.max_blocks();
+  c.shape.ranks = l.ranks;
+  c.memory.heaps = heaps.data();
+  c.memory.heap_layout = layout;
+  c.memory.max_blocks = l.max_blocks();
 
   Claims rule(c, l, table), accessors(c, l, table);
   claim_table(rule, table, c, l, owner_of);
@@ -185,7 +185,7 @@ Limits small(uint32_t ranks, uint32_t tokens, uint32_t local_experts, uint32_t t
   l.experts = ranks * local_experts;
   l.max_local_experts = local_experts;
   l.top_k = min_of(top_k, l.experts);
-  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
+  l.x_bytes = l.intermediate_bytes = l.return_bytes = 8;
   l.return_slots = mode == ReturnMode::kReduced ? ranks : l.top_k;
   l.staging = mode == ReturnMode::kReduced;
   l.intermediate = 2;
@@ -455,7 +455,7 @@ class Observer {
 
   HeapField field_of(uint64_t byte) const {
     uint32_t x = HeapLayout::kFields - 1;
-    while (group_.rank(0).call.heap_layout.offset[x] > byte) --x;
+    while (group_.rank(0).call.memory.heap_layout.offset[x] > byte) --x;
     return static_cast<HeapField>(x);
   }
 

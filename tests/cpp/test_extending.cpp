@@ -27,7 +27,7 @@ Limits limits(uint32_t ranks) {
   l.experts = kExperts;
   l.max_local_experts = kExperts / ranks;
   l.top_k = kTopK;
-  l.x_bytes = l.hidden_bytes = l.return_bytes = 4;
+  l.x_bytes = l.intermediate_bytes = l.return_bytes = 4;
   l.return_slots = max_of(kTopK, ranks);
   l.staging = 1;
   l.processors = 2;
@@ -122,7 +122,7 @@ std::vector<Results> run(const Work& work, uint32_t ranks, uint32_t tile_rows, u
                     .return_mode = mode,
                     .x_type = work.dtype,
                     .weight_type = work.dtype,
-                    .hidden_type = work.dtype,
+                    .intermediate_type = work.dtype,
                     .return_type = work.dtype,
                     .routing = Routing::kGiven};
       layer.x = &work.x.bytes[first * kHidden * bytes];
@@ -151,7 +151,7 @@ void check(DType dtype) {
   std::vector<double> expected, scale;
   work.reference(expected, scale);
   const Results first = run(work, 1, 1024, 256, ReturnMode::kDirect, 1)[0];
-  // Hidden rows are rounded once to the type.
+  // Intermediate rows are rounded once to the type.
   const double tolerance = dtype == DType::kBFloat16 ? 0.004 : dtype == DType::kFloat16 ? 0.0005 : 1e-6;
   for (size_t i = 0; i < expected.size(); ++i) {
     CHECK(std::fabs(first.kept[i] - expected[i]) <= tolerance * scale[i]);

@@ -124,9 +124,9 @@ void check_posted_faults() {
   Call c;
   c.epoch = 4;
   c.rank = 1;
-  c.ranks = 3;
-  c.heaps = groups[1]->heaps();
-  c.heap_layout = make_heap_layout(limits);
+  c.shape.ranks = 3;
+  c.memory.heaps = groups[1]->heaps();
+  c.memory.heap_layout = make_heap_layout(limits);
   CHECK(!cpu::posted_fault(c).has_value());
 
   c.status(2)->entered = 3;

@@ -18,7 +18,7 @@ Limits limits() {
   l.max_tokens = kTokens;
   l.hidden = l.intermediate = 2 * kColumns;
   l.experts = l.max_local_experts = l.top_k = l.return_slots = kExperts;
-  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
+  l.x_bytes = l.intermediate_bytes = l.return_bytes = 8;
   l.tile_rows = kTileRows;
   l.columns_per_task = each_product(2);
   return l;
@@ -50,7 +50,7 @@ uint32_t experts_computed(uint32_t own_first, uint32_t present, uint32_t formers
   const std::vector<Problem> problems{own_rows(own_first)};
   std::vector<std::thread> threads;
   for (uint32_t p = 0; p < present; ++p) {
-    group.rank(p).call.timeout_ns = kPatience;
+    group.rank(p).call.policy.timeout_ns = kPatience;
     threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run(problems), 0u); });
   }
   for (std::thread& t : threads) t.join();

@@ -34,11 +34,11 @@ constexpr Layer kPaper64{2048, 2048, 64, 2, false}, kPaper8{2048, 2048, 8, 2, fa
 // Columns of tasks that a tile has in each product.
 std::array<uint32_t, kProducts> gpu_columns(uint32_t hidden, uint32_t intermediate, bool gated) {
   Call c;
-  c.hidden = hidden;
-  c.intermediate = intermediate;
+  c.shape.hidden = hidden;
+  c.shape.intermediate = intermediate;
   c.cut_columns(sm90::columns_per_task(gated));
   std::array<uint32_t, kProducts> columns;
-  std::copy_n(c.columns, kProducts, columns.begin());
+  std::copy_n(c.policy.columns, kProducts, columns.begin());
   return columns;
 }
 
@@ -210,7 +210,7 @@ void check_limits() {
   l.max_tokens = 64;
   l.hidden = l.intermediate = 256;
   l.experts = l.max_local_experts = l.top_k = l.return_slots = 2;
-  l.x_bytes = l.hidden_bytes = l.return_bytes = 2;
+  l.x_bytes = l.intermediate_bytes = l.return_bytes = 2;
   l.processors = 0;
   const Limits alone = cuda::cuda_limits(l, 133);  // blocks come in pairs
   CHECK_EQ(alone.processors, 132u);

@@ -13,11 +13,11 @@ Limits smallest() {
   return l;
 }
 
-// More tiles, of experts whose rows alternate, than a window takes: what it passes over is not lost to later return groups.
+// More tiles, of experts whose rows alternate, than a band takes: what it passes over is not lost to later return groups.
 Limits many_tiles() {
   Limits l = limits(1, 2);
   l.max_tokens = 200;
-  l.hidden = 60;  // wide groups: narrow ones have windows of more tiles
+  l.hidden = 60;  // wide groups: narrow ones have bands of more tiles
   l.intermediate = 1;
   l.experts = l.max_local_experts = 16;
   l.top_k = l.return_slots = 4;

@@ -18,7 +18,7 @@ Limits limits() {
   l.max_tokens = 32;
   l.hidden = l.intermediate = 3;
   l.experts = l.max_local_experts = l.top_k = l.return_slots = 4;
-  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
+  l.x_bytes = l.intermediate_bytes = l.return_bytes = 8;
   l.tile_rows = 2;
   l.columns_per_task = each_product(1);
   return l;
@@ -36,7 +36,7 @@ class Bench {
     push(TaskKind::kGemm1, ReadyTile::column(expert, remote), tile);
   }
   // All experts are formed, into so many tiles.
-  void formed(uint32_t tiles) { push(TaskKind::kFormed, call_.local_experts, tiles); }
+  void formed(uint32_t tiles) { push(TaskKind::kFormed, call_.shape.local_experts, tiles); }
   // Processors ask for so many tasks more.
   void ask(uint32_t tasks) { call_.control()->queue_head.value += tasks; }
 
@@ -81,7 +81,7 @@ class Bench {
   uint64_t published_ = 0;
 };
 
-// A window's tiles go column by column.
+// A band's tiles go column by column.
 void check_raster() {
   Bench bench({.raster = 2, .window = 100}, 3, 1);
   for (uint32_t tile = 0; tile < 3; ++tile) bench.gemm0(tile, 0);
@@ -96,7 +96,7 @@ void check_raster() {
                                {kGemm0, 2, 2}}));
 }
 
-// A window is one expert's as far as it has tiles, unless all are known and hardly an expert has two.
+// A band is one expert's as far as it has tiles, unless all are known and hardly an expert has two.
 void check_windows() {
   for (const uint32_t tiles : {0u, 4u, 5u}) {  // 0: not known yet
     Bench bench({.raster = 2, .window = 100}, 1, 1);

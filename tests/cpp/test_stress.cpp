@@ -32,7 +32,7 @@ Limits limits() {
   l.experts = 12;
   l.max_local_experts = 12;
   l.top_k = 4;
-  l.x_bytes = l.hidden_bytes = l.return_bytes = 4;
+  l.x_bytes = l.intermediate_bytes = l.return_bytes = 4;
   l.return_slots = 4;
   l.staging = 1;
   l.processors = 2;
@@ -84,7 +84,7 @@ struct Work {
     spec.activation = layer.activation;
     spec.renormalize = layer.renormalize;
     spec.routing = routed() ? Routing::kSoftmax : Routing::kGiven;
-    spec.x_type = spec.weight_type = spec.hidden_type = spec.return_type = dtype;
+    spec.x_type = spec.weight_type = spec.intermediate_type = spec.return_type = dtype;
     spec.return_mode = below(2) == 0 ? ReturnMode::kDirect : ReturnMode::kReduced;
     spec.capacity_factor = below(3) == 0 ? 0.25f * static_cast<float>(1 + below(6)) : 0.0f;
     options.groups = 1 + below(kMaxGroups);

@@ -116,6 +116,42 @@ void check_format(const Format& f) {
   std::printf("%s: 65536 patterns, %u midpoints\n", f.name, midpoints);
 }
 
+// ---- SiLU -------------------------------------------------------------------------------------------------
+
+// Of every bfloat16 value down to -2^30, in the order of their patterns: FNV-1a of the results' bits, which no change may
+// touch.
+void check_silu_bits() {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {
+    float v = widened(kBf16, static_cast<uint16_t>(pattern));
+    if (std::isnan(v) || v < -0x1p30f) continue;
+    activate(&v, nullptr, Activation::kSilu, 1);
+    hash = (hash ^ std::bit_cast<uint32_t>(v)) * 0x100000001b3u;
+  }
+  CHECK_EQ(hash, uint64_t{4085862573712623834u});
+}
+
+// Where e^-x has no place in fp32, SiLU is what it tends to: zero far below, x far above.
+void check_silu_ends() {
+  for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {
+    const float x = widened(kBf16, static_cast<uint16_t>(pattern));
+    float alone = x, gated[] = {x, x};
+    const float up[] = {2.0f, -3.0f};
+    activate(&alone, nullptr, Activation::kSilu, 1);
+    activate(gated, up, Activation::kSwiGlu, 2);
+    if (std::isnan(x)) {
+      CHECK(std::isnan(alone) && std::isnan(gated[0]));
+    } else if (x < -0x1p30f) {
+      CHECK_EQ(alone, 0.0f);
+      CHECK_EQ(gated[0], 0.0f);
+      CHECK_EQ(gated[1], 0.0f);
+    } else if (x > 0x1p30f) {
+      CHECK_EQ(alone, x);
+    }
+    if (std::isfinite(x)) CHECK(std::fabs(alone - std::fmax(x, 0.0f)) < 0.279f);  // at x = -1.278
+  }
+}
+
 // ---- GEMM -------------------------------------------------------------------------------------------------
 
 float dot(const float* a, const float* b, uint32_t k) {
@@ -124,7 +160,7 @@ float dot(const float* a, const float* b, uint32_t k) {
   return static_cast<float>(sum);
 }
 
-// Every tile size from 1 to 128, a row at every place that the windows give it: always the bits it has alone.
+// Every tile size from 1 to 128, a row at every place that the frames give it: always the bits it has alone.
 void check_rows(uint32_t n, uint32_t k, DType t) {
   constexpr uint32_t kRows = 200;
   std::mt19937 random(n * 1000 + k);
@@ -168,6 +204,8 @@ int main() {
   using flashmoe::DType;
   check_format(kBf16);
   check_format(kFp16);
+  check_silu_bits();
+  check_silu_ends();
   struct Shape {
     uint32_t n, k;
   };

@@ -28,8 +28,8 @@ struct ClockPlatform : CpuPlatform {
 
 struct Waiter {
   Waiter() {
-    call.work = control.base();
-    call.timeout_ns = 100 * kMs;
+    call.memory.work = control.base();
+    call.policy.timeout_ns = 100 * kMs;
   }
   Region control{align_up<uint64_t>(sizeof(Control), 256)};  // the workspace's first field
   Call call;
@@ -85,7 +85,7 @@ void check_wait() {
 
 void check_abort() {
   Waiter w;
-  w.call.timeout_ns = 0;  // none: only the abort ends it
+  w.call.policy.timeout_ns = 0;  // none: only the abort ends it
   std::thread aborter([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CpuPlatform::store_release(&w.call.control()->abort.value, uint64_t{1}, kDevice);
@@ -105,7 +105,7 @@ Limits three_ranks() {
   l.intermediate = 4;
   l.experts = l.max_local_experts = 3;
   l.top_k = 1;
-  l.x_bytes = l.hidden_bytes = l.return_bytes = 8;
+  l.x_bytes = l.intermediate_bytes = l.return_bytes = 8;
   l.return_slots = 3;
   l.staging = 1;
   l.tile_rows = 128;
@@ -139,8 +139,8 @@ const FaultRecord& record(const Call& c, uint32_t at, uint32_t by) {
 
 // Whoever posted a fault posted the same one to every rank.
 void check_posted_everywhere(const Call& c) {
-  for (uint32_t by = 0; by < c.ranks; ++by) {
-    for (uint32_t at = 0; at < c.ranks; ++at) {
+  for (uint32_t by = 0; by < c.shape.ranks; ++by) {
+    for (uint32_t at = 0; at < c.shape.ranks; ++at) {
       CHECK_EQ(record(c, at, by).posted, record(c, by, by).posted);
       CHECK(std::memcmp(&record(c, at, by).fault, &record(c, by, by).fault, sizeof(Fault)) == 0);
     }
@@ -154,7 +154,7 @@ void run_faulty(AbstractGroup<P>& group, const std::vector<Problem>& problems, s
                 uint32_t impatient) {
   std::vector<std::thread> threads;
   for (const uint32_t p : present) {
-    group.rank(p).call.timeout_ns = p == impatient ? kPatience : kForever;
+    group.rank(p).call.policy.timeout_ns = p == impatient ? kPatience : kForever;
     threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run(problems), 0u); });
   }
   const uint64_t start = cpu::monotonic_ns();
@@ -186,7 +186,7 @@ void check_absent_rank() {
     check_posted_everywhere(c);
 
     // It comes late: it sees the record and leaves at once.
-    group.rank(2).call.timeout_ns = kForever;
+    group.rank(2).call.policy.timeout_ns = kForever;
     CHECK_EQ(group.rank(2).run(problems), 0u);
     CHECK_EQ(record(c, 2, 2).posted, 0u);
   }
@@ -247,7 +247,7 @@ void check_stopped_rank() {
     const Call& stopped = group.rank(2).call;
     parking.watch(stopped.packet_signal(1, 2, 0));
     parking.watch(&stopped.status(2)->heartbeat);
-    group.rank(2).call.timeout_ns = kForever;
+    group.rank(2).call.policy.timeout_ns = kForever;
     std::thread rank_2([&] { CHECK_EQ(group.rank(2).run(problems), 0u); });
     parking.await_parked(2);
 
@@ -270,13 +270,13 @@ void check_stopped_rank() {
 void check_slow_rank() {
   const std::vector<Problem> problems{all_to_rank_1()};
   AbstractGroup<CpuPlatform> group(three_ranks());
-  for (uint32_t p = 0; p < 3; ++p) group.rank(p).call.timeout_ns = kPatience;
+  for (uint32_t p = 0; p < 3; ++p) group.rank(p).call.policy.timeout_ns = kPatience;
   std::vector<std::thread> threads;
   for (uint32_t p = 0; p < 2; ++p) {
     threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run(problems), 1u); });
   }
   // Stands in for an OS actor that achieves something every now and then, for two timeouts.
-  Status* status = group.rank(2).call.heap_layout.at<Status>(group.heap(2), HeapField::kStatus);
+  Status* status = group.rank(2).call.memory.heap_layout.at<Status>(group.heap(2), HeapField::kStatus);
   for (uint64_t i = 1; i <= 30; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     CpuPlatform::store_relaxed(&status->progress, i);
@@ -291,7 +291,7 @@ void check_dead_os_actor() {
   const Problem x = all_to_rank_1();
   group.rank(1).prepare(x);
   Call& c = group.rank(1).call;
-  c.timeout_ns = 50 * kMs;
+  c.policy.timeout_ns = 50 * kMs;
   const Task task = wait_task<CpuPlatform>(c, take_ticket<CpuPlatform>(c));
   CHECK(task.kind == TaskKind::kStop);
   check_fault(record(c, 1, 1), FaultKind::kLocal, 1, 1, 1);
@@ -373,12 +373,13 @@ struct Unmapped {
     heaps = {nullptr, heap->base(), nullptr};
     call.epoch = 5;
     call.rank = 1;
-    call.ranks = 3;
-    call.return_mode = ReturnMode::kReduced;
-    call.heaps = heaps.data();
-    call.work = work->base();
-    call.heap_layout = heap_layout;
-    call.work_layout = make_work_layout(limits);
+    call.shape.ranks = 3;
+    call.shape.return_mode = ReturnMode::kReduced;
+    call.memory.heaps = heaps.data();
+    call.memory.work = work->base();
+    call.memory.heap_layout = heap_layout;
+    call.memory.work_layout = make_work_layout(limits);
+    std::ranges::copy(make_put_layout(limits).offset, call.memory.put_offset);
   }
   Limits limits;
   std::unique_ptr<Region> heap, work;
@@ -421,7 +422,7 @@ void check_unmapped_peers() {
   CHECK_EQ(record(c, 1, 1).posted, 1u);
   CHECK_EQ(record(c, 1, 1).fault.epoch, 5u);
   // Behind the workspace there is room for the rows.
-  CHECK(c.out_row(own.limits.max_tokens) <= c.work + work_bytes(own.limits));
+  CHECK(c.out_row(own.limits.max_tokens) <= c.memory.work + work_bytes(own.limits));
 }
 
 // Rank 1 finds its routing bad, or all find that rank 1 computes something else. Whoever has posted a fault sends it to all
@@ -445,7 +446,7 @@ void check_faults_by_puts(uint32_t senders, uint64_t seed) {
     for (std::thread& t : threads) t.join();
     Call c = group.rank(0).call;
     std::array<uint8_t*, 3> heaps{group.heap(0), group.heap(1), group.heap(2)};
-    c.heaps = heaps.data();
+    c.memory.heaps = heaps.data();
     check_posted_everywhere(c);
     uint32_t posted = 0;
     for (uint32_t by = 0; by < 3; ++by) {

@@ -22,9 +22,10 @@ import pytest
 import torch
 from flashmoe import _ffi, jit, models
 from flashmoe import nvshmem as nvshmem_files
+from flashmoe.arguments import Options, Tensors
 from flashmoe.cli import bench, run, workload
 from flashmoe.cli import device as cli_device
-from flashmoe.engines import cuda
+from flashmoe.engines import base, cuda
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
 from flashmoe.trace import PHASES
@@ -92,6 +93,10 @@ def given(tokens: int = 100, ids: torch.dtype = torch.int32, **changes) -> dict:
     return {**arguments(tokens), "router": None, "top_k": None, **routing, **changes}
 
 
+def sparse(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16).to_sparse()
+
+
 def launched() -> dict:
     return json.loads(driver.fake_last_launch())
 
@@ -114,6 +119,25 @@ def test_memory_is_given_back():
         assert driver.fake_allocations() == before
     finally:
         gc.enable()
+
+
+def test_an_interrupted_context_gives_its_memory_back(monkeypatch):
+    """One that the library has made, and Python not yet noted down."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = driver.fake_allocations()
+    monkeypatch.setattr(base.weakref, "finalize", interrupted)
+    try:
+        flashmoe.Context(engine="cuda", **SIZES)
+    except KeyboardInterrupt:
+        pass
+    else:
+        pytest.fail("expected the interrupt")
+    monkeypatch.undo()
+    gc.collect()
+    assert driver.fake_allocations() == before
 
 
 POINTER = 8
@@ -244,7 +268,7 @@ def test_the_launch(ctx, device):
         "raster": 8,
         "epoch": 0,
         "token_row_bytes": 2 * H,
-        "hidden_row_bytes": 2 * I,
+        "intermediate_row_bytes": 2 * I,
         "return_row_bytes": 2 * H,
         "own_heap": 1,
         "x": args["x"].data_ptr(),
@@ -299,8 +323,8 @@ def test_tensor_maps(device, dtype, code, span, activation):
     }
     assert seen["router"]["dims"] == [H, E, 1, 1, 1] and seen["router"]["box"] == [span, 32, 1, 1, 1]
     assert seen["router"]["base"] == args["router"].data_ptr() and seen["router"]["strides"][0] == row
-    assert seen["hidden_rows"]["dims"][0] == I and seen["hidden_rows"]["dims"][1] % 256 == 0
-    assert seen["hidden_rows"]["strides"] == [I * 4] and seen["hidden_rows"]["box"] == [span, 32]
+    assert seen["intermediate_rows"]["dims"][0] == I and seen["intermediate_rows"]["dims"][1] % 256 == 0
+    assert seen["intermediate_rows"]["strides"] == [I * 4] and seen["intermediate_rows"]["box"] == [span, 32]
     assert seen["token_rows"] == {
         "base": args["x"].data_ptr(),
         "type": code,
@@ -364,6 +388,8 @@ def test_given_routing(ctx):
             lambda: arguments(x=torch._neg_view(on_gpu(16, H))),
             "x: expected values in memory, got a view that negates them",
         ),
+        (lambda: arguments(x=sparse(16, H)), "x: expected a dense tensor, got one of layout torch.sparse_coo"),
+        (lambda: arguments(router=sparse(E, H)), "router: expected a dense tensor, got one of layout"),
         (lambda: arguments(router_bias=on_gpu(2 * E)[::2]), "router_bias: expected a contiguous tensor"),
         (lambda: arguments(router=None), "topk_ids: expected a tensor"),
         (lambda: arguments(activation="tanh"), "activation: expected one of"),
@@ -390,7 +416,7 @@ def test_a_context_with_a_capacity_factor():
         flashmoe.moe(bounded, **arguments(), capacity_factor=0.5)
         assert launched()["capacity"] == 13  # ceil(0.5 * 100 * 4 / 16)
         # Of 4096 tokens an expert keeps 512: 32 full tiles of 256 for the 16, and a partial one each.
-        assert launched()["hidden_rows"]["dims"] == [I, (32 + E) * 256]
+        assert launched()["intermediate_rows"]["dims"] == [I, (32 + E) * 256]
         for factor in (None, 0.6):
             with pytest.raises(flashmoe.InvalidArgument, match=r"capacity_factor: expected a number in \(0, 0\.5\]"):
                 flashmoe.moe(bounded, **arguments(), capacity_factor=factor)
@@ -412,7 +438,23 @@ def test_every_call_is_checked(ctx):
     for other in (on_gpu(E, H, dtype=torch.float16), on_gpu(E, H - 8)):
         with pytest.raises(flashmoe.InvalidArgument):
             flashmoe.moe(ctx, **{**args, "router": other})
+    with pytest.raises(flashmoe.InvalidArgument, match=r"top_k: expected an integer in \[1, E=16\], got 4\.0"):
+        flashmoe.moe(ctx, **{**args, "top_k": float(K)})  # equal to that of a layer that is known
     assert len(prepared(ctx)) == 2
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights"])
+def test_a_sparse_tensor_is_no_layer_found_again(name):
+    """It has no place in memory, unlike the tensor of a layer that is known."""
+    dense = {
+        "x": torch.zeros(9, H),
+        "topk_ids": torch.zeros(9, K, dtype=torch.int32),
+        "topk_weights": torch.zeros(9, K),
+    }
+    weights = {"gate_up_proj": torch.zeros(E, 2 * I, H), "down_proj": torch.zeros(E, H, I)}
+    known = cuda._key(Tensors(**dense, **weights), Options(), False)
+    assert known is not None
+    assert cuda._key(Tensors(**{**dense, name: dense[name].to_sparse()}, **weights), Options(), False) != known
 
 
 def test_layers_are_found_again(ctx, device):
@@ -753,7 +795,8 @@ def test_without_nvshmem():
     path = "/nowhere/libnvshmem_host.so.3"
     for (told,) in joined(2, {}, environment={"FAKE_NVSHMEM_PATH": path}):
         assert told.startswith(
-            f"FlashMoEError: nvshmem: expected the library {path}, which a group of several GPUs needs"
+            f"FlashMoEError: nvshmem: expected the library {path}, which a group of several GPUs needs "
+            f"({nvshmem_files.INSTALL}), got: "
         )
 
 
@@ -983,16 +1026,27 @@ def test_ranks_that_want_other_transports(tmp_path):
     assert "rdma (transport): rank 1 has 0, rank 0 has 1" in second
 
 
+def test_a_kernel_compiled_with_other_headers_than_the_library_has(tmp_path):
+    """Which NVSHMEM itself would let pass: they are older."""
+    old = {"FAKE_DRIVER_OLD_HEADERS": "1"}
+    for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment=old):
+        assert told == (
+            "FlashMoEError: nvshmem: expected a kernel compiled with the headers of 3.8.0, the release of "
+            "libnvshmem_host.so.3, got one compiled with those of 3.4.5; to have both of one release: "
+            f"{nvshmem_files.INSTALL}"
+        )
+
+
 def test_a_module_of_another_nvshmem(tmp_path):
     other = {"FAKE_NVSHMEM_OTHER_VERSION": "1"}
     for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment=other):
         assert told.startswith("FlashMoEError: nvshmem: nvshmemx_cumodule_init failed with status 1")
 
 
-def test_puts_by_the_gpu_itself_are_refused(tmp_path):
-    by_gpu = {"NVSHMEM_IB_ENABLE_IBGDA": "1"}
-    for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment=by_gpu):
-        assert told.startswith("InvalidArgument: NVSHMEM_IB_ENABLE_IBGDA: expected it unset or 0 with transport 'rdma'")
+@pytest.mark.parametrize("name", ["NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_GPUNETIO_ENABLE_GDAKI"])
+def test_puts_by_the_gpu_itself_are_refused(tmp_path, name):
+    for told in put_by(2, {"transport": "rdma"}, cubin=tmp_path / "kernel.cubin", environment={name: "1"}):
+        assert told.startswith(f"InvalidArgument: {name}: expected it unset or 0 with transport 'rdma'")
 
 
 def test_profiles():

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "cuda/driver.h"
+#include "cuda/transport/nvshmem.h"
 #include "flashmoe/sm90/geometry.h"
 
 using namespace flashmoe;
@@ -83,38 +84,44 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
                       config.shared_bytes == (few ? sm90::kFewSharedBytes : sm90::kSharedBytes));
   put("stream", reinterpret_cast<uint64_t>(config.stream));
   put("cooperative", config.attribute_count == 1 && config.attributes->id == 2 && config.attributes->value.cooperative);
-  put("tokens", c.tokens), put("hidden", c.hidden), put("intermediate", c.intermediate), put("experts", c.experts);
-  put("top_k", c.top_k), put("local_experts", c.local_experts), put("block", c.block_tokens());
-  put("capacity", c.capacity), put("tile_rows", c.tile_rows), put("gemm0_columns", c.columns[kFirst]);
-  put("gemm1_columns", c.columns[kReturning]), put("window", c.order.window), put("raster", c.order.raster);
-  put("gemm1_lag", c.order.gemm1_lag), put("senders", c.order.senders), put("gemm1_lists", c.order.gemm1_lists);
-  put("own_first", c.order.own_first);
-  put("epoch", c.epoch), put("token_row_bytes", c.token_row_bytes);
-  put("hidden_row_bytes", c.hidden_row_bytes), put("return_row_bytes", c.return_row_bytes);
-  put("own_heap", c.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.heaps[0])) == 1);
+  put("tokens", c.shape.tokens), put("hidden", c.shape.hidden), put("intermediate", c.shape.intermediate),
+      put("experts", c.shape.experts);
+  put("top_k", c.shape.top_k), put("local_experts", c.shape.local_experts), put("block", c.block_tokens());
+  put("capacity", c.shape.capacity), put("tile_rows", c.policy.tile_rows),
+      put("gemm0_columns", c.policy.columns[kFirst]);
+  put("gemm1_columns", c.policy.columns[kReturning]), put("window", c.policy.order.window),
+      put("raster", c.policy.order.raster);
+  put("gemm1_lag", c.policy.order.gemm1_lag), put("senders", c.policy.order.senders),
+      put("gemm1_lists", c.policy.order.gemm1_lists);
+  put("own_first", c.policy.order.own_first);
+  put("epoch", c.epoch), put("token_row_bytes", c.memory.token_row_bytes);
+  put("intermediate_row_bytes", c.memory.intermediate_row_bytes), put("return_row_bytes", c.memory.return_row_bytes);
+  put("own_heap", c.memory.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.memory.heaps[0])) == 1);
   uint32_t mapped = 0;
-  for (uint32_t q = 0; q < c.ranks; ++q) mapped += c.heaps[q] != nullptr;
-  put("mapped", mapped), put("return_mode", c.return_mode);
+  for (uint32_t q = 0; q < c.shape.ranks; ++q) mapped += c.memory.heaps[q] != nullptr;
+  put("mapped", mapped), put("return_mode", c.shape.return_mode);
   put("x", reinterpret_cast<uint64_t>(a.x)), put("x_row_bytes", a.x_row_bytes);
   put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));
   put("topk_weights", reinterpret_cast<uint64_t>(a.topk_weights)), put("topk_ids_64", a.topk_ids_64);
   put("renormalize", a.renormalize), put("gate_up_bias", reinterpret_cast<uint64_t>(a.gate_up_bias));
   put("down_bias", reinterpret_cast<uint64_t>(a.down_bias));
   put("router_bias", reinterpret_cast<uint64_t>(a.router_bias)), put("traced", a.trace != nullptr);
-  out << "\"groups\": " << list(c.group_first, c.groups + 1) << ", \"owner\": " << list(c.owner, c.experts)
-      << ", \"by_owner\": " << list(c.by_owner, c.experts) << ", \"owner_base\": " << list(c.owner_base, 2)
-      << ", \"gate_up\": " << described(a.gate_up) << ", \"down\": " << described(a.down)
-      << ", \"router\": " << described(a.router) << ", \"gate_up_rows\": " << described(a.gate_up_rows)
-      << ", \"down_rows\": " << described(a.down_rows) << ", \"router_rows\": " << described(a.router_rows)
-      << ", \"hidden_rows\": " << described(a.hidden) << ", \"token_rows\": " << described(a.tokens) << "}";
+  out << "\"groups\": " << list(c.policy.group_first, c.policy.groups + 1)
+      << ", \"owner\": " << list(c.placement.owner, c.shape.experts)
+      << ", \"by_owner\": " << list(c.placement.by_owner, c.shape.experts)
+      << ", \"owner_base\": " << list(c.placement.owner_base, 2) << ", \"gate_up\": " << described(a.gate_up)
+      << ", \"down\": " << described(a.down) << ", \"router\": " << described(a.router)
+      << ", \"gate_up_rows\": " << described(a.gate_up_rows) << ", \"down_rows\": " << described(a.down_rows)
+      << ", \"router_rows\": " << described(a.router_rows) << ", \"intermediate_rows\": " << described(a.intermediate)
+      << ", \"token_rows\": " << described(a.tokens) << "}";
   last_launch = out.str();
 }
 
 // Token t chooses experts t, t + 1, ... modulo E, with weights 1, 1/2, ...
 void route(const Call& c) {
-  for (uint32_t t = 0; t < c.tokens; ++t) {
-    for (uint32_t k = 0; k < c.top_k; ++k) {
-      c.routing(t)[k] = static_cast<int32_t>((t + k) % c.experts);
+  for (uint32_t t = 0; t < c.shape.tokens; ++t) {
+    for (uint32_t k = 0; k < c.shape.top_k; ++k) {
+      c.routing(t)[k] = static_cast<int32_t>((t + k) % c.shape.experts);
       c.weights(t)[k] = 1.0f / static_cast<float>(k + 1);
     }
   }
@@ -122,20 +129,20 @@ void route(const Call& c) {
 
 // The packets of that routing, to every rank whose memory is mapped, without their entries.
 void send(const Call& c) {
-  for (uint32_t q = 0; q < c.ranks; ++q) {
-    if (c.heaps[q] == nullptr) continue;
+  for (uint32_t q = 0; q < c.shape.ranks; ++q) {
+    if (c.memory.heaps[q] == nullptr) continue;
     *c.call_signal(q, c.rank) = call_word(c);
     for (uint32_t b = 0; b < c.blocks(); ++b) {
-      const uint32_t first = b << c.log2_block, end = first + c.tokens_in_block(b);
+      const uint32_t first = b << c.policy.log2_block, end = first + c.tokens_in_block(b);
       uint16_t* const offsets = c.packet_offsets(q, c.rank, b);
       std::memset(offsets, 0, (c.owned(q) + 1) * sizeof(*offsets));
       for (uint32_t t = first; t < end; ++t) {
         uint16_t here = 0;
-        for (uint32_t k = 0; k < c.top_k; ++k) {
+        for (uint32_t k = 0; k < c.shape.top_k; ++k) {
           const uint32_t e = static_cast<uint32_t>(c.routing(t)[k]);
-          if (c.owner[e] != q) continue;
+          if (c.placement.owner[e] != q) continue;
           ++here;
-          const uint32_t* const experts = c.by_owner + c.owner_base[q];
+          const uint32_t* const experts = c.placement.by_owner + c.placement.owner_base[q];
           for (uint32_t l = 0; l < c.owned(q); ++l) offsets[l + 1] += experts[l] == e;
         }
         if (c.reduced()) c.packet_counts(q, c.rank, first)[t - first] = here;
@@ -300,6 +307,14 @@ CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModul
   *function = reinterpret_cast<cuda::DriverFunction>(std::string(name) == "flashmoe_few" ? kFew : kMoe);
   return 0;
 }
+// Of a kernel that puts: which NVSHMEM's headers it was compiled with. The fake NVSHMEM is 3.8.0.
+CudaResult cuModuleGetGlobal_v2(DevicePtr* address, size_t* bytes, cuda::DriverModule, const char*) {
+  static cuda::NvshmemVersion compiled_with{3, 8, 0};
+  if (std::getenv("FAKE_DRIVER_OLD_HEADERS") != nullptr) compiled_with = {3, 4, 5};
+  *address = reinterpret_cast<DevicePtr>(&compiled_with);
+  *bytes = sizeof(compiled_with);
+  return 0;
+}
 CudaResult cuFuncSetAttribute(cuda::DriverFunction, int, int) {
   return 0;
 }
@@ -316,7 +331,7 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
   Call call = args.call;
   call.epoch = ++call.control()->calls.value;
   route(call);
-  if (call.ranks > 1) send(call);
+  if (call.shape.ranks > 1) send(call);
   record(args.trace, config->grid_x);
   if (next_fault.kind != FaultKind::kNone) {
     args.host_fault->fault = next_fault;

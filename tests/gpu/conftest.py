@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import evidence  # which makes the benchmarks' modules importable
 import pytest
 import torch
 from flashmoe import jit
 from flashmoe.errors import FlashMoEError
+from harness import head, nvidia_smi, result_path
 from layers import ACTIVATIONS, DTYPES, SEED
 from ranks import RANKS_A_GPU
 
@@ -46,17 +47,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Names the device, and compiles what the tests will ask for: no test's time limit has room for that."""
     if not here(session.items) or missing() or session.config.option.collectonly:
         return
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
-    except OSError:
-        driver = []
+    driver = (nvidia_smi("driver_version").split() or ["?"])[0]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     terminal.write_line(
-        f"{torch.cuda.get_device_name()}, {memory:.0f} GiB, driver {driver[0] if driver else '?'}, "
+        f"{torch.cuda.get_device_name()}, {memory:.0f} GiB, driver {driver}, "
         f"torch {torch.__version__}, {jit.find_nvcc()}; FLASHMOE_SEED={SEED}"
     )
+    if folder := os.environ.get("FLASHMOE_EVIDENCE"):
+        gpus, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+        origin = {
+            "device": name + (f" x{gpus}" if gpus > 1 else ""),
+            "driver": driver,
+            "torch": torch.__version__,
+            "ranks_a_gpu": RANKS_A_GPU,
+            "commit": head(),
+            "command": "make test-gpu",
+        }
+        path = Path(folder) / result_path("tests", name, gpus).name
+        session.config.pluginmanager.register(evidence.Evidence(path, origin))
     variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in ACTIVATIONS]
     variants += [jit.Variant("float32", activation, exact=True) for activation in ACTIVATIONS]
     variants += [jit.Variant("bfloat16", "swiglu", trace=True)]

@@ -1,5 +1,5 @@
 // One instance of the fused kernel, and of that for a few tokens, compiled on first use by python/flashmoe/jit.py:
-//   FLASHMOE_DTYPE       of x, weights, hidden rows and returns, as flashmoe::DType; float32: by TF32 tensor cores
+//   FLASHMOE_DTYPE       of x, weights, intermediate rows and returns, as flashmoe::DType; float32: by TF32 tensor cores
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32

@@ -3,8 +3,8 @@
 // Answers two questions. How many tasks per microsecond pass from ready to taken? How long does a processor that was
 // busy when its next task became ready stand still between the two?
 //
-// Roles. Every block is a processor, of the first three warps, and a former of every gridDim.x-th expert, in the
-// fourth; the fifth is the OS actor in block 0, and idle elsewhere:
+// Roles. In every block the first three warps are a processor, the fourth is a former of every gridDim.x-th expert, the
+// fifth is the OS actor in block 0, and idle elsewhere:
 //   warp 0  taker     takes a ticket and waits for its task while the executor still works on the previous one
 //   warp 1  executor  dispatches its token blocks, then runs tasks
 //   warp 2  retirer   bumps the counters of the tasks that are done, while the executor is at the next
@@ -117,7 +117,7 @@ struct Shared {
   float weights[kMaxChoices];
   uint16_t place[kMaxExperts], count[kMaxExperts], start[kMaxExperts];
   uint32_t owner[kMaxExperts], entries[1], bad;
-  ReturnPlaces<OneWorker<P>::Place> returns;
+  ReturnCursors<OneWorker<P>::Cursor> returns;
   // Former.
   FormedExpert experts[kMaxServed];
   Source formed[1];
@@ -155,8 +155,8 @@ __device__ bool dispatch_block(const Call& c, const BenchArgs& args, Shared& s, 
                               .entries = s.entries,
                               .bad = &s.bad,
                               .owner = s.owner};
-  const int32_t* ids = args.topk_ids + uint64_t{b << c.log2_block} * c.top_k;
-  for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.top_k; i += P::kLanes) {
+  const int32_t* ids = args.topk_ids + uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+  for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.shape.top_k; i += P::kLanes) {
     s.ids[i] = ids[i];
     s.weights[i] = 1.0f;
   }
@@ -199,7 +199,7 @@ struct CountTokens {
 };
 
 __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
-  for (uint32_t b = blockIdx.x; b < c.blocks(); b += c.processors) {
+  for (uint32_t b = blockIdx.x; b < c.blocks(); b += c.policy.clusters) {
     if (!dispatch_block(c, args, s, b)) break;  // then the taker delivers a stop word
   }
   ProcessorLog& log = args.logs[blockIdx.x];
@@ -227,7 +227,7 @@ __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
   if (P::lane() == 0) s.returns = {};
   P::sync();
   CountTokens engine{args};
-  Returner<P, CountTokens, OneWorker<P>::Place>(c, engine, s.returns).run(c);
+  Returner<P, CountTokens, OneWorker<P>::Cursor>(c, engine, s.returns).run(c);
   if (P::lane() == 0) {
     log.first_taken_ns = first;
     log.last_taken_ns = last;
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     s.next.init();
     s.done.init();
   }
-  for (uint32_t e = threadIdx.x; e < c.experts; e += kThreads) s.owner[e] = c.owner[e];
+  for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kThreads) s.owner[e] = c.placement.owner[e];
   __syncthreads();
   switch (threadIdx.x / P::kLanes) {
     case kTakerWarp: take_tasks(c, s); break;
@@ -285,11 +285,11 @@ uint8_t* device_zeros(uint64_t bytes) {
 
 struct Shape {
   const char* name;
-  uint32_t tokens, experts, top_k, log2_block, intermediate, hidden;  // the last two in columns of tasks
+  uint32_t tokens, experts, top_k, log2_block, intermediate, hidden;  // the last two in blocks of columns
 };
 
-// Token blocks: about one per SM, but not so small that there are many packets for little work. The columns are those of
-// 128 x 256 tiles: ceil(2I / 256) or ceil(I / 256), and ceil(H / 256).
+// Token blocks: about one per SM, but not so small that there are many packets for little work. Blocks of columns: as
+// if of tasks of 128 rows by 256 columns, ceil(2I / 256) or ceil(I / 256), and ceil(H / 256).
 constexpr Shape kShapes[] = {
     {"qwen3-30b-a3b", 8192, 128, 8, 6, 6, 8},
     {"paper-E64", 16384, 64, 2, 7, 8, 8},
@@ -304,11 +304,11 @@ class Bench {
     limits.max_tokens = shape.tokens;
     limits.experts = limits.max_local_experts = shape.experts;
     limits.top_k = shape.top_k;
-    // Rows are never touched: the smallest that have the wanted number of columns.
+    // Rows are never touched: they are as short as the wanted number of blocks of columns allows, an element each.
     limits.hidden = shape.hidden;
     limits.intermediate = shape.intermediate;
     limits.columns_per_task = each_product(1);
-    limits.x_bytes = limits.hidden_bytes = limits.return_bytes = 2;
+    limits.x_bytes = limits.intermediate_bytes = limits.return_bytes = 2;
     limits.return_slots = shape.top_k;
     limits.processors = processors;
     if (ceil_div(shape.experts, processors) > kMaxServed) {
@@ -318,31 +318,31 @@ class Bench {
 
     std::vector<uint32_t> owner(shape.experts, 0), by_owner(shape.experts), owner_base{0, shape.experts};
     for (uint32_t e = 0; e < shape.experts; ++e) by_owner[e] = e;
-    call_.tokens = shape.tokens;
-    call_.hidden = limits.hidden;
-    call_.intermediate = limits.intermediate;
-    call_.experts = call_.local_experts = shape.experts;
-    call_.top_k = shape.top_k;
-    call_.log2_block = shape.log2_block;
+    call_.shape.tokens = shape.tokens;
+    call_.shape.hidden = limits.hidden;
+    call_.shape.intermediate = limits.intermediate;
+    call_.shape.experts = call_.shape.local_experts = shape.experts;
+    call_.shape.top_k = shape.top_k;
+    call_.policy.log2_block = shape.log2_block;
     call_.cut_columns(limits.columns_per_task);
-    call_.group_first[1] = static_cast<uint16_t>(call_.columns[kReturning]);
-    call_.processors = processors;
-    call_.order.raster = 8;
-    call_.order.window = processors;
-    call_.timeout_ns = 2'000'000'000;
-    call_.owner = device_copy(owner);
-    call_.by_owner = device_copy(by_owner);
-    call_.owner_base = device_copy(owner_base);
-    call_.heap_layout = make_heap_layout(limits);
-    call_.work_layout = make_work_layout(limits);
-    call_.heaps = device_copy(std::vector<uint8_t*>{device_zeros(call_.heap_layout.bytes)});
-    call_.work = device_zeros(call_.work_layout.bytes);
-    call_.max_blocks = limits.max_blocks();
-    call_.token_row_bytes = limits.hidden * limits.x_bytes;
-    call_.hidden_row_bytes = limits.intermediate * limits.hidden_bytes;
-    call_.return_row_bytes = limits.hidden * limits.return_bytes;
-    call_.queue_mask = limits.queue_capacity() - 1;
-    call_.list_mask = limits.list_capacity() - 1;
+    call_.policy.group_first[1] = static_cast<uint16_t>(call_.policy.columns[kReturning]);
+    call_.policy.clusters = processors;
+    call_.policy.order.raster = 8;
+    call_.policy.order.window = processors;
+    call_.policy.timeout_ns = 2'000'000'000;
+    call_.placement.owner = device_copy(owner);
+    call_.placement.by_owner = device_copy(by_owner);
+    call_.placement.owner_base = device_copy(owner_base);
+    call_.memory.heap_layout = make_heap_layout(limits);
+    call_.memory.work_layout = make_work_layout(limits);
+    call_.memory.heaps = device_copy(std::vector<uint8_t*>{device_zeros(call_.memory.heap_layout.bytes)});
+    call_.memory.work = device_zeros(call_.memory.work_layout.bytes);
+    call_.memory.max_blocks = limits.max_blocks();
+    call_.memory.token_row_bytes = limits.hidden * limits.x_bytes;
+    call_.memory.intermediate_row_bytes = limits.intermediate * limits.intermediate_bytes;
+    call_.memory.return_row_bytes = limits.hidden * limits.return_bytes;
+    call_.memory.queue_mask = limits.queue_capacity() - 1;
+    call_.memory.list_mask = limits.list_capacity() - 1;
     args_.topk_ids = device_copy(random_routing());
     args_.logs = reinterpret_cast<ProcessorLog*>(device_zeros(processors * sizeof(ProcessorLog)));
     args_.checks = reinterpret_cast<Checks*>(device_zeros(sizeof(Checks)));
@@ -358,14 +358,14 @@ class Bench {
     CUDA_CHECK(cudaEventCreate(&before));
     CUDA_CHECK(cudaEventCreate(&after));
     CUDA_CHECK(cudaEventRecord(before));
-    CUDA_CHECK(cudaLaunchCooperativeKernel(protocol_kernel, call_.processors, kThreads, parameters, 0, nullptr));
+    CUDA_CHECK(cudaLaunchCooperativeKernel(protocol_kernel, call_.policy.clusters, kThreads, parameters, 0, nullptr));
     CUDA_CHECK(cudaEventRecord(after));
     CUDA_CHECK(cudaDeviceSynchronize());
     float ms;
     CUDA_CHECK(cudaEventElapsedTime(&ms, before, after));
     CUDA_CHECK(cudaEventDestroy(before));
     CUDA_CHECK(cudaEventDestroy(after));
-    logs_.resize(call_.processors);
+    logs_.resize(call_.policy.clusters);
     CUDA_CHECK(cudaMemcpy(logs_.data(), args_.logs, logs_.size() * sizeof(ProcessorLog), cudaMemcpyDeviceToHost));
     check();
     return ms * 1000.0f;
@@ -414,7 +414,7 @@ class Bench {
     CUDA_CHECK(cudaMemcpy(&control, call_.control(), sizeof(control), cudaMemcpyDeviceToHost));
     const uint64_t rows = uint64_t{shape_.tokens} * shape_.top_k;
     bool whole = true;
-    for (uint32_t n = 0; n < kProducts; ++n) whole &= checks.rows[n] == rows * call_.columns[n];
+    for (uint32_t n = 0; n < kProducts; ++n) whole &= checks.rows[n] == rows * call_.policy.columns[n];
     if (!whole || checks.combined_tokens != shape_.tokens || control.abort.value != 0 ||
         control.queue_head.value != control.published.value) {
       std::fprintf(stderr, "call %llu of %s: tasks were lost or repeated (abort %llu)\n",

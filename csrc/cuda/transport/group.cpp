@@ -32,15 +32,18 @@ void refuse_broken_world(const std::string& group) {
                      "': an earlier group of this process broke while its ranks joined; start a new process"));
 }
 
-// The kernel is compiled without it, and where it is on there may be no proxy that serves puts instead.
-void refuse_ibgda() {
-  const char* const set = std::getenv("NVSHMEM_IB_ENABLE_IBGDA");
-  if (set == nullptr || std::strcmp(set, "") == 0 || std::strcmp(set, "0") == 0) return;
-  throw Error(
-      Error::Kind::kInvalidArgument,
-      concat("NVSHMEM_IB_ENABLE_IBGDA: expected it unset or 0 with transport 'rdma', whose puts to other nodes are "
-             "NVSHMEM's proxy's, got ",
-             set));
+// Puts by the GPU itself. The kernel is compiled without them, and where they are on there may be no proxy that serves puts
+// instead.
+void refuse_puts_by_gpu() {
+  for (const char* const name : {"NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_GPUNETIO_ENABLE_GDAKI"}) {
+    const char* const set = std::getenv(name);
+    if (set == nullptr || std::strcmp(set, "") == 0 || std::strcmp(set, "0") == 0) continue;
+    throw Error(Error::Kind::kInvalidArgument,
+                concat(name,
+                       ": expected it unset or 0 with transport 'rdma', whose puts to other nodes are NVSHMEM's "
+                       "proxy's, got ",
+                       set));
+  }
 }
 
 // Ranks that share a GPU take turns of milliseconds, each waiting for the others, unless MPS lets them run side by side:
@@ -81,7 +84,7 @@ class NvshmemGroup final : public host::Group {
     } catch (const Error& e) {
       notices_.fail(e.what());
       throw;
-    } catch (const NotMapped&) {  // so it is on all ranks
+    } catch (const NotMapped&) {  // thrown on all ranks: there is nobody to tell
       throw;
     } catch (...) {
       notices_.fail("it was interrupted");
@@ -94,7 +97,7 @@ class NvshmemGroup final : public host::Group {
  private:
   void join(const Membership& who, const Limits& limits, uint64_t bytes, const std::function<void()>& prepare) {
     const Nvshmem& api = nvshmem(who.nvshmem);
-    if (limits.rdma != 0) refuse_ibgda();
+    if (limits.rdma != 0) refuse_puts_by_gpu();
     refuse_broken_world(who.name);
     prepare();
     post(api);
@@ -126,7 +129,7 @@ class NvshmemGroup final : public host::Group {
     notices_.set_stage(Notice::kPosted);
   }
 
-  // Ranks agree on whether all have all mapped: what reaches one peer by puts must be sent so by all.
+  // Ranks agree on whether every rank has mapped every other's memory: if one has not, all must reach all by puts.
   void map_all(const Nvshmem& api) {
     const uint32_t rank = notices_.rank();
     for (uint32_t q = 0; q < notices_.ranks(); ++q) {

@@ -23,13 +23,12 @@ std::unique_ptr<host::Group> make_single_gpu_group(const Device& device, uint64_
 // Every rank of a group throws it if one of them cannot map the memory of another, and limits.rdma is 0.
 struct NotMapped {};
 
-// Ranks are processes of one machine, each with a GPU of its own whose memory is NVSHMEM's: the others have it mapped, or with
-// limits.rdma reach it by puts alone, so that heaps() has null for them. They meet in shared memory
-// (host::join_process_group), so that a rank that is missing, dies or disagrees is named within timeout_ns. `prepare` is called
-// once they have met, for what a rank needs for itself. Where it throws, or anything else that a rank does here, the others are
-// told at once.
-// NVSHMEM is initialised by the first group of a process, whose ranks all its later groups have. All heaps are zeroed before
-// any rank has joined.
+// Ranks are processes of one machine, each with a GPU of its own, whose heap is NVSHMEM's memory. A rank has the
+// others' heaps mapped, or with limits.rdma reaches them by puts alone, and heaps() has null for them. Ranks meet in
+// shared memory (host::join_process_group), so that a rank that is missing, dies or disagrees is named within
+// timeout_ns. `prepare` is called once they have met: there a rank takes memory of its own. If it throws, or anything
+// else does that a rank does here, the others are told at once. NVSHMEM is initialised by the first group of a process,
+// whose ranks all its later groups have. All heaps are zeroed before any rank has joined.
 std::unique_ptr<host::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,
                                             uint64_t heap_bytes, uint64_t timeout_ns,
                                             const std::function<void()>& prepare);

@@ -44,7 +44,8 @@ class Notices {
   void fail(const char* why) const;
   void await(uint32_t p, Notice::Stage stage) const;
   void await_all(Notice::Stage stage) const;
-  // One look, for who waits for something else that all ranks do together. Throws Error where there is no point in waiting on.
+  // One look at the other ranks, while this one waits for something that all do together (`what`). Throws Error if a
+  // rank is gone, at the deadline, and what the interrupt hook throws.
   void watch_others(const char* what) const;
   // Whether every rank has said that it has given the block back.
   bool given_back_by_all(uint64_t block) const;

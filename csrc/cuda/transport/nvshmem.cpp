@@ -12,6 +12,13 @@ namespace {
 using host::concat;
 using host::Error;
 
+// As python/flashmoe/nvshmem.py says it.
+constexpr const char* kInstall = "pip install 'nvidia-nvshmem-cu13>=3.4,<3.9'";
+
+std::string text(const NvshmemVersion& v) {
+  return concat(v.major, ".", v.minor, ".", v.patch);
+}
+
 // Where the user has not said otherwise: ranks of one machine, which meet on its loopback; no network, whose drivers not
 // every machine has; no memory that NVLink multicasts, which nothing here uses and which not every machine grants.
 void set_environment() {
@@ -26,10 +33,9 @@ Nvshmem load(const std::string& path) {
   set_environment();
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    throw Error(Error::Kind::kOther, concat("nvshmem: expected the library ", path,
-                                            ", which a group of several GPUs needs (pip install "
-                                            "nvidia-nvshmem-cu13), got: ",
-                                            dlerror()));
+    throw Error(Error::Kind::kOther,
+                concat("nvshmem: expected the library ", path, ", which a group of several GPUs needs (", kInstall,
+                       "), got: ", dlerror()));
   }
   Nvshmem n{};
   auto find = [&](const char* symbol) {
@@ -43,6 +49,7 @@ Nvshmem load(const std::string& path) {
   n.symbol = reinterpret_cast<decltype(n.symbol)>(find(#symbol));
   FLASHMOE_NVSHMEM_API(FLASHMOE_NVSHMEM_RESOLVE)
 #undef FLASHMOE_NVSHMEM_RESOLVE
+  n.path = path;
   return n;
 }
 
@@ -52,6 +59,21 @@ void check_nvshmem(int status, const char* what) {
   if (status == 0) return;
   throw Error(Error::Kind::kOther,
               concat("nvshmem: ", what, " failed with status ", status, "; NVSHMEM_DEBUG=INFO makes it say more"));
+}
+
+NvshmemVersion Nvshmem::version() const {
+  NvshmemVersion v{};
+  nvshmemx_vendor_get_version_info(&v.major, &v.minor, &v.patch);
+  return v;
+}
+
+// NVSHMEM itself lets a kernel of an older release pass.
+void check_headers(const Nvshmem& api, const NvshmemVersion& compiled_with) {
+  const NvshmemVersion library = api.version();
+  if (compiled_with == library) return;
+  throw Error(Error::Kind::kOther, concat("nvshmem: expected a kernel compiled with the headers of ", text(library),
+                                          ", the release of ", api.path, ", got one compiled with those of ",
+                                          text(compiled_with), "; to have both of one release: ", kInstall));
 }
 
 const Nvshmem& nvshmem(const std::string& path) {

@@ -2,8 +2,9 @@
 // reach what is not, what a module that puts needs. Resolved when the first group of several GPUs is made, so that nothing
 // else needs the library.
 //
-// Names, signatures and layouts are those of NVSHMEM 3's host ABI; tests/test_cuda_host.py compares them with its headers
-// where these are.
+// Names, signatures and layouts are those of NVSHMEM 3's host ABI, which a later library serves too: its structures may have
+// got more fields since, in what is zero here, and a version of their own. tests/test_cuda_host.py compares them with the
+// headers of the oldest and the newest release that kernels are compiled with.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +15,10 @@
 
 namespace flashmoe::cuda {
 
+struct NvshmemVersion {  // nvshmemi_version_t
+  int major, minor, patch;
+  bool operator==(const NvshmemVersion&) const = default;
+};
 struct NvshmemUniqueId {  // nvshmemx_uniqueid_v1
   int version;
   char internal[124];
@@ -39,25 +44,33 @@ template <class T>
 inline constexpr int kNvshmemVersion = (1 << 16) + static_cast<int>(sizeof(T));
 
 // X(symbol, result, parameters)
-#define FLASHMOE_NVSHMEM_API(X)                                                \
-  X(nvshmemx_get_uniqueid, int, (NvshmemUniqueId*))                            \
-  X(nvshmemx_hostlib_init_attr, int, (unsigned flags, NvshmemInitAttributes*)) \
-  X(nvshmem_malloc, void*, (size_t bytes))                                     \
-  X(nvshmem_free, void, (void*))                                               \
-  X(nvshmem_ptr, void*, (const void* symmetric, int rank))                     \
-  X(nvshmemx_buffer_register, int, (void*, size_t bytes))                      \
-  X(nvshmemx_buffer_unregister, int, (void*))                                  \
-  X(nvshmemx_cumodule_init, int, (DriverModule))                               \
+#define FLASHMOE_NVSHMEM_API(X)                                                   \
+  X(nvshmemx_vendor_get_version_info, void, (int* major, int* minor, int* patch)) \
+  X(nvshmemx_get_uniqueid, int, (NvshmemUniqueId*))                               \
+  X(nvshmemx_hostlib_init_attr, int, (unsigned flags, NvshmemInitAttributes*))    \
+  X(nvshmem_malloc, void*, (size_t bytes))                                        \
+  X(nvshmem_free, void, (void*))                                                  \
+  X(nvshmem_ptr, void*, (const void* symmetric, int rank))                        \
+  X(nvshmemx_buffer_register, int, (void*, size_t bytes))                         \
+  X(nvshmemx_buffer_unregister, int, (void*))                                     \
+  X(nvshmemx_cumodule_init, int, (DriverModule))                                  \
   X(nvshmemx_cumodule_finalize, int, (DriverModule))
 
 struct Nvshmem {
 #define FLASHMOE_NVSHMEM_MEMBER(symbol, result, parameters) result(*symbol) parameters;
   FLASHMOE_NVSHMEM_API(FLASHMOE_NVSHMEM_MEMBER)
 #undef FLASHMOE_NVSHMEM_MEMBER
+  std::string path;
+
+  NvshmemVersion version() const;
 };
 
 // Throws Error unless the status is success.
 void check_nvshmem(int status, const char* what);
+
+// Throws Error unless a kernel that puts was compiled with the headers of the library's own release. Its code reads structures
+// that the library fills in, and writes requests that the library takes apart, as they are in that release.
+void check_headers(const Nvshmem& api, const NvshmemVersion& compiled_with);
 
 // The library at this path (or, without a folder, wherever the loader finds it). Throws Error where there is none.
 const Nvshmem& nvshmem(const std::string& path);

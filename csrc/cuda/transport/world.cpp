@@ -34,8 +34,8 @@ uint8_t* Lease::take(Block& b) {
   return b.address;
 }
 
-// What all ranks do together has no bound of its own: a rank may die in the midst of it. So a thread does it, which stays
-// behind where this rank waits no longer: f must refer to nothing that is gone by then.
+// Runs f, which all ranks do together. It may never return, if a rank dies in the midst of it. So a thread of its own
+// runs it, and stays behind if this rank gives up waiting: f must refer to nothing that may be gone by then.
 template <class F>
 auto Together::run(const char* what, F f) const {
   auto begun = std::make_shared<std::promise<void>>();

@@ -26,7 +26,7 @@ struct World {
   // context, and its lease.
   std::recursive_mutex mutex;
   uint32_t rank = 0, ranks = 0;  // 0: not initialised
-  bool broken = false;           // a thread is still in what all ranks should have done together
+  bool broken = false;           // this rank gave up on what all should do together; a thread may still be in it
   uint64_t allocations = 0;
   std::vector<Block> blocks;
 };
@@ -53,7 +53,7 @@ class Together {
 
   // Initialises NVSHMEM, unless it is.
   void enter_world() const;
-  // A block of that size that nobody uses any more, else a new one, for which all that nobody uses are freed.
+  // A block of that size that no rank uses any more; else a new one, before which all that no rank uses are freed.
   uint8_t* take_block(uint64_t bytes, Lease& lease) const;
 
  private:

@@ -1,5 +1,5 @@
 // Former: an actor that does nothing but tile formation, for the local experts that its TileFormer serves. The CUDA
-// engine runs one on every SM; the CPU engine's OS actor forms tiles itself.
+// engine runs many, a warp each (formers_of, sm90/geometry.h); the CPU engine's OS actor forms tiles itself.
 #pragma once
 
 #include "flashmoe/protocol/arrivals.h"
@@ -12,8 +12,8 @@ namespace flashmoe {
 // fault: the OS actor awaits the same packets, and says who is missing.
 template <class P>
 FLASHMOE_FN bool run_former(const Call& c, Source* sources, const FormerMemory& memory) {
-  if (memory.step == 0 || memory.first >= c.local_experts) return true;
-  constexpr uint32_t kLooks = 8;  // the own packets arrive all at once, and the first tiles wait for them
+  if (memory.step == 0 || memory.first >= c.shape.local_experts) return true;
+  constexpr uint32_t kLooks = 8;  // many, as own packets arrive all at once, and the first tiles wait for them
   Arrivals<P, kPacketsOfLane, kLooks> arrivals(c, sources);
   TileFormer<P, kPacketsOfLane> former(c, memory);
   const WaitEnd end = wait_until<P>(
@@ -21,7 +21,7 @@ FLASHMOE_FN bool run_former(const Call& c, Source* sources, const FormerMemory& 
       [&] {
         const bool moved = arrivals.step([&](uint32_t p, uint32_t b, uint32_t n) { former.consume(p, b, n); },
                                          [&](uint32_t p) {
-                                           // Tiles first: tasks wait for them, and for the count of sources nobody yet.
+                                           // finish() first: tasks wait for its tiles, and nobody yet for close().
                                            if (arrivals.complete()) former.finish();
                                            former.close(p);
                                          });

@@ -1,22 +1,24 @@
-// Joiner: combines without a combine. Where a token has two rows at most and all of them are computed here, whoever finds that
-// a row is the later one of its token has the two added and the output written, while other tasks run. Else every processor
-// would have nothing but combines to do after its last task. (A token's only row is the output as it is computed.)
+// Joiner: adds a token's two rows as they come, in place of Combine. Where a token has two rows at most and all of them
+// are computed here, whoever finds that a row is the later one of its token has the two added and the output written,
+// while other tasks run. With Combine, every processor would have nothing but combines to do after its last task. (Of
+// one row a token nothing is joined: GEMM1 writes the output.)
 //
-// A word per token and column of tasks counts what has been stored of the token's rows: a task of all its features adds 2,
-// each block of a cluster that halves them 1. Who brings it to 4 is last, and resets it. The sum of two does not depend on which
-// came first: the bits are those of combine.
+// A word per token and block of columns counts what is stored of the token's two rows: a thread block that has stored
+// all of a task's features of a row adds 2; where a cluster's two blocks halve the features, each adds 1. The add that
+// makes it 4 is the later row's; whoever made it resets the word. The sum of two does not depend on their order: the
+// bits are those of Combine.
 #pragma once
 
 #include "flashmoe/protocol/call.h"
 
 namespace flashmoe {
 
-// Whether rows are joined, and not there at once.
+// Whether there are late rows to join: in a joined call with two rows a token.
 FLASHMOE_HD bool joins_late_rows(const Call& c) {
-  return c.joined != 0 && c.top_k == 2;
+  return c.policy.joined != 0 && c.shape.top_k == 2;
 }
 
-// A late row, by whose the two are and the columns: a word that lanes and queues pass on.
+// A late row: its token and its block of columns in one word, which lanes and the queue pass on.
 struct LateRow {
   FLASHMOE_HD static constexpr uint32_t make(uint32_t token, uint32_t column) { return token | column << 16; }
   FLASHMOE_HD static constexpr uint32_t token(uint32_t row) { return row & (kMaxJoinedTokens - 1); }
@@ -38,7 +40,7 @@ struct LateRows {
 
 // One worker's side of it. All functions by all lanes. The engine supplies
 //   kJoinedAtOnce               late rows of a step, at most a lane each
-//   join(row, count)            adds the rows that lanes 0 .. count - 1 name
+//   join(row, count)            adds the two rows of each late row that lanes 0 .. count - 1 name
 //   begin(), end(phase, index, column)   of a span, for reports and traces
 template <class P, class Engine>
 class Joiner {
@@ -57,7 +59,7 @@ class Joiner {
     count = P::broadcast(count, 0);
     if (count == 0) return false;
     P::fence_nearby();
-    // Read before they are taken: the filling worker overwrites nothing that is not.
+    // Read before they are taken: the worker that fills the queue overwrites only what has been taken.
     uint32_t row = 0;
     if (P::lane() < count) row = P::look_nearby(&late_.row[(first + P::lane()) % LateRows::kCapacity]);
     P::sync();
@@ -66,7 +68,7 @@ class Joiner {
     engine_.begin();
     engine_.join(row, count);
     row = P::broadcast(row, 0);
-    engine_.end(Phase::kCombine, LateRow::token(row) >> c_.log2_block, LateRow::column(row));
+    engine_.end(Phase::kCombine, LateRow::token(row) >> c_.policy.log2_block, LateRow::column(row));
     return true;
   }
 
@@ -80,8 +82,9 @@ class Joiner {
     }
   }
 
-  // The worker that fills the queue: records rows 0 .. rows - 1 of a task, of at most kMost, which the processor has stored, and
-  // finds the late ones. token_of(i): whose row i is; asked of rows up to kMost. part: what the task adds.
+  // By the one worker that fills the queue: counts rows 0 .. rows - 1 of a task, which are stored, and queues the late
+  // ones. Joins until the queue has room for kMost >= rows. token_of(i): whose row i is, asked for i < kMost. part:
+  // what each row adds to its word, 2 or 1.
   template <uint32_t kMost, class TokenOf>
   FLASHMOE_FN void find(TokenOf&& token_of, uint32_t rows, uint32_t column, uint32_t part) {
     constexpr uint32_t kEach = kMost / P::kLanes, kAll = 4;
@@ -103,11 +106,11 @@ class Joiner {
     for (uint32_t i = 0; i < kEach; ++i) {
       const bool late = stored[i] == kAll;
       uint32_t total;
-      const uint32_t place = found + count_before<P>(late, total);
+      const uint32_t position = found + count_before<P>(late, total);
       found += total;
       if (!late) continue;
       P::store_relaxed(words + token[i], 0u);
-      P::set_nearby(&late_.row[place % LateRows::kCapacity], LateRow::make(token[i], column));
+      P::set_nearby(&late_.row[position % LateRows::kCapacity], LateRow::make(token[i], column));
     }
     P::fence_nearby();
     P::sync();

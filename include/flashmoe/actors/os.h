@@ -1,7 +1,8 @@
 // The OS actor of a rank: announces the call, then runs subscriber and scheduler until every task is published and
 // everything this rank awaits has been returned.
 //
-// One warp (the CPU engine: one thread). It never computes; every other agent answers to it, and it to the peers.
+// One warp (the CPU engine: one thread). It never computes. The rank's other actors watch whether it steps
+// (OsLiveness), and it watches the peers (GroupLiveness).
 #pragma once
 
 #include "flashmoe/actors/scheduler.h"
@@ -17,20 +18,20 @@ struct OsScratch {
   Status* seen;  // [R] the peers' status when last sampled
 };
 
-// Whether the group moves, and who does not.
+// Whether any peer makes progress, and who holds the group up.
 template <class P>
 class GroupLiveness {
  public:
   FLASHMOE_FN GroupLiveness(const Call& call, Status* seen) : c_(call), seen_(seen) {}
 
   FLASHMOE_FN void sample() {
-    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) seen_[p] = read(p);
+    for (uint32_t p = P::lane(); p < c_.shape.ranks; p += P::kLanes) seen_[p] = read(p);
     P::sync();
   }
 
   FLASHMOE_FN bool moved() const {
     bool any = false;
-    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) {
+    for (uint32_t p = P::lane(); p < c_.shape.ranks; p += P::kLanes) {
       any |= p != c_.rank && read(p).progress != seen_[p].progress;
     }
     return P::ballot(any) != 0;
@@ -39,10 +40,10 @@ class GroupLiveness {
   // The rank that holds the group up: one that has not begun the call, else one whose OS actor stands still although
   // its call is not over, else the one that was awaited. One lane.
   FLASHMOE_FN uint32_t culprit(uint32_t awaited) const {
-    for (uint32_t p = 0; p < c_.ranks; ++p) {
+    for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
       if (read(p).entered < c_.epoch) return p;
     }
-    for (uint32_t p = 0; p < c_.ranks; ++p) {
+    for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
       const Status now = read(p);
       if (p != c_.rank && now.left < c_.epoch && now.heartbeat == seen_[p].heartbeat) return p;
     }
@@ -52,7 +53,7 @@ class GroupLiveness {
  private:
   FLASHMOE_FN Status read(uint32_t p) const {
     if constexpr (!P::kPeersMapped) {
-      // Whether it moves cannot be seen. It is not blamed for that: it has left, for all that is known.
+      // Whether a peer moves cannot be seen: it counts as having left, so that culprit() does not blame it for that.
       if (p != c_.rank) return {entered_by<P>(c_, p), c_.epoch, 0, 0};
     }
     const Status* s = c_.status(p);
@@ -68,8 +69,7 @@ class GroupLiveness {
 template <class P>
 FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   announce_own<P>(c);
-  if (P::lane() == 0)
-    P::store_relaxed(&c.control()->reduces[c.parity() ^ 1].value, uint64_t{0});  // nobody's in this call
+  if (P::lane() == 0) P::store_relaxed(&c.control()->reduces[c.parity() ^ 1].value, uint64_t{0});  // the next call's
   Subscriber<P> subscriber(c, scratch.subscriber);
   Scheduler<P> scheduler(c, subscriber, *scratch.scheduler);
   GroupLiveness<P> group(c, scratch.seen);

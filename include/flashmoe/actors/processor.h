@@ -1,8 +1,8 @@
 // Processor: takes tasks, has the engine execute them, and retires them: bumps the dependency counters and makes ready,
 // or signals home, what that completes.
 //
-// Counters live in device memory; a retiring warp bumps one per lane. They reset themselves: whoever completes a
-// counter zeroes it.
+// Counters live in device memory; a retiring warp bumps one per lane. Whoever completes a counter zeroes it, so that
+// nothing is cleared between calls.
 #pragma once
 
 #include "flashmoe/actors/joiner.h"
@@ -14,15 +14,15 @@
 
 namespace flashmoe {
 
-// After every agent's writes for the task. All lanes of one warp of the processor, in each retire function; retire()
+// The retire functions: called by all lanes of one warp of the processor, after all writes of the task. retire()
 // chooses among them.
 
-// Product n has one more column of the tile: if it is the last, what follows is ready.
+// Product n has done one more block of the tile's columns; with the last one, what follows is ready.
 template <uint32_t n, class P>
 FLASHMOE_FN void retire_column(const Call& c, uint32_t tile) {
   bool last = false;
   if (P::lane() == 0) {
-    last = P::fetch_add_acq_rel(&c.tile(tile)->done[n], 1u) + 1 == c.columns[n];
+    last = P::fetch_add_acq_rel(&c.tile(tile)->done[n], 1u) + 1 == c.policy.columns[n];
     if (last) P::store_relaxed(&c.tile(tile)->done[n], 0u);
   }
   const Tile::Shape shape = c.tile(tile)->shape;
@@ -37,7 +37,7 @@ FLASHMOE_FN void retire_column(const Call& c, uint32_t tile) {
   });
 }
 
-// The tile's rows have one more column of what is owed to their homes.
+// One more block of columns of the tile's rows is computed: each segment's rank is owed that much less.
 template <class P>
 FLASHMOE_FN void retire_owed(const Call& c, uint32_t tile, uint32_t column) {
   const uint32_t segments = c.tile(tile)->shape.segments;
@@ -57,29 +57,29 @@ FLASHMOE_FN void retire(const Call& c, const Task& task) {
   });
 }
 
-// What a processor of one worker keeps of its returns: memory of all of its lanes.
+// What a processor that is one worker keeps of its returns and its late rows, in memory that all its lanes share.
 template <class P>
 struct OneWorker {
   template <class S>
-  class Place {
+  class Cursor {
    public:
-    FLASHMOE_FN S load() const { return place_; }
+    FLASHMOE_FN S load() const { return state_; }
     FLASHMOE_FN void save(const S& s) {
       P::sync();
-      if (P::lane() == 0) place_ = s;
+      if (P::lane() == 0) state_ = s;
       P::sync();
     }
 
    private:
-    S place_;
+    S state_;
   };
   struct Memory {
-    ReturnPlaces<Place> returns;
+    ReturnCursors<Cursor> returns;
     LateRows late;
   };
 };
 
-// After the task's rows are written, all their features: who is the later one of its token.
+// Once the task's rows are written, with all features (part 2): queues those that are their token's later one.
 template <class P, class Engine>
 FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engine>& joiner) {
   const uint32_t rows = c.tile(task.index)->shape.rows;
@@ -90,10 +90,11 @@ FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engin
   }
 }
 
-// Runs one processor of a call to its end: one worker, which dispatches, sends (where peers are not mapped, actors of their
-// own do: put_sender.h), computes, and in between returns. The engine supplies dispatch(b) and multiply<n>(tile, column), of
-// product n, which return when every write of theirs is ordered before this warp's next release, and what Sender, Returner and
-// Joiner ask for. memory: of this processor, uninitialised.
+// Runs a processor that is one worker to the end of the call. (On a GPU, a processor's warps share this work:
+// sm90/roles.cuh.) It dispatches, sends (unless peers are not mapped: then put senders do), and computes tasks; while
+// it waits for one, it returns or joins. The engine supplies dispatch(b) and multiply<n>(tile, column), of product n,
+// whose writes are ordered before this warp's next release when they return, and what Sender, Returner and Joiner ask
+// for. memory: of this processor, uninitialised.
 template <class P, class Engine>
 FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Memory& memory) {
   if (P::lane() == 0) {
@@ -101,15 +102,15 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
     memory.late.init();
   }
   P::sync();
-  for (uint32_t b = id; b < c.blocks(); b += c.processors) {
+  for (uint32_t b = id; b < c.blocks(); b += c.policy.clusters) {
     if (!engine.dispatch(b)) return;
   }
   if constexpr (P::kPeersMapped) {
-    if (!Sender<P, Engine>(c, engine).run(id, c.processors, id)) return;
+    if (!Sender<P, Engine>(c, engine).run(id, c.policy.clusters, id)) return;
   }
-  Returner<P, Engine, OneWorker<P>::template Place> returner(c, engine, memory.returns);
+  Returner<P, Engine, OneWorker<P>::template Cursor> returner(c, engine, memory.returns);
   Joiner<P, Engine> joiner(c, engine, memory.late);
-  const bool combines = c.joined == 0, joins = joins_late_rows(c);
+  const bool combines = c.policy.joined == 0, joins = joins_late_rows(c);
   while (true) {
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
@@ -123,7 +124,7 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
       joiner.step();
     }
     retire<P>(c, task);
-    // What is owed to a peer is not to wait for the last task.
+    // A piece after each GEMM1 task: peers must not wait until this processor has no tasks left.
     if (is_one_of<kHome>(task.kind) && combines) returner.step();
   }
   if (combines) returner.run(c);

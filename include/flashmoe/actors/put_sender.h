@@ -1,8 +1,8 @@
-// Put sender: what Sender does where peers are not mapped, and the returns besides. All puts of a rank are its senders':
+// Put sender: what Sender does, where peers are not mapped, and besides it puts the returns. Only senders put: so
 // nobody else waits for the network, and the network's code is in one role.
 //
-// A sender leaves when its puts have arrived: then what they read may be overwritten by the next call, or given to another
-// context.
+// A sender leaves only when its puts have arrived, since what they read may then be overwritten by the next call, or
+// freed with the context.
 #pragma once
 
 #include "flashmoe/actors/sender.h"
@@ -28,23 +28,25 @@ class PutSender {
   }
 
  private:
-  // Later than the OS actor's own, see Sender: from the copy in the own heap, since that is where puts may read. Also of a
-  // call that has begun and is over: if this rank has found that another disagrees, peers word it from both configurations.
+  // Puts to the peers what the OS actor has announced in the own heap, where puts may read; no sooner than Sender
+  // would. A call that has begun is announced even if it was aborted: if this rank found that another disagrees, peers
+  // word that from both configurations.
   FLASHMOE_FN bool announce(uint32_t own_block) const {
     const bool goes_on = (own_block >= c_.blocks() || await_routing<P>(c_, own_block)) &&
                          await_word<P>(c_, c_.call_signal(c_.rank, c_.rank));
     if (!goes_on && !has_begun()) return false;
     CallConfig* const config = c_.call_config(c_.rank, c_.rank);
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = 1; i < c_.ranks; ++i) {
+    for (uint32_t i = 1; i < c_.shape.ranks; ++i) {
       P::put_signal(config, config, sizeof(CallConfig), c_.call_signal(c_.rank, c_.rank), call_word(c_),
-                    (c_.rank + i) % c_.ranks);
+                    (c_.rank + i) % c_.shape.ranks);
     }
     return goes_on;
   }
 
-  // Of a call that is aborted. If this rank has found a fault, it had begun before; but who waited for its signal may have
-  // looked for that before it looked for the abort.
+  // Whether a call that was aborted has begun. A rank that finds a fault has announced the call before, in its own
+  // heap. But a wait looks at the signal first, then at the abort, and both may be written in between: so look again,
+  // behind the abort.
   FLASHMOE_FN bool has_begun() const {
     P::load_acquire(&c_.control()->abort.value, kDevice);
     P::sync();
@@ -53,18 +55,18 @@ class PutSender {
     return Signal::epoch(word) == c_.epoch;
   }
 
-  // Token blocks first, first + senders, ..., for all ranks: so each row is copied once.
+  // This sender has token blocks first, first + senders, ..., for all ranks: so each row is copied to out_row() once.
   FLASHMOE_FN bool send_packets(uint32_t first, uint32_t senders) const {
     const uint32_t blocks = c_.blocks();
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = 1; i < c_.ranks; ++i) {
+    for (uint32_t i = 1; i < c_.shape.ranks; ++i) {
       FLASHMOE_NO_UNROLL
       for (uint32_t b = first; b < blocks; b += senders) {
         if (i == 1) {
           if (!await_routing<P>(c_, b)) return false;
           stage_rows(b);
         }
-        const uint32_t q = (c_.rank + i) % c_.ranks;
+        const uint32_t q = (c_.rank + i) % c_.shape.ranks;
         engine_.begin();
         send_packet(b, q);
         engine_.end(Phase::kDispatch, b, q);
@@ -73,15 +75,15 @@ class PutSender {
     return true;
   }
 
-  // The block's rows that any other rank needs, to where puts may read.
+  // Copies the token block's rows that any other rank needs to where puts may read.
   FLASHMOE_FN void stage_rows(uint32_t b) const {
-    const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
+    const uint32_t first = b << c_.policy.log2_block, tokens = c_.tokens_in_block(b);
     FLASHMOE_NO_UNROLL
     for (uint32_t base = 0; base < tokens; base += P::kLanes) {
       const uint32_t t = base + P::lane();
       uint32_t n = 0;
       FLASHMOE_NO_UNROLL
-      for (uint32_t q = 0; q < c_.ranks; ++q) {
+      for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
         if (q != c_.rank && t < tokens) n |= c_.out_counts(q, first)[t];
       }
       FLASHMOE_NO_UNROLL
@@ -92,10 +94,10 @@ class PutSender {
     P::sync();
   }
 
-  // Rows that follow one another in one put: with many experts per token, most tokens go to every rank.
+  // Rows of neighbouring tokens go in one put: with many experts per token, most tokens go to every rank.
   FLASHMOE_FN void send_packet(uint32_t b, uint32_t q) const {
-    const uint32_t first = b << c_.log2_block, tokens = c_.tokens_in_block(b);
-    const uint32_t slot = peer_slot(c_.rank, q, c_.ranks);
+    const uint32_t first = b << c_.policy.log2_block, tokens = c_.tokens_in_block(b);
+    const uint32_t slot = peer_slot(c_.rank, q, c_.shape.ranks);
     uint32_t mine = 0, entries;
     FLASHMOE_NO_UNROLL
     for (uint32_t base = 0; base < tokens; base += P::kLanes) {
@@ -108,7 +110,7 @@ class PutSender {
         const uint32_t end = begin + lowest_bit<P>(~(left >> begin));
         const uint8_t* const last = c_.out_row(token + end - begin - 1);
         P::put(c_.heap<uint8_t>(c_.rank, HeapField::kRows, slot, token), c_.out_row(token),
-               static_cast<uint32_t>(last - c_.out_row(token)) + c_.token_row_bytes, q);
+               static_cast<uint32_t>(last - c_.out_row(token)) + c_.memory.token_row_bytes, q);
         left = end >= P::kLanes ? 0 : left >> end << end;
       }
     }
@@ -122,15 +124,15 @@ class PutSender {
                   c_.packet_signal(c_.rank, c_.rank, b), Signal::make(c_.epoch, entries), q);
   }
 
-  // A rank's tokens go round the senders, as many at a time as there are lanes; whoever is the last to know that its rows
-  // have arrived signals.
+  // Puts every rank's sums, rank after rank. A rank's tokens are dealt out to the senders, kLanes at a time; each waits
+  // until its rows have arrived, and the last of them signals the rank.
   FLASHMOE_FN bool send_returns(uint32_t first, uint32_t senders) const {
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = 1; i < c_.ranks; ++i) {
-      const uint32_t p = (c_.rank + i) % c_.ranks;
+    for (uint32_t i = 1; i < c_.shape.ranks; ++i) {
+      const uint32_t p = (c_.rank + i) % c_.shape.ranks;
       if (!await_word<P>(c_, c_.call_signal(c_.rank, p))) return false;
       const uint32_t tokens = c_.tokens_of(p);
-      if (tokens == 0) continue;  // it awaits nothing, and nobody says that it is owed something
+      if (tokens == 0) continue;  // it awaits nothing, and nobody need set returns_ready for it
       if (!await_word<P>(c_, c_.returns_ready(p))) return false;
       engine_.begin();
       send_rows(p, tokens, first * P::kLanes, senders * P::kLanes);
@@ -145,7 +147,7 @@ class PutSender {
     return true;
   }
 
-  // The sums for those of p's tokens that have rows here.
+  // Puts the sums of those of p's tokens that have rows here: tokens first .. first + kLanes - 1 of every `step`.
   FLASHMOE_FN void send_rows(uint32_t p, uint32_t tokens, uint32_t first, uint32_t step) const {
     FLASHMOE_NO_UNROLL
     for (uint32_t base = first; base < tokens; base += step) {
@@ -154,7 +156,7 @@ class PutSender {
       FLASHMOE_NO_UNROLL
       for (uint32_t left = P::ballot(n != 0); left != 0; left &= left - 1) {
         const uint32_t token = base + lowest_bit<P>(left);
-        P::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), c_.return_row_bytes, p);
+        P::put(c_.return_row(c_.rank, token, c_.rank), c_.staged_row(p, token, 0), c_.memory.return_row_bytes, p);
       }
     }
   }
@@ -163,8 +165,8 @@ class PutSender {
   Engine& engine_;
 };
 
-// Sends this rank's own fault to the others, if it posts one. The first sender, behind its run(); all lanes. The OS actor is
-// the last that may post one: while it awaits what others return.
+// Puts this rank's own fault record into the others' heaps, if it posts one. The first sender, after its run(); all
+// lanes. It waits until the OS actor has left, which is the last that may post one: while it awaits what others return.
 template <class P>
 FLASHMOE_FN void tell_fault(const Call& c) {
   wait_until<P>(
@@ -181,8 +183,8 @@ FLASHMOE_FN void tell_fault(const Call& c) {
   if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) == 0) return;
   P::sync();
   FLASHMOE_NO_UNROLL
-  for (uint32_t i = 1; i < c.ranks; ++i) {
-    P::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.ranks);
+  for (uint32_t i = 1; i < c.shape.ranks; ++i) {
+    P::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.shape.ranks);
   }
   P::quiet();
 }

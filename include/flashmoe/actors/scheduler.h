@@ -1,13 +1,13 @@
 // Scheduler: hands ready tasks to processors in the order of the call's policy, counts them, and ends the call.
 //
-// Run by the OS warp, after the subscriber's step; every lane keeps the same private members. A publishing step fills
-// the lanes with tasks and stores them after one fence.
+// Run by the OS warp, after the subscriber's step; every lane keeps the same private members. A step publishes up to
+// kLanes tasks at a time, one a lane, all of them behind one fence.
 #pragma once
 
 #include "flashmoe/actors/subscriber.h"
 #include "flashmoe/protocol/ready_list.h"
 #include "flashmoe/protocol/ready_queue.h"
-#include "flashmoe/protocol/tile_window.h"
+#include "flashmoe/protocol/tile_band.h"
 
 namespace flashmoe {
 
@@ -15,19 +15,19 @@ template <class P>
 class Scheduler {
  public:
   static constexpr uint32_t kWindowTasks = 64;
-  // Tiles of the returning product wait in two lists, the first of which goes first: see OrderPolicy.
+  // Tiles that are ready for the returning product wait in two lists: see OrderPolicy::gemm1_lists.
   static constexpr uint32_t kLists = ready_lists(kReturning);
-  // A window of the raster: `tiles` tiles times `columns` columns, column by column.
-  struct Window {
+  // A band: `tiles` tiles times `columns` blocks of columns, block by block. next: its tasks that are published.
+  struct Band {
     uint32_t tiles = 0, first_column = 0, columns = 0, next = 0;
     FLASHMOE_FN bool empty() const { return next == tiles * columns; }
   };
   // Shared memory, uninitialised. What is rarely touched lies here rather than in registers, which a GPU's OS warp is
   // short of; lane 0 writes it.
   struct Memory {
-    Window window[kProducts];                      // being published
-    uint32_t tiles[kProducts][kMaxRaster];         // of those windows
-    uint32_t returning_first[kMaxGroups][kLists];  // where the return group's next window begins in each list
+    Band band[kProducts];                          // each product's, being published
+    uint32_t tiles[kProducts][kMaxRaster];         // of those bands
+    uint32_t returning_first[kMaxGroups][kLists];  // where the return group's next band begins in each list
   };
 
   FLASHMOE_FN Scheduler(const Call& call, Subscriber<P>& subscriber, Memory& memory)
@@ -35,7 +35,7 @@ class Scheduler {
     published_ = P::broadcast(P::load_relaxed(&c_.control()->published.value), 0);
     drained_ = P::broadcast(P::load_relaxed(&c_.control()->list_head.value), 0);
     if (P::lane() == 0) {
-      for_each_product([&]<uint32_t n>() { memory_.window[n] = {}; });
+      for_each_product([&]<uint32_t n>() { memory_.band[n] = {}; });
     }
     for (uint32_t i = P::lane(); i < kMaxGroups * kLists; i += P::kLanes)
       memory_.returning_first[i / kLists][i % kLists] = 0;
@@ -48,16 +48,17 @@ class Scheduler {
     word_ = look_ready<P>(c_, drained_);
   }
 
-  // Publishes what the window allows; kDone once the call's last word is published. All lanes, after look().
+  // Publishes what the window allows; kDone once all words of the call are published and all its returns are here. All
+  // lanes, after look().
   FLASHMOE_FN Step step() {
     bool moved = drain();
-    int64_t room = static_cast<int64_t>(P::broadcast(taken_, 0) + c_.order.window - published_);
+    int64_t room = static_cast<int64_t>(P::broadcast(taken_, 0) + c_.policy.order.window - published_);
     bool fenced = false;
     while (room > 0) {
-      const TaskKind kind = choose(c_.order, ready());
+      const TaskKind kind = choose(c_.policy.order, ready());
       if (kind == TaskKind::kNone) break;
-      // One fence for the step: nothing that later tasks of it refer to is written in between. And a lane posts what
-      // other lanes polled: each fences its own, then they meet.
+      // One fence for the step: nothing that its later tasks refer to is written in between. A lane may post a task
+      // that another lane polled: each lane fences what it polled, then they meet.
       if (!fenced) {
         P::release_fence(kDevice);
         P::sync();
@@ -66,11 +67,11 @@ class Scheduler {
       room -= publish_some(kind, static_cast<uint32_t>(min_of<int64_t>(room, P::kLanes)));
       moved = true;
     }
-    if (!ended_ && sub_.complete() && formed_ == c_.local_experts && tasks_ == tasks_of_call()) {
+    if (!ended_ && sub_.complete() && formed_ == c_.shape.local_experts && tasks_ == tasks_of_call()) {
       end_tasks();
       moved = true;
     }
-    if (ended_ && sub_.returned() == c_.groups) {
+    if (ended_ && sub_.returned() == c_.policy.groups) {
       if (P::lane() == 0) P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
       return Step::kDone;
     }
@@ -80,13 +81,14 @@ class Scheduler {
  private:
   FLASHMOE_FN uint32_t tasks_of_call() const {
     uint32_t tasks = 0;
-    for_each_product(
-        [&]<uint32_t n>() { tasks += (Product<n>::kOfExpert ? c_.local_experts : tiles_) * c_.columns[n]; });
+    for_each_product([&]<uint32_t n>() {
+      tasks += (Product<n>::kOfExpert ? c_.shape.local_experts : tiles_) * c_.policy.columns[n];
+    });
     return tasks;
   }
 
-  // Moves what formers and retiring processors pushed to where it is published from. What the items refer to is
-  // acquired by the release_fence before they are published: it fences both ways, and the OS warp does not look sooner.
+  // Moves items of the ready list to the products' lists of ready tiles. What the items refer to is acquired by the
+  // release_fence before they are published: it fences both ways, and the OS warp itself does not read that.
   FLASHMOE_FN bool drain() {
     bool moved = false;
     while (true) {
@@ -111,39 +113,39 @@ class Scheduler {
     return moved;
   }
 
-  // Those of the lanes' items that are ready for product n, to its lists.
+  // Appends those of the lanes' items that are for product n to its lists.
   template <uint32_t n>
   FLASHMOE_FN void append_tiles(const Task& task) {
     FLASHMOE_UNROLL
     for (uint32_t list = 0; list < ready_lists(n); ++list) {
       bool has = task.kind == Product<n>::kKind;
       if constexpr (n == kReturning) {
-        const bool hurries = c_.order.gemm1_lists > 1 && ReadyTile::remote(task);
+        const bool hurries = c_.policy.order.gemm1_lists > 1 && ReadyTile::remote(task);
         has = has && hurries == (list == 0);
       }
       append(ready_[first_list(n) + list], has,
-             [&](uint32_t place) { *ready_tile(first_list(n) + list, place) = task.pack(); });
+             [&](uint32_t position) { *ready_tile(first_list(n) + list, position) = task.pack(); });
     }
   }
-  FLASHMOE_FN uint64_t* ready_tile(uint32_t list, uint32_t place) const {
-    return c_.workspace<uint64_t>(WorkField::kReadyTiles, list, place);
+  FLASHMOE_FN uint64_t* ready_tile(uint32_t list, uint32_t position) const {
+    return c_.workspace<uint64_t>(WorkField::kReadyTiles, list, position);
   }
 
-  // Calls store(place) in the lanes with `has`, at consecutive places behind `end`, which moves on.
+  // Calls store(position) in the lanes with `has`, at consecutive positions behind `end`, which moves on.
   template <class Store>
   FLASHMOE_FN static void append(uint32_t& end, bool has, Store&& store) {
     uint32_t total;
-    const uint32_t place = end + count_before<P>(has, total);
-    if (has) store(place);
+    const uint32_t position = end + count_before<P>(has, total);
+    if (has) store(position);
     end += total;
   }
 
   FLASHMOE_FN ReadyState ready() const {
     ReadyState r;
     for_each_product([&]<uint32_t n>() {
-      r.product[n] = !memory_.window[n].empty();
+      r.product[n] = !memory_.band[n].empty();
       if constexpr (n == kReturning) {
-        r.product[n] = r.product[n] || next_returning_list() < kLists * c_.groups;
+        r.product[n] = r.product[n] || next_returning_list() < kLists * c_.policy.groups;
       } else {
         r.product[n] = r.product[n] || first_[n] < ready_[first_list(n)];
       }
@@ -157,7 +159,7 @@ class Scheduler {
     Task task;
     bool has = false;
     with_product(kind, [&]<uint32_t n>() {
-      if (memory_.window[n].empty()) open_window<n>();
+      if (memory_.band[n].empty()) open_band<n>();
       product_published_[n] += next_of<n>(limit, has, task);
     });
     const uint32_t n = publish<P>(c_, published_, has, task);
@@ -166,46 +168,48 @@ class Scheduler {
     return n;
   }
 
-  // The next window of product n, for which a tile is ready that has not been in one.
+  // Opens product n's next band; there is a ready tile that has not been in one.
   template <uint32_t n>
-  FLASHMOE_FN void open_window() {
+  FLASHMOE_FN void open_band() {
     constexpr uint32_t kList = first_list(n);
     if constexpr (n != kReturning) {
       const uint32_t tiles =
-          take_tiles(memory_.tiles[n], c_.order.raster, ready_[kList] - first_[n], ready_tile(kList, first_[n]));
-      set(memory_.window[n], Window{tiles, 0, c_.columns[n], 0});
+          take_tiles(memory_.tiles[n], c_.policy.order.raster, ready_[kList] - first_[n], ready_tile(kList, first_[n]));
+      set(memory_.band[n], Band{tiles, 0, c_.policy.columns[n], 0});
       first_[n] += tiles;
     } else {
       // Group by group over all ready tiles, so that the first columns can be combined while the last are computed.
       const uint32_t i = next_returning_list(), g = i / kLists, list = i % kLists;
       const uint32_t first = memory_.returning_first[g][list], columns = c_.group_columns(g);
-      // A narrow group takes more tiles to keep the processors supplied: each window costs a round trip.
-      const uint32_t most = min_of(max_of(c_.order.raster, ceil_div(kWindowTasks, columns)), kMaxRaster);
+      // A group of few columns has more tiles in a band, to keep the processors supplied: each band costs a round trip.
+      const uint32_t most = min_of(max_of(c_.policy.order.raster, ceil_div(kWindowTasks, columns)), kMaxRaster);
       const uint32_t tiles =
           take_tiles(memory_.tiles[n], most, returning_ready(list) - first, ready_tile(kList + list, first));
-      set(memory_.window[n], Window{tiles, c_.group_first[g], columns, 0});
+      set(memory_.band[n], Band{tiles, c_.policy.group_first[g], columns, 0});
       set(memory_.returning_first[g][list], first + tiles);
     }
   }
 
-  // The first (group, list), groups first, that has a tile without a window; kLists * groups if there is none.
+  // The first group, and in it the first list, with a tile that has not been in one of its bands, as group * kLists +
+  // list; kLists * groups if there is none.
   FLASHMOE_FN uint32_t next_returning_list() const {
     uint32_t i = 0;
-    while (i < kLists * c_.groups && memory_.returning_first[i / kLists][i % kLists] == returning_ready(i % kLists))
+    while (i < kLists * c_.policy.groups &&
+           memory_.returning_first[i / kLists][i % kLists] == returning_ready(i % kLists))
       ++i;
     return i;
   }
-  // An index that is known only when it runs would move the array out of the registers.
+  // By comparison: an index known only at run time would move the array out of the registers.
   FLASHMOE_FN uint32_t returning_ready(uint32_t list) const {
     constexpr uint32_t kList = first_list(kReturning);
     return list == 0 ? ready_[kList] : ready_[kList + 1];
   }
 
-  // The tiles of a new window, up to `most` of the n that are ready; returns how many.
+  // The tiles of a new band, up to `most` of the n that are ready; returns how many.
   FLASHMOE_FN uint32_t take_tiles(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
     most = min_of(most, n);
-    // Hardly an expert has two: their tasks are short, and it is enough to keep up with them.
-    if (formed_ == c_.local_experts && tiles_ <= formed_) {
+    // Hardly an expert has two tiles: no weights to share, and tasks so short that it is enough to keep up with them.
+    if (formed_ == c_.shape.local_experts && tiles_ <= formed_) {
       take_in_order<P>(to, most, ready);
     } else {
       take_by_expert<P>(to, most, n, ready);
@@ -213,19 +217,19 @@ class Scheduler {
     return most;
   }
 
-  // The next tasks of the window of product n; returns how many.
+  // The next tasks of product n's band, at most `limit`, a lane each; returns how many.
   template <uint32_t n>
   FLASHMOE_FN uint32_t next_of(uint32_t limit, bool& has, Task& task) {
-    const Window w = memory_.window[n];
+    const Band w = memory_.band[n];
     const uint32_t tasks = min_of(limit, w.tiles * w.columns - w.next);
     const uint32_t i = w.next + P::lane();
     has = P::lane() < tasks;
     if (has) task = {Product<n>::kKind, w.first_column + i / w.tiles, memory_.tiles[n][i % w.tiles]};
-    set(memory_.window[n].next, w.next + tasks);
+    set(memory_.band[n].next, w.next + tasks);
     return tasks;
   }
 
-  // A write to shared memory that all lanes have read, and will read. All lanes, with the same value.
+  // Writes to shared memory that all lanes read before, and will read after. All lanes, with the same value.
   template <class T>
   FLASHMOE_FN void set(T& to, T value) {
     P::sync();
@@ -233,12 +237,12 @@ class Scheduler {
     P::sync();
   }
 
-  // One stop word per processor, behind every task: the queue and the list are empty when the last is taken.
+  // One stop word per cluster, behind every task: when the last is taken, the queue and the ready list are empty.
   FLASHMOE_FN void end_tasks() {
     P::release_fence(kDevice);
     P::sync();
-    for (uint32_t base = 0; base < c_.processors; base += P::kLanes) {
-      published_ += publish<P>(c_, published_, base + P::lane() < c_.processors, {TaskKind::kStop, 0, 0});
+    for (uint32_t base = 0; base < c_.policy.clusters; base += P::kLanes) {
+      published_ += publish<P>(c_, published_, base + P::lane() < c_.policy.clusters, {TaskKind::kStop, 0, 0});
     }
     ended_ = true;
     if (P::lane() != 0) return;
@@ -258,7 +262,7 @@ class Scheduler {
   uint32_t tiles_ = 0;                // of the experts that are formed
   uint32_t formed_ = 0;               // experts all of whose tiles are known
   uint32_t ready_[kReadyLists] = {};  // tiles ever in each list
-  uint32_t first_[kProducts] = {};    // where a product's next window begins (but the returning one's)
+  uint32_t first_[kProducts] = {};    // where a product's next band begins in its list; not of the returning one
   bool ended_ = false;
 };
 

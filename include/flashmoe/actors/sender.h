@@ -1,10 +1,11 @@
 // Sender: brings a rank's packets to the other ranks that hold an expert of them: entries and rows, then the signal.
 //
 // A packet for another rank is built in the workspace, the outbox, since many small stores to a peer would hold up the
-// signal of the own packet. Its rows are sent in parts of 32 tokens, by several senders; whoever has sent the last part
-// signals it. Destination after destination, each rank beginning with the one behind it: so a rank hears from one rank at
-// a time, and early, instead of from all at the end. And one packet's parts side by side: were each packet one sender's,
-// all would be complete at the same time, late, and until then there would be no tile of theirs.
+// signal of the own packet. Its rows are sent in parts of 32 tokens, by several senders; whoever sends the last part
+// signals the packet. Rank 2 of 4 sends all packets for rank 3, then those for rank 0, then for rank 1: so each rank
+// receives from one rank at a time, the first packets early, instead of from all ranks at the end. And senders share a
+// packet's parts: were each packet sent by one, all would be complete at the same time, late, and until then no tile
+// could be made of them.
 //
 // Where peers are not mapped: put_sender.h.
 #pragma once
@@ -15,8 +16,9 @@
 
 namespace flashmoe {
 
-// Of a sender, all lanes: waits until a word of the own heap or workspace is of this call. False if the call was aborted. What
-// is behind it is acquired where this rank's own actors wrote it; of a peer's word, what the word itself says.
+// Waits until a signal in the own heap or workspace has this call's epoch; false if the call was aborted. All lanes of
+// a sender. It acquires at device scope: behind a word of this rank's own actors all that they wrote before may be
+// read; of a peer's word, only the word itself.
 template <class P>
 FLASHMOE_FN bool await_word(const Call& c, const uint64_t* word) {
   const WaitEnd end = wait_until<P>(
@@ -32,14 +34,14 @@ FLASHMOE_FN bool await_word(const Call& c, const uint64_t* word) {
   return end == WaitEnd::kDone;
 }
 
-// The same for the own packet's signal, which says that the block's routing and outbox are written.
+// The same for the own packet's signal, which says that the token block's routing and outbox are written.
 template <class P>
 FLASHMOE_FN bool await_routing(const Call& c, uint32_t b) {
   return await_word<P>(c, c.packet_signal(c.rank, c.rank, b));
 }
 
-// One of a rank's senders: of all packets' parts, those of a destination side by side, the parts first, first + step, ...
-// All functions by all lanes. The engine supplies
+// One of a rank's senders. All packets' parts are numbered: destination by destination, in each by token block; it
+// sends the parts first, first + step, ... All functions by all lanes. The engine supplies
 //   send_rows(q, token, rows)   copies the rows of the tokens that lanes 0 .. rows - 1 name to rank q, where
 //                               Call::dispatched_row has them; they are written when it returns
 //   begin(), end(phase, index, column)   of a span, for reports and traces
@@ -55,8 +57,8 @@ class Sender {
     if (first == 0 && !announce(own_block)) return false;
     const uint32_t parts = ceil_div(c_.block_tokens(), kPartTokens), of_rank = c_.blocks() * parts;
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = first; i < of_rank * (c_.ranks - 1); i += step) {
-      const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.ranks, b = i % of_rank / parts, part = i % parts;
+    for (uint32_t i = first; i < of_rank * (c_.shape.ranks - 1); i += step) {
+      const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.shape.ranks, b = i % of_rank / parts, part = i % parts;
       if (!await_routing<P>(c_, b)) return false;
       engine_.begin();
       const uint32_t entries = c_.out_offsets(q, b)[c_.owned(q)];
@@ -70,17 +72,18 @@ class Sender {
   }
 
  private:
-  // Once this processor has signalled its own packet: on a GPU the release would wait for these words, a call's first to
-  // its peers, for 0.1 ms. (So would the OS actor's, whenever it publishes tasks.) No peer has use for them sooner.
+  // Announces the call to the peers, once this processor has signalled its own packet: on a GPU that signal's release
+  // would otherwise wait 0.1 ms for these words, the call's first to its peers. (Were the OS actor to announce, so
+  // would its releases, when it publishes tasks.) Peers have no use for them sooner.
   FLASHMOE_FN bool announce(uint32_t own_block) const {
     if (own_block < c_.blocks() && !await_routing<P>(c_, own_block)) return false;
     announce_to_peers<P>(c_);
     return true;
   }
 
-  // The rows that rank q needs of the block's tokens of a part, the first of which is its `base`-th.
+  // Sends rank q the rows that it needs of a part: of the token block's tokens base .. base + kPartTokens - 1.
   FLASHMOE_FN void send_part(uint32_t b, uint32_t q, uint32_t base) const {
-    const uint32_t first = b << c_.log2_block;
+    const uint32_t first = b << c_.policy.log2_block;
     FLASHMOE_UNROLL
     for (uint32_t at = base; at < base + kPartTokens; at += P::kLanes) {
       const uint32_t t = at + P::lane();
@@ -92,7 +95,7 @@ class Sender {
     }
   }
 
-  // Who has sent the last part of a packet signals it. One lane.
+  // Counts a part that is sent; who counts the last part of a packet signals it. One lane.
   FLASHMOE_FN void count_part(uint32_t b, uint32_t q, uint32_t parts, uint32_t entries) const {
     if (parts != 1) {
       uint32_t* const sent = c_.out_sent(q, b);
@@ -103,14 +106,14 @@ class Sender {
   }
 
   FLASHMOE_FN void copy_packet(uint32_t b, uint32_t q, uint32_t entries) const {
-    const uint32_t first = b << c_.log2_block;
+    const uint32_t first = b << c_.policy.log2_block;
     copy_words(c_.packet_offsets(q, c_.rank, b), c_.out_offsets(q, b), c_.owned(q) + 1);
     static_assert(sizeof(Entry) % 4 == 0);
     copy_words(reinterpret_cast<uint32_t*>(c_.packet_entries(q, c_.rank, first)),
                reinterpret_cast<const uint32_t*>(c_.out_entries(q, first)), entries * (sizeof(Entry) / 4));
   }
 
-  // One word a lane: packets begin anywhere.
+  // One word a lane, not 16 bytes: packets begin at any word.
   template <class Word>
   FLASHMOE_FN void copy_words(Word* to, const Word* from, uint32_t n) const {
     constexpr uint32_t kAtOnce = 2;

@@ -15,7 +15,7 @@ class Subscriber {
   // Shared memory, uninitialised.
   struct Memory {
     Source* sources;      // [R]
-    FormerMemory former;  // of no expert where formers run beside the OS actor
+    FormerMemory former;  // where formers run beside the OS actor: of no expert
   };
 
   FLASHMOE_FN Subscriber(const Call& call, const Memory& memory)
@@ -27,7 +27,7 @@ class Subscriber {
     if (!finished_) {
       moved = arrivals_.step([&](uint32_t p, uint32_t b, uint32_t n) { former_.consume(p, b, n); },
                              [&](uint32_t p) { close(p); });
-      if (arrivals_.stranger() < c_.ranks && P::lane() == 0) {
+      if (arrivals_.stranger() < c_.shape.ranks && P::lane() == 0) {
         const uint32_t p = arrivals_.stranger();
         post_fault<P>(c_, {.kind = FaultKind::kDisagree, .actor = Actor::kOs, .awaited = p, .culprit = p});
       }
@@ -38,20 +38,21 @@ class Subscriber {
         moved = true;
       }
     }
-    // Sooner hardly anything is returned, and to look for it holds up the packets, for which tasks wait.
+    // Not sooner: before all packets are here hardly anything returns, and to look for it holds up packets, for which
+    // tasks wait.
     if (finished_) moved |= find_returns();
     return moved;
   }
 
   // Every packet of every rank is here.
   FLASHMOE_FN bool complete() const { return finished_; }
-  // Leading groups that every rank has returned.
+  // So many return groups, the first ones, are back from every rank.
   FLASHMOE_FN uint32_t returned() const { return returned_; }
 
   // What is missing, for a wait that expired. One lane.
   FLASHMOE_FN Fault missing() const {
     Fault r{.kind = FaultKind::kLocal, .actor = Actor::kOs, .awaited = c_.rank};
-    for (uint32_t p = 0; p < c_.ranks; ++p) {
+    for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
       const Source& s = arrivals_.source(p);
       if (s.blocks == Source::kUnheard) {
         return expected(r, FaultKind::kCallSignal, p, 0, c_.call_signal(c_.rank, p));
@@ -61,8 +62,8 @@ class Subscriber {
       }
     }
     if (c_.blocks() == 0) return r;
-    for (uint32_t q = 0; q < c_.ranks; ++q) {
-      if (returned_ < c_.groups && !has_returned(q, returned_)) {
+    for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
+      if (returned_ < c_.policy.groups && !has_returned(q, returned_)) {
         return expected(r, FaultKind::kReturn, q, returned_, c_.return_signal(c_.rank, q, returned_));
       }
     }
@@ -73,10 +74,10 @@ class Subscriber {
   // Source p has no more packets.
   FLASHMOE_FN void close(uint32_t p) {
     former_.close(p);
-    // A rank without experts owes nothing and says so, but no sooner than p is in this call: p may still be looking for
-    // the signal of the one before.
-    if (c_.local_experts != 0) return;
-    for (uint32_t g = P::lane(); g < c_.groups; g += P::kLanes) signal_return<P>(c_, p, g);
+    // A rank without experts owes nothing and says so, but not before p is in this call: p might still be waiting for
+    // the signal of the call before, which this one overwrites.
+    if (c_.shape.local_experts != 0) return;
+    for (uint32_t g = P::lane(); g < c_.policy.groups; g += P::kLanes) signal_return<P>(c_, p, g);
   }
 
   FLASHMOE_FN Fault expected(Fault r, FaultKind kind, uint32_t from, uint32_t index, const uint64_t* signal) const {
@@ -92,13 +93,13 @@ class Subscriber {
     return Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
   }
 
-  // Groups complete in order, or nearly: the next one is all there is to look at. A rank without tokens awaits nothing.
+  // Return groups complete in order, or nearly, so only the next one is looked at. A rank without tokens awaits none.
   FLASHMOE_FN bool find_returns() {
-    if (c_.blocks() == 0) returned_ = c_.groups;
+    if (c_.blocks() == 0) returned_ = c_.policy.groups;
     const uint32_t before = returned_;
-    while (returned_ < c_.groups) {
+    while (returned_ < c_.policy.groups) {
       bool all = true;
-      for (uint32_t q = P::lane(); q < c_.ranks; q += P::kLanes) all &= has_returned(q, returned_);
+      for (uint32_t q = P::lane(); q < c_.shape.ranks; q += P::kLanes) all &= has_returned(q, returned_);
       if (P::ballot(!all) != 0) break;
       ++returned_;  // not acquired: whoever combines the rows looks for itself
     }

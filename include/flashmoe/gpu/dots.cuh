@@ -1,6 +1,6 @@
-// Rows of weights times a few tokens' rows, in fp32 on the CUDA cores. What it takes is the time to read the weights, each
-// byte of which is multiplied as it comes, by up to kFewTokens tokens: at 19 bytes a clock and SM an element may cost 13
-// instructions of a lane.
+// Rows of weights times a few tokens' rows, in fp32 on the CUDA cores. It takes no longer than reading the weights, if
+// these are multiplied by all tokens, up to kFewTokens, as fast as they come: at 19 bytes a clock and SM, a lane has 13
+// instructions for each element.
 #pragma once
 
 #include <utility>
@@ -13,7 +13,7 @@ namespace flashmoe::gpu {
 
 namespace detail {
 
-// Once, by one SM, and never written while the kernel runs.
+// Weights: loaded once, by one SM, and never written while the kernel runs.
 __device__ __forceinline__ uint4 load_weights16(const uint8_t* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint4 load_weights16(const uint8_t* from) {
                : "l"(from));
   return v;
 }
-// By every warp of an SM; maybe written earlier in this kernel.
+// Tokens' rows: loaded by every warp of an SM; maybe written earlier in this kernel.
 __device__ __forceinline__ uint4 load_operand16(const uint8_t* from) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -33,17 +33,17 @@ __device__ __forceinline__ uint4 load_operand16(const uint8_t* from) {
 
 }  // namespace detail
 
-// One warp's jobs first, first + apart, ... below last. A job is kRows rows of weights times some tokens. A lane has every
-// 32nd chunk of 16 bytes of a row; the next step's weights, of this job or of the next one, are on their way while a step's
-// are multiplied, 4 KiB of a warp each.
+// One warp's jobs first, first + apart, ... below last. A job is kRows rows of weights times some tokens. A lane has
+// every 32nd chunk of 16 bytes of a row. A step is 4 KiB of a warp's weights; while they are multiplied, the next
+// step's, of this job or the next, are on their way.
 //
 // Jobs says what the rows are and takes the sums:
-//   uint32_t chunks()                             of a row
-//   Job job(i)                                    what follows from its number
+//   uint32_t chunks()                             chunks of a row
+//   Job job(i)                                    what the functions below need of the i-th job
 //   const uint8_t* weights(job, row)
 //   uint32_t tokens(job)                          1 .. kFewTokens
 //   const uint8_t* operands(), uint32_t operand(job, token)
-//                                                 a token's row: the second in units of 16 bytes from the first
+//                                                 a token's row begins 16 * operand() bytes behind operands()
 //   void finish(job, token, const float (&sum)[kRows])    by one lane for each token
 template <class Dtype, uint32_t kRows, class Jobs>
 class Dots {
@@ -147,7 +147,7 @@ class Dots {
   }
 
   const Jobs& jobs_;
-  uint32_t next_job_, next_step_ = 0;  // whose weights are on their way
+  uint32_t next_job_, next_step_ = 0;  // the step whose weights are on their way, and its job
   uint32_t last_, apart_;
   Weights next_;
 };

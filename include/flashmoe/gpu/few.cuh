@@ -1,18 +1,17 @@
 // The layer of a few tokens (kFewTokens) on a rank that is alone: one cooperative launch, one block per SM, 12 warps a block.
 //
-// What such a call takes is the time to read its experts' weights once, plus every round trip before and between. The
-// actors of sm90/kernel.cuh make a chain of some twenty, tiles of a few rows, and hand them out one by one; here each
-// block works out for itself all that the others do, and warps go over rows of weights (gpu/dots.cuh).
+// Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
+// Through the actors of sm90/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out
+// one by one. Here each block works out the routing for itself, and warps go over rows of weights (gpu/dots.cuh).
 //
-//   gate    expert by expert, over all warps of all blocks; a logit travels with the epoch that it is of, so that it is its
-//           own signal
+//   gate    experts are dealt out to all warps of all blocks; a logit and its call's epoch are one word, its own signal
 //   choose  every block, for itself, from all logits: cheaper than to choose once and pass it on
-//   GEMM0   (expert, features), over all warps; hidden rows to device memory
+//   GEMM0   an expert's feature rows, dealt out to all warps; intermediate rows to device memory
 //           all blocks meet, while the first weights of GEMM1 are on their way
-//   GEMM1   each block some columns of the output, for all experts; it then sums them over k. No return, no combine
+//   GEMM1   each block has some columns of the output, for all experts, and sums them over k. No return, no Combine
 //
 // Bits: products are summed in fp32 in another order than by the tensor cores, so a token's row here and in a larger call
-// may differ in the last place; it is the same in every call of so few tokens, whichever those are.
+// may differ in the last place. It is the same in every call of so few tokens, whatever the others are.
 //
 // Waits: for the logits and at the meeting, both bounded (wait_until). The protocol's queues and signals are left alone.
 #pragma once
@@ -27,18 +26,19 @@
 
 namespace flashmoe::gpu {
 
-// What all blocks know of the call once the experts are chosen. Choice p: token p / K, choice p % K.
+// What a block knows of the call once the experts are chosen. Choice p is (token p / K, k = p % K). A unit is an expert
+// that has tokens; units are numbered in the order of their first choices.
 struct FewShared {
   int32_t ids[kFewChoices];  // -1: dropped
   float weights[kFewChoices];
-  uint32_t units;                            // experts that have tokens, numbered as they are met
+  uint32_t units;                            // their number
   uint32_t tokens[kFewChoices];              // of a unit
   uint16_t expert[kFewChoices];              // of a unit
   uint16_t choice[kFewChoices][kFewTokens];  // of a unit
   uint16_t unit[kFewChoices];                // of a choice; kNoUnit: dropped
   uint32_t failed;                           // not zero: the call is over
-  Fault fault;                               // why, if this block is to say so
-  Call call;                                 // for that: as given, with its epoch
+  Fault fault;                               // why, if this block is to post that
+  Call call;                                 // to post it with: the given one, but with the call's epoch
   uint32_t trace_events;
   TraceStarts trace_starts;
   union {
@@ -52,7 +52,7 @@ namespace few {
 
 using P = Platform;
 
-// A rank alone whose blocks wait only for one another.
+// Liveness where a rank is alone and its blocks wait for one another: there is nobody else whose progress counts.
 struct NoOthers {
   __device__ void sample() const {}
   __device__ bool moved() const { return false; }
@@ -62,26 +62,26 @@ inline constexpr uint16_t kNoUnit = 0xffff;
 
 struct Block {
   const KernelArgs& args;
-  const Call& c;  // as given: its epoch is not the call's
+  const Call& c;  // as the host passed it: with another epoch than the call's
   FewShared& s;
   uint64_t epoch;
 
-  __device__ __forceinline__ uint32_t choices() const { return c.tokens * c.top_k; }
+  __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * c.shape.top_k; }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
-  // A token's row from x on, in units of 16 bytes.
+  // Where a token's row begins, in units of 16 bytes behind x.
   __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
     return static_cast<uint32_t>(token * (args.x_row_bytes / 16));
   }
 };
 
-// One thread. The first to fail decides what the block says of it; kNone: nothing.
+// By one thread: ends the call for this block. The first that fails decides which fault the block posts (kNone: none).
 __device__ __forceinline__ void fail(const Block& b, Fault fault) {
   if (atomicExch(&b.s.failed, 1u) != 0) return;
   fault.actor = Actor::kProcessor;
   fault.awaited = fault.culprit = b.c.rank;
   b.s.fault = fault;
 }
-// What every block finds, and the first one says.
+// For a fault that every block finds by itself: only block 0 posts it.
 __device__ __forceinline__ void fail_everywhere(const Block& b, Fault fault) {
   if (blockIdx.x != 0) fault.kind = FaultKind::kNone;
   fail(b, fault);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
 
 // All threads: whether the block is to go on.
 __device__ __forceinline__ bool all_well(const Block& b) {
-  // In one step: who is first through may fail at what follows.
+  // Barrier and vote in one: read behind a barrier, `failed` may be set by a faster thread's next step, for some alone.
   return __syncthreads_or(static_cast<int>(b.s.failed)) == 0;
 }
 
@@ -108,9 +108,9 @@ template <class Dtype>
 struct GateJobs {
   const Block& b;
 
-  __device__ __forceinline__ uint32_t chunks() const { return b.c.hidden * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.hidden * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t job(uint32_t i) const { return i; }
-  __device__ __forceinline__ uint32_t tokens(uint32_t) const { return b.c.tokens; }
+  __device__ __forceinline__ uint32_t tokens(uint32_t) const { return b.c.shape.tokens; }
   __device__ __forceinline__ const uint8_t* weights(uint32_t expert, uint32_t) const {
     return b.args.router_rows.row(0, expert);
   }
@@ -124,11 +124,11 @@ struct GateJobs {
 
 // All logits of the call, from all blocks.
 __device__ __forceinline__ void collect_logits(const Block& b) {
-  const uint32_t all = b.c.tokens * b.c.experts;
+  const uint32_t all = b.c.shape.tokens * b.c.shape.experts;
   for (uint32_t base = b.warp() * 32; base < all; base += kFewThreads) {
     const uint32_t i = base + P::lane();
     const bool exists = i < all;
-    const uint64_t* const from = b.c.logit(exists ? i / b.c.experts : 0, exists ? i % b.c.experts : 0);
+    const uint64_t* const from = b.c.logit(exists ? i / b.c.shape.experts : 0, exists ? i % b.c.shape.experts : 0);
     uint64_t word = 0;
     wait_for_blocks(b, [&] {
       word = P::load_relaxed(from);
@@ -141,15 +141,15 @@ __device__ __forceinline__ void collect_logits(const Block& b) {
 // ---- choice ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void choose(const Block& b) {
-  for (uint32_t t = b.warp(); t < b.c.tokens; t += kFewWarps) {
+  for (uint32_t t = b.warp(); t < b.c.shape.tokens; t += kFewWarps) {
     const TokenChoice choice[1] = {
-        {b.s.logits + t * b.c.experts, b.s.ids + t * b.c.top_k, b.s.weights + t * b.c.top_k}};
-    const uint32_t bad = choose_experts(choice, b.c.experts, b.c.top_k, b.args.renormalize != 0);
+        {b.s.logits + t * b.c.shape.experts, b.s.ids + t * b.c.shape.top_k, b.s.weights + t * b.c.shape.top_k}};
+    const uint32_t bad = choose_experts(choice, b.c.shape.experts, b.c.shape.top_k, b.args.renormalize != 0);
     if (bad != 0 && P::lane() == 0) fail_everywhere(b, {.kind = FaultKind::kRouterValue, .index = t});
   }
 }
 
-// Given routing, which is not trusted: every block finds what is wrong, the first one says so.
+// Given routing is not trusted: every block finds what is wrong with it, and block 0 posts that.
 __device__ __forceinline__ void take_given(const Block& b) {
   const uint32_t p = threadIdx.x;
   if (p >= b.choices()) return;
@@ -161,17 +161,17 @@ __device__ __forceinline__ void take_given(const Block& b) {
   const int32_t id = id_of(p);
   b.s.ids[p] = id;
   b.s.weights[p] = b.args.topk_weights[p];
-  const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.experts;
+  const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.shape.experts;
   bool twice = false;
-  for (uint32_t i = p - p % b.c.top_k; i < p; ++i) twice |= id_of(i) == id;
+  for (uint32_t i = p - p % b.c.shape.top_k; i < p; ++i) twice |= id_of(i) == id;
   if (exists && !twice) return;
   fail_everywhere(b, {.kind = exists ? FaultKind::kDuplicateExpert : FaultKind::kExpertRange,
-                      .index = p / b.c.top_k,
-                      .expected = b.c.experts,
+                      .index = p / b.c.shape.top_k,
+                      .expected = b.c.shape.experts,
                       .seen = static_cast<uint32_t>(id)});
 }
 
-// One warp: groups the choices by expert, and drops those beyond its capacity, the last in token order.
+// One warp: groups the choices into units, and drops those beyond their expert's capacity, the last in token order.
 __device__ __forceinline__ void group_pairs(const Block& b) {
   FewShared& s = b.s;
   uint32_t units = 0;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void group_pairs(const Block& b) {
     const bool exists = p < b.choices();
     const int32_t expert = exists ? s.ids[p] : -1;
     uint32_t earlier = 0, first = p;  // choices of the same expert, all of earlier tokens
-    for (uint32_t i = exists ? p - p % b.c.top_k : 0; i-- != 0;) {
+    for (uint32_t i = exists ? p - p % b.c.shape.top_k : 0; i-- != 0;) {
       if (s.ids[i] != expert) continue;
       first = i;
       ++earlier;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void group_pairs(const Block& b) {
     units += fresh;
     P::sync();
     if (exists && !leads) {
-      const bool kept = b.c.capacity == 0 || earlier < b.c.capacity;
+      const bool kept = b.c.shape.capacity == 0 || earlier < b.c.shape.capacity;
       s.unit[p] = kept ? s.unit[first] : kNoUnit;
     }
     if (exists && s.unit[p] != kNoUnit) {
@@ -222,8 +222,8 @@ __device__ __forceinline__ bool route(const Block& b) {
   if (p < b.choices()) {
     if (b.s.unit[p] == kNoUnit) b.s.ids[p] = -1;
     if (blockIdx.x == 0) {  // for the report
-      b.c.routing(p / b.c.top_k)[p % b.c.top_k] = b.s.ids[p];
-      b.c.weights(p / b.c.top_k)[p % b.c.top_k] = b.s.weights[p];
+      b.c.routing(p / b.c.shape.top_k)[p % b.c.shape.top_k] = b.s.ids[p];
+      b.c.weights(p / b.c.shape.top_k)[p % b.c.shape.top_k] = b.s.weights[p];
     }
   }
   return true;
@@ -231,47 +231,47 @@ __device__ __forceinline__ bool route(const Block& b) {
 
 // ---- GEMM0 ----------------------------------------------------------------------------------------------------------
 
-// A unit's two rows of weights that one warp multiplies.
+// A job of GEMM0 or GEMM1: two rows of the weights of a unit's expert.
 struct TwoRows {
   uint32_t unit, expert;
   uint32_t first, second;
 };
 
-// Job: two rows that make results side by side: a gate and its up, or two neighbours.
+// Job: two rows of weights, a gate row and its up row, or two neighbours.
 template <class Dtype, Activation kActivation>
 struct Gemm0Jobs {
   static constexpr bool kGated = is_gated(kActivation);
   const Block& b;
 
-  __device__ __forceinline__ uint32_t per_unit() const { return b.c.intermediate / (kGated ? 1 : 2); }
+  __device__ __forceinline__ uint32_t per_unit() const { return b.c.shape.intermediate / (kGated ? 1 : 2); }
   __device__ __forceinline__ TwoRows job(uint32_t i) const {
     const uint32_t unit = i / per_unit(), row = i % per_unit();
-    if constexpr (kGated) return {unit, b.s.expert[unit], row, row + b.c.intermediate};
+    if constexpr (kGated) return {unit, b.s.expert[unit], row, row + b.c.shape.intermediate};
     return {unit, b.s.expert[unit], 2 * row, 2 * row + 1};
   }
 
-  __device__ __forceinline__ uint32_t chunks() const { return b.c.hidden * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.hidden * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
   __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
     return b.args.gate_up_rows.row(job.expert, r == 0 ? job.first : job.second);
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
-    return b.token_at(b.s.choice[job.unit][token] / b.c.top_k);
+    return b.token_at(b.s.choice[job.unit][token] / b.c.shape.top_k);
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
-    const uint32_t biases = job.expert * b.c.intermediate * (kGated ? 2 : 1);
+    const uint32_t biases = job.expert * b.c.shape.intermediate * (kGated ? 2 : 1);
     float low = sum[0] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.first, true);
     float high = sum[1] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.second, true);
-    auto* const hidden = reinterpret_cast<typename Dtype::Element*>(b.c.hidden_row(0, b.s.choice[job.unit][token]));
+    auto* const row = reinterpret_cast<typename Dtype::Element*>(b.c.intermediate_row(0, b.s.choice[job.unit][token]));
     if constexpr (kGated) {
       float none = 0.0f;
       activate_pair<Dtype, kActivation>(low, none);
-      hidden[job.first] = Dtype::narrow(low * high);
+      row[job.first] = Dtype::narrow(low * high);
     } else {
       activate_pair<Dtype, kActivation>(low, high);
-      hidden[job.first] = Dtype::narrow(low);
-      hidden[job.second] = Dtype::narrow(high);
+      row[job.first] = Dtype::narrow(low);
+      row[job.second] = Dtype::narrow(high);
     }
   }
 };
@@ -290,7 +290,8 @@ __device__ __forceinline__ bool meet(const Block& b) {
 
 // ---- GEMM1, and the sum over k --------------------------------------------------------------------------------------
 
-// Job: a unit's rows of two neighbouring columns of the output, of the block's `twos` pairs of columns from `first` on.
+// Job: a unit's two rows of weights that make two neighbouring columns of the output. The block has `twos` such pairs
+// of columns, from column `first` on.
 template <class Dtype>
 struct Gemm1Jobs {
   const Block& b;
@@ -302,41 +303,41 @@ struct Gemm1Jobs {
     return {unit, b.s.expert[unit], row, row + 1};
   }
 
-  __device__ __forceinline__ uint32_t chunks() const { return b.c.intermediate * Dtype::kBytes / 16; }
+  __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.intermediate * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
   __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
     return b.args.down_rows.row(job.expert, r == 0 ? job.first : job.second);
   }
-  __device__ __forceinline__ const uint8_t* operands() const { return b.c.hidden_row(0, 0); }
+  __device__ __forceinline__ const uint8_t* operands() const { return b.c.intermediate_row(0, 0); }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
-    return static_cast<uint32_t>((b.c.hidden_row(0, b.s.choice[job.unit][token]) - operands()) / 16);
+    return static_cast<uint32_t>((b.c.intermediate_row(0, b.s.choice[job.unit][token]) - operands()) / 16);
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
     const uint32_t p = b.s.choice[job.unit][token];
 #pragma unroll
     for (uint32_t r = 0; r < 2; ++r) {
       const uint32_t column = job.first + r;
-      const float v = sum[r] + bias_at<Dtype>(b.args.down_bias, job.expert * b.c.hidden + column, true);
-      // Rounded as what a rank returns to another is.
+      const float v = sum[r] + bias_at<Dtype>(b.args.down_bias, job.expert * b.c.shape.hidden + column, true);
+      // Rounded to the element type, as a return row is.
       b.s.results[(column - first) * b.choices() + p] = Dtype::widen(Dtype::narrow(v * b.s.weights[p]));
     }
   }
   // All threads, when the results are there.
   __device__ __forceinline__ void sum_results() const {
     auto* const out = reinterpret_cast<typename Dtype::Element*>(b.args.out);
-    for (uint32_t i = threadIdx.x; i < 2 * twos * b.c.tokens; i += kFewThreads) {
+    for (uint32_t i = threadIdx.x; i < 2 * twos * b.c.shape.tokens; i += kFewThreads) {
       const uint32_t token = i / (2 * twos), column = i % (2 * twos);
       float sum = 0.0f;
-      for (uint32_t p = token * b.c.top_k; p < (token + 1) * b.c.top_k; ++p) {
+      for (uint32_t p = token * b.c.shape.top_k; p < (token + 1) * b.c.shape.top_k; ++p) {
         if (b.s.ids[p] >= 0) sum += b.s.results[column * b.choices() + p];
       }
-      out[uint64_t{token} * b.c.hidden + first + column] = Dtype::narrow(sum);
+      out[uint64_t{token} * b.c.shape.hidden + first + column] = Dtype::narrow(sum);
     }
   }
 };
 
-// Has the L2 fetch the weights of the warp's jobs behind the first, whose loads are under way: some 12 KiB, which the
-// memory delivers while the blocks meet.
+// Has the L2 fetch the weights of the warp's jobs after the first one, whose loads are already under way: up to 12 KiB
+// a warp, which the memory delivers while the blocks meet.
 template <class Jobs>
 __device__ __forceinline__ void prefetch_jobs(const Jobs& jobs, uint32_t first, uint32_t last) {
   constexpr uint32_t kBytes = 12 * 1024;
@@ -348,7 +349,7 @@ __device__ __forceinline__ void prefetch_jobs(const Jobs& jobs, uint32_t first, 
 
 // ---- the whole ------------------------------------------------------------------------------------------------------
 
-// Where a block's part of `all` things begins. The parts lie side by side, and none is longer by more than one.
+// Where a block's part of `all` jobs or columns begins. Parts follow one another, and differ by one in length at most.
 __device__ __forceinline__ uint32_t begin_of_part(uint32_t all, uint32_t block) {
   return static_cast<uint32_t>(uint64_t{all} * block / gridDim.x);
 }
@@ -358,7 +359,8 @@ __device__ __forceinline__ bool run_gate(const Block& b, const Trace& trace) {
   if (b.args.topk_ids != nullptr) return true;
   trace.begin();
   const GateJobs<Dtype> jobs{b};
-  Dots<Dtype, 1, GateJobs<Dtype>> dots(jobs, b.warp() * gridDim.x + blockIdx.x, b.c.experts, kFewWarps * gridDim.x);
+  Dots<Dtype, 1, GateJobs<Dtype>> dots(jobs, b.warp() * gridDim.x + blockIdx.x, b.c.shape.experts,
+                                       kFewWarps * gridDim.x);
   dots.begin();
   dots.run();
   collect_logits(b);
@@ -383,8 +385,8 @@ template <class Dtype, class Trace>
 __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
   using Jobs = Gemm1Jobs<Dtype>;
   const uint32_t at_once = kFewResults / 2 / b.choices();  // pairs of columns whose results there is room for
-  uint32_t next = begin_of_part(b.c.hidden / 2, blockIdx.x);
-  const uint32_t end = begin_of_part(b.c.hidden / 2, blockIdx.x + 1);
+  uint32_t next = begin_of_part(b.c.shape.hidden / 2, blockIdx.x);
+  const uint32_t end = begin_of_part(b.c.shape.hidden / 2, blockIdx.x + 1);
   for (bool met = false;; met = true) {
     const Jobs jobs{b, 2 * next, min_of(at_once, end - next)};
     Dots<Dtype, 2, Jobs> dots(jobs, b.warp(), jobs.jobs(), kFewWarps);

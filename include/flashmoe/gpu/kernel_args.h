@@ -20,7 +20,7 @@ inline constexpr uint32_t kMaxExperts = 1024;
 inline constexpr uint32_t kFewWarps = 12;
 inline constexpr uint32_t kFewThreads = kFewWarps * 32;
 inline constexpr uint32_t kFewChoices = kFewTokens * 32;  // K is at most 32
-inline constexpr uint32_t kFewResults = 8192;             // columns times choices whose results a block keeps
+inline constexpr uint32_t kFewResults = 8192;             // columns times choices: results that a block keeps at a time
 inline constexpr uint32_t kFewSharedBytes = 48 * 1024;
 static_assert(kFewChoices <= kFewThreads);
 
@@ -59,13 +59,14 @@ struct KernelArgs {
 
   // Weights as TMA sees them, all 128-byte swizzled, 128 bytes of K by 128 rows a box, zeros outside:
   //   gate_up  5D {H, 8, gated ? 2 : 1, I / 8, El}, box {., 8, gated ? 2 : 1, gated ? 8 : 16, 1}: with a gate, a box
-  //            holds 8 gate rows, their 8 up rows, and so on, so that one thread's accumulators have both, either way
+  //            holds 8 gate rows, their 8 up rows, the next 8 gate rows, and so on, so that a thread's accumulators
+  //            have both, whether features are down or across
   //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
   //   router   5D {H, E, 1, 1, 1},       box {., gate_features(E), 1, 1, 1}
-  //   hidden   2D {I, tiles * 256},      box {., 32}
+  //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router
-  TensorMap gate_up, down, router, hidden, tokens;
-  // The same without TMA: [El][2I or I], H elements a row; [El][H], I; [1][E], H.
+  TensorMap gate_up, down, router, intermediate, tokens;
+  // The same weights without TMA: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router [1][E] of H.
   WeightRows gate_up_rows, down_rows, router_rows;
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)

@@ -7,14 +7,14 @@
 
 namespace flashmoe::gpu {
 
-// The own fault if there is one, else a peer's.
+// Hands the host this rank's own fault if there is one, else a peer's.
 __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
-  for (uint32_t i = 0; i < c.ranks; ++i) {
-    const FaultRecord* record = c.fault(c.rank, (c.rank + i) % c.ranks);
+  for (uint32_t i = 0; i < c.shape.ranks; ++i) {
+    const FaultRecord* record = c.fault(c.rank, (c.rank + i) % c.shape.ranks);
     if (Platform::load_acquire(&record->posted, kSystem) == 0) continue;
     to.fault = record->fault;
     to.entered = entered_by<Platform>(c, to.fault.culprit);
-    // A rank's configuration is in its own heap, and here once it has announced it.
+    // In whose heap configurations that rank p has are read: in p's own, or if that is not mapped, in this rank's.
     auto at = [&](uint32_t p) { return Platform::kPeersMapped ? p : c.rank; };
     to.mine = *c.call_config(at(to.fault.rank), to.fault.rank);
     to.theirs = *c.call_config(at(to.fault.rank), to.fault.awaited);  // as the finder read it
@@ -23,9 +23,9 @@ __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
   }
 }
 
-// One thread, when all of the block's warps are done. The last block to leave counts the call, when every block has read
-// the count, and hands the host what went wrong. Calls that are queued behind one that failed, or replayed, find its leftovers
-// in queue and lists, and tokens of another number: they must not begin.
+// One thread, when all of the block's warps are done. The last block to leave counts the call (every block has read the
+// count by then), and hands the host what went wrong. Calls queued behind one that failed, or replayed, would find its
+// leftovers in queue and lists, and another number of tokens: they must not begin, which kNoMoreCalls tells them.
 __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uint64_t epoch) {
   Control* control = c.control();
   if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != gridDim.x) return;

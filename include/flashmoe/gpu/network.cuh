@@ -1,50 +1,67 @@
 // The network: what the kernel calls of NVSHMEM, and all that it does.
 //
 // Inlined from NVSHMEM's headers: a call that is left in the kernel, be it of an assertion, would have ptxas serialise
-// every wgmma. Without its GPU-initiated InfiniBand (IBGDA), for that is 390 KB of instructions with a stack frame and a
-// printf, behind headers of rdma-core that its package lacks: to a peer that is not mapped, NVSHMEM's CPU proxy sends.
-// A mapped peer's memory these functions write themselves.
+// every wgmma. Without what a GPU itself says to a network card (IBGDA, GPUNetIO), for that is 390 KB of instructions with a
+// stack frame and a printf, behind headers of rdma-core that its package lacks: to a peer that is not mapped, NVSHMEM's CPU
+// proxy sends. A mapped peer's memory these functions write themselves.
+//
+// NVSHMEM's public calls, but for three: settle(), whose like is public only as the end of a wait; quiet(), which is public
+// only for a lane; and put() from 3.8 on. These, and how the headers declare what the host fills in, change from release to
+// release, so that only those are compiled with which somebody has looked at the result (python/flashmoe/nvshmem.py).
 //
 // A remote address is a symmetric one: that of the same place in the own heap.
 #pragma once
 
-#include <cassert>
 #include <cstdint>
 #include <cstdio>
 
+#define NDEBUG
+#include <cassert>
+
 #define NVSHMEM_ENABLE_ALL_DEVICE_INLINING
 #include "non_abi/nvshmem_build_options.h"
-#undef NVSHMEM_IBGDA_SUPPORT
-#include "device_host/nvshmem_common.cuh"
-#include "non_abi/device/common/nvshmemi_common_device.cuh"
 #include "non_abi/nvshmem_version.h"
+#undef NVSHMEM_IBGDA_SUPPORT
+#undef NVSHMEM_GPUNETIO_SUPPORT
+#if NVSHMEM_VENDOR_MINOR_VERSION == 6  // declares nvshmemi_device_state_d for relocatable code alone, unless told how
+#define EXTERN_CONSTANT static __constant__
+#endif
+#include "device/nvshmem_defines.h"
+#include "device/nvshmemx_defines.h"
+
+#undef NDEBUG
+#include <cassert>
 
 // nvshmemx_cumodule_init looks for it in the module, and for nvshmemi_device_state_d, which the headers define.
+#if NVSHMEM_VENDOR_MINOR_VERSION < 7  // else they define both
 __constant__ nvshmemi_version_t nvshmemi_device_lib_version_d = {
     NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION};
+#endif
 
 namespace flashmoe::gpu::network {
 
 // Sends `bytes` to the place `to` of a peer's heap. The source must not change before quiet(). All lanes of a warp, whose
 // earlier writes are sent.
 __device__ __forceinline__ void put(void* to, const void* from, uint32_t bytes, uint32_t peer) {
-  nvshmemi_put_nbi_threadgroup<char, NVSHMEMI_THREADGROUP_WARP>(static_cast<char*>(to), static_cast<const char*>(from),
-                                                                bytes, static_cast<int>(peer));
+#if NVSHMEM_VENDOR_MINOR_VERSION < 8
+  nvshmemx_putmem_nbi_warp(to, from, bytes, static_cast<int>(peer));
+#else  // the public one looks for a region that batches puts, which is never open here, by a function that is not inlined
+  nvshmemi_put_nbi<char, NVSHMEMI_THREADGROUP_WARP>(static_cast<char*>(to), static_cast<const char*>(from), bytes,
+                                                    static_cast<int>(peer));
+#endif
 }
 
 // put(), then the signal. Earlier puts are ordered before both by fence(). All lanes.
 __device__ __forceinline__ void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal, uint64_t word,
                                            uint32_t peer) {
-  nvshmemi_put_signal_threadgroup<char, NVSHMEMI_THREADGROUP_WARP>(
-      static_cast<char*>(to), static_cast<const char*>(from), bytes, signal, word, NVSHMEMI_AMO_SIGNAL_SET,
-      static_cast<int>(peer), true);
+  nvshmemx_putmem_signal_nbi_warp(to, from, bytes, signal, word, NVSHMEM_SIGNAL_SET, static_cast<int>(peer));
 }
 
 // Orders the warp's earlier puts before its later ones to the same peer. All lanes; one of them issued the puts to peers that
 // are not mapped, and it is that one's fence.
 __device__ __forceinline__ void fence() {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) nvshmemi_fence();
+  if (threadIdx.x % 32 == 0) nvshmem_fence();
   __syncwarp();
 }
 
@@ -57,7 +74,7 @@ __device__ __forceinline__ void quiet() {
 // Sets a word of a peer, after puts of any warp that has been through quiet() and of which this lane knows. One lane.
 __device__ __forceinline__ void signal(uint64_t* to, uint64_t word, uint32_t peer) {
   __threadfence_system();
-  nvshmemi_signal_op(to, word, NVSHMEMI_AMO_SIGNAL_SET, static_cast<int>(peer));
+  nvshmemx_signal_op(to, word, NVSHMEM_SIGNAL_SET, static_cast<int>(peer));
 }
 
 // After a peer's signal was seen here: makes what was put before it visible, where a transport needs help with that. (As

@@ -164,7 +164,7 @@ struct TeamPlatform : Platform {
   static __device__ __forceinline__ void team_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kTeam * kLanes) : "memory");
   }
-  // Where warps come from different code: bar.sync is aligned, all must execute the same one.
+  // For warps that come from different code: bar.sync is aligned, that is, all must execute the same instruction.
   static __device__ __forceinline__ void team_sync_of_roles() {
     asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "n"(kTeam * kLanes) : "memory");
   }

@@ -6,7 +6,7 @@
 
 namespace flashmoe::gpu {
 
-// Monotonic in the float's value; 0 is below every number.
+// A key that grows with the float's value; 0 is below every number's.
 __device__ __forceinline__ uint32_t order_key(float v) {
   const uint32_t bits = __float_as_uint(v);
   return (bits & 0x80000000u) ? ~bits : bits | 0x80000000u;
@@ -16,16 +16,16 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float((key & 0x80000000u) ? key & 0x7fffffffu : ~key);
 }
 
-// A token's logits, and where its choice goes.
+// A token's logits, and where its chosen experts and their weights go.
 struct TokenChoice {
   const float* logits;  // [E]
   int32_t* ids;         // [K]
   float* weights;       // [K]
 };
 
-// One warp, kTokens tokens side by side: a choice is a chain of reductions over the warp, which the others' fill. A lane has
-// the experts lane, lane + 32, ... of a token's, at most kPerLane of them. Bit t of what is returned: a logit of the t-th
-// token is not finite (it then has no choice).
+// One warp chooses for kTokens tokens side by side: for each, a chain of reductions over the warp, whose latencies the
+// other tokens' chains fill. A lane has the experts lane, lane + 32, ... of each token, at most kPerLane of them. Bit t
+// of what it returns: a logit of the t-th token is not finite, and nothing is chosen for it.
 template <uint32_t kPerLane, uint32_t kTokens>
 __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTokens], uint32_t experts, uint32_t top_k,
                                                  bool renormalize) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTok
       for (uint32_t i = 0; i < kPerLane; ++i) key[t][i] = winner == i * 32 + lane ? 0 : key[t][i];
     }
   }
-  // The normalisation over all experts cancels where the chosen ones are normalised.
+  // Where the chosen weights are renormalised, the softmax's sum over all experts cancels: theirs is enough.
   float sum[kTokens];
 #pragma unroll
   for (uint32_t t = 0; t < kTokens; ++t) {
@@ -110,16 +110,17 @@ __device__ __forceinline__ uint32_t choose_experts(const TokenChoice (&token)[kT
   return choose_among<32>(token, experts, top_k, renormalize);
 }
 
-// The same where kFewLanes experts are all: so many lanes have a token, and a warp chooses for several in the time of one.
-// `token` is the lane's, number lane / kFewLanes of the warp's; null: none. Of what is to be returned, the first bit.
+// The same where there are at most kFewLanes experts: so many lanes have a token, and a warp chooses for four in the
+// time of one. `token`: the one of this lane, the warp's number lane / kFewLanes; logits null: none. Returns only the
+// first bit that choose_among() would.
 inline constexpr uint32_t kFewLanes = 8;
 
 __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_t experts, uint32_t top_k,
                                                bool renormalize) {
   using P = Platform;
-  const uint32_t place = P::lane() % kFewLanes, first = P::lane() - place;
-  const bool exists = token.logits != nullptr && place < experts;
-  const float logit = exists ? token.logits[place] : 0.0f;
+  const uint32_t own = P::lane() % kFewLanes, first = P::lane() - own;
+  const bool exists = token.logits != nullptr && own < experts;
+  const float logit = exists ? token.logits[own] : 0.0f;
   const uint32_t bad = P::ballot(!isfinite(logit));
   uint32_t key = exists ? order_key(logit) : 0;
   float largest, mine = 0.0f;  // as in choose_among
@@ -131,20 +132,20 @@ __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_
     for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) top = max_of(top, __shfl_xor_sync(kFullWarp, top, d));
     const uint32_t winner = __ffs(P::ballot(key == top) >> first) - 1;  // the first of equals
     if (k == 0) largest = value_of(top);
-    if (place == k) {
+    if (own == k) {
       chosen = winner;
       mine = value_of(top);
     }
-    if (place == winner) key = 0;
+    if (own == winner) key = 0;
   }
-  mine = place < top_k ? expf(mine - largest) : 0.0f;
+  mine = own < top_k ? expf(mine - largest) : 0.0f;
   float sum = mine;
   if (!renormalize) sum = exists ? expf(logit - largest) : 0.0f;
 #pragma unroll
   for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
-  if (exists && place < top_k && (bad >> first & ((1u << kFewLanes) - 1)) == 0) {
-    token.ids[place] = static_cast<int32_t>(chosen);
-    token.weights[place] = mine / sum;
+  if (exists && own < top_k && (bad >> first & ((1u << kFewLanes) - 1)) == 0) {
+    token.ids[own] = static_cast<int32_t>(chosen);
+    token.weights[own] = mine / sum;
   }
   return bad == 0 ? 0 : 1u << (__ffs(bad) - 1) / kFewLanes;
 }

@@ -9,7 +9,8 @@
 
 namespace flashmoe::gpu {
 
-// Some columns of a rank's tokens, cut into items: a token's columns, 16 bytes a lane. Token by token.
+// A return group's columns of a rank's tokens, cut into items: 512 bytes of a token's columns, 16 a lane. Items are
+// numbered token by token.
 struct SumSpan {
   static constexpr uint32_t kStep = 32 * 16;  // bytes of an item
   const uint8_t* rows;                        // the first token's row of slot 0, at this lane's first chunk
@@ -22,38 +23,38 @@ struct SumSpan {
   __device__ __forceinline__ uint32_t per_token() const { return ceil_div(bytes, kStep); }
 };
 
-// Each warp's place among the pieces, between two of them: in shared memory, since it is long and registers are short. S: a
+// A cursor for each warp, which it keeps between two pieces in shared memory: it is long and registers are short. S: a
 // struct of words, the same for all lanes.
 template <class S>
-class PlaceOfWarp {
+class CursorOfWarp {
   using P = Platform;
 
  public:
   // One thread, before the block's first synchronization.
   __device__ void init() {
-    for (Aligned& a : place_) a.place = {};
+    for (Aligned& a : states_) a.state = {};
   }
-  // Own; all lanes.
-  __device__ __forceinline__ S load() const { return place_[warp()].place; }
+  // The calling warp's own; all lanes.
+  __device__ __forceinline__ S load() const { return states_[warp()].state; }
   __device__ __forceinline__ void save(const S& s) {
     P::sync();
-    if (P::lane() == 0) place_[warp()].place = s;
+    if (P::lane() == 0) states_[warp()].state = s;
     P::sync();
   }
 
  private:
-  // Volatile: it is to be computed where it is used, or it takes registers from other roles.
+  // Volatile, so that it is computed where it is used: else it takes registers from other roles.
   __device__ __forceinline__ static uint32_t warp() {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread / P::kLanes;
   }
 
-  // Else ptxas loads 16 bytes that begin in the place of the warp before, which may be writing there.
+  // Unaligned, ptxas would load 16 bytes that begin in the state of the warp before, which may be writing there.
   struct alignas(16) Aligned {
-    S place;
+    S state;
   };
-  Aligned place_[kWarps];
+  Aligned states_[kWarps];
 };
 
 // Some items of a span, at most one a lane. Offsets in units of 16 bytes, else they would be 64 bits.
@@ -62,12 +63,12 @@ struct SumPiece {
   uint8_t* out;
   uint32_t slot_bytes;
   bool writes_all;  // as in SumSpan
-  bool inside;      // whether this lane has a chunk of a token's last column
+  bool inside;      // whether this lane has a chunk of a token's last item, which may be short of 512 bytes
   // Lane i's are the i-th item's:
   uint32_t token;
   uint32_t from, to;        // where its slot 0 and its sum are
   uint32_t used;            // bit s: slot s holds something
-  uint32_t exists, narrow;  // whether there is such an item; whether it is a token's last column
+  uint32_t exists, narrow;  // whether there is such an item; whether it is its token's last
 
   // The n-th piece, of `each` items a piece and `all` in the span.
   __device__ __forceinline__ SumPiece(const SumSpan& span, uint32_t n, uint32_t each, uint32_t all)
@@ -93,9 +94,8 @@ __device__ __forceinline__ void load_slots(uint4 (&chunk)[kSlots], const uint8_t
   }
 }
 
-// Sums a piece, so many items at once that 10 to 16 loads of a lane are on their way, where slots are few: a memory round
-// trip is what this takes. How many, registers decide. (Row after row, whichever item they are of, 8 at a time: half as
-// fast.) All lanes.
+// Sums a piece, several items at once: it takes memory round trips, so 10 to 16 loads of a lane are on their way where
+// slots are few, as many as registers allow. (Row after row, 8 at a time, of whatever items: half as fast.) All lanes.
 template <class Dtype>
 class ItemSums {
   using P = Platform;

@@ -6,11 +6,11 @@
 
 namespace flashmoe::gpu {
 
-// When the spans began that each warp's tracing thread is in, one inside the other. In shared memory, not in registers:
-// the mainloop has none left.
+// For each warp, when the spans began that its tracing thread is in: [0], and inside that [1]. In shared memory, not in
+// registers: the mainloop has none left.
 using TraceStarts = uint64_t[kWarps][2];
 
-// Called by all; of each kEach threads the first traces.
+// Called by all threads; the first of every kEach of them traces.
 template <bool kOn, uint32_t kEach>
 struct Tracer {
   const KernelArgs& args;
@@ -24,7 +24,7 @@ struct Tracer {
       if (t % kEach == 0) starts[t / 32][depth] = Platform::now_ns();
     }
   }
-  // It ends. Of a task that was only rehearsed nothing is recorded.
+  // The span ends. Of a rehearsal nothing is recorded.
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
     if constexpr (kOn) {
       const uint32_t t = thread();
@@ -44,7 +44,7 @@ struct Tracer {
   }
 
  private:
-  // Volatile: else ptxas keeps whether the thread traces for the length of the kernel, and spills it.
+  // Volatile: else ptxas keeps whether this thread traces in a register throughout the kernel, and spills it.
   static __device__ __forceinline__ uint32_t thread() {
     uint32_t t;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));

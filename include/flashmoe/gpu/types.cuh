@@ -8,7 +8,7 @@
 
 namespace flashmoe::gpu {
 
-// For 16-byte pieces: their elements; sum[i] += the i-th element; and sums, rounded.
+// For 16 bytes of elements: spread() gives them as fp32, accumulate() adds the i-th to sum[i], round() packs sums.
 template <class Dtype>
 struct PackedPairs {
   static __device__ __forceinline__ void spread(float (&to)[8], const uint4& piece) {
@@ -96,7 +96,8 @@ struct ExactFp32 : Tf32 {
   static constexpr bool kTensorCores = false;
 };
 
-// How the router's scores are computed: which experts a token has is not to depend on 13 bits of fp32 operands.
+// The type in which the router's scores are computed: which experts a token gets must not depend on the 13 bits of fp32
+// operands that TF32 ignores.
 template <class Dtype>
 struct Scores {
   using Type = Dtype;

@@ -17,8 +17,8 @@ FLASHMOE_FN void announce_own(const Call& c) {
 // Tells the other ranks. All lanes of the first sender.
 template <class P>
 FLASHMOE_FN void announce_to_peers(const Call& c) {
-  for (uint32_t i = 1 + P::lane(); i < c.ranks; i += P::kLanes) {
-    const uint32_t q = (c.rank + i) % c.ranks;
+  for (uint32_t i = 1 + P::lane(); i < c.shape.ranks; i += P::kLanes) {
+    const uint32_t q = (c.rank + i) % c.shape.ranks;
     *c.call_config(q, c.rank) = c.config;
     P::store_release(c.call_signal(q, c.rank), call_word(c), kSystem);
   }

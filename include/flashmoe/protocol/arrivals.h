@@ -15,31 +15,35 @@ struct Source {
   uint32_t next;    // first packet not yet seen
 };
 
-// Packets of a source that a lane looks at in a step: with a warp's lanes all of a rank's, if it has a block of tokens per SM.
+// Packets of a source that a lane looks at in a step. The 32 lanes of a warp look at 128: all of a rank's, where these
+// are no more than about one for each SM.
 inline constexpr uint32_t kPacketsOfLane = 4;
 
-// kDepth: packets of a source that a step looks at, per lane; their loads are under way together. kLooks: rounds of such
-// loads in a step; as many sources get all lanes, more of them share.
+// kDepth: packets of a source that a lane looks at in a step, whose loads are under way together. kLooks: rounds of
+// such loads in a step. With at most kLooks ranks, each has a round with all lanes; more share rounds (32 ranks in 8
+// rounds of 32 lanes: 4 ranks a round, 8 lanes each).
 template <class P, uint32_t kDepth, uint32_t kLooks>
 class Arrivals {
  public:
   // sources: [R] in shared memory, uninitialised.
   FLASHMOE_FN Arrivals(const Call& call, Source* sources) : c_(call), sources_(sources) {
-    for (uint32_t p = P::lane(); p < c_.ranks; p += P::kLanes) sources_[p] = {Source::kUnheard, 0};
+    for (uint32_t p = P::lane(); p < c_.shape.ranks; p += P::kLanes) sources_[p] = {Source::kUnheard, 0};
     P::sync();
   }
 
-  // Looks once. Calls consume(p, first block, n <= kLanes * kDepth) for what has newly arrived of rank p, each source
-  // in block order, own rank first. Then close(p) after a source's last packet. True if anything was new. All lanes.
+  // Looks once. Calls consume(p, first token block, n) for n <= kLanes * kDepth packets of rank p that have newly
+  // arrived, in the order of token blocks, own rank first; and close(p) after a rank's last packet. True if anything
+  // was new. All lanes.
   template <class Consume, class Close>
   FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
-    bool moved = heard_ < c_.ranks && hear_calls(close);
-    const uint32_t width = max_of(1u, min_of(P::kLanes, P::kLanes * kLooks / c_.ranks));  // lanes per source
-    const uint32_t per_load = P::kLanes / width;                                          // sources per load
-    for (uint32_t base = 0; base < c_.ranks; base += per_load) {
+    bool moved = heard_ < c_.shape.ranks && hear_calls(close);
+    const uint32_t width = max_of(1u, min_of(P::kLanes, P::kLanes * kLooks / c_.shape.ranks));  // lanes per source
+    const uint32_t per_load = P::kLanes / width;                                                // sources per load
+    for (uint32_t base = 0; base < c_.shape.ranks; base += per_load) {
       const uint32_t i = base + P::lane() / width;
-      const uint32_t p = (c_.rank + i) % c_.ranks;
-      const bool listening = i < c_.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard;
+      const uint32_t p = (c_.rank + i) % c_.shape.ranks;
+      const bool listening =
+          i < c_.shape.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard;
       const uint32_t b = listening ? sources_[p].next + P::lane() % width : 0;
       const uint32_t end = listening ? sources_[p].blocks : 0;
       uint64_t word[kDepth];
@@ -57,14 +61,14 @@ class Arrivals {
       }
       P::sync();
       FLASHMOE_NO_UNROLL
-      for (uint32_t g = 0; g < per_load && base + g < c_.ranks; ++g) {
-        uint32_t n = 0;
+      for (uint32_t g = 0; g < per_load && base + g < c_.shape.ranks; ++g) {
+        uint32_t n = 0;  // next packets that are here, without a gap: word d counts if all words before it are full
         FLASHMOE_UNROLL
         for (uint32_t d = 0; d < kDepth; ++d) {
           if (n == d * width) n += min_of(lowest_bit<P>(~(present[d] >> g * width)), width);
         }
         if (n == 0) continue;
-        take((c_.rank + base + g) % c_.ranks, n, consume, close);
+        take((c_.rank + base + g) % c_.shape.ranks, n, consume, close);
         moved = true;
       }
     }
@@ -72,13 +76,13 @@ class Arrivals {
   }
 
   // Every packet of every rank is here.
-  FLASHMOE_FN bool complete() const { return finished_ == c_.ranks; }
+  FLASHMOE_FN bool complete() const { return finished_ == c_.shape.ranks; }
   FLASHMOE_FN const Source& source(uint32_t p) const { return sources_[p]; }
-  // A rank whose configuration is not this rank's; R if there is none.
+  // A rank whose call configuration differs from this rank's; if there is none, a number that is no rank's.
   FLASHMOE_FN uint32_t stranger() const { return stranger_; }
 
  private:
-  // After a poll that saw its signal. A rank signals its own packets at device scope.
+  // After a poll that saw the packet's signal. A rank signals its own packets at device scope.
   FLASHMOE_FN void acquire_packet(uint32_t p, uint32_t b) const {
     const uint64_t* signal = c_.packet_signal(c_.rank, p, b);
     if (p == c_.rank) {
@@ -92,10 +96,10 @@ class Arrivals {
   FLASHMOE_FN bool hear_calls(Close&& close) {
     bool moved = false;
     P::sync();  // other lanes may still be reading sources_ in the step before: votes order no memory
-    for (uint32_t base = 0; base < c_.ranks; base += P::kLanes) {
+    for (uint32_t base = 0; base < c_.shape.ranks; base += P::kLanes) {
       const uint32_t p = base + P::lane();
       bool fresh = false, empty = false, strange = false;
-      if (p < c_.ranks && sources_[p].blocks == Source::kUnheard) {
+      if (p < c_.shape.ranks && sources_[p].blocks == Source::kUnheard) {
         const uint64_t word = P::poll(c_.call_signal(c_.rank, p), kSystem);
         fresh = Signal::epoch(word) == c_.epoch;
         if (fresh) P::acquire(c_.call_signal(c_.rank, p), kSystem);

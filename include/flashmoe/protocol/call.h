@@ -11,70 +11,93 @@
 
 namespace flashmoe {
 
-// GShard's capacity, per source rank: ceil(factor * (T * K) / E), in this order, which rounds least; 0 for factor 0.
+// GShard's capacity, per source rank: ceil(factor * (T * K) / E), in this order, which rounds least; 0 for factor 0 alone,
+// though the product of a smaller one than any normal number may be 0.
 inline uint32_t expert_capacity(double factor, uint32_t tokens, uint32_t top_k, uint32_t experts) {
   const double capacity = std::ceil(factor * (static_cast<double>(tokens) * top_k) / experts);
-  return static_cast<uint32_t>(min_of(capacity, 0x1p31));
+  return static_cast<uint32_t>(min_of(factor > 0 && tokens > 0 && capacity < 1 ? 1.0 : capacity, 0x1p31));
 }
 
-// The most tokens of a joined call: a token and a column of tasks share a word.
+// The most tokens of a joined call: a late row's word has 16 bits for the token, 16 for the block of columns (LateRow).
 inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
 
-struct Call {
-  // The call.
-  Epoch epoch = 0;
-  uint32_t rank = 0, ranks = 1;
+// What is computed.
+struct CallShape {
+  uint32_t ranks = 1;
   uint32_t tokens = 0, hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   uint32_t local_experts = 0;
-  uint32_t log2_block = 7;
   uint32_t capacity = 0;  // per expert and source rank; 0: dropless
   ReturnMode return_mode = ReturnMode::kDirect;
-  // How it is cut into tasks.
+
+  // The elements along an axis of matrices, kHidden or kIntermediate.
+  uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
+};
+
+// How the call is cut into token blocks, tiles, tasks and return groups, and in which order tasks are taken.
+struct CallPolicy {
+  uint32_t log2_block = 7;  // a token block has 2^log2_block tokens
   uint32_t tile_rows = 128;
   uint32_t columns[kProducts] = {};  // blocks of columns of each product
-  // Return groups: group g has the columns [group_first[g], group_first[g + 1]) of the product whose results return.
+  // Return group g has blocks of columns [group_first[g], group_first[g + 1]) of the product whose results return.
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
-  uint32_t processors = 1;
+  // Processors that take tasks together: two thread blocks of a GPU; a CPU's thread is a cluster of its own.
+  uint32_t clusters = 1;
   // 1: rows are joined as they come, there is no combine (a rank alone, direct, K at most 2, dropless; actors/joiner.h).
   uint32_t joined = 0;
   OrderPolicy order;
   uint64_t timeout_ns = 0;  // 0: none
-  CallConfig config;
-  // Placement: owner rank and local index of each expert, and the experts each rank owns.
+};
+
+// Owner rank and local index of each expert, and the experts each rank owns.
+struct CallPlacement {
   const uint32_t* owner = nullptr;       // [E]
   const uint32_t* by_owner = nullptr;    // [E] experts, ascending by (owner, expert)
   const uint32_t* owner_base = nullptr;  // [R + 1] where each rank's experts begin in by_owner
-  // Memory.
+};
+
+// Where everything lies; Call's accessors add the coordinates.
+struct CallMemory {
   uint8_t* const* heaps = nullptr;  // [R] every rank's symmetric heap, as mapped here
   uint8_t* work = nullptr;
   HeapLayout heap_layout;
   WorkLayout work_layout;
+  uint64_t put_offset[static_cast<uint32_t>(PutField::kCount)] = {};  // behind the workspace
   uint32_t max_blocks = 0;
-  // Bytes of a token's H elements, of a hidden row's I, and of the H elements of a row on its way home.
-  uint32_t token_row_bytes = 0, hidden_row_bytes = 0, return_row_bytes = 0;
+  // Bytes of a token's H elements, of an intermediate row's I, and of the H elements of a row on its way home.
+  uint32_t token_row_bytes = 0, intermediate_row_bytes = 0, return_row_bytes = 0;
   uint64_t queue_mask = 0, list_mask = 0;
+};
 
-  // How far an axis of matrices reaches.
-  uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
+struct Call {
+  Epoch epoch = 0;
+  uint32_t rank = 0;
+  CallShape shape;
+  CallPolicy policy;
+  CallConfig config;  // what the ranks must agree on
+  CallPlacement placement;
+  CallMemory memory;
+
   // Cuts the results of each product into blocks of so many columns.
   void cut_columns(const std::array<uint32_t, kProducts>& each) {
-    for (uint32_t n = 0; n < kProducts; ++n) columns[n] = ceil_div(extent(kProgram[n].columns), each[n]);
+    for (uint32_t n = 0; n < kProducts; ++n) policy.columns[n] = ceil_div(shape.extent(kProgram[n].columns), each[n]);
   }
 
-  FLASHMOE_HD uint32_t block_tokens() const { return 1u << log2_block; }
-  FLASHMOE_HD uint32_t blocks() const { return (tokens + block_tokens() - 1) >> log2_block; }
-  FLASHMOE_HD uint32_t tokens_in_block(uint32_t b) const { return min_of(block_tokens(), tokens - (b << log2_block)); }
+  FLASHMOE_HD uint32_t block_tokens() const { return 1u << policy.log2_block; }
+  FLASHMOE_HD uint32_t blocks() const { return (shape.tokens + block_tokens() - 1) >> policy.log2_block; }
+  FLASHMOE_HD uint32_t tokens_in_block(uint32_t b) const {
+    return min_of(block_tokens(), shape.tokens - (b << policy.log2_block));
+  }
   FLASHMOE_HD uint32_t parity() const { return static_cast<uint32_t>(epoch & 1); }
-  FLASHMOE_HD uint32_t group_columns(uint32_t g) const { return group_first[g + 1] - group_first[g]; }
+  FLASHMOE_HD uint32_t group_columns(uint32_t g) const { return policy.group_first[g + 1] - policy.group_first[g]; }
   FLASHMOE_HD uint32_t group_of(uint32_t column) const {
     uint32_t g = 0;
-    while (column >= group_first[g + 1]) ++g;
+    while (column >= policy.group_first[g + 1]) ++g;
     return g;
   }
-  FLASHMOE_HD bool reduced() const { return return_mode == ReturnMode::kReduced; }
-  FLASHMOE_HD uint32_t owned(uint32_t q) const { return owner_base[q + 1] - owner_base[q]; }
-  // Blocks of rank p, whose call signal has arrived here. (Own: blocks().)
+  FLASHMOE_HD bool reduced() const { return shape.return_mode == ReturnMode::kReduced; }
+  FLASHMOE_HD uint32_t owned(uint32_t q) const { return placement.owner_base[q + 1] - placement.owner_base[q]; }
+  // Token blocks of rank p, whose call signal has arrived here. (Own: blocks().)
   FLASHMOE_HD uint32_t blocks_of(uint32_t p) const {
     const uint32_t payload = Signal::payload(*call_signal(rank, p));
     return ceil_div(CallPayload::tokens(payload), 1u << CallPayload::log2_block(payload));
@@ -82,7 +105,7 @@ struct Call {
   FLASHMOE_HD uint32_t tokens_of(uint32_t p) const {
     return CallPayload::tokens(Signal::payload(*call_signal(rank, p)));
   }
-  // The first token of packet (p, b) that arrived here, and how many tokens its block has.
+  // The first token of packet (p, b) that arrived here, and how many tokens its token block has.
   FLASHMOE_HD uint32_t packet_first_token(uint32_t p, uint32_t b) const {
     return b << CallPayload::log2_block(Signal::payload(*call_signal(rank, p)));
   }
@@ -91,13 +114,13 @@ struct Call {
     const uint32_t first = b << CallPayload::log2_block(payload);
     return min_of(1u << CallPayload::log2_block(payload), CallPayload::tokens(payload) - first);
   }
-  // Entries of packet (p, b). The counts of one without any are not written: what is there is an older packet's.
+  // Entries of packet (p, b), whose signal has arrived here.
   FLASHMOE_HD uint32_t packet_size(uint32_t p, uint32_t b) const { return Signal::payload(*packet_signal(rank, p, b)); }
 
   // ---- symmetric heap; `at` is the rank in whose heap the field lies -------------------------------------------
   template <class T>
   FLASHMOE_HD T* heap(uint32_t at, HeapField f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0, uint64_t m = 0) const {
-    return heap_layout.at<T>(heaps[at], f, i, j, k, m);
+    return memory.heap_layout.at<T>(memory.heaps[at], f, i, j, k, m);
   }
   FLASHMOE_HD Status* status(uint32_t at) const { return heap<Status>(at, HeapField::kStatus); }
   FLASHMOE_HD FaultRecord* fault(uint32_t at, uint32_t by) const {
@@ -121,7 +144,7 @@ struct Call {
   FLASHMOE_HD Entry* packet_entries(uint32_t at, uint32_t p, uint32_t first_token) const {
     return heap<Entry>(at, HeapField::kPacketEntries, parity(), p, first_token);
   }
-  // Where this rank builds its packets for rank q: the own where it is read, the others in the outbox.
+  // Where this rank builds its packets for rank q: its own in its heap, where they are read, others in the outbox.
   FLASHMOE_HD uint16_t* out_offsets(uint32_t q, uint32_t b) const {
     if (q == rank) return packet_offsets(q, rank, b);
     return workspace<uint16_t>(WorkField::kOutOffsets, q, b);
@@ -142,7 +165,7 @@ struct Call {
   }
   // Row of `token` of rank p as dispatched to rank `at` (p != at).
   FLASHMOE_HD uint8_t* dispatched_row(uint32_t at, uint32_t p, uint32_t token) const {
-    const uint32_t slot = peer_slot(p, at, ranks) + (kRowCopies == 1 ? 0 : parity() * (ranks - 1));
+    const uint32_t slot = peer_slot(p, at, shape.ranks) + (kRowCopies == 1 ? 0 : parity() * (shape.ranks - 1));
     return heap<uint8_t>(at, HeapField::kRows, slot, token);
   }
   FLASHMOE_HD uint8_t* return_row(uint32_t home, uint32_t token, uint32_t slot) const {
@@ -152,14 +175,14 @@ struct Call {
   // ---- workspace -------------------------------------------------------------------------------------------------
   template <class T>
   FLASHMOE_HD T* workspace(WorkField f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0) const {
-    return work_layout.at<T>(work, f, i, j, k);
+    return memory.work_layout.at<T>(memory.work, f, i, j, k);
   }
   FLASHMOE_HD Control* control() const { return workspace<Control>(WorkField::kControl); }
   FLASHMOE_HD uint64_t* queue_slot(uint64_t ticket) const {
-    return workspace<uint64_t>(WorkField::kQueue, ticket & queue_mask);
+    return workspace<uint64_t>(WorkField::kQueue, ticket & memory.queue_mask);
   }
   FLASHMOE_HD uint64_t* list_slot(uint64_t item) const {
-    return workspace<uint64_t>(WorkField::kReadyList, item & list_mask);
+    return workspace<uint64_t>(WorkField::kReadyList, item & memory.list_mask);
   }
   FLASHMOE_HD Tile* tile(uint32_t t) const { return workspace<Tile>(WorkField::kTiles, t); }
   FLASHMOE_HD Row* tile_row(uint32_t t, uint32_t row) const { return workspace<Row>(WorkField::kTileRows, t, row); }
@@ -177,10 +200,6 @@ struct Call {
   FLASHMOE_HD uint64_t* reduce_signal(uint32_t p, uint32_t g) const {
     return workspace<uint64_t>(WorkField::kReduceSignal, p, g);
   }
-  // Where peers are not mapped there is one return group, and the words behind its own are of use: rank p's rows lie
-  // summed in the staging area; how many senders have sent theirs of them.
-  FLASHMOE_HD uint64_t* returns_ready(uint32_t p) const { return reduce_signal(p, 1); }
-  FLASHMOE_HD uint32_t* returns_sent(uint32_t p) const { return reduce_done(p, 1); }
   FLASHMOE_HD int32_t* routing(uint32_t token) const { return workspace<int32_t>(WorkField::kRouting, token); }
   FLASHMOE_HD float* weights(uint32_t token) const { return workspace<float>(WorkField::kWeights, token); }
   FLASHMOE_HD uint32_t* capacity_prefix(uint32_t b) const { return workspace<uint32_t>(WorkField::kPrefix, b); }
@@ -191,22 +210,30 @@ struct Call {
   FLASHMOE_HD uint32_t* joint_word(uint32_t column, uint32_t token) const {
     return workspace<uint32_t>(WorkField::kJoints, column, token);
   }
-  FLASHMOE_HD uint8_t* hidden_row(uint32_t t, uint32_t row) const {
-    return workspace<uint8_t>(WorkField::kHidden, t, row);
+  FLASHMOE_HD uint8_t* intermediate_row(uint32_t t, uint32_t row) const {
+    return workspace<uint8_t>(WorkField::kIntermediate, t, row);
   }
   FLASHMOE_HD uint8_t* staged_row(uint32_t p, uint32_t token, uint32_t ordinal) const {
     return workspace<uint8_t>(WorkField::kStaging, p, token, ordinal);
   }
-  // Own token's row as other ranks get it, where peers are not mapped: behind the workspace (PutField), rows as far apart
-  // as dispatched ones.
+
+  // ---- behind the workspace, where peers are not mapped (PutField) -----------------------------------------------
+  template <class T>
+  FLASHMOE_HD T* for_puts(PutField f) const {
+    return reinterpret_cast<T*>(memory.work + memory.work_layout.bytes + memory.put_offset[static_cast<uint32_t>(f)]);
+  }
+  FLASHMOE_HD uint64_t* returns_ready(uint32_t p) const { return for_puts<uint64_t>(PutField::kReturnsReady) + p; }
+  FLASHMOE_HD uint32_t* returns_sent(uint32_t p) const { return for_puts<uint32_t>(PutField::kReturnsSent) + p; }
+  // Own token's row as other ranks get it: rows as far apart as dispatched ones.
   FLASHMOE_HD uint8_t* out_row(uint32_t token) const {
-    return work + work_layout.bytes + token * heap_layout.stride[static_cast<uint32_t>(HeapField::kRows)][1];
+    return for_puts<uint8_t>(PutField::kRows) +
+           token * memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kRows)][1];
   }
 };
 
 // What a rank's call signal says.
 FLASHMOE_HD uint64_t call_word(const Call& c) {
-  return Signal::make(c.epoch, CallPayload::make(c.tokens, c.log2_block));
+  return Signal::make(c.epoch, CallPayload::make(c.shape.tokens, c.policy.log2_block));
 }
 
 }  // namespace flashmoe

@@ -1,7 +1,8 @@
-// Products of a whole expert: ready when all of its tiles are formed, and done as far as the product waits for them.
+// Products of a whole expert: ready when all of its tiles are formed, and done with the product that this one follows.
 //
-// One counter per expert and product. Tiles that are done add one each; the former of the expert, when it has formed them all,
-// adds kFormed less their number. Whoever brings it to kFormed, the last tile or the former, has completed it and resets it.
+// One counter per expert and product. A tile that is done adds 1; the expert's former, when it has formed the last of n
+// tiles, adds kExpertFormed - n (kExpertFormed, if the product waits for no tile to be done). The add that brings the
+// counter to kExpertFormed, a tile's or the former's, makes the expert ready; whoever made it resets the counter.
 #pragma once
 
 #include "flashmoe/protocol/ready_list.h"
@@ -10,7 +11,7 @@ namespace flashmoe {
 
 inline constexpr uint64_t kExpertFormed = uint64_t{1} << 32;
 
-// Product m has `change` more of what it waits for of local expert l. By the lanes with `has`; called by all.
+// Lanes with `has` add `change` to the counter of product m and local expert l. All lanes call it.
 template <uint32_t m, class P>
 FLASHMOE_FN void change_expert(const Call& c, bool has, uint32_t l, uint64_t change) {
   bool complete = false;
@@ -22,7 +23,7 @@ FLASHMOE_FN void change_expert(const Call& c, bool has, uint32_t l, uint64_t cha
   push_ready<P>(c, complete, {Product<m>::kKind, ReadyTile::column(l, 0), l});
 }
 
-// Local expert l has so many tiles, all announced. All lanes.
+// All tiles of local expert l, `tiles` in number, are announced. All lanes.
 template <class P>
 FLASHMOE_FN void close_expert(const Call& c, uint32_t l, uint32_t tiles) {
   if constexpr (kExpertProducts != 0) {

@@ -6,15 +6,15 @@
 
 namespace flashmoe {
 
-// Called by one lane. Only the first fault of a rank is recorded: what follows from it would hide it. Peers that are not
-// mapped hear of it from a sender, once this rank's actors leave.
+// Called by one lane. Only the first fault of a rank is recorded: faults that follow from it would hide it. To peers
+// that are not mapped a sender puts the record, once this rank's actors leave.
 template <class P>
 FLASHMOE_FN void post_fault(const Call& c, Fault fault) {
   if (P::fetch_add(&c.control()->fault_claim.value, uint64_t{1}) == 0) {
     fault.rank = c.rank;
     fault.epoch = c.epoch;
-    for (uint32_t i = 0; i < (P::kPeersMapped ? c.ranks : 1); ++i) {
-      const uint32_t q = (c.rank + i) % c.ranks;  // own heap first: the host reads it there
+    for (uint32_t i = 0; i < (P::kPeersMapped ? c.shape.ranks : 1); ++i) {
+      const uint32_t q = (c.rank + i) % c.shape.ranks;  // own heap first: the host reads it there
       FaultRecord* to = c.fault(q, c.rank);
       to->fault = fault;
       P::store_release(&to->posted, uint64_t{1}, kSystem);
@@ -25,7 +25,7 @@ FLASHMOE_FN void post_fault(const Call& c, Fault fault) {
   P::store_release(&c.control()->abort.value, uint64_t{1}, kDevice);
 }
 
-// The call that rank p has begun, as far as is known here: of a peer that is not mapped, by its call signals.
+// The call that rank p has begun, as far as is known here: by its status, or if it is not mapped, by its call signals.
 template <class P>
 FLASHMOE_FN Epoch entered_by(const Call& c, uint32_t p) {
   if constexpr (!P::kPeersMapped) {
@@ -42,7 +42,7 @@ FLASHMOE_FN Epoch entered_by(const Call& c, uint32_t p) {
 template <class P>
 FLASHMOE_FN bool peer_faulted(const Call& c) {
   bool found = false;
-  for (uint32_t p = P::lane(); p < c.ranks; p += P::kLanes) {
+  for (uint32_t p = P::lane(); p < c.shape.ranks; p += P::kLanes) {
     found |= P::poll(&c.fault(c.rank, p)->posted, kSystem) != 0;
   }
   const bool any = P::ballot(found) != 0;

@@ -13,18 +13,18 @@ namespace flashmoe {
 
 inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
-// So few tokens of a rank that is alone go through a kernel of their own (GPU).
+// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: gpu/few.cuh).
 inline constexpr uint32_t kFewTokens = 8;
 // The columns of results are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
 
-// Lists of ready tiles that the scheduler keeps for a product: the first goes first. Where results go home it has two, see
-// OrderPolicy::gemm1_lists.
+// How many lists of ready tiles the scheduler keeps for product n: one, or two for the product whose results go home,
+// of which the first is served first (OrderPolicy::gemm1_lists).
 inline constexpr uint32_t kMaxGemm1Lists = 2;
 FLASHMOE_HD constexpr uint32_t ready_lists(uint32_t n) {
   return n == kReturning ? kMaxGemm1Lists : 1;
 }
-// The first of product n, which has them one behind the other.
+// The number of product n's first list; its second is the next.
 FLASHMOE_HD constexpr uint32_t first_list(uint32_t n) {
   uint32_t lists = 0;
   for (uint32_t m = 0; m < n; ++m) lists += ready_lists(m);
@@ -32,7 +32,7 @@ FLASHMOE_HD constexpr uint32_t first_list(uint32_t n) {
 }
 inline constexpr uint32_t kReadyLists = first_list(kProducts);
 
-// The same for every product.
+// `v` for every product.
 constexpr std::array<uint32_t, kProducts> each_product(uint32_t v) {
   std::array<uint32_t, kProducts> all{};
   for (uint32_t& x : all) x = v;
@@ -50,27 +50,27 @@ struct Limits {
   uint32_t x_bytes = 0;            // of an element of a dispatched row
   uint32_t return_bytes = 0;       // of an element of a row on its way home
   uint32_t return_slots = 0;       // return rows per token: K (direct), R (reduced), the larger where both may occur
-  uint32_t capacity = 0;  // rows of one rank that an expert gets at most, the others being dropped; 0: dropless
-  // Of this rank alone: they size its workspace, which no peer addresses.
-  uint32_t intermediate = 0;  // I
-  uint32_t hidden_bytes = 0;  // of an element of a hidden row
-  uint32_t staging = 0;       // 1 if `reduced` may occur
-  uint32_t rdma = 0;          // 1 if peers are reached by puts alone (GPU; equal on every rank)
+  uint32_t capacity = 0;           // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
+  // May differ from rank to rank: they size the workspace, which no peer addresses.
+  uint32_t intermediate = 0;        // I
+  uint32_t intermediate_bytes = 0;  // of an element of an intermediate row
+  uint32_t staging = 0;             // 1 if `reduced` may occur
+  uint32_t rdma = 0;                // 1 if peers are reached by puts alone (GPU; equal on every rank)
   uint32_t tile_rows = 128;
   std::array<uint32_t, kProducts> columns_per_task = each_product(256);
   uint32_t processors = 1;
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
-  // A token's entries on one rank: its experts are distinct.
+  // The most entries that a token has on one rank: its experts are distinct.
   FLASHMOE_HD constexpr uint32_t entries_per_token() const { return min_of(top_k, max_local_experts); }
-  // Rows of one rank that the experts of another get. With a capacity C it is El * C: a call of other sizes, whose own C
-  // may be larger, is refused unless its own product is within this one (arguments.py).
+  // The most rows that one rank's tokens have with the experts of one rank. With a capacity C, El * C: a call of other
+  // sizes may have a larger C, and is refused unless its own El * C is within this one (arguments.py).
   FLASHMOE_HD constexpr uint64_t rows_of_rank() const {
     const uint64_t dropless = uint64_t{max_tokens} * entries_per_token();
     return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);
   }
   FLASHMOE_HD constexpr uint64_t max_rows() const { return ranks * rows_of_rank(); }
-  // Every tile but one per expert is full.
+  // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(max_local_experts, max_rows());
   }
@@ -83,19 +83,19 @@ struct Limits {
     const uint32_t all = kProgram[n].columns == Axis::kHidden ? hidden : intermediate;
     return ceil_div(max_of(all, 1u), columns_per_task[n]);
   }
-  // Tasks that a tile makes, or an expert beside those of its tiles.
+  // Tasks of one tile, or of one expert (without those of its tiles).
   constexpr uint64_t tasks_of(Unit unit) const {
     uint64_t tasks = 0;
     for (uint32_t n = 0; n < kProducts; ++n) tasks += kProgram[n].of == unit ? columns(n) : 0;
     return tasks;
   }
-  // The most tiles, or experts, that are ready for a product.
+  // The most tiles, or experts, that one product's list of ready ones may have.
   constexpr uint64_t max_ready() const {
     return kExpertProducts == 0 ? max_tiles() : max_of<uint64_t>(max_tiles(), max_local_experts);
   }
   // Ranks whose packets are built in the workspace and sent from there.
   FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
-  // Each tile becomes ready for each product, and each expert for its own.
+  // Items of the ready list in a call: a tile for each of its products; an expert for each of its own, and in kFormed.
   constexpr uint64_t list_capacity() const {
     return next_power_of_two((kProducts - kExpertProducts) * max_tiles() +
                              (kExpertProducts + 1) * uint64_t{max_local_experts} + 1);
@@ -106,7 +106,7 @@ struct Limits {
   }
 };
 
-// Who writes a field of another rank's heap.
+// Which rank writes an element of a heap's field, as its coordinates say.
 enum class Writer : uint32_t {
   kSelf,    // only the rank whose heap it is
   kRank0,   // the rank that the first coordinate names
@@ -158,13 +158,14 @@ enum class WorkField : uint32_t {
   kOutCounts,
   kOutEntries,
   kOutSent,
-  kHidden,
+  kIntermediate,
   kStaging,
   kCount
 };
 
-// What only groups that put have, behind the workspace. A table of its own: the layouts above are a part of every kernel.
-enum class PutField : uint32_t { kRows, kCount };
+// Fields that lie behind the workspace where peers are reached by puts alone. They have a table of their own since the
+// two layouts above are a part of every kernel.
+enum class PutField : uint32_t { kReturnsReady, kReturnsSent, kRows, kCount };
 
 template <class Field>
 struct FieldSpec {
@@ -194,7 +195,7 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      "[parity][p] rank p has begun the call, with so many tokens"},
     {HeapField::kPacketSignal, "packet_signal", Writer::kRank1,
      [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), 1}, 8}; },
-     "[parity][p][b] the packet of block b is complete, with so many entries"},
+     "[parity][p][b] the packet of token block b is complete, with so many entries"},
     {HeapField::kPacketOffsets, "packet_offsets", Writer::kRank1,
      [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), l.max_local_experts + 1}, 2}; },
      "[parity][p][b][El+1] which entries belong to which local expert"},
@@ -244,10 +245,10 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[p][g] rows of rank p still to compute, see Pending"},
     {WorkField::kReduceDone, "reduce_done", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.staging * l.ranks, kMaxGroups, 1, 1}, 4}; },
-     "[p][g] pieces of group g reduced and returned; by puts, [p][1]: senders through"},
+     "[p][g] pieces of group g reduced and returned"},
     {WorkField::kReduceSignal, "reduce_signal", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{uint64_t{l.staging} * l.ranks, kMaxGroups, 1, 1}, 8}; },
-     "[p][g] the rows of rank p are computed, as far as group g's columns go; by puts, [p][1]: and summed"},
+     "[p][g] the rows of rank p are computed, as far as group g's columns go"},
     {WorkField::kRouting, "routing", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; },
      "[token][k] chosen expert, -1 where dropped"},
@@ -255,9 +256,10 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; }, "[token][k] combine weights"},
     {WorkField::kPrefix, "capacity_prefix", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_blocks(), l.experts, 1, 1}, 4}; },
-     "[b][expert] choices routed to the expert by the tokens up to block b (capacity factor only)"},
+     "[b][expert] choices routed to the expert by the tokens up to token block b (capacity factor only)"},
     {WorkField::kPrefixSignal, "capacity_signal", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; }, "[b] the prefix of block b is written"},
+     [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; },
+     "[b] the prefix of token block b is written"},
     {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_local_experts, l.max_tiles_per_expert(), 1, 1}, 4}; },
      "[expert][i] the expert's i-th tile, in the order in which they closed"},
@@ -268,7 +270,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[expert] how many tiles it has, and how many are done (programs with products of experts)"},
     {WorkField::kReadyTiles, "ready_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
-     "[list] tiles ready for a product; what the next window leaves moves back (OS warp only)"},
+     "[list] tiles ready for a product; what the next band leaves moves back (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
      "[token][expert] router logits of a few tokens, each with the epoch it is of (used on a GPU)"},
@@ -289,9 +291,9 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kOutSent, "out_sent", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_blocks(), 1, 1}, 4}; },
      "[q][b] parts of packet b's rows that have gone to rank q; zero between calls"},
-    {WorkField::kHidden, "hidden", Writer::kSelf,
+    {WorkField::kIntermediate, "intermediate", Writer::kSelf,
      [](const Limits& l) {
-       return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.hidden_bytes), 1}, 1};
+       return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.intermediate_bytes), 1}, 1};
      },
      "[tile][row][I] activations between the products"},
     {WorkField::kStaging, "staging", Writer::kSelf,
@@ -304,6 +306,12 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
 };
 
 inline constexpr FieldSpec<PutField> kPutTable[] = {
+    {PutField::kReturnsReady, "returns_ready", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, 8}; },
+     "[p] the rows that rank p gets back lie summed in the staging area"},
+    {PutField::kReturnsSent, "returns_sent", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, 4}; },
+     "[p] senders that have put their share of them; zero between calls"},
     {PutField::kRows, "out_rows", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1, 1}, 1}; },
      "[token][H] own rows on their way to other ranks: a network reads memory that is registered, as the input is not"},
@@ -350,6 +358,7 @@ Layout<Field> make_layout(const FieldSpec<Field> (&table)[N], const Limits& limi
 
 using HeapLayout = Layout<HeapField>;
 using WorkLayout = Layout<WorkField>;
+using PutLayout = Layout<PutField>;
 
 inline HeapLayout make_heap_layout(const Limits& limits) {
   return make_layout(kHeapTable, limits);
@@ -357,9 +366,13 @@ inline HeapLayout make_heap_layout(const Limits& limits) {
 inline WorkLayout make_work_layout(const Limits& limits) {
   return make_layout(kWorkTable, limits);
 }
+// What lies behind the workspace where peers are reached by puts alone; nothing elsewhere.
+inline PutLayout make_put_layout(const Limits& limits) {
+  return limits.rdma != 0 ? make_layout(kPutTable, limits) : PutLayout{};
+}
 // Workspace and what lies behind it.
 inline uint64_t work_bytes(const Limits& limits) {
-  return make_work_layout(limits).bytes + (limits.rdma != 0 ? make_layout(kPutTable, limits).bytes : 0);
+  return make_work_layout(limits).bytes + make_put_layout(limits).bytes;
 }
 
 // Slot of rank `source` among the peers of rank `home`: home itself has none.

@@ -1,4 +1,4 @@
-// The order in which ready tasks are published: data, and a pure function of what is ready.
+// The order in which ready tasks are published: data (OrderPolicy), and a pure function of what is ready (choose).
 #pragma once
 
 #include "flashmoe/protocol/heap_layout.h"
@@ -9,36 +9,38 @@ namespace flashmoe {
 inline constexpr uint32_t kMaxRaster = 32;
 
 struct OrderPolicy {
-  // GEMM1 is held back until it trails GEMM0 by this many tasks, as long as GEMM0 tasks are ready: early return
-  // traffic starves dispatch, which shares the link. 0: never held back.
+  // As long as GEMM0 tasks are ready, GEMM1 tasks are held back until they trail by this many: early return traffic
+  // starves dispatch, which shares the link. (132: the first GEMM1 task follows 132 of GEMM0.) 0: never held back.
   uint32_t gemm1_lag = 0;
-  // Tiles whose tasks are ordered column by column: the tiles of such a window use a column's weights, and the columns
-  // a tile's rows, while both are in the cache. In [1, kMaxRaster]. (Between windows GEMM1 goes by return group, COMET
-  // section 3.1.2: the first columns of all tiles travel while the last are computed.)
+  // Tiles of a band, whose tasks are published column by column: the first block of columns of each tile, then the
+  // second of each, and so on. So the tiles use a block's weights, and the blocks a tile's rows, while both are in the
+  // cache. In [1, kMaxRaster]. (Bands of GEMM1 go by return group, COMET section 3.1.2: the first columns of all tiles
+  // travel while the last are computed.)
   uint32_t raster = 1;
-  // Tasks published beyond those already asked for: what becomes ready later waits behind them. 0 binds latest; a few hide
-  // the scheduler's latency.
+  // Tasks published ahead of those that processors have asked for. What becomes ready later waits behind them: with 0
+  // the order is decided as late as can be; a few hide the scheduler's latency.
   uint32_t window = 0;
-  // 2: GEMM1's tiles with rows of remote homes go first, since these have a way to go. 1: all go as they are ready, so that an
-  // expert's tiles run side by side, whosever rows they have, and its weights are read once.
+  // 2: tiles with rows of other ranks go first in GEMM1, since their results have to travel. 1: tiles go as they become
+  // ready, so that an expert's tiles run side by side, with own rows or others', and its weights are read once.
   uint32_t gemm1_lists = kMaxGemm1Lists;
-  // One in so many local experts, the first of them, has the tiles of this rank's own rows announced as they fill. The others'
-  // wait until all of another rank's rows are here, so that an expert's tiles run side by side and its weights are read less
-  // often; the first ones' bridge the time until then. 1, and 0: none waits.
+  // With n, the first El / n local experts have tiles of this rank's own rows announced as they fill. The other
+  // experts' tiles wait until all packets of some other rank are here: so an expert's tiles, of own rows and others',
+  // run side by side and its weights are read less often, while the first experts' bridge the time until then. 1 or 0:
+  // no expert waits.
   uint32_t own_first = 1;
-  // Thread blocks that first send this rank's rows, all their warps, and then compute (GPU, several ranks).
+  // Thread blocks whose warps all send this rank's rows before they compute (GPU, several ranks).
   uint32_t senders = 0;
 };
 
-// What is ready and what was published, as the choice sees it.
+// What choose() looks at: for each product, whether a task is ready, and how many were published in this call.
 struct ReadyState {
   bool product[kProducts] = {};
   uint64_t published[kProducts] = {};
 };
 
-// First the product whose results return, since it completes rows, unless the lag holds it back behind the one that it
-// follows; the others as the table has them. Never kNone while something is ready. (Reduce and Combine are nobody's to order: idle
-// processors take them, actors/returner.h.)
+// The product whose task is published next: the one whose results return (GEMM1), since it completes rows, unless
+// gemm1_lag holds it back; else the first in the program's table that is ready. Never kNone while one is ready. (Reduce
+// and Combine are not ordered: idle processors take them, actors/returner.h.)
 FLASHMOE_FN TaskKind choose(const OrderPolicy& policy, const ReadyState& ready) {
   const bool held = policy.gemm1_lag != 0 && ready.product[kBeforeReturning] &&
                     ready.published[kReturning] + policy.gemm1_lag > ready.published[kBeforeReturning];

@@ -1,5 +1,6 @@
-// Packets: the choices (token, k) of one token block, sorted by destination rank and local expert. The own one is written where
-// it is read, those of other ranks to the outbox, from which senders bring them (actors/sender.h).
+// Packets: the choices (token, k) of one token block, sorted by destination rank and local expert. A rank's packet for
+// itself is written to its heap, where formers read it; those for other ranks to the outbox, from which senders take
+// them (actors/sender.h).
 //
 // Run by a team of warps per token block (P::workers), on routing that the gate left in shared memory. Each worker has
 // a range of consecutive tokens: it counts its choices per expert, a scan over workers and experts gives every choice its
@@ -22,19 +23,19 @@ struct Choice {
 // Shared memory of the team. The gate fills ids and weights; build_packets turns ids into choices in place.
 struct PacketScratch {
   union {
-    int32_t* ids;       // [tokens of the block * K] chosen expert
-    uint32_t* choices;  // [tokens of the block * K]
+    int32_t* ids;       // [tokens of the token block * K] chosen expert
+    uint32_t* choices;  // [tokens of the token block * K]
   };
-  float* weights;     // [tokens of the block * K]
-  uint16_t* place;    // [workers][E] a worker's choices of the expert; then the place of its next one among the block's
-  uint16_t* count;    // [E] choices of the block that the expert keeps
+  float* weights;     // [tokens of the token block * K]
+  uint16_t* place;    // [workers][E] a worker's choices of the expert; after scan_workers(), the place of its next one
+  uint16_t* count;    // [E] choices of the token block that the expert keeps
   uint16_t* start;    // [E] place of the expert's first entry within its packet
   uint32_t* entries;  // [R] entries of the packet for each rank
   uint32_t* bad;      // non-zero: the routing is not valid
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
-// The choices i = (token of block b) * K + k of this worker.
+// The choices i = (token of token block b) * K + k of this worker.
 struct ChoiceRange {
   uint32_t begin, end;
 };
@@ -44,12 +45,11 @@ FLASHMOE_FN ChoiceRange own_choices(const Call& c, uint32_t b) {
   const uint32_t tokens = c.tokens_in_block(b);
   const uint32_t each = ceil_div(tokens, P::workers());
   const uint32_t first = min_of(P::worker() * each, tokens);
-  return {first * c.top_k, min_of(first + each, tokens) * c.top_k};
+  return {first * c.shape.top_k, min_of(first + each, tokens) * c.shape.top_k};
 }
 
 // Calls visit(i, choice, place) for the worker's choices that are not dropped, lanes side by side, tokens ascending. place
-// is the expert's counter plus the number of the worker's earlier choices with that expert; the pass advances the
-// counters.
+// is what the expert's counter was plus the number of the worker's earlier choices of that expert; the counters go on.
 template <class P, class Visit>
 FLASHMOE_FN void for_each_choice(const ChoiceRange& range, const uint32_t* choices, uint16_t* counter, Visit&& visit) {
   FLASHMOE_NO_UNROLL
@@ -74,21 +74,21 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
                     .awaited = c.rank,
                     .culprit = c.rank,
                     .index = token,
-                    .expected = c.experts,
+                    .expected = c.shape.experts,
                     .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
 }
 
 // Turns the worker's ids into choices. Given routing is not trusted: an expert out of range, or twice in one token, would
-// write outside its packet. Reports such a choice, and marks the block as bad.
+// write outside its packet. Reports such a choice, and marks the token block as bad.
 template <class P>
 FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
-  const uint32_t first = b << c.log2_block;
+  const uint32_t first = b << c.policy.log2_block;
   const uint32_t none = range.end;
   uint32_t bad = none;  // some choice out of range
   int32_t bad_id = 0;
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const int32_t id = s.ids[i];
-    const bool good = id >= 0 && static_cast<uint32_t>(id) < c.experts;
+    const bool good = id >= 0 && static_cast<uint32_t>(id) < c.shape.experts;
     if (!good) {
       bad = i;
       bad_id = id;
@@ -98,19 +98,19 @@ FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& rang
   P::sync();
   uint32_t twice = none;  // some choice whose expert the token already has
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
-    for (uint32_t j = i - i % c.top_k; j < i; ++j) twice = s.choices[j] == s.choices[i] ? i : twice;
+    for (uint32_t j = i - i % c.shape.top_k; j < i; ++j) twice = s.choices[j] == s.choices[i] ? i : twice;
   }
   if (bad < none) {
-    bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.top_k, bad_id);
+    bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.shape.top_k, bad_id);
   } else if (twice < none) {
-    bad_routing<P>(c, FaultKind::kDuplicateExpert, first + twice / c.top_k,
+    bad_routing<P>(c, FaultKind::kDuplicateExpert, first + twice / c.shape.top_k,
                    static_cast<int32_t>(Choice::expert(s.choices[twice])));
   }
   if (bad < none || twice < none) P::store_relaxed(s.bad, 1u);
 }
 
-// Capacity: choices of the expert that earlier blocks have. Null for the first block, or if the wait was aborted (then
-// `aborted`).
+// With a capacity: waits until token block b - 1 is counted, and returns for each expert how many choices of it token
+// blocks 0 .. b - 1 have. Null for b = 0, and if the wait was aborted (then `aborted`).
 template <class P>
 FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& aborted) {
   aborted = false;
@@ -127,39 +127,40 @@ FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& abo
   return c.capacity_prefix(b - 1);
 }
 
-// Turns the workers' counts into the places of their first choices among the block's choices of the expert, and their sum
-// into what the expert keeps of them. Capacity (GShard section 2.2): of the choices this rank routes to an expert, the
-// first `capacity` in token order stay; the count of earlier blocks is handed from block to block.
+// For each expert: turns the workers' counts into the places of their first choices among the token block's choices of
+// the expert (counts 3, 0, 2: places 0, 3, 3), and their sum into how many the expert keeps. Capacity (GShard section
+// 2.2): of the choices this rank routes to an expert, the first `capacity` in token order stay; token blocks hand on
+// the count so far.
 template <class P>
 FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before) {
-  for (uint32_t e = P::worker() * P::kLanes + P::lane(); e < c.experts; e += P::workers() * P::kLanes) {
+  for (uint32_t e = P::worker() * P::kLanes + P::lane(); e < c.shape.experts; e += P::workers() * P::kLanes) {
     uint32_t sum = 0;
     FLASHMOE_NO_UNROLL
     for (uint32_t w = 0; w < P::workers(); ++w) {
-      uint16_t* place = &s.place[w * c.experts + e];
+      uint16_t* place = &s.place[w * c.shape.experts + e];
       const uint32_t n = *place;
       *place = static_cast<uint16_t>(sum);
       sum += n;
     }
     uint32_t kept = sum;
-    if (c.capacity != 0) {
+    if (c.shape.capacity != 0) {
       const uint32_t earlier = before ? before[e] : 0;
       c.capacity_prefix(b)[e] = earlier + sum;
-      kept = min_of(sum, c.capacity > earlier ? c.capacity - earlier : 0u);
+      kept = min_of(sum, c.shape.capacity > earlier ? c.shape.capacity - earlier : 0u);
     }
     s.count[e] = static_cast<uint16_t>(kept);
   }
 }
 
-// Marks the worker's choices beyond what their experts keep. They are the last in token order, so places stay dense.
+// Marks as dropped the worker's choices beyond what their experts keep: the last in token order, so places stay dense.
 template <class P>
 FLASHMOE_FN void drop_over_capacity(const Call& c, const ChoiceRange& range, const PacketScratch& s, uint16_t* place) {
   for_each_choice<P>(range, s.choices, place, [&](uint32_t i, uint32_t choice, uint32_t at) {
     if (at >= s.count[Choice::expert(choice)]) s.choices[i] = Choice::kDropped;
   });
-  // The pass advanced the counters of kept and dropped choices alike: count the kept ones back.
+  // The pass counted kept and dropped choices alike: take the kept ones off again, for the next pass.
   P::sync();
-  for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) place[e] = min_of<uint16_t>(place[e], s.count[e]);
+  for (uint32_t e = P::lane(); e < c.shape.experts; e += P::kLanes) place[e] = min_of<uint16_t>(place[e], s.count[e]);
   P::sync();
   for (uint32_t i = range.begin; i < range.end; ++i) {
     if (P::lane() == 0 && s.choices[i] != Choice::kDropped) --place[Choice::expert(s.choices[i])];
@@ -167,12 +168,12 @@ FLASHMOE_FN void drop_over_capacity(const Call& c, const ChoiceRange& range, con
   P::sync();
 }
 
-// Turns the experts' counts into the packets' sizes and offsets, a worker per destination. (The offsets of a
-// packet without entries too: formers look at every packet.)
+// Turns the experts' counts into the packets' sizes and offsets, a worker per destination. (A packet without entries
+// has offsets too: formers look at every packet.)
 template <class P>
 FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s) {
-  for (uint32_t q = P::worker(); q < c.ranks; q += P::workers()) {
-    const uint32_t* experts = c.by_owner + c.owner_base[q];
+  for (uint32_t q = P::worker(); q < c.shape.ranks; q += P::workers()) {
+    const uint32_t* experts = c.placement.by_owner + c.placement.owner_base[q];
     const uint32_t owned = c.owned(q);
     uint16_t* offsets = c.out_offsets(q, b);
     uint32_t entries = 0;
@@ -204,61 +205,62 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
   }
 }
 
-// Keeps the worker's routing for its combine and for the report.
+// Keeps the routing of the worker's tokens, for Combine and for the report.
 template <class P>
 FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
-  const uint32_t first = b << c.log2_block;
+  const uint32_t first = b << c.policy.log2_block;
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
-    const uint32_t token = first + i / c.top_k, k = i % c.top_k;
+    const uint32_t token = first + i / c.shape.top_k, k = i % c.shape.top_k;
     c.routing(token)[k] = s.choices[i] == Choice::kDropped ? -1 : static_cast<int32_t>(Choice::expert(s.choices[i]));
     c.weights(token)[k] = s.weights[i];
   }
 }
 
-// Writes the worker's entries, and how many each of its tokens has on each rank, for senders and for `reduced`.
+// Writes the worker's entries, and how many of them each of its tokens has on each rank, for senders and for Reduce.
 template <class P>
 FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s,
                                uint16_t* place) {
-  const uint32_t first = b << c.log2_block;
+  const uint32_t first = b << c.policy.log2_block;
   for_each_choice<P>(range, s.choices, place, [&](uint32_t i, uint32_t choice, uint32_t at) {
-    const uint32_t token = first + i / c.top_k, k = i % c.top_k;
+    const uint32_t token = first + i / c.shape.top_k, k = i % c.shape.top_k;
     uint32_t ordinal = 0;
     for (uint32_t j = c.reduced() ? i - k : i; j < i; ++j)
       ordinal += s.choices[j] != Choice::kDropped && Choice::owner(s.choices[j]) == Choice::owner(choice);
     c.out_entries(Choice::owner(choice), first)[s.start[Choice::expert(choice)] + at] = {
         token, static_cast<uint16_t>(k), static_cast<uint16_t>(ordinal), s.weights[i]};
   });
-  if (!c.reduced() && c.ranks == 1) return;
-  for (uint32_t q = 0; q < c.ranks; ++q) {
-    for (uint32_t t = range.begin / c.top_k + P::lane(); t < range.end / c.top_k; t += P::kLanes) {
-      const uint32_t* choices = s.choices + t * c.top_k;
+  if (!c.reduced() && c.shape.ranks == 1) return;
+  for (uint32_t q = 0; q < c.shape.ranks; ++q) {
+    for (uint32_t t = range.begin / c.shape.top_k + P::lane(); t < range.end / c.shape.top_k; t += P::kLanes) {
+      const uint32_t* choices = s.choices + t * c.shape.top_k;
       uint32_t n = 0;
-      for (uint32_t k = 0; k < c.top_k; ++k) n += choices[k] != Choice::kDropped && Choice::owner(choices[k]) == q;
+      for (uint32_t k = 0; k < c.shape.top_k; ++k)
+        n += choices[k] != Choice::kDropped && Choice::owner(choices[k]) == q;
       c.out_counts(q, first)[t] = static_cast<uint16_t>(n);
     }
   }
 }
 
-// Everything of block b but the rows and the signals, from the ids and weights of its gate. The whole team calls it,
-// after a team_sync; false if the call is over (bad routing, abort).
+// Makes all packets of token block b, but for rows and signals, from the ids and weights of its gate. The whole team
+// calls it, after a team_sync; false if the call is over (bad routing, abort).
 template <class P>
 FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s) {
   const ChoiceRange range = own_choices<P>(c, b);
-  uint16_t* const place = s.place + P::worker() * c.experts;
+  uint16_t* const place = s.place + P::worker() * c.shape.experts;
   if (P::worker() == 0 && P::lane() == 0) P::store_relaxed(s.bad, 0u);
   P::team_sync();
-  for (uint32_t e = P::lane(); e < c.experts; e += P::kLanes) place[e] = 0;
+  for (uint32_t e = P::lane(); e < c.shape.experts; e += P::kLanes) place[e] = 0;
   make_choices<P>(c, b, range, s);
   P::sync();
   for_each_choice<P>(range, s.choices, place, [](uint32_t, uint32_t, uint32_t) {});
   bool aborted = false;
-  const uint32_t* before = c.capacity != 0 ? earlier_choices<P>(c, b, aborted) : nullptr;
+  const uint32_t* before = c.shape.capacity != 0 ? earlier_choices<P>(c, b, aborted) : nullptr;
   if (aborted && P::lane() == 0) P::store_relaxed(s.bad, 1u);
   P::team_sync();
   if (P::load_relaxed(s.bad) != 0) return false;
   scan_workers<P>(c, b, s, before);
   P::team_sync();
-  if (c.capacity != 0) {
+  if (c.shape.capacity != 0) {
     if (P::worker() == 0 && P::lane() == 0) {
       P::store_release(c.capacity_signal(b), Signal::make(c.epoch, 0), kDevice);
     }
@@ -271,7 +273,7 @@ FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s
   return true;
 }
 
-// Tells rank q that its packet of block b is complete: `entries` of them, and their rows. One lane.
+// Tells rank q that its packet of token block b is complete: `entries` of them, and their rows. One lane.
 template <class P>
 FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t entries) {
   const uint64_t word = Signal::make(c.epoch, entries);
@@ -282,8 +284,8 @@ FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t e
   }
 }
 
-// After the team's writes for block b: this rank's own packet is complete, and with it the outbox, from which the others are
-// sent. The whole team calls it.
+// After build_packets(): signals this rank's own packet of token block b. Senders take the signal as well: the token
+// block's outbox is complete. The whole team calls it.
 template <class P>
 FLASHMOE_FN void signal_own_packet(const Call& c, uint32_t b, const PacketScratch& s) {
   P::team_sync();

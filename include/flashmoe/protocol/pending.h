@@ -1,9 +1,10 @@
 // How a rank knows that it has computed all it owes to a source, while rows of that source may still be arriving.
 //
-// One counter per source and return group. Its low part is the number of (row, column) products still to compute, its high part the number of local experts that have seen the source's last
-// packet. A former adds rows before it hands them on, and its experts after the last; whoever brings the counter to
-// "every expert, no rows" has completed it and resets it. Rows are added before they can be subtracted, so the low part
-// is never negative.
+// One counter per source and return group. Its low 40 bits are the (row, block of columns) pairs still to compute (of
+// 100 rows and a group of 4 blocks of columns, 400); its high bits are the local experts whose former has seen the
+// source's last packet. A former adds rows before it announces their tile, and its experts after the last packet; a
+// retired task subtracts. Whoever brings the counter to "every expert, no rows" has completed it and resets it. Rows
+// are added before they can be subtracted, so the low part is never negative.
 #pragma once
 
 #include "flashmoe/protocol/ready_list.h"
@@ -15,8 +16,8 @@ struct Pending {
   FLASHMOE_HD static constexpr uint64_t experts(uint32_t n) { return uint64_t{n} << kRowBits; }
 };
 
-// The last of what this rank owes to rank p in group g has been written there. (Where peers are not mapped: lies here, and
-// the senders are told, who send it and signal.)
+// Tells rank p that all it gets back from this rank in group g is written there. (Where peers are not mapped it still
+// lies here; the senders are told, who put it and then signal.)
 template <class P>
 FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
   const uint64_t word = Signal::make(c.epoch, 0);
@@ -29,13 +30,13 @@ FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
   }
 }
 
-// Adds `change` to the lanes' counters (p, g) that have one. Whoever completes one signals the group to its home (direct), or
-// says that its rows can be reduced. All lanes.
+// Lanes with `has` add `change` to their counter (p, g). Whoever completes one signals the group to its home (direct),
+// or says that its rows can be reduced. All lanes.
 template <class P>
 FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t g, uint64_t change) {
   if (!has) return;
   uint64_t* counter = c.pending(p, g);
-  if (P::fetch_add_acq_rel(counter, change) + change != Pending::experts(c.local_experts)) return;
+  if (P::fetch_add_acq_rel(counter, change) + change != Pending::experts(c.shape.local_experts)) return;
   P::store_relaxed(counter, uint64_t{0});
   if (!c.reduced()) {
     signal_return<P>(c, p, g);
@@ -44,18 +45,18 @@ FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t g,
   }
 }
 
-// `rows` more rows of source p will be computed here. All lanes, before those rows are handed on.
+// `rows` more rows of source p will be computed here. All lanes, before a tile with those rows is announced.
 template <class P>
 FLASHMOE_FN void expect_rows(const Call& c, uint32_t p, uint32_t rows) {
-  for (uint32_t g = P::lane(); g < c.groups; g += P::kLanes) {
+  for (uint32_t g = P::lane(); g < c.policy.groups; g += P::kLanes) {
     P::fetch_add(c.pending(p, g), uint64_t{rows} * c.group_columns(g));
   }
 }
 
-// `experts` more local experts have seen all of source p. All lanes.
+// The former of `experts` more local experts has seen source p's last packet. All lanes.
 template <class P>
 FLASHMOE_FN void close_source(const Call& c, uint32_t p, uint32_t experts) {
-  for (uint32_t g = P::lane(); g < c.groups; g += P::kLanes) {
+  for (uint32_t g = P::lane(); g < c.policy.groups; g += P::kLanes) {
     change_pending<P>(c, true, p, g, Pending::experts(experts));
   }
 }

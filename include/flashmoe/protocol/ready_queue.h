@@ -1,7 +1,7 @@
 // Ready queue: the scheduler publishes task words, processors take them by ticket.
 //
 // Lives in device memory (L2). A slot is zero unless it holds a task that was published and not yet taken; a call
-// takes everything it publishes (its last words are one kStop per processor), so nothing is cleared between calls.
+// takes everything it publishes (its last words are one kStop per cluster), so nothing is cleared between calls.
 // There are at least as many slots as tasks and stop words in a call, so a slot is never published twice in one call.
 #pragma once
 
@@ -10,13 +10,13 @@
 
 namespace flashmoe {
 
-// Publishes the words of the lanes with `has`, in lane order, behind `published`; returns how many. All lanes of the OS
-// warp, after a release_fence: whoever takes a task sees everything the OS warp saw when it became ready.
+// Publishes the words of the lanes with `has`, in lane order, behind the `published` ones; returns how many. All lanes
+// of the OS warp, after a release_fence: so whoever takes a task sees all that the OS warp had seen by then.
 template <class P>
 FLASHMOE_FN uint32_t publish(const Call& c, uint64_t published, bool has, Task task) {
   uint32_t total;
-  const uint32_t place = count_before<P>(has, total);
-  if (has) P::post(c.queue_slot(published + place), task.pack());
+  const uint32_t position = count_before<P>(has, total);
+  if (has) P::post(c.queue_slot(published + position), task.pack());
   return total;
 }
 
@@ -43,7 +43,7 @@ FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket, Meanwhile&& meanwhile
       },
       OsLiveness<P>{c});
   if (end != WaitEnd::kDone) {
-    // The OS actor did not answer for a whole timeout: nobody else will report it.
+    // The OS actor has not stepped for a whole timeout, and nobody else will report that.
     if (end == WaitEnd::kExpired && P::lane() == 0) {
       post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
     }

@@ -1,5 +1,6 @@
-// A signal: one 64-bit word = epoch (40 bits) | payload (24 bits). It is written with a system-scope release after the
-// data it announces and compared for equality of the epoch, so signals are never cleared.
+// A signal: one 64-bit word = epoch (40 bits) | payload (24 bits). It is written with a release after the data it
+// announces (at system scope, to the own rank at device scope). Its epoch is compared for equality, so that signals are
+// never cleared.
 #pragma once
 
 #include "flashmoe/protocol/base.h"
@@ -19,7 +20,7 @@ struct Signal {
   FLASHMOE_HD static constexpr uint32_t payload(uint64_t word) { return static_cast<uint32_t>(word & kPayloadMask); }
 };
 
-// The payload of call_signal: how many tokens the source has and how it cuts them into blocks.
+// The payload of call_signal: how many tokens the source has and how it cuts them into token blocks.
 struct CallPayload {
   static constexpr uint32_t kTokenBits = 20;  // 2^20 tokens per rank and call
   FLASHMOE_HD static constexpr uint32_t make(uint32_t tokens, uint32_t log2_block) {

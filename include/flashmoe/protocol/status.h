@@ -11,7 +11,7 @@ namespace flashmoe {
 // One word per concern, written by the OS actor of the rank that owns it.
 struct alignas(64) Status {
   uint64_t entered;    // epoch of the call this rank has begun
-  uint64_t left;       // epoch of the call whose last task this rank has published
+  uint64_t left;       // epoch of the last call whose tasks are all published here and whose returns are all here
   uint64_t heartbeat;  // grows with every step of its OS actor
   uint64_t progress;   // grows with every step that achieved something
 };
@@ -36,7 +36,7 @@ struct Fault {
   uint32_t rank = 0;      // who found it
   uint32_t awaited = 0;   // from whom it was awaited; kDisagree: who disagrees
   uint32_t culprit = 0;   // who, as far as the finder could see, does not move
-  uint32_t index = 0;     // packet: block; return: group; router, routing: token
+  uint32_t index = 0;     // packet: token block; return: group; router, routing: token
   uint64_t expected = 0;  // epoch of the awaited signal; routing: E
   uint64_t seen = 0;      // epoch it had; routing: the id
   uint64_t epoch = 0;
@@ -54,7 +54,7 @@ struct alignas(64) CallConfig {
   uint64_t
       layer_words[sizeof(LayerSpec) / 8];  // agreed_part() of the layer; as words, since kernels copy those at once
   uint32_t placement;                      // hash of the expert -> rank map
-  uint32_t groups;  // hash of where each return group's columns end: one rank's signal is another's columns
+  uint32_t groups;  // hash of where return groups' columns end: a signal stands for the same columns on all ranks
 
   LayerSpec layer() const {
     LayerSpec l;
@@ -65,17 +65,17 @@ struct alignas(64) CallConfig {
 };
 static_assert(sizeof(CallConfig) == 64 && sizeof(LayerSpec) % 8 == 0);
 
-// What a GPU hands its host of a fault: the record, and what the message takes from the heaps.
+// A fault as an engine hands it to the host: the record, and what else of the heaps the message needs.
 struct HostFault {
   uint64_t posted;  // non-zero once the rest is written
   Fault fault;
-  uint64_t entered;         // by the culprit
+  uint64_t entered;         // epoch of the call that the culprit has begun
   CallConfig mine, theirs;  // of fault.rank and fault.awaited
 };
 
-inline constexpr uint64_t kNoMoreCalls = ~uint64_t{0};  // the call behind it has epoch 0, which no call has
+inline constexpr uint64_t kNoMoreCalls = ~uint64_t{0};  // the next call's epoch would be 0, which no call has
 
-// Words of a rank's own that its actors contend for, one cache line each.
+// Words for which the actors of a rank contend, one cache line each.
 struct alignas(128) Control {
   struct alignas(128) Line {
     uint64_t value;
@@ -85,12 +85,12 @@ struct alignas(128) Control {
   Line abort;        // non-zero: leave
   Line fault_claim;  // the first to add writes the fault record
   Line tiles;        // tiles made in this call; zero between calls
-  Line left;         // blocks that have left the kernel (GPU); zero between calls
-  Line met;          // blocks that have come to the few-token kernel's meeting (GPU); zero between calls
+  Line left;         // thread blocks that have left the kernel (GPU); zero between calls
+  Line met;          // thread blocks that have come to the few-token kernel's meeting (GPU); zero between calls
   Line calls;        // calls completed (GPU); kNoMoreCalls once one has failed
   Line reduces[2];   // [parity] pieces of Reduce taken; zero before the call
-  Line published;    // queue_tail between calls
-  Line list_head;    // drained items between calls
+  Line published;    // between calls: words ever published to the ready queue
+  Line list_head;    // between calls: items ever drained from the ready list
 };
 
 }  // namespace flashmoe

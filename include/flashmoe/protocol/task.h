@@ -7,9 +7,10 @@
 namespace flashmoe {
 
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-// index: tile. column: block of columns.
-// In the ready list the word says what has become ready: a tile for a product (column: see ReadyTile), and Formed: that
-// `column` more local experts have all their tiles, `index` in number.
+//   index   the tile, or local expert
+//   column  the block of columns
+// In the ready list the word says what has become ready: tile (or expert) `index` for a product (column: see
+// ReadyTile); or, of kind kFormed, that `column` more local experts have all their tiles, which are `index` in all.
 struct Task {
   TaskKind kind = TaskKind::kNone;
   uint32_t column = 0;
@@ -25,8 +26,7 @@ struct Task {
   }
 };
 
-// Whether a kind that is known when it runs is one of a set that the compiler knows (kinds_where()): one comparison, where
-// it is a set of one.
+// Whether a kind known at run time is in a set known at compile time (kinds_where()): one comparison for a set of one.
 template <uint32_t kKinds>
 FLASHMOE_HD constexpr bool is_one_of(TaskKind kind) {
   if constexpr (kOnly<kKinds> != TaskKind::kNone) {
@@ -36,7 +36,7 @@ FLASHMOE_HD constexpr bool is_one_of(TaskKind kind) {
   }
 }
 
-// Calls f, a lambda `[&]<uint32_t n>() {..}`, for the product n that a kind is of, as it must be; returns what it returns.
+// Calls f, a lambda `[&]<uint32_t n>() {..}`, with the number of the product that `kind` is; returns what f returns.
 template <uint32_t n = 0, class F>
 FLASHMOE_FN decltype(auto) with_product(TaskKind kind, F&& f) {
   if constexpr (n + 1 < kProducts) {
@@ -46,7 +46,7 @@ FLASHMOE_FN decltype(auto) with_product(TaskKind kind, F&& f) {
   }
 }
 
-// What reports and traces call a product. On the host: a number that only it knows.
+// What reports and traces call a product: by its number (host only: device code cannot read the table), by its kind.
 constexpr Phase phase_of(uint32_t product) {
   return kProgram[product].phase;
 }
@@ -63,8 +63,8 @@ FLASHMOE_FN void for_each_product(F&& f) {
   }
 }
 
-// What the scheduler is told of a tile in the place of its column: the local expert, whose weights it needs, and whether it
-// has rows of another rank.
+// What a word of the ready list has in place of a task's column: the tile's local expert, whose weights its tasks read,
+// and whether it has rows of another rank.
 struct ReadyTile {
   FLASHMOE_HD static constexpr uint32_t column(uint32_t expert, uint32_t remote) { return expert << 1 | remote; }
   FLASHMOE_HD static constexpr uint32_t expert(const Task& task) { return task.column >> 1; }
@@ -108,7 +108,7 @@ struct alignas(128) Tile {
     uint32_t remote;    // 1 if any row came from another rank
   };
   Shape shape;
-  uint32_t done[kProducts];  // column blocks retired of products that others follow; zero between calls
+  uint32_t done[kProducts];  // blocks of columns retired, of each product that another follows; zero between calls
 };
 static_assert(sizeof(Tile) == 128);
 

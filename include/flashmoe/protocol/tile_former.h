@@ -1,9 +1,9 @@
 // Tile formation: the entries of arriving packets become tiles of one expert each, whatever their source.
 //
-// A former serves every step-th local expert: on a GPU one warp per SM, so that all experts' tiles form at once; on the
-// CPU the OS thread serves them all. An expert's state has one owner, needs no atomics, and lives in shared memory. The
-// lanes go over packets, a slice of kLanes at a time, and copy their entries of the expert to the places that a scan
-// assigns.
+// A former serves every step-th local expert: on a GPU many blocks have one, a warp, so that all experts' tiles form at
+// once; on the CPU the OS thread serves all experts. An expert's state has one owner, needs no atomics, and lives in
+// shared memory. Packets are taken in slices of kLanes, one a lane; a scan over the lanes' numbers of entries says to
+// which rows of the expert's tiles each lane's go.
 #pragma once
 
 #include "flashmoe/protocol/experts.h"
@@ -20,7 +20,7 @@ struct FormedExpert {
   uint32_t remote;       // the open tile has rows of another rank
   uint32_t closed;       // tiles closed so far
   uint32_t last_closed;  // id of the last of them
-  uint32_t announced;    // of those, pushed to the ready list
+  uint32_t announced;    // of the closed tiles, those pushed to the ready list
 };
 // Shared memory, uninitialised: the states of local experts first, first + step, ...; step 0: of none.
 struct FormerMemory {
@@ -35,8 +35,9 @@ class TileFormer {
   FLASHMOE_FN TileFormer(const Call& call, const FormerMemory& memory)
       : c_(call),
         m_(memory),
-        first_experts_(call.ranks == 1 ? ~0u : ceil_div(call.local_experts, max_of(call.order.own_first, 1u))) {
-    const uint32_t el = c_.local_experts;
+        first_experts_(
+            call.shape.ranks == 1 ? ~0u : ceil_div(call.shape.local_experts, max_of(call.policy.order.own_first, 1u))) {
+    const uint32_t el = c_.shape.local_experts;
     count_ = m_.step == 0 || m_.first >= el ? 0 : ceil_div(el - m_.first, m_.step);
     for (uint32_t i = P::lane(); i < count_; i += P::kLanes) m_.experts[i] = {};
     P::sync();
@@ -52,8 +53,8 @@ class TileFormer {
   FLASHMOE_FN void close(uint32_t p) {
     if (count_ == 0) return;
     close_source<P>(c_, p, count_);
-    if (c_.ranks == 1) return;  // finish() announces
-    // Tiles of own rows that waited for one another, see consume_slice(), or for another rank's.
+    if (c_.shape.ranks == 1) return;  // finish() announces
+    // Now those of own rows that waited for more of them (kFirstTiles), or for another rank's (OrderPolicy::own_first).
     if (p != c_.rank) first_experts_ = ~0u;
     for (uint32_t i = 0; i < count_; ++i) announce(i);
   }
@@ -89,13 +90,13 @@ class TileFormer {
   }
 
  private:
-  // An expert's tiles are to run side by side while its weights are in the cache, so they become ready together: own rows
-  // arrive within microseconds of one another. But the first handful begins while the others are copied,
+  // An expert's tiles of own rows are announced together, when all have arrived, microseconds after the first: so they
+  // run side by side while its weights are in the cache. But so many are announced while the others are copied,
   static constexpr uint32_t kFirstTiles = 4;
-  // and before it the very first, as soon as it is full, where the first tiles of all experts are at most so many tasks for
-  // each processor. More of them would run for long with weights that no neighbour reads.
+  // and before these the very first, as soon as it is full, if the first tiles of all experts make at most so many
+  // tasks for each cluster. (More of them would run for long with weights that no neighbour reads.)
   static constexpr uint32_t kFirstTasks = 2;
-  // Entries of a lane on their way at a time. Registers are what bounds them.
+  // Entries that a lane has on their way at a time, as many as registers allow.
   static constexpr uint32_t kFlight = 4;
 
   FLASHMOE_FN uint32_t expert(uint32_t i) const { return m_.first + i * m_.step; }
@@ -107,7 +108,7 @@ class TileFormer {
     FLASHMOE_FN uint32_t first() const { return word & 0xffffu; }
     FLASHMOE_FN uint32_t count() const { return word >> 16; }
   };
-  // Ids of the tiles that rows go to: the one that goes on or begins, then those behind it, rest + 1, rest + 2, ...
+  // Ids of the tiles that rows go to: `head`, the open tile or a new one; then rest + 1, rest + 2, ..., all new.
   struct TileIds {
     uint32_t head, rest;
     FLASHMOE_FN uint32_t nth(uint32_t n) const { return n == 0 ? head : rest + n; }
@@ -137,14 +138,15 @@ class TileFormer {
       while (consume_slice(i, p, b + base, span[0], next)) {
       }
       FLASHMOE_UNROLL
-      for (uint32_t d = 1; d < kDepth; ++d) span[d - 1] = span[d];  // registers have no index
+      for (uint32_t d = 1; d < kDepth; ++d) span[d - 1] = span[d];  // a run-time index would take it to memory
     }
     if (p != c_.rank) announce(i);
   }
 
-  // Takes ids for the tiles that `total` rows more than `rows` begin, from the returned one on. All lanes.
+  // Takes ids for the tiles that `total` rows begin behind the `rows` of the open tile; returns the first. (Tiles of
+  // 256: 200 rows and 400 more fill the open tile and begin two.) All lanes.
   FLASHMOE_FN uint32_t begin_tiles(uint32_t rows, uint32_t total) const {
-    const uint32_t fresh = ceil_div(rows + total, c_.tile_rows) - (rows != 0 ? 1 : 0);
+    const uint32_t fresh = ceil_div(rows + total, c_.policy.tile_rows) - (rows != 0 ? 1 : 0);
     if (fresh == 0) return 0;
     uint64_t id = 0;
     if (P::lane() == 0) id = P::fetch_add(&c_.control()->tiles.value, uint64_t{fresh});
@@ -154,27 +156,27 @@ class TileFormer {
   // Whether the expert's tiles are not to be announced yet, see OrderPolicy::own_first.
   FLASHMOE_FN bool waits(uint32_t i) const { return expert(i) >= first_experts_; }
 
-  // Whether an expert's first tile is announced by itself.
+  // Whether an expert's first tile is announced by itself, see kFirstTasks.
   FLASHMOE_FN bool announces_first() const {
-    return c_.local_experts * c_.columns[kFirst] <= kFirstTasks * c_.processors;
+    return c_.shape.local_experts * c_.policy.columns[kFirst] <= kFirstTasks * c_.policy.clusters;
   }
 
-  // Takes over the entries of packets (p, b) .. (p, b + kLanes - 1): each lane's `span` is of its own. next: id of the
-  // next tile to begin. Where the first tile is announced by itself, only the packets that fill it: then true, and `span`
-  // is what remains, to be passed again. All lanes.
+  // Takes over the entries of packets (p, b) .. (p, b + kLanes - 1), one a lane, each lane's in its `span`. next: id of
+  // the next tile to begin. Where the first tile is announced by itself, it takes only the packets that fill that tile
+  // and returns true: `span` then is what remains, for another call. All lanes.
   FLASHMOE_FN bool consume_slice(uint32_t i, uint32_t p, uint32_t b, Span& span, uint32_t& next) {
     uint32_t total;
     const uint32_t before = P::exclusive_scan(span.count(), total);
     if (total == 0) return false;
     const uint32_t rows = m_.experts[i].rows;
     const bool first = m_.experts[i].announced == 0 && announces_first() && !waits(i);
-    const uint32_t lanes = first ? count_lanes<P>(rows + before < c_.tile_rows) : P::kLanes;
+    const uint32_t lanes = first ? count_lanes<P>(rows + before < c_.policy.tile_rows) : P::kLanes;
     if (lanes < P::kLanes) total = P::broadcast(before, lanes);
     const Span now = P::lane() < lanes ? span : Span{};
     if (P::lane() < lanes) span = {};
     const uint32_t goes_on = rows != 0 ? 1 : 0;
     const TileIds ids = {goes_on ? m_.experts[i].open : next, next - goes_on};
-    next = ids.rest + ceil_div(rows + total, c_.tile_rows);
+    next = ids.rest + ceil_div(rows + total, c_.policy.tile_rows);
     copy_rows(p, b, now, before, total, rows, ids);
     add_rows(i, p, total, ids);
     const uint32_t closed = m_.experts[i].closed, announced = m_.experts[i].announced;
@@ -182,20 +184,20 @@ class TileFormer {
     return lanes < P::kLanes;
   }
 
-  // Copies the lanes' spans, `total` entries of packets (p, b) .., to the rows from `rows` on, counted from the begin of
-  // the first tile. before: entries of the lanes below. All lanes.
+  // Copies the lanes' spans, `total` entries of packets (p, b) .., to rows `rows`, rows + 1, ..., counted from row 0 of
+  // the first tile on into the others. before: entries of the lanes below. All lanes.
   FLASHMOE_FN void copy_rows(uint32_t p, uint32_t b, const Span& span, uint32_t before, uint32_t total, uint32_t rows,
                              const TileIds& ids) const {
     const Entry* slice = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b));
     const Entry* mine = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b + P::lane())) + span.first();
-    // Tiles lie in order of their ids: so do the rows of all but the first.
-    const uint32_t tile_rows = c_.tile_rows;
+    // New tiles have consecutive ids, and tiles lie in memory by id: so the rows of all but the first are one array.
+    const uint32_t tile_rows = c_.policy.tile_rows;
     Row* const head = c_.tile_row(ids.head, 0) + rows;
     Row* const rest = c_.tile_row(ids.rest, 0) + rows;
     auto put = [&](uint32_t n, const Entry& e) {
       (rows + n < tile_rows ? head : rest)[n] = {e.token, static_cast<uint16_t>(p), e.k, e.ordinal, e.weight};
     };
-    // Where no packet has more than a lane loads at a time, nothing is gained by sharing them.
+    // Where no packet has more entries than a lane loads at a time, nothing is gained by sharing packets among lanes.
     if (P::kLanes == 1 || P::ballot(span.count() > kFlight) == 0) {
       copy_apart(mine, span.count(), before, put);
     } else {
@@ -220,14 +222,14 @@ class TileFormer {
     }
   }
 
-  // A lane per entry, whichever packet it is in: neighbours load and store next to one another. The lanes' spans begin
-  // `at` entries behind `slice`. All lanes.
+  // A lane per entry, in whichever packet, so that neighbouring lanes load and store neighbouring entries. Each lane's
+  // span begins `at` entries behind `slice`. All lanes.
   template <class Put>
   FLASHMOE_FN void copy_together(const Entry* slice, uint32_t at, uint32_t before, uint32_t total, Put&& put) const {
     const uint32_t shift = at - before;
     FLASHMOE_NO_UNROLL
     for (uint32_t base = P::lane(); base - P::lane() < total; base += kFlight * P::kLanes) {
-      uint32_t packet[kFlight] = {};  // of each entry: the last one that has no more than n entries before it
+      uint32_t packet[kFlight] = {};  // of the n-th entry: the last packet that has at most n entries before it
       FLASHMOE_UNROLL
       for (uint32_t step = P::kLanes / 2; step != 0; step /= 2) {
         FLASHMOE_UNROLL
@@ -254,16 +256,17 @@ class TileFormer {
   FLASHMOE_FN void add_rows(uint32_t i, uint32_t p, uint32_t total, const TileIds& ids) {
     const uint32_t l = expert(i);
     FormedExpert x = m_.experts[i];
-    const uint32_t end = x.rows + total, full = end / c_.tile_rows;
-    extend(x, ids.head, p, min_of(total, c_.tile_rows - x.rows));
+    const uint32_t end = x.rows + total, full = end / c_.policy.tile_rows;
+    extend(x, ids.head, p, min_of(total, c_.policy.tile_rows - x.rows));
     for (uint32_t n = P::lane(); n < full; n += P::kLanes) {
       const bool head = n == 0;
-      if (!head) *c_.segments(ids.nth(n)) = {p, c_.tile_rows};
-      write_tile(ids.nth(n), l, c_.tile_rows, head ? x.segments : 1, head ? x.remote : p != c_.rank, x.closed + n);
+      if (!head) *c_.segments(ids.nth(n)) = {p, c_.policy.tile_rows};
+      write_tile(ids.nth(n), l, c_.policy.tile_rows, head ? x.segments : 1, head ? x.remote : p != c_.rank,
+                 x.closed + n);
     }
     x.open = ids.nth(full);
-    x.rows = end - full * c_.tile_rows;
-    if (full != 0) {  // the last of the tiles is a new one, if it has rows
+    x.rows = end - full * c_.policy.tile_rows;
+    if (full != 0) {  // the open tile, if it has rows, is a new one
       x.closed += full;
       x.last_closed = ids.nth(full - 1);
       x.segments = 0;
@@ -301,7 +304,7 @@ class TileFormer {
     for (uint32_t base = x.announced; base < x.closed; base += P::kLanes) {
       const uint32_t nth = base + P::lane();
       const bool has = nth < x.closed;
-      // The last one is known: an expert with one tile need not wait for memory.
+      // The last tile's id is at hand: an expert with one tile need not wait for memory.
       const bool last = nth + 1 == x.closed;
       const uint32_t tile = has && !last ? *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) : x.last_closed;
       push_ready<P>(c_, has, {Product<kFirst>::kKind, ReadyTile::column(l, 0), tile});

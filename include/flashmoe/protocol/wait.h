@@ -1,5 +1,6 @@
-// The wait for what other actors or ranks do. It ends: its condition holds, the call is aborted, or nothing has progressed for
-// the call's timeout. (What a block's warps wait for among themselves ends with its clerk, who waits here.)
+// The wait for what other actors or ranks do. It ends when its condition holds, when the call is aborted, or when
+// nothing has progressed for the call's timeout. (Warps of a thread block wait for one another elsewhere, without a
+// bound: such a wait ends when the block's clerk, who waits here, passes on a task or a stop.)
 #pragma once
 
 #include "flashmoe/protocol/call.h"
@@ -9,9 +10,9 @@ namespace flashmoe {
 enum class Step : uint32_t { kIdle, kProgress, kDone };
 enum class WaitEnd : uint32_t { kDone, kAborted, kExpired };
 
-// Repeats `step` until it says kDone. Half-way through a timeout without progress here, `live.sample()` notes how far
-// the others are; half a timeout later `live.moved()` says whether they have gone on since, and if so all starts anew.
-// All lanes call it; `step` and `moved` return the same value in every lane.
+// Repeats `step` until it says kDone. After half a timeout without progress here (of 10 s: after 5), `live.sample()`
+// notes how far the others are; half a timeout later (at 10 s) `live.moved()` says whether they have gone on since, and
+// if so all starts anew. All lanes call it; `step` and `moved` return the same value in every lane.
 template <class P, class StepFn, class Liveness>
 FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
   // A clock read costs more than a poll, and aborts and timeouts are rare: look every 64th idle step.
@@ -30,7 +31,7 @@ FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
     if (idle++ % kLookEvery == 0 || P::kSleeps) {
       if (P::ballot(P::load_relaxed(&c.control()->abort.value) != 0)) return WaitEnd::kAborted;
       const uint64_t now = P::broadcast(P::now_ns(), 0);
-      const uint64_t half = c.timeout_ns / 2;
+      const uint64_t half = c.policy.timeout_ns / 2;
       if (armed == 0) {
         armed = now;
         sampled = 0;
@@ -43,7 +44,7 @@ FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
           sampled = now;
         }
       } else if (now - sampled > half) {
-        // Half a timeout since the sample, not since arming: this thread itself may have been stopped for long.
+        // Half a timeout since the sample, not since `armed`: this thread itself may have been stopped for long.
         if (!live.moved()) return WaitEnd::kExpired;
         armed = now;
         sampled = 0;
@@ -53,7 +54,7 @@ FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
   }
 }
 
-// What a processor or a waiting stage asks: is the OS actor of this rank alive? That actor answers for all else.
+// What all actors but the OS actor watch while they wait: does this rank's OS actor still step? It watches the peers.
 template <class P>
 struct OsLiveness {
   const Call& c;

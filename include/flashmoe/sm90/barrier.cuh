@@ -34,8 +34,8 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t block, uint32_t ad
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
   return there;
 }
-// Says that something has been read: orders no writes. Releasing them takes until all of the thread's stores have reached
-// the L2, one to two microseconds under load.
+// Says that something has been read: orders no writes. A release would take until all of the thread's stores have
+// reached the L2, one to two microseconds under load.
 __device__ __forceinline__ void arrive_at_block(uint32_t block, uint32_t barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
                : "memory");
@@ -70,13 +70,13 @@ __device__ __forceinline__ void arrive_expect_tx(uint32_t barrier, uint32_t byte
   }
 // Suspends for a while, decided by the hardware, before saying no.
 FLASHMOE_HAS_PASSED(try_wait, "mbarrier.try_wait.parity.shared::cta.b64")
-// At once, for a phase to which the other block arrives: also acquires what its threads did before.
+// Answers at once. For phases to which the other block arrives: also acquires what its threads did before.
 FLASHMOE_HAS_PASSED(test_wait_cluster, "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64")
 #undef FLASHMOE_HAS_PASSED
 
-// Waits inside a block need no bound of their own, this one and those that test_wait_cluster(): the block's clerk waits boundedly
-// for tasks and always delivers, a stop if nothing else, and the other warps wait only for what a delivered task makes them
-// pass on.
+// Waits within a block, by this or by test_wait_cluster(), need no bound of their own: the block's clerk waits for
+// tasks with a bound and always hands on something, a stop if nothing else; and the other warps wait only for what they
+// themselves do with the tasks handed on.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   while (!try_wait(barrier, parity)) {
   }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Generic accesses before, async-proxy accesses (TMA, wgmma) after, or the reverse: to shared memory,
+// Orders generic accesses before it and async-proxy accesses (TMA, wgmma) after it, or the reverse: to shared memory,
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

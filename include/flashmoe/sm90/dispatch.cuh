@@ -1,5 +1,5 @@
-// Dispatch: a token block's way to packets in its destinations' heaps. Gate (logits on the tensor cores, through the GEMM
-// pipeline), choice of experts, packets, the signal of the own one. Rows, and the other signals: send.cuh.
+// Dispatch: a token block's way to packets. Gate (logits on the tensor cores, through the GEMM pipeline), choice of
+// experts, packets, the own packet's signal. Sending the others, with their rows: send.cuh.
 //
 // The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
 #pragma once
@@ -17,7 +17,8 @@ inline constexpr uint32_t kTeamWarps = kWarps - 1;  // the last is the OS actor'
 inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumer warpgroups' own
 using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
 
-// Scratch in the stages: the logits at their end (pipeline.cuh), and in front of them, when these are there, the packets.
+// Scratch in the stages' memory: the logits at its end (pipeline.cuh); once these are there, what packets are built
+// with in front of them.
 struct DispatchScratch {
   uint8_t* stages;
 
@@ -60,27 +61,27 @@ inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kI
 // Stages that the gate of a whole token block goes through.
 template <class Dtype, class Stage>
 __device__ __forceinline__ uint32_t gate_stages(const Call& c) {
-  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.experts, Stage::kFeatures) *
-         Stage::stages(c.hidden * Dtype::kBytes);
+  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.experts, Stage::kFeatures) *
+         Stage::stages(c.shape.hidden * Dtype::kBytes);
 }
 
-// Loaders: the router's rows and the block's tokens, as many experts at a time as the stage has.
+// Loaders: the router's rows and the token block's tokens, as many experts at a time as a stage has.
 template <class Dtype, class Stage>
 __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, typename Stage::Ring& ring,
                                           uint32_t b) {
   const uint32_t tokens = c.tokens_in_block(b);
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
-    for (uint32_t e = 0; e < c.experts; e += Stage::kFeatures) {
+    for (uint32_t e = 0; e < c.shape.experts; e += Stage::kFeatures) {
       detail::box_stages<Dtype, Stage>(ring, {&args.router, e, 0, 0, 0, false}, &args.tokens,
-                                       (b << c.log2_block) + first, rows, c.hidden * Dtype::kBytes, [] {});
+                                       (b << c.policy.log2_block) + first, rows, c.shape.hidden * Dtype::kBytes, [] {});
     }
   }
 }
 
-// Where the logits go, the other warpgroup may still be reading. All of the team meet, although it is a matter between the
-// consumers: while they met at a barrier of their own, the others waited at the team's, and racecheck took what these read
-// behind it for unordered.
+// Before logits overwrite the stages, which the other warpgroup may still be reading. All of the team meet, although
+// only the consumers need to: when these met at a barrier of their own, while the others waited at the team's,
+// racecheck took what the others read behind it for unordered.
 __device__ __forceinline__ void gate_stages_read() {
   Team::team_sync_of_roles();
 }
@@ -91,21 +92,21 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
                                               typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
                                               uint32_t tokens) {
   Accumulators<Shape> acc;
-  const uint32_t experts = c.experts;  // once: the stores could change what is in shared memory
+  const uint32_t experts = c.shape.experts;  // read once: to the compiler, the stores may change shared memory
   const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
   for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
     FeatureBias bias[Shape::kMs];
     load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
-    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.hidden * Dtype::kBytes, false, acc);
+    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.shape.hidden * Dtype::kBytes, false, acc);
     if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
-    const Lane at = Lane::of_thread(group);  // anew: else the addresses are computed before the products
+    const Lane at = Lane::of_thread(group);  // anew: else addresses are computed before the products
     const uint32_t token = first + skipped + at.token();
     float* const to[2] = {scratch.logits(experts, token), scratch.logits(experts, token + 1)};
     store_gate<Shape::kN>(at, acc, bias, tokens - skipped, e, experts, to, 8 * experts);
   }
 }
 
-// Consumers: all of a block's logits.
+// Consumers: all of a token block's logits.
 template <class Dtype, class Stage>
 __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                                typename Stage::Ring& ring, uint32_t b) {
@@ -124,10 +125,10 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
   }
 }
 
-// Every warp of the team: given ids and weights to where the packets are built.
+// Every warp of the team: copies the given ids and weights to where packets are built from.
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
-  const uint64_t first = uint64_t{b << c.log2_block} * c.top_k;
-  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.top_k; i += kTeamWarps * 32) {
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
     if (args.topk_ids_64) {
       const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
       s.ids[i] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
@@ -138,24 +139,24 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
   }
 }
 
-// Every warp of the team: the experts of the block's tokens, from their logits.
+// Every warp of the team: chooses the experts of the token block's tokens, from their logits.
 __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, Shared& s,
                                              const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
   const uint32_t tokens = c.tokens_in_block(b);
-  const bool few = c.experts <= kFewLanes, renormalize = args.renormalize != 0;
-  const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // choices of a warp
+  const bool few = c.shape.experts <= kFewLanes, renormalize = args.renormalize != 0;
+  const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // tokens for which a warp chooses
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
     auto choice = [&](uint32_t t) -> TokenChoice {
-      return {scratch.logits(c.experts, t), packets.ids + t * c.top_k, packets.weights + t * c.top_k};
+      return {scratch.logits(c.shape.experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
     };
     uint32_t bad;
     if (few) {
       const uint32_t t = first + Platform::lane() / kFewLanes * kTeamWarps;
-      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, c.experts, c.top_k, renormalize);
+      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, c.shape.experts, c.shape.top_k, renormalize);
     } else {  // beyond the last token, the first once more
       const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
-      bad = choose_experts({choice(first), choice(second)}, c.experts, c.top_k, renormalize);
+      bad = choose_experts({choice(first), choice(second)}, c.shape.experts, c.shape.top_k, renormalize);
     }
     if (bad == 0 || Platform::lane() != 0) continue;
     s.router_bad = 1;
@@ -163,11 +164,11 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
                              .actor = Actor::kProcessor,
                              .awaited = c.rank,
                              .culprit = c.rank,
-                             .index = (b << c.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
+                             .index = (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
   }
 }
 
-// Fills ids and weights of the block, from the given ones or by the router. False if a logit is not finite.
+// Fills ids and weights of the token block, from the given ones or by the router. False if a logit is not finite.
 template <class Dtype>
 __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& c, Shared& s,
                                             const DispatchScratch& scratch, uint32_t b) {
@@ -176,7 +177,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     copy_given(args, c, b, packets);
     return true;
   }
-  with_gate<Dtype>(c.experts, [&]<class Stage>() {
+  with_gate<Dtype>(c.shape.experts, [&]<class Stage>() {
     // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
     const bool loads = threadIdx.x >= kFirstLoader;
     typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
@@ -205,10 +206,10 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   trace.end(Phase::kGate, b, 0);
   trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
-  for (uint32_t e = threadIdx.x; e < c.experts; e += kTeamWarps * 32) owner[e] = c.owner[e];
+  for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
   if (!build_packets<Team>(c, b, packets)) {
-    Team::team_sync();  // the word that says so lies in the stages, and loaders may overwrite it once a warp goes on
+    Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
   }
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh

@@ -1,8 +1,8 @@
-// Consumer warpgroups: from a task's accumulators to memory, where these are FeaturesByTokens. The other way round:
+// Consumer warpgroups: from a task's accumulators to memory, where these are FeaturesByTokens. For TokensByFeatures:
 // epilogue_rows.cuh.
 //
-// The product is transposed (features down, tokens across) and its rows are to be stored token by token: a warpgroup
-// turns its accumulators through a staging buffer, a few tokens at a time, into 16-byte stores of whole lines.
+// The accumulators have features down and tokens across, and rows are to be stored token by token: a warpgroup
+// transposes them through a staging buffer, a few tokens at a time, into 16-byte stores of whole lines.
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"
@@ -21,19 +21,19 @@ inline constexpr uint32_t kStagingBytes = 2 * kStagingHalf;  // per consumer war
 struct Lane {
   uint32_t group, warp, lane;
 
-  // Volatile: what follows from it is to be computed where it is used, after the mainloop, whose accumulators leave no
-  // registers for it.
+  // Volatile, so that what follows from it is computed where it is used, after the mainloop, whose accumulators leave
+  // no registers for it.
   static __device__ __forceinline__ Lane of_thread(uint32_t group) {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return {group, thread / 32 % 4, thread % 32};
   }
-  __device__ __forceinline__ uint32_t row() const { return lane / 4; }        // of the fragment's 8
-  __device__ __forceinline__ uint32_t token() const { return lane % 4 * 2; }  // and token + 1, of each 8
+  __device__ __forceinline__ uint32_t row() const { return lane / 4; }        // of the fragment's 8 rows
+  __device__ __forceinline__ uint32_t token() const { return lane % 4 * 2; }  // and token + 1, of each 8 tokens
 };
 
-// Bias of the thread's features, by their m: of accumulators acc[m], d[4j] and d[4j+1] belong to `low`, d[4j+2] and d[4j+3]
-// to `high`. To be loaded before the mainloop, which hides how long that takes.
+// Biases of the two features that a thread has in acc[m]: `low` is of d[4j] and d[4j+1], `high` of d[4j+2] and d[4j+3].
+// To be loaded before the mainloop, which hides how long that takes.
 struct FeatureBias {
   float low, high;
 };
@@ -43,7 +43,7 @@ namespace detail {
 __device__ __forceinline__ void store_shared(uint32_t to, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 }
-// The address may have come as an integer, of which the compiler cannot tell that it is global.
+// In PTX, since some addresses were integers, and the compiler cannot tell that these are global.
 __device__ __forceinline__ void store_global16(uint8_t* to, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -55,24 +55,26 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uin
                : "memory");
 }
 
-// Where 16-byte chunk `chunk` of row `token` (of 8) is staged, rows of 64 to 512 bytes: so permuted that both
-// 8 tokens of one chunk, as written, and 8 consecutive chunks, as read, lie in different banks.
+// Where 16-byte chunk `chunk` of row `token` (of 8) is staged, rows of 64 to 512 bytes: permuted so that both the same
+// chunk of 8 tokens, as written, and 8 consecutive chunks, as read, lie in different banks.
 template <uint32_t kStagedRow>
 __device__ __forceinline__ uint32_t staged(uint32_t token, uint32_t chunk) {
   return token * kStagedRow + (chunk ^ (kStagedRow == 64 ? token / 2 : token)) * 16;
 }
 
-// What a warpgroup stages of a token: from each accumulator four values, or two where a gate joins a cluster of them.
+// What a warpgroup stages of a token. A thread's four accumulators d[4j] .. d[4j+3] make four results, or with a gate
+// two: activated gates, d[4j] and d[4j+1], times their ups.
 template <class Dtype, class Stage, bool kGated>
 struct StagedRow {
-  static constexpr uint32_t kHalves = kGated ? 1 : 2;  // groups of 8 columns of a warp and m
+  static constexpr uint32_t kHalves = kGated ? 1 : 2;  // groups of 8 columns of results that a warp has of each m
   static constexpr uint32_t kColumns = Stage::kMs * kHalves * 32;
   static constexpr uint32_t kBytes = kColumns * Dtype::kBytes;
   static constexpr uint32_t kTokens = kStagingHalf / kBytes;  // at a time
 };
 
-// Writes tokens [8 * first_j, 8 * first_j + Row::kTokens) of the accumulators to one half of the staging buffer, as rows of
-// Row::kColumns elements. finish(m, j, v) turns the accumulators v of 8 tokens into Row::kHalves * 2 results, in place.
+// Writes tokens [8 * first_j, 8 * first_j + Row::kTokens) of the accumulators to one half of the staging buffer, as
+// rows of Row::kColumns elements. finish(m, j, v) turns a thread's accumulators v = d[4j] .. d[4j+3] into Row::kHalves
+// * 2 results, in place.
 template <class Dtype, class Row, uint32_t kMs, uint32_t N, class Finish>
 __device__ __forceinline__ void stage_tokens(uint32_t half, const Lane& at, const float (&acc)[kMs][N / 2],
                                              uint32_t first_j, Finish finish) {
@@ -86,7 +88,7 @@ __device__ __forceinline__ void stage_tokens(uint32_t half, const Lane& at, cons
 #pragma unroll
   for (uint32_t m = 0; m < kMs; ++m) {
     if constexpr (Dtype::kBytes == 2) {
-      constexpr uint32_t kGroups = 4 / kHalves;  // of 8 tokens in one stmatrix
+      constexpr uint32_t kGroups = 4 / kHalves;  // groups of 8 tokens in one stmatrix
       const uint32_t matrix = at.lane / 8;
       const uint32_t to = half + matrix / kHalves * 8 * Row::kBytes +
                           staged<Row::kBytes>(at.lane % 8, (m * 4 + at.warp) * kHalves + matrix % kHalves);
@@ -123,8 +125,8 @@ __device__ __forceinline__ void stage_tokens(uint32_t half, const Lane& at, cons
   }
 }
 
-// Stores Row::kColumns results per token, of which those of columns < `columns` exist, to row_of(token), which points to
-// the first of them. Tokens beyond `rows` are not stored.
+// Stores Row::kColumns results per token, or the first `columns` if no more exist, to row_of(token) and behind it.
+// Tokens beyond `rows` are not stored.
 template <class Dtype, class Row, uint32_t kMs, uint32_t N, class Finish, class RowOf>
 __device__ __forceinline__ void store_tokens(uint32_t staging, const Lane& at, const float (&acc)[kMs][N / 2],
                                              uint32_t rows, uint32_t columns, Finish finish, RowOf row_of) {
@@ -137,7 +139,7 @@ __device__ __forceinline__ void store_tokens(uint32_t staging, const Lane& at, c
   constexpr uint32_t kChunks = ceil_div(N, kTokens), kPieces = kTokens / kRowsAtOnce;
   stage_tokens<Dtype, Row, kMs, N>(staging, at, acc, 0, finish);
   named_barrier_sync(group_barrier(at.group));
-  // A chunk is on its way out of shared memory while the next is computed: a chunk's latencies would be most of its time.
+  // A chunk of tokens is on its way out of shared memory while the next is computed: a chunk is mostly latencies.
 #pragma unroll
   for (uint32_t c = 0; c < kChunks; ++c) {
     if (c * kTokens >= rows) break;
@@ -162,8 +164,8 @@ __device__ __forceinline__ void store_tokens(uint32_t staging, const Lane& at, c
 
 }  // namespace detail
 
-// Bias of a task of plain features (router, returned, activated without a gate): the warpgroup's first is feature first_feature of
-// `features`. `bias` is the expert's row; null: none.
+// Biases where a feature is a column of results (router, returned, activated without a gate): the warpgroup's first is
+// first_feature of `features`. `bias` is the expert's row; null: none.
 template <class Dtype, uint32_t kMs>
 __device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bias, const Lane& at,
                                           uint32_t first_feature, uint32_t features) {
@@ -174,7 +176,8 @@ __device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bi
   }
 }
 
-// Bias of a task that activates, whose first output column is `first_column` of I; gated, `bias` is [2I]: gates, then ups.
+// Biases of a task that activates, whose first column of results is `first_column` of I. Gated, bias is [2I], gates
+// first.
 template <class Dtype, class Stage, Activation A>
 __device__ __forceinline__ void load_activation_bias(FeatureBias (&to)[Stage::kMs], const void* bias, const Lane& at,
                                                      uint32_t first_column, uint32_t intermediate) {
@@ -189,18 +192,18 @@ __device__ __forceinline__ void load_activation_bias(FeatureBias (&to)[Stage::kM
   }
 }
 
-// Epilogue::kActivate: activated rows, rounded once, to the tile's hidden rows: row r at hidden + r * pitch. `staging`: the
+// Epilogue::kActivate: activated rows, rounded once, to the tile's intermediate rows: row r at tile + r * pitch. `staging`: the
 // warpgroup's own buffer.
 template <class Dtype, class Stage, Activation A, uint32_t N>
 __device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at,
                                                 const Accumulators<FeaturesByTokens<Stage, N>>& acc,
                                                 const FeatureBias (&bias)[Stage::kMs], uint32_t rows,
-                                                uint32_t first_column, uint32_t intermediate, uint8_t* hidden,
+                                                uint32_t first_column, uint32_t intermediate, uint8_t* tile,
                                                 uint64_t pitch) {
   using Row = detail::StagedRow<Dtype, Stage, is_gated(A)>;
   const uint32_t first = first_column + at.group * Row::kColumns;
   const uint32_t columns = first < intermediate ? intermediate - first : 0;
-  uint8_t* const to = hidden + uint64_t{first} * Dtype::kBytes;
+  uint8_t* const to = tile + uint64_t{first} * Dtype::kBytes;
   detail::store_tokens<Dtype, Row, Stage::kMs, N>(
       staging, at, acc, rows, columns,
       [&](uint32_t m, uint32_t, float (&v)[4]) {
@@ -215,8 +218,8 @@ __device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at
       [&](uint32_t token) { return to + token * pitch; });
 }
 
-// Epilogue::kReturn: (acc + bias) * weight, rounded once, to each token's own row: `rows_to` are the rows' global addresses. Both
-// arrays lie in shared memory; of weights, as many as N are read, aligned to 8 bytes.
+// Epilogue::kReturn: (acc + bias) * weight, rounded once, to each token's own row: `rows_to` are the rows' global
+// addresses. Both arrays lie in shared memory; N weights are read, whatever `rows` is, aligned to 8 bytes.
 template <class Dtype, class Stage, uint32_t N>
 __device__ __forceinline__ void store_returned(uint32_t staging, const Lane& at,
                                                const Accumulators<FeaturesByTokens<Stage, N>>& acc,
@@ -237,8 +240,9 @@ __device__ __forceinline__ void store_returned(uint32_t staging, const Lane& at,
       [&](uint32_t token) { return reinterpret_cast<uint8_t*>(rows_to[token] + offset); });
 }
 
-// Gate: logits in fp32, [expert], of the thread's first two tokens to `to`, of those 8 tokens on `step` further. Where
-// experts are few one warp does it all, in code that runs once: it is to be little.
+// Gate: stores logits in fp32. to[0] and to[1] are the rows, [expert], of the thread's first two tokens; those of the
+// next two, 8 tokens on, are `step` further, and so on. Few instructions, since they run once, and with few experts in
+// one warp alone.
 template <uint32_t N>
 __device__ __forceinline__ void store_gate(const Lane& at, const float (&acc)[1][N / 2], const FeatureBias (&bias)[1],
                                            uint32_t rows, uint32_t first_expert, uint32_t experts,

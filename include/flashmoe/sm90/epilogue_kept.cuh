@@ -5,8 +5,8 @@
 
 namespace flashmoe::sm90 {
 
-// From accumulators of 64 rows by 256 columns to rows first_row .. of `rows` and columns first_column .. of `columns`, an even
-// number, of the matrix at `to`.
+// Stores accumulators of 64 rows by 256 columns to the matrix [rows, columns] at `to`, from (first_row, first_column)
+// on and as far as it goes. `columns` is even.
 __device__ __forceinline__ void store_kept(const Lane& at, const float (&acc)[128], float* to, uint32_t first_row,
                                            uint32_t rows, uint32_t first_column, uint32_t columns) {
   const uint32_t row = first_row + at.warp * 16 + at.row(), column = first_column + at.token();

@@ -1,7 +1,7 @@
 // Consumer warpgroups: from a task's accumulators to memory, where these are TokensByFeatures.
 //
-// A warp has 16 whole rows and needs no other warp to turn them: it does so in its own quarter of the staging buffer,
-// in pieces of 128 bytes of each row, into 16-byte stores of whole lines.
+// A warp has all columns of 16 rows and needs no other warp's: in its own quarter of the staging buffer it makes
+// 16-byte stores of whole lines of them, 128 bytes of each row ("a piece") at a time.
 #pragma once
 
 #include "flashmoe/sm90/epilogue.cuh"
@@ -36,10 +36,10 @@ __device__ __forceinline__ uint32_t own_staging(uint32_t staging, const Lane& at
   return staging + at.warp * kPieceBytes;
 }
 
-// Adds their biases to the accumulators of 256 columns. `bias`: the expert's row; null: none. The task's results are
-// columns `first`.. of `columns`; with a gate, groups of 8 biases of gates and of their ups, which lie `columns`
-// further, take turns. A lane needs the biases of 64 columns, which are many to load: a warp loads each once, of each
-// 64 columns two neighbours a lane, and reads them from its staging buffer.
+// Adds biases to the accumulators of 256 columns. `bias`: the expert's row; null: none. The task's results are columns
+// first, first + 1, ... of `columns`. With a gate, accumulator columns are 8 gates, their 8 ups, the next 8 gates, ...;
+// ups' biases lie `columns` further. A lane needs the biases of 64 columns, too many to load: so a warp loads each once
+// (a lane two neighbours of each 64 columns), and lanes read them from its staging buffer.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void add_bias(float (&acc)[128], uint32_t own, const void* bias, const Lane& at,
                                          uint32_t first, uint32_t columns) {
@@ -77,15 +77,15 @@ struct Piece {
   }
 };
 
-// Where 16-byte chunk `chunk` of a row of a piece is staged. The permutation keeps out of each other's banks both 8
-// rows of one chunk, which are the matrices of stmatrix, and 4 rows of two chunks, which half a warp writes of fp32.
+// Where 16-byte chunk `chunk` of a row of a piece is staged. Permuted so that in different banks lie both one chunk of
+// 8 rows, a matrix of stmatrix, and two chunks of 4 rows, which half a warp writes of fp32.
 __device__ __forceinline__ uint32_t staged_in_piece(uint32_t row, uint32_t chunk) {
   const uint32_t turned = row * 2 % 8 + row / 4 % 2;
   return row * kLineBytes + (chunk ^ turned) * 16;
 }
 
-// finish(h, a, b) turns two accumulators of the lane's row h of 2 into results, in place; gates' are then multiplied by
-// their ups.
+// finish(h, a, b) turns two neighbouring accumulators of the lane's h-th row (of 2) into results, in place; activated
+// gates are then multiplied by their ups.
 template <class Dtype, bool kGated, class Finish>
 __device__ __forceinline__ Piece<Dtype> finish_piece(const float (&acc)[128], uint32_t piece, Finish finish) {
   constexpr uint32_t kJoined = kGated ? 2 : 1;  // groups of 8 accumulator columns that make one of results
@@ -126,14 +126,14 @@ __device__ __forceinline__ void stage_piece(uint32_t own, const Lane& at, const 
   }
 }
 
-// Stores the warp's rows, of which those below `rows` of the block's share and `columns` of their columns exist.
+// Stores the warp's rows: those that the block's share of `rows` has, and of each no more than `columns` columns.
 // row_of(r) points to the task's first column of row r of the share.
 template <class Dtype, bool kGated, class Finish, class RowOf>
 __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (&acc)[128], uint32_t rows,
                                            uint32_t columns, Finish finish, RowOf row_of) {
   constexpr uint32_t kColumns = TokensByFeatures::kN / (kGated ? 2 : 1);
   constexpr uint32_t kPieces = kColumns * Dtype::kBytes / kLineBytes;
-  // Half of the accumulators at a time, by the same code: it runs once a task, and to fetch it takes as long as to run it.
+  // Half of the accumulators at a time, by the same code: that runs once a task, and takes as long to fetch as to run.
   constexpr uint32_t kPasses = 2, kPassAccumulators = 128 / kPasses, kPassBytes = kPieces / kPasses * kLineBytes;
   // A lane stores chunk lane % 8 of every fourth row.
   constexpr uint32_t kRowsApart = kWarpRows / kPieceStores;
@@ -171,20 +171,20 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
 #pragma unroll
     for (uint32_t i = 0; i < kPassAccumulators; ++i) acc[i] = acc[i + kPassAccumulators];
   }
-  named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the buffer as the warpgroup's
+  named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
 }
 
 }  // namespace detail
 
-// As store_activated and store_returned, from accumulators that it changes; `bias` is the expert's row, null: none.
+// As store_activated and store_returned, but these change the accumulators; `bias` is the expert's row, null: none.
 template <class Dtype, Activation A>
 __device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lane& at,
                                                      Accumulators<TokensByFeatures>& acc, const void* bias,
                                                      uint32_t rows, uint32_t first_column, uint32_t intermediate,
-                                                     uint8_t* hidden, uint64_t pitch) {
+                                                     uint8_t* tile, uint64_t pitch) {
   constexpr bool kGated = is_gated(A);
   const uint32_t columns = first_column < intermediate ? intermediate - first_column : 0;
-  uint8_t* const to = hidden + uint64_t{first_column} * Dtype::kBytes;
+  uint8_t* const to = tile + uint64_t{first_column} * Dtype::kBytes;
   const uint32_t own = detail::own_staging(staging, at);
   detail::add_bias<Dtype, kGated>(acc[0], own, bias, at, first_column, intermediate);
   detail::store_rows<Dtype, kGated>(

@@ -1,15 +1,15 @@
 // Products of an expert's rows: tasks that contract over Axis::kRows, of an expert and kTaskFeatures columns of tokens.
 //
-//   kept[I, H] = sum over the expert's rows r of hidden[r]^T x[r]
+//   kept[I, H] = sum over the expert's rows r of intermediate[r]^T x[r]
 //
-// Both operands are rows of memory whose columns are what the product keeps, and whose number is what it contracts over: in
-// wgmma's words they are MN-major, which it takes of 16-bit types alone. A stage has kStageRows rows of both:
-//   tokens   at 0       4 spans of 64 columns, the task's 256 columns of H
-//   hidden   at 32 KiB  2 spans of 64 columns of I, one for each consumer warpgroup
-// each span with its rows 128 bytes apart, swizzled as everywhere. The cluster's blocks share nothing here but the pace: of each
-// 256 columns of I the first block has the lower 128, the second the upper. A task goes over the columns of I, 256 at a time,
-// and for each over the expert's tiles in the order in which they closed, and their rows. Rows are gathered by cp.async, by both
-// loader warps; those beyond a tile's end are zeros, of both operands, since what lies there may be no number.
+// The product contracts over the rows of both operands and keeps their columns: in wgmma's words they are MN-major,
+// which it takes of 16-bit types alone. A stage has kStageRows rows of both:
+//   tokens        at 0       4 spans of 64 columns, the task's 256 columns of H
+//   intermediate  at 32 KiB  2 spans of 64 columns of I, one for each consumer warpgroup
+// each span with its rows 128 bytes apart, swizzled as everywhere. A task takes 256 columns of I at a time ("a pass"):
+// the cluster's first block the lower 128, the second the upper. The blocks share no loads, but keep the same pace. A
+// pass goes over the expert's tiles in the order in which they closed, and over their rows. Both loader warps gather
+// the rows by cp.async; rows beyond a tile's end are zeros, of both operands, since what lies there may be no number.
 #pragma once
 
 #include "flashmoe/sm90/load.cuh"
@@ -19,16 +19,16 @@ namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kStageRows = 64;
 inline constexpr uint32_t kSpanBytes = kStageRows * kRowBytes;  // 64 columns of a stage's rows
-inline constexpr uint32_t kTokenSpans = kTaskFeatures * 2 / kRowBytes, kHiddenSpans = kConsumers;
-inline constexpr uint32_t kHiddenAt = kTokenSpans * kSpanBytes;
-static_assert(kHiddenAt + kHiddenSpans * kSpanBytes == kStageBytes);
+inline constexpr uint32_t kTokenSpans = kTaskFeatures * 2 / kRowBytes, kIntermediateSpans = kConsumers;
+inline constexpr uint32_t kIntermediateAt = kTokenSpans * kSpanBytes;
+static_assert(kIntermediateAt + kIntermediateSpans * kSpanBytes == kStageBytes);
 
-// Columns of I that a block has at a time, and how many times it takes all of them.
-inline constexpr uint32_t kBlockColumns = kHiddenSpans * kRowBytes / 2;
+// Columns of I that a block has in a pass, and how many passes there are.
+inline constexpr uint32_t kBlockColumns = kIntermediateSpans * kRowBytes / 2;
 FLASHMOE_HD uint32_t column_passes(const Call& c) {
-  return ceil_div(c.intermediate, kClusterBlocks * kBlockColumns);
+  return ceil_div(c.shape.intermediate, kClusterBlocks * kBlockColumns);
 }
-// The first of them in a pass.
+// The block's first column of a pass.
 __device__ __forceinline__ uint32_t first_of_pass(uint32_t pass) {
   return (pass * kClusterBlocks + cluster_rank()) * kBlockColumns;
 }
@@ -55,8 +55,8 @@ __device__ __forceinline__ void gather_expert(Pipeline& ring, const Call& c, uin
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
   const uint32_t* const tiles = c.expert_tiles(expert);
   const uint32_t n = c.expert_state(expert)->tiles;
-  const uint8_t* const somewhere = c.hidden_row(0, 0);  // of rows that are not there nothing is read
-  // Spans from column `at` on of a row of `columns`; null: of zeros.
+  const uint8_t* const somewhere = c.intermediate_row(0, 0);  // a valid address, of which nothing is read
+  // Loads `spans` spans of a row of `columns` columns, from column `at` on; null: zeros.
   auto load = [&](uint32_t to, const uint8_t* row, uint32_t spans, uint32_t at, uint32_t columns) {
     for (uint32_t s = 0; s < spans; ++s) {
       const uint32_t from = at + s * kSpanColumns + column;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void gather_expert(Pipeline& ring, const Call& c, uin
     }
   };
   // One stage: rows base, base + 1, ... of a tile that has `rows`.
-  auto fill = [&](uint32_t tile, uint32_t base, uint32_t rows, uint32_t first_hidden) {
+  auto fill = [&](uint32_t tile, uint32_t base, uint32_t rows, uint32_t first_row) {
     wait(ring.empty(), ring.parity);
     if (thread == 0) {
       arrive(ring.full());
@@ -75,8 +75,9 @@ __device__ __forceinline__ void gather_expert(Pipeline& ring, const Call& c, uin
     for (uint32_t r = first; r < kStageRows; r += kRowsApart) {
       const bool exists = base + r < rows;
       const uint32_t to = ring.data() + slot + (r - first) * kRowBytes;
-      load(to, exists ? row_of(*c.tile_row(tile, base + r)) : nullptr, kTokenSpans, first_column, c.hidden);
-      load(to + kHiddenAt, exists ? c.hidden_row(tile, base + r) : nullptr, kHiddenSpans, first_hidden, c.intermediate);
+      load(to, exists ? row_of(*c.tile_row(tile, base + r)) : nullptr, kTokenSpans, first_column, c.shape.hidden);
+      load(to + kIntermediateAt, exists ? c.intermediate_row(tile, base + r) : nullptr, kIntermediateSpans, first_row,
+           c.shape.intermediate);
     }
     cp_async_arrive_noinc(ring.full());
     ring.advance();
@@ -103,7 +104,7 @@ namespace detail {
 template <class Dtype, bool kFirst>
 __device__ __forceinline__ void multiply_rows_of_stage(const Pipeline& ring, uint64_t a, uint64_t b,
                                                        float (&acc)[128]) {
-  constexpr uint32_t kStep = kWgmmaBytes / Dtype::kBytes * kRowBytes;  // so many rows
+  constexpr uint32_t kStep = kWgmmaBytes / Dtype::kBytes * kRowBytes;  // 16 rows: a wgmma's K
   wait(ring.full(), ring.parity);
   fence_proxy_async_shared();  // cp.async writes through the generic proxy
   wgmma_fence();
@@ -118,10 +119,10 @@ __device__ __forceinline__ void multiply_rows_of_stage(const Pipeline& ring, uin
 
 }  // namespace detail
 
-// acc[i][h] = sum over the rows of so many stages, of the warpgroup's 64 columns of I and the task's 256 of H.
+// acc = the sum over the rows of `stages` stages, for the warpgroup's 64 columns of I and the task's 256 of H.
 template <class Dtype>
 __device__ __forceinline__ void multiply_rows(Pipeline& ring, uint32_t group, uint32_t stages, float (&acc)[128]) {
-  const uint64_t a = mn_major_descriptor<kSpanBytes>(ring.stages + kHiddenAt + group * kSpanBytes);
+  const uint64_t a = mn_major_descriptor<kSpanBytes>(ring.stages + kIntermediateAt + group * kSpanBytes);
   const uint64_t b = mn_major_descriptor<kSpanBytes>(ring.stages);
   detail::multiply_rows_of_stage<Dtype, true>(ring, a, b, acc);
   uint32_t in_flight = ring.empty();

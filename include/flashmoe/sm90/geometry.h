@@ -22,16 +22,16 @@ inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile
 inline constexpr uint32_t kTaskFeatures = 256;  // weight rows of a task
 inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's half
 inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
-inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of hidden rows or tokens
+inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of intermediate rows or tokens
 inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
 inline constexpr uint64_t kReachBytes = uint64_t{16}
-                                        << 31;  // rows to gather lie within so many behind the first (TokenRows)
+                                        << 31;  // gathered rows lie within so many bytes behind a base (TokenRows)
 
-// The rows of a tile that one block of the cluster multiplies.
+// The rows of a tile that one block of the cluster multiplies. (Of 100 rows 64 and 36, with a cover of 64.)
 struct Share {
   bool wide;  // all features and half of the rows; else half of the features and all rows
   uint32_t first, rows,
-      cover;  // rows are [first, first + rows) of the tile; cover: the N of both blocks, a multiple of 16
+      cover;  // rows are [first, first + rows) of the tile; cover: so many tokens both blocks' products are to cover
 };
 FLASHMOE_HD constexpr Share share_of(uint32_t tile_rows, uint32_t block) {
   if (tile_rows <= kNarrowTokens) return {false, 0, tile_rows, tile_rows};
@@ -42,28 +42,29 @@ FLASHMOE_HD constexpr Share share_of(uint32_t tile_rows, uint32_t block) {
 // What a block keeps in shared memory of a token block, which the host therefore bounds.
 inline constexpr uint32_t kMaxChoices = 2048;      // its tokens times K
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
-// Rows of the router that the gate loads at a time, and a box of it has: the fewer, the smaller is a stage.
+// Rows of the router that a TMA box and a stage of the gate have: the fewer, the smaller a stage, and the more stages.
 inline constexpr uint32_t kSmallGate = 32, kMiddleGate = 64;
 FLASHMOE_HD constexpr uint32_t gate_features(uint32_t experts) {
   return experts <= kSmallGate ? kSmallGate : experts <= kMiddleGate ? kMiddleGate : kBoxFeatures;
 }
-// Local experts of one former. With as many formers as SMs, and E <= 1024, 8 would do for an H100; smaller parts exist.
+// The most local experts of one former. 1024 experts on an H100, with a former on nearly each of 132 SMs, are 8;
+// smaller parts exist.
 inline constexpr uint32_t kFormerExperts = 16;
-// Of so many thread blocks, the second to this one form tiles. Those behind them send rows to other ranks, if there are any.
+// How many of `blocks` thread blocks form tiles: those behind the first, the OS actor's. Later ones may send rows.
 FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts, uint32_t blocks) {
   if (ranks == 1) return blocks - 1;
-  const uint32_t wanted = max_of(blocks / 4, 1u);  // most blocks send
+  const uint32_t wanted = max_of(blocks / 4, 1u);  // most are left to send
   return max_of(ceil_div(local_experts, kFormerExperts), min_of(local_experts, wanted));
 }
-// The fewest blocks.
+// The fewest thread blocks that a kernel needs: the OS actor's, the formers', with several ranks a sender's.
 FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_experts) {
   const uint32_t service = 1 + max_of(ceil_div(local_experts, kFormerExperts), 1u) + (ranks > 1 ? 1 : 0);
   return ceil_div(service, kClusterBlocks) * kClusterBlocks;
 }
 
-static_assert(kFewChoices <= kTileTokens);  // a few tokens' hidden rows are the first tile's (gpu/few.cuh)
+static_assert(kFewChoices <= kTileTokens);  // a few tokens' intermediate rows are the first tile's (gpu/few.cuh)
 
-// Columns of results of a task of each product. With a gate, a column of what is activated takes two rows of weights.
+// Columns of results that a task of each product has. With a gate, an intermediate column takes two rows of weights.
 constexpr std::array<uint32_t, kProducts> columns_per_task(bool gated) {
   std::array<uint32_t, kProducts> columns = each_product(kTaskFeatures);
   for (uint32_t n = 0; n < kProducts; ++n) {

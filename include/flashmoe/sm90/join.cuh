@@ -13,23 +13,23 @@ class JoinEngine {
   using P = Platform;
 
  public:
-  // Twice as many loads of a lane on their way. As registers allow.
+  // A lane has two loads on their way for each: as many as registers allow.
   static constexpr uint32_t kJoinedAtOnce = Dtype::kBytes == 2 ? 6 : 4;
 
   __device__ __forceinline__ JoinEngine(const KernelArgs& args, const Call& call, const Trace& trace)
       : args_(args), c_(call), trace_(trace) {}
 
-  // The rows that the first `count` lanes name.
+  // Adds the two rows of each late row that the first `count` lanes name, and writes the output.
   __device__ __forceinline__ void join(uint32_t row, uint32_t count) const {
     constexpr uint32_t kColumnBytes = kTaskFeatures * Dtype::kBytes, kStep = 32 * 16;
-    // Looked up once: behind every load the compiler would read again what the call says.
+    // Looked up once: else the compiler reads the call again behind every load.
     const uint8_t* const rows = c_.return_row(c_.rank, 0, 0);
-    const auto& stride = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
+    const auto& stride = c_.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
     const auto token_bytes = static_cast<uint32_t>(stride[0]), slot_bytes = static_cast<uint32_t>(stride[1]);
-    const uint32_t out_bytes = c_.hidden * Dtype::kBytes;
+    const uint32_t out_bytes = c_.shape.hidden * Dtype::kBytes;
     uint32_t token[kJoinedAtOnce], at[kJoinedAtOnce];
 #pragma unroll
-    for (uint32_t i = 0; i < kJoinedAtOnce; ++i) {  // too few: the last one more than once
+    for (uint32_t i = 0; i < kJoinedAtOnce; ++i) {  // beyond `count`, the last one again
       const uint32_t r = P::broadcast(row, min_of(i, count - 1));
       token[i] = LateRow::token(r);
       at[i] = LateRow::column(r) * kColumnBytes + P::lane() * 16;

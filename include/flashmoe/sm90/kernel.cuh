@@ -5,8 +5,8 @@
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
 //   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, TF32: 184
 //   warpgroup 2                                                                                104, TF32: 128
-//     warps 8, 9          loaders: token rows by cp.async, weights and hidden rows by TMA, which takes but one thread:
-//                         during GEMM1 the second warp joins rows (actors/joiner.h)
+//     warps 8, 9          loaders: token rows by cp.async, weights and intermediate rows by TMA. TMA takes one thread:
+//                         so during GEMM1 the second warp joins rows (actors/joiner.h) or sees to the returns
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
 //                         sender (actors/put_sender.h)
@@ -16,20 +16,20 @@
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
 //   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
-// Pipelines
-//   stages  4 x 48 KiB: full 1 + 64 arrivals and both copy engines' bytes, empty 2 x 2              (pipeline.cuh)
-//   gate    the same memory, before, in 4 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2; without tensor cores
-//           each empty is x 128
-//   rows    the same memory, between, of blocks that send: 16 KiB a warp, two buffers in turn, each full 4 and the copy
-//           engine's bytes; the lane that stored from a buffer waits before it loads there again     (sm90/send.cuh)
+// Pipelines, with the arrivals that a phase of their barriers takes
+//   stages  4 x 48 KiB: full 1 + 64 and both copy engines' bytes, empty 2 x 2                       (pipeline.cuh)
+//   gate    the same memory, before the roles, in 4 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2
+//           (without tensor cores each thread arrives at an empty barrier: x 128, here and above)
+//   rows    the same memory, between gate and roles, of blocks that send: 16 KiB a warp, two buffers in turn, each full
+//           4 and the copy engine's bytes; the lane that stored from a buffer waits before it loads into it (send.cuh)
 //   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
 //           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (ring.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
-// A call that fails still runs every role to its stop: the cluster's other block counts on them, and nothing but the word that
-// aborts it says that it has (a flag in each thread would have to be spilled).
+// In a call that fails every role still runs until its stop, since the cluster's other block counts on its arrivals.
+// Only the abort word says that the call has failed (a flag in each thread would be spilled).
 //
-// A captured graph replays the same arguments, so device memory counts the calls (Control::calls).
+// A captured graph replays the same arguments, so the epoch is counted in device memory (Control::calls).
 #pragma once
 
 #include "flashmoe/gpu/leave.cuh"
@@ -51,7 +51,7 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 inline constexpr uint32_t kClerkWarp = kWarps - 2;
-// Registers change hands within what the block entered with: an increase that exceeds it waits for ever.
+// Warpgroups can only share out the registers that the block entered with: an increase beyond these waits for ever.
 inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
 // (Sums of fp32 take more.)
 template <class Dtype>
@@ -89,18 +89,18 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
 template <class Dtype, class Trace>
 __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, Shared& s, uint32_t memory,
                                           const Trace& trace) {
-  // Volatile: these are to be read again behind it, or ptxas keeps them for the roles, and spills.
+  // Volatile, so that they are read again after this function: else ptxas keeps them for the roles, and spills.
   uint32_t thread, blocks;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-  const uint32_t senders = c.order.senders, warp = thread / 32;
+  const uint32_t senders = c.policy.order.senders, warp = thread / 32;
   if (blockIdx.x + senders < blocks) return;
-  __syncthreads();  // the stages are not dispatch's any more,
+  __syncthreads();  // dispatch is done with the stages,
   const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
   RowEngine<Dtype, Trace> engine(args, c, copies, trace);
   Sender<Platform, RowEngine<Dtype, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
                                                            kWarps * senders, blockIdx.x);
-  __syncthreads();  // nor, now, the senders'
+  __syncthreads();  // and now the senders are
 }
 
 // One warp of the last warpgroup.
@@ -117,7 +117,8 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     }
   } else if (blockIdx.x == 0) {
     run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
-  } else if (const uint32_t formers = formers_of(c.ranks, c.local_experts, gridDim.x); blockIdx.x <= formers) {
+  } else if (const uint32_t formers = formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x);
+             blockIdx.x <= formers) {
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
 #if FLASHMOE_RDMA
   } else {
@@ -150,17 +151,18 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation)>(args, c, s, ring, warp, each_warp);
   }
-  if (c.joined == 0) {
+  if (c.policy.joined == 0) {
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
-    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, PlaceOfWarp>(c, sums, s.returns).run(c);
+    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp>(c, sums, s.returns).run(c);
   } else if (joins_late_rows(c)) {
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
-  __syncwarp();  // waits let lanes go one by one
+  __syncwarp();  // lanes leave a wait one by one
 #if FLASHMOE_RDMA
-  // The first sender: every rank has one, and it is through with all that may fail.
-  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.ranks, c.local_experts, gridDim.x)) tell_fault<Platform>(c);
+  // By the first sender: every rank has one, and by now it is through with all that may fail.
+  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x))
+    tell_fault<Platform>(c);
 #endif
   cluster_sync();  // neither block may leave while the other arrives at its barriers
   if (threadIdx.x == 0) {

@@ -6,11 +6,11 @@
 
 namespace flashmoe::sm90 {
 
-// The weight rows that a block loads: a box at these coordinates, of which the innermost (K) runs.
+// The weight rows that a block loads: TMA boxes at these coordinates; the innermost, c0, goes along K.
 struct FeatureBox {
   const TensorMap* map;
   uint32_t c1, c2, c3, c4;
-  bool read_once;  // nobody else is about to load them: see reads_weights_once()
+  bool read_once;  // no other cluster is about to load them: see reads_weights_once()
 
   template <class Dtype, class Stage>
   __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
@@ -28,19 +28,19 @@ struct FeatureBox {
   }
 };
 
-// Where gathered rows lie. A place is an offset in units of 16 bytes; bit 31 says from which of the two bases.
+// Where gathered rows lie. An offset is in units of 16 bytes from one of two bases: from `remote` if bit 31 is set.
 struct TokenRows {
   static constexpr uint32_t kRemote = 1u << 31;
   static_assert(uint64_t{kRemote} * 16 == kReachBytes);
 
   const uint8_t* own;
   const uint8_t* remote;
-  const uint32_t* places;  // [rows] in shared memory; not read any more once the first stage of the task is loaded
+  const uint32_t* offsets;  // [rows] in shared memory; not read any more once the first stage of the task is loaded
   uint32_t rows;
 };
 
-// Which of the loaders' threads this is. Volatile where tasks are loaded in more than two ways: there are no registers then to
-// keep what follows from it from task to task.
+// Which of the loaders' threads this is. In programs with products of experts tasks are loaded in three ways, and no
+// registers are left to keep what follows from it from task to task: volatile, so that it is computed anew.
 __device__ __forceinline__ uint32_t loader_thread() {
   if constexpr (kExpertProducts == 0) return threadIdx.x - kFirstLoader;
   uint32_t thread;
@@ -50,15 +50,16 @@ __device__ __forceinline__ uint32_t loader_thread() {
 
 namespace detail {
 
-// Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a lone
-// warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced every other
-// k-block, and no question asked per row, it is hardly more than one. Rows that the tile does not have are copies of row 0.
+// Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a
+// lone warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced
+// every other stage, and no bounds check for each row, it is hardly more than one. Rows that the tile does not have are
+// copies of row 0.
 template <class Dtype, class Stage, class Count>
 __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const FeatureBox& features,
                                               const TokenRows& tokens, uint32_t k_bytes, Count&& count) {
   constexpr uint32_t kRowsApart = kLoaders / 8;
   constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
-  constexpr uint32_t kAtOnce = 4;  // rows of a thread between two looks at whether there are more
+  constexpr uint32_t kAtOnce = 4;  // rows of a thread between two bounds checks
   const uint32_t thread = loader_thread();
   const uint32_t chunk = thread % 8, first = thread / 8;
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
@@ -66,9 +67,9 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
 #pragma unroll
   for (uint32_t i = 0; i < kMost; ++i) {
     const uint32_t r = first + i * kRowsApart;
-    const uint32_t place = tokens.places[r < tokens.rows ? r : 0];
-    const uint8_t* base = place & TokenRows::kRemote ? tokens.remote : tokens.own;
-    row[i] = base + uint64_t{place & ~TokenRows::kRemote} * 16 + chunk * 16;
+    const uint32_t offset = tokens.offsets[r < tokens.rows ? r : 0];
+    const uint8_t* base = offset & TokenRows::kRemote ? tokens.remote : tokens.own;
+    row[i] = base + uint64_t{offset & ~TokenRows::kRemote} * 16 + chunk * 16;
   }
   const uint32_t stages = Stage::stages(k_bytes);
   auto load = [&](uint32_t s, uint32_t ahead) {
@@ -111,15 +112,15 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
   }
 }
 
-// Token rows that lie one behind the other, rows first_row .. first_row + rows - 1 of `map`, by the copy engine. One thread
-// does it all, and arrives for the other loaders, who may do something else.
+// Token rows that lie one behind the other, rows first_row .. first_row + rows - 1 of `map`, by the copy engine. The
+// first loader thread does it all, and arrives for the others too, so that the second warp may do something else.
 template <class Dtype, class Stage, class Count>
 __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const FeatureBox& features, const TensorMap* map,
                                            uint32_t first_row, uint32_t rows, uint32_t k_bytes, Count&& count) {
   const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
     typename Stage::Ring at = ring;
-    // The hidden rows were stored through the generic proxy, by other blocks, whose stores the task's clerk acquired.
+    // Other blocks stored the intermediate rows through the generic proxy; the clerk acquired them with the task.
     fence_proxy_async_global();
     const uint32_t boxes = ceil_div(rows, kRowBox);
 #pragma unroll 1
@@ -159,15 +160,15 @@ __device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const Fea
   }
 }
 
-// Operand::kHidden: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the hidden matrix.
+// Operand::kIntermediate: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the tiles' matrix.
 template <class Dtype, class Count>
-__device__ __forceinline__ void hidden_load(Pipeline& ring, bool wide, const FeatureBox& features,
-                                            const TensorMap* hidden, uint32_t first_row, uint32_t rows,
-                                            uint32_t k_bytes, Count&& count) {
+__device__ __forceinline__ void intermediate_load(Pipeline& ring, bool wide, const FeatureBox& features,
+                                                  const TensorMap* tiles, uint32_t first_row, uint32_t rows,
+                                                  uint32_t k_bytes, Count&& count) {
   if (wide) {
-    detail::box_stages<Dtype, Wide>(ring, features, hidden, first_row, rows, k_bytes, count);
+    detail::box_stages<Dtype, Wide>(ring, features, tiles, first_row, rows, k_bytes, count);
   } else {
-    detail::box_stages<Dtype, Narrow>(ring, features, hidden, first_row, rows, k_bytes, count);
+    detail::box_stages<Dtype, Narrow>(ring, features, tiles, first_row, rows, k_bytes, count);
   }
 }
 

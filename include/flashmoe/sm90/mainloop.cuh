@@ -8,11 +8,11 @@
 
 namespace flashmoe::sm90 {
 
-// Shapes of a consumer warpgroup's product: kMs wgmmas m64nN a step. Their A is the warpgroup's own kMs times 64 rows
-// of a k-block's operand at a(k_block), their B kN rows of the one at b(k_block). The second warpgroup's begin kNextA and
-// kNextB rows after the first's.
+// Shapes of a consumer warpgroup's product: a step along K is kMs wgmmas m64nN. A k-block's A operand lies at
+// a(k_block) in its stage, its B operand at b(k_block). The warpgroup multiplies kMs * 64 rows of A with kN rows of B;
+// the second warpgroup's begin kNextA and kNextB rows after the first's.
 
-// Features down, tokens across: the warpgroup's half of the features by as many tokens as there are.
+// Features down, tokens across: the warpgroup's half of the features by all of the block's tokens.
 template <class Stage_, uint32_t kTokens>
 struct FeaturesByTokens {
   using Stage = Stage_;
@@ -21,7 +21,7 @@ struct FeaturesByTokens {
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
 };
 // Tokens down, features across: 64 of 128 tokens by all features. A wgmma reads all of its B for 64 rows of A: this one
-// 2 + 8 KiB a step, where two of the other shape, by 128 tokens, read 2 * (2 + 4). It is only for tiles that fill it.
+// reads 2 + 8 KiB a step, the two of FeaturesByTokens with 128 tokens 2 * (2 + 4). Only for tiles whose tokens fill it.
 struct TokensByFeatures {
   using Stage = Wide;
   static constexpr uint32_t kMs = Stage::kTokens / kConsumers / 64, kN = Stage::kFeatures;
@@ -30,7 +30,7 @@ struct TokensByFeatures {
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
 };
 static_assert(TokensByFeatures::kMs == 1);
-// All features down, of which there are at most 64, half of the tokens across.
+// For at most 64 features: all of them down, the warpgroup's half of the tokens across.
 template <class Stage_>
 struct FewByTokens {
   using Stage = Stage_;
@@ -43,8 +43,8 @@ struct FewByTokens {
 template <class Shape>
 using Accumulators = float[Shape::kMs][Shape::kN / 2];
 
-// Calls f, a lambda `[&]<class Shape>() {..}`, with the shape of least work that covers `cover` tokens. wgmma's time
-// goes with N, its code does not shrink.
+// Calls f, a lambda `[&]<class Shape>() {..}`, with the smallest shape that covers `cover` tokens. A wgmma's time grows
+// with N; but each N is one more copy of the code, and no shorter one.
 template <class Dtype, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
   if (!wide) {
@@ -68,9 +68,9 @@ __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
 
 namespace detail {
 
-// Issues the products of one stage as one group, not waited for. kFirst: the first overwrites acc. That this is known
-// at compile time matters: else ptxas sees accumulators read that nothing wrote, keeps those of all N alive from task
-// to task, and runs out of registers.
+// Issues the products of one stage as one group of wgmmas, and does not wait for it. kFirst: the first wgmma overwrites
+// acc. It is a template parameter since ptxas would else see accumulators read that nothing wrote, keep those of all N
+// alive from task to task, and run out of registers.
 template <class Dtype, class Shape, bool kFirst>
 __device__ __forceinline__ void multiply_stage(const typename Shape::Stage::Ring& ring, uint64_t a, uint64_t b,
                                                bool gathered, Accumulators<Shape>& acc) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ float4 load_floats(uint32_t from) {
   const uint4 v = load_shared16(from);
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
-// Where chunk `chunk` of a row lies. Eight rows further it lies 8 kRowBytes further.
+// Where chunk `chunk` of a row lies. (That of the 8th row behind it: 8 * kRowBytes further, since the swizzle repeats.)
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, uint32_t row, uint32_t chunk) {
   return tile + row * kRowBytes + (chunk ^ row % 8) * 16;
 }
@@ -115,7 +115,7 @@ __device__ __forceinline__ float dot(float sum, const float4& a, const float4& b
 }
 
 // The products of one stage without the tensor cores, in the same places of acc: a thread has features r and r + 8, and
-// of each 8 tokens two. Its operands are rows of shared memory that 8 and 4 lanes of a warp read alike.
+// of each 8 tokens two. 4 lanes of a warp read the same features' rows, 8 lanes the same tokens'.
 template <class Shape>
 __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Stage::Ring& ring, uint32_t group,
                                                        Accumulators<Shape>& acc) {

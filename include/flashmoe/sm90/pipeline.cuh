@@ -2,16 +2,17 @@
 //
 // A stage holds k-blocks of 128 bytes of K of features and tokens, laid out in one of three ways, all of it 128-byte
 // swizzled: chunk c of row r lies at chunk c ^ (r % 8).
-//   Wide    48 KiB: 256 features at 0 (the lower 128 by the cluster's first block, the upper by its second), 128 tokens at 32
-//           KiB
+//   Wide    48 KiB: 256 features at 0 (the lower 128 loaded by the cluster's first block, the upper by its second), 128
+//           tokens at 32 KiB
 //   Narrow  48 KiB: two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens
 //           at 32 and 40 KiB
-//   Gate    128 tokens at 0, 32, 64 or 128 features behind them, and as many stages as there is room for: a block's tokens
-//           arrive at the pace of the bytes in flight. (A wgmma takes 64 rows of features: of 32, what lies behind them
-//           stands for the others, and what becomes of it is not read.)
-// Barriers: full takes an arrival of every loader thread of the block and the copy engine's bytes, half of which the other
-// block's copy engine writes; empty takes one of each consumer that reads what is written when it is passed: of both
-// blocks. Gate's are its own, and the block's alone.
+//   Gate    128 tokens at 0; behind them 32, 64 or 128 features. As many stages as there is room for, since the more
+//           bytes are in flight, the sooner a block's tokens are here. (A wgmma takes 64 rows of features. Where there
+//           are 32, it multiplies also what lies behind them, and nobody reads those results.)
+// Barriers: full takes an arrival of every loader thread of the block, one more with the number of bytes that the copy
+// engines write, and these bytes; half of a Wide stage's features come from the other block's. empty takes an arrival
+// of each consumer warpgroup that reads what is overwritten once it is passed: of both blocks. The gate has barriers of
+// its own, at which its block alone arrives.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,7 @@ inline constexpr uint32_t kStageBytes = 48 * 1024;
 inline constexpr uint32_t kStageAlign = 1024;  // the swizzle pattern repeats every 8 rows
 inline constexpr uint32_t kBoxBytes = kBoxFeatures * kRowBytes;
 
-// One side of a ring of kCount stages of kBytes.
+// A ring of kCount stages of kBytes as a loader or a consumer sees it: the stage that is its next.
 template <uint32_t kCount_, uint32_t kBytes_>
 struct Ring {
   static constexpr uint32_t kCount = kCount_, kBytes = kBytes_;
@@ -65,7 +66,7 @@ struct Ring {
     stage = stage + 1 == kCount ? 0 : stage + 1;
     parity ^= stage == 0;
   }
-  // As many times.
+  // The same n times.
   __device__ __forceinline__ void advance(uint32_t n) {
     parity ^= (stage + n) / kCount & 1u;
     stage = (stage + n) % kCount;
@@ -97,15 +98,15 @@ using Narrow = StageLayout<Pipeline, 2, 128, 0, 64, 32 * 1024, true>;
 static_assert(Wide::tokens(1) == kStageBytes && Narrow::tokens(2) == kStageBytes);
 static_assert(Narrow::kTokens == kNarrowTokens && Wide::kTokens * kClusterBlocks == kTileTokens);
 
-// The gate's, in `room` bytes.
+// The gate's layout, in kRoom bytes.
 inline constexpr uint32_t kMostGateStages = 8;
 template <uint32_t kFeatures, uint32_t kRoom, uint32_t kBytes = (kMaxTokenBlock + kFeatures) * kRowBytes>
 using GateLayout = StageLayout<Ring<min_of(kMostGateStages, kRoom / kBytes), kBytes>, 1, kFeatures,
                                kMaxTokenBlock * kRowBytes, kMaxTokenBlock, 0, false>;
-// With all of a block's tokens and all experts at once, the logits come when the stages are done with.
+// Where one pass has all of the token block's tokens and all experts, the logits overwrite the stages after it.
 template <uint32_t kFeatures>
 using Gate = GateLayout<kFeatures, kStages * kStageBytes>;
-// Else beside them.
+// Where it takes several passes, the logits lie behind the stages.
 inline constexpr uint32_t kLogitsAt = kStages * kStageBytes - kMaxGateLogits * 4;
 using GateInPasses = GateLayout<kBoxFeatures, kLogitsAt>;
 template <class Stage>
@@ -114,8 +115,8 @@ static_assert(Gate<kSmallGate>::Ring::kCount == 8 && Gate<kMiddleGate>::Ring::kC
 static_assert(Gate<kBoxFeatures>::Ring::kCount == 6);
 static_assert(GateInPasses::Ring::kCount == 4);
 
-// Arrivals of a consumer warpgroup at an empty barrier. The tensor cores read for all of its threads. Without them each
-// thread arrives for what it has read itself: racecheck takes no arrival for others' reads.
+// Arrivals of a consumer warpgroup at an empty barrier: one, where the tensor cores read for all of its threads.
+// Without them each thread arrives for what it has read itself: racecheck takes no arrival for other threads' reads.
 template <class Dtype>
 inline constexpr uint32_t kReleases = Dtype::kTensorCores ? 1 : kWarpgroup;
 
@@ -127,7 +128,7 @@ __device__ __forceinline__ void release_stage(uint32_t empty) {
     if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
   } else if constexpr (kReleases<Dtype> != 1) {
     for (uint32_t b = 0; b < kClusterBlocks; ++b)
-      arrive_release_at_block(b, empty);  // behind loads that nothing has waited for
+      arrive_release_at_block(b, empty);  // a release: this thread's loads of the stage come before it
   } else {
     if (thread < kClusterBlocks) arrive_at_block(thread, empty);
   }

@@ -9,7 +9,7 @@
 
 namespace flashmoe::sm90 {
 
-// All lanes: a row of a multiple of 16 bytes. kChunks: of 16 bytes that a lane has on their way.
+// Copies a row of `bytes`, a multiple of 16. kChunks: chunks of 16 bytes that a lane has on their way. All lanes.
 template <uint32_t kChunks>
 __device__ __forceinline__ void copy_row(const uint8_t* from, uint8_t* to, uint32_t bytes) {
   using P = Platform;
@@ -36,9 +36,9 @@ class PutEngine {
       : args_(args), c_(call), trace_(trace) {}
 
   __device__ __forceinline__ void stage_row(uint32_t token) const {
-    // With more, and NVSHMEM's code in the same loop, kernels spill.
+    // With more on their way, and NVSHMEM's code in the same loop, kernels spill.
     constexpr uint32_t kChunks = Dtype::kBytes == 2 ? 4 : 2;
-    copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.out_row(token), c_.token_row_bytes);
+    copy_row<kChunks>(args_.x + token * args_.x_row_bytes, c_.out_row(token), c_.memory.token_row_bytes);
   }
   __device__ __forceinline__ void begin() const { trace_.begin(); }
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {

@@ -21,7 +21,7 @@ namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kMaxRanks = 32;
 
-// A task as the clerk hands it on: looked up, with the places of the rows that this block multiplies.
+// A task as the clerk hands it on: looked up, with the offsets of the rows that this block multiplies.
 struct TaskSlot {
   TaskKind kind;
   uint32_t tile, column, expert;
@@ -29,29 +29,31 @@ struct TaskSlot {
   Share share;
   uint32_t stored;  // of tasks whose rows return: how many of these the ring has had before, see TaskRing::stored
   union {
-    uint32_t places[Wide::kTokens];  // gathered: where the token rows are, see TokenRows
-    uint64_t to[Wide::kTokens];      // returned: where the results go
+    uint32_t offsets[Wide::kTokens];  // gathered: where the token rows are, see TokenRows
+    uint64_t to[Wide::kTokens];       // returned: where the results go
   };
   alignas(8) float weights[Wide::kTokens];  // returned: combine weights
   uint32_t tokens[Wide::kTokens];           // returned: whose rows they are
 };
 
-// Slots go from each block's clerk to its loaders and consumers, and back. The first block of a cluster leads: its clerk takes
-// tasks for both, the other's retires them for both: a clerk that did both, seven round trips to the L2 a task, would be
-// slower than the consumers are with small tasks. Of those there must be slots for as many as the clerk takes ahead.
+// Slots go from each block's clerk to its loaders and consumers, and back. The first block of a cluster leads: its
+// clerk takes tasks for both blocks, the other's retires them for both. A clerk that did both, seven round trips to the
+// L2 a task, would be slower than the consumers are with small tasks. There are slots for as many small tasks as the
+// clerk takes ahead.
 struct TaskRing {
   static constexpr uint32_t kSlots = 5;
   static constexpr uint32_t kLeader = 0, kFollower = 1;
-  // Every lane of the consumers and loaders, for what it has read of the slot itself: racecheck takes no arrival for others'
-  // reads. It also keeps any of them from being overtaken, a loader without a part in what the copy engine loads too.
+  // Every lane of the consumers and loaders arrives, for what it has read of the slot itself: racecheck takes no
+  // arrival for other lanes' reads. So none is overtaken by the ring, not even a loader without a part in the loads.
   static constexpr uint32_t kDoneArrivals = kConsumers * kWarpgroup + kLoaders;
 
-  uint64_t handed[kSlots];  // 1: the leader's clerk
-  uint64_t full[kSlots];    // 32: clerk, each lane for what it wrote
-  uint64_t done[kSlots];    // kDoneArrivals; in the follower also the leader's clerk, for its block
-  uint64_t stored[kSlots];  // 256: consumers; not one for each slot, but for each of so many tasks that return rows
+  // Barriers of the slots, with the arrivals that a phase takes, and whose these are.
+  uint64_t handed[kSlots];  // 1: the leader's clerk, in the follower
+  uint64_t full[kSlots];    // 32: the block's clerk, each lane for what it wrote
+  uint64_t done[kSlots];    // kDoneArrivals; in the follower 1 more: the leader's clerk, for its block
+  uint64_t stored[kSlots];  // 256: consumers. Not of the slots: the n-th task that returns rows has number n % kSlots
   uint64_t free[kSlots];    // 1: the follower's clerk, in the leader
-  uint64_t word[kSlots];    // the task that the leader handed on
+  uint64_t word[kSlots];    // the task that the leader handed on, in the follower
   uint32_t loaded;          // stages that the loaders have begun to fill
   TaskSlot slot[kSlots];
 
@@ -75,23 +77,23 @@ struct TaskRing {
   // All lanes.
   __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
   __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
-  // The n-th task that returns rows: nobody waits for the others, and a phase that nobody waits for is an error to synccheck.
+  // n counts tasks that return rows: nobody waits for others, and synccheck calls a phase that nobody awaits an error.
   __device__ __forceinline__ void put_stored(uint32_t n) { arrive(shared_address(&stored[n % kSlots])); }
 
-  // Of a loader thread; of the clerk.
+  // By a loader thread; by the clerk.
   __device__ __forceinline__ void count_stage() { atomicAdd(&loaded, 1u); }
   __device__ __forceinline__ uint32_t stages_loaded() {
     return Platform::broadcast(Platform::lane() == 0 ? atomicAdd(&loaded, 0u) : 0u, 0);
   }
 
-  // Asked by a warp, all lanes: they are to agree.
+  // By all lanes of a warp, which get the same answer.
   __device__ __forceinline__ bool is_full(uint32_t n) const { return has_passed(full, n); }
   __device__ __forceinline__ bool is_done(uint32_t n) const { return has_passed(done, n); }
   __device__ __forceinline__ bool is_stored(uint32_t n) const { return has_passed(stored, n); }
   __device__ __forceinline__ bool is_handed(uint32_t n) const { return has_passed(handed, n); }
   __device__ __forceinline__ bool is_free(uint32_t n) const { return n < kSlots || has_passed(free, n - kSlots); }
 
-  // Between the clerks, one thread.
+  // From one clerk to the other, one thread.
   __device__ __forceinline__ void hand_on(uint32_t n, const Task& task) {
     store_in_block(kFollower, shared_address(&word[n % kSlots]), task.pack());
     arrive_release_at_block(kFollower, shared_address(&handed[n % kSlots]));
@@ -115,7 +117,7 @@ struct Shared {
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
   uint64_t send_barriers[kWarps][RowCopies::kBarriers];
   TaskRing ring;
-  ReturnPlaces<PlaceOfWarp> returns;
+  ReturnCursors<CursorOfWarp> returns;
   LateRows late;
   uint32_t router_bad;  // a logit of this block's tokens was not finite
   uint32_t trace_events;

@@ -1,4 +1,4 @@
-// What the warps of a block do once its own tokens are dispatched: keep the tasks, load, compute.
+// What the warps of a block do once its own tokens are dispatched: look up tasks and retire them, load, compute.
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"
@@ -12,8 +12,8 @@
 
 namespace flashmoe::sm90 {
 
-// Where a row of a tile was dispatched to, for TokenRows.
-__device__ __forceinline__ uint32_t place_of(const KernelArgs& args, const Call& c, const Row& row) {
+// Where the token row of a tile's row lies, as an offset of TokenRows.
+__device__ __forceinline__ uint32_t offset_of(const KernelArgs& args, const Call& c, const Row& row) {
   if (row.source == c.rank) return static_cast<uint32_t>(row.token * (args.x_row_bytes / 16));
   const uint64_t at = c.dispatched_row(c.rank, row.source, row.token) - c.heap<uint8_t>(c.rank, HeapField::kRows);
   return static_cast<uint32_t>(at / 16) | TokenRows::kRemote;
@@ -22,14 +22,14 @@ __device__ __forceinline__ uint32_t place_of(const KernelArgs& args, const Call&
 __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call& c, const Row& row) {
   uint8_t* to =
       c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
-  if (c.joined != 0 && c.top_k == 1) to = args.out + uint64_t{row.token} * c.token_row_bytes;
+  if (c.policy.joined != 0 && c.shape.top_k == 1) to = args.out + uint64_t{row.token} * c.memory.token_row_bytes;
   return reinterpret_cast<uint64_t>(to);
 }
 
 // Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
-  // Shape and rows are loaded side by side, those that the share does not have too: a round trip to the L2 is all it takes.
+  // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
   const Tile::Shape shape = c.tile(task.index)->shape;
   constexpr uint32_t kEach = kTileTokens / P::kLanes;
   Row row[kEach];
@@ -39,9 +39,9 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t r = P::lane() + i * P::kLanes - share.first;
-    if (r >= share.rows) continue;  // as are rows before the first
+    if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
     if (is_one_of<kGathering>(task.kind)) {
-      slot.places[r] = place_of(args, c, row[i]);
+      slot.offsets[r] = offset_of(args, c, row[i]);
     } else {
       slot.to[r] = result_of(args, c, row[i]);
       slot.weights[r] = row[i].weight;
@@ -52,40 +52,40 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.tile = task.index;
     slot.column = task.column;
     slot.expert = shape.expert;
-    slot.k_bytes = is_one_of<kOverHidden>(task.kind) ? c.token_row_bytes : c.hidden_row_bytes;
+    slot.k_bytes = is_one_of<kOverHidden>(task.kind) ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
     slot.share = share;
   }
 }
 
-// The same of a task of an expert, whose rows its loaders look up.
+// The same for a task of an expert. Its rows are looked up by its loaders.
 __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, TaskSlot& slot) {
   const uint32_t stages = stages_of_expert<Platform>(c, task.index) * column_passes(c);
   if (Platform::lane() != 0) return;
   slot.tile = slot.expert = task.index;
   slot.column = task.column;
-  slot.k_bytes = stages * kRowBytes;  // as many as go through so many stages
+  slot.k_bytes = stages * kRowBytes;  // so that Wide::stages(k_bytes) is `stages`
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
 }
 
-// Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: it fetches its code from memory. So while the first
-// tiles form, each cluster goes through a task of each product of a full tile's shape, of one stage and without rows, by the
-// very code of the tasks behind them. Only where tasks are retired and traced is there a case for them.
+// Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: its code has to come from memory. So while the
+// first tiles form, each cluster runs a task of each product, in a full tile's shape, of one stage and without rows, by
+// the very code of the tasks after it. Only look-up, retirement and traces tell it apart, by kNoTile.
 inline constexpr uint32_t kRehearsals = kProducts - kExpertProducts;
 
-// Rows of all ranks' experts, were all ranks as large as this one.
+// Rows of all experts, if all ranks have as many tokens as this one.
 __device__ __forceinline__ uint64_t rows_of_all(const Call& c) {
-  return uint64_t{c.tokens} * c.top_k * c.ranks;
+  return uint64_t{c.shape.tokens} * c.shape.top_k * c.shape.ranks;
 }
 
-// How many tasks each ring begins with that are rehearsals. None where hardly a tile is full: the others run other code.
+// How many rehearsals each ring begins with. None where hardly a tile is full, since other tiles run other code.
 template <class Dtype>
 __device__ __forceinline__ uint32_t rehearsals(const Call& c) {
   constexpr uint64_t kRows = kTileTokens / 2;  // of an expert, on average
-  const bool full = rows_of_all(c) >= kRows * c.experts;
-  return Dtype::kTensorCores && c.local_experts != 0 && full ? kRehearsals : 0;
+  const bool full = rows_of_all(c) >= kRows * c.shape.experts;
+  return Dtype::kTensorCores && c.shape.local_experts != 0 && full ? kRehearsals : 0;
 }
 
-// The last product comes first: the first is needed first.
+// Rehearses the last product first, and the first last: its tasks are the next to come.
 __device__ __forceinline__ Task rehearsal(uint32_t n) {
   Task task{TaskKind::kNone, 0, kNoTile};
   for_each_product([&]<uint32_t m>() {
@@ -94,8 +94,8 @@ __device__ __forceinline__ Task rehearsal(uint32_t n) {
   return task;
 }
 
-// Instead of look_up(). Of features it loads a stage of the first expert's; of tokens, without rows, none: the products are
-// of what is there. Nothing is stored, so the slot's places, addresses and weights are left as they are.
+// Instead of look_up(). The task loads one stage of the first expert's features and, having no rows, no tokens: it
+// multiplies what lies there. Nothing is stored, so the slot's offsets, addresses and weights are left as they are.
 __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
   if (Platform::lane() != 0) return;
   slot.tile = kNoTile;
@@ -105,10 +105,10 @@ __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
 }
 
-// Of a clerk between two looks, nanoseconds: the consumers issue from the same scheduler, and draw on the same power.
+// Nanoseconds that a clerk rests between two looks: it shares its instruction scheduler, and the power, with consumers.
 inline constexpr uint32_t kPause = 250;
 
-// Clerk: hands a task to its block's loaders and consumers. stored: how many of them so far that return rows.
+// Clerk: hands a task to its block's loaders and consumers. stored: how many that return rows it has handed on before.
 __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
                                          const Task& task, uint32_t& stored) {
   using P = Platform;
@@ -138,8 +138,9 @@ __device__ __forceinline__ uint32_t stages_of(const TaskSlot& slot) {
 template <class Dtype>
 __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
-  // A task is taken late, when the loaders have only so many stages left, which is the time that it takes to have the next
-  // one looked up, four round trips to the L2: what is taken early runs late elsewhere.
+  // A task is taken when the loaders have only so many stages left to begin, which takes them as long as the clerk
+  // takes to get and look up a task: four round trips to the L2. One taken sooner would wait here, while another
+  // cluster could begin it.
   constexpr uint32_t kAhead = 10;
   const uint32_t rehearsed = rehearsals<Dtype>(c);
   uint32_t stages = 0, stored = 0;  // of the tasks so far
@@ -170,9 +171,9 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   }
 }
 
-// The follower's clerk, one warp: retires what the consumers of both blocks have done. Off their way, since each counter is
-// a round trip to the L2. Their stores are ordered before a retirement by their arrivals (and the other clerk's), and
-// before whoever sees its counters by those (cumulativity).
+// The follower's clerk, one warp: retires what the consumers of both blocks have done. Consumers do not do that
+// themselves, since each counter is a round trip to the L2. Their stores are ordered before the counters' changes by
+// their arrivals (and the leading clerk's), and so before all that whoever sees the counters does (cumulativity).
 __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
   uint32_t retired = 0, stored = 0;
@@ -197,49 +198,50 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   }
 }
 
-// Whether experts have a tile or less, on average. Their weights then take the L2 from all else, and from the kernel's own
-// code, if they are kept there when they have been used.
+// Whether experts have a tile or less, on average, so that their weights are read once. Kept in the L2 after that, they
+// would push out all else, and the kernel's own code.
 __device__ __forceinline__ bool reads_weights_once(const Call& c) {
-  return rows_of_all(c) <= uint64_t{kTileTokens} * c.experts;
+  return rows_of_all(c) <= uint64_t{kTileTokens} * c.shape.experts;
 }
 
-// The weights of product p: as the copy engine has them, an expert's rows of them, and their biases.
+// The weights of product p: their tensor map, how many rows an expert has of them, and their biases.
 template <uint32_t p>
 __device__ __forceinline__ const TensorMap* weights_of(const KernelArgs& args) {
   return Product<p>::kRight == Operand::kGateUp ? &args.gate_up : &args.down;
 }
 template <uint32_t p>
 __device__ __forceinline__ uint32_t weight_rows(const Call& c, bool gated) {
-  return Product<p>::kRight == Operand::kGateUp ? c.intermediate * (gated ? 2 : 1) : c.hidden;
+  return Product<p>::kRight == Operand::kGateUp ? c.shape.intermediate * (gated ? 2 : 1) : c.shape.hidden;
 }
 template <uint32_t p>
 __device__ __forceinline__ const void* bias_of(const KernelArgs& args) {
   return Product<p>::kRight == Operand::kGateUp ? args.gate_up_bias : args.down_bias;
 }
 
-// Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Hidden rows, which the copy engine
-// loads, leave the second warp free to find and join the late rows of tasks that the consumers have done, or with several
-// ranks to see to the returns.
+// Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
+// (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
+// consumers have stored, or, with several ranks, does a piece of the returns.
 template <class Dtype, bool kGated, class Trace>
 __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                            const Trace& trace) {
   TaskRing& tasks = s.ring;
-  const bool loads_hidden = threadIdx.x < kFirstLoader + kLoaders / 2;
+  const bool loads_intermediate = threadIdx.x < kFirstLoader + kLoaders / 2;
   auto count = [&] { tasks.count_stage(); };
   const bool read_once = reads_weights_once(c);
   bool apart = false;  // the warps are at different stages
   JoinEngine<Dtype, Trace> adder(args, c, trace);
   Joiner<Platform, JoinEngine<Dtype, Trace>> joiner(c, adder, s.late);
   SumEngine<Dtype, Trace> sums(c, args.out, trace);
-  Returner<Platform, SumEngine<Dtype, Trace>, PlaceOfWarp> returns(c, sums, s.returns);
+  Returner<Platform, SumEngine<Dtype, Trace>, CursorOfWarp> returns(c, sums, s.returns);
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) {
-      if (!loads_hidden) joiner.close();
+      if (!loads_intermediate) joiner.close();
       return;
     }
     if (apart && is_one_of<kGathering>(slot.kind)) {
-      // Two phases ahead, a barrier looks as if it could be passed.
+      // The first warp may still load GEMM1's stages, while the second is here. It must not go on: a wait tells phases
+      // apart by one parity bit, and a barrier that is two phases behind looks as if it had been passed.
       named_barrier_sync(kLoaderBarrier, kLoaders);
       apart = false;
     }
@@ -257,15 +259,15 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
             },
             count);
       } else if constexpr (Product<p>::kLeft == Operand::kTokens) {
-        const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.places, slot.share.rows};
+        const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.offsets, slot.share.rows};
         gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
       } else {
-        hidden_load<Dtype>(ring, wide, features, &args.hidden, slot.tile * kTileTokens + slot.share.first,
-                           slot.share.rows, slot.k_bytes, count);
+        intermediate_load<Dtype>(ring, wide, features, &args.intermediate, slot.tile * kTileTokens + slot.share.first,
+                                 slot.share.rows, slot.k_bytes, count);
         apart = true;
       }
       if constexpr (p == kReturning) {
-        if (!loads_hidden && joins_late_rows(c)) {
+        if (!loads_intermediate && joins_late_rows(c)) {
           while (!tasks.is_stored(slot.stored)) {
             if (!joiner.step()) __nanosleep(kPause);
           }
@@ -274,9 +276,9 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }
       }
     });
-    const bool free = !loads_hidden && !is_one_of<kGathering>(slot.kind) && c.ranks > 1;
+    const bool free = !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
-    // Not where tasks have piled up: a step takes as long as a task or two, and the slots are five.
+    // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
     if (free && !tasks.is_full(n + 2)) returns.step();
   }
 }
@@ -289,7 +291,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   using Stage = typename Shape::Stage;
   constexpr bool kRows = std::is_same_v<Shape, TokensByFeatures>;
   constexpr bool kGated = is_gated(kActivation);
-  const TaskKind kind = slot.kind;  // read once: behind the mainloop it would be read again
+  const TaskKind kind = slot.kind;  // kept: else it is read again after the mainloop
   const bool activates = is_one_of<kActivating>(kind);
   auto first_column = [&] {
     const uint32_t columns = with_product(kind, [&]<uint32_t p>() { return kColumnsPerTask<p, kGated>; });
@@ -304,9 +306,9 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   if constexpr (!kRows) {
     const Lane here = Lane::of_thread(group);
     if (activates) {
-      load_activation_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.intermediate);
+      load_activation_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.shape.intermediate);
     } else {
-      load_bias<Dtype>(bias, expert_bias(), here, first_column() + group * Stage::kGroupFeatures, c.hidden);
+      load_bias<Dtype>(bias, expert_bias(), here, first_column() + group * Stage::kGroupFeatures, c.shape.hidden);
     }
   }
   Accumulators<Shape> acc;
@@ -315,19 +317,20 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   const Lane at = Lane::of_thread(group);
   const uint32_t rows = slot.share.rows;
   if (activates) {
-    const uint64_t pitch = c.work_layout.stride[static_cast<uint32_t>(WorkField::kHidden)][1];
-    uint8_t* const hidden = c.hidden_row(slot.tile, slot.share.first);
+    const uint64_t pitch = c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][1];
+    uint8_t* const tile = c.intermediate_row(slot.tile, slot.share.first);
     if constexpr (kRows) {
-      store_activated_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(), c.intermediate,
-                                               hidden, pitch);
+      store_activated_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(),
+                                               c.shape.intermediate, tile, pitch);
     } else {
       store_activated<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(),
-                                                            c.intermediate, hidden, pitch);
+                                                            c.shape.intermediate, tile, pitch);
     }
   } else if constexpr (kRows) {
-    store_returned_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.hidden, slot.weights, slot.to);
+    store_returned_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.shape.hidden, slot.weights,
+                               slot.to);
   } else {
-    store_returned<Dtype, Stage, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.hidden, slot.weights,
+    store_returned<Dtype, Stage, Shape::kN>(staging, at, acc, bias, rows, first_column(), c.shape.hidden, slot.weights,
                                             slot.to);
   }
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
@@ -338,13 +341,14 @@ template <class Dtype>
 __device__ __forceinline__ void compute_expert(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                Pipeline& ring, uint32_t group) {
   const uint32_t stages = Wide::stages(slot.k_bytes) / column_passes(c);
-  float* const to = args.kept + uint64_t{slot.expert} * c.intermediate * c.hidden;
+  float* const to = args.kept + uint64_t{slot.expert} * c.shape.intermediate * c.shape.hidden;
 #pragma unroll 1
   for (uint32_t pass = 0; pass < column_passes(c); ++pass) {
     float acc[128];
     multiply_rows<Dtype>(ring, group, stages, acc);
     const uint32_t first_row = first_of_pass(pass) + group * (kBlockColumns / kConsumers);
-    store_kept(Lane::of_thread(group), acc, to, first_row, c.intermediate, slot.column * kTaskFeatures, c.hidden);
+    store_kept(Lane::of_thread(group), acc, to, first_row, c.shape.intermediate, slot.column * kTaskFeatures,
+               c.shape.hidden);
   }
 }
 

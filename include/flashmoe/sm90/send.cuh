@@ -1,9 +1,9 @@
 // Rows on their way to other ranks: how a block's warps copy them for a Sender (actors/sender.h).
 //
-// By all warps of some blocks, before they compute. Not by a warp of each, although that would be free while the own rows
-// are computed: a block's first stores to a peer take 0.1 ms, and its loads wait behind them. So nearly all blocks had no
-// task until 0.16 ms into the call. And by the copy engine, through the stages, which are free until then: a few blocks keep
-// as much on its way as fills the link.
+// By all warps of some blocks, before these compute. A warp of every block would seem to be free for it, while own rows
+// are computed; but a block's first stores to a peer take 0.1 ms, and its loads wait behind them, so that nearly all
+// blocks had no task until 0.16 ms into the call. And by the copy engine, through the stages, which are free until a
+// block computes: so a few blocks have enough on its way to fill the link.
 #pragma once
 
 #include "flashmoe/actors/sender.h"
@@ -16,13 +16,13 @@
 namespace flashmoe::sm90 {
 
 // One warp's copies of rows, by the copy engine through the warp's own shared memory: half of it is loaded while the other
-// is stored. A lane without a chunk of its own takes part in the waits.
+// half is stored. The first kAtOnce lanes have a chunk each; the others take part in the waits.
 class RowCopies {
   using P = Platform;
 
  public:
-  // As few chunks as keep the memory full: the engine takes them one by one.
-  static constexpr uint32_t kChunkBytes = 2048, kAtOnce = 4;  // of one lane; lanes
+  // Few large chunks, that just fill the memory: the copy engine takes them one by one.
+  static constexpr uint32_t kChunkBytes = 2048, kAtOnce = 4;  // bytes of a lane's chunk; lanes that have one
   static constexpr uint32_t kBytes = 2 * kAtOnce * kChunkBytes;
   static constexpr uint32_t kBarriers = 2;
 
@@ -36,8 +36,8 @@ class RowCopies {
     P::sync();
   }
 
-  // Rows 0 to rows - 1, of `row_bytes`, from from(row) to to(row), which are called by all lanes, each for a row of its own.
-  // They are written when it returns. All lanes.
+  // Copies rows 0 .. rows - 1, of `row_bytes` each, from from(row) to to(row); all lanes call these, each for a row of
+  // its own. The rows are written when it returns. All lanes.
   template <class From, class To>
   __device__ __forceinline__ void copy(uint32_t rows, uint32_t row_bytes, From&& from, To&& to) {
     const uint32_t per_row = ceil_div(row_bytes, kChunkBytes), all = rows * per_row, turns = ceil_div(all, kAtOnce);
@@ -93,7 +93,8 @@ class RowEngine {
 
   __device__ __forceinline__ void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
     copies_.copy(
-        rows, c_.token_row_bytes, [&](uint32_t row) { return args_.x + P::broadcast(token, row) * args_.x_row_bytes; },
+        rows, c_.memory.token_row_bytes,
+        [&](uint32_t row) { return args_.x + P::broadcast(token, row) * args_.x_row_bytes; },
         [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, P::broadcast(token, row)); });
   }
   __device__ __forceinline__ void begin() const { trace_.begin(); }

@@ -1,4 +1,4 @@
-// What a Returner (actors/returner.h) sums on a GPU: pieces of Reduce and of Combine, 512 bytes of a row an item.
+// What a Returner (actors/returner.h) sums on a GPU: pieces of Reduce and of Combine. An item is 512 bytes of a row.
 #pragma once
 
 #include "flashmoe/actors/returner.h"
@@ -24,13 +24,14 @@ class SumEngine {
   __device__ __forceinline__ uint32_t items(uint32_t tokens, uint32_t g) const {
     return tokens * ceil_div(group_bytes(g), SumSpan::kStep);
   }
-  // Enough for every block to have one, where that many are to be had. Loaders have no time for long ones.
+  // Pieces are so small that every block can have one, if there are so many items; and they are short, since loaders
+  // have no time for long ones.
   __device__ __forceinline__ static uint32_t items_of_reduce(uint32_t items) {
     constexpr uint32_t kMost = 16;
     return min_of(max_of(ceil_div(items, gridDim.x), 1u), kMost);
   }
-  // Two pieces for every warp of the GPU, where that many are to be had; at most what a warp loads at a time, once or a few
-  // times over.
+  // Pieces are so small that every warp of the GPU can have two, if there are so many items; and of at most what a warp
+  // loads at a time (ItemSums), once or a few times over.
   __device__ __forceinline__ static uint32_t items_of_combine(uint32_t items) {
     constexpr uint32_t kMost = 10;
     return min_of(max_of(ceil_div(items, gridDim.x * kWarps * 2), 1u), kMost);
@@ -61,13 +62,14 @@ class SumEngine {
   static constexpr uint32_t kColumnBytes = kReturnColumns * Dtype::kBytes;
 
   __device__ __forceinline__ uint32_t group_bytes(uint32_t g) const {
-    return min_of(c_.group_first[g + 1] * kColumnBytes, c_.return_row_bytes) - c_.group_first[g] * kColumnBytes;
+    return min_of(c_.policy.group_first[g + 1] * kColumnBytes, c_.memory.return_row_bytes) -
+           c_.policy.group_first[g] * kColumnBytes;
   }
 
   __device__ __forceinline__ SumSpan reduce_span(uint32_t p, uint32_t g) const {
-    const uint32_t offset = c_.group_first[g] * kColumnBytes + P::lane() * 16;
-    const auto& staged = c_.work_layout.stride[static_cast<uint32_t>(WorkField::kStaging)];
-    const auto& returned = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
+    const uint32_t offset = c_.policy.group_first[g] * kColumnBytes + P::lane() * 16;
+    const auto& staged = c_.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kStaging)];
+    const auto& returned = c_.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
     SumSpan span{.rows = c_.staged_row(p, 0, 0) + offset,
                  .token_bytes = static_cast<uint32_t>(staged[1]),
                  .slot_bytes = static_cast<uint32_t>(staged[2]),
@@ -76,7 +78,7 @@ class SumEngine {
                  .bytes = group_bytes(g),
                  .writes_all = false};
     if constexpr (!P::kPeersMapped) {
-      // Senders take it from here. In place: a lane has loaded its chunk of every slot before it stores the sum.
+      // Senders put the sum from where slot 0 was: a lane has loaded its chunk of every slot before it stores its sum.
       if (p != c_.rank) {
         span.out = c_.staged_row(p, 0, 0) + offset;
         span.out_bytes = static_cast<uint32_t>(staged[1]);
@@ -86,21 +88,21 @@ class SumEngine {
   }
 
   __device__ __forceinline__ SumSpan combine_span(uint32_t g) const {
-    const uint32_t offset = c_.group_first[g] * kColumnBytes + P::lane() * 16;
-    const auto& stride = c_.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
+    const uint32_t offset = c_.policy.group_first[g] * kColumnBytes + P::lane() * 16;
+    const auto& stride = c_.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
     return {.rows = c_.return_row(c_.rank, 0, 0) + offset,
             .token_bytes = static_cast<uint32_t>(stride[0]),
             .slot_bytes = static_cast<uint32_t>(stride[1]),
             .out = out_ + offset,
-            .out_bytes = c_.token_row_bytes,
+            .out_bytes = c_.memory.token_row_bytes,
             .bytes = group_bytes(g),
             .writes_all = true};
   }
 
   // Bit s: slot s of the token's return rows holds something.
   __device__ __forceinline__ uint32_t used_slots(uint32_t token) const {
-    if (!c_.reduced() && c_.capacity == 0) return c_.top_k == 32 ? 0xffffffffu : (1u << c_.top_k) - 1;
-    const uint32_t slots = c_.reduced() ? c_.ranks : c_.top_k;
+    if (!c_.reduced() && c_.shape.capacity == 0) return c_.shape.top_k == 32 ? 0xffffffffu : (1u << c_.shape.top_k) - 1;
+    const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
     uint32_t used = 0;
 #pragma unroll 4
     for (uint32_t s = 0; s < slots; ++s) used |= is_returned(c_, token, s) ? 1u << s : 0;

@@ -8,8 +8,9 @@
 
 namespace flashmoe::sm90 {
 
-// How long the L2 is to keep what is loaded, as createpolicy.fractional has it: as long as other lines, or no longer than it
-// must. Constants, since a policy in registers, which the gather's addresses fill, is a policy spilled.
+// How long the L2 is to keep what is loaded: as long as other lines, or no longer than it must. What
+// createpolicy.fractional would return, as constants: registers are full of the gather's addresses, and a policy in
+// them would be spilled.
 inline constexpr uint64_t kKeepNormally = 0x1000'0000'0000'0000;
 inline constexpr uint64_t kEvictFirst = 0x12f0'0000'0000'0000;
 
@@ -43,13 +44,14 @@ __device__ __forceinline__ void tma_load_to_cluster(uint32_t to, const TensorMap
       : "memory");
 }
 
-// So many bytes, a multiple of 16 as both addresses are, to shared memory; they complete transactions of `barrier`.
+// `bytes` bytes, a multiple of 16 as both addresses are, to shared memory; they complete transactions of `barrier`.
 __device__ __forceinline__ void bulk_load(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// From shared memory, to a peer's too. What a thread stored so since its last bulk_commit() is a group.
+// From shared memory to global memory, a peer's too. bulk_commit() makes the thread's stores since its last one a
+// group.
 __device__ __forceinline__ void bulk_store(uint8_t* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");

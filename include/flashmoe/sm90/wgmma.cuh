@@ -25,7 +25,8 @@ template <uint32_t Pending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
-// The compiler takes accumulators for written when wgmma is issued; this keeps their uses behind a wait.
+// To the compiler, wgmma has written its accumulators when it is issued. This keeps their uses behind the wait before
+// it.
 template <uint32_t Count>
 __device__ __forceinline__ void pin_accumulators(float (&d)[Count]) {
 #pragma unroll
@@ -39,15 +40,15 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kLayout = (uint64_t{1} << 62) | (uint64_t{8 * 128 >> 4} << 32) | (uint64_t{1} << 16);
   return kLayout | ((address & 0x3ffff) >> 4);
 }
-// The same of an operand whose rows are what is contracted over, and whose columns, 64 of 16 bits to a row of 128 bytes, are
-// the matrix's M or N. Leading offset: kSpanBytes, between spans of 64 columns; stride: between groups of 8 rows. Moving along
-// K, which here is down the rows, adds to the address.
+// The same of an MN-major operand: its rows in shared memory are along K, its columns, 64 of 16 bits in a row of 128
+// bytes, are the matrix's M or N. Leading offset: kSpanBytes, between spans of 64 columns; stride: between groups of 8
+// rows. Moving along K, down the rows, adds to the address.
 template <uint32_t kSpanBytes>
 __device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address) {
   constexpr uint64_t kLayout = (uint64_t{1} << 62) | (uint64_t{8 * 128 >> 4} << 32) | (uint64_t{kSpanBytes >> 4} << 16);
   return kLayout | ((address & 0x3ffff) >> 4);
 }
-// To add to a descriptor.
+// What to add to a descriptor to move it by `bytes`.
 __device__ constexpr uint64_t descriptor_step(uint32_t bytes) {
   return bytes >> 4;
 }
@@ -55,7 +56,7 @@ __device__ constexpr uint64_t descriptor_step(uint32_t bytes) {
 // issue(d, a, b, accumulate): one K step; without `accumulate` d is overwritten, so that it need not be zeroed.
 template <class Dtype, uint32_t N>
 struct Wgmma;
-// Likewise, of operands that are MN-major both: of 16-bit types.
+// Likewise with both operands MN-major, for 16-bit types.
 template <class Dtype, uint32_t N>
 struct MnMajorWgmma;
 

@@ -21,17 +21,17 @@ namespace flashmoe {
   ROW(kSilu, "silu")              \
   ROW(kSwiGlu, "swiglu")
 
-// Where a token's experts come from: the caller, or the largest of the router's scores after a softmax over all E.
+// Who chooses a token's experts: the caller, or the router, whose K largest scores after a softmax over all E count.
 #define FLASHMOE_ROUTINGS(ROW) \
   ROW(kGiven, "given")         \
   ROW(kSoftmax, "softmax")
 
-// How results come home: every expert's row of a token, or a rank's sum of them.
+// How results come home: each of a token's K rows by itself, or for each rank the sum of those computed there.
 #define FLASHMOE_RETURN_MODES(ROW) \
   ROW(kDirect, "direct")           \
   ROW(kReduced, "reduced")
 
-// What an actor's time goes into. Epilogues lie within the products and are told apart on GPUs alone.
+// What an actor's time goes into. An epilogue's time is part of its product's; only the CUDA engine measures it apart.
 #define FLASHMOE_PHASES(ROW) \
   ROW(kGate, "gate")         \
   ROW(kDispatch, "dispatch") \
@@ -46,7 +46,7 @@ namespace flashmoe {
 #define FLASHMOE_VALUE(value, name) value,
 #define FLASHMOE_NAME(value, name)  name,
 
-// Bytes, so that what ranks must agree on fits into a cache line (CallConfig), but for ReturnMode, which kernels read.
+// Stored in bytes, so that CallConfig fits into a cache line of 64. ReturnMode, which kernels read, is a word.
 enum class DType : uint8_t { FLASHMOE_DTYPES(FLASHMOE_VALUE) };
 enum class Activation : uint8_t { FLASHMOE_ACTIVATIONS(FLASHMOE_VALUE) };
 enum class Routing : uint8_t { FLASHMOE_ROUTINGS(FLASHMOE_VALUE) };
@@ -89,7 +89,7 @@ constexpr const char* name_of(E value) {
   return i < kValues<E> ? Names<E>::kAll[i] : "?";
 }
 
-// Whether an expert's first product has two halves, a gate and what it scales.
+// Whether GEMM0 has two results for each intermediate column: a gate, and what the activated gate scales ("up").
 FLASHMOE_HD constexpr bool is_gated(Activation a) {
   return a == Activation::kSwiGlu;
 }

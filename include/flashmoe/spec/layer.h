@@ -1,4 +1,5 @@
-// What a layer is, for both engines: all that does not change from call to call, but for where its tensors and experts are.
+// What a layer is, for both engines: all that stays the same from call to call, except its tensors' addresses and the
+// placement of its experts.
 // Python's is flashmoe.spec.LayerSpec, field by field of the same name; csrc/bindings/codec.h reads one into the other.
 #pragma once
 
@@ -8,15 +9,15 @@ namespace flashmoe {
 
 struct LayerSpec {
   uint32_t hidden = 0;           // H, elements of a token's row
-  uint32_t intermediate = 0;     // I, elements of an expert's hidden row
+  uint32_t intermediate = 0;     // I, elements of an expert's intermediate row
   uint32_t experts = 0;          // E, of all ranks
   uint32_t top_k = 0;            // K, experts of a token
   double capacity_factor = 0.0;  // an expert keeps ceil(factor * (T * K) / E) choices of a rank; 0: all
   ReturnMode return_mode = ReturnMode::kDirect;
-  // Element types: of x, of the rows that go to other ranks and of y; of weights and biases; of the activated rows between
-  // the two products; of an expert's weighted rows, and of a rank's sums of them, on their way home.
+  // Element types. x_type: x, dispatched rows and y. weight_type: weights and biases. intermediate_type: intermediate
+  // rows. return_type: staged rows and return rows.
   DType x_type = DType::kBFloat16, weight_type = DType::kBFloat16;
-  DType hidden_type = DType::kBFloat16, return_type = DType::kBFloat16;
+  DType intermediate_type = DType::kBFloat16, return_type = DType::kBFloat16;
   Activation activation = Activation::kSwiGlu;
   Routing routing = Routing::kSoftmax;
   bool renormalize = true;  // with a router: a token's K weights are divided by their sum
@@ -27,7 +28,9 @@ struct LayerSpec {
   // Rows of an expert's first matrix.
   FLASHMOE_HD constexpr uint32_t gate_up_rows() const { return gated() ? 2 * intermediate : intermediate; }
   FLASHMOE_HD constexpr uint32_t token_row_bytes() const { return hidden * element_bytes(x_type); }
-  FLASHMOE_HD constexpr uint32_t hidden_row_bytes() const { return intermediate * element_bytes(hidden_type); }
+  FLASHMOE_HD constexpr uint32_t intermediate_row_bytes() const {
+    return intermediate * element_bytes(intermediate_type);
+  }
   FLASHMOE_HD constexpr uint32_t return_row_bytes() const { return hidden * element_bytes(return_type); }
 };
 
@@ -46,14 +49,14 @@ constexpr void for_each_field(Layer& l, F&& f) {
   f("down_bias", l.down_bias);
   f("x_type", l.x_type);
   f("weight_type", l.weight_type);
-  f("hidden_type", l.hidden_type);
+  f("intermediate_type", l.intermediate_type);
   f("return_type", l.return_type);
   f("exact", l.exact);
   f("return_mode", l.return_mode);
   f("capacity_factor", l.capacity_factor);
 }
 
-// What all ranks of a call must agree on; the rest, in which they may differ, as by default.
+// The layer as far as all ranks of a call must agree on it. Fields in which ranks may differ have their default values.
 constexpr LayerSpec agreed_part(LayerSpec l) {
   const LayerSpec by_default;
   l.routing = by_default.routing;
@@ -65,11 +68,11 @@ constexpr LayerSpec agreed_part(LayerSpec l) {
   return l;
 }
 
-// The element type that differs from that of x, by its field's name; null if none does. There are no kernels, and no
-// products of the CPU engine, for others: this is where they would be let in.
+// The name of an element type's field that differs from x_type; null if none does. Neither engine has products of mixed
+// types so far: this is where they would be let in.
 constexpr const char* differing_type(const LayerSpec& l) {
   if (l.weight_type != l.x_type) return "weight_type";
-  if (l.hidden_type != l.x_type) return "hidden_type";
+  if (l.intermediate_type != l.x_type) return "intermediate_type";
   if (l.return_type != l.x_type) return "return_type";
   return nullptr;
 }

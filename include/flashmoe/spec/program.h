@@ -15,8 +15,9 @@
 
 namespace flashmoe {
 
-// The ready queue and the ready list hold products, and kStop, which ends a processor; kFormed stands in the list only.
-// Reduce and Combine, whose pieces nobody hands out, stand in neither.
+// The ready queue holds products, and kStop, which ends a cluster. The ready list holds products, and kFormed: all
+// tiles of some experts are formed. Reduce and Combine are in neither, since nobody hands out their pieces
+// (actors/returner.h).
 enum class TaskKind : uint32_t {
   kNone = 0,
   kGemm0 = 1,
@@ -28,16 +29,16 @@ enum class TaskKind : uint32_t {
   kOuter = 7
 };
 
-// What a task is of, beside a block of columns: what its index names.
+// What a task's index names. (Its column names a block of columns.)
 enum class Unit : uint32_t {
-  kTile,    // the rows of one expert that a tile has
+  kTile,    // one tile's rows
   kExpert,  // all rows of a local expert
   kTokens,  // tokens of one source, or of this rank
 };
 
 enum class Axis : uint32_t {
   kHidden,        // H, the columns of tokens and of results
-  kIntermediate,  // I, the columns of hidden rows
+  kIntermediate,  // I, the columns of intermediate rows
   kRows,          // an expert's rows
   kChoices,       // a token's rows, of its experts on one rank or of all
 };
@@ -45,17 +46,17 @@ enum class Axis : uint32_t {
 // Rows and matrices that a task reads.
 enum class Operand : uint32_t {
   kNone,
-  kTokens,    // dispatched token rows, gathered by their places
-  kHidden,    // hidden rows, a tile's one behind the other
-  kGateUp,    // the expert's weights [2I or I, H]
-  kDown,      // the expert's weights [H, I]
-  kStaged,    // rows that GEMM1 left to be reduced
-  kReturned,  // rows that came home
+  kTokens,        // dispatched token rows, gathered by their offsets
+  kIntermediate,  // intermediate rows, a tile's one behind the other
+  kGateUp,        // the expert's weights [2I or I, H]
+  kDown,          // the expert's weights [H, I]
+  kStaged,        // rows that GEMM1 left to be reduced
+  kReturned,      // rows that came home
 };
 
 // What becomes of a task's results.
 enum class Epilogue : uint32_t {
-  kActivate,  // bias and activation; to the tile's hidden rows
+  kActivate,  // bias and activation; to the tile's intermediate rows
   kReturn,    // bias and combine weight; to each row's home, or to where they are reduced
   kKeep,      // the sum in fp32; to the expert's matrix, which stays here
   kSend,      // the sum; to the token's home
@@ -71,13 +72,13 @@ struct TaskRow {
   TaskKind kind;
   Unit of;
   Operand left, right;
-  Axis over;     // contracted: what both operands have
-  Axis columns;  // of the results, in blocks: a task for each block and unit
+  Axis over;     // contracted: both operands have it
+  Axis columns;  // of the results. They are cut into blocks of columns: a task for each unit and block
   Epilogue epilogue;
   Taker taker;
-  // What makes it ready: for a tile, that all columns of this kind are done of it, or that it is formed (kFormed); for an
-  // expert, that this is so of all its tiles and that there will be no more (protocol/experts.h); for what follows the return,
-  // that all rows of a source are done (protocol/pending.h, signals).
+  // What makes it ready. A tile: all its columns of this kind are done, or, for kFormed, it is formed. An expert: this
+  // holds for all its tiles, and there will be no more of them (protocol/experts.h). Reduce and Combine: all rows of a
+  // source are done (protocol/pending.h), or all ranks have signalled.
   TaskKind after;
   Phase phase;  // what reports and traces call it
 };
@@ -98,7 +99,7 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .phase = Phase::kGemm0},
     {.kind = TaskKind::kGemm1,
      .of = Unit::kTile,
-     .left = Operand::kHidden,
+     .left = Operand::kIntermediate,
      .right = Operand::kDown,
      .over = Axis::kIntermediate,
      .columns = Axis::kHidden,
@@ -128,7 +129,7 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .phase = Phase::kCombine},
 });
 
-// A program and one product more, behind its others.
+// The program with one more product, behind its other products and before what idle actors take.
 template <size_t kRows>
 consteval std::array<TaskRow, kRows + 1> and_product(const std::array<TaskRow, kRows>& program,
                                                      const TaskRow& product) {
@@ -141,10 +142,10 @@ consteval std::array<TaskRow, kRows + 1> and_product(const std::array<TaskRow, k
   return all;
 }
 
-// The worked example of docs/extending.md: besides, hidden^T x of each expert's rows.
+// The worked example of docs/extending.md: the layer, and besides for each expert intermediate^T x over all its rows.
 inline constexpr auto kForwardAndOuter = and_product(kForward, {.kind = TaskKind::kOuter,
                                                                 .of = Unit::kExpert,
-                                                                .left = Operand::kHidden,
+                                                                .left = Operand::kIntermediate,
                                                                 .right = Operand::kTokens,
                                                                 .over = Axis::kRows,
                                                                 .columns = Axis::kHidden,
@@ -163,7 +164,7 @@ inline constexpr auto& kProgram = FLASHMOE_PROGRAM;
 
 inline constexpr uint32_t kTaskRows = kProgram.size();
 
-// Rows for which `what` holds, as a set of their kinds: bit k is kind k.
+// The kinds of the rows for which `what` holds, as a set: bit k is kind k.
 template <class What>
 consteval uint32_t kinds_where(What&& what) {
   uint32_t kinds = 0;
@@ -173,11 +174,11 @@ consteval uint32_t kinds_where(What&& what) {
 
 consteval uint32_t row_of(TaskKind kind) {
   uint32_t n = 0;
-  while (kProgram[n].kind != kind) ++n;  // beyond the table there is nothing to compile
+  while (kProgram[n].kind != kind) ++n;  // a kind that the table lacks does not compile
   return n;
 }
 
-// Products: the rows that processors take. A product is known by its number, which is its row's.
+// Products: the rows that processors take. A product is known by its row's number.
 inline constexpr uint32_t kProducts =
     std::popcount(kinds_where([](const TaskRow& r) { return r.taker == Taker::kProcessors; }));
 
@@ -193,7 +194,7 @@ consteval uint32_t returning_product() {
   return n;
 }
 inline constexpr uint32_t kFirst = first_product(), kReturning = returning_product();
-// The one that these results follow.
+// The product that makes the returning one ready.
 inline constexpr uint32_t kBeforeReturning = row_of(kProgram[kReturning].after);
 
 // Whether product n makes another one ready.
@@ -203,7 +204,7 @@ consteval bool leads_on(uint32_t n) {
   return any;
 }
 
-// How many products are of experts; which of these product n is.
+// How many products before n are of experts; for a product of experts, this is its number among them.
 consteval uint32_t expert_products_before(uint32_t n) {
   uint32_t before = 0;
   for (uint32_t m = 0; m < n; ++m) before += kProgram[m].of == Unit::kExpert ? 1 : 0;
@@ -215,8 +216,9 @@ consteval bool reads_tokens(const TaskRow& row) {
   return row.left == Operand::kTokens || row.right == Operand::kTokens;
 }
 
-// Dispatched rows may be overwritten by their home when it has all that it awaits: hence once all products have read them
-// that its results wait for. Where others read them too, two calls' rows lie side by side.
+// How many calls' dispatched rows a heap has room for. Their home overwrites them in its next call, which it begins
+// when it has all its returns, hence when every product that these wait for has read the rows: one is enough. A product
+// that reads tokens but that no return waits for may still be reading then: two calls' rows lie side by side.
 consteval uint32_t copies_of_rows() {
   uint32_t waits = 0;  // kinds that what is returned waits for
   for (uint32_t n = kReturning;; n = row_of(kProgram[n].after)) {
@@ -228,7 +230,7 @@ consteval uint32_t copies_of_rows() {
 }
 inline constexpr uint32_t kRowCopies = copies_of_rows();
 
-// Its row, for device code, which cannot read the table itself.
+// Row n of the table as constants, for device code, which cannot read the table itself.
 template <uint32_t n>
 struct Product {
   static constexpr TaskKind kKind = kProgram[n].kind;
@@ -240,14 +242,14 @@ struct Product {
   static constexpr bool kLeadsOn = leads_on(n);
 };
 
-// Kinds of tasks as who runs them tells them apart.
+// Sets of kinds by which whoever runs tasks tells them apart.
 inline constexpr uint32_t kGathering = kinds_where(reads_tokens);
 inline constexpr uint32_t kOfExpert = kinds_where([](const TaskRow& r) { return r.of == Unit::kExpert; });
 inline constexpr uint32_t kActivating = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kActivate; });
 inline constexpr uint32_t kOverHidden = kinds_where([](const TaskRow& r) { return r.over == Axis::kHidden; });
 inline constexpr uint32_t kHome = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kReturn; });
 
-// The kind of a set of one; kNone of others.
+// The kind of a set that has only one; kNone for other sets.
 template <uint32_t kKinds>
 inline constexpr TaskKind kOnly =
     std::has_single_bit(kKinds) ? static_cast<TaskKind>(std::countr_zero(kKinds)) : TaskKind::kNone;

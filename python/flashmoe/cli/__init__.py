@@ -9,11 +9,13 @@ import typer
 
 from ..errors import FlashMoEError
 from . import compile, info, memory, run, tune
-from .console import print_error
+from .console import abandon_broken_output, escape_what_cannot_be_encoded, print_error
 
 # The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
 # click.UsageError would not be it.
 _UsageError = typer.BadParameter.__base__
+
+_INTERRUPTED = 130
 
 app = typer.Typer(
     help="A distributed Mixture-of-Experts layer: run it, check it, plan for it.",
@@ -35,12 +37,22 @@ def main(argv: list[str] | None = None) -> int:
     2: the command could not run; one line on standard error says why. 130: interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
+    escape_what_cannot_be_encoded()
     try:
-        return app(argv or ["--help"], prog_name="flashmoe", standalone_mode=False) or 0
+        status = app(argv or ["--help"], prog_name="flashmoe", standalone_mode=False) or 0
+        if status == _INTERRUPTED:  # which is all that typer makes of an interrupt
+            raise KeyboardInterrupt
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except (FlashMoEError, _UsageError) as error:
         message = error.format_message() if isinstance(error, _UsageError) else str(error)
         print_error(message)
         return 2
+    except OSError as error:  # such as a full disk
+        abandon_broken_output()
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
+        return 2
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted")
-        return 130
+        return _INTERRUPTED

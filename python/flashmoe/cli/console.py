@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -15,7 +18,28 @@ _errors = Console(stderr=True, highlight=False)
 
 def print_error(message: str) -> None:
     """One line, in red, on standard error, whatever the message contains."""
-    _errors.print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
+    with suppress(OSError):  # then the exit status has to do
+        _errors.print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
+
+
+def escape_what_cannot_be_encoded() -> None:
+    """Print characters that standard output has no bytes for as escapes: a path may hold any, and a terminal need not
+    be UTF-8."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def abandon_broken_output() -> None:
+    """If standard output takes no more, let what it still was to take go nowhere: the interpreter would try again as it
+    ends, print a traceback and change the exit status."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
 
 @contextmanager

@@ -150,10 +150,9 @@ def _nvcc() -> Check:
 
 def _cache() -> Check:
     try:
-        folder = jit.cache_folder()
+        folder, kernels = jit.compiled_kernels()
     except FlashMoEError as error:
         return Check("kernel cache", False, str(error))
-    kernels = len(list(folder.glob("*.cubin")))
     hint = "" if kernels else "flashmoe compile    (else the first call of a dtype and activation does it)"
     return Check("kernel cache", True, f"{folder}: {kernels} compiled", hint)
 
@@ -161,8 +160,13 @@ def _cache() -> Check:
 def _nvshmem() -> Check:
     library = nvshmem.library()
     if not loads(library):
-        return Check("NVSHMEM", False, "for several GPUs", "pip install nvidia-nvshmem-cu13")
-    return Check("NVSHMEM", True, f"{library}, for several GPUs")
+        return Check("NVSHMEM", False, "for several GPUs", nvshmem.INSTALL)
+    try:
+        headers = nvshmem.headers()
+    except FlashMoEError as error:
+        return Check("NVSHMEM", True, f"{library}, for several GPUs, but not for transport 'rdma': {error}")
+    release = ".".join(map(str, nvshmem.release(headers)))
+    return Check("NVSHMEM", True, f"{library}, for several GPUs; headers of {release}, for transport 'rdma'")
 
 
 def _version(package: str) -> str | None:

@@ -41,7 +41,7 @@ def command(
         str | None,
         typer.Option(
             help="Bytes that heap and workspace of one rank may take, such as 2GiB.  [default: with the CPU engine, "
-            "the heaps of all ranks must fit into the free space of /dev/shm]"
+            "all ranks must fit into this machine's memory and swap, and their heaps into the free space of /dev/shm]"
         ),
     ] = None,
     table: Annotated[
@@ -75,9 +75,12 @@ def command(
     drops = "dropless" if capacity_factor is None else f"capacity factor {capacity_factor:g}"
     show_memory_plan(plan, f"{described}, {dtype}, return {mode}, {drops}, {engine} engine")
     if engine == "cuda" and limit is None:
-        return 0  # what a GPU has room for, its context knows
+        console.print("not compared with what a GPU has: its context does that, or --budget here")
+        return 0
     try:
         memory.check_fits(plan, limit)
+        if limit is None:
+            memory.check_machine(plan)
     except HeapError as error:
         print_error(str(error))
         return 1

@@ -18,6 +18,7 @@ from .workload import Workload
 CHART_HEIGHT = 6
 CHART_WIDTH = 64
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
+_ASCII_EIGHTHS = " ..::++##"
 _NOTHING = {"0", "-", format_bytes(0)}
 _RANK_COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "red", "bright_black")
 
@@ -44,6 +45,7 @@ def show_workload(workload: Workload) -> None:
 def show_expert_load(group: GroupReport, placement: Sequence[int]) -> None:
     """A column per expert, or per few neighbours where there are many; coloured by the rank that holds it."""
     load, owners = group.expert_load, np.asarray(placement)
+    blocks = _ASCII_EIGHTHS if console.options.ascii_only else _EIGHTHS
     share = -(-len(load) // CHART_WIDTH)  # experts per column
     starts = range(0, len(load), share)
     columns = [load[start : start + share].max() for start in starts]
@@ -56,7 +58,7 @@ def show_expert_load(group: GroupReport, placement: Sequence[int]) -> None:
         line = Text.assemble((f"{label:>8} ", "dim"))
         for start, column in zip(starts, columns, strict=True):
             eighths = int(np.clip(np.ceil(column / top * CHART_HEIGHT * 8 - row * 8), 0, 8))
-            bar = _EIGHTHS[eighths] * (width - (width > 1)) + " " * (width > 1)
+            bar = blocks[eighths] * (width - (width > 1)) + " " * (width > 1)
             line.append(bar, style=_RANK_COLOURS[owners[start] % len(_RANK_COLOURS)])
         console.print(line)
     per_column = "an expert" if share == 1 else f"the busiest of {share} experts"

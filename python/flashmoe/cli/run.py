@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from .. import models
 from ..checkpoint import MoELayer
-from ..errors import InvalidArgument
+from ..errors import FlashMoEError, InvalidArgument
 from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize
@@ -175,7 +176,7 @@ def from_first_event(events: list[Event]) -> list[Event]:
 
 
 def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
-    """Write timeline.png and trace.json; their paths."""
+    """Write timeline.png and trace.json; their paths. Raises `FlashMoEError` that names the one that cannot be."""
     layer, counts = workload.layer, [report.tokens for report in reports]
     ranks = count(len(reports), "rank")
     title = (
@@ -186,6 +187,9 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
     if workload.engine == "cuda":
         events = [from_first_event(each) for each in events]
     timeline, trace = folder / "timeline.png", folder / "trace.json"
-    write_timeline(timeline, events, title)
-    write_perfetto(trace, events)
+    for file, write in ((timeline, partial(write_timeline, title=title)), (trace, write_perfetto)):
+        try:
+            write(file, events)
+        except OSError as error:
+            raise FlashMoEError(f"--out: cannot write {file}: {error.strerror or error}") from error
     return [timeline, trace]

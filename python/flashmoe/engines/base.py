@@ -40,11 +40,13 @@ class Engine(ABC):
     device: int | None = None
     """Ordinal of the CUDA device, if there is one."""
 
-    def __init__(self, handle: int, close: Callable[[int], None]) -> None:
-        """`handle` is the library's number of what `close` frees."""
-        self._handle = handle
+    def __init__(self, owner: Callable[[], int], close: Callable[[int], None]) -> None:
+        """`owner` gives the library's number of what `close` frees, and frees that itself when it is dropped: an
+        interrupt may come before the finalizer is made, or while it runs."""
+        self._owner = owner
+        self._handle = owner()
         self._process = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, close, handle, self._process)
+        self._finalizer = weakref.finalize(self, _close, close, self._handle, self._process)
 
     @abstractmethod
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import _ffi
-from ..arguments import Arguments, Options, Tensors, check
+from ..arguments import Options, Tensors, check
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, traffic
-from ..spec import DTYPES
-from ..tensors import Operand, as_view, empty_like, operand
+from ..spec import LayerSpec
+from ..tensors import as_view, believed, empty_like, host_view, operand, signature
 from ..trace import PHASES, Event
 from .base import Engine, Membership
 
 _PHASES = PHASES[:-1]  # epilogues are not told apart from products
+_MOST_LAYERS = 1024  # prepared at a time; a few kilobytes each
+
+
+class Prepared(NamedTuple):
+    """What calls with tensors of the same shapes and types, and the same options, have in common."""
+
+    call: Callable[..., Any]
+    """The library's: it knows the layer, where its experts are and the order of tasks."""
+    layer: LayerSpec
+    owners: tuple[int, ...]
+    """Owner rank of each expert."""
+
+
+class Ended(NamedTuple):
+    """A call that is over, and what the library says of it."""
+
+    prepared: Prepared
+    raw: Mapping[str, Any]
+    topk_ids: np.ndarray
+    """int32 [T, K], -1 where dropped."""
+    topk_weights: np.ndarray
+    """float32 [T, K]."""
 
 
 class CpuEngine(Engine):
@@ -27,53 +49,49 @@ class CpuEngine(Engine):
         library = _ffi.library()
         self.room = Room.of(asked, who.rank)
         self.processors = asked.processors
-        handle = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
-        super().__init__(handle, library.context_close)
-        self.heap_bytes, self.workspace_bytes = library.context_bytes(handle)
+        owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
+        super().__init__(owner, library.context_close)
+        self.heap_bytes, self.workspace_bytes = library.context_bytes(self._handle)
+        self._layers: dict[Hashable, Prepared] = {}
+        """Those that were called, by all that `check` looks at but T."""
         self._report: CallReport | None = None
+        self._unread: Ended | None = None  # a call whose report was not asked for
         self._perturbation = 0
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         handle = self.checked_handle()
-        self._report = None
-        args = check(self.room, operand, tensors, options)
-        layer, operands = args.layer, dict(args.operands)
-        if "topk_ids" in operands:
-            operands["topk_ids"] = self._expert_ids(operands["topk_ids"], layer.experts)
+        self._report = self._unread = None
+        given = Tensors(*map(believed, Tensors._fields, tensors))
+        prepared = self._prepared(handle, given, options)
+        tokens, top_k = given.x.shape[0], prepared.layer.top_k
+        views = [None if each is None else host_view(each) for each in given[:7]]
+        ids = weights = None
+        if given.topk_ids is not None:
+            ids = self._expert_ids(given.topk_ids, prepared.layer.experts)
+            weights = host_view(given.topk_weights)
         out = empty_like(tensors.x)
-        operands["out"] = operand("out", out, "", DTYPES)
-        ids = np.empty((args.tokens, layer.top_k), np.int32)
-        weights = np.empty((args.tokens, layer.top_k), np.float32)
-        order = {
-            "gemm1_lag": 0,
-            "raster": 4,
-            # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
-            "window": 16 * self.processors,
-            "gemm1_lists": 2,
-            "own_first": 1,
-            "senders": 0,
-        }
-        in_this_call = {
-            "tokens": args.tokens,
-            # Return groups (as many as there are columns for): the first columns travel while the last are computed.
-            "groups": 8 if layer.return_mode == "reduced" else 1,
-            "trace": int(bool(trace)),
-            "perturbation": self._perturbation,
-        }
-        raw = _ffi.library().context_call(
-            handle,
-            layer.to_map(),
-            list(args.owners),
-            order,
-            in_this_call,
-            {name: each.view for name, each in operands.items()},
-            as_view(ids),
-            as_view(weights),
+        results = believed("out", out)
+        if tuple(results.shape) != tuple(given.x.shape):  # of x's attributes, which may say what its memory is not
+            raise InvalidArgument(f"x: expected {list(given.x.shape)}, as its memory is, got {list(results.shape)}")
+        chosen, weighted = np.empty((tokens, top_k), np.int32), np.empty((tokens, top_k), np.float32)
+        raw = prepared.call(
+            tokens,
+            bool(trace),
+            self._perturbation,
+            *views,
+            ids,
+            weights,
+            host_view(results),
+            as_view(chosen),
+            as_view(weighted),
         )
-        self._report = self._report_of(raw, args, ids, weights)
+        self._unread = Ended(prepared, raw, chosen, weighted)
         return out
 
     def last_call(self) -> CallReport | None:
+        if self._unread is not None:
+            self._report = self._report_of(self._unread)
+            self._unread = None
         return self._report
 
     def synchronize(self) -> None:
@@ -87,38 +105,73 @@ class CpuEngine(Engine):
         """For tests: random delays at every atomic operation of the calls to come; 0 turns them off."""
         self._perturbation = seed
 
-    def _expert_ids(self, ids: Operand, experts: int) -> Operand:
+    def _prepared(self, handle: int, tensors: Tensors, options: Options) -> Prepared:
+        """The call's layer, once its arguments are checked, or known from an earlier call."""
+        key = _key(tensors, options)
+        known = self._layers.get(key) if key is not None else None
+        if known is not None and self._has_room(tensors):
+            return known
+        args = check(self.room, operand, tensors, options)
+        order = {
+            "gemm1_lag": 0,
+            "raster": 4,
+            # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
+            "window": 16 * self.processors,
+            "gemm1_lists": 2,
+            "own_first": 1,
+            "senders": 0,
+        }
+        # Return groups (as many as there are columns for): the first columns travel while the last are computed.
+        groups = 8 if args.layer.return_mode == "reduced" else 1
+        call = _ffi.library().context_layer(handle, args.layer.to_map(), list(args.owners), order, groups)
+        prepared = Prepared(call, args.layer, args.owners)
+        if key is not None:
+            if len(self._layers) >= _MOST_LAYERS:
+                del self._layers[next(iter(self._layers))]
+            self._layers[key] = prepared
+        return prepared
+
+    def _has_room(self, tensors: Tensors) -> bool:
+        """Whether T, of which `_key` says nothing, is as it must be."""
+        tokens = tensors.x.shape[0]
+        given = (tensors.topk_ids, tensors.topk_weights)
+        return tokens <= self.room.limits["max_tokens"] and all(
+            each is None or each.shape[0] == tokens for each in given
+        )
+
+    def _expert_ids(self, ids: Any, experts: int) -> Any:
         """Given ids as the engine takes them, int32; -1 for what does not fit. A rank alone is told here of what is no
         expert, and its context stays usable; several all hear of it, from the engine."""
-        wide = np.from_dlpack(ids.view)
+        view = host_view(ids)
+        wide = np.from_dlpack(view)
         if self.room.ranks == 1 and len(outside := np.argwhere((wide < 0) | (wide >= experts))):
             token, k = outside[0]
             raise InvalidArgument(f"topk_ids: expected ids in [0, E={experts}), got {wide[token, k]} at [{token}, {k}]")
-        if ids.dtype == "int32":
-            return ids
+        if wide.dtype == np.int32:
+            return view
         narrow = wide.astype(np.int32)
-        return operand("topk_ids", np.where(narrow == wide, narrow, np.int32(-1)), "", ("int32",))
+        return as_view(np.where(narrow == wide, narrow, np.int32(-1)))
 
-    def _report_of(self, raw: Any, args: Arguments, ids: np.ndarray, weights: np.ndarray) -> CallReport:
+    def _report_of(self, ended: Ended) -> CallReport:
         """The library's figures as a `CallReport`."""
-        layer = args.layer
+        layer, raw, ids = ended.prepared.layer, ended.raw, ended.topk_ids
         ns = dict(zip(_PHASES, raw["ns"], strict=True))
         count = dict(zip(_PHASES, raw["count"], strict=True))
         tasks = {kind: int(count[kind]) for kind in TASK_KINDS}
         phase_ns = {kind: int(spent) for kind, spent in ns.items() if kind not in ("wait", "schedule")}
         phase_ns["idle"] = max(0, int(raw["wall_ns"]) * self.processors - sum(phase_ns.values()))
         return CallReport(
-            tokens=args.tokens,
+            tokens=len(ids),
             return_mode=layer.return_mode,
             topk_ids=ids,
-            topk_weights=weights,
+            topk_weights=ended.topk_weights,
             dropped=int(raw["dropped"]),
             tasks=tasks,
             tiles=int(raw["tiles"]),
             tile_rows=int(raw["tile_rows"]),
             **traffic(
                 ids,
-                args.owners,
+                ended.prepared.owners,
                 self.room.rank,
                 layer,
                 rows=int(raw["rows_sent"]),
@@ -139,3 +192,22 @@ def _events(flat: Sequence[int]) -> list[Event]:
         Event("os" if actor == 0 else f"processor {actor - 1}", PHASES[phase], start, end, index, column)
         for actor, phase, start, end, index, column in rows
     ]
+
+
+def _key(tensors: Tensors, options: Options) -> Hashable:
+    """Equal for calls that `check` treats alike but for their T; None where something is no dense tensor of NumPy or
+    PyTorch, or an option has no hash."""
+    x, *weights = tensors[:7]
+    given = tensors[7:]
+    try:
+        key = (
+            signature(x, 1),
+            *[None if each is None else signature(each) for each in weights],
+            *[None if each is None else signature(each, 1) for each in given],
+            options,
+            type(options.top_k),  # True is equal to 1, and 2.0 to 2
+        )
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):  # `check` says what is wrong
+        return None
+    return key

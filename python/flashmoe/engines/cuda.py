@@ -7,7 +7,7 @@ device, but for reports and traces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,19 +62,19 @@ class CudaEngine(Engine):
 
         order = {name: self.profile.get(name, 0) for name in PROFILE}  # 0: as built in
 
-        def create(made_for: ContextSpec, name: str) -> int:
+        def create(made_for: ContextSpec, name: str) -> Callable[[], int] | None:
             limits = made_for.limits()
             return library.cuda_create(limits, order, who.rank, name, nvshmem_path, ordinal, who.timeout_ns)
 
-        handle = create(made_for, who.name)
-        if handle == 0:  # on every rank: some memory is not mapped
+        owner = create(made_for, who.name)
+        if owner is None:  # on every rank: some memory is not mapped
             made_for = replace(asked, transport="rdma")
-            handle = create(made_for, f"{who.name}-rdma")
-        super().__init__(handle, library.cuda_close)
+            owner = create(made_for, f"{who.name}-rdma")
+        super().__init__(owner, library.cuda_close)
         self.room = Room.of(made_for, who.rank)
         self.rdma = made_for.transport == "rdma"
         """Whether rows leave by puts."""
-        described = library.cuda_describe(handle)
+        described = library.cuda_describe(self._handle)
         self.device, self.processors, self.heap_bytes, self.workspace_bytes, self._tile_rows, self._features = described
         self.layers: dict[Any, Prepared] = {}
         """Those that were called, by all that a call of them has in common."""
@@ -236,13 +236,13 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
             (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if each is not None else None
             for each in tensors[1:7]  # the weights and biases
         ]
-        parts += (x.shape[1:], x.dtype, x.device)
+        parts += (x.shape[1:], x.dtype, x.device, x.layout)
         if ids is not None:
-            parts += (ids.shape[1:], ids.dtype, ids.device, weights.dtype, weights.device)
-        key = (*parts, options, ids is None, weights is None, trace)
+            parts += (ids.shape[1:], ids.dtype, ids.device, ids.layout, weights.dtype, weights.device, weights.layout)
+        key = (*parts, options, type(options.top_k), ids is None, weights is None, trace)  # True is equal to 1
         hash(key)
         return key
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         return None
 
 

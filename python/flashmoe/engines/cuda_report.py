@@ -35,7 +35,7 @@ class Ended:
     returned: int
     """Rows that went to other ranks as results."""
     block_tokens: int
-    """Tokens of a block."""
+    """Tokens of a token block."""
     tile_rows: int
     task_features: int
     """Weight rows of a task."""

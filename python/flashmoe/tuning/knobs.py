@@ -37,8 +37,10 @@ PROFILE = {
 
 def checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
     """`profile` once its names and values are known to be a policy; raises `InvalidArgument`."""
-    if unknown := set(profile) - set(PROFILE):
-        raise InvalidArgument(f"profile: expected names among {', '.join(PROFILE)}, got {sorted(unknown)}")
+    if not isinstance(profile, Mapping):
+        raise InvalidArgument(f"profile: expected a mapping of names among {', '.join(PROFILE)}, got {profile!r}")
+    if unknown := [name for name in profile if name not in PROFILE]:
+        raise InvalidArgument(f"profile: expected names among {', '.join(PROFILE)}, got {sorted(map(str, unknown))}")
     return {name: bounded(f"profile[{name}]", value, 1, PROFILE[name].most) for name, value in profile.items()}
 
 

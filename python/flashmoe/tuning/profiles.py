@@ -2,6 +2,7 @@
 
 The file is ``$FLASHMOE_PROFILES``, else ``profiles.json`` in the folder of compiled kernels. It is replaced as a whole,
 so a reader sees it before a change or after it, and it is changed under a lock, so no writer undoes another's change.
+That no other user has written it, `storage` sees to.
 
 Ranks may differ in the order of their tasks, but not in the return mode. What `lookup` returns follows from the file
 and from what the ranks have in common, so ranks that read one file agree. If they do not (each has a file of its own,
@@ -11,19 +12,21 @@ or it changes while they start), the first call fails with a `GroupError` that n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from .. import jit
 from ..errors import FlashMoEError
+from ..storage import Folder
 
 VERSION = 1
+LOCK_SECONDS = 60.0
+"""How long to wait for another process that changes the file, which takes milliseconds."""
+_REMEDY = "set FLASHMOE_PROFILES to a file in a folder of your own"
 
 _log = logging.getLogger("flashmoe")
 _noticed: set[str] = set()
@@ -81,36 +84,29 @@ def path() -> Path:
 
 def read() -> list[Record]:
     """All records, in the order in which they were stored. Raises `FlashMoEError` that names the file, if there is one
-    which cannot be read."""
+    which cannot be read, or which others can have written."""
     file = path()
     try:
-        content = json.loads(file.read_text())
-        if content["version"] != VERSION:
-            raise ValueError(f"expected version {VERSION}, got {content['version']!r}")
-        return [_record(each) for each in content["profiles"]]
+        with _folder(file, make=False) as folder:
+            return _read(file, folder)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise FlashMoEError(f"profiles: cannot read {file} ({what}); remove it and run flashmoe tune again") from error
 
 
 def store(*records: Record) -> Path:
     """Add `records` to the file, in place of those for the same setting and activation; the file.
 
-    Raises `FlashMoEError` that names the file, if it cannot be read or written.
+    Raises `FlashMoEError` that names the file, if it cannot be read or written, or if others can write to it.
     """
     file = path()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(file):
-            replaced = {(record.setting, record.activation) for record in records}
-            kept = [record for record in read() if (record.setting, record.activation) not in replaced]
-            _replace(file, {"version": VERSION, "profiles": [_flat(record) for record in (*kept, *records)]})
-    except OSError as error:
-        raise FlashMoEError(
-            f"profiles: cannot write {file}: {error.strerror}; set FLASHMOE_PROFILES to a file that can be"
-        ) from error
+    with _folder(file) as folder, folder.locked(f"{file.name}.lock", LOCK_SECONDS) as alone:
+        if not alone:
+            raise FlashMoEError(f"profiles: cannot lock {file}.lock: its file system has no locks; {_REMEDY}")
+        folder.sweep(f"{file.name}.")
+        replaced = {(record.setting, record.activation) for record in records}
+        kept = [record for record in _read(file, folder) if (record.setting, record.activation) not in replaced]
+        content = {"version": VERSION, "profiles": [_flat(record) for record in (*kept, *records)]}
+        folder.replace(file.name, json.dumps(content, indent=1).encode())
     return file
 
 
@@ -135,6 +131,23 @@ def notice(level: int, message: str) -> None:
     if message not in _noticed:
         _noticed.add(message)
         _log.log(level, message)
+
+
+def _folder(file: Path, make: bool = True) -> contextlib.AbstractContextManager[Folder]:
+    return Folder.at(file.parent, "profiles", _REMEDY, make)
+
+
+def _read(file: Path, folder: Folder) -> list[Record]:
+    try:
+        content = json.loads(folder.read(file.name))
+        if content["version"] != VERSION:
+            raise ValueError(f"expected version {VERSION}, got {content['version']!r}")
+        return [_record(each) for each in content["profiles"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise FlashMoEError(f"profiles: cannot read {file} ({what}); remove it and run flashmoe tune again") from error
 
 
 def _distance(tokens: int, wanted: int) -> tuple[int, int]:
@@ -166,24 +179,3 @@ def _typed(kind: type, values: dict[str, Any]) -> Any:
         if not isinstance(values[name], expected):
             raise ValueError(f"{name}: expected {expected.__name__}, got {values[name]!r}")
     return made
-
-
-def _replace(file: Path, content: dict[str, Any]) -> None:
-    """Put a new file in place of `file`, which is there all the time, whole. Only for who holds the lock."""
-    new = file.with_name(file.name + ".tmp")
-    with new.open("w") as opened:
-        json.dump(content, opened, indent=1)
-        opened.flush()
-        os.fsync(opened.fileno())
-    new.replace(file)
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold the lock file beside `file`, which the kernel releases when this process ends, however it does."""
-    lock = os.open(file.with_name(file.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

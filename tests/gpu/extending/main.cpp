@@ -55,7 +55,7 @@ class Test {
     limits.intermediate = s_.intermediate;
     limits.experts = limits.max_local_experts = s_.experts;
     limits.top_k = limits.return_slots = s_.top_k;
-    limits.x_bytes = limits.hidden_bytes = limits.return_bytes = 2;
+    limits.x_bytes = limits.intermediate_bytes = limits.return_bytes = 2;
     limits.processors = 0;
     const Device device(0);
     Context context(0, {}, limits, {.raster = 0, .gemm1_lists = 0, .own_first = 0}, 30'000'000'000);
@@ -71,13 +71,13 @@ class Test {
                   .top_k = s_.top_k,
                   .x_type = dtype_,
                   .weight_type = dtype_,
-                  .hidden_type = dtype_,
+                  .intermediate_type = dtype_,
                   .return_type = dtype_,
                   .routing = Routing::kGiven};
     layer.placement.assign(s_.experts, 0);
-    const uint64_t row_bytes = 2 * uint64_t{s_.hidden}, hidden_bytes = 2 * uint64_t{s_.intermediate};
+    const uint64_t row_bytes = 2 * uint64_t{s_.hidden}, intermediate_bytes = 2 * uint64_t{s_.intermediate};
     layer.gate_up = {address(gate_up), row_bytes, 2 * s_.intermediate * row_bytes};
-    layer.down = {address(down), hidden_bytes, s_.hidden * hidden_bytes};
+    layer.down = {address(down), intermediate_bytes, s_.hidden * intermediate_bytes};
     layer.kept = address(kept);
     layer.cubin = cubin_;
     const int64_t number = context.add_layer(layer, nullptr);
@@ -112,7 +112,7 @@ class Test {
   void compare(const std::vector<float>& kept, const std::vector<float>& out) const {
     const uint64_t h = s_.hidden, i = s_.intermediate;
     std::vector<double> sum(kept.size()), scale(kept.size());
-    // A rounding of hidden rows and, of the output, two more; sums in fp32.
+    // A rounding of intermediate rows and, of the output, two more; sums in fp32.
     const double tolerance = dtype_ == DType::kBFloat16 ? 0.005 : 0.001;
     std::vector<double> hidden(i);
     for (uint32_t t = 0; t < s_.tokens; ++t) {

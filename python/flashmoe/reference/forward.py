@@ -1,7 +1,4 @@
-"""The definition of the operator, in float64: what every engine must compute, and nothing about how.
-
-It shares no code with the engines: numpy, one plain loop over the experts, all experts' weights in one place.
-"""
+"""The layer: routing, capacity, experts, and the weighted sum of a token's experts."""
 
 from __future__ import annotations
 
@@ -9,6 +6,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+
+from .activations import activate
+from .routing import choose, router_logits, weigh
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def moe_reference(
     weights = np.asarray(topk_weights, np.float64)
     kept = np.array(topk_ids, np.int64)
     if capacity_factor is not None:
-        capacity = math.ceil(capacity_factor * kept.size / experts)
+        capacity = max(1, math.ceil(capacity_factor * kept.size / experts))  # the product may be too small for a float
         for expert in range(experts):
             tokens, choices = np.nonzero(kept == expert)
             kept[tokens[capacity:], choices[capacity:]] = -1
@@ -95,66 +95,3 @@ def moe_reference(
         y[tokens] += terms
         squares += np.square(terms).sum()
     return ReferenceResult(y, kept, weights, int((kept == -1).sum()), math.sqrt(squares))
-
-
-def router_logits(x: np.ndarray, router: np.ndarray, router_bias: np.ndarray | None = None) -> np.ndarray:
-    """float64 [T, E]: router @ x[t] + router_bias."""
-    logits = np.asarray(x, np.float64) @ np.asarray(router, np.float64).T
-    return logits if router_bias is None else logits + np.asarray(router_bias, np.float64)
-
-
-def choose(logits: np.ndarray, top_k: int) -> np.ndarray:
-    """ids [T, K] of the top_k experts by logit [T, E]; of equal ones the lower ids."""
-    return np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
-
-
-def weigh(logits: np.ndarray, ids: np.ndarray, renormalize: bool = True) -> np.ndarray:
-    """Softmax of logits [T, E] at ids [T, K], divided by its sum over these if `renormalize`."""
-    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
-    chosen = np.take_along_axis(exponentials, ids, axis=1)
-    return chosen / (chosen if renormalize else exponentials).sum(axis=1, keepdims=True)
-
-
-def activate(z: np.ndarray, activation: str) -> np.ndarray:
-    """The activation of pre-activations z [..., I], or [..., 2I] for ``swiglu``; float64."""
-    if activation == "relu":
-        return np.maximum(z, 0.0)
-    if activation == "gelu":
-        return 0.5 * z * _erfc(-z / math.sqrt(2.0))  # = z (1 + erf(z / sqrt 2)) / 2, without its cancellation
-    if activation == "silu":
-        with np.errstate(over="ignore"):
-            return z / (1.0 + np.exp(-z))
-    if activation == "swiglu":
-        gate, up = np.split(z, 2, axis=-1)
-        return activate(gate, "silu") * up
-    raise ValueError(f"activation: expected relu, gelu, silu or swiglu, got {activation!r}")
-
-
-def check_topk(logits: np.ndarray, ids: np.ndarray, slack: float | np.ndarray = 0.0) -> np.ndarray:
-    """bool [T]: which tokens' `ids` [T, K] are a valid top-k of the float64 `logits` [T, E].
-
-    Valid: distinct, in order of descending logit, and no expert left out has a larger logit than one chosen.
-    An engine that computes logits in float32 may misjudge two that are nearly equal: `slack` (one number, or
-    one per token) is the difference up to which either order is accepted. With slack 0, equal logits must
-    come lower id first. A -1 (a pair that the capacity dropped) may stand for any expert left out.
-    """
-    slack = np.broadcast_to(slack, len(logits))
-    valid = [_is_topk(*row) for row in zip(logits, np.asarray(ids), slack, strict=True)]
-    return np.array(valid, dtype=bool)
-
-
-def _is_topk(logits: np.ndarray, ids: np.ndarray, slack: float) -> bool:
-    kept = ids[ids != -1]
-    if len(np.unique(kept)) < len(kept) or not ((kept >= 0) & (kept < len(logits))).all():
-        return False
-    left_out = np.setdiff1d(np.argsort(-logits, kind="stable"), kept, assume_unique=True)  # in that order
-    order = np.concatenate([kept, left_out[len(ids) - len(kept) :][:1]])  # a -1 was the largest of them
-    values = logits[order]
-    largest_after = np.maximum.accumulate(values[::-1])[::-1][1:]
-    if slack == 0.0:
-        ties_by_id = (values[:-1] != values[1:]) | (order[:-1] < order[1:])
-        return bool((values[:-1] >= largest_after).all() and ties_by_id.all())
-    return bool((values[:-1] >= largest_after - slack).all())
-
-
-_erfc = np.vectorize(math.erfc, otypes=[np.float64])

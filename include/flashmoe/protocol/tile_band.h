@@ -1,4 +1,4 @@
-// Which ready tiles the next window of tasks takes.
+// Which ready tiles the next band of tasks takes.
 #pragma once
 
 #include "flashmoe/protocol/order.h"
@@ -7,7 +7,7 @@
 
 namespace flashmoe {
 
-// The first `most` ready tiles, as they come. All lanes of a warp.
+// Takes the first `most` ready tiles, in the order in which they became ready. All lanes of a warp.
 template <class P>
 FLASHMOE_FN void take_in_order(uint32_t* to, uint32_t most, const uint64_t* ready) {
   P::sync();
@@ -15,19 +15,21 @@ FLASHMOE_FN void take_in_order(uint32_t* to, uint32_t most, const uint64_t* read
   P::sync();
 }
 
-// `most` of n ready tiles, most <= min(n, kMaxRaster). Of those within sight it takes the first, then the others of that
-// expert, then the first of what is left, and so on: with several ranks the experts' tiles fill side by side, and taken as
-// they come, each would have its expert's weights read anew. What is passed over moves back, in order; the list keeps all
-// tiles, since GEMM1's is gone through once for each return group. All lanes of a warp.
+// Takes `most` of n ready tiles, most <= min(n, kMaxRaster), expert by expert: the first tile and all others of its
+// expert, then the first that is left and the others of its expert, and so on, among the first kAhead * kLanes tiles
+// (GPU: 128). From ready tiles of experts A B A C B, a band of three is A A B. Why: with several ranks the experts'
+// tiles fill side by side; taken in that order, each would have its expert's weights read anew. Tiles passed over (C B)
+// move back in the list, in order; those taken stay in front, since GEMM1's list is gone through once for each return
+// group. All lanes of a warp.
 template <class P>
 FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
-  // Tiles within a lane's sight: in all at least as many as a window has.
+  // Tiles that a lane looks at; all lanes look at no fewer than a band may have.
   constexpr uint32_t kAhead = max_of(4u, kMaxRaster / P::kLanes);
   constexpr uint32_t kNone = 0xffffffffu;
   uint64_t word[kAhead];
-  uint32_t expert[kAhead];  // kNone: no tile
-  uint32_t left[kAhead];    // lanes whose tile's expert has not had its turn
-  uint32_t place[kAhead];   // in the window and the list, if it is taken
+  uint32_t expert[kAhead];    // kNone: no tile
+  uint32_t left[kAhead];      // bit i: lane i has a tile whose expert has not had its turn
+  uint32_t position[kAhead];  // the tile's place in the band and in the list, if it is taken
   P::sync();
   FLASHMOE_UNROLL
   for (uint32_t j = 0; j < kAhead; ++j) {
@@ -35,9 +37,10 @@ FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_
     word[j] = i < n ? ready[i] : 0;
     expert[j] = i < n ? ReadyTile::expert(Task::unpack(word[j])) : kNone;
     left[j] = P::ballot(i < n);
-    place[j] = kNone;
+    position[j] = kNone;
   }
-  // A turn is short, since tasks of a few k-blocks are computed as fast as a window of them is put together.
+  // An expert's turn is a round of this loop. It has few instructions: where tasks have few k-blocks, a band is
+  // computed in the time that it takes to put the next one together.
   for (uint32_t taken = 0; taken < most;) {
     uint32_t lanes = left[0], turn = expert[0];
     FLASHMOE_UNROLL
@@ -50,7 +53,7 @@ FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_
     for (uint32_t j = 0; j < kAhead; ++j) {
       const uint32_t same = P::ballot(expert[j] == turn);
       const uint32_t at = taken + P::popcount(same & ((1u << P::lane()) - 1));
-      if (expert[j] == turn && at < most) place[j] = at;
+      if (expert[j] == turn && at < most) position[j] = at;
       left[j] &= ~same;
       taken += P::popcount(same);
     }
@@ -59,9 +62,9 @@ FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_
   uint32_t end = most;
   FLASHMOE_UNROLL
   for (uint32_t j = 0; j < kAhead; ++j) {
-    const bool passed = expert[j] != kNone && place[j] == kNone;
+    const bool passed = expert[j] != kNone && position[j] == kNone;
     uint32_t total;
-    const uint32_t back = end + count_before<P>(passed, total), at = passed ? back : place[j];
+    const uint32_t back = end + count_before<P>(passed, total), at = passed ? back : position[j];
     end += total;
     if (expert[j] == kNone) continue;
     if (!passed) to[at] = Task::unpack(word[j]).index;

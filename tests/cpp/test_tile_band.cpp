@@ -1,18 +1,18 @@
-// Windows of ready tiles against a plain sort: an expert's together, in the order of their first ones, the others kept.
+// Bands of ready tiles against a plain sort: an expert's together, in the order of their first ones, the others kept.
 #include <algorithm>
 #include <cstdio>
 #include <random>
 #include <vector>
 
 #include "check.h"
-#include "flashmoe/protocol/tile_window.h"
+#include "flashmoe/protocol/tile_band.h"
 #include "warp_platform.h"
 
 namespace flashmoe::test {
 namespace {
 
 using Ready = std::vector<uint64_t>;
-using Window = std::vector<uint32_t>;
+using Band = std::vector<uint32_t>;
 
 Ready random_tiles(std::mt19937_64& random, uint32_t n, uint32_t experts) {
   Ready ready;
@@ -28,7 +28,7 @@ uint32_t expert_of(uint64_t word) {
 }
 
 // What is taken; `ready` becomes the list: that, then what is left.
-Window by_expert(Ready& ready, uint32_t most, uint32_t sight) {
+Band by_expert(Ready& ready, uint32_t most, uint32_t sight) {
   const auto seen = ready.begin() + std::min<std::ptrdiff_t>(sight, std::ssize(ready));
   Ready taken;
   for (auto first = ready.begin(); first != seen; ++first) {
@@ -40,9 +40,9 @@ Window by_expert(Ready& ready, uint32_t most, uint32_t sight) {
   std::stable_partition(ready.begin(), seen,
                         [&](uint64_t word) { return std::find(taken.begin(), taken.end(), word) != taken.end(); });
   std::copy(taken.begin(), taken.end(), ready.begin());
-  Window window;
-  for (const uint64_t word : taken) window.push_back(Task::unpack(word).index);
-  return window;
+  Band band;
+  for (const uint64_t word : taken) band.push_back(Task::unpack(word).index);
+  return band;
 }
 
 template <class P>
@@ -53,16 +53,16 @@ void run(const char* name, uint32_t rounds) {
     const auto n = static_cast<uint32_t>(1 + random() % (2 * sight));
     const uint32_t most = std::min(n, static_cast<uint32_t>(1 + random() % kMaxRaster));
     Ready ready = random_tiles(random, n, 1 + static_cast<uint32_t>(random() % n)), expected_list = ready;
-    Window in_order(most), grouped(most);
+    Band in_order(most), grouped(most);
     P::run_warp([&] { take_in_order<P>(in_order.data(), most, ready.data()); });
     for (uint32_t i = 0; i < most; ++i) CHECK_EQ(in_order[i], Task::unpack(ready[i]).index);
 
-    const Window expected = by_expert(expected_list, most, sight);
+    const Band expected = by_expert(expected_list, most, sight);
     P::run_warp([&] { take_by_expert<P>(grouped.data(), most, n, ready.data()); });
     CHECK(grouped == expected);
     CHECK(ready == expected_list);
   }
-  std::printf("%s: %u windows\n", name, rounds);
+  std::printf("%s: %u bands\n", name, rounds);
 }
 
 }  // namespace

@@ -1,0 +1,138 @@
+"""A message to a process of this machine and its answer, over a socket, such that whoever asks never waits for it.
+
+A rank may stop, hang or die at any byte, and a child of its own may hold its end of the socket for ever. So this end
+only does what can be done at once, says how far it is, and leaves it to the caller how long that may take.
+
+A message is its length, 8 bytes, and itself. The rank answers with the length 0 once it has the whole message, and with
+its answer when that is made.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+
+_LENGTH = struct.Struct("!Q")
+_TAKEN = _LENGTH.pack(0)
+_CHUNK = 1 << 20  # bytes
+
+
+class Exchange:
+    """The asking end of one message and its answer. `link` must not block."""
+
+    def __init__(self, link: socket.socket, message: bytes) -> None:
+        self._link = link
+        self._bytes = len(message)
+        self._unsent = [memoryview(_LENGTH.pack(len(message))), memoryview(message)]
+        self._received = bytearray()
+        self._taken = False
+        self._closed = False
+
+    @property
+    def answer(self) -> memoryview | None:
+        """The whole answer, once it is there."""
+        expected = self._expected()
+        if expected is None or len(self._received) < _LENGTH.size + expected:
+            return None
+        return memoryview(self._received)[_LENGTH.size : _LENGTH.size + expected]
+
+    def advance(self) -> None:
+        """Send and receive what can be at once."""
+        self._send()
+        self._receive()
+
+    def drain(self) -> None:
+        """Receive all that was sent: for who knows that nothing more will be."""
+        while self._receive():
+            pass
+
+    def where(self, what: str) -> str:
+        """How far the other end is, whose task is called `what`: ``while it ran f``."""
+        expected = self._expected()
+        if self._closed:
+            return f"after it had closed its connection while it ran {what}"
+        if expected is not None:
+            return f"while it sent its answer ({len(self._received) - _LENGTH.size:,} of {expected:,} bytes)"
+        if self._taken:
+            return f"while it ran {what}"
+        unsent = len(self._unsent[-1]) if self._unsent else 0
+        return f"while it started or took its arguments ({self._bytes - unsent:,} of {self._bytes:,} bytes sent)"
+
+    def _expected(self) -> int | None:
+        """Bytes of the answer, once they are known."""
+        if not self._taken or len(self._received) < _LENGTH.size:
+            return None
+        return _LENGTH.unpack_from(self._received)[0]
+
+    def _send(self) -> None:
+        try:
+            while self._unsent:
+                sent = self._link.send(self._unsent[0])
+                self._unsent[0] = self._unsent[0][sent:]
+                if not self._unsent[0]:
+                    self._unsent.pop(0)
+        except BlockingIOError:
+            pass
+        except OSError:  # it is gone, which its exit status tells better
+            self._unsent.clear()
+
+    def _receive(self) -> bool:
+        """Whether there was something to receive."""
+        try:
+            chunk = self._link.recv(_CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            chunk = b""
+        self._closed = not chunk
+        self._received += chunk
+        if not self._taken and len(self._received) >= len(_TAKEN):
+            self._taken = True
+            del self._received[: len(_TAKEN)]
+        return bool(chunk)
+
+    def _events(self) -> int:
+        """What `wait` wakes up for."""
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+
+    @staticmethod
+    def wait(exchanges: Iterable[Exchange], seconds: float) -> None:
+        """Until one of them can advance, at most so long."""
+        poll = select.poll()
+        for exchange in exchanges:
+            if not exchange._closed:  # which would wake it up again and again
+                poll.register(exchange._link, exchange._events())
+        poll.poll(math.ceil(seconds * 1000))
+
+
+def receive(link: socket.socket) -> bytes | None:
+    """The answering end: wait for a message and acknowledge it; None if there will be none."""
+    with suppress(OSError):
+        header = _exactly(link, _LENGTH.size)
+        message = header and _exactly(link, _LENGTH.unpack(header)[0])
+        if message:
+            link.sendall(_TAKEN)
+            return message
+    return None
+
+
+def answer(link: socket.socket, payload: bytes) -> None:
+    """The answering end: send an answer; who asked may be gone."""
+    with suppress(OSError):
+        link.sendall(_LENGTH.pack(len(payload)))
+        link.sendall(payload)
+
+
+def _exactly(link: socket.socket, count: int) -> bytearray | None:
+    """So many bytes; None if they end before."""
+    data = bytearray(count)
+    rest = memoryview(data)
+    while rest:
+        if (got := link.recv_into(rest)) == 0:
+            return None
+        rest = rest[got:]
+    return data

@@ -1,0 +1,234 @@
+"""A folder whose files nobody else has written: where compiled kernels and measured profiles are kept.
+
+What is read from it runs on the GPU, or decides what does. So a folder is used only if it belongs to this process's
+user or to root, and nobody else can write to it; the same holds for each of its files, which must be regular ones. They
+are opened relative to the folder that was checked, never through a link, and a name is only given to a whole file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pwd
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .errors import FlashMoEError
+
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_TYPES = {
+    stat.S_IFREG: "a regular file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_LOOK_SECONDS = 0.05
+"""How often a lock that others hold is tried: flock has no time limit of its own."""
+
+
+class Folder:
+    """A folder that was checked, open. `what` begins every message, `remedy` ends those on which the user can act."""
+
+    def __init__(self, descriptor: int, path: Path, what: str, remedy: str) -> None:
+        self._descriptor = descriptor
+        self.path = path
+        self._what, self._remedy = what, remedy
+
+    @classmethod
+    @contextlib.contextmanager
+    def at(cls, path: Path, what: str, remedy: str, make: bool = True) -> Iterator[Folder]:
+        """The folder at `path`; if it is missing it is made, for this user alone, or `FileNotFoundError` raised. Raises
+        `FlashMoEError` if it cannot be made or opened, or if others could have put files there."""
+        try:
+            if make:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, _OPEN_FOLDER)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not make:
+                raise
+            verb = "write to" if make else "read"
+            raise FlashMoEError(f"{what}: cannot {verb} {path}: {error.strerror}; {remedy}") from error
+        try:
+            found = os.fstat(descriptor)
+            if not _is_trusted(found):
+                if _is_own(found):
+                    remedy = f"see that its files are yours and chmod go-w it, or {remedy}"
+                raise FlashMoEError(
+                    f"{what}: {path}: expected a folder of {_user(os.geteuid())} or root to which nobody else can "
+                    f"write, found one of {_owner_and_mode(found)}; {remedy}"
+                )
+            yield cls(descriptor, path, what, remedy)
+        finally:
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        """Of all that is in it, sorted."""
+        return sorted(os.listdir(self._descriptor))
+
+    def open(self, name: str, flags: int = os.O_RDONLY) -> int:
+        """The descriptor of a file, which is closed when a program is executed. Raises `FileNotFoundError`, and
+        `FlashMoEError` for anything but a regular file that nobody else can have written."""
+        path = self.path / name
+        try:
+            # O_NONBLOCK: opening a pipe to read waits for its other end.
+            flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
+            found = os.fstat(descriptor)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._expect_file(path, os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
+            raise self._failed("write" if flags & os.O_CREAT else "read", path, error) from error
+        try:
+            self._expect_file(path, found)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def read(self, name: str) -> bytes:
+        """What a file has in it. Raises as `open` does."""
+        with open(self.open(name), "rb") as file:
+            return file.read()
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Put a file with this content in place of `name`, which is there all the time, whole. Raises `FlashMoEError`
+        if it cannot be written."""
+        temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(temporary, flags, 0o644, dir_fd=self._descriptor), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except BaseException as error:
+            self.remove(temporary)
+            if isinstance(error, OSError):
+                raise self._failed("write", self.path / name, error) from error
+            raise
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with what is in it, if that can be."""
+        try:
+            os.unlink(name, dir_fd=self._descriptor)
+        except IsADirectoryError:
+            shutil.rmtree(name, ignore_errors=True, dir_fd=self._descriptor)
+        except OSError:
+            pass
+
+    def sweep(self, prefix: str) -> None:
+        """Remove what processes that were killed have left half made, of names that begin so: for who holds the lock
+        under which these are made."""
+        for name in self.names():
+            if name.startswith(prefix) and name.endswith(".tmp"):
+                self.remove(name)
+
+    @contextlib.contextmanager
+    def temporary(self, prefix: str) -> Iterator[Folder]:
+        """A new folder within it, for this user alone, which is removed at the end."""
+        name = f"{prefix}{secrets.token_hex(8)}.tmp"
+        try:
+            os.mkdir(name, 0o700, dir_fd=self._descriptor)
+            descriptor = os.open(name, _OPEN_FOLDER | os.O_NOFOLLOW, dir_fd=self._descriptor)
+        except OSError as error:
+            raise self._failed("write to", self.path, error) from error
+        try:
+            yield Folder(descriptor, self.path / name, self._what, self._remedy)
+        finally:
+            os.close(descriptor)
+            self.remove(name)
+
+    @contextlib.contextmanager
+    def locked(self, name: str, seconds: float, when_held: Callable[[], None] = lambda: None) -> Iterator[bool]:
+        """Hold the lock file `name`, which the kernel releases when this process ends, however it does. Yields whether
+        it is held: some file systems have no locks.
+
+        Nobody else can open it, so that only processes of this user can hold it. If one does, calls `when_held` once,
+        waits at most so many seconds, and then raises `FlashMoEError`.
+        """
+        try:
+            descriptor = self.open(name, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError as error:  # the folder is gone
+            raise self._failed("write to", self.path, error) from error
+        try:
+            yield self._acquired(descriptor, name, seconds, when_held)
+        finally:
+            os.close(descriptor)
+
+    def _acquired(self, descriptor: int, name: str, seconds: float, when_held: Callable[[], None]) -> bool:
+        deadline = None
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if deadline is None:
+                    deadline = time.monotonic() + seconds
+                    when_held()
+                if time.monotonic() >= deadline:
+                    holder = _holder(descriptor)
+                    raise FlashMoEError(
+                        f"{self._what}: waited {seconds:g} s for the lock {self.path / name}, which {holder} holds; "
+                        "end that process if it does nothing"
+                    ) from None
+                time.sleep(_LOOK_SECONDS)
+            except OSError:
+                return False
+
+    def _expect_file(self, path: Path, found: os.stat_result) -> None:
+        if (kind := stat.S_IFMT(found.st_mode)) != stat.S_IFREG:
+            what = _TYPES.get(kind, "none")
+            raise FlashMoEError(f"{self._what}: {path}: expected a regular file, found {what}; remove it")
+        if not _is_trusted(found):
+            mend = "chmod go-w it if it is as you left it, or remove it" if _is_own(found) else "remove it"
+            raise FlashMoEError(
+                f"{self._what}: {path}: expected a file of {_user(os.geteuid())} or root to which nobody else can "
+                f"write, found one of {_owner_and_mode(found)}; {mend}"
+            )
+
+    def _failed(self, verb: str, path: Path, error: OSError) -> FlashMoEError:
+        return FlashMoEError(f"{self._what}: cannot {verb} {path}: {error.strerror}; {self._remedy}")
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid()
+
+
+def _is_trusted(found: os.stat_result) -> bool:
+    """Whether it belongs to this process's user or to root, and others cannot write to it. Where a list of permissions
+    (ACL) lets anybody else write, the group's bit says so."""
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _owner_and_mode(found: os.stat_result) -> str:
+    return f"{_user(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):04o}"
+
+
+def _user(number: int) -> str:
+    """`user 1000 (ada)`; without the name if there is none."""
+    try:
+        return f"user {number} ({pwd.getpwuid(number).pw_name})"
+    except KeyError:
+        return f"user {number}"
+
+
+def _holder(descriptor: int) -> str:
+    """The process that holds a lock on the file, as far as the kernel tells."""
+    found = os.fstat(descriptor)
+    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process, locked, *_ = line.split()
+            if kind == "FLOCK" and locked == file and int(process) > 0:
+                return f"process {process}"
+    return "another process"

@@ -1,0 +1,88 @@
+"""What a run of the GPU tests leaves behind: how many of each file passed, failed or were skipped, on what, of what.
+
+`make test-gpu` names the folder in FLASHMOE_EVIDENCE. A run of some of the tests says nothing of the others, and is not
+recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from harness import digest_of, write  # noqa: E402
+
+SOURCES = ("include", "csrc")
+"""The folders that the digest is of: what runs on the GPU, and what launches it."""
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+class Evidence:
+    """A plugin of pytest that counts, and writes `path` at the end. `origin`: what it says besides, as the device."""
+
+    def __init__(self, path: Path, origin: dict[str, Any]) -> None:
+        self._path, self._origin = path, origin
+        self._start = time.monotonic()
+        self._outcomes: dict[str, str] = {}  # by the test's id
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test has three parts; it failed if one of them did, and was skipped before it or in it."""
+        parts = {self._outcomes.get(report.nodeid, "passed"), report.outcome}
+        self._outcomes[report.nodeid] = next(each for each in ("failed", "skipped", "passed") if each in parts)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        say = session.config.pluginmanager.get_plugin("terminalreporter").write_line
+        if reason := partial(session, exitstatus):
+            say(f"\nnot recorded in {self._path}: {reason}")
+            return
+        by_file: dict[str, Counter[str]] = {}
+        for test, outcome in self._outcomes.items():
+            by_file.setdefault(test.partition("::")[0], Counter())[outcome] += 1
+        result = {
+            **self._origin,
+            "sources": list(SOURCES),
+            "sources_sha256": digest_of(ROOT, *SOURCES),
+            "seconds": round(time.monotonic() - self._start),
+            "files": {file: {each: counts[each] for each in OUTCOMES} for file, counts in sorted(by_file.items())},
+        }
+        write(self._path, result)
+        say(f"\nrecorded in {self._path}")
+
+
+def partial(session: pytest.Session, exitstatus: int) -> str | None:
+    """Why this is not a run of all GPU tests to their end; None if it is."""
+    option, config = session.config.option, session.config
+    if session.shouldstop or session.shouldfail or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return "the run was stopped"
+    if option.keyword:
+        return f"-k {option.keyword} selects"
+    if option.lf or option.deselect or option.ignore or option.ignore_glob:
+        return "an option leaves tests out"
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return f"{' '.join(config.args)} is not all"
+    return None
+
+
+def committed() -> list[Path]:
+    """The files of earlier runs."""
+    return sorted((ROOT / "benchmarks" / "results" / "tests").glob("*.json"))
+
+
+def outdated(paths: Sequence[Path]) -> list[str]:
+    """What is to be said of those that are of other sources than there are now."""
+    now = digest_of(ROOT, *SOURCES)
+    read = [(path.name, json.loads(path.read_text())) for path in paths]
+    return [
+        f"{name}: the GPU tests ran on {', '.join(SOURCES)} {run['sources_sha256']} ({run['commit'][:7]}), not on {now}"
+        for name, run in read
+        if run["sources_sha256"] != now
+    ]

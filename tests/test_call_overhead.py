@@ -1,0 +1,47 @@
+"""The benchmark of a call's cost on the host: what it counts, and what it makes of the rounds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import flashmoe
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import call_overhead
+from harness import Tree
+
+
+def test_a_call_is_timed(monkeypatch):
+    """Every call, and only those behind the warm-up; the calling thread cannot be busy for longer than a call takes."""
+    monkeypatch.setattr(call_overhead, "WARM_UP", 2)
+    monkeypatch.setattr(call_overhead, "CALLS", 5)
+    calls = []
+    moe = flashmoe.moe
+    monkeypatch.setattr(flashmoe, "moe", lambda *args, **kinds: calls.append(args) or moe(*args, **kinds))
+    figures = call_overhead.timed("cpu", call_overhead.tensors())
+    assert len(calls) == 7
+    assert 0 < figures["host_us"] <= figures["call_us"] < 1e7
+
+
+def test_rounds_are_summed_up_by_case():
+    def told(*values: float) -> list[dict]:
+        return [{"engine": "cpu", "tensors": f"t{i}", "call_us": v, "host_us": v / 2} for i, v in enumerate(values)]
+
+    first, second = call_overhead.over_rounds([told(10, 1), told(30, 3), told(20, 8)])
+    assert (first["tensors"], first["call_us"], first["call_us_min_max"]) == ("t0", 20, [10, 30])
+    assert (second["tensors"], second["host_us"], second["host_us_min_max"]) == ("t1", 1.5, [0.5, 4])
+
+
+def test_cases_that_differ_are_an_error():
+    """Rounds of which one lacks a case are no figures."""
+    row = {"engine": "cpu", "tensors": "numpy", "call_us": 1.0, "host_us": 1.0}
+    assert len(call_overhead.over_rounds([[row]])) == 1
+    with pytest.raises(ValueError, match="zip"):
+        call_overhead.over_rounds([[row], []])
+
+
+def test_the_installed_package_is_a_tree():
+    assert (Tree.at(call_overhead.installed()).folder / "flashmoe" / "ops.py").is_file()

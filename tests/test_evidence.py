@@ -1,0 +1,121 @@
+"""What a run of the GPU tests leaves behind, tried without a GPU; and whether what is committed is of these sources."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+import evidence  # noqa: E402
+from harness import digest_of  # noqa: E402
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "tests" / "gpu")!r})
+import evidence
+
+def pytest_collection_finish(session):
+    origin = {{"device": "Fake x2", "commit": "0123456789"}}
+    session.config.pluginmanager.register(evidence.Evidence(Path("results") / "fakex2.json", origin))
+"""
+FIRST = """
+import pytest
+
+@pytest.fixture
+def broken():
+    raise ValueError
+
+@pytest.fixture
+def breaks():
+    yield
+    raise ValueError
+
+@pytest.mark.parametrize("i", range(3))
+def test_right(i): pass
+def test_wrong(): assert False
+def test_not_set_up(broken): pass
+def test_not_taken_down(breaks): pass
+def test_skipped(): pytest.skip("no GPU")
+@pytest.mark.skip(reason="no GPU")
+def test_skipped_before(): pass
+"""
+SECOND = "def test_right(): pass\n"
+
+
+@pytest.fixture
+def fake(pytester) -> pytest.Pytester:
+    """Two files of tests, and the plugin."""
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_first=FIRST, test_second=SECOND)
+    return pytester
+
+
+def test_a_run_is_counted_by_file(fake):
+    done = fake.runpytest_inprocess()
+    done.stdout.fnmatch_lines(["recorded in results/fakex2.json"])
+    result = json.loads((fake.path / "results" / "fakex2.json").read_text())
+    assert result.pop("seconds") >= 0
+    assert result == {
+        "device": "Fake x2",
+        "commit": "0123456789",
+        "sources": ["include", "csrc"],
+        "sources_sha256": digest_of(ROOT, "include", "csrc"),
+        "files": {
+            "test_first.py": {"passed": 3, "failed": 3, "skipped": 2},
+            "test_second.py": {"passed": 1, "failed": 0, "skipped": 0},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["-k", "right"], "-k right selects"),
+        (["test_second.py"], "test_second.py is not all"),
+        (["-x"], "the run was stopped"),
+        (["--deselect", "test_first.py::test_wrong"], "an option leaves tests out"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_part_of_the_tests_is_not_recorded(fake, arguments, reason):
+    done = fake.runpytest_inprocess(*arguments)
+    done.stdout.fnmatch_lines([f"not recorded in results/fakex2.json: {reason}"])
+    assert not (fake.path / "results").exists()
+
+
+def test_the_digest_is_of_names_and_contents(tmp_path):
+    (tmp_path / "include").mkdir()
+    file = tmp_path / "include" / "a.h"
+    file.write_text("1")
+    seen = {digest_of(tmp_path, "include")}
+    (tmp_path / "other").write_text("1")
+    assert digest_of(tmp_path, "include") in seen
+    file.write_text("2")
+    seen.add(digest_of(tmp_path, "include"))
+    file.rename(file.with_name("b.h"))
+    seen.add(digest_of(tmp_path, "include"))
+    assert len(seen) == 3
+
+
+def test_a_run_of_other_sources_is_named(tmp_path):
+    for name, digest in (("ax1", digest_of(ROOT, "include", "csrc")), ("bx2", "0" * 16)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"sources_sha256": digest, "commit": "0123456789"}))
+    (said,) = evidence.outdated(sorted(tmp_path.glob("*.json")))
+    assert said.startswith("bx2.json: the GPU tests ran on include, csrc 0000000000000000 (0123456), not on ")
+
+
+def test_committed_runs_are_of_these_sources():
+    """A notice in pytest's summary, not a failure: who changes the sources need not have a GPU."""
+    paths = evidence.committed()
+    said = evidence.outdated(paths) if paths else ["benchmarks/results/tests: no run of the GPU tests is recorded"]
+    for each in said:
+        warnings.warn(each, stacklevel=1)

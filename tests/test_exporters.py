@@ -1,0 +1,232 @@
+"""Tensors of other libraries, by DLPack: what the capsule says is what counts, and what a type says besides is not."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import flashmoe
+import numpy as np
+import pytest
+from flashmoe import InvalidArgument
+from problems import random_problem
+
+SIZES = {"hidden": 16, "intermediate": 12, "experts": 6, "top_k": 2, "dtype": "float32"}
+NAMES = ("gate_up_proj", "down_proj", "router", "topk_ids", "topk_weights")
+CPU, CUDA, CUDA_HOST = (1, 0), (2, 0), (3, 0)
+TYPES = {"int32": (0, 32, 1), "int64": (0, 64, 1), "float32": (2, 32, 1), "float64": (2, 64, 1)}
+"""Code, bits and lanes."""
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class DLManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_exported: dict[int, Any] = {}
+"""What was exported and not yet deleted, by address."""
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _delete(address: int) -> None:
+    del _exported[address]
+
+
+class Exporter:
+    """Exports an array's memory in a capsule that says what it is told to say."""
+
+    def __init__(self, array: np.ndarray, **said: Any) -> None:
+        self._array, self._said = array, said
+
+    def __dlpack__(self, **_: Any) -> Any:
+        array, said = self._array, self._said
+        shape = said.get("shape", array.shape)
+        strides = said.get("strides", [stride // array.itemsize for stride in array.strides])
+        managed = DLManagedTensor(deleter=ctypes.cast(_delete, ctypes.c_void_p))
+        tensor = managed.tensor
+        tensor.data = said.get("data", array.ctypes.data)
+        tensor.device[:] = said.get("device", CPU)
+        tensor.ndim = len(shape)
+        tensor.code, tensor.bits, tensor.lanes = said.get("type", TYPES[array.dtype.name])
+        tensor.shape = (ctypes.c_int64 * len(shape))(*shape)
+        if strides is not None:
+            tensor.strides = (ctypes.c_int64 * len(shape))(*strides)
+        tensor.byte_offset = said.get("byte_offset", 0)
+        address = ctypes.addressof(managed)
+        _exported[address] = managed, array
+        return _new_capsule(address, b"dltensor", None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU
+
+
+class Attributed(Exporter):
+    """Says of itself what is true of another array."""
+
+    def __init__(self, array: np.ndarray, like: np.ndarray, **said: Any) -> None:
+        super().__init__(array, **said)
+        self.shape, self.dtype, self.device = like.shape, like.dtype, "cpu"
+        self.strides, self.size, self.ndim = like.strides, like.size, like.ndim
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[flashmoe.Context]:
+    with flashmoe.Context(max_tokens=20, timeout=20, **SIZES) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+def call(ctx):
+    """Makes a good call but for one argument; everything that it took is given back."""
+
+    def made(name: str, tensor: Any) -> np.ndarray:
+        return flashmoe.moe(ctx, **arguments(name) | {name: tensor})
+
+    yield made
+    gc.collect()
+    assert not _exported
+
+
+def arguments(name: str) -> dict[str, Any]:
+    """Of a call that has such an argument."""
+    problem = random_problem(1, [8], fused=not name.startswith("topk_"), **SIZES)
+    return problem.arguments(0)
+
+
+def other(dtype: np.dtype) -> str:
+    return "float64" if dtype == np.float32 else "float32"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("strides", ["said", "none"])
+@pytest.mark.parametrize("attributes", ["none", "true", "false"])
+def test_an_exported_tensor_is_what_its_capsule_says(ctx, call, name, strides, attributes):
+    array = arguments(name)[name]
+    wanted = flashmoe.moe(ctx, **arguments(name))
+    said = {} if strides == "said" else {"strides": None}
+    like = array if attributes == "true" else np.zeros((3, 1, 4, 1), np.float64)
+    tensor = Exporter(array, **said) if attributes == "none" else Attributed(array, like, **said)
+    assert np.array_equal(call(name, tensor), wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_byte_offset_counts(ctx, call, name):
+    array = arguments(name)[name]
+    wider = np.concatenate([np.full_like(array[:1], 77), array])
+    tensor = Exporter(wider, shape=array.shape, byte_offset=array[:1].nbytes)
+    assert np.array_equal(call(name, tensor), flashmoe.moe(ctx, **arguments(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pinned_memory_is_host_memory(ctx, call, name):
+    array = arguments(name)[name]
+    assert np.array_equal(call(name, Exporter(array, device=CUDA_HOST)), flashmoe.moe(ctx, **arguments(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strides_that_only_the_capsule_says(call, name):
+    array = arguments(name)[name]
+    spread = np.repeat(array, 2, axis=-1)[..., ::2]
+    with pytest.raises(InvalidArgument, match=f"^{name}: expected a contiguous tensor"):
+        call(name, Attributed(spread, array))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shape_that_only_the_capsule_says(call, name):
+    array = arguments(name)[name]
+    smaller = array[:, 1:].copy() if name == "router" else array[1:].copy()  # its first size decides on E
+    with pytest.raises(InvalidArgument, match=rf"^{name}: expected .*, got {re.escape(str(list(smaller.shape)))}"):
+        call(name, Attributed(smaller, array))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_type_that_only_the_capsule_says(call, name):
+    array = arguments(name)[name]
+    wrong = other(array.dtype)
+    with pytest.raises(InvalidArgument, match=f"^{name}: expected .*, got .*{wrong}"):
+        call(name, Attributed(array.astype(wrong), array))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_elements_of_several_lanes(call, name):
+    array = arguments(name)[name]
+    code, bits, _ = TYPES[array.dtype.name]
+    with pytest.raises(InvalidArgument, match=f"^{name}: expected .*x2"):
+        call(name, Attributed(array, array, type=(code, bits, 2)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_of_a_gpu_that_only_the_capsule_says(call, name):
+    array = arguments(name)[name]
+    with pytest.raises(InvalidArgument, match=f"^{name}: expected a tensor in host memory .*, got device cuda"):
+        call(name, Attributed(array, array, device=CUDA))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "said",
+    [{"device": (77, 0)}, {"data": None}, {"shape": (-8, 2)}],
+    ids=["a device that is none", "no memory", "a negative size"],
+)
+def test_a_capsule_of_what_is_no_tensor(call, name, said):
+    array = arguments(name)[name]
+    with pytest.raises(InvalidArgument, match=f"^{name}: expected a tensor "):
+        call(name, Attributed(array, array, **said | ({"strides": None} if "shape" in said else {})))
+
+
+@pytest.mark.parametrize("error", [BufferError("busy"), TypeError("no"), RuntimeError("gone"), KeyError("x")])
+def test_an_exporter_that_raises(call, error):
+    class Raising:
+        shape, dtype = (6, 16, 12), np.dtype(np.float32)
+
+        def __dlpack__(self, **_: Any) -> Any:
+            raise error
+
+    with pytest.raises(InvalidArgument, match=r"^down_proj: expected a tensor that can be exported by DLPack, got"):
+        call("down_proj", Raising())
+
+
+def test_bytes_in_the_other_order(call):
+    array = arguments("down_proj")["down_proj"]
+    with pytest.raises(InvalidArgument, match=r"^down_proj: expected"):
+        call("down_proj", array.astype(array.dtype.newbyteorder()))
+
+
+class Liar(np.ndarray):
+    """An array that says it has one row."""
+
+    shape = property(lambda self: (1, *np.ndarray.shape.__get__(self)[1:]))
+
+
+def test_a_result_as_large_as_the_memory_of_x(ctx):
+    """Not as x says it is: the result would be written beyond its end."""
+    given = arguments("x")
+    with pytest.raises(InvalidArgument, match=r"^x: expected \[8, 16\], as its memory is, got \[1, 16\]"):
+        flashmoe.moe(ctx, **given | {"x": given["x"].view(Liar)})
+
+
+def test_arrays_of_derived_types_are_arrays(ctx, call):
+    given = arguments("down_proj")
+    assert np.array_equal(call("down_proj", given["down_proj"].view(Liar)), flashmoe.moe(ctx, **given))
