@@ -224,14 +224,14 @@ void Engine::keep_columns(uint32_t expert, Columns of) {
   const size_t pitch = c_.shape.hidden;
   float* kept = layer_.kept + size_t{expert} * c_.shape.intermediate * pitch + of.first;
   for (uint32_t i = 0; i < c_.shape.intermediate; ++i) std::fill_n(kept + i * pitch, of.count, 0.0f);
-  float* hidden = room(a_, c_.shape.intermediate);
+  float* inner = room(a_, c_.shape.intermediate);
   float* x = room(out_, of.count);
   for (const TileRow& row : rows_) {
-    widen(hidden, c_.intermediate_row(row.tile, row.row), spec().intermediate_type, c_.shape.intermediate);
+    widen(inner, c_.intermediate_row(row.tile, row.row), spec().intermediate_type, c_.shape.intermediate);
     widen(x, at(token_row(row.source, row.token), spec().x_type, of.first), spec().x_type, of.count);
     for (uint32_t i = 0; i < c_.shape.intermediate; ++i) {
       float* to = kept + i * pitch;
-      for (uint32_t h = 0; h < of.count; ++h) to[h] += hidden[i] * x[h];
+      for (uint32_t h = 0; h < of.count; ++h) to[h] += inner[i] * x[h];
     }
   }
 }

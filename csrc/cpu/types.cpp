@@ -110,12 +110,12 @@ inline float exponential(float x) {
 // loop the compiler computes both sides of each comparison, divisions and all, and takes three times as long. Clamped, it is
 // about x / 2^127 far below zero, which for the largest x is no longer nearly 0: there x is.
 void silu(float* x, uint64_t n) {
-  constexpr uint64_t kBlock = 64;
+  constexpr uint64_t kChunk = 64;
   constexpr float kVanished = -0x1p30f;  // its SiLU was 2^-97
-  float exponent[kBlock];
-  for (uint64_t first = 0; first < n; first += kBlock) {
+  float exponent[kChunk];
+  for (uint64_t first = 0; first < n; first += kChunk) {
     float* v = x + first;
-    const uint64_t count = n - first < kBlock ? n - first : kBlock;
+    const uint64_t count = n - first < kChunk ? n - first : kChunk;
     for (uint64_t i = 0; i < count; ++i) {
       const float e = -v[i] > -87.0f ? -v[i] : -87.0f;  // a NaN is clamped; its SiLU is still NaN
       exponent[i] = e < 88.0f ? e : 88.0f;

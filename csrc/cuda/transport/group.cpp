@@ -118,7 +118,7 @@ class NvshmemGroup final : public host::Group {
     Notice& own = notices_.own();
     own.world_rank = world().rank;
     own.world_ranks = world().ranks;
-    for (const Block& b : world().blocks) {
+    for (const SymmetricMemory& b : world().blocks) {
       if (!b.taken && own.free_blocks < Notice::kMostFree) own.free[own.free_blocks++] = b.number;
     }
     device_.identify(own.device);

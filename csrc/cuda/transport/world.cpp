@@ -23,12 +23,12 @@ World& world() {
 
 Lease::~Lease() {
   const std::lock_guard lock(world().mutex);
-  for (Block& b : world().blocks) {
+  for (SymmetricMemory& b : world().blocks) {
     if (b.number == number_) b.taken = false;
   }
 }
 
-uint8_t* Lease::take(Block& b) {
+uint8_t* Lease::take(SymmetricMemory& b) {
   b.taken = true;
   number_ = b.number;
   return b.address;
@@ -78,10 +78,10 @@ void Together::enter_world() const {
 
 uint8_t* Together::take_block(uint64_t bytes, Lease& lease) const {
   World& w = world();
-  for (Block& b : w.blocks) {
+  for (SymmetricMemory& b : w.blocks) {
     if (b.bytes == bytes && notices_.given_back_by_all(b.number)) return lease.take(b);
   }
-  std::erase_if(w.blocks, [&](const Block& b) {
+  std::erase_if(w.blocks, [&](const SymmetricMemory& b) {
     if (!notices_.given_back_by_all(b.number)) return false;
     run("nvshmem_free", [free = api_.nvshmem_free, p = b.address] { free(p); });
     return true;

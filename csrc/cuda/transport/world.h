@@ -15,7 +15,7 @@
 
 namespace flashmoe::cuda {
 
-struct Block {
+struct SymmetricMemory {
   uint64_t number, bytes;
   uint8_t* address;
   bool taken;
@@ -28,7 +28,7 @@ struct World {
   uint32_t rank = 0, ranks = 0;  // 0: not initialised
   bool broken = false;           // this rank gave up on what all should do together; a thread may still be in it
   uint64_t allocations = 0;
-  std::vector<Block> blocks;
+  std::vector<SymmetricMemory> blocks;
 };
 World& world();
 
@@ -39,7 +39,7 @@ class Lease {
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
   ~Lease();
-  uint8_t* take(Block& b);
+  uint8_t* take(SymmetricMemory& b);
 
  private:
   uint64_t number_ = 0;

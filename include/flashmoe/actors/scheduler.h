@@ -14,7 +14,7 @@ namespace flashmoe {
 template <class P>
 class Scheduler {
  public:
-  static constexpr uint32_t kWindowTasks = 64;
+  static constexpr uint32_t kBandTasks = 64;
   // Tiles that are ready for the returning product wait in two lists: see OrderPolicy::gemm1_lists.
   static constexpr uint32_t kLists = ready_lists(kReturning);
   // A band: `tiles` tiles times `columns` blocks of columns, block by block. next: its tasks that are published.
@@ -182,7 +182,7 @@ class Scheduler {
       const uint32_t i = next_returning_list(), g = i / kLists, list = i % kLists;
       const uint32_t first = memory_.returning_first[g][list], columns = c_.group_columns(g);
       // A group of few columns has more tiles in a band, to keep the processors supplied: each band costs a round trip.
-      const uint32_t most = min_of(max_of(c_.policy.order.raster, ceil_div(kWindowTasks, columns)), kMaxRaster);
+      const uint32_t most = min_of(max_of(c_.policy.order.raster, ceil_div(kBandTasks, columns)), kMaxRaster);
       const uint32_t tiles =
           take_tiles(memory_.tiles[n], most, returning_ready(list) - first, ready_tile(kList + list, first));
       set(memory_.band[n], Band{tiles, c_.policy.group_first[g], columns, 0});

@@ -172,7 +172,7 @@ __device__ __forceinline__ void take_given(const Block& b) {
 }
 
 // One warp: groups the choices into units, and drops those beyond their expert's capacity, the last in token order.
-__device__ __forceinline__ void group_pairs(const Block& b) {
+__device__ __forceinline__ void group_choices(const Block& b) {
   FewShared& s = b.s;
   uint32_t units = 0;
   for (uint32_t base = 0; base < b.choices(); base += 32) {
@@ -216,7 +216,7 @@ __device__ __forceinline__ bool route(const Block& b) {
     choose(b);
   }
   if (!all_well(b)) return false;
-  if (b.warp() == 0) group_pairs(b);
+  if (b.warp() == 0) group_choices(b);
   __syncthreads();
   const uint32_t p = threadIdx.x;
   if (p < b.choices()) {

@@ -225,7 +225,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits&) { return FieldShape{{1, 1, 1, 1}, sizeof(Control)}; }, "queue ends, abort word, fault claim"},
     {WorkField::kQueue, "queue", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.queue_capacity(), 1, 1, 1}, 8}; },
-     "ready queue: a slot for every task a call can have, and for a stop word per processor"},
+     "ready queue: a slot for every task a call can have, and for a stop word per cluster"},
     {WorkField::kReadyList, "ready_list", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.list_capacity(), 1, 1, 1}, 8}; },
      "tiles that formers and retiring processors made ready"},
