@@ -899,7 +899,8 @@ def test_puts(tmp_path, mode):
     plan = plan_memory(engine="cuda", ranks=3, transport="rdma", **SIZES)
     mapped = plan_memory(engine="cuda", ranks=3, return_mode="reduced", **SIZES)
     assert plan.heap_bytes == mapped.heap_bytes
-    assert plan.workspace_bytes == mapped.workspace_bytes + SIZES["max_tokens"] * H * 2
+    words = 2 * 256  # returns_ready and returns_sent, a word a rank, each in a line of its own
+    assert plan.workspace_bytes == mapped.workspace_bytes + words + SIZES["max_tokens"] * H * 2
     told = put_by(3, {"transport": "rdma", "return_mode": mode}, cubin=tmp_path / "kernel.cubin")
     for seen in told:
         assert (seen.transport, seen.return_mode) == ("rdma", "reduced")
