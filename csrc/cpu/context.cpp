@@ -92,9 +92,6 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
   call_.policy.clusters = limits.processors;
   // A rank alone waits for nobody but its own threads, which come to an end however long a task takes them.
   call_.policy.timeout_ns = limits.ranks == 1 ? 0 : timeout_ns;
-  call_.memory.heaps = group_->heaps();
-  call_.memory.heap_layout = make_heap_layout(limits);
-  call_.memory.max_blocks = limits.max_blocks();
   sources_.resize(limits.ranks);
   make_workspace();
   for (uint32_t id = 0; id < limits.processors; ++id) {
@@ -131,9 +128,8 @@ void Context::stop_actors() {
 }
 
 void Context::make_workspace() {
-  call_.memory.work_layout = make_work_layout(limits_);
-  call_.memory.queue_mask = limits_.queue_capacity() - 1;
-  call_.memory.list_mask = limits_.list_capacity() - 1;
+  call_.memory = make_call_memory(limits_);
+  call_.memory.heaps = group_->heaps();
   workspace_ = host::make_single_rank_group(call_.memory.work_layout.bytes);  // zeroed on first touch
   call_.memory.work = workspace_->heaps()[0];
 }
@@ -155,19 +151,13 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   layer_ = layer;
   const LayerSpec& spec = layer_.spec;
   perturbation_ = o.perturbation;
-  call_.placement.owner = placement_.owner.data();
-  call_.placement.by_owner = placement_.by_owner.data();
-  call_.placement.owner_base = placement_.owner_base.data();
+  call_.placement = {.owner = placement_.owner.data(),
+                     .by_owner = placement_.by_owner.data(),
+                     .owner_base = placement_.owner_base.data()};
   call_.shape.local_experts = placement_.local_experts(call_.rank);
   ++call_.epoch;
   call_.shape.tokens = o.tokens;
-  call_.shape.hidden = spec.hidden;
-  call_.shape.intermediate = spec.intermediate;
-  call_.shape.experts = spec.experts;
-  call_.shape.top_k = spec.top_k;
-  call_.memory.token_row_bytes = spec.token_row_bytes();
-  call_.memory.intermediate_row_bytes = spec.intermediate_row_bytes();
-  call_.memory.return_row_bytes = spec.return_row_bytes();
+  call_.set_layer(spec);
   call_.policy.log2_block = log2_token_block(o.tokens, call_.policy.clusters, limits_.entries_per_token());
   call_.shape.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
   call_.shape.return_mode = spec.return_mode;

@@ -1,6 +1,5 @@
 #include "cuda/context.h"
 
-#include <algorithm>
 #include <atomic>
 
 #include "cuda/limits.h"
@@ -21,12 +20,7 @@ Call common_call(const Membership& who, const Limits& limits, uint64_t timeout_n
   c.policy.clusters = limits.processors / sm90::kClusterBlocks;
   c.policy.timeout_ns = timeout_ns;
   c.policy.tile_rows = limits.tile_rows;
-  c.memory.heap_layout = make_heap_layout(limits);
-  c.memory.work_layout = make_work_layout(limits);
-  std::ranges::copy(make_put_layout(limits).offset, c.memory.put_offset);
-  c.memory.max_blocks = limits.max_blocks();
-  c.memory.queue_mask = limits.queue_capacity() - 1;
-  c.memory.list_mask = limits.list_capacity() - 1;
+  c.memory = make_call_memory(limits);
   return c;
 }
 

@@ -22,17 +22,9 @@ Shape shape_of(const Call& c, const LayerSpec& spec) {
 Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   const LayerSpec& spec = layer.spec;
   Call c = common.call;
-  c.shape.hidden = spec.hidden;
-  c.shape.intermediate = spec.intermediate;
-  c.shape.experts = spec.experts;
-  c.shape.top_k = spec.top_k;
+  c.set_layer(spec);
   c.shape.local_experts = where.local_experts;
-  c.placement.owner = where.owner;
-  c.placement.by_owner = where.by_owner;
-  c.placement.owner_base = where.owner_base;
-  c.memory.token_row_bytes = spec.token_row_bytes();
-  c.memory.intermediate_row_bytes = spec.intermediate_row_bytes();
-  c.memory.return_row_bytes = spec.return_row_bytes();
+  c.placement = {.owner = where.owner, .by_owner = where.by_owner, .owner_base = where.owner_base};
   c.cut_columns(sm90::columns_per_task(spec.gated()));
   const Shape shape = shape_of(c, spec);
   c.policy.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);

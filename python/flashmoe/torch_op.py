@@ -11,6 +11,7 @@ rank does not use, nor merge two equal calls, nor swap two independent ones.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,7 @@ def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
+_SIGNATURE = inspect.signature(_moe)
 
 # The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
 # formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
@@ -100,28 +102,13 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
 
 
 @moe.register_fake
-def _(
-    context: int,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    router: Tensor | None = None,
-    topk_ids: Tensor | None = None,
-    topk_weights: Tensor | None = None,
-    top_k: int | None = None,
-    activation: str = "swiglu",
-    renormalize: bool = True,
-    router_bias: Tensor | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
+def _(*args: Any, **kwargs: Any) -> Tensor:
     """y, [T, H], contiguous, of x's dtype: the checks of the arguments are left to the call. But there is none where a
     tensor is on the device ``meta``: then all must be, or y would be memory that nobody has written to."""
-    tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
+    given = _SIGNATURE.bind(*args, **kwargs).arguments
+    tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})
     _refuse_meta_beside_others(tensors)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(tensors.x, memory_format=torch.contiguous_format)
 
 
 def _refuse_meta_beside_others(tensors: Tensors) -> None:

@@ -363,14 +363,9 @@ class Rank {
     call.shape.ranks = limits.ranks;
     call.policy.clusters = limits.processors;
     call.policy.tile_rows = limits.tile_rows;
+    call.memory = make_call_memory(limits);
     call.memory.heaps = mapped_.data();
     call.memory.work = work_.base();
-    call.memory.heap_layout = make_heap_layout(limits);
-    call.memory.work_layout = make_work_layout(limits);
-    std::ranges::copy(make_put_layout(limits).offset, call.memory.put_offset);
-    call.memory.max_blocks = limits.max_blocks();
-    call.memory.queue_mask = limits.queue_capacity() - 1;
-    call.memory.list_mask = limits.list_capacity() - 1;
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
   }
 

@@ -367,8 +367,8 @@ struct UnmappedPlatform : CpuPlatform {
 struct Unmapped {
   Unmapped() : limits(three_ranks()) {
     limits.staging = limits.rdma = 1;
-    const HeapLayout heap_layout = make_heap_layout(limits);
-    heap = std::make_unique<Region>(heap_layout.bytes);
+    call.memory = make_call_memory(limits);
+    heap = std::make_unique<Region>(call.memory.heap_layout.bytes);
     work = std::make_unique<Region>(work_bytes(limits));
     heaps = {nullptr, heap->base(), nullptr};
     call.epoch = 5;
@@ -377,9 +377,6 @@ struct Unmapped {
     call.shape.return_mode = ReturnMode::kReduced;
     call.memory.heaps = heaps.data();
     call.memory.work = work->base();
-    call.memory.heap_layout = heap_layout;
-    call.memory.work_layout = make_work_layout(limits);
-    std::ranges::copy(make_put_layout(limits).offset, call.memory.put_offset);
   }
   Limits limits;
   std::unique_ptr<Region> heap, work;

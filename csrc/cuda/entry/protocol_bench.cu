@@ -333,16 +333,12 @@ class Bench {
     call_.placement.owner = device_copy(owner);
     call_.placement.by_owner = device_copy(by_owner);
     call_.placement.owner_base = device_copy(owner_base);
-    call_.memory.heap_layout = make_heap_layout(limits);
-    call_.memory.work_layout = make_work_layout(limits);
+    call_.memory = make_call_memory(limits);
     call_.memory.heaps = device_copy(std::vector<uint8_t*>{device_zeros(call_.memory.heap_layout.bytes)});
     call_.memory.work = device_zeros(call_.memory.work_layout.bytes);
-    call_.memory.max_blocks = limits.max_blocks();
     call_.memory.token_row_bytes = limits.hidden * limits.x_bytes;
     call_.memory.intermediate_row_bytes = limits.intermediate * limits.intermediate_bytes;
     call_.memory.return_row_bytes = limits.hidden * limits.return_bytes;
-    call_.memory.queue_mask = limits.queue_capacity() - 1;
-    call_.memory.list_mask = limits.list_capacity() - 1;
     args_.topk_ids = device_copy(random_routing());
     args_.logs = reinterpret_cast<ProcessorLog*>(device_zeros(processors * sizeof(ProcessorLog)));
     args_.checks = reinterpret_cast<Checks*>(device_zeros(sizeof(Checks)));

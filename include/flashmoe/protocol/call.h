@@ -2,12 +2,14 @@
 // value. The accessors are the only place where protocol memory is addressed.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "flashmoe/protocol/heap_layout.h"
 #include "flashmoe/protocol/order.h"
 #include "flashmoe/protocol/platform.h"
 #include "flashmoe/spec/enums.h"
+#include "flashmoe/spec/layer.h"
 
 namespace flashmoe {
 
@@ -69,6 +71,19 @@ struct CallMemory {
   uint64_t queue_mask = 0, list_mask = 0;
 };
 
+// That of a rank with memory of these sizes, but for the addresses and the bytes of a layer's rows.
+inline CallMemory make_call_memory(const Limits& limits) {
+  CallMemory m;
+  m.heap_layout = make_heap_layout(limits);
+  m.work_layout = make_work_layout(limits);
+  const PutLayout puts = make_put_layout(limits);
+  std::copy(std::begin(puts.offset), std::end(puts.offset), m.put_offset);
+  m.max_blocks = limits.max_blocks();
+  m.queue_mask = limits.queue_capacity() - 1;
+  m.list_mask = limits.list_capacity() - 1;
+  return m;
+}
+
 struct Call {
   Epoch epoch = 0;
   uint32_t rank = 0;
@@ -78,6 +93,16 @@ struct Call {
   CallPlacement placement;
   CallMemory memory;
 
+  // The sizes of the layer and of its rows. What depends on its return mode, placement and tokens is set beside it.
+  void set_layer(const LayerSpec& layer) {
+    shape.hidden = layer.hidden;
+    shape.intermediate = layer.intermediate;
+    shape.experts = layer.experts;
+    shape.top_k = layer.top_k;
+    memory.token_row_bytes = layer.token_row_bytes();
+    memory.intermediate_row_bytes = layer.intermediate_row_bytes();
+    memory.return_row_bytes = layer.return_row_bytes();
+  }
   // Cuts the results of each product into blocks of so many columns.
   void cut_columns(const std::array<uint32_t, kProducts>& each) {
     for (uint32_t n = 0; n < kProducts; ++n) policy.columns[n] = ceil_div(shape.extent(kProgram[n].columns), each[n]);
