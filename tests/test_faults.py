@@ -788,6 +788,16 @@ def test_threads_that_call_at_once_are_served_one_after_the_other():
         np.testing.assert_array_equal(result, expected[i])
 
 
+def test_a_rank_alone_waits_for_its_own_tasks():
+    """However long one takes: there is nobody to give up on. (A task takes some ten times the timeout.)"""
+    problem = random_problem(1, [128], hidden=4096, intermediate=512, experts=1, top_k=1, dtype="float32")
+    results = []
+    for timeout in (0.002, 60.0):
+        with flashmoe.Context(**problem.limits() | {"timeout": timeout, "processors": 1}) as context:
+            results.append(flashmoe.moe(context, **problem.arguments(0)))
+    np.testing.assert_array_equal(*results)
+
+
 _IN_A_FORK = """
 import os, sys
 import flashmoe

@@ -10,6 +10,8 @@
 #include <tvm/ffi/optional.h>
 #include <unistd.h>
 
+#include <atomic>
+
 #include "bindings/codec.h"
 #include "bindings/registry.h"
 #include "cpu/context.h"
@@ -95,9 +97,23 @@ int64_t capacity_of(double factor, int64_t tokens, int64_t top_k, int64_t expert
                          static_cast<uint32_t>(experts));
 }
 
+long this_thread() {
+  return syscall(SYS_gettid);
+}
+
+// The thread that ends Python, once it does; 0: none yet. All others are to come to an end (python/flashmoe/ending.py).
+std::atomic<long> ended_by{0};
+
+void end_calls() {
+  ended_by = this_thread();
+}
+
 // Python's signal handlers run in the main thread, when it asks. Others need not wait for the interpreter's lock.
 void end_if_interrupted() {
-  if (syscall(SYS_gettid) != getpid()) return;
+  if (const long by = ended_by; by != 0 && by != this_thread()) {
+    throw host::Error(host::Error::Kind::kOther, "the process ends");
+  }
+  if (this_thread() != getpid()) return;
   if (TVMFFIEnvCheckSignals() != 0) throw ffi::EnvErrorAlreadySet();
 }
 
@@ -218,6 +234,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(option_names, flashmoe::cpu::option_names)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(end_calls, flashmoe::cpu::end_calls)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_create, flashmoe::cpu::context_create)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_bytes, flashmoe::cpu::context_bytes)

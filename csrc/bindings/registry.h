@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "host/error.h"
+#include "host/fork_lock.h"
 
 namespace flashmoe {
 
@@ -41,19 +42,19 @@ template <class Context>
 class Registry {
  public:
   int64_t add(std::shared_ptr<Context> context) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     contexts_[++last_] = std::move(context);
     return last_;
   }
   std::shared_ptr<Context> get(int64_t handle) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     const auto it = contexts_.find(handle);
     if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, "context: it is closed");
     return it->second;
   }
   void remove(int64_t handle) {
     std::shared_ptr<Context> last;  // destroyed outside of the lock
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex());
     if (const auto it = contexts_.find(handle); it != contexts_.end()) {
       last = std::move(it->second);
       contexts_.erase(it);
@@ -61,7 +62,8 @@ class Registry {
   }
 
  private:
-  std::mutex mutex_;
+  static std::mutex& mutex() { return host::ForkLock<Registry>::mutex(); }
+
   std::unordered_map<int64_t, std::shared_ptr<Context>> contexts_;
   int64_t last_ = 0;
 };

@@ -7,18 +7,12 @@
 #include <mutex>
 #include <random>
 #include <unordered_map>
+#include <utility>
+
+#include "host/fork_lock.h"
 
 namespace flashmoe::cpu {
 namespace {
-
-// The engine's actors are its threads; the BLAS must not start its own behind each of them.
-void use_one_blas_thread() {
-  static const bool done = [] {
-    scipy_openblas_set_num_threads(1);
-    return true;
-  }();
-  (void)done;
-}
 
 // out_t[n, rows] = (a[rows, k] * w[n, k]^T)^T. This way round the rows are the BLAS's first dimension (it counts in
 // columns), which kernels cut into the larger pieces.
@@ -64,14 +58,21 @@ CallSizes probe(uint32_t n, uint32_t k) {
   return {1, 1};
 }
 
+// What has been found out about the BLAS.
+struct Probes {
+  bool one_thread = false;
+  std::unordered_map<uint64_t, CallSizes> known;
+};
+
 CallSizes call_sizes(uint32_t n, uint32_t k) {
-  use_one_blas_thread();
-  static std::mutex mutex;
-  static std::unordered_map<uint64_t, CallSizes> known;
-  const std::lock_guard lock(mutex);
+  static Probes probes;
+  const std::lock_guard lock(host::ForkLock<Probes>::mutex());
+  // The engine's actors are its threads; the BLAS must not start its own behind each of them.
+  if (!std::exchange(probes.one_thread, true)) scipy_openblas_set_num_threads(1);
   const uint64_t shape = uint64_t{n} << 32 | k;
-  if (const auto it = known.find(shape); it != known.end()) return it->second;
-  return known.emplace(shape, probe(n, k)).first->second;  // nothing is noted if there is no memory for the probe
+  const auto found = probes.known.find(shape);
+  if (found != probes.known.end()) return found->second;
+  return probes.known.emplace(shape, probe(n, k)).first->second;  // nothing is kept where there is no memory to probe
 }
 
 // out[i, j] = in[j, i] for i < rows, j < n; rows of `in` are `stride` apart. By squares of four, which the compiler turns

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import placement as placements
 from .arguments import Options, Tensors
+from .ending import Call
 from .engines.base import Engine, Membership
 from .engines.cpu import CpuEngine
 from .engines.cuda import CudaEngine
@@ -39,7 +40,8 @@ def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     engine = _checked(ctx)._engine
     if options.placement is not None:
         options = options._replace(placement=placements.as_ints(options.placement))
-    return engine.call(tensors, options, trace)
+    with Call():
+        return engine.call(tensors, options, trace)
 
 
 def room_of(ctx: Context) -> Room:
@@ -98,7 +100,7 @@ class Context:
         This process's rank and the number of ranks R, at most 1024; CUDA engine: 32.
     name:
         The group's name, the same on every rank and used by no other group of the machine at that time. Required if
-        ``ranks > 1``.
+        ``ranks > 1``. All ranks are processes of one user: others are taken for no ranks (docs/security.md).
     max_tokens:
         Most tokens T of a rank in a call, at most 2**20 - 1; CUDA engine: 65536.
     hidden, intermediate, experts, top_k:
@@ -121,7 +123,8 @@ class Context:
         of all ranks'. A call of fewer experts must keep no more rows of one rank on another than one of all `experts`
         may: it has fewer for more rows each.
     timeout:
-        Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never.
+        Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never. CPU
+        engine: a rank alone waits for nobody, and never gives up.
     engine:
         ``"cpu"`` or ``"cuda"``. Default: ``"cuda"`` if a device is given, else ``"cpu"``.
     device:
@@ -150,11 +153,12 @@ class Context:
     InvalidArgument
         A parameter is outside its domain.
     HeapError
-        The heap does not fit into shared memory, or into that of the GPU.
+        The heap does not fit into shared memory, or into that of the GPU, or a limit of the process forbids it.
     FlashMoEError
         There is no CUDA driver.
     GroupError
-        The ranks disagree on the limits, a rank number is taken twice, or another rank did not get its memory.
+        The ranks disagree on the limits, a rank number is taken twice or by another user, or another rank did not get
+        its memory.
     PeerTimeout
         A rank did not join in time.
     """
@@ -212,7 +216,8 @@ class Context:
         self.transport = "mapped"
         """How rows get to other ranks: stored to memory that is ``"mapped"``, or put, ``"rdma"``."""
         if engine == "cuda":
-            on_gpu = CudaEngine(asked, who, device, profile)
+            with Call():
+                on_gpu = CudaEngine(asked, who, device, profile)
             self.profile = on_gpu.profile
             if on_gpu.rdma:
                 self.transport = "rdma"
@@ -220,7 +225,8 @@ class Context:
         else:
             if profile is not None and not (isinstance(profile, Mapping) and len(profile) == 0):
                 raise InvalidArgument(f"profile: expected none with the CPU engine, got {profile!r}")
-            self._engine = CpuEngine(asked, who)
+            with Call():
+                self._engine = CpuEngine(asked, who)
         room = self._engine.room
         self.limits = room.limits
         self.dtype = dtype
