@@ -11,12 +11,24 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 from flashmoe.launch import RankPool
-from flashmoe.reference import ReferenceResult, check_topk, choose, moe_reference, router_logits, weigh
+from flashmoe.reference import (
+    ReferenceResult,
+    check_topk,
+    choice_values,
+    choose,
+    moe_reference,
+    router_logits,
+    weigh,
+)
 from flashmoe.report import CallReport
+from flashmoe.spec import GATED
 from flashmoe.tolerance import call_error, router_error
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+ROUTER_OPTIONS = ("renormalize", "score", "routed_scale", "round_logits", "groups", "top_groups")
+SHAPE_OPTIONS = ("activation", "interleaved", "limit", "alpha", "up_offset", "transposed", "weights_on_input")
+"""What `reference` and `tolerance` ask of the experts."""
 DEFAULT_TILE = (128, 256)
 """The engine's rows and columns of a tile."""
 PATIENCE = 20.0
@@ -32,6 +44,7 @@ class Problem:
     down_proj: np.ndarray
     router: np.ndarray | None = None
     router_bias: np.ndarray | None = None
+    choice_bias: np.ndarray | None = None
     top_k: int | None = None
     topk_ids: list[np.ndarray] | None = None
     topk_weights: list[np.ndarray] | None = None
@@ -39,7 +52,7 @@ class Problem:
     down_bias: np.ndarray | None = None
     placement: list[int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """activation, renormalize, capacity_factor, return_mode"""
+    """Further ones of `flashmoe.moe`, such as activation, renormalize, capacity_factor, return_mode."""
 
     @property
     def ranks(self) -> int:
@@ -59,6 +72,8 @@ class Problem:
     def limits(self) -> dict[str, Any]:
         """A context's sizes, as small as this call allows."""
         experts, hidden, intermediate = self.down_proj.shape
+        if self.options.get("transposed"):
+            hidden, intermediate = intermediate, hidden
         return {
             "max_tokens": max(1, *(len(x) for x in self.x)),
             "hidden": hidden,
@@ -79,6 +94,7 @@ class Problem:
             arguments[name] = None if array is None else array[mine]
         if self.topk_ids is None:
             arguments |= {"router": self.router, "router_bias": self.router_bias, "top_k": self.top_k}
+            arguments["choice_bias"] = self.choice_bias
             arguments["placement"] = self.placement
         else:
             arguments |= {"topk_ids": self.topk_ids[rank], "topk_weights": self.topk_weights[rank]}
@@ -109,6 +125,7 @@ def random_problem(
     skew: float = 0.0,
     scale: float = 1.0,
     biases: tuple[bool, bool, bool] = (False, False, False),
+    choice_bias: bool = False,
     placement: list[int] | None = None,
     **options: Any,
 ) -> Problem:
@@ -124,13 +141,15 @@ def random_problem(
     def normal(*shape: int, size: float = 1.0) -> np.ndarray:
         return (size * rng.standard_normal(shape)).astype(kind)
 
-    rows = intermediate * (2 if options.get("activation", "swiglu") == "swiglu" else 1)
+    rows = intermediate * (2 if options.get("activation", "swiglu") in GATED else 1)
+    # Drawn as it is not transposed, so that the two are one layer.
+    as_stored = (lambda matrices: matrices.swapaxes(1, 2).copy()) if options.get("transposed") else np.asarray
     preference = skew * rng.permutation(np.linspace(0.0, 1.0, experts))
     x = [normal(count, hidden, size=scale) for count in tokens]
     problem = Problem(
         x=x,
-        gate_up_proj=normal(experts, rows, hidden, size=hidden**-0.5),
-        down_proj=normal(experts, hidden, intermediate, size=intermediate**-0.5),
+        gate_up_proj=as_stored(normal(experts, rows, hidden, size=hidden**-0.5)),
+        down_proj=as_stored(normal(experts, hidden, intermediate, size=intermediate**-0.5)),
         gate_up_bias=normal(experts, rows, size=scale) if biases[1] else None,
         down_bias=normal(experts, hidden, size=scale) if biases[2] else None,
         placement=placement,
@@ -145,6 +164,8 @@ def random_problem(
             for tokens_of_rank in x:
                 tokens_of_rank[:, 0] = np.abs(tokens_of_rank[:, 0]) + kind(scale)
             problem.router[:, 0] += (preference / scale).astype(kind)
+        if choice_bias:
+            problem.choice_bias = rng.uniform(0.0, 0.3, experts).astype(np.float32)
         if options.get("capacity_factor") is not None:
             problem.x = [tokens_of_rank[_is_certain(problem, tokens_of_rank)] for tokens_of_rank in x]
     else:
@@ -155,12 +176,28 @@ def random_problem(
 
 
 def _is_certain(problem: Problem, x: np.ndarray) -> np.ndarray:
-    """bool [T]: the k-th and the next logit differ by more than float32 may misjudge."""
-    logits = router_logits(x, problem.router, problem.router_bias)
-    ids = choose(logits, problem.top_k)
-    slack, _ = router_error(x, problem.router, problem.router_bias, ids, weigh(logits, ids), renormalize=True)
-    falling = np.concatenate([-np.sort(-logits, axis=1), np.full((len(x), 1), -np.inf)], axis=1)
+    """bool [T]: what the k-th and the next expert are chosen by differs by more than float32 may misjudge."""
+    _, values, _, slack, _ = _routed(problem, x)
+    falling = np.concatenate([-np.sort(-values, axis=1), np.full((len(x), 1), -np.inf)], axis=1)
     return falling[:, problem.top_k - 1] - falling[:, problem.top_k] > 2.0 * slack
+
+
+def _routed(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """By a float64 router: logits and what experts are chosen by, [T, E], ids [T, K], the slack of the choice [T], the
+    weights' variance [T, K]."""
+    options = {name: problem.options[name] for name in ROUTER_OPTIONS if name in problem.options}
+    renormalize = options.pop("renormalize", True)
+    scale, rounded = options.pop("routed_scale", 1.0), options.pop("round_logits", False)
+    logits = router_logits(x, problem.router, problem.router_bias)
+    if rounded:
+        logits = logits.astype(x.dtype).astype(np.float64)
+    values = choice_values(logits, choice_bias=problem.choice_bias, **options)
+    ids = choose(values, problem.top_k)
+    score = options.get("score", "softmax")
+    weights = weigh(logits, ids, renormalize, score=score, routed_scale=scale)
+    how = {"score": score, "choice_bias": problem.choice_bias, "groups": options.get("groups", 1)}
+    slack, variance = router_error(x, problem.router, problem.router_bias, ids, weights, renormalize=renormalize, **how)
+    return logits, values, ids, slack, variance
 
 
 def check(problem: Problem, outcomes: list[Outcome]) -> None:
@@ -172,9 +209,10 @@ def check(problem: Problem, outcomes: list[Outcome]) -> None:
         if problem.topk_ids is None:
             ids, weights, variance = _fused_routing(problem, x, report)
         else:
-            ids, weights, variance = problem.topk_ids[rank], problem.topk_weights[rank], 0.0
+            ids, weights = problem.topk_ids[rank], problem.topk_weights[rank].astype(np.float32)
+            variance = 0.0
         experts = {
-            "activation": problem.options.get("activation", "swiglu"),
+            **{name: problem.options[name] for name in SHAPE_OPTIONS if name in problem.options},
             "gate_up_bias": problem.gate_up_bias,
             "down_bias": problem.down_bias,
         }
@@ -206,19 +244,17 @@ def check(problem: Problem, outcomes: list[Outcome]) -> None:
 def _fused_routing(problem: Problem, x: np.ndarray, report: CallReport) -> tuple[np.ndarray, ...]:
     """ids, weights and their variance, by a float64 router.
 
-    Where two logits are too close for float32 to tell apart, in the order that the engine reports.
+    Where two experts are too close for float32 to tell apart, in the order that the engine reports.
     """
-    logits = router_logits(x, problem.router, problem.router_bias)
-    renormalize = problem.options.get("renormalize", True)
-    ids = choose(logits, problem.top_k)
-    bias = problem.router_bias
-    slack, _ = router_error(x, problem.router, bias, ids, weigh(logits, ids), renormalize=renormalize)
-    assert check_topk(logits, report.topk_ids, slack).all()
+    logits, values, ids, slack, variance = _routed(problem, x)
+    assert check_topk(values, report.topk_ids, slack).all()
     for t in np.nonzero(((report.topk_ids != ids) & (report.topk_ids >= 0)).any(axis=1))[0]:
         dropped = [expert for expert in ids[t] if expert not in report.topk_ids[t]]
         ids[t] = [dropped.pop(0) if expert < 0 else expert for expert in report.topk_ids[t]]
-    weights = weigh(logits, ids, renormalize)
-    return ids, weights, router_error(x, problem.router, bias, ids, weights, renormalize=renormalize)[1]
+    of_weight = {
+        name: problem.options[name] for name in ("renormalize", "score", "routed_scale") if name in problem.options
+    }
+    return ids, weigh(logits, ids, **of_weight), variance
 
 
 class Ranks:

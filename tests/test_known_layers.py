@@ -171,16 +171,16 @@ def test_the_library_looks_at_what_it_is_given():
     (known,) = context._engine._layers.values()
     x = as_view(np.zeros((0, H), np.float32))
     for given, message in (
-        ([None] * 9, "^x: expected a tensor, got none"),
-        ([x] * 5 + [None] * 4, "^router_bias: expected no tensor, got one"),
-        ([x] * 4 + [None] * 5, "^out: expected a tensor, got none"),
+        ([None] * 10, "^x: expected a tensor, got none"),
+        ([x] * 5 + [None] * 5, "^router_bias: expected no tensor, got one"),
+        ([x] * 4 + [None] * 6, "^out: expected a tensor, got none"),
     ):
         with pytest.raises(flashmoe.FlashMoEError, match=message):
             known.call(0, False, 0, *given, None, None, None)
     context.close()
     assert refusal(context, arrays()) == "FlashMoEError: context: it is closed"
     with pytest.raises(flashmoe.FlashMoEError, match=r"^context: it is closed"):
-        known.call(0, False, 0, *[None] * 12)
+        known.call(0, False, 0, *[None] * 13)
 
 
 def test_a_report_is_made_when_it_is_asked_for(ctx, monkeypatch):

@@ -17,6 +17,7 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 import pytest
+from flashmoe.arguments import LayerOptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import random_problem
@@ -102,7 +103,10 @@ examples = settings(
 
 
 def keywords(function: Callable[..., Any]) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "self"]
+    named = [name for name in inspect.signature(function).parameters if name not in ("self", "options")]
+    return named + [
+        name for name in LayerOptions.__annotations__ if "options" in inspect.signature(function).parameters
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -81,8 +81,16 @@ def test_no_other_field_may_be_there(call, monkeypatch):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("activation", "tanh", "activation: expected one of relu, gelu, silu, swiglu, got tanh"),
-        ("activation", 3, "activation: expected one of relu, gelu, silu, swiglu, got no text"),
+        (
+            "activation",
+            "tanh",
+            "activation: expected one of relu, gelu, silu, swiglu, geglu, relu2, clamped_swiglu, got tanh",
+        ),
+        (
+            "activation",
+            3,
+            "activation: expected one of relu, gelu, silu, swiglu, geglu, relu2, clamped_swiglu, got no text",
+        ),
         ("x_type", "float8", "x_type: expected one of float32, bfloat16, float16, got float8"),
         ("hidden", -1, r"hidden: expected an integer in \[0, 4294967295\], got -1"),
         ("experts", 2**32, r"experts: expected an integer in \[0, 4294967295\], got 4294967296"),

@@ -198,12 +198,12 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> owner
     options.order = order_of(std::move(order));
     auto call = [handle, options, spec = layer_of(std::move(layer))](
                     int64_t tokens, bool trace, int64_t perturbation, const Given& x, const Given& gate_up_proj,
-                    const Given& down_proj, const Given& router, const Given& router_bias, const Given& gate_up_bias,
-                    const Given& down_bias, const Given& topk_ids, const Given& topk_weights, const Given& out,
-                    const Given& chosen, const Given& weights) {
+                    const Given& down_proj, const Given& router, const Given& router_bias, const Given& choice_bias,
+                    const Given& gate_up_bias, const Given& down_bias, const Given& topk_ids, const Given& topk_weights,
+                    const Given& out, const Given& chosen, const Given& weights) {
       return guarded([&] {
         const auto context = registry<Context>().get(handle);
-        const bool routed = spec.routing == Routing::kSoftmax;
+        const bool routed = spec.routing != Routing::kGiven;
         const Layer l{.spec = spec,
                       .x = memory_of<void>("x", x),
                       .gate_up = memory_of<void>("gate_up_proj", gate_up_proj),
@@ -212,8 +212,10 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> owner
                       .down_bias = memory_of<void>("down_bias", down_bias, spec.down_bias),
                       .router = memory_of<void>("router", router, routed),
                       .router_bias = memory_of<void>("router_bias", router_bias, spec.router_bias),
+                      .choice_bias = memory_of<float>("choice_bias", choice_bias, spec.choice_bias),
                       .topk_ids = memory_of<int32_t>("topk_ids", topk_ids, !routed),
-                      .topk_weights = memory_of<float>("topk_weights", topk_weights, !routed),
+                      .topk_weights = memory_of<void>("topk_weights", topk_weights, !routed),
+                      .topk_weight_type = routed || (*topk_weights).dtype().bits == 32 ? DType::kFloat32 : spec.x_type,
                       .out = memory_of<void>("out", out)};
         CallOptions o = options;
         o.tokens = static_cast<uint32_t>(tokens);

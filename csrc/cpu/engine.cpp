@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 namespace flashmoe::cpu {
 namespace {
@@ -69,7 +68,8 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
   const uint32_t tokens = c_.tokens_in_block(b);
   if (spec().routing == Routing::kGiven) {
     std::copy_n(layer_.topk_ids + uint64_t{first} * c_.shape.top_k, tokens * c_.shape.top_k, s.ids);
-    std::copy_n(layer_.topk_weights + uint64_t{first} * c_.shape.top_k, tokens * c_.shape.top_k, s.weights);
+    const DType type = layer_.topk_weight_type;
+    widen(s.weights, at(layer_.topk_weights, type, uint64_t{first} * c_.shape.top_k), type, tokens * c_.shape.top_k);
     return true;
   }
   const uint32_t rows = padded_rows(tokens, c_.shape.experts, c_.shape.hidden);
@@ -79,9 +79,10 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
   gemm(logits, a, tokens, layer_.router, c_.shape.hidden, spec().weight_type, c_.shape.experts, c_.shape.hidden, gemm_);
   add_bias(logits, tokens, layer_.router_bias, 0, c_.shape.experts);
   for (uint32_t t = 0; t < tokens; ++t) {
-    if (choose_experts(logits + size_t{t} * c_.shape.experts, s.ids + t * c_.shape.top_k,
-                       s.weights + t * c_.shape.top_k))
+    if (choose_experts(spec(), layer_.choice_bias, logits + size_t{t} * c_.shape.experts, s.ids + t * c_.shape.top_k,
+                       s.weights + t * c_.shape.top_k, router_)) {
       continue;
+    }
     post_fault<CpuPlatform>(c_, {.kind = FaultKind::kRouterValue,
                                  .actor = Actor::kProcessor,
                                  .awaited = c_.rank,
@@ -89,29 +90,6 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
                                  .index = first + t});
     return false;
   }
-  return true;
-}
-
-// Softmax over all experts, the K largest (ties: the lower expert), optionally renormalised to sum 1. False if a logit
-// is not finite.
-bool Engine::choose_experts(const float* logits, int32_t* ids, float* weights) {
-  const float* const end = logits + c_.shape.experts;
-  if (!std::all_of(logits, end, [](float v) { return std::isfinite(v); })) return false;
-  const float largest = *std::max_element(logits, end);
-  float sum = 0.0f;
-  for (const float* l = logits; l < end; ++l) sum += std::exp(*l - largest);
-
-  scores_.assign(logits, end);
-  float chosen = 0.0f;
-  for (uint32_t k = 0; k < c_.shape.top_k; ++k) {
-    const auto best = std::max_element(scores_.begin(), scores_.end());  // the first of equals
-    ids[k] = static_cast<int32_t>(best - scores_.begin());
-    weights[k] = std::exp(*best - largest) / sum;
-    chosen += weights[k];
-    *best = -std::numeric_limits<float>::infinity();
-  }
-  if (!spec().renormalize) return true;
-  for (uint32_t k = 0; k < c_.shape.top_k; ++k) weights[k] /= chosen;
   return true;
 }
 
@@ -126,11 +104,11 @@ const uint8_t* Engine::token_row(uint32_t source, uint32_t token) const {
   return c_.dispatched_row(c_.rank, source, token);
 }
 
-// rows[r, :] += bias[first, first + columns)
-void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns) {
+// rows[r, i] += bias[first + i * step], i < columns
+void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns, uint32_t step) {
   if (bias == nullptr) return;
   float* wide = room(bias_, columns);
-  widen(wide, at(bias, spec().weight_type, first), spec().weight_type, columns);
+  widen_every(wide, at(bias, spec().weight_type, first), spec().weight_type, columns, step);
   for (uint32_t r = 0; r < count; ++r) {
     for (uint32_t i = 0; i < columns; ++i) rows[uint64_t{r} * columns + i] += wide[i];
   }
@@ -158,20 +136,36 @@ float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns
   for (uint32_t r = 0; r < count; ++r) {
     const bool tokens = product.left == Operand::kTokens;
     const uint8_t* from = tokens ? token_row(row_of[r].source, row_of[r].token) : c_.intermediate_row(tile, r);
-    widen(a + size_t{r} * length, from, tokens ? spec().x_type : spec().intermediate_type, length);
+    float* to = a + size_t{r} * length;
+    widen(to, from, tokens ? spec().x_type : spec().intermediate_type, length);
+    if (!tokens || !spec().weights_on_input) continue;
+    for (uint32_t i = 0; i < length; ++i) to[i] *= row_of[r].weight;
   }
   return a;
 }
 
-// rows * weights^T + bias, with `columns` rows of weights. The first is number `first`, counted over all local experts.
-float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
-                       uint64_t first, uint32_t columns) {
+// rows * weights^T + bias, with `columns` rows of weights.
+float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
+                       uint32_t columns) {
   const uint32_t length = c_.shape.extent(product.over);
   const bool up = product.right == Operand::kGateUp;
+  const uint64_t all = up ? spec().gate_up_rows() : c_.shape.hidden;  // rows of the expert's matrix
+  DType type = spec().weight_type;
+  const void* weights = at(up ? layer_.gate_up : layer_.down, type, of.expert * all * length);
+  uint64_t stride = uint64_t{of.step} * length;
+  if (spec().transposed) {
+    float* wide = room(features_, size_t{columns} * length);
+    for (uint32_t i = 0; i < columns; ++i) {
+      widen_every(wide + size_t{i} * length, at(weights, type, of.first + uint64_t{i} * of.step), type, length, all);
+    }
+    weights = wide, type = DType::kFloat32, stride = length;
+  } else {
+    weights = at(weights, type, uint64_t{of.first} * length);
+  }
   float* out = room(to, size_t{padded_rows(count, columns, length)} * columns);
-  const auto* weights = at(up ? layer_.gate_up : layer_.down, spec().weight_type, first * length);
-  gemm(out, rows, count, weights, length, spec().weight_type, columns, length, gemm_);
-  add_bias(out, count, up ? layer_.gate_up_bias : layer_.down_bias, first, columns);
+  gemm(out, rows, count, weights, stride, type, columns, length, gemm_);
+  const void* bias = up ? layer_.gate_up_bias : layer_.down_bias;
+  add_bias(out, count, bias, of.expert * all + of.first, columns, of.step);
   return out;
 }
 
@@ -179,17 +173,17 @@ void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of)
   const Tile::Shape& t = c_.tile(tile)->shape;
   const bool gated = spec().gated();
   // Where one block of columns has all of I, the gate rows and the up rows are neighbours: one GEMM.
-  const bool together = gated && of.count == c_.shape.intermediate;
+  const bool together = gated && of.count == c_.shape.intermediate && !spec().interleaved;
   const uint32_t pitch = together ? 2 * of.count : of.count;
   const float* rows = load_rows(product, tile, pitch);
-  const uint64_t first = uint64_t{t.expert} * spec().gate_up_rows() + of.first;
-  float* gate = project(out_, product, rows, t.rows, first, pitch);
+  const uint32_t step = spec().interleaved ? 2 : 1, to_up = spec().interleaved ? 1 : c_.shape.intermediate;
+  float* gate = project(out_, product, rows, t.rows, {t.expert, of.first * step, step}, pitch);
   const float* up = nullptr;
   if (together) up = gate + of.count;
-  if (gated && !together) up = project(up_, product, rows, t.rows, first + c_.shape.intermediate, pitch);
+  if (gated && !together) up = project(up_, product, rows, t.rows, {t.expert, of.first * step + to_up, step}, pitch);
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
-    activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec().activation, of.count);
+    activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec(), of.count);
     narrow(at(c_.intermediate_row(tile, r), spec().intermediate_type, of.first), row, spec().intermediate_type,
            of.count);
   }
@@ -198,12 +192,13 @@ void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of)
 void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
   const Tile::Shape& t = c_.tile(tile)->shape;
   const float* rows = load_rows(product, tile, of.count);
-  const float* out = project(out_, product, rows, t.rows, uint64_t{t.expert} * c_.shape.hidden + of.first, of.count);
+  const float* out = project(out_, product, rows, t.rows, {t.expert, of.first, 1}, of.count);
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Row row = *c_.tile_row(tile, r);
     uint8_t* to =
         c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal) : c_.return_row(row.source, row.token, row.k);
-    narrow(at(to, spec().return_type, of.first), out + size_t{r} * of.count, spec().return_type, of.count, row.weight);
+    const float weight = spec().weights_on_input ? 1.0f : row.weight;
+    narrow(at(to, spec().return_type, of.first), out + size_t{r} * of.count, spec().return_type, of.count, weight);
     if (c_.policy.joined != 0 && c_.shape.top_k == 1) combine(row.token, of);
   }
 }

@@ -7,6 +7,7 @@
 #include "cpu/gemm.h"
 #include "cpu/layer.h"
 #include "cpu/platform.h"
+#include "cpu/router.h"
 #include "cpu/trace.h"
 #include "flashmoe/actors/processor.h"
 #include "flashmoe/protocol/packet.h"
@@ -70,11 +71,14 @@ class Engine {
   };
 
   bool route(uint32_t b, const PacketScratch& s);
-  bool choose_experts(const float* logits, int32_t* ids, float* weights);
   void reduce(const Piece& piece);
   void combine(const Piece& piece);
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
-  void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns);
+  // Rows first, first + step, ... of an expert's matrix: those that make neighbouring results.
+  struct Features {
+    uint32_t expert, first, step;
+  };
+  void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns, uint32_t step = 1);
   // Columns [first, first + count), those of blocks of columns [begin, end) of the results of product n.
   struct Columns {
     uint32_t first, count;
@@ -87,7 +91,7 @@ class Engine {
   void combine(uint32_t token, Columns of);
   void multiply(uint32_t n, uint32_t index, uint32_t block);
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
-  float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, uint64_t first,
+  float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                  uint32_t columns);
   // intermediate[tile, :, columns] = activation(rows * weights^T + bias)
   void activate_columns(const TaskRow& product, uint32_t tile, Columns of);
@@ -103,8 +107,10 @@ class Engine {
   const Limits& limits_;
   ActorTrace& trace_;
   uint64_t begun_ns_ = 0;
-  // Buffers: operand rows, results (gate and up), a token's sum, a bias, router scores, combine weights, packet scratch.
-  std::vector<float> a_, out_, up_, sum_, bias_, scores_, weights_;
+  // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a transposed matrix,
+  // packet scratch.
+  std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_;
+  RouterBuffers router_;
   std::vector<TileRow> rows_;  // of an expert
   GemmBuffers gemm_;
   std::vector<uint32_t> words_;

@@ -54,6 +54,23 @@ void widen(float* to, const void* from, DType t, uint64_t n) {
   }
 }
 
+void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step) {
+  if (step == 1) return widen(to, from, t, n);
+  const auto* f = static_cast<const float*>(from);
+  const auto* h = static_cast<const uint16_t*>(from);
+  switch (t) {
+    case DType::kFloat32:
+      for (uint64_t i = 0; i < n; ++i) to[i] = f[i * step];
+      return;
+    case DType::kBFloat16:
+      for (uint64_t i = 0; i < n; ++i) to[i] = bf16_to_float(h[i * step]);
+      return;
+    case DType::kFloat16:
+      for (uint64_t i = 0; i < n; ++i) to[i] = half_to_float(h[i * step]);
+      return;
+  }
+}
+
 void narrow(void* to, const float* from, DType t, uint64_t n, float scale) {
   auto* f = static_cast<float*>(to);
   auto* h = static_cast<uint16_t*>(to);
@@ -66,6 +83,18 @@ void narrow(void* to, const float* from, DType t, uint64_t n, float scale) {
       return;
     case DType::kFloat16:
       for (uint64_t i = 0; i < n; ++i) h[i] = float_to_half(from[i] * scale);
+      return;
+  }
+}
+
+void round_to(float* v, DType t, uint64_t n) {
+  switch (t) {
+    case DType::kFloat32: return;
+    case DType::kBFloat16:
+      for (uint64_t i = 0; i < n; ++i) v[i] = bf16_to_float(float_to_bf16(v[i]));
+      return;
+    case DType::kFloat16:
+      for (uint64_t i = 0; i < n; ++i) v[i] = half_to_float(float_to_half(v[i]));
       return;
   }
 }
@@ -106,10 +135,10 @@ inline float exponential(float x) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + (std::bit_cast<uint32_t>(shifted) << 23));  // times 2^n
 }
 
-// x[i] = x[i] / (1 + e^-x[i]). The exponent is clamped where SiLU no longer depends on it, in a loop of its own: in one
+// x[i] = x[i] / (1 + e^(-alpha x[i])), for alpha > 0. The exponent is clamped where SiLU no longer depends on it, in a loop of its own: in one
 // loop the compiler computes both sides of each comparison, divisions and all, and takes three times as long. Clamped, it is
 // about x / 2^127 far below zero, which for the largest x is no longer nearly 0: there x is.
-void silu(float* x, uint64_t n) {
+void silu(float* x, uint64_t n, float alpha = 1.0f) {
   constexpr uint64_t kChunk = 64;
   constexpr float kVanished = -0x1p30f;  // its SiLU was 2^-97
   float exponent[kChunk];
@@ -117,28 +146,49 @@ void silu(float* x, uint64_t n) {
     float* v = x + first;
     const uint64_t count = n - first < kChunk ? n - first : kChunk;
     for (uint64_t i = 0; i < count; ++i) {
-      const float e = -v[i] > -87.0f ? -v[i] : -87.0f;  // a NaN is clamped; its SiLU is still NaN
+      const float from = -(alpha * v[i]), e = from > -87.0f ? from : -87.0f;  // a NaN is clamped; its SiLU is still NaN
       exponent[i] = e < 88.0f ? e : 88.0f;
-      v[i] = v[i] < kVanished ? -0.0f : v[i];
+      v[i] = from > -kVanished ? -0.0f : v[i];
     }
     for (uint64_t i = 0; i < count; ++i) v[i] = v[i] / (1.0f + exponential(exponent[i]));
   }
 }
 
+// Comparisons so that NaN stays NaN.
+void relu(float* x, uint64_t n) {
+  for (uint64_t i = 0; i < n; ++i) x[i] = x[i] > 0.0f ? x[i] : (x[i] < 0.0f ? 0.0f : x[i]);
+}
+float clamped(float v, float low, float high) {
+  return v < low ? low : (v > high ? high : v);
+}
+
+void gelu(float* x, uint64_t n) {
+  for (uint64_t i = 0; i < n; ++i) x[i] = 0.5f * x[i] * std::erfc(x[i] * -0.70710678118654752f);
+}
+
 }  // namespace
 
-void activate(float* x, const float* up, Activation a, uint64_t n) {
-  switch (a) {
-    case Activation::kRelu:
-      for (uint64_t i = 0; i < n; ++i) x[i] = x[i] > 0.0f ? x[i] : (x[i] < 0.0f ? 0.0f : x[i]);  // NaN stays NaN
-      return;
-    case Activation::kGelu:
-      for (uint64_t i = 0; i < n; ++i) x[i] = 0.5f * x[i] * std::erfc(x[i] * -0.70710678118654752f);
-      return;
+void activate(float* x, const float* up, const AgreedLayer& layer, uint64_t n) {
+  switch (layer.activation) {
+    case Activation::kRelu: relu(x, n); return;
+    case Activation::kGelu: gelu(x, n); return;
     case Activation::kSilu: silu(x, n); return;
     case Activation::kSwiGlu:
       silu(x, n);
       for (uint64_t i = 0; i < n; ++i) x[i] *= up[i];
+      return;
+    case Activation::kGeGlu:
+      gelu(x, n);
+      for (uint64_t i = 0; i < n; ++i) x[i] *= up[i];
+      return;
+    case Activation::kRelu2:
+      relu(x, n);
+      for (uint64_t i = 0; i < n; ++i) x[i] *= x[i];
+      return;
+    case Activation::kClampedSwiGlu:
+      for (uint64_t i = 0; i < n; ++i) x[i] = x[i] > layer.limit ? layer.limit : x[i];
+      silu(x, n, layer.alpha);
+      for (uint64_t i = 0; i < n; ++i) x[i] *= clamped(up[i], -layer.limit, layer.limit) + layer.up_offset;
       return;
   }
 }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "flashmoe/spec/enums.h"
+#include "flashmoe/spec/layer.h"
 
 namespace flashmoe::cpu {
 
@@ -29,13 +29,17 @@ uint16_t float_to_half(float f);
 
 // n elements of type t to fp32.
 void widen(float* to, const void* from, DType t, uint64_t n);
+// Every step-th of the elements.
+void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step);
 // n fp32 values, times scale, to type t, round to nearest even.
 void narrow(void* to, const float* from, DType t, uint64_t n, float scale = 1.0f);
+// v[i] rounded to type t.
+void round_to(float* v, DType t, uint64_t n);
 // acc[i] += from[i]
 void accumulate(float* acc, const void* from, DType t, uint64_t n);
 
-// x[i] = activation(x[i]), times up[i] for SwiGLU. up may be null otherwise. (In place: with a separate output, the
+// x[i] = activation(x[i]), times up[i] with a gate. up may be null otherwise. (In place: with a separate output, the
 // compiler's check for overlap would choose the scalar loop.)
-void activate(float* x, const float* up, Activation a, uint64_t n);
+void activate(float* x, const float* up, const AgreedLayer& layer, uint64_t n);
 
 }  // namespace flashmoe::cpu

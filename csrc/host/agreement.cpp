@@ -13,10 +13,10 @@ uint64_t hash_bytes(const void* data, size_t n, uint64_t h = 0xcbf29ce484222325u
   return h;
 }
 
-uint64_t hash_of(const CallConfig& config, const LayerSpec& agreed) {
+uint64_t hash_of(const CallConfig& config, const AgreedLayer& layer) {
   uint64_t h = hash_bytes(&config.placement, sizeof(config.placement));
   h = hash_bytes(&config.groups, sizeof(config.groups), h);
-  for_each_field(agreed, [&](const char*, const auto& field) { h = hash_bytes(&field, sizeof(field), h); });
+  for_each_agreed_field(layer, [&](const char*, const auto& field) { h = hash_bytes(&field, sizeof(field), h); });
   return h;
 }
 
@@ -48,15 +48,14 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
 CallConfig make_config(const Call& call, const LayerSpec& layer, const std::vector<uint32_t>& placement,
                        uint32_t columns_per_task) {
   CallConfig config{};
-  const LayerSpec agreed = agreed_part(layer);
-  config.set_layer(agreed);
+  config.set_layer(layer);
   config.placement = static_cast<uint32_t>(hash_bytes(placement.data(), placement.size() * sizeof(uint32_t)));
   uint32_t ends[kMaxGroups] = {};  // in elements
   for (uint32_t g = 0; g < call.policy.groups; ++g) {
     ends[g] = std::min(call.policy.group_first[g + 1] * columns_per_task, layer.hidden);
   }
   config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
-  config.hash = hash_of(config, agreed);
+  config.hash = hash_of(config, layer);
   return config;
 }
 

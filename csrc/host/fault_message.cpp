@@ -37,7 +37,7 @@ Error timeout_error(const HostFault& record, const Teller& teller) {
 }
 
 Error disagreement_error(const HostFault& record) {
-  const LayerSpec mine = record.mine.layer(), theirs = record.theirs.layer();
+  const AgreedLayer mine = record.mine.layer(), theirs = record.theirs.layer();
   const uint32_t a = record.fault.rank, b = record.fault.awaited;
   std::string what;
   auto number = [&](const char* name, auto x, auto y) {
@@ -52,6 +52,10 @@ Error disagreement_error(const HostFault& record) {
   number("top_k K", mine.top_k, theirs.top_k);
   option("dtype", mine.x_type, theirs.x_type);  // the other element types are that of x (differing_type)
   option("activation", mine.activation, theirs.activation);
+  number("limit", mine.limit, theirs.limit);
+  number("alpha", mine.alpha, theirs.alpha);
+  number("up_offset", mine.up_offset, theirs.up_offset);
+  number("weights_on_input", mine.weights_on_input, theirs.weights_on_input);
   option("return_mode", mine.return_mode, theirs.return_mode);
   number("capacity_factor", mine.capacity_factor, theirs.capacity_factor);
   const CallConfig &my_call = record.mine, &their_call = record.theirs;

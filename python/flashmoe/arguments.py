@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from . import _ffi
 from . import placement as placements
 from .errors import HeapError, InvalidArgument
 from .limits import Room, checked_capacity_factor
-from .spec import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MAX_EXPERTS, RETURN_CHOICES, LayerSpec, bounded, one_of, truth
+from .spec import (
+    ACTIVATIONS,
+    DTYPES,
+    ELEMENT_BYTES,
+    GATED,
+    MAX_EXPERTS,
+    MAX_GROUPS,
+    RETURN_CHOICES,
+    SCORES,
+    LayerSpec,
+    bounded,
+    finite,
+    one_of,
+    positive,
+    truth,
+)
 from .tensors import Described
 
 AsOperand = Callable[[str, Any, str, tuple[str, ...]], Described]
@@ -25,10 +41,50 @@ class Tensors(NamedTuple):
     down_proj: Any
     router: Any = None
     router_bias: Any = None
+    choice_bias: Any = None
     gate_up_bias: Any = None
     down_bias: Any = None
     topk_ids: Any = None
     topk_weights: Any = None
+
+    @property
+    def floats(self) -> tuple[Any, ...]:
+        """All but the given routing."""
+        return self[:-2]
+
+    @property
+    def of_layer(self) -> tuple[Any, ...]:
+        """Weights and biases, which stay the same from call to call."""
+        return self[1:-2]
+
+
+class LayerOptions(TypedDict, total=False):
+    """What layers of published models differ in besides `Options`' first seven; see docs/models.md."""
+
+    score: str
+    """With a router: ``"softmax"`` (default) of the logits over all E, or ``"sigmoid"`` of each."""
+    round_logits: bool
+    """With a router: whether its logits are first rounded to x's type, as the results of a linear layer are."""
+    groups: int
+    """With a router: E / groups neighbouring experts are a group; default 1."""
+    top_groups: int
+    """Only experts of so many groups are chosen from: those whose two best scores have the largest sum (DeepSeek-V3,
+    section 2.1.2); default: all."""
+    routed_scale: float
+    """With a router: multiplies the weights, in the end; default 1."""
+    limit: float
+    """Of ``clamped_swiglu``, ``g sigmoid(alpha g) (u + up_offset)`` with ``g = min(gate, limit)`` and u = up within
+    plus and minus `limit`; default: none."""
+    alpha: float
+    """Of the same; default 1."""
+    up_offset: float
+    """Of the same; default 0."""
+    interleaved: bool
+    """With a gate: gate_up_proj's rows and gate_up_bias's elements are gate, up, gate, up, ..."""
+    transposed: bool
+    """gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H]."""
+    weights_on_input: bool
+    """A token's weights scale its row before the experts, instead of the experts' results."""
 
 
 class Options(NamedTuple):
@@ -44,6 +100,17 @@ class Options(NamedTuple):
     capacity_factor: float | None = None
     return_mode: str | None = None
     exact: bool = False
+    score: str = "softmax"
+    round_logits: bool = False
+    routed_scale: float = 1.0
+    groups: int = 1
+    top_groups: int | None = None
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    interleaved: bool = False
+    transposed: bool = False
+    weights_on_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,8 +128,9 @@ class Arguments:
 
 def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options) -> Arguments:
     """Everything that can be told without looking at a value."""
-    operands = _float_operands(as_operand, tensors) | _given_routing(as_operand, tensors)
-    one_of("activation", options.activation, ACTIVATIONS)
+    options = checked_values(options)
+    operands = _float_operands(as_operand, tensors, options.transposed)
+    operands |= _given_routing(as_operand, tensors, operands["x"].dtype)
     layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
     owners = owners_of(room, options.placement, layer.experts)
@@ -83,17 +151,44 @@ def resolved(room: Room, layer: LayerSpec, options: Options, owners: Sequence[in
 
 def as_plain_values(options: Options) -> Options:
     """`options` with values of the types that PyTorch's operator takes. Raises `InvalidArgument`."""
-    one_of("activation", options.activation, ACTIVATIONS)
+    options = checked_values(options)
     top_k, mode, factor, placement = options.top_k, options.return_mode, options.capacity_factor, options.placement
     if mode is not None:
         one_of("return_mode", mode, RETURN_CHOICES)
     return options._replace(
         top_k=None if top_k is None else bounded("top_k", top_k, 1, MAX_EXPERTS),
-        renormalize=truth("renormalize", options.renormalize),
         placement=None if placement is None else placements.as_ints(placement),
         capacity_factor=None if factor is None else checked_capacity_factor(factor, None),
-        exact=truth("exact", options.exact),
     )
+
+
+def checked_values(options: Options) -> Options:
+    """`options` with those that stand for themselves checked, and of their own types. Raises `InvalidArgument`."""
+    activation = one_of("activation", options.activation, ACTIVATIONS)
+    limit = math.inf if options.limit is None else positive("limit", options.limit)
+    checked = options._replace(
+        score=one_of("score", options.score, SCORES),
+        limit=None if math.isinf(limit) else limit,
+        alpha=positive("alpha", options.alpha),
+        up_offset=finite("up_offset", options.up_offset),
+        routed_scale=finite("routed_scale", options.routed_scale),
+        groups=bounded("groups", options.groups, 1, MAX_GROUPS),
+        top_groups=None if options.top_groups is None else bounded("top_groups", options.top_groups, 1, MAX_GROUPS),
+        **{
+            name: truth(name, getattr(options, name))
+            for name in ("renormalize", "exact", "round_logits", "interleaved", "transposed", "weights_on_input")
+        },
+    )
+    if activation != "clamped_swiglu":
+        for name in ("limit", "alpha", "up_offset"):
+            if getattr(checked, name) != getattr(Options(), name):
+                raise InvalidArgument(
+                    f"{name}: expected none with activation {activation!r} ('clamped_swiglu' has one), got "
+                    f"{getattr(options, name)!r}"
+                )
+    if checked.interleaved and activation not in GATED:
+        raise InvalidArgument(f"interleaved: expected False with {activation!r}, which has no gate, got True")
+    return checked
 
 
 def owners_of(room: Room, placement: Sequence[int] | None, experts: int) -> tuple[int, ...]:
@@ -183,12 +278,16 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, owners: Sequence[in
         )
 
 
-def _float_operands(as_operand: AsOperand, tensors: Tensors) -> dict[str, Described]:
-    """The float tensors that are given, checked to be of one element type: that of x."""
+def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -> dict[str, Described]:
+    """The float tensors that are given, checked to be of one element type: that of x. But for the choice's bias, which
+    is of scores, and these are float32."""
     wanted = f"a {', '.join(DTYPES)} tensor"
     operands: dict[str, Described] = {}
     for name, tensor in tensors._asdict().items():
         if name.startswith("topk_") or (tensor is None and name not in ("x", "gate_up_proj", "down_proj")):
+            continue
+        if name == "choice_bias":
+            operands[name] = as_operand(name, tensor, "[E] float32", ("float32",))
             continue
         each = operands[name] = as_operand(name, tensor, wanted, DTYPES)
         if each.dtype != operands["x"].dtype:
@@ -197,8 +296,8 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors) -> dict[str, Descri
             )
     for name, symbols in (
         ("x", "T, H"),
-        ("down_proj", "El, H, I"),
-        ("gate_up_proj", "El, 2I or I, H"),
+        ("down_proj", "El, H, I" if not transposed else "El, I, H"),
+        ("gate_up_proj", "El, 2I or I, H" if not transposed else "El, H, 2I or I"),
         ("router", "E, H"),
     ):
         if name in operands and len(operands[name].shape) != symbols.count(",") + 1:
@@ -211,7 +310,7 @@ def _expect(name: str, each: Described, symbols: str, shape: tuple[int, ...]) ->
         raise InvalidArgument(f"{name}: expected [{symbols}] {each.dtype}, got {list(each.shape)} {each.dtype}")
 
 
-def _given_routing(as_operand: AsOperand, tensors: Tensors) -> dict[str, Described]:
+def _given_routing(as_operand: AsOperand, tensors: Tensors, x_type: str) -> dict[str, Described]:
     """Given ids and weights as operands; none with a router."""
     given = {"topk_ids": tensors.topk_ids, "topk_weights": tensors.topk_weights}
     missing = [name for name, tensor in given.items() if tensor is None]
@@ -224,7 +323,8 @@ def _given_routing(as_operand: AsOperand, tensors: Tensors) -> dict[str, Describ
     ids = as_operand("topk_ids", tensors.topk_ids, "[T, K] int32 or int64", ("int32", "int64"))
     if len(ids.shape) != 2:
         raise InvalidArgument(f"topk_ids: expected [T, K] int32 or int64, got {list(ids.shape)}")
-    weights = as_operand("topk_weights", tensors.topk_weights, "[T, K] float32", ("float32",))
+    allowed = tuple(dict.fromkeys(("float32", x_type)))
+    weights = as_operand("topk_weights", tensors.topk_weights, f"[T, K] {' or '.join(allowed)}", allowed)
     return {"topk_ids": ids, "topk_weights": weights}
 
 
@@ -252,23 +352,62 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
 def _layer(operands: dict[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
     """The layer that the operands and options are of, but for the return mode and the capacity factor."""
     x_type = operands["x"].dtype
-    return LayerSpec(
+    return layer_of(
+        options,
+        operands,
         hidden=operands["x"].shape[1],
-        intermediate=operands["down_proj"].shape[2],
+        intermediate=operands["down_proj"].shape[1 if options.transposed else 2],
         experts=experts,
         top_k=top_k,
-        activation=options.activation,
-        routing="softmax" if "router" in operands else "given",
-        renormalize=truth("renormalize", options.renormalize),
-        router_bias="router_bias" in operands,
-        gate_up_bias="gate_up_bias" in operands,
-        down_bias="down_bias" in operands,
         x_type=x_type,
         weight_type=operands["gate_up_proj"].dtype,
         intermediate_type=x_type,
         return_type=x_type,
-        exact=truth("exact", options.exact),
     )
+
+
+def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpec:
+    """The layer of checked options, sizes and element types (`fields`), and of the tensors whose names are in `given`;
+    but for the return mode and the capacity factor."""
+    same = ("activation", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input", "exact", "renormalize")
+    return LayerSpec(
+        **fields,
+        **{name: getattr(options, name) for name in same},
+        **_router(given, options, fields["experts"], fields["top_k"]),
+        limit=math.inf if options.limit is None else options.limit,
+        router_bias="router_bias" in given,
+        gate_up_bias="gate_up_bias" in given,
+        down_bias="down_bias" in given,
+    )
+
+
+def _router(given: Container[str], options: Options, experts: int, top_k: int) -> dict[str, Any]:
+    """The fields that say how experts are chosen."""
+    by_default = Options()
+    if "router" not in given:
+        for name in ("score", "round_logits", "routed_scale", "groups", "top_groups"):
+            if getattr(options, name) != getattr(by_default, name):
+                raise InvalidArgument(f"{name}: expected router with it, got topk_ids and topk_weights")
+        return {"routing": "given"}
+    groups = options.groups
+    top_groups = groups if options.top_groups is None else options.top_groups
+    if experts % groups:
+        raise InvalidArgument(f"groups: expected a divisor of E={experts}, got {groups}")
+    if top_groups > groups:
+        raise InvalidArgument(f"top_groups: expected at most groups={groups}, got {top_groups}")
+    if top_k > top_groups * (experts // groups):
+        raise InvalidArgument(
+            f"top_k: expected at most {top_groups * (experts // groups)}, the experts of {top_groups} of {groups} "
+            f"groups, got {top_k}"
+        )
+    return {
+        "routing": options.score,
+        "round_logits": options.round_logits,
+        "routed_scale": options.routed_scale,
+        "groups": groups,
+        "top_groups": top_groups,
+        "choice_bias": "choice_bias" in given,
+    }
 
 
 def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int, local: int) -> None:
@@ -278,11 +417,15 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
         raise InvalidArgument(f"down_proj: expected H >= 1 and I >= 1, got H={hidden} and I={inner}")
     rows = layer.gate_up_rows
     rows_symbol = f"2I={rows}" if layer.gated else f"I={rows}"
+    up_symbols, up_shape = (rows_symbol, f"H={hidden}"), (rows, hidden)
+    down_symbols, down_shape = (f"H={hidden}", f"I={inner}"), (hidden, inner)
+    step = -1 if layer.transposed else 1
     expected = {
-        "gate_up_proj": (f"El={local}, {rows_symbol}, H={hidden}", (local, rows, hidden)),
-        "down_proj": (f"El={local}, H={hidden}, I={inner}", (local, hidden, inner)),
+        "gate_up_proj": (", ".join((f"El={local}", *up_symbols[::step])), (local, *up_shape[::step])),
+        "down_proj": (", ".join((f"El={local}", *down_symbols[::step])), (local, *down_shape[::step])),
         "router": (f"E={experts}, H={hidden}", (experts, hidden)),
         "router_bias": (f"E={experts}", (experts,)),
+        "choice_bias": (f"E={experts}", (experts,)),
         "gate_up_bias": (f"El={local}, {rows_symbol}", (local, rows)),
         "down_bias": (f"El={local}, H={hidden}", (local, hidden)),
         "topk_ids": (f"T={tokens}, K={layer.top_k}", (tokens, layer.top_k)),
@@ -291,5 +434,6 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
     for name, (symbols, shape) in expected.items():
         if name in operands:
             _expect(name, operands[name], symbols, shape)
-    if "router_bias" in operands and "router" not in operands:
-        raise InvalidArgument("router_bias: expected router with it, got None")
+    for name in ("router_bias", "choice_bias"):
+        if name in operands and "router" not in operands:
+            raise InvalidArgument(f"{name}: expected router with it, got None")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import ml_dtypes
 import numpy as np
@@ -11,28 +11,30 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import Options, owners_of, resolved
+from .arguments import LayerOptions, Options, checked_values, layer_of, owners_of, resolved
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
-from .spec import ACTIVATIONS, DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, one_of, truth
+from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, truth
 from .torch_op import check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router"]
 
 
 class Router(torch.nn.Module):
-    """The router's parameters: `weight` [E, H] and, if asked for, `bias` [E]. The same on every rank."""
+    """The router's parameters: `weight` [E, H] and, if asked for, `bias` [E] and `choice_bias` [E], a float32
+    buffer, since no gradient leads to it. The same on every rank."""
 
-    def __init__(self, hidden: int, experts: int, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, experts: int, *, bias: bool, choice_bias: bool = False, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(experts, hidden, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(experts, dtype=dtype)) if bias else None
+        self.register_buffer("choice_bias", torch.zeros(experts, dtype=torch.float32) if choice_bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new random weights and clears the bias."""
-        _reset(self.weight, self.bias)
+        _reset(self.weight, self.bias, self.weight.shape[1])
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, bias={self.bias is not None}, {self.weight.dtype}"
@@ -42,44 +44,36 @@ class Experts(torch.nn.Module):
     """The parameters of this rank's El experts, by ascending expert id.
 
     `gate_up_proj` [El, 2I, H], an expert's gate rows before its up rows, or [El, I, H] where the activation
-    has no gate; `down_proj` [El, H, I]; with biases `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias`
-    [El, H].
+    has no gate; `down_proj` [El, H, I]; of a transposed layer [El, H, 2I or I] and [El, I, H]; with biases
+    `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H].
 
     ``load_state_dict`` takes each of them for these El experts, as ``state_dict`` gives it, or for all E, as
     a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`.
     """
 
-    def __init__(
-        self,
-        ids: Sequence[int],
-        total: int,
-        rows: int,
-        hidden: int,
-        intermediate: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, ids: Sequence[int], layer: LayerSpec, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.ids = list(ids)
         """Ids of this rank's experts, ascending."""
-        self.total = total
+        self.total = layer.experts
         """E: the experts of all ranks."""
         local = len(self.ids)
 
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(local, *shape, dtype=dtype))
 
-        self.gate_up_proj = parameter(rows, hidden)
-        self.down_proj = parameter(hidden, intermediate)
-        self.gate_up_proj_bias = parameter(rows) if bias else None
-        self.down_proj_bias = parameter(hidden) if bias else None
+        up, down = (layer.gate_up_rows, layer.hidden), (layer.hidden, layer.intermediate)
+        self.gate_up_proj = parameter(*(reversed(up) if layer.transposed else up))
+        self.down_proj = parameter(*(reversed(down) if layer.transposed else down))
+        self.gate_up_proj_bias = parameter(layer.gate_up_rows) if bias else None
+        self.down_proj_bias = parameter(layer.hidden) if bias else None
+        self._inputs = layer.hidden, layer.intermediate
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new random weights and clears the biases."""
-        _reset(self.gate_up_proj, self.gate_up_proj_bias)
-        _reset(self.down_proj, self.down_proj_bias)
+        _reset(self.gate_up_proj, self.gate_up_proj_bias, self._inputs[0])
+        _reset(self.down_proj, self.down_proj_bias, self._inputs[1])
 
     def extra_repr(self) -> str:
         shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
@@ -118,6 +112,7 @@ class MoE(torch.nn.Module):
     ``experts.gate_up_proj``       [El, 2I, H], gate rows first; [El, I, H] unless ``activation="swiglu"``
     ``experts.down_proj``          [El, H, I]
     ``gate.bias``                  [E], with `router_bias`
+    ``gate.choice_bias``           [E] float32, with `choice_bias`; a buffer
     ``experts.gate_up_proj_bias``  [El, 2I] or [El, I], with `expert_bias`
     ``experts.down_proj_bias``     [El, H], with `expert_bias`
     ============================== ======================================================================
@@ -135,10 +130,10 @@ class MoE(torch.nn.Module):
         default device: with a context of the CUDA engine, move the module to its GPU.
     hidden, intermediate, experts, top_k:
         H, I, E and K of this layer, within the context's limits.
-    activation, renormalize, placement, capacity_factor, return_mode, exact:
-        As in `flashmoe.moe`.
-    router_bias:
-        Whether the router has a bias.
+    activation, renormalize, placement, capacity_factor, return_mode, exact, options:
+        As in `flashmoe.moe`, with all of its further options.
+    router_bias, choice_bias:
+        Whether the router has a bias, and one for the choice of experts alone.
     expert_bias:
         Whether both projections of every expert have one.
     dtype:
@@ -164,11 +159,13 @@ class MoE(torch.nn.Module):
         renormalize: bool = True,
         placement: Sequence[int] | None = None,
         router_bias: bool = False,
+        choice_bias: bool = False,
         expert_bias: bool = False,
         capacity_factor: float | None = None,
         return_mode: str | None = None,
         exact: bool = False,
         dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         self.ctx = ctx
@@ -178,38 +175,58 @@ class MoE(torch.nn.Module):
         if not isinstance(dtype, torch.dtype) or dtype_name not in DTYPES:
             known = ", ".join(f"torch.{name}" for name in DTYPES)
             raise InvalidArgument(f"dtype: expected one of {known}, got {dtype!r}")
-        one_of("activation", activation, ACTIVATIONS)
         experts = bounded("experts", experts, 1, MAX_EXPERTS)
-        layer = LayerSpec(
+        self.placement = None if placement is None else placements.checked(placement, experts, ctx.ranks)
+        of_call = {"placement": self.placement, "capacity_factor": capacity_factor, "return_mode": return_mode}
+        chosen = checked_values(
+            Options(top_k=top_k, activation=activation, renormalize=renormalize, exact=exact, **of_call, **options)
+        )
+        biases = {"router_bias": router_bias, "choice_bias": choice_bias}
+        given = {"router"} | {name for name, wanted in biases.items() if truth(name, wanted)}
+        if truth("expert_bias", expert_bias):
+            given |= {"gate_up_bias", "down_bias"}
+        layer = layer_of(
+            chosen,
+            given,
             hidden=bounded("hidden", hidden, 1, MAX_WIDTH),
             intermediate=bounded("intermediate", intermediate, 1, MAX_WIDTH),
             experts=experts,
             top_k=bounded("top_k", top_k, 1, experts),
-            activation=activation,
-            renormalize=truth("renormalize", renormalize),
-            router_bias=truth("router_bias", router_bias),
-            gate_up_bias=truth("expert_bias", expert_bias),
-            down_bias=truth("expert_bias", expert_bias),
-            exact=truth("exact", exact),
             **of_one_type(dtype_name),
         )
-        self.placement = None if placement is None else placements.checked(placement, experts, ctx.ranks)
-        self.return_mode = return_mode
-        options = Options(placement=self.placement, capacity_factor=capacity_factor, return_mode=return_mode)
         room = room_of(ctx)
         owners = owners_of(room, self.placement, experts)
         mine = ctx.local_experts(owners)
-        layer = resolved(room, layer, options, owners, tokens=0)
-        self.top_k = layer.top_k
-        self.activation = layer.activation
-        self.renormalize = layer.renormalize
-        self.exact = layer.exact
-        self.capacity_factor = layer.capacity_factor or None
+        layer = resolved(room, layer, chosen, owners, tokens=0)
+        self._options = chosen._replace(top_k=layer.top_k, capacity_factor=layer.capacity_factor or None)
 
-        self.gate = Router(layer.hidden, experts, bias=layer.router_bias, dtype=dtype)
-        self.experts = Experts(
-            mine, experts, layer.gate_up_rows, layer.hidden, layer.intermediate, bias=layer.down_bias, dtype=dtype
-        )
+        self.gate = Router(layer.hidden, experts, bias=layer.router_bias, choice_bias=layer.choice_bias, dtype=dtype)
+        self.experts = Experts(mine, layer, bias=layer.down_bias, dtype=dtype)
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self._options.top_k
+
+    @property
+    def activation(self) -> str:
+        return self._options.activation
+
+    @property
+    def renormalize(self) -> bool:
+        return self._options.renormalize
+
+    @property
+    def exact(self) -> bool:
+        return self._options.exact
+
+    @property
+    def capacity_factor(self) -> float | None:
+        return self._options.capacity_factor
+
+    @property
+    def return_mode(self) -> str | None:
+        return self._options.return_mode
 
     @classmethod
     def from_layer(
@@ -283,21 +300,12 @@ class MoE(torch.nn.Module):
             "down_proj": experts.down_proj,
             "router": gate.weight,
             "router_bias": gate.bias,
+            "choice_bias": gate.choice_bias,
             "gate_up_bias": experts.gate_up_proj_bias,
             "down_bias": experts.down_proj_bias,
         }
         check_tensors(tensors)
-        y = torch.ops.flashmoe.moe(
-            self._context_id,
-            **tensors,
-            top_k=self.top_k,
-            activation=self.activation,
-            renormalize=self.renormalize,
-            placement=self.placement,
-            capacity_factor=self.capacity_factor,
-            return_mode=self.return_mode,
-            exact=self.exact,
-        )
+        y = torch.ops.flashmoe.moe(self._context_id, **tensors, **self._options._asdict())
         return y.reshape(x.shape)
 
     def extra_repr(self) -> str:
@@ -307,9 +315,9 @@ class MoE(torch.nn.Module):
         )
 
 
-def _reset(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+def _reset(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, inputs: int) -> None:
     """Weights as `torch.nn.Linear` draws them, uniform within 1 / sqrt(inputs); a bias of zeros."""
-    bound = weight.shape[-1] ** -0.5
+    bound = inputs**-0.5
     torch.nn.init.uniform_(weight, -bound, bound)
     if bias is not None:
         torch.nn.init.zeros_(bias)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
-from .arguments import Options, Tensors, as_plain_values
+from .arguments import LayerOptions, Options, Tensors, as_plain_values
 from .context import Context, context_id, run
 from .spec import truth
 
@@ -31,48 +31,48 @@ def moe(
     return_mode: str | None = None,
     trace: bool = False,
     exact: bool = False,
+    choice_bias: Any = None,
+    **options: Unpack[LayerOptions],
 ) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
 
     ``y[t] = sum_k w[t, k] * (down_proj[e] @ act(gate_up_proj[e] @ x[t] + gate_up_bias[e]) + down_bias[e])``
-    with ``e = topk_ids[t, k]`` (FlashDMoE, equations 5.1 to 5.3). For ``"swiglu"``, ``act`` is ``silu(gate) * up`` of
-    the two halves of ``gate_up_proj[e] @ x[t]``.
+    with ``e = topk_ids[t, k]`` (FlashDMoE, equations 5.1 to 5.3). With a gate, ``act`` is ``act(gate) * up`` of the two
+    halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
-    rank to rank and may be 0. What else the context's engine asks of them, and when a call is over: see `Context`.
+    rank to rank and may be 0. What else the engine asks of them, and when a call is over: see `Context`. Options: see
+    `flashmoe.arguments.LayerOptions`.
 
     Parameters
     ----------
     x: [T, H]
         This rank's tokens.
-    gate_up_proj: [El, 2I, H] for ``"swiglu"`` (gate rows, then up rows), else [El, I, H]
+    gate_up_proj: [El, 2I, H] with a gate (gate rows, then up rows), else [El, I, H]
     down_proj: [El, H, I]
         Weights of this rank's El experts, by ascending expert id.
     router: [E, H]
-        Router weights: softmax over all E in fp32, the `top_k` largest, ties to the lower expert.
-    topk_ids, topk_weights: [T, K] int32 or int64, [T, K] float32
+        Router weights: the `top_k` largest of the scores, in fp32, ties to the lower expert.
+    topk_ids, topk_weights: [T, K] int32 or int64, [T, K] float32 or x's type
         Given routing, instead of `router`; a token's experts are distinct. E: `placement`'s, a lone rank's, or `ctx`'s.
-    top_k:
-        K, with `router`.
+    top_k, renormalize:
+        With `router`: K; whether the K weights are divided by their sum (that of sigmoids plus 1e-20).
     activation:
-        ``"relu"``, ``"gelu"`` (by erf), ``"silu"`` or ``"swiglu"``.
-    renormalize:
-        With `router`: whether a token's K weights are divided by their sum.
+        ``"relu"``, ``"relu2"`` (its square), ``"gelu"`` (by erf), ``"silu"``; or gated, one of `flashmoe.spec.GATED`.
     router_bias, gate_up_bias, down_bias: [E], [El, 2I] or [El, I], [El, H]
-        Optional biases.
+        Optional biases; choice_bias, [E] float32: of the scores, for the choice of experts alone.
     placement:
         E ranks: who holds which expert. Default: the context's for its E, else contiguous shares.
     capacity_factor:
         None: dropless. Else each rank keeps, per expert, the first ``ceil(capacity_factor * (T * K) / E)`` of its
-        (token, k) pairs in token order (GShard, section 2.2); the others contribute nothing. Required by a context that
-        has one itself, and then at most that.
+        (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and then at most that.
     return_mode:
         ``"direct"``, ``"reduced"`` or ``"auto"``; default: the context's. See `Context`.
     trace:
         Record what every actor did when, in ``ctx.last_call.events``. On a GPU the call then waits for its end.
     exact:
-        CUDA engine, float32: multiply in float32 (FFMA), about ten times as slow as the default, which truncates
-        factors to the tensor cores' TF32 (10 bits of mantissa) and sums in float32. The CPU engine is always exact.
+        CUDA engine, float32: multiply in float32 (FFMA), ten times as slow as the default, which truncates factors to
+        TF32 (10 bits of mantissa) and sums in float32. The CPU engine is always exact.
 
     Returns
     -------
@@ -91,26 +91,26 @@ def moe(
         other ranks waiting for this rank, which must make the call again as it should be. Where only the values show it
         (ids, a non-finite router logit), every rank raises it and the context is broken. The CUDA engine then raises it
         in a later call, in `Context.synchronize`, or where ``ctx.last_call`` is read: the call itself does not wait.
-    HeapError
-        The call exceeds the context's limits.
     GroupError
-        The ranks disagree on H, I, E, K, dtype, activation, return mode, capacity factor or placement; or an earlier
-        call of the group failed.
-    PeerTimeout
-        The group made no progress for the context's timeout. The message names who holds it up.
+        The ranks disagree on H, I, E, K, dtype, activation, `weights_on_input`, return mode, capacity factor or
+        placement; or an earlier call of the group failed.
+    HeapError, PeerTimeout
+        The call exceeds the context's limits; or the group stood still for its timeout (the message names who).
     FlashMoEError
         The context is closed, another process's, or within a call of this thread, whose signal handler calls again; a
         kernel cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
-    tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
-    options = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact)
-    if not truth("trace", trace) and _goes_through_torch(x, (*tensors[:7], topk_weights)):
+    tensors = Tensors(
+        x, gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias, topk_ids, topk_weights
+    )
+    chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
+    if not truth("trace", trace) and _goes_through_torch(x, (*tensors.floats, topk_weights)):
         from . import torch_op
 
         torch_op.check_tensors(tensors._asdict())
-        plain = as_plain_values(options)
+        plain = as_plain_values(chosen)
         return torch_op.moe(context_id(ctx), **tensors._asdict(), **plain._asdict())
-    return run(ctx, tensors, options, trace)
+    return run(ctx, tensors, chosen, trace)
 
 
 def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:

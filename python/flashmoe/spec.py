@@ -7,6 +7,7 @@ include/flashmoe/spec/enums.h, which tests/test_spec.py compares with the tuples
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,16 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu", "relu2", "clamped_swiglu")
 
-ROUTINGS = ("given", "softmax")
-"""Where a token's experts come from: the caller, or the largest of the router's scores after a softmax over all E."""
+GATED = ("swiglu", "geglu", "clamped_swiglu")
+"""Activations with a gate, which have two columns of the first product for each of their own."""
+
+SCORES = ("softmax", "sigmoid")
+"""What a router makes of its logits: their softmax over all E, or the sigmoid of each."""
+
+ROUTINGS = ("given", *SCORES)
+"""Where a token's experts come from: the caller, or the largest of the router's scores."""
 
 RETURN_MODES = ("direct", "reduced")
 
@@ -33,6 +40,7 @@ MAX_TOKENS = 2**20 - 1
 MAX_RANKS = 1024
 MAX_EXPERTS = 8192
 MAX_WIDTH = 2**20  # H and I
+MAX_GROUPS = 32  # of experts: a lane of a warp each
 # What the CUDA kernel's shared memory holds.
 MAX_CUDA_TOKENS = 65536
 MAX_CUDA_EXPERTS = 1024
@@ -57,10 +65,32 @@ class LayerSpec:
     """K: experts of a token."""
     activation: str = "swiglu"
     """One of `ACTIVATIONS`."""
+    limit: float = math.inf
+    """Of ``clamped_swiglu``: the gate is at most this, and up within plus and minus this."""
+    alpha: float = 1.0
+    """Of ``clamped_swiglu``: the gate is multiplied by the sigmoid of alpha times itself."""
+    up_offset: float = 0.0
+    """Of ``clamped_swiglu``: added to up, once it is clamped."""
+    interleaved: bool = False
+    """With a gate: row 2i of gate_up_proj is column i's gate and row 2i + 1 its up, instead of row i and row I + i."""
+    transposed: bool = False
+    """Whether gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H]."""
+    weights_on_input: bool = False
+    """Whether a token's weights scale its row before the experts, instead of the experts' results."""
     routing: str = "softmax"
     """One of `ROUTINGS`."""
     renormalize: bool = True
-    """With a router: whether a token's K weights are divided by their sum."""
+    """With a router: whether a token's K weights are divided by their sum (with ``sigmoid`` plus 1e-20)."""
+    round_logits: bool = False
+    """With a router: whether its logits are rounded to x_type, as those of a linear layer are."""
+    routed_scale: float = 1.0
+    """With a router: a token's K weights are multiplied by this, in the end."""
+    groups: int = 1
+    """With a router: E / groups neighbouring experts are a group."""
+    top_groups: int = 1
+    """Only experts of so many groups are chosen from: those whose two best experts have the largest sum."""
+    choice_bias: bool = False
+    """Whether E numbers are added to the scores for the choice of experts, but not for their weights."""
     router_bias: bool = False
     """Whether the router has a bias [E]."""
     gate_up_bias: bool = False
@@ -86,7 +116,7 @@ class LayerSpec:
     @property
     def gated(self) -> bool:
         """Whether the activation has a gate, so that an expert's first matrix has 2I rows."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     @property
     def gate_up_rows(self) -> int:
@@ -137,3 +167,25 @@ def truth(name: str, value: Any) -> bool:
         return bool(value)
     except Exception:  # whatever a foreign type's __bool__ raises
         raise InvalidArgument(f"{name}: expected True or False, got {value!r}") from None
+
+
+def finite(name: str, value: Any) -> float:
+    """`value` as a float that is a number; raises `InvalidArgument`."""
+    try:
+        number = float(value)
+    except Exception:  # too large, or whatever a foreign type's __float__ raises
+        number = math.nan
+    if not math.isfinite(number) or isinstance(value, (str, bytes)):
+        raise InvalidArgument(f"{name}: expected a finite number, got {value!r}")
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a float above 0; raises `InvalidArgument`."""
+    try:
+        number = finite(name, value)
+    except InvalidArgument:
+        number = 0.0
+    if number <= 0.0:
+        raise InvalidArgument(f"{name}: expected a finite number > 0, got {value!r}")
+    return number

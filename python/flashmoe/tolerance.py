@@ -41,10 +41,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .reference import activate
+from .reference import activate, scores
+from .spec import GATED
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -82,7 +84,7 @@ def error_bound(
     """
     several = top_k > 1
     roundings = 2 + several + (several and return_mode == "reduced")
-    factors = 2 if activation == "swiglu" else 1
+    factors = 2 if activation in (*GATED, "relu2") else 1
     roundings32 = (factors * (hidden + 1) + (intermediate + 1) + several * (top_k + 1)) / 2
     roundings32 += _FUNCTION_ROUNDINGS**2
     return math.sqrt(roundings * UNIT_ROUNDOFF[dtype] ** 2 / 3.0 + roundings32 * _VARIANCE32)
@@ -111,15 +113,20 @@ def call_error(
     gate_up_bias: np.ndarray | None = None,
     down_bias: np.ndarray | None = None,
     weight_variance: np.ndarray | float = 0.0,
+    transposed: bool = False,
+    weights_on_input: bool = False,
+    **shape: Any,
 ) -> CallError:
     """The error of one rank's y, from the values of the call, as the module's text derives it.
 
     The dtype is that of `x`. `topk_ids` and `topk_weights` [T, K] are the reference's (-1: a dropped pair).
     `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement` maps
-    each expert to its rank.
+    each expert to its rank. `shape`: the further options of `reference.activate`.
     """
     dtype = x.dtype.name
     x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
+    if transposed:
+        gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
     biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
     weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
     owners = np.where(topk_ids >= 0, np.asarray(placement)[topk_ids], -1)
@@ -130,10 +137,17 @@ def call_error(
     for expert in np.unique(topk_ids[topk_ids >= 0]):
         t, k = np.nonzero(topk_ids == expert)
         b0, b1 = (0.0 if bias is None else bias[expert] for bias in biases)
-        z, z_variance = _linear(x[t], 0.0, gate_up_proj[expert], b0)
-        a, a_variance = _activated(z, z_variance, activation)
-        f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down_proj[expert], b1)
         w, w_variance = topk_weights[t, k, None], weight_variance[t, k, None]
+        if weights_on_input:
+            scaled = w * x[t]  # rounded once, or else what its products sum up to
+            z, z_variance = _linear(scaled, _VARIANCE32 * scaled**2, gate_up_proj[expert], b0)
+            unbiased = z - b0
+            z_variance += w_variance * (x[t] @ gate_up_proj[expert].T) ** 2 + _VARIANCE32 * unbiased**2
+            w, w_variance = np.ones_like(w), np.zeros_like(w)
+        else:
+            z, z_variance = _linear(x[t], 0.0, gate_up_proj[expert], b0)
+        a, a_variance = _activated(z, z_variance, activation, **shape)
+        f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down_proj[expert], b1)
         row = w * f
         variance[t] += w**2 * f_variance + w_variance * f**2 + _rounding(row, dtype)
         if dtype != "float32":
@@ -160,28 +174,43 @@ def router_error(
     topk_weights: np.ndarray,
     *,
     renormalize: bool,
+    score: str = "softmax",
+    choice_bias: np.ndarray | None = None,
+    groups: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of a router evaluated in float32: slack [T] for `reference.check_topk`, variance [T, K] of the weights.
 
-    The slack is 8 standard deviations of the difference of the token's two least certain logits. The relative
-    error of a weight is that of its exponential less that of the sum which divides it.
+    The slack is 8 standard deviations of the difference of the token's two least certain values that
+    `reference.choice_values` has. The relative error of a weight is that of its score less that of the sum which
+    divides it: with a softmax, where every score is divided by such a sum, that of its exponential.
     """
     bias = 0.0 if router_bias is None else np.asarray(router_bias, np.float64)
     logits, variance = _linear(np.asarray(x, np.float64), 0.0, np.asarray(router, np.float64), bias)
-    slack = 8.0 * np.sqrt(2.0 * variance.max(axis=1, initial=0.0))
+    g = scores(logits, score)
+    if score == "sigmoid":  # relative: of exp(-l), of the sum and of the quotient
+        relative = (1.0 - g) ** 2 * (variance + _VARIANCE32 * (logits**2 + _FUNCTION_ROUNDINGS**2)) + 2.0 * _VARIANCE32
+    else:  # of exp(l - the largest)
+        relative = variance + _VARIANCE32 * ((logits - logits.max(axis=1, keepdims=True)) ** 2 + _FUNCTION_ROUNDINGS**2)
+    of_choice = variance
+    if choice_bias is not None or groups > 1:
+        of_sum = (relative * g**2).sum(axis=1, keepdims=True) if score == "softmax" else 0.0
+        of_choice = (relative + of_sum) * g**2
+        if choice_bias is not None:
+            of_choice = of_choice + _VARIANCE32 * (g + np.asarray(choice_bias, np.float64)) ** 2
+    slack = 8.0 * np.sqrt(2.0 * of_choice.max(axis=1, initial=0.0))
 
-    below_largest = logits - logits.max(axis=1, keepdims=True)
-    variance += _VARIANCE32 * (below_largest**2 + _FUNCTION_ROUNDINGS**2)  # the subtraction and exp
-    shares = np.exp(below_largest)
+    shares = g  # of each score in the sum that divides them
     if renormalize:
         chosen = np.zeros(shares.shape, bool)
         np.put_along_axis(chosen, topk_ids, True, axis=1)
         shares = np.where(chosen, shares, 0.0)
-    shares /= shares.sum(axis=1, keepdims=True)
-    relative = np.take_along_axis(variance * (1.0 - 2.0 * shares), topk_ids, axis=1)
-    relative += (variance * shares**2).sum(axis=1, keepdims=True)
-    relative += _VARIANCE32 * (2.0 + shares.shape[1] / 3.0)  # the sum itself, and up to two quotients
-    return slack, topk_weights**2 * relative + _SMALLEST_NORMAL["float32"] ** 2
+    elif score == "sigmoid":
+        shares = np.zeros(g.shape)
+    shares = shares / np.maximum(shares.sum(axis=1, keepdims=True), 1e-300)
+    of_weight = np.take_along_axis(relative * (1.0 - 2.0 * shares), topk_ids, axis=1)
+    of_weight += (relative * shares**2).sum(axis=1, keepdims=True)
+    of_weight += _VARIANCE32 * (3.0 + shares.shape[1] / 3.0)  # the sum itself, up to two quotients, a product
+    return slack, topk_weights**2 * of_weight + _SMALLEST_NORMAL["float32"] ** 2
 
 
 def _rounding(value: np.ndarray, dtype: str) -> np.ndarray:
@@ -201,12 +230,28 @@ def _linear(
     return values, carried + of_sum / 6.0 * np.square(bias) + of_sum / 3.0 * values**2
 
 
-def _activated(z: np.ndarray, variance: np.ndarray, activation: str) -> tuple[np.ndarray, np.ndarray]:
+def _activated(
+    z: np.ndarray, variance: np.ndarray, activation: str, *, interleaved: bool = False, **shape: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """``act(z)`` in float32, for z of the given variance: values and their variances."""
-    if activation == "swiglu":
+    if activation in GATED:
+        if interleaved:
+            z, variance = (np.concatenate([each[:, ::2], each[:, 1::2]], axis=1) for each in (z, variance))
         (gate, up), (gate_variance, up_variance) = np.split(z, 2, axis=1), np.split(variance, 2, axis=1)
-        silu, silu_variance = _activated(gate, gate_variance, "silu")
-        return silu * up, silu_variance * up**2 + silu**2 * up_variance
+        gated = {"swiglu": "silu", "geglu": "gelu", "clamped_swiglu": "clamped_silu"}[activation]
+        act, act_variance = _activated(gate, gate_variance, gated, **shape)
+        limit = shape.get("limit") or math.inf
+        up = np.clip(up, -limit, limit) + shape.get("up_offset", 0.0)
+        if shape.get("up_offset"):
+            up_variance = up_variance + _VARIANCE32 * up**2
+        return act * up, act_variance * up**2 + act**2 * up_variance
+    if activation == "clamped_silu":  # clamp() has no error, and passes on no more than it is given
+        alpha, limit = shape.get("alpha", 1.0), shape.get("limit") or math.inf
+        a, a_variance = _activated(alpha * np.minimum(z, limit), alpha**2 * variance, "silu")
+        return a / alpha, (a_variance + 2.0 * _VARIANCE32 * a**2) / alpha**2
+    if activation == "relu2":
+        a = activate(z, "relu")
+        return a**2, 4.0 * a**2 * variance + _VARIANCE32 * a**4
     a = activate(z, activation)
     step = 1e-6 * (1.0 + np.abs(z))
     slope = (activate(z + step, activation) - a) / step

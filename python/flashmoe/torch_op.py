@@ -1,6 +1,6 @@
 """``torch.ops.flashmoe.moe``: `flashmoe.moe` as a PyTorch operator, for `flashmoe.nn` and ``torch.compile``.
 
-Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, in that order, but
+Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, by name, but
 for two: the context is the integer that `context_id` gives, since an operator takes tensors and plain values;
 and there is no ``trace``.
 
@@ -49,15 +49,28 @@ def _moe(
     activation: str = "swiglu",
     renormalize: bool = True,
     router_bias: Tensor | None = None,
+    choice_bias: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     placement: Sequence[int] | None = None,
     capacity_factor: float | None = None,
     return_mode: str | None = None,
     exact: bool = False,
+    score: str = "softmax",
+    round_logits: bool = False,
+    routed_scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+    weights_on_input: bool = False,
 ) -> Tensor:
-    tensors = Tensors(x, gate_up_proj, down_proj, router, router_bias, gate_up_bias, down_bias, topk_ids, topk_weights)
-    options = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact)
+    given = locals()
+    tensors = Tensors(**{name: given[name] for name in Tensors._fields})
+    options = Options(**{name: given[name] for name in Options._fields})
     return run(_context(context), tensors, options, False)
 
 

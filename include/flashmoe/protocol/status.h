@@ -51,19 +51,18 @@ static_assert(sizeof(FaultRecord) == 64);
 // What every rank must agree on in a call. The hash is compared on arrival; the values name the difference.
 struct alignas(64) CallConfig {
   uint64_t hash;
-  uint64_t
-      layer_words[sizeof(LayerSpec) / 8];  // agreed_part() of the layer; as words, since kernels copy those at once
-  uint32_t placement;                      // hash of the expert -> rank map
+  uint64_t layer_words[sizeof(AgreedLayer) / 8];  // as words, since kernels copy those at once
+  uint32_t placement;                             // hash of the expert -> rank map
   uint32_t groups;  // hash of where return groups' columns end: a signal stands for the same columns on all ranks
 
-  LayerSpec layer() const {
-    LayerSpec l;
+  AgreedLayer layer() const {
+    AgreedLayer l;
     std::memcpy(&l, layer_words, sizeof(l));
     return l;
   }
-  void set_layer(const LayerSpec& l) { std::memcpy(layer_words, &l, sizeof(l)); }
+  void set_layer(const AgreedLayer& l) { std::memcpy(layer_words, &l, sizeof(l)); }
 };
-static_assert(sizeof(CallConfig) == 64 && sizeof(LayerSpec) % 8 == 0);
+static_assert(sizeof(CallConfig) == 64 && sizeof(AgreedLayer) % 8 == 0);
 
 // A fault as an engine hands it to the host: the record, and what else of the heaps the message needs.
 struct HostFault {

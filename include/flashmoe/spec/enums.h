@@ -19,12 +19,17 @@ namespace flashmoe {
   ROW(kRelu, "relu")              \
   ROW(kGelu, "gelu")              \
   ROW(kSilu, "silu")              \
-  ROW(kSwiGlu, "swiglu")
+  ROW(kSwiGlu, "swiglu")          \
+  ROW(kGeGlu, "geglu")            \
+  ROW(kRelu2, "relu2")            \
+  ROW(kClampedSwiGlu, "clamped_swiglu")
 
-// Who chooses a token's experts: the caller, or the router, whose K largest scores after a softmax over all E count.
+// Who chooses a token's experts: the caller, or the router, by its scores: the softmax of the logits over all E, or the
+// sigmoid of each.
 #define FLASHMOE_ROUTINGS(ROW) \
   ROW(kGiven, "given")         \
-  ROW(kSoftmax, "softmax")
+  ROW(kSoftmax, "softmax")     \
+  ROW(kSigmoid, "sigmoid")
 
 // How results come home: each of a token's K rows by itself, or for each rank the sum of those computed there.
 #define FLASHMOE_RETURN_MODES(ROW) \
@@ -91,7 +96,7 @@ constexpr const char* name_of(E value) {
 
 // Whether GEMM0 has two results for each intermediate column: a gate, and what the activated gate scales ("up").
 FLASHMOE_HD constexpr bool is_gated(Activation a) {
-  return a == Activation::kSwiGlu;
+  return a == Activation::kSwiGlu || a == Activation::kGeGlu || a == Activation::kClampedSwiGlu;
 }
 
 FLASHMOE_HD constexpr uint32_t element_bytes(DType t) {

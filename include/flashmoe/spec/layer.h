@@ -3,11 +3,14 @@
 // Python's is flashmoe.spec.LayerSpec, field by field of the same name; csrc/bindings/codec.h reads one into the other.
 #pragma once
 
+#include <limits>
+
 #include "flashmoe/spec/enums.h"
 
 namespace flashmoe {
 
-struct LayerSpec {
+// The layer as far as all ranks of a call must agree on it. (It fits with a hash into a cache line: CallConfig.)
+struct AgreedLayer {
   uint32_t hidden = 0;           // H, elements of a token's row
   uint32_t intermediate = 0;     // I, elements of an expert's intermediate row
   uint32_t experts = 0;          // E, of all ranks
@@ -19,10 +22,23 @@ struct LayerSpec {
   DType x_type = DType::kBFloat16, weight_type = DType::kBFloat16;
   DType intermediate_type = DType::kBFloat16, return_type = DType::kBFloat16;
   Activation activation = Activation::kSwiGlu;
+  bool weights_on_input = false;  // a token's weights scale its row before the experts, not their results
+  // Of the clamped SwiGLU: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + up_offset)
+  float limit = std::numeric_limits<float>::infinity(), alpha = 1.0f, up_offset = 0.0f;
+};
+
+struct LayerSpec : AgreedLayer {
   Routing routing = Routing::kSoftmax;
-  bool renormalize = true;  // with a router: a token's K weights are divided by their sum
+  bool renormalize = true;    // with a router: a token's K weights are divided by their sum
+  bool round_logits = false;  // with a router: its logits are rounded to x_type
+  bool choice_bias = false;   // with a router: E numbers are added to the scores for the choice, not for the weights
   bool router_bias = false, gate_up_bias = false, down_bias = false;
-  bool exact = false;  // GPU, float32: products in float32, without the tensor cores
+  bool interleaved = false;   // with a gate: row 2i of gate_up_proj is column i's gate, row 2i + 1 its up
+  bool transposed = false;    // the experts' matrices are [El, H, 2I or I] and [El, I, H]
+  bool exact = false;         // GPU, float32: products in float32, without the tensor cores
+  uint32_t groups = 1;        // with a router: of E / groups neighbouring experts
+  uint32_t top_groups = 1;    // only these best groups' experts are chosen from
+  float routed_scale = 1.0f;  // with a router: all weights are multiplied by it
 
   FLASHMOE_HD constexpr bool gated() const { return is_gated(activation); }
   // Rows of an expert's first matrix.
@@ -36,36 +52,39 @@ struct LayerSpec {
 
 // Calls f(name, field) for every field, by the names that Python has.
 template <class Layer, class F>
-constexpr void for_each_field(Layer& l, F&& f) {
+constexpr void for_each_agreed_field(Layer& l, F&& f) {
   f("hidden", l.hidden);
   f("intermediate", l.intermediate);
   f("experts", l.experts);
   f("top_k", l.top_k);
   f("activation", l.activation);
-  f("routing", l.routing);
-  f("renormalize", l.renormalize);
-  f("router_bias", l.router_bias);
-  f("gate_up_bias", l.gate_up_bias);
-  f("down_bias", l.down_bias);
+  f("limit", l.limit);
+  f("alpha", l.alpha);
+  f("up_offset", l.up_offset);
+  f("weights_on_input", l.weights_on_input);
   f("x_type", l.x_type);
   f("weight_type", l.weight_type);
   f("intermediate_type", l.intermediate_type);
   f("return_type", l.return_type);
-  f("exact", l.exact);
   f("return_mode", l.return_mode);
   f("capacity_factor", l.capacity_factor);
 }
-
-// The layer as far as all ranks of a call must agree on it. Fields in which ranks may differ have their default values.
-constexpr LayerSpec agreed_part(LayerSpec l) {
-  const LayerSpec by_default;
-  l.routing = by_default.routing;
-  l.renormalize = by_default.renormalize;
-  l.router_bias = by_default.router_bias;
-  l.gate_up_bias = by_default.gate_up_bias;
-  l.down_bias = by_default.down_bias;
-  l.exact = by_default.exact;
-  return l;
+template <class F>
+constexpr void for_each_field(LayerSpec& l, F&& f) {
+  for_each_agreed_field(l, f);
+  f("routing", l.routing);
+  f("renormalize", l.renormalize);
+  f("round_logits", l.round_logits);
+  f("routed_scale", l.routed_scale);
+  f("groups", l.groups);
+  f("top_groups", l.top_groups);
+  f("choice_bias", l.choice_bias);
+  f("router_bias", l.router_bias);
+  f("gate_up_bias", l.gate_up_bias);
+  f("down_bias", l.down_bias);
+  f("interleaved", l.interleaved);
+  f("transposed", l.transposed);
+  f("exact", l.exact);
 }
 
 // The name of an element type's field that differs from x_type; null if none does. Neither engine has products of mixed

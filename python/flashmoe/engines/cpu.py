@@ -64,7 +64,7 @@ class CpuEngine(Engine):
         given = Tensors(*map(believed, Tensors._fields, tensors))
         prepared = self._prepared(handle, given, options)
         tokens, top_k = given.x.shape[0], prepared.layer.top_k
-        views = [None if each is None else host_view(each) for each in given[:7]]
+        views = [None if each is None else host_view(each) for each in given.floats]
         ids = weights = None
         if given.topk_ids is not None:
             ids = self._expert_ids(given.topk_ids, prepared.layer.experts)
@@ -197,12 +197,11 @@ def _events(flat: Sequence[int]) -> list[Event]:
 def _key(tensors: Tensors, options: Options) -> Hashable:
     """Equal for calls that `check` treats alike but for their T; None where something is no dense tensor of NumPy or
     PyTorch, or an option has no hash."""
-    x, *weights = tensors[:7]
-    given = tensors[7:]
+    given = (tensors.topk_ids, tensors.topk_weights)
     try:
         key = (
-            signature(x, 1),
-            *[None if each is None else signature(each) for each in weights],
+            signature(tensors.x, 1),
+            *[None if each is None else signature(each) for each in tensors.of_layer],
             *[None if each is None else signature(each, 1) for each in given],
             options,
             type(options.top_k),  # True is equal to 1, and 2.0 to 2

@@ -132,6 +132,8 @@ class CudaEngine(Engine):
                 raise InvalidArgument(
                     f"{name}: expected {symbol} a multiple of 8 (16-byte rows for the copy engine), got {value}"
                 )
+        if layer.transposed:
+            raise InvalidArgument("transposed: expected False with the CUDA engine so far, got True")
         exact = layer.exact and layer.x_type == "float32"
         variant = jit.Variant(layer.x_type, layer.activation, bool(trace), exact, rdma=self.rdma)
         number = _ffi.library().cuda_add_layer(
@@ -234,7 +236,7 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
     try:
         parts = [
             (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if each is not None else None
-            for each in tensors[1:7]  # the weights and biases
+            for each in tensors.of_layer
         ]
         parts += (x.shape[1:], x.dtype, x.device, x.layout)
         if ids is not None:

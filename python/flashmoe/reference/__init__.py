@@ -7,6 +7,16 @@ see `flashmoe.tolerance`.
 
 from .activations import activate
 from .forward import ReferenceResult, moe_reference
-from .routing import check_topk, choose, router_logits, weigh
+from .routing import check_topk, choice_values, choose, router_logits, scores, weigh
 
-__all__ = ["ReferenceResult", "activate", "check_topk", "choose", "moe_reference", "router_logits", "weigh"]
+__all__ = [
+    "ReferenceResult",
+    "activate",
+    "check_topk",
+    "choice_values",
+    "choose",
+    "moe_reference",
+    "router_logits",
+    "scores",
+    "weigh",
+]

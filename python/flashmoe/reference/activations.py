@@ -7,19 +7,36 @@ import math
 import numpy as np
 
 
-def activate(z: np.ndarray, activation: str) -> np.ndarray:
-    """The activation of pre-activations z [..., I], or [..., 2I] for ``swiglu``; float64."""
+def activate(
+    z: np.ndarray,
+    activation: str,
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> np.ndarray:
+    """The activation of pre-activations z [..., I], or [..., 2I] with a gate: gates, then ups, or in turn if
+    `interleaved`. `limit`, `alpha` and `up_offset` are of ``clamped_swiglu``. float64."""
     if activation == "relu":
         return np.maximum(z, 0.0)
+    if activation == "relu2":
+        return np.square(np.maximum(z, 0.0))
     if activation == "gelu":
         return 0.5 * z * _erfc(-z / math.sqrt(2.0))  # = z (1 + erf(z / sqrt 2)) / 2, without its cancellation
     if activation == "silu":
         with np.errstate(over="ignore"):
             return z / (1.0 + np.exp(-z))
+    if activation not in ("swiglu", "geglu", "clamped_swiglu"):
+        known = "relu, relu2, gelu, silu, swiglu, geglu or clamped_swiglu"
+        raise ValueError(f"activation: expected {known}, got {activation!r}")
+    gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else np.split(z, 2, axis=-1)
     if activation == "swiglu":
-        gate, up = np.split(z, 2, axis=-1)
         return activate(gate, "silu") * up
-    raise ValueError(f"activation: expected relu, gelu, silu or swiglu, got {activation!r}")
+    if activation == "geglu":
+        return activate(gate, "gelu") * up
+    most = math.inf if limit is None else limit
+    return activate(alpha * np.minimum(gate, most), "silu") / alpha * (np.clip(up, -most, most) + up_offset)
 
 
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])

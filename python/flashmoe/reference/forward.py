@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .activations import activate
-from .routing import choose, router_logits, weigh
+from .routing import choice_values, choose, router_logits, weigh
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,18 @@ def moe_reference(
     gate_up_bias: np.ndarray | None = None,
     down_bias: np.ndarray | None = None,
     capacity_factor: float | None = None,
+    score: str = "softmax",
+    choice_bias: np.ndarray | None = None,
+    round_logits: bool = False,
+    routed_scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+    weights_on_input: bool = False,
 ) -> ReferenceResult:
     """Mixture of experts for the tokens of one rank, x [T, H], with the weights of all E experts.
 
@@ -52,27 +64,39 @@ def moe_reference(
         S[t] = the top_k experts of largest l[t]; of equal ones the lower ids
         w[t,e] = g[t,e] / C[t],  C[t] = sum of g[t,e] over S[t]     (renormalize; otherwise C[t] = 1)
 
+    ``score="sigmoid"`` has g[t,e] = 1 / (1 + exp(-l[t,e])) and C[t] + 1e-20. `choice_values` has what `choice_bias` and
+    groups do to S; with `round_logits` l is rounded to x's type; `routed_scale` multiplies w.
+
     Experts and combination (``act`` by element; swiglu: silu of the first I rows times the last I rows)::
 
         f_e(x) = down_proj[e] @ act(gate_up_proj[e] @ x + gate_up_bias[e]) + down_bias[e]
         y[t] = sum over e in S[t] of w[t,e] * f_e(x[t])
+
+    With `weights_on_input` a term is ``f_e(w[t,e] x[t])``. `transposed`: gate_up_proj [E, H, 2I or I] and down_proj
+    [E, I, H]; see `activate` for the rest.
 
     These are equations 5.1 (the expert), 5.2 (C) and 5.3 (the weighted sum) of the FlashDMoE thesis. The
     capacity is that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert
     accepts the first ceil(c T K / E) of this rank's tokens that chose it, in token order. The terms of the
     others are left out of the sum; the weights that remain stay as they are.
 
-    Shapes: gate_up_proj [E, 2I, H] for ``swiglu``, else [E, I, H]; down_proj [E, H, I]; router [E, H];
+    Shapes: gate_up_proj [E, 2I, H] with a gate, else [E, I, H]; down_proj [E, H, I]; router [E, H];
     router_bias [E]; gate_up_bias [E, 2I or I]; down_bias [E, H]. Any float dtype; all of it is computed in
     float64.
     """
+    x_type = np.asarray(x).dtype
     x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
+    if transposed:
+        gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
     experts = gate_up_proj.shape[0]
 
     if topk_ids is None:
         logits = router_logits(x, router, router_bias)
-        topk_ids = choose(logits, top_k)
-        topk_weights = weigh(logits, topk_ids, renormalize)
+        if round_logits:
+            logits = logits.astype(x_type).astype(np.float64)
+        by = choice_values(logits, score=score, choice_bias=choice_bias, groups=groups, top_groups=top_groups)
+        topk_ids = choose(by, top_k)
+        topk_weights = weigh(logits, topk_ids, renormalize, score=score, routed_scale=routed_scale)
     weights = np.asarray(topk_weights, np.float64)
     kept = np.array(topk_ids, np.int64)
     if capacity_factor is not None:
@@ -85,13 +109,15 @@ def moe_reference(
     squares = 0.0
     for expert in range(experts):
         tokens, choices = np.nonzero(kept == expert)
-        z = x[tokens] @ gate_up_proj[expert].T
+        weight = weights[tokens, choices, None]
+        z = (weight * x[tokens] if weights_on_input else x[tokens]) @ gate_up_proj[expert].T
         if gate_up_bias is not None:
             z += np.asarray(gate_up_bias[expert], np.float64)
-        f = activate(z, activation) @ down_proj[expert].T
+        a = activate(z, activation, interleaved=interleaved, limit=limit, alpha=alpha, up_offset=up_offset)
+        f = a @ down_proj[expert].T
         if down_bias is not None:
             f += np.asarray(down_bias[expert], np.float64)
-        terms = weights[tokens, choices, None] * f
+        terms = f if weights_on_input else weight * f
         y[tokens] += terms
         squares += np.square(terms).sum()
     return ReferenceResult(y, kept, weights, int((kept == -1).sum()), math.sqrt(squares))

@@ -11,16 +11,50 @@ def router_logits(x: np.ndarray, router: np.ndarray, router_bias: np.ndarray | N
     return logits if router_bias is None else logits + np.asarray(router_bias, np.float64)
 
 
-def choose(logits: np.ndarray, top_k: int) -> np.ndarray:
-    """ids [T, K] of the top_k experts by logit [T, E]; of equal ones the lower ids."""
-    return np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+def scores(logits: np.ndarray, score: str = "softmax") -> np.ndarray:
+    """float64 [T, E]: the softmax of logits [T, E] over all E, or the sigmoid of each."""
+    if score == "sigmoid":
+        return 1.0 / (1.0 + np.exp(-logits))
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
-def weigh(logits: np.ndarray, ids: np.ndarray, renormalize: bool = True) -> np.ndarray:
-    """Softmax of logits [T, E] at ids [T, K], divided by its sum over these if `renormalize`."""
+def choice_values(
+    logits: np.ndarray,
+    *,
+    score: str = "softmax",
+    choice_bias: np.ndarray | None = None,
+    groups: int = 1,
+    top_groups: int | None = None,
+) -> np.ndarray:
+    """float64 [T, E]: by what experts are chosen. That is their logits, or where there are groups or a bias of the
+    choice, their scores and that bias; -inf outside of the best groups."""
+    if groups == 1 and choice_bias is None:
+        return logits
+    values = scores(logits, score) + (0.0 if choice_bias is None else np.asarray(choice_bias, np.float64))
+    by_group = values.reshape(len(values), groups, values.shape[1] // groups)
+    of_group = np.sort(by_group, axis=2)[:, :, -2:].sum(axis=2)  # the two best of each
+    best = choose(of_group, groups if top_groups is None else top_groups)
+    kept = np.zeros(of_group.shape, bool)
+    np.put_along_axis(kept, best, True, axis=1)
+    return np.where(kept[:, :, None], by_group, -np.inf).reshape(values.shape)
+
+
+def choose(values: np.ndarray, top_k: int) -> np.ndarray:
+    """ids [T, K] of the top_k experts by `values` [T, E], such as logits; of equal ones the lower ids."""
+    return np.argsort(-values, axis=1, kind="stable")[:, :top_k]
+
+
+def weigh(
+    logits: np.ndarray, ids: np.ndarray, renormalize: bool = True, *, score: str = "softmax", routed_scale: float = 1.0
+) -> np.ndarray:
+    """Scores of logits [T, E] at ids [T, K], divided by their sum over these if `renormalize`, times `routed_scale`."""
+    if score == "sigmoid":
+        chosen = np.take_along_axis(scores(logits, score), ids, axis=1)
+        return routed_scale * chosen / ((chosen.sum(axis=1, keepdims=True) + 1e-20) if renormalize else 1.0)
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
     chosen = np.take_along_axis(exponentials, ids, axis=1)
-    return chosen / (chosen if renormalize else exponentials).sum(axis=1, keepdims=True)
+    return routed_scale * chosen / (chosen if renormalize else exponentials).sum(axis=1, keepdims=True)
 
 
 def check_topk(logits: np.ndarray, ids: np.ndarray, slack: float | np.ndarray = 0.0) -> np.ndarray:

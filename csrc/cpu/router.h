@@ -1,0 +1,22 @@
+// From a token's router logits to its experts and their weights (FlashDMoE, equation 5.1, and the routers that came since).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "flashmoe/spec/layer.h"
+
+namespace flashmoe::cpu {
+
+// Buffers of a caller of choose_experts(), grown as needed.
+struct RouterBuffers {
+  std::vector<float> scores, choice, group;
+};
+
+// The experts of one token, from its logits [E]: the K largest (ties: the lower expert), of those of the best groups, in
+// falling order. `choice_bias`: [E]; null: none. False if a
+// logit, or a score with its bias, is not finite.
+bool choose_experts(const LayerSpec& layer, const float* choice_bias, const float* logits, int32_t* ids, float* weights,
+                    RouterBuffers& buffers);
+
+}  // namespace flashmoe::cpu
