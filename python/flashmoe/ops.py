@@ -65,7 +65,7 @@ def moe(
         E ranks: who holds which expert. Default: the context's for its E, else contiguous shares.
     capacity_factor:
         None: dropless. Else each rank keeps, per expert, the first ``ceil(capacity_factor * (T * K) / E)`` of its
-        (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and then at most that.
+        (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and at most that.
     return_mode:
         ``"direct"``, ``"reduced"`` or ``"auto"``; default: the context's. See `Context`.
     trace:
