@@ -46,7 +46,7 @@ INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 LOADS = ("UTMALDG", "LDGSTS")
 WGMMA = "HGMMA"
 
-BF16, SWIGLU = 1, 3  # as csrc/cuda/entry/moe.cu numbers them
+BF16, SWIGLU, GEGLU, RELU2, CLAMPED = 1, 3, 4, 5, 6  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
@@ -166,6 +166,11 @@ def instances() -> list[tuple[str, ...]]:
             found.append(plain)
             if dtype == BF16 or activation == SWIGLU:
                 found.append((*plain, TRACE))
+        # The clamped one has most registers; GeGLU and ReLU2 differ from GELU and ReLU by a multiplication.
+        found += [
+            (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *exact)
+            for activation in ((CLAMPED, GEGLU, RELU2) if dtype == BF16 else (CLAMPED,))
+        ]
     return found
 
 

@@ -87,7 +87,9 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map ten
     f("gate_up_bias", l.gate_up_bias);
     f("down_bias", l.down_bias);
     f("router_bias", l.router_bias);
+    f("choice_bias", l.choice_bias);
     f("topk_ids_64", l.topk_ids_64);
+    f("topk_weights_as_x", l.topk_weights_as_x);
     f.done();
     l.traced = traced;
     l.cubin = cubin;

@@ -48,10 +48,10 @@ void leave_best_groups(const LayerSpec& layer, std::vector<float>& choice, std::
 bool choose_experts(const LayerSpec& layer, const float* choice_bias, const float* logits, int32_t* ids, float* weights,
                     RouterBuffers& buffers) {
   const uint32_t experts = layer.experts;
-  if (!std::all_of(logits, logits + experts, [](float v) { return std::isfinite(v); })) return false;
   std::vector<float>&choice = buffers.choice, &scores = buffers.scores;
   choice.assign(logits, logits + experts);
   if (layer.round_logits) round_to(choice.data(), layer.x_type, experts);
+  if (!std::all_of(choice.begin(), choice.end(), [](float v) { return std::isfinite(v); })) return false;
   scores = choice;
   score(layer, scores);
   // Scores grow with logits, which tell apart more experts. But biases are of scores, and so are groups' sums.

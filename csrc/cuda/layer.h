@@ -14,10 +14,11 @@ namespace flashmoe::cuda {
 // A layer as calls share it: what it is, and where everything but its tokens lies.
 struct Layer {
   LayerSpec spec;
-  std::vector<uint32_t> placement;                            // [E] owner rank of each expert
-  Matrix gate_up, down, router;                               // router.data 0: routing is given
-  uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0;  // 0: none
-  bool topk_ids_64 = false;                                   // given ids are int64
+  std::vector<uint32_t> placement;                                             // [E] owner rank of each expert
+  Matrix gate_up, down, router;                                                // router.data 0: routing is given
+  uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0, choice_bias = 0;  // 0: none
+  bool topk_ids_64 = false;                                                    // given ids are int64
+  bool topk_weights_as_x = false;  // given weights are of x's type, not float32
   bool traced = false;
   uint64_t kept = 0;  // [El, I, H] fp32, see KernelArgs
   std::string cubin;  // file of the kernel compiled for the spec's types and activation, and traced

@@ -47,8 +47,9 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   const DType type = spec.weight_type;
   const uint32_t bytes = element_bytes(type), experts = a.call.shape.local_experts;
   if (experts != 0) {  // else it has no tasks
-    a.gate_up = encode(gate_up_shape(layer.gate_up, bytes, spec.hidden, spec.intermediate, experts, spec.gated()),
-                       layer.gate_up.data, type, "gate_up_proj");
+    a.gate_up =
+        encode(gate_up_shape(layer.gate_up, bytes, spec.hidden, spec.intermediate, experts, spec.gated(), a.gated),
+               layer.gate_up.data, type, "gate_up_proj");
     a.down = encode(down_shape(layer.down, bytes, spec.hidden, spec.intermediate, experts), layer.down.data, type,
                     "down_proj");
   }
@@ -61,6 +62,17 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   a.gate_up_bias = reinterpret_cast<const void*>(layer.gate_up_bias);
   a.down_bias = reinterpret_cast<const void*>(layer.down_bias);
   a.router_bias = reinterpret_cast<const void*>(layer.router_bias);
+}
+
+sm90::RouterRule rule_of(const Layer& layer) {
+  const LayerSpec& spec = layer.spec;
+  return {.sigmoid = spec.routing == Routing::kSigmoid ? 1u : 0u,
+          .renormalize = spec.renormalize ? 1u : 0u,
+          .rounded_to = spec.round_logits ? spec.x_type : DType::kFloat32,
+          .groups = spec.groups,
+          .top_groups = spec.top_groups,
+          .routed_scale = spec.routed_scale,
+          .choice_bias = reinterpret_cast<const float*>(layer.choice_bias)};
 }
 
 // The rows between the two GEMMs, which lie in the workspace.
@@ -90,10 +102,14 @@ Placement::Placement(const Device& device, const host::PlacementTables& t, uint3
 Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& loaded, uint8_t* trace)
     : kernels(loaded), spec(layer.spec) {
   args.call = call_of(common, layer, where);
+  args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
+  args.clamped = {spec.limit, spec.alpha, spec.up_offset};
+  args.weights_on_input = spec.weights_on_input ? 1 : 0;
+  args.rule = rule_of(layer);
   set_weights(args, layer);
   set_intermediate_rows(args, spec, common.limits);
   args.topk_ids_64 = layer.topk_ids_64;
-  args.renormalize = spec.renormalize;
+  args.topk_weights_as_x = layer.topk_weights_as_x;
   args.host_fault = common.fault;
   args.trace = trace;
   args.kept = reinterpret_cast<float*>(layer.kept);
@@ -116,7 +132,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.x_row_bytes = t.x_row_bytes;
   args.out = reinterpret_cast<uint8_t*>(t.out);
   args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
-  args.topk_weights = reinterpret_cast<const float*>(t.topk_weights);
+  args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
   if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c.shape.ranks, t.tokens)) {
     args.tokens =

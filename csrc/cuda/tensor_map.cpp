@@ -21,11 +21,11 @@ int map_type(DType dtype) {
 }  // namespace
 
 TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
-                             uint32_t experts, bool gated) {
+                             uint32_t experts, bool gated, sm90::GatedRows rows) {
   const uint32_t halves = gated ? 2 : 1;
   return {5,
           {hidden, kRowGroup, halves, intermediate / kRowGroup, experts},
-          {m.row_bytes, intermediate * m.row_bytes, kRowGroup * m.row_bytes, m.expert_bytes},
+          {rows.step * m.row_bytes, rows.up * m.row_bytes, kRowGroup * rows.step * m.row_bytes, m.expert_bytes},
           {sm90::kRowBytes / element_bytes, kRowGroup, halves, sm90::kBoxFeatures / kRowGroup / halves, 1}};
 }
 

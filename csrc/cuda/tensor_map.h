@@ -22,7 +22,7 @@ struct TensorMapShape {
 };
 
 TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
-                             uint32_t experts, bool gated);
+                             uint32_t experts, bool gated, sm90::GatedRows rows);
 TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
                           uint32_t experts);
 TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts);

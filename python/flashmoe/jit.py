@@ -34,6 +34,16 @@ _PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-
 INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in _PACKAGES)
 _LOG_LINES = 15  # of a failed compilation, in the error
 
+_ACTIVATIONS = {
+    "relu": "ReLU",
+    "gelu": "GELU",
+    "silu": "SiLU",
+    "swiglu": "SwiGLU",
+    "geglu": "GeGLU",
+    "relu2": "ReLU2",
+    "clamped_swiglu": "clamped SwiGLU",
+}
+
 NVCC_SECONDS = 900.0
 """How long a compilation may take. 30 s are usual, several minutes are not unheard of on a busy machine."""
 LOCK_SECONDS = NVCC_SECONDS + 60.0
@@ -59,7 +69,7 @@ class Variant:
     def title(self) -> str:
         """For messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
-        activation = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU", "swiglu": "SwiGLU"}[self.activation]
+        activation = _ACTIVATIONS[self.activation]
         return " ".join(["exact"] * self.exact + [dtype, activation] + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property

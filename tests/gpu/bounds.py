@@ -28,9 +28,11 @@ exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/gpu/a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from flashmoe.spec import GATED
 from flashmoe.tolerance import UNIT_ROUNDOFF
 from torch import Tensor
 
@@ -51,6 +53,26 @@ class Weights:
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: str
+    shape: dict[str, Any] = field(default_factory=dict)
+    """interleaved, limit, alpha, up_offset, weights_on_input"""
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How logits become a choice and weights, as `flashmoe.moe` takes it."""
+
+    renormalize: bool = True
+    score: str = "softmax"
+    routed_scale: float = 1.0
+    round_logits: bool = False
+    groups: int = 1
+    top_groups: int | None = None
+    choice_bias: Tensor | None = None
+
+    @property
+    def by_scores(self) -> bool:
+        """Whether experts are chosen by scores, and not by logits."""
+        return self.choice_bias is not None or self.groups > 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +102,7 @@ def expected_result(
     top_k: int,
     router: Tensor | None = None,
     router_bias: Tensor | None = None,
-    renormalize: bool = True,
+    rule: RouterRule = RouterRule(),
     topk_ids: Tensor | None = None,
     topk_weights: Tensor | None = None,
     capacity_factor: float | None = None,
@@ -92,13 +114,16 @@ def expected_result(
     valid = True
     if topk_ids is None:
         logits = logits_of(x, router, router_bias)
-        ids = choose(logits, top_k)
+        if rule.round_logits:
+            logits = logits.to(x.dtype).double()
+        values = choice_values(logits, rule)
+        ids = choose(values, top_k)
         if reported is not None and capacity_factor is None:
-            slack = router_slack(x, router, router_bias)
-            valid = are_top_k(logits, reported, slack)
+            slack = router_slack(x, router, router_bias, rule)
+            valid = are_top_k(values, reported, slack)
             ids = torch.where(((reported >= 0) & (reported < logits.shape[1])).all(dim=1, keepdim=True), reported, ids)
-        weights = weigh(logits, ids, renormalize)
-        variance = _weight_variance(x, router, logits, ids, weights, renormalize)
+        weights = weigh(logits, ids, rule)
+        variance = _weight_variance(x, router, logits, ids, weights, rule)
     else:
         ids, weights = topk_ids.long(), topk_weights.double()
         variance = torch.zeros_like(weights)
@@ -135,10 +160,42 @@ def logits_of(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits + bias.double()
 
 
-def router_slack(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
-    """[T]: how much two logits of a token may differ and still be taken in either order: 8 standard deviations of the
-    difference of the least certain two."""
-    variance = _dot_variance(x.double(), router.double(), logits_of(x, router, bias))
+def _relative(x: Tensor, router: Tensor, logits: Tensor, score: str) -> Tensor:
+    """[T, E]: relative variance of the scores, of a softmax before they are divided by their sum."""
+    variance = _dot_variance(x.double(), router.double(), logits)
+    if score == "sigmoid":
+        of_exp = variance + _VARIANCE32 * (logits**2 + 16.0)
+        return torch.sigmoid(-logits) ** 2 * of_exp + 2.0 * _VARIANCE32
+    return variance + _VARIANCE32 * ((logits - logits.amax(dim=1, keepdim=True)) ** 2 + 16.0)
+
+
+def scores_of(logits: Tensor, score: str) -> Tensor:
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, dim=1)
+
+
+def choice_values(logits: Tensor, rule: RouterRule) -> Tensor:
+    """float64 [T, E]: by what experts are chosen."""
+    if not rule.by_scores:
+        return logits
+    values = scores_of(logits, rule.score) + (0.0 if rule.choice_bias is None else rule.choice_bias.double())
+    by_group = values.unflatten(1, (rule.groups, -1))
+    best = by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(dim=2)
+    kept = torch.zeros_like(best, dtype=torch.bool)
+    kept.scatter_(1, choose(best, rule.top_groups or rule.groups), True)
+    return torch.where(kept[:, :, None], by_group, -math.inf).flatten(1)
+
+
+def router_slack(x: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule = RouterRule()) -> Tensor:
+    """[T]: how much two values that a token's experts are chosen by may differ and still be taken in either order: 8
+    standard deviations of the difference of the least certain two."""
+    logits = logits_of(x, router, bias)
+    variance = _dot_variance(x.double(), router.double(), logits)
+    if rule.by_scores:
+        g, relative = scores_of(logits, rule.score), _relative(x, router, logits, rule.score)
+        of_sum = (relative * g**2).sum(dim=1, keepdim=True) if rule.score == "softmax" else 0.0
+        variance = (relative + of_sum) * g**2
+        if rule.choice_bias is not None:
+            variance = variance + _VARIANCE32 * (g + rule.choice_bias.double()) ** 2
     return 8.0 * (2.0 * variance.amax(dim=1)).sqrt()
 
 
@@ -147,10 +204,12 @@ def choose(logits: Tensor, top_k: int) -> Tensor:
     return logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
 
 
-def weigh(logits: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
-    """Softmax of the logits at ids, divided by its sum over these if `renormalize`."""
-    shares = torch.softmax(logits, dim=1).gather(1, ids)
-    return shares / shares.sum(dim=1, keepdim=True) if renormalize else shares
+def weigh(logits: Tensor, ids: Tensor, rule: RouterRule) -> Tensor:
+    """Scores of the logits at ids, divided by their sum over these if the rule renormalises, and scaled."""
+    shares = scores_of(logits, rule.score).gather(1, ids)
+    if rule.renormalize:
+        shares = shares / (shares.sum(dim=1, keepdim=True) + (1e-20 if rule.score == "sigmoid" else 0.0))
+    return rule.routed_scale * shares
 
 
 def are_top_k(logits: Tensor, ids: Tensor, slack: Tensor) -> bool:
@@ -179,20 +238,19 @@ def drop(ids: Tensor, capacity_factor: float | None, experts: int) -> Tensor:
 
 
 def _weight_variance(
-    x: Tensor, router: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, renormalize: bool
+    x: Tensor, router: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, rule: RouterRule
 ) -> Tensor:
     """Of the weights, as `flashmoe.tolerance.router_error` derives it."""
-    variance = _dot_variance(x.double(), router.double(), logits)
-    below = logits - logits.amax(dim=1, keepdim=True)
-    variance = variance + _VARIANCE32 * (below**2 + 16.0)
-    shares = below.exp()
-    if renormalize:
+    relative, shares = _relative(x, router, logits, rule.score), scores_of(logits, rule.score)
+    if rule.renormalize:
         shares = torch.zeros_like(shares).scatter_(1, ids, shares.gather(1, ids))
-    shares = shares / shares.sum(dim=1, keepdim=True)
-    relative = (variance * (1.0 - 2.0 * shares)).gather(1, ids)
-    relative = relative + (variance * shares**2).sum(dim=1, keepdim=True)
-    relative = relative + _VARIANCE32 * (2.0 + shares.shape[1] / 3.0)
-    return weights**2 * relative + _SMALLEST_NORMAL["float32"] ** 2
+    elif rule.score == "sigmoid":
+        shares = torch.zeros_like(shares)
+    shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1e-300)
+    of_weight = (relative * (1.0 - 2.0 * shares)).gather(1, ids)
+    of_weight = of_weight + (relative * shares**2).sum(dim=1, keepdim=True)
+    of_weight = of_weight + _VARIANCE32 * (3.0 + shares.shape[1] / 3.0)
+    return weights**2 * of_weight + _SMALLEST_NORMAL["float32"] ** 2
 
 
 # ---- Experts ------------------------------------------------------------------------------------------
@@ -220,19 +278,28 @@ def _add_expert(
     dtype, activation = _name(x), experts.activation
     w1, w2 = experts.gate_up_proj[expert], experts.down_proj[expert]
     b1, b2 = (0.0 if bias is None else bias[expert].double() for bias in (experts.gate_up_bias, experts.down_bias))
-    z = x.double() @ w1.double().T + b1
-    a, a_variance = _activated(z, _dot_variance(x.double(), w1.double(), z, exact), activation, dtype, exact)
+    weight, weight_variance = w
+    on_input = experts.shape.get("weights_on_input", False)
+    shape = {name: value for name, value in experts.shape.items() if name != "weights_on_input"}
+    scale = weight if on_input else torch.ones_like(weight)  # of the first product
+    product = x.double() @ w1.double().T
+    z = scale * product + b1
+    z_variance = scale**2 * _dot_variance(x.double(), w1.double(), product + b1, exact)
+    if on_input:
+        z_variance = z_variance + weight_variance * product**2 + 2.0 * _VARIANCE32 * (product**2 * scale**2 + z**2)
+        weight, weight_variance = torch.ones_like(weight), torch.zeros_like(weight_variance)
+    a, a_variance = _activated(z, z_variance, activation, dtype, exact, **shape)
     a_variance = a_variance + _rounding(a, dtype)
     f = a @ w2.double().T + b2
     f_engine = f
     if dtype == "float32" and not exact:
-        a_engine, _ = _activated(round_operand(x) @ round_operand(w1).T + b1, None, activation, dtype)
+        z_engine = scale * (round_operand(x) @ round_operand(w1).T) + b1
+        a_engine, _ = _activated(z_engine, None, activation, dtype, **shape)
         step = _TF32_STEP * _binade(a_engine, dtype)
         a_engine = torch.where(a_engine.abs() > step, a_engine - a_engine.sign() * step / 2.0, a_engine)
         a_variance = a_variance + step**2 / 12.0
         f_engine = a_engine @ round_operand(w2).T + b2
     f_variance = _dot_variance(a, w2.double(), f, exact) + a_variance @ (w2.double() ** 2).T
-    weight, weight_variance = w
     row = weight * f
     variance = weight**2 * f_variance + weight_variance * f**2 + _rounding(row, dtype)
     if dtype != "float32":
@@ -260,15 +327,38 @@ def _dot_variance(x: Tensor, matrix: Tensor, values: Tensor, exact: bool = False
 
 
 def _activated(
-    z: Tensor, variance: Tensor | None, activation: str, dtype: str, exact: bool = False
+    z: Tensor,
+    variance: Tensor | None,
+    activation: str,
+    dtype: str,
+    exact: bool = False,
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """act(z), and its variance for z of the given one."""
-    if activation == "swiglu":
-        (gate, up), parts = z.chunk(2, dim=1), (None, None) if variance is None else variance.chunk(2, dim=1)
-        silu, silu_variance = _activated(gate, parts[0], "silu", dtype)
-        if variance is None:
-            return silu * up, None
-        return silu * up, silu_variance * up**2 + silu**2 * parts[1]
+    if activation in GATED:
+        gate, up = (z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, dim=1)
+        of_gate = of_up = None
+        if variance is not None:
+            of_gate, of_up = (variance[:, ::2], variance[:, 1::2]) if interleaved else variance.chunk(2, dim=1)
+        most = math.inf if limit is None else limit
+        if activation == "clamped_swiglu":
+            up = up.clamp(-most, most) + up_offset
+            scaled = None if of_gate is None else alpha**2 * of_gate
+            act, act_variance = _activated(alpha * gate.clamp(max=most), scaled, "silu", dtype)
+            act = act / alpha
+            if variance is not None:
+                act_variance = act_variance / alpha**2 + 2.0 * _VARIANCE32 * act**2
+                of_up = of_up + _VARIANCE32 * up**2
+        else:
+            act, act_variance = _activated(gate, of_gate, {"swiglu": "silu", "geglu": "gelu"}[activation], dtype, exact)
+        return act * up, None if variance is None else act_variance * up**2 + act**2 * of_up
+    if activation == "relu2":
+        a = z.clamp(min=0.0)
+        return a**2, None if variance is None else 4.0 * a**2 * variance + _VARIANCE32 * a**4
     a = _activate(z, activation)
     if variance is None:
         return a, None

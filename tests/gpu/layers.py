@@ -13,15 +13,18 @@ from typing import Any
 import flashmoe
 import pytest
 import torch
-from bounds import Expected, Weights, choose, expected_result, logits_of, router_slack
+from bounds import Expected, RouterRule, Weights, choice_values, choose, expected_result, logits_of, router_slack
 from flashmoe.nn import MoE
 from flashmoe.report import CallReport
+from flashmoe.spec import GATED
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
+SHAPE_OPTIONS = ("interleaved", "limit", "alpha", "up_offset", "weights_on_input")
+ROUTER_OPTIONS = ("renormalize", "score", "routed_scale", "round_logits", "groups", "top_groups")
 ARITHMETIC = {**{dtype: {"dtype": dtype} for dtype in DTYPES}, "exact": {"dtype": "float32", "exact": True}}
 """What `random_problem` is told for each way to multiply."""
 SEED = int(os.environ.get("FLASHMOE_SEED") or secrets.randbelow(2**31))
@@ -42,10 +45,11 @@ class Problem:
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    choice_bias: Tensor | None = None
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """activation, renormalize, capacity_factor, exact"""
+    """Further ones of `flashmoe.moe`."""
 
     @property
     def dtype(self) -> str:
@@ -62,14 +66,20 @@ class Problem:
             self.gate_up_bias,
             self.down_bias,
             self.options.get("activation", "swiglu"),
+            {name: self.options[name] for name in SHAPE_OPTIONS if name in self.options},
         )
+
+    def rule(self) -> RouterRule:
+        options = {name: self.options[name] for name in ROUTER_OPTIONS if name in self.options}
+        return RouterRule(**options, choice_bias=self.choice_bias)
 
     def arguments(self) -> dict[str, Any]:
         """Of `flashmoe.moe`."""
         names = ("x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
         arguments = {**{name: getattr(self, name) for name in names}, **self.options}
         if self.topk_ids is None:
-            return arguments | {"router": self.router, "router_bias": self.router_bias, "top_k": self.top_k}
+            routed = {"router": self.router, "router_bias": self.router_bias, "choice_bias": self.choice_bias}
+            return arguments | routed | {"top_k": self.top_k}
         return arguments | {"topk_ids": self.topk_ids, "topk_weights": self.topk_weights}
 
 
@@ -86,6 +96,7 @@ def random_problem(
     skew: float = 0.0,
     scale: float = 1.0,
     biases: bool = False,
+    choice_bias: bool = False,
     device: str = "cuda",
     **options: Any,
 ) -> Problem:
@@ -106,7 +117,7 @@ def random_problem(
             part.copy_(numbers(*part.shape).mul_(size))
         return made
 
-    rows = intermediate * (2 if options.get("activation", "swiglu") == "swiglu" else 1)
+    rows = intermediate * (2 if options.get("activation", "swiglu") in GATED else 1)
     order = torch.randperm(experts, generator=generator, device=device)
     preference = skew * torch.linspace(0.0, 1.0, experts, device=device)[order]
     problem = Problem(
@@ -130,6 +141,8 @@ def random_problem(
     elif skew:
         problem.x[:, 0] = problem.x[:, 0].abs() + scale
         problem.router[:, 0] += (preference / scale).to(problem.x.dtype)
+    if choice_bias:
+        problem.choice_bias = 0.3 * torch.rand(experts, generator=generator, device=device)
     if options.get("capacity_factor") is not None:
         problem.x = problem.x[is_certain(problem)].contiguous()
     return problem
@@ -138,9 +151,10 @@ def random_problem(
 def is_certain(problem: Problem) -> Tensor:
     """bool [T]: each of the k largest logits differs from the next by more than the engine may misjudge. Also among the
     k: a dropped pair is reported without its expert, so that only its place says which it was."""
-    logits = logits_of(problem.x, problem.router, problem.router_bias)
-    slack = router_slack(problem.x, problem.router, problem.router_bias)
-    falling = logits.sort(dim=1, descending=True).values
+    rule = problem.rule()
+    values = choice_values(logits_of(problem.x, problem.router, problem.router_bias), rule)
+    slack = router_slack(problem.x, problem.router, problem.router_bias, rule)
+    falling = values.sort(dim=1, descending=True).values
     least = falling.new_full((len(falling), 1), -math.inf)
     falling = torch.cat([falling, least], dim=1)[:, : problem.top_k + 1]
     return (falling[:, :-1] - falling[:, 1:] > 2.0 * slack.unsqueeze(1)).all(dim=1)
@@ -234,7 +248,7 @@ def check(problem: Problem, y: Tensor, report: CallReport) -> Expected:
         top_k=problem.top_k,
         router=problem.router,
         router_bias=problem.router_bias,
-        renormalize=problem.options.get("renormalize", True),
+        rule=problem.rule(),
         topk_ids=problem.topk_ids,
         topk_weights=problem.topk_weights,
         capacity_factor=problem.options.get("capacity_factor"),

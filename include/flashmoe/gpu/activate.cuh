@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/types.cuh"
 #include "flashmoe/spec/enums.h"
 
@@ -27,14 +28,21 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return y;
 }
 
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 }  // namespace detail
 
 // Few instructions each: an epilogue is straight-line code, run by one warp per scheduler, and its length is its time.
 
-// x / (1 + exp(-x)). Relative error below 2^-20 where |x| < 20; beyond, exp's argument is rounded to less than that.
-__device__ __forceinline__ float silu(float x) {
+// x / (1 + exp(-alpha x)). Relative error below 2^-20 where |alpha x| < 20; beyond, exp's argument is rounded to less than
+// that.
+__device__ __forceinline__ float silu(float x, float alpha = 1.0f) {
   constexpr float kLog2E = 1.44269504f;
-  return x * detail::reciprocal_approx(1.0f + detail::exp2_approx(x * -kLog2E));
+  return x * detail::reciprocal_approx(1.0f + detail::exp2_approx(x * (-kLog2E * alpha)));
 }
 
 // x (1 + erf(x / sqrt 2)) / 2 = max(x, 0) - |x| h, with h = erfc(|x| / sqrt 2) / 2. The polynomial q is log2(h), so
@@ -77,13 +85,17 @@ __device__ __forceinline__ float exact_gelu(float x) {
   return detail::max_or_nan(x, 0.0f) - tail;
 }
 
-// The activation of two values; for SwiGLU that of the gate, which the caller multiplies by up.
+// The activation of two values; with a gate that of the gate, which the caller multiplies by shaped_up().
 template <class Dtype, Activation A>
-__device__ __forceinline__ void activate_pair(float& a, float& b) {
-  if constexpr (A == Activation::kRelu) {
+__device__ __forceinline__ void activate_pair(float& a, float& b, const ClampedShape& shape) {
+  if constexpr (A == Activation::kRelu || A == Activation::kRelu2) {
     a = detail::max_or_nan(a, 0.0f);
     b = detail::max_or_nan(b, 0.0f);
-  } else if constexpr (A == Activation::kGelu) {
+    if constexpr (A == Activation::kRelu2) a *= a, b *= b;
+  } else if constexpr (A == Activation::kClampedSwiGlu) {
+    a = silu(detail::min_or_nan(a, shape.limit), shape.alpha);
+    b = silu(detail::min_or_nan(b, shape.limit), shape.alpha);
+  } else if constexpr (A == Activation::kGelu || A == Activation::kGeGlu) {
     if constexpr (std::is_same_v<Dtype, Bf16>) {
       a = short_gelu(a);
       b = short_gelu(b);
@@ -95,6 +107,15 @@ __device__ __forceinline__ void activate_pair(float& a, float& b) {
     a = silu(a);
     b = silu(b);
   }
+}
+
+// What an activated gate is multiplied by.
+template <Activation A>
+__device__ __forceinline__ float shaped_up(float up, const ClampedShape& shape) {
+  if constexpr (A == Activation::kClampedSwiGlu) {
+    up = detail::max_or_nan(detail::min_or_nan(up, shape.limit), -shape.limit) + shape.up_offset;
+  }
+  return up;
 }
 
 }  // namespace flashmoe::gpu

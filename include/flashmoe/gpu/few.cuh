@@ -144,12 +144,16 @@ __device__ __forceinline__ void choose(const Block& b) {
   for (uint32_t t = b.warp(); t < b.c.shape.tokens; t += kFewWarps) {
     const TokenChoice choice[1] = {
         {b.s.logits + t * b.c.shape.experts, b.s.ids + t * b.c.shape.top_k, b.s.weights + t * b.c.shape.top_k}};
-    const uint32_t bad = choose_experts(choice, b.c.shape.experts, b.c.shape.top_k, b.args.renormalize != 0);
-    if (bad != 0 && P::lane() == 0) fail_everywhere(b, {.kind = FaultKind::kRouterValue, .index = t});
+    const RouterRule& rule = b.args.rule;
+    const bool good = rule.plain()
+                          ? choose_experts(choice, b.c.shape.experts, b.c.shape.top_k, rule.renormalize != 0) == 0
+                          : choose_by_rule(rule, choice[0], b.c.shape.experts, b.c.shape.top_k);
+    if (!good && P::lane() == 0) fail_everywhere(b, {.kind = FaultKind::kRouterValue, .index = t});
   }
 }
 
 // Given routing is not trusted: every block finds what is wrong with it, and block 0 posts that.
+template <class Dtype>
 __device__ __forceinline__ void take_given(const Block& b) {
   const uint32_t p = threadIdx.x;
   if (p >= b.choices()) return;
@@ -160,7 +164,7 @@ __device__ __forceinline__ void take_given(const Block& b) {
   };
   const int32_t id = id_of(p);
   b.s.ids[p] = id;
-  b.s.weights[p] = b.args.topk_weights[p];
+  b.s.weights[p] = given_weight<Dtype>(b.args, p);
   const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.shape.experts;
   bool twice = false;
   for (uint32_t i = p - p % b.c.shape.top_k; i < p; ++i) twice |= id_of(i) == id;
@@ -209,9 +213,10 @@ __device__ __forceinline__ void group_choices(const Block& b) {
 }
 
 // Fills ids, weights and units. False if the call is over.
+template <class Dtype>
 __device__ __forceinline__ bool route(const Block& b) {
   if (b.args.topk_ids != nullptr) {
-    take_given(b);
+    take_given<Dtype>(b);
   } else {
     choose(b);
   }
@@ -246,7 +251,8 @@ struct Gemm0Jobs {
   __device__ __forceinline__ uint32_t per_unit() const { return b.c.shape.intermediate / (kGated ? 1 : 2); }
   __device__ __forceinline__ TwoRows job(uint32_t i) const {
     const uint32_t unit = i / per_unit(), row = i % per_unit();
-    if constexpr (kGated) return {unit, b.s.expert[unit], row, row + b.c.shape.intermediate};
+    const GatedRows at = b.args.gated;
+    if constexpr (kGated) return {unit, b.s.expert[unit], row * at.step, row * at.step + at.up};
     return {unit, b.s.expert[unit], 2 * row, 2 * row + 1};
   }
 
@@ -261,15 +267,17 @@ struct Gemm0Jobs {
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
     const uint32_t biases = job.expert * b.c.shape.intermediate * (kGated ? 2 : 1);
-    float low = sum[0] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.first, true);
-    float high = sum[1] + bias_at<Dtype>(b.args.gate_up_bias, biases + job.second, true);
-    auto* const row = reinterpret_cast<typename Dtype::Element*>(b.c.intermediate_row(0, b.s.choice[job.unit][token]));
+    const uint32_t p = b.s.choice[job.unit][token];
+    const float scale = b.args.weights_on_input != 0 ? b.s.weights[p] : 1.0f;
+    float low = sum[0] * scale + bias_at<Dtype>(b.args.gate_up_bias, biases + job.first, true);
+    float high = sum[1] * scale + bias_at<Dtype>(b.args.gate_up_bias, biases + job.second, true);
+    auto* const row = reinterpret_cast<typename Dtype::Element*>(b.c.intermediate_row(0, p));
     if constexpr (kGated) {
       float none = 0.0f;
-      activate_pair<Dtype, kActivation>(low, none);
-      row[job.first] = Dtype::narrow(low * high);
+      activate_pair<Dtype, kActivation>(low, none, b.args.clamped);
+      row[job.first / b.args.gated.step] = Dtype::narrow(low * shaped_up<kActivation>(high, b.args.clamped));
     } else {
-      activate_pair<Dtype, kActivation>(low, high);
+      activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
       row[job.first] = Dtype::narrow(low);
       row[job.second] = Dtype::narrow(high);
     }
@@ -319,7 +327,8 @@ struct Gemm1Jobs {
       const uint32_t column = job.first + r;
       const float v = sum[r] + bias_at<Dtype>(b.args.down_bias, job.expert * b.c.shape.hidden + column, true);
       // Rounded to the element type, as a return row is.
-      b.s.results[(column - first) * b.choices() + p] = Dtype::widen(Dtype::narrow(v * b.s.weights[p]));
+      const float weight = b.args.weights_on_input != 0 ? 1.0f : b.s.weights[p];
+      b.s.results[(column - first) * b.choices() + p] = Dtype::widen(Dtype::narrow(v * weight));
     }
   }
   // All threads, when the results are there.
@@ -422,7 +431,7 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   __syncthreads();
   bool ok = few::run_gate<Dtype>(b, trace);
   trace.begin();
-  ok = ok && few::route(b);
+  ok = ok && few::route<Dtype>(b);
   if (ok) {
     __syncthreads();
     trace.end(Phase::kDispatch, blockIdx.x, 0);

@@ -53,6 +53,33 @@ struct WeightRows {
   FLASHMOE_HD const uint8_t* row(uint32_t e, uint32_t r) const { return data + e * expert_bytes + r * row_bytes; }
 };
 
+// How a router makes of logits a token's experts and their weights; see LayerSpec.
+struct RouterRule {
+  uint32_t sigmoid;  // 1: scores are sigmoids; 0: a softmax over all E
+  uint32_t renormalize;
+  DType rounded_to;  // logits, before all else; float32: not rounded
+  uint32_t groups, top_groups;
+  float routed_scale;
+  const float* choice_bias;  // [E]; may be null
+
+  // Whether experts are chosen by scores; else by logits, in the same order, of which float32 tells apart more.
+  FLASHMOE_HD bool by_scores() const { return choice_bias != nullptr || groups > 1; }
+  // A softmax and the largest of it, which most models have.
+  FLASHMOE_HD bool plain() const {
+    return sigmoid == 0 && rounded_to == DType::kFloat32 && !by_scores() && routed_scale == 1.0f;
+  }
+};
+
+// Of the clamped SwiGLU: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + up_offset)
+struct ClampedShape {
+  float limit, alpha, up_offset;
+};
+
+// Where an intermediate column's gate and up lie among an expert's 2I: `step` from column to column, `up` from gate to up.
+struct GatedRows {
+  uint32_t step, up;
+};
+
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
@@ -71,17 +98,21 @@ struct KernelArgs {
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)
   uint64_t x_row_bytes;
-  uint8_t* out;               // [T, H] contiguous
-  const void* gate_up_bias;   // [El, 2I] or [El, I] contiguous; may be null
-  const void* down_bias;      // [El, H]; may be null
-  const void* router_bias;    // [E]; may be null
-  const void* topk_ids;       // [T, K] int32 or int64; null: the router decides
-  const float* topk_weights;  // [T, K]
-  uint32_t topk_ids_64;       // 1: int64
-  uint32_t renormalize;
-  HostFault* host_fault;  // in mapped host memory: written when the call failed
-  uint8_t* trace;         // [blocks] of kTraceBytesPerBlock; null: not traced
-  float* kept;            // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
+  uint8_t* out;                // [T, H] contiguous
+  const void* gate_up_bias;    // [El, 2I], in the order of gate_up's rows, or [El, I] contiguous; may be null
+  const void* down_bias;       // [El, H]; may be null
+  const void* router_bias;     // [E]; may be null
+  const void* topk_ids;        // [T, K] int32 or int64; null: the router decides
+  const void* topk_weights;    // [T, K] float32, or of x's type
+  uint32_t topk_ids_64;        // 1: int64
+  uint32_t topk_weights_as_x;  // 1: of x's type
+  RouterRule rule;
+  ClampedShape clamped;
+  GatedRows gated;
+  uint32_t weights_on_input;  // 1: a row's weight scales its products with gate_up, and not its result
+  HostFault* host_fault;      // in mapped host memory: written when the call failed
+  uint8_t* trace;             // [blocks] of kTraceBytesPerBlock; null: not traced
+  float* kept;                // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

@@ -1,10 +1,19 @@
-// From tokens' router logits to their experts: softmax over all E, the K largest (ties: the lower expert), optionally
-// renormalised to sum 1 (FlashDMoE, equation 5.1).
+// From tokens' router logits to their experts: the K largest of the scores (ties: the lower expert), and what weights
+// these make (FlashDMoE, equation 5.1; groups, sigmoids and the bias of the choice: DeepSeek-V3, section 2.1.2).
 #pragma once
 
+#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/gpu/types.cuh"
 
 namespace flashmoe::gpu {
+
+// Weight i of the given ones.
+template <class Dtype>
+__device__ __forceinline__ float given_weight(const KernelArgs& args, uint64_t i) {
+  if (args.topk_weights_as_x == 0) return static_cast<const float*>(args.topk_weights)[i];
+  return Dtype::widen(static_cast<const typename Dtype::Element*>(args.topk_weights)[i]);
+}
 
 // A key that grows with the float's value; 0 is below every number's.
 __device__ __forceinline__ uint32_t order_key(float v) {
@@ -18,10 +27,126 @@ __device__ __forceinline__ float value_of(uint32_t key) {
 
 // A token's logits, and where its chosen experts and their weights go.
 struct TokenChoice {
-  const float* logits;  // [E]
-  int32_t* ids;         // [K]
-  float* weights;       // [K]
+  float* logits;   // [E]
+  int32_t* ids;    // [K]
+  float* weights;  // [K]
 };
+
+// ---- by any rule: one token of a warp after the other --------------------------------------------------------------
+
+// What is added to the sum of sigmoids that divides them: all may vanish.
+inline constexpr float kLeastSum = 1e-20f;
+
+__device__ __forceinline__ float sigmoid(float logit) {
+  return 1.0f / (1.0f + expf(-logit));
+}
+
+// The logits rounded as the rule says, in place; where scores decide, those instead. False if one is not finite.
+__device__ __forceinline__ bool prepare_token(const RouterRule& rule, float* logits, uint32_t experts) {
+  using P = Platform;
+  float largest = -INFINITY, sum = 0.0f;
+  bool finite = true;
+  for (uint32_t e = P::lane(); e < experts; e += P::kLanes) {
+    float v = logits[e];
+    if (rule.rounded_to == DType::kBFloat16) v = Bf16::widen(Bf16::narrow(v));
+    if (rule.rounded_to == DType::kFloat16) v = Fp16::widen(Fp16::narrow(v));
+    finite &= isfinite(v);
+    largest = max_of(largest, v);
+    logits[e] = rule.by_scores() && rule.sigmoid != 0 ? sigmoid(v) : v;
+  }
+  if (P::ballot(!finite) != 0) return false;
+  if (rule.by_scores() && rule.sigmoid == 0) {
+#pragma unroll
+    for (uint32_t d = 16; d != 0; d /= 2) largest = max_of(largest, __shfl_xor_sync(kFullWarp, largest, d));
+    for (uint32_t e = P::lane(); e < experts; e += P::kLanes) sum += logits[e] = expf(logits[e] - largest);
+#pragma unroll
+    for (uint32_t d = 16; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
+    for (uint32_t e = P::lane(); e < experts; e += P::kLanes) logits[e] /= sum;
+  }
+  P::sync();
+  return true;
+}
+
+// What expert e is chosen by.
+__device__ __forceinline__ float choice_value(const RouterRule& rule, const float* values, uint32_t e) {
+  return values[e] + (rule.choice_bias == nullptr ? 0.0f : rule.choice_bias[e]);
+}
+
+// Bit g is set if experts may be of group g, those whose two best experts have the largest sum. A lane has a group.
+__device__ __forceinline__ uint32_t best_groups(const RouterRule& rule, const float* values, uint32_t experts) {
+  using P = Platform;
+  const uint32_t each = experts / rule.groups, own = P::lane();
+  float best = -INFINITY, second = each == 1 ? 0.0f : -INFINITY;
+  for (uint32_t i = 0; own < rule.groups && i < each; ++i) {
+    const float v = choice_value(rule, values, own * each + (i + own) % each);  // lanes read different banks
+    if (each != 1) second = fmaxf(second, fminf(best, v));
+    best = fmaxf(best, v);
+  }
+  const float sum = best + second;
+  uint32_t better = 0;
+  for (uint32_t g = 0; g < rule.groups; ++g) {
+    const float other = __shfl_sync(kFullWarp, sum, static_cast<int>(g));
+    better += other > sum || (other == sum && g < own) ? 1 : 0;
+  }
+  return P::ballot(own < rule.groups && better < rule.top_groups);
+}
+
+// Of lane k, the k-th choice. False if what one is chosen by is not finite.
+__device__ __forceinline__ bool choose_by_values(const RouterRule& rule, const float* values, uint32_t experts,
+                                                 uint32_t top_k, uint32_t& chosen) {
+  using P = Platform;
+  const uint32_t each = experts / rule.groups;
+  const uint32_t groups = rule.groups == 1 ? 1 : best_groups(rule, values, experts);
+  uint32_t taken = 0;  // bit i: expert 32 i + lane
+  bool finite = true;
+  for (uint32_t k = 0; k < top_k; ++k) {
+    uint32_t best = 0, expert = 0xffffffffu;
+    for (uint32_t i = 0; i * P::kLanes + P::lane() < experts; ++i) {
+      const uint32_t e = i * P::kLanes + P::lane();
+      const float v = choice_value(rule, values, e);
+      finite &= isfinite(v);
+      const uint32_t key = (taken >> i & 1u) == 0 && (groups >> e / each & 1u) != 0 ? order_key(v) : 0;
+      if (key > best) best = key, expert = e;  // the first of equals
+    }
+    const uint32_t top = __reduce_max_sync(kFullWarp, best);
+    const uint32_t winner = __reduce_min_sync(kFullWarp, best == top ? expert : 0xffffffffu);
+    if (P::lane() == k) chosen = winner;
+    if (winner % P::kLanes == P::lane()) taken |= 1u << winner / P::kLanes;
+  }
+  return P::ballot(!finite) == 0;
+}
+
+// False if a logit, or a score with its bias, is not finite; nothing is chosen then.
+__device__ __forceinline__ bool choose_by_rule(const RouterRule& rule, const TokenChoice& token, uint32_t experts,
+                                               uint32_t top_k) {
+  using P = Platform;
+  const uint32_t lane = P::lane();
+  uint32_t chosen = 0;
+  if (!prepare_token(rule, token.logits, experts)) return false;
+  if (!choose_by_values(rule, token.logits, experts, top_k, chosen)) return false;
+  float mine = lane < top_k ? token.logits[chosen] : 0.0f, sum = 0.0f;
+  const bool of_softmax = rule.sigmoid == 0 && !rule.by_scores();
+  if (of_softmax) {  // the first choice's logit is the largest
+    const float largest = __shfl_sync(kFullWarp, mine, 0);
+    mine = lane < top_k ? expf(mine - largest) : 0.0f;
+    for (uint32_t e = lane; rule.renormalize == 0 && e < experts; e += P::kLanes)
+      sum += expf(token.logits[e] - largest);
+  } else if (rule.sigmoid != 0 && !rule.by_scores()) {
+    mine = lane < top_k ? sigmoid(mine) : 0.0f;
+  }
+  if (rule.renormalize != 0) sum = mine;
+#pragma unroll
+  for (uint32_t d = 16; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
+  if (rule.sigmoid != 0) sum += kLeastSum;
+  if (!of_softmax && rule.renormalize == 0) sum = 1.0f;
+  if (lane < top_k) {
+    token.ids[lane] = static_cast<int32_t>(chosen);
+    token.weights[lane] = mine / sum * rule.routed_scale;
+  }
+  return true;
+}
+
+// ---- by a plain rule (softmax, top-k): several tokens of a warp side by side -----------------------------------------
 
 // One warp chooses for kTokens tokens side by side: for each, a chain of reductions over the warp, whose latencies the
 // other tokens' chains fill. A lane has the experts lane, lane + 32, ... of each token, at most kPerLane of them. Bit t

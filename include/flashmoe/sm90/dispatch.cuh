@@ -126,6 +126,7 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
 }
 
 // Every warp of the team: copies the given ids and weights to where packets are built from.
+template <class Dtype>
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
   const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
@@ -135,8 +136,18 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
     } else {
       s.ids[i] = static_cast<const int32_t*>(args.topk_ids)[first + i];
     }
-    s.weights[i] = args.topk_weights[first + i];
+    s.weights[i] = given_weight<Dtype>(args, first + i);
   }
+}
+
+// Logits of the token are not finite.
+__device__ __forceinline__ void post_bad_logits(const Call& c, Shared& s, uint32_t token) {
+  s.router_bad = 1;
+  post_fault<Platform>(c, {.kind = FaultKind::kRouterValue,
+                           .actor = Actor::kProcessor,
+                           .awaited = c.rank,
+                           .culprit = c.rank,
+                           .index = token});
 }
 
 // Every warp of the team: chooses the experts of the token block's tokens, from their logits.
@@ -144,12 +155,20 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
                                              const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
   const uint32_t tokens = c.tokens_in_block(b);
-  const bool few = c.shape.experts <= kFewLanes, renormalize = args.renormalize != 0;
+  auto choice = [&](uint32_t t) -> TokenChoice {
+    return {scratch.logits(c.shape.experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
+  };
+  if (!args.rule.plain()) {
+#pragma unroll 1
+    for (uint32_t t = Team::worker(); t < tokens; t += kTeamWarps) {
+      const bool good = choose_by_rule(args.rule, choice(t), c.shape.experts, c.shape.top_k);
+      if (!good && Platform::lane() == 0) post_bad_logits(c, s, (b << c.policy.log2_block) + t);
+    }
+    return;
+  }
+  const bool few = c.shape.experts <= kFewLanes, renormalize = args.rule.renormalize != 0;
   const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // tokens for which a warp chooses
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
-    auto choice = [&](uint32_t t) -> TokenChoice {
-      return {scratch.logits(c.shape.experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
-    };
     uint32_t bad;
     if (few) {
       const uint32_t t = first + Platform::lane() / kFewLanes * kTeamWarps;
@@ -159,12 +178,7 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
       bad = choose_experts({choice(first), choice(second)}, c.shape.experts, c.shape.top_k, renormalize);
     }
     if (bad == 0 || Platform::lane() != 0) continue;
-    s.router_bad = 1;
-    post_fault<Platform>(c, {.kind = FaultKind::kRouterValue,
-                             .actor = Actor::kProcessor,
-                             .awaited = c.rank,
-                             .culprit = c.rank,
-                             .index = (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps});
+    post_bad_logits(c, s, (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps);
   }
 }
 
@@ -174,7 +188,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
                                             const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
   if (args.topk_ids != nullptr) {
-    copy_given(args, c, b, packets);
+    copy_given<Dtype>(args, c, b, packets);
     return true;
   }
   with_gate<Dtype>(c.shape.experts, [&]<class Stage>() {

@@ -176,19 +176,34 @@ __device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bi
   }
 }
 
-// Biases of a task that activates, whose first column of results is `first_column` of I. Gated, bias is [2I], gates
-// first.
+// Biases of a task that activates, whose first column of results is `first_column` of I. Gated, bias is [2I], as `gated`
+// says.
 template <class Dtype, class Stage, Activation A>
 __device__ __forceinline__ void load_activation_bias(FeatureBias (&to)[Stage::kMs], const void* bias, const Lane& at,
-                                                     uint32_t first_column, uint32_t intermediate) {
+                                                     uint32_t first_column, uint32_t intermediate, GatedRows gated) {
   if constexpr (is_gated(A)) {
 #pragma unroll
     for (uint32_t m = 0; m < Stage::kMs; ++m) {
       const uint32_t i = first_column + (at.group * Stage::kGroupFeatures + m * 64) / 2 + at.warp * 8 + at.row();
-      to[m] = {bias_at<Dtype>(bias, i, i < intermediate), bias_at<Dtype>(bias, intermediate + i, i < intermediate)};
+      const uint32_t gate = i * gated.step;
+      to[m] = {bias_at<Dtype>(bias, gate, i < intermediate), bias_at<Dtype>(bias, gate + gated.up, i < intermediate)};
     }
   } else {
     load_bias<Dtype>(to, bias, at, first_column + at.group * Stage::kGroupFeatures, intermediate);
+  }
+}
+
+// Multiplies each token's products by its weight. `weights` as in store_returned().
+template <class Stage, uint32_t N>
+__device__ __forceinline__ void scale_tokens(const Lane& at, Accumulators<FeaturesByTokens<Stage, N>>& acc,
+                                             const float* weights) {
+#pragma unroll
+  for (uint32_t j = 0; j < N / 8; ++j) {
+    const float2 w = *reinterpret_cast<const float2*>(weights + j * 8 + at.token());
+#pragma unroll
+    for (uint32_t m = 0; m < Stage::kMs; ++m) {
+      acc[m][4 * j] *= w.x, acc[m][4 * j + 1] *= w.y, acc[m][4 * j + 2] *= w.x, acc[m][4 * j + 3] *= w.y;
+    }
   }
 }
 
@@ -199,7 +214,7 @@ __device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at
                                                 const Accumulators<FeaturesByTokens<Stage, N>>& acc,
                                                 const FeatureBias (&bias)[Stage::kMs], uint32_t rows,
                                                 uint32_t first_column, uint32_t intermediate, uint8_t* tile,
-                                                uint64_t pitch) {
+                                                uint64_t pitch, const ClampedShape& shape) {
   using Row = detail::StagedRow<Dtype, Stage, is_gated(A)>;
   const uint32_t first = first_column + at.group * Row::kColumns;
   const uint32_t columns = first < intermediate ? intermediate - first : 0;
@@ -208,11 +223,11 @@ __device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at
       staging, at, acc, rows, columns,
       [&](uint32_t m, uint32_t, float (&v)[4]) {
         v[0] += bias[m].low, v[1] += bias[m].low, v[2] += bias[m].high, v[3] += bias[m].high;
-        activate_pair<Dtype, A>(v[0], v[1]);
+        activate_pair<Dtype, A>(v[0], v[1], shape);
         if constexpr (is_gated(A)) {
-          v[0] *= v[2], v[1] *= v[3];
+          v[0] *= shaped_up<A>(v[2], shape), v[1] *= shaped_up<A>(v[3], shape);
         } else {
-          activate_pair<Dtype, A>(v[2], v[3]);
+          activate_pair<Dtype, A>(v[2], v[3], shape);
         }
       },
       [&](uint32_t token) { return to + token * pitch; });

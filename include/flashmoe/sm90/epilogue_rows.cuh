@@ -38,19 +38,19 @@ __device__ __forceinline__ uint32_t own_staging(uint32_t staging, const Lane& at
 
 // Adds biases to the accumulators of 256 columns. `bias`: the expert's row; null: none. The task's results are columns
 // first, first + 1, ... of `columns`. With a gate, accumulator columns are 8 gates, their 8 ups, the next 8 gates, ...;
-// ups' biases lie `columns` further. A lane needs the biases of 64 columns, too many to load: so a warp loads each once
+// where their biases lie, `gated` says. A lane needs the biases of 64 columns, too many to load: so a warp loads each once
 // (a lane two neighbours of each 64 columns), and lanes read them from its staging buffer.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void add_bias(float (&acc)[128], uint32_t own, const void* bias, const Lane& at,
-                                         uint32_t first, uint32_t columns) {
+                                         uint32_t first, uint32_t columns, GatedRows gated = {1, 0}) {
   if (bias == nullptr) return;
   const uint32_t column = first + (kGated ? at.lane / 8 * 8 + at.lane % 4 * 2 : at.lane * 2);
-  const uint32_t up = kGated && at.lane / 4 % 2 == 1 ? columns : 0;
+  const uint32_t up = kGated && at.lane / 4 % 2 == 1 ? gated.up : 0;
 #pragma unroll
   for (uint32_t i = 0; i < TokensByFeatures::kN / 64; ++i) {
     const uint32_t c = column + i * (kGated ? 32 : 64);
-    store_shared8(own + (i * 32 + at.lane) * 8, __float_as_uint(bias_at<Dtype>(bias, up + c, c < columns)),
-                  __float_as_uint(bias_at<Dtype>(bias, up + c + 1, c < columns)));
+    store_shared8(own + (i * 32 + at.lane) * 8, __float_as_uint(bias_at<Dtype>(bias, up + c * gated.step, c < columns)),
+                  __float_as_uint(bias_at<Dtype>(bias, up + (c + 1) * gated.step, c < columns)));
   }
   __syncwarp();
 #pragma unroll
@@ -84,8 +84,8 @@ __device__ __forceinline__ uint32_t staged_in_piece(uint32_t row, uint32_t chunk
   return row * kLineBytes + (chunk ^ turned) * 16;
 }
 
-// finish(h, a, b) turns two neighbouring accumulators of the lane's h-th row (of 2) into results, in place; activated
-// gates are then multiplied by their ups.
+// finish(h, a, b, up_a, up_b) turns two neighbouring accumulators of the lane's h-th row (of 2) into results, in place; ups
+// only with a gate.
 template <class Dtype, bool kGated, class Finish>
 __device__ __forceinline__ Piece<Dtype> finish_piece(const float (&acc)[128], uint32_t piece, Finish finish) {
   constexpr uint32_t kJoined = kGated ? 2 : 1;  // groups of 8 accumulator columns that make one of results
@@ -96,8 +96,8 @@ __device__ __forceinline__ Piece<Dtype> finish_piece(const float (&acc)[128], ui
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       float v[2] = {acc[d + 2 * h], acc[d + 2 * h + 1]};
-      finish(h, v[0], v[1]);
-      if constexpr (kGated) v[0] *= acc[d + 4 + 2 * h], v[1] *= acc[d + 4 + 2 * h + 1];
+      const uint32_t up = kGated ? d + 4 + 2 * h : 0;
+      finish(h, v[0], v[1], acc[up], acc[up + 1]);
       to.put(g, h, v[0], v[1]);
     }
   }
@@ -176,19 +176,34 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
 
 }  // namespace detail
 
+// As scale_tokens().
+__device__ __forceinline__ void scale_rows(const Lane& at, Accumulators<TokensByFeatures>& acc, const float* weights) {
+  const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
+  const float w[2] = {weights[row], weights[row + 8]};
+#pragma unroll
+  for (uint32_t j = 0; j < TokensByFeatures::kN / 8; ++j) {
+    acc[0][4 * j] *= w[0], acc[0][4 * j + 1] *= w[0], acc[0][4 * j + 2] *= w[1], acc[0][4 * j + 3] *= w[1];
+  }
+}
+
 // As store_activated and store_returned, but these change the accumulators; `bias` is the expert's row, null: none.
 template <class Dtype, Activation A>
 __device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lane& at,
                                                      Accumulators<TokensByFeatures>& acc, const void* bias,
                                                      uint32_t rows, uint32_t first_column, uint32_t intermediate,
-                                                     uint8_t* tile, uint64_t pitch) {
+                                                     uint8_t* tile, uint64_t pitch, GatedRows gated,
+                                                     const ClampedShape& shape) {
   constexpr bool kGated = is_gated(A);
   const uint32_t columns = first_column < intermediate ? intermediate - first_column : 0;
   uint8_t* const to = tile + uint64_t{first_column} * Dtype::kBytes;
   const uint32_t own = detail::own_staging(staging, at);
-  detail::add_bias<Dtype, kGated>(acc[0], own, bias, at, first_column, intermediate);
+  detail::add_bias<Dtype, kGated>(acc[0], own, bias, at, first_column, intermediate, gated);
   detail::store_rows<Dtype, kGated>(
-      own, at, acc[0], rows, columns, [](uint32_t, float& low, float& high) { activate_pair<Dtype, A>(low, high); },
+      own, at, acc[0], rows, columns,
+      [&](uint32_t, float& low, float& high, float up_low, float up_high) {
+        activate_pair<Dtype, A>(low, high, shape);
+        if constexpr (kGated) low *= shaped_up<A>(up_low, shape), high *= shaped_up<A>(up_high, shape);
+      },
       [&](uint32_t row) { return to + row * pitch; });
 }
 
@@ -204,7 +219,8 @@ __device__ __forceinline__ void store_returned_rows(uint32_t staging, const Lane
   const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
   const float weight[2] = {weights[row], weights[row + 8]};
   detail::store_rows<Dtype, false>(
-      own, at, acc[0], rows, columns, [&](uint32_t h, float& low, float& high) { low *= weight[h], high *= weight[h]; },
+      own, at, acc[0], rows, columns,
+      [&](uint32_t h, float& low, float& high, float, float) { low *= weight[h], high *= weight[h]; },
       [&](uint32_t r) { return reinterpret_cast<uint8_t*>(rows_to[r] + offset); });
 }
 

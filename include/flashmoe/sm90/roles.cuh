@@ -42,9 +42,10 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
     if (is_one_of<kGathering>(task.kind)) {
       slot.offsets[r] = offset_of(args, c, row[i]);
+      if (args.weights_on_input != 0) slot.weights[r] = row[i].weight;
     } else {
       slot.to[r] = result_of(args, c, row[i]);
-      slot.weights[r] = row[i].weight;
+      slot.weights[r] = args.weights_on_input != 0 ? 1.0f : row[i].weight;
       slot.tokens[r] = row[i].token;
     }
   }
@@ -306,7 +307,8 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   if constexpr (!kRows) {
     const Lane here = Lane::of_thread(group);
     if (activates) {
-      load_activation_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.shape.intermediate);
+      load_activation_bias<Dtype, Stage, kActivation>(bias, expert_bias(), here, first_column(), c.shape.intermediate,
+                                                      args.gated);
     } else {
       load_bias<Dtype>(bias, expert_bias(), here, first_column() + group * Stage::kGroupFeatures, c.shape.hidden);
     }
@@ -320,11 +322,13 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint64_t pitch = c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][1];
     uint8_t* const tile = c.intermediate_row(slot.tile, slot.share.first);
     if constexpr (kRows) {
+      if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       store_activated_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(),
-                                               c.shape.intermediate, tile, pitch);
+                                               c.shape.intermediate, tile, pitch, args.gated, args.clamped);
     } else {
+      if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
       store_activated<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(),
-                                                            c.shape.intermediate, tile, pitch);
+                                                            c.shape.intermediate, tile, pitch, args.clamped);
     }
   } else if constexpr (kRows) {
     store_returned_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.shape.hidden, slot.weights,

@@ -250,10 +250,13 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
 
 def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
     """Where the layer's tensors are, as the library takes it: 0 where there is none."""
-    numbers = {"topk_ids_64": int("topk_ids" in operands and operands["topk_ids"].dtype == "int64")}
+    numbers = {
+        "topk_ids_64": int("topk_ids" in operands and operands["topk_ids"].dtype == "int64"),
+        "topk_weights_as_x": int("topk_weights" in operands and operands["topk_weights"].dtype != "float32"),
+    }
     for name in ("gate_up_proj", "down_proj", "router"):
         numbers |= _matrix(name, _aligned(name, operands[name]) if name in operands else _ABSENT)
-    for name in ("gate_up_bias", "down_bias", "router_bias"):
+    for name in ("gate_up_bias", "down_bias", "router_bias", "choice_bias"):
         numbers[name] = operands[name].address if name in operands else 0
     return numbers
 

@@ -1,0 +1,109 @@
+"""What models' layers need besides softmax, top-k and SwiGLU, on a GPU: each option, in both kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashmoe
+import pytest
+import torch
+from layers import ARITHMETIC, call, check, context_of, random_problem, run_and_check
+
+pytestmark = pytest.mark.gpu
+
+USUAL = {"hidden": 256, "intermediate": 192, "experts": 64, "top_k": 6}
+TOKENS = (5, 333)
+"""The kernel of a few tokens, and the other."""
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "sigmoid": {"score": "sigmoid"},
+    "sigmoid, not normalised": {"score": "sigmoid", "renormalize": False},
+    "bias of the choice": {"choice_bias": True},
+    "bias of the choice, not normalised": {"choice_bias": True, "renormalize": False},
+    "groups": {"groups": 8, "top_groups": 3},
+    "groups of one": {"groups": 32, "top_groups": 9, "experts": 32},
+    "scaled": {"routed_scale": 2.5},
+    "scaled, not normalised": {"routed_scale": -0.5, "renormalize": False},
+    "DeepSeek-V3": {
+        "score": "sigmoid",
+        "choice_bias": True,
+        "groups": 8,
+        "top_groups": 4,
+        "routed_scale": 2.5,
+        "experts": 256,
+        "top_k": 8,
+    },
+    "8 experts, sigmoid": {"score": "sigmoid", "experts": 8, "top_k": 2},
+    "1024 experts, groups": {"groups": 16, "top_groups": 5, "experts": 1024, "top_k": 32},
+}
+
+CLAMPED = {"activation": "clamped_swiglu", "limit": 0.75, "alpha": 1.702, "up_offset": 1.0}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "geglu": {"activation": "geglu"},
+    "relu2": {"activation": "relu2"},
+    "clamped": CLAMPED,
+    "clamped, no limit": {"activation": "clamped_swiglu", "alpha": 0.5},
+    "interleaved": {"interleaved": True},
+    "clamped, interleaved": CLAMPED | {"interleaved": True},
+    "weights on the input": {"weights_on_input": True},
+}
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
+def test_routers(options: dict[str, Any], dtype: str, tokens: int):
+    run_and_check(random_problem(1, tokens, dtype=dtype, **USUAL | options))
+
+
+@pytest.mark.parametrize("tokens", (*TOKENS, 3000))
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+@pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
+def test_experts(options: dict[str, Any], arithmetic: str, biases: bool, tokens: int):
+    run_and_check(
+        random_problem(2, tokens, biases=biases, **ARITHMETIC[arithmetic], **USUAL | {"experts": 16} | options)
+    )
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_given_weights_may_be_of_the_type_of_x(dtype: str, tokens: int):
+    problem = random_problem(3, tokens, dtype=dtype, ids="int64", **USUAL)
+    problem.topk_weights = problem.topk_weights.to(problem.x.dtype)
+    run_and_check(problem)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_logits_are_rounded_as_a_linear_layer_rounds_them(tokens: int):
+    """Of small integers all logits are exact, and the rounding is the only one."""
+    problem = random_problem(4, tokens, round_logits=True, **USUAL)
+    generator = torch.Generator(device="cuda").manual_seed(4)
+    for tensor in (problem.x, problem.router):
+        tensor.copy_(torch.randint(-3, 4, tensor.shape, generator=generator, device="cuda"))
+    run_and_check(problem)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("choice_bias", [False, True])
+def test_logits_that_are_not_finite_are_told(choice_bias: bool, tokens: int):
+    problem = random_problem(5, tokens, score="sigmoid", choice_bias=choice_bias, **USUAL)
+    problem.x[tokens - 1, 0] = float("inf")
+    with (
+        context_of(problem) as context,
+        pytest.raises(flashmoe.InvalidArgument, match=f"for token {tokens - 1} of rank 0"),
+    ):
+        call(context, problem)
+
+
+def test_interleaving_changes_no_bit():
+    problem = random_problem(6, 700, biases=True, **USUAL)
+    with context_of(problem) as context:
+        plain, _ = call(context, problem)
+        for name in ("gate_up_proj", "gate_up_bias"):
+            gate, up = getattr(problem, name).chunk(2, dim=1)
+            setattr(problem, name, torch.stack([gate, up], dim=2).flatten(1, 2).contiguous())
+        problem.options["interleaved"] = True
+        woven, report = call(context, problem)
+        check(problem, woven, report)
+    assert torch.equal(plain, woven)
