@@ -1,0 +1,176 @@
+"""A whole model of Transformers with its own experts and with FlashMoE's: prefill, and steps of decoding.
+
+    python benchmarks/transformers_model.py [--layers 48] [--commit C] [--out FILE.json]
+
+The model is of Qwen3-30B-A3B's shape, of random bf16 weights, with as many layers as asked for. Each case is timed for every
+experts implementation in turn, four turns, after a warm-up; milliseconds, medians and the smallest and largest. Prefill: one
+prompt of 8192 tokens, without cache, logits of the last. Decoding: one token for each of the sequences, behind prompts of
+128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an implementation cannot do is in the result
+as its error. `fused`: the whole block by `flashmoe.integrations.transformers.fuse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from harness import commit_option, described, nvidia_smi, result_path, write
+
+PROMPT, STEPS, TURNS = 128, 16, 4
+THEIRS = ("grouped_mm", "batched_mm")
+
+
+def build(layers: int) -> torch.nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def tokens(model: torch.nn.Module, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, (batch, length), device="cuda")
+
+
+def timed(run: Callable[[], Any], repeats: int) -> float:
+    """Milliseconds of one of `repeats` runs, host and all."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def prefill(model: torch.nn.Module, batch: int) -> Callable[[], float]:
+    ids = tokens(model, batch, 8192)
+
+    def run() -> None:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+    run()
+    return lambda: timed(run, 2)
+
+
+def decode(model: torch.nn.Module, batch: int) -> Callable[[], float]:
+    prompt, step = tokens(model, batch, PROMPT), tokens(model, batch, 1)
+
+    def turn() -> float:
+        cache = transformers.DynamicCache(config=model.config)
+        model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return timed(lambda: model(input_ids=step, past_key_values=cache, use_cache=True), STEPS)
+
+    turn()
+    return turn
+
+
+def decode_graph(model: torch.nn.Module, batch: int) -> Callable[[], float]:
+    prompt, step = tokens(model, batch, PROMPT), tokens(model, batch, 1)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=1024)
+    position = torch.full((1, 1), PROMPT, device="cuda")
+
+    def run() -> None:
+        model(input_ids=step, past_key_values=cache, use_cache=True, position_ids=position)
+
+    model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return lambda: timed(graph.replay, STEPS)
+
+
+CASES = {
+    "prefill 8192": (prefill, 1),
+    "decode 1": (decode, 1),
+    "decode 32": (decode, 32),
+    "decode 1, graph": (decode_graph, 1),
+    "decode 32, graph": (decode_graph, 32),
+}
+
+
+def as_implementation(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """The model computed so; `fused` cannot be taken back, and comes last."""
+    if name == "fused":
+        from flashmoe.integrations.transformers import fuse
+
+        return fuse(model)
+    model.set_experts_implementation(name)
+    return model
+
+
+def measure(model: torch.nn.Module, names: list[str]) -> dict[str, dict[str, Any]]:
+    """By case and implementation. Turns of one case follow one another for each implementation, since a fused model
+    stays fused; the first implementation is timed again in the end, to show what has drifted."""
+    result: dict[str, dict[str, Any]] = {case: {} for case in CASES}
+    for name in names:
+        as_implementation(model, name)
+        for case, (prepare, batch) in CASES.items():
+            try:
+                with torch.no_grad():
+                    turn = prepare(model, batch)
+                    times = [turn() for _ in range(TURNS)]
+                result[case][name] = {"ms": statistics.median(times), "min_max": [min(times), max(times)]}
+            except Exception as error:
+                result[case][name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            torch.cuda.empty_cache()
+    return result
+
+
+def ratios(row: dict[str, Any]) -> str:
+    """How many times as fast as the fastest of Transformers' own."""
+    theirs = [row[name]["ms"] for name in THEIRS if "ms" in row.get(name, {})]
+    ours = [name for name in row if name not in THEIRS and "ms" in row[name]]
+    return "  ".join(f"{name} {min(theirs) / row[name]['ms']:.2f}x" for name in ours) if theirs else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--names", nargs="+", default=[*THEIRS, "flashmoe", "fused"])
+    parser.add_argument("--out")
+    commit_option(parser)
+    args = parser.parse_args()
+    import flashmoe.integrations.transformers  # noqa: F401  (registers "flashmoe")
+
+    model = build(args.layers)
+    rows = measure(model, args.names)
+    result = described(args.commit) | {
+        "transformers": transformers.__version__,
+        "nvidia_smi": nvidia_smi(),
+        "layers": args.layers,
+        "rows": rows,
+    }
+    write(args.out or result_path("transformers_model", torch.cuda.get_device_name(), 1), result)
+    for case, row in rows.items():
+        each = "  ".join(f"{name} {one['ms']:.2f}" if "ms" in one else f"{name}: {one['error']}" for name, one in row.items())
+        print(f"{case:>18} | {each} | {ratios(row)}")
+    print(json.dumps({key: result[key] for key in ("device", "torch", "transformers", "layers")}))
+
+
+if __name__ == "__main__":
+    main()
