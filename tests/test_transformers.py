@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 import torch.distributed as dist  # noqa: E402
 from flashmoe.context import contexts  # noqa: E402
 from flashmoe.integrations.transformers import experts_forward, recognise  # noqa: E402
-from flashmoe.integrations.transformers.experts import NAME  # noqa: E402
+from flashmoe.integrations.transformers.experts import NAME, experts_modules  # noqa: E402
 from flashmoe.reference import moe_reference  # noqa: E402
 from flashmoe.tolerance import call_error, relative_error  # noqa: E402
 from safetensors import safe_open  # noqa: E402
@@ -92,11 +92,6 @@ def model_of(name, dtype=torch.float32, **changes):
     return getattr(transformers, f"{name}ForCausalLM")(config_of(name, **changes)).to(dtype).eval()
 
 
-def experts_of(model):
-    """Its experts modules, in the order of their layers."""
-    return [module for module in model.modules() if hasattr(module, "is_concatenated")]
-
-
 def with_experts(model, implementation):
     model.set_experts_implementation(implementation)
     return model
@@ -127,7 +122,7 @@ def test_logits_are_those_of_eager_experts(model):
     assert (got - expected).abs().max() <= 1e-5
     # And they would not be if the experts were left out.
     without = copy.deepcopy(model)
-    for experts in experts_of(without):
+    for experts in experts_modules(without):
         torch.nn.init.zeros_(experts.down_proj)
     assert (logits_of(without, tokens) - expected).abs().max() > 0.1
 
@@ -142,11 +137,11 @@ def test_bfloat16_experts_are_within_the_bound_of_the_reference(model):
     """Of each experts module, with what reaches it in the eager model: its inputs, and the choices of the router."""
     model = with_experts(copy.deepcopy(model).to(torch.bfloat16), "eager")
     calls = []
-    for experts in experts_of(model):
+    for experts in experts_modules(model):
         experts.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs)))
     tokens = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(2)).tolist()
     logits_of(model, tokens)
-    assert len(calls) == len(experts_of(model)) > 0
+    assert len(calls) == len(experts_modules(model)) > 0
     for module, (hidden_states, index, weights) in calls:
         with torch.no_grad():
             y = experts_forward(module, hidden_states, index, weights)
@@ -398,7 +393,7 @@ def test_tensors_that_are_refused():
     ):
         experts(x, index, weights)
     experts.num_experts = 4
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^SomeExperts: expected gate_up_proj of E=4 experts, got 5$"):
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^SomeExperts: expected gate_up_proj of 4 experts, got 5$"):
         experts(x, index, weights)
     experts.num_experts = 5
     packed = torch.nn.Parameter(torch.zeros(7, 1, dtype=torch.uint8), requires_grad=False)
@@ -447,7 +442,7 @@ def test_a_model_on_meta_has_an_output_on_meta():
         model = model_of("Mixtral")
     y = with_experts(model, NAME)(torch.tensor(PROMPT, device="meta")).logits
     assert (y.device.type, y.shape) == ("meta", (2, 5, VOCABULARY))
-    experts = experts_of(model)[0]
+    experts = experts_modules(model)[0]
     with pytest.raises(flashmoe.InvalidArgument, match=r"^gate_up_proj: expected a tensor on cpu, got one on meta$"):
         experts(torch.zeros(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
 

@@ -137,6 +137,12 @@ def load_layer(
     )
 
 
+def tensor_files(path: str | Path) -> dict[str, Path]:
+    """The names of a checkpoint's tensors, and the file that has each; `path` as in `load_layer`. Files that an index
+    names are not opened. Raises `CheckpointError` as `load_layer`."""
+    return _Tensors.find(Path(path)).files
+
+
 def load_hidden_states(path: str | Path) -> np.ndarray:
     """Read the tensor ``hidden_states``, [T, H] in one of `DTYPES`, from a ``.safetensors`` file.
 
@@ -217,6 +223,10 @@ class _Tensors:
     @property
     def names(self) -> list[str]:
         return list(self._files)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        return dict(self._files)
 
     def read(self, name: str) -> np.ndarray:
         """Read one tensor, in one of `DTYPES`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
+from ...context import Context, context_id
 from ...errors import InvalidArgument
 from ...growing import GrowingContext, Shape, growing_context
 from ...spec import DTYPES
@@ -22,7 +24,10 @@ _DEVICES = ("cpu", "cuda", "meta")
 _TYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 _CONTEXT = "_flashmoe_context"
-"""The attribute of an experts module that holds what its calls take their context from."""
+"""The attribute of an experts module that holds what its calls take their context from: a `GrowingContext`, or the
+`Context` of a group."""
+_LOCAL = "_flashmoe_local_experts"
+"""The attribute of an experts module that says how many experts its tensors are of, where others are on other ranks."""
 
 
 def register() -> None:
@@ -69,6 +74,38 @@ def experts_forward(
     return torch.ops.flashmoe.moe(number, **tensors, activation=options.activation)
 
 
+def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of `model` that are on Transformers' experts interface, in its order."""
+    return [
+        module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate")
+    ]
+
+
+def of_group(module: torch.nn.Module, context: Context) -> None:
+    """Makes the calls of an experts module, which has this rank's share of the tensors, calls of the group.
+
+    Other implementations would take the first of the share for the first of all, so that none can be chosen any more;
+    nor is a share a state to be saved under the names of all.
+    """
+    vars(module)[_CONTEXT] = context
+    vars(module)[_LOCAL] = len(context.local_experts())
+    module.__class__ = _always(type(module))
+    module.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+@cache
+def _always(kind: type) -> type:
+    """`kind`, computed here whatever its configuration says."""
+    return type(kind.__name__, (kind,), {"forward": experts_forward, "__module__": kind.__module__})
+
+
+def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise InvalidArgument(
+        f"state_dict: expected {prefix.removesuffix('.')} to have all E={module.num_experts} experts, got the "
+        f"{getattr(module, _LOCAL)} of this rank; save the model before it is spread over ranks"
+    )
+
+
 def _tensors(
     module: torch.nn.Module, options: ExpertsOptions, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> dict[str, Tensor | None]:
@@ -106,8 +143,9 @@ def _check(module: torch.nn.Module, tensors: dict[str, Tensor | None]) -> None:
             raise InvalidArgument(
                 f"{kind}: expected {name} [E, ., .] of {types}, got {list(weight.shape)} {weight.dtype} (quantised?)"
             )
-        if weight.shape[0] != module.num_experts:
-            raise InvalidArgument(f"{kind}: expected {name} of E={module.num_experts} experts, got {weight.shape[0]}")
+        experts = getattr(module, _LOCAL, module.num_experts)
+        if weight.shape[0] != experts:
+            raise InvalidArgument(f"{kind}: expected {name} of {experts} experts, got {weight.shape[0]}")
 
 
 def _number(module: torch.nn.Module, top_k: int) -> int:
@@ -117,7 +155,9 @@ def _number(module: torch.nn.Module, top_k: int) -> int:
     experts, hidden, intermediate = weights.shape
     device = weights.device.index if weights.device.type == "cuda" else None
     shape = Shape(device, str(weights.dtype).removeprefix("torch."), hidden, intermediate, experts, top_k)
-    held: GrowingContext | None = vars(module).get(_CONTEXT)
+    held: GrowingContext | Context | None = vars(module).get(_CONTEXT)
+    if isinstance(held, Context):
+        return context_id(held)
     if held is None or held.shape != shape:
         held = vars(module)[_CONTEXT] = growing_context(shape)
     return held.number
