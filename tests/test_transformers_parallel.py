@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
 
 import flashmoe
 import pytest
@@ -155,8 +160,6 @@ def test_of_tensors_of_all_experts_a_rank_reads_its_rows(on_ranks, tmp_path):
 
 
 def _load_shipped(rank, ranks):
-    from importlib import resources
-
     with resources.as_file(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe") as folder:
         return _load(rank, ranks, [str(folder)] * (ranks + 1), {})
 
@@ -247,3 +250,14 @@ def test_more_ranks_than_experts(on_ranks, tmp_path):
     model_of("Mixtral", num_local_experts=3).save_pretrained(tmp_path)
     with pytest.raises(RankFailed, match=r"all 4 ranks: InvalidArgument: group: expected at most E=3 ranks, .*, got 4"):
         on_ranks(4, _load_of_few_experts, str(tmp_path))
+
+
+def test_the_example_writes_the_same_on_every_rank():
+    root = Path(__file__).resolve().parents[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with resources.as_file(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe") as folder:
+        command = [*torchrun, str(root / "examples" / "generate.py"), str(folder), "It was a truth"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    texts = [text.strip() for text in re.split(r"^rank \d: ", ended.stdout, flags=re.MULTILINE)[1:]]
+    assert len(texts) == 2 and texts[0] == texts[1]
+    assert texts[0].startswith("It was a truth") and len(texts[0]) > 100

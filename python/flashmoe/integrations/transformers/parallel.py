@@ -85,6 +85,7 @@ def load_parallel(
     max_tokens: int,
     top_k: int | None = None,
     return_mode: str = "direct",
+    device: torch.device | str = "cpu",
     model_class: type[transformers.PreTrainedModel] | None = None,
     context_options: dict[str, Any] | None = None,
     **options: Any,
@@ -100,12 +101,14 @@ def load_parallel(
         A checkpoint's folder: ``config.json`` and ``model.safetensors``, or its index and shards. None is downloaded.
     group, max_tokens, top_k, return_mode:
         As in `parallelize`.
+    device:
+        Where the model is to be: ``"cpu"``, or this rank's GPU.
     model_class:
         Default: the class of Transformers that the configuration names.
     context_options:
         Further arguments of `Context`.
     options:
-        Of the class's ``from_pretrained``, such as `dtype` and `device_map`.
+        Of the class's ``from_pretrained``, such as `dtype`.
 
     Raises
     ------
@@ -125,7 +128,7 @@ def load_parallel(
     mine = tuple(local_experts(contiguous(experts, ranks), rank))
     if options.get("dtype", config.dtype) is None:
         raise InvalidArgument(f"dtype: expected a torch.dtype, since {path}/config.json names none, got None")
-    model = _together(group, lambda: _load(kind, Path(path), config, mine, options))
+    model = _together(group, lambda: _load(kind, Path(path), config, mine, options).to(device))
     modules = experts_modules(model)
     context = _join(modules, group, max_tokens, _top_k_of(config, top_k), return_mode, context_options or {})
     for module in modules:
