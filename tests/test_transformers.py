@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import torch.distributed as dist  # noqa: E402
+from flashmoe import growing  # noqa: E402
 from flashmoe.context import contexts  # noqa: E402
 from flashmoe.integrations.transformers import experts_forward, recognise  # noqa: E402
 from flashmoe.integrations.transformers.experts import NAME, experts_modules  # noqa: E402
@@ -487,6 +489,30 @@ def test_more_tokens_than_an_engine_takes():
         flashmoe.InvalidArgument, match=r"^max_tokens: expected an integer in \[1, 1048575\], got 1048576"
     ):
         experts(x, index, weights)
+
+
+def test_what_a_graph_has_captured_is_kept(monkeypatch):
+    """With contexts that are none: those of the CUDA engine need a GPU."""
+    made = weakref.WeakSet()
+
+    class SomeContext:
+        def __init__(self, max_tokens, **shape):
+            self.limits = {"max_tokens": max_tokens}
+            made.add(self)
+
+    def call(tokens, captured=False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        growing_context.with_room_for(tokens)
+
+    monkeypatch.setattr(growing, "Context", SomeContext)
+    growing_context = growing.GrowingContext(growing.Shape(0, "bfloat16", 16, 8, 4, 2))
+    call(8)
+    call(64, captured=True)
+    call(65)
+    call(300)
+    assert sorted(each.limits["max_tokens"] for each in made) == [64, 512]
+    with pytest.raises(flashmoe.FlashMoEError, match=r"^context: expected a call of at least T=513 tokens before one"):
+        call(513, captured=True)
 
 
 def test_threads_share_a_context():

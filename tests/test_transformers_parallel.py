@@ -186,6 +186,22 @@ def test_a_rank_that_cannot_load_ends_the_others_attempt(on_ranks, tmp_path):
     assert other == ("GroupError", message)
 
 
+def _under_fsdp(rank, ranks):
+    """Whether a model whose weights FSDP2 brings together for each forward pass computes the same."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = with_experts(model_of("Qwen3Moe"), NAME)
+    with torch.no_grad():
+        expected = bits_of(model(batch_of(rank)).logits)
+        for layer in model.model.layers:
+            fully_shard(layer.mlp)
+        return [bits_of(model(batch_of(rank)).logits) == expected for _ in range(2)]
+
+
+def test_weights_that_fsdp_brings_together(on_ranks):
+    assert on_ranks(2, _under_fsdp) == [[True] * 2] * 2
+
+
 # What is refused
 
 
