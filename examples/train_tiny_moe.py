@@ -4,8 +4,8 @@
 
 `extract_corpus.py` makes the text file. The script needs torch, transformers, tokenizers and safetensors; it
 trains in a few minutes on one GPU. It writes, to --output, the model in Hugging Face's format (config.json,
-model.safetensors), the tokenizer, and the hidden states that reach one MoE layer while the model reads a
-held-out passage; to --log, what happened during the training.
+model.safetensors) and the tokenizer; beside that folder, the hidden states that reach one MoE layer while the model
+reads a held-out passage; to --log, what happened during the training.
 
 The corpus is cut into 90 % training, 5 % validation (which picks the best step) and 5 % test text, in the
 file's order. Every figure in the log's "final" section is measured on the files as written, in bfloat16.
@@ -221,7 +221,7 @@ def expert_load(model: Qwen3MoeForCausalLM, layer: int, hidden_states: torch.Ten
 
 
 def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tensor, output: Path) -> dict:
-    """Write the model in bfloat16, the tokenizer, and layer `PASSAGE_LAYER`'s input for the passage.
+    """Write the model in bfloat16, the tokenizer, and beside them layer `PASSAGE_LAYER`'s input for the passage.
 
     `passage` is int64 [PASSAGE_TOKENS]. Returns the model as read back, each layer's `expert_load` for the
     passage, and the file sizes.
@@ -232,19 +232,20 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tens
 
     shipped = Qwen3MoeForCausalLM.from_pretrained(output, dtype=torch.bfloat16).to(model.device).eval()
     inputs = moe_inputs(shipped, passage)
+    hidden_states = output.with_name(f"{output.name}-hidden-states.safetensors")  # loaders take all in `output`
     save_file(
         {
             "hidden_states": inputs[PASSAGE_LAYER].cpu().contiguous(),
             "token_ids": passage.to(torch.int32),
         },
-        output / "hidden_states.safetensors",
+        hidden_states,
         metadata={"layer": str(PASSAGE_LAYER)},
     )
-    names = ("config.json", "model.safetensors", "tokenizer.json", "hidden_states.safetensors")
+    files = (output / "config.json", output / "model.safetensors", output / "tokenizer.json", hidden_states)
     return {
         "model": shipped,
         "expert_load": [expert_load(shipped, i, states) for i, states in enumerate(inputs)],
-        "bytes": {name: (output / name).stat().st_size for name in names},
+        "bytes": {file.name: file.stat().st_size for file in files},
     }
 
 

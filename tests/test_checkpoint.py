@@ -468,12 +468,18 @@ def test_shipped_router_was_trained():
 
 
 def test_shipped_token_ids_belong_to_the_hidden_states():
-    folder = resources.files("flashmoe") / "assets" / "tiny-qwen3-moe"
-    with safe_open(folder / "hidden_states.safetensors", framework="np") as file:
+    states = resources.files("flashmoe") / "assets" / "tiny-qwen3-moe-hidden-states.safetensors"
+    with safe_open(states, framework="np") as file:
         token_ids = file.get_tensor("token_ids")
     assert (token_ids.shape, token_ids.dtype) == ((2048,), np.int32)
     assert token_ids.min() >= 0
     assert token_ids.max() < 1024
+
+
+def test_the_shipped_folder_is_a_plain_checkpoint():
+    """Some loaders take every safetensors file in it for a part of the model."""
+    folder = resources.files("flashmoe") / "assets" / "tiny-qwen3-moe"
+    assert [file.name for file in folder.iterdir() if file.name.endswith(".safetensors")] == ["model.safetensors"]
 
 
 def test_shipped_files_stay_small():

@@ -214,6 +214,12 @@ def test_nothing_that_computes_knows_models():
     assert used_by(arrows, "flashmoe.models") == {"flashmoe.cli"}
 
 
+def test_nothing_knows_the_frameworks_that_it_is_in():
+    arrows = imports(ROOT / "python" / "flashmoe")
+    assert ("flashmoe.integrations.transformers.experts", "flashmoe.torch_op") in arrows
+    assert used_by(arrows, "flashmoe.integrations") == set()
+
+
 HEADERS = {
     "include/flashmoe/spec/types.h": "",
     "include/flashmoe/protocol/call.h": '#include "flashmoe/spec/types.h"\n',

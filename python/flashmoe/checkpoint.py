@@ -137,6 +137,12 @@ def load_layer(
     )
 
 
+def tensor_files(path: str | Path) -> dict[str, Path]:
+    """The names of a checkpoint's tensors, and the file that has each; `path` as in `load_layer`. Files that an index
+    names are not opened. Raises `CheckpointError` as `load_layer`."""
+    return _Tensors.find(Path(path)).files
+
+
 def load_hidden_states(path: str | Path) -> np.ndarray:
     """Read the tensor ``hidden_states``, [T, H] in one of `DTYPES`, from a ``.safetensors`` file.
 
@@ -153,15 +159,15 @@ def shipped_layer() -> tuple[MoELayer, np.ndarray]:
     """The small trained layer this package ships, and hidden states [2048, H] that really reached it.
 
     The states are the layer's input while its model reads a passage it was not trained on, so that they route
-    as unevenly as real tokens do. The folder's README.md says where both come from.
+    as unevenly as real tokens do. The README.md of the model's folder says where both come from.
     """
-    assets = resources.files(__package__) / "assets" / "tiny-qwen3-moe"
-    with resources.as_file(assets) as folder:
-        states_file = folder / "hidden_states.safetensors"
+    with resources.as_file(resources.files(__package__) / "assets") as assets:
+        # Not in the model's folder: loaders take every safetensors file there for a part of the model.
+        states_file = assets / "tiny-qwen3-moe-hidden-states.safetensors"
         hidden_states = load_hidden_states(states_file)
         with _open(states_file) as file:
             layer = int(file.metadata()["layer"])
-        return load_layer(folder, layer), hidden_states
+        return load_layer(assets / "tiny-qwen3-moe", layer), hidden_states
 
 
 def _error(argument: str, expected: str, got: object) -> CheckpointError:
@@ -217,6 +223,10 @@ class _Tensors:
     @property
     def names(self) -> list[str]:
         return list(self._files)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        return dict(self._files)
 
     def read(self, name: str) -> np.ndarray:
         """Read one tensor, in one of `DTYPES`."""

@@ -22,9 +22,14 @@ from .spec import bounded, one_of
 
 MAX_SECONDS = 1e9  # nanoseconds in 63 bits
 
-contexts: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
-"""Those that live, by `context_id`."""
+contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""What lives of contexts, and of `flashmoe.growing.GrowingContext`, by number."""
 _numbers = itertools.count(1)
+
+
+def next_number() -> int:
+    """A number that nothing in `contexts` has or had."""
+    return next(_numbers)
 
 
 def context_id(ctx: Context) -> int:
@@ -242,7 +247,7 @@ class Context:
         """Bytes of this rank's symmetric heap."""
         self.workspace_bytes = self._engine.workspace_bytes
         """Bytes of this rank's private workspace; with the CPU engine, taken from the system as they are first used."""
-        self._number = next(_numbers)
+        self._number = next_number()
         contexts[self._number] = self
 
     @classmethod

@@ -23,17 +23,19 @@ from . import tensors as operands
 from .arguments import Options, Tensors
 from .context import Context, context_id, contexts, run
 from .errors import FlashMoEError, InvalidArgument
+from .growing import GrowingContext
 
 __all__ = ["check_tensors", "context_id", "moe", "moe_backward"]
 
 
-def _context(number: int) -> Context:
+def _context(number: int, tokens: int) -> Context:
+    """That of the number, for a call of T tokens."""
     ctx = contexts.get(number)
     if ctx is None:
         raise FlashMoEError(
             f"context: expected the context_id of a live Context, got {number}: it is gone, or never was"
         )
-    return ctx
+    return ctx.with_room_for(tokens) if isinstance(ctx, GrowingContext) else ctx
 
 
 # The annotations become the operator's schema. No parameter is keyword-only: autograd refuses such tensors.
@@ -71,7 +73,7 @@ def _moe(
     given = locals()
     tensors = Tensors(**{name: given[name] for name in Tensors._fields})
     options = Options(**{name: given[name] for name in Options._fields})
-    return run(_context(context), tensors, options, False)
+    return run(_context(context, x.shape[0]), tensors, options, False)
 
 
 def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:

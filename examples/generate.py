@@ -1,0 +1,25 @@
+"""Write a text with a model of Transformers whose experts are spread over processes of this machine.
+
+    torchrun --standalone --nproc-per-node 2 examples/generate.py [--gpu] CHECKPOINT "It was a truth"
+
+Needs Transformers. With --gpu a rank is a GPU. The process group only brings the ranks together.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from flashmoe.integrations.transformers import load_parallel
+from transformers import AutoTokenizer
+
+*gpu, path, prompt = sys.argv[1:]
+dist.init_process_group("gloo")
+device = f"cuda:{dist.get_node_local_rank()}" if gpu else "cpu"
+if gpu:
+    torch.cuda.set_device(device)
+model = load_parallel(path, max_tokens=4096, device=device)
+tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+text = tokenizer.decode(model.generate(ids, max_new_tokens=50, do_sample=False, synced_gpus=True)[0])
+print(f"rank {dist.get_rank()}: {text}", flush=True)
+dist.destroy_process_group()

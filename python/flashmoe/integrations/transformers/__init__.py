@@ -1,0 +1,22 @@
+"""FlashMoE in models of Hugging Face's Transformers, 5.17 to 5.24; see docs/transformers.md.
+
+Importing this registers the experts implementation ``"flashmoe"``::
+
+    import flashmoe.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="flashmoe")
+
+or, for a model that is there, ``model.set_experts_implementation("flashmoe")``. The model keeps its parameters, their
+names and its router; only its routed experts are computed by `flashmoe.moe`. Experts that compute something else are
+refused when they are called, by class and attribute.
+"""
+
+from __future__ import annotations
+
+from ._release import NEWEST, OLDEST
+from .experts import experts_forward, register
+from .parallel import load_parallel, parallelize
+from .recognise import ExpertsOptions, recognise
+
+register()
+
+__all__ = ["NEWEST", "OLDEST", "ExpertsOptions", "experts_forward", "load_parallel", "parallelize", "recognise"]

@@ -1,0 +1,177 @@
+"""The experts implementation ``"flashmoe"``: a model's own routing, and `flashmoe.moe` for its experts."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from ...context import Context, context_id
+from ...errors import InvalidArgument
+from ...growing import GrowingContext, Shape, growing_context
+from ...spec import DTYPES
+from ...torch_op import check_tensors
+from .recognise import ExpertsOptions, recognise
+
+NAME = "flashmoe"
+
+_DEVICES = ("cpu", "cuda", "meta")
+_TYPES = tuple(getattr(torch, name) for name in DTYPES)
+
+_CONTEXT = "_flashmoe_context"
+"""The attribute of an experts module that holds what its calls take their context from: a `GrowingContext`, or the
+`Context` of a group."""
+_LOCAL = "_flashmoe_local_experts"
+"""The attribute of an experts module that says how many experts its tensors are of, where others are on other ranks."""
+
+
+def register() -> None:
+    """Makes the implementation known to Transformers. Idempotent."""
+    ExpertsInterface.register(NAME, experts_forward)
+    FP8ExpertsInterface.register(NAME, _refuse_fp8)
+
+
+def experts_forward(
+    module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What `module`, an experts module of Transformers, computes.
+
+    Parameters
+    ----------
+    module:
+        Its weights are of `hidden_states`' dtype and on its device.
+    hidden_states: [T, H]
+    top_k_index: [T, K] int32 or int64
+        A token's experts; they are distinct.
+    top_k_weights: [T, K] float32, or of a type that float32 holds
+
+    Returns
+    -------
+    [T, H], of hidden_states' dtype.
+
+    Raises
+    ------
+    InvalidArgument
+        The module computes what the operator does not (see `flashmoe.integrations.transformers.recognise`), or a tensor
+        is not as above.
+    HeapError, FlashMoEError, NotImplementedError
+        As `flashmoe.moe`.
+    """
+    options = recognise(module)
+    tensors = _tensors(module, options, hidden_states, top_k_index, top_k_weights)
+    check_tensors(tensors)
+    _check(module, tensors)
+    top_k = top_k_index.shape[1]
+    if torch.compiler.is_compiling():
+        number = _number_while_compiling(id(module), top_k)
+    else:
+        number = _number(module, top_k)
+    return torch.ops.flashmoe.moe(number, **tensors, activation=options.activation)
+
+
+def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of `model` that are on Transformers' experts interface, in its order."""
+    return [
+        module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate")
+    ]
+
+
+def of_group(module: torch.nn.Module, context: Context) -> None:
+    """Makes the calls of an experts module, which has this rank's share of the tensors, calls of the group.
+
+    Other implementations would take the first of the share for the first of all, so that none can be chosen any more;
+    nor is a share a state to be saved under the names of all.
+    """
+    vars(module)[_CONTEXT] = context
+    vars(module)[_LOCAL] = len(context.local_experts())
+    module.__class__ = _always(type(module))
+    module.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+@cache
+def _always(kind: type) -> type:
+    """`kind`, computed here whatever its configuration says."""
+    return type(kind.__name__, (kind,), {"forward": experts_forward, "__module__": kind.__module__})
+
+
+def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise InvalidArgument(
+        f"state_dict: expected {prefix.removesuffix('.')} to have all E={module.num_experts} experts, got the "
+        f"{getattr(module, _LOCAL)} of this rank; save the model before it is spread over ranks"
+    )
+
+
+def _tensors(
+    module: torch.nn.Module, options: ExpertsOptions, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> dict[str, Tensor | None]:
+    """The operator's tensors, by its names."""
+    return {
+        "x": hidden_states.contiguous(),
+        "gate_up_proj": getattr(module, options.gate_up),
+        "down_proj": getattr(module, options.down),
+        "gate_up_bias": getattr(module, options.gate_up_bias) if options.gate_up_bias else None,
+        "down_bias": getattr(module, options.down_bias) if options.down_bias else None,
+        "topk_ids": top_k_index.contiguous(),
+        "topk_weights": top_k_weights.to(torch.float32).contiguous(),
+    }
+
+
+def _check(module: torch.nn.Module, tensors: dict[str, Tensor | None]) -> None:
+    """Raises `InvalidArgument` for weights that are no plain tensors of a type and a place that an engine takes, or not
+    of all experts, and where autocast would compute in another type. What else tensors must be, the operator checks."""
+    kind = type(module).__name__
+    device = tensors["x"].device.type
+    if device not in _DEVICES:
+        raise InvalidArgument(f"hidden_states: expected a tensor on one of {', '.join(_DEVICES)}, got one on {device}")
+    if device != "meta" and torch.is_autocast_enabled(device):
+        raise InvalidArgument(
+            f"{kind}: expected to be called without autocast, which rounds to "
+            f"{torch.get_autocast_dtype(device)} where FlashMoE does not; load the model in that type instead"
+        )
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise InvalidArgument(f"{kind}: expected {name} as a tensor of this rank alone, got a DTensor")
+    for name in ("gate_up_proj", "down_proj"):
+        weight = tensors[name]
+        if weight.ndim != 3 or weight.dtype not in _TYPES:
+            types = ", ".join(map(str, _TYPES))
+            raise InvalidArgument(
+                f"{kind}: expected {name} [E, ., .] of {types}, got {list(weight.shape)} {weight.dtype} (quantised?)"
+            )
+        experts = getattr(module, _LOCAL, module.num_experts)
+        if weight.shape[0] != experts:
+            raise InvalidArgument(f"{kind}: expected {name} of {experts} experts, got {weight.shape[0]}")
+
+
+def _number(module: torch.nn.Module, top_k: int) -> int:
+    """The number that stands in calls of the operator for what the module takes its contexts from: see `growing`. The
+    module holds it, so that it lives no longer than the last of the modules that share it."""
+    weights = module.down_proj
+    experts, hidden, intermediate = weights.shape
+    device = weights.device.index if weights.device.type == "cuda" else None
+    shape = Shape(device, str(weights.dtype).removeprefix("torch."), hidden, intermediate, experts, top_k)
+    held: GrowingContext | Context | None = vars(module).get(_CONTEXT)
+    if isinstance(held, Context):
+        return context_id(held)
+    if held is None or held.shape != shape:
+        held = vars(module)[_CONTEXT] = growing_context(shape)
+    return held.number
+
+
+@torch.compiler.assume_constant_result
+def _number_while_compiling(identity: int, top_k: int) -> int:
+    """`_number` as a constant of what is compiled. PyTorch before 2.13 takes no module for an argument of such a
+    function, but its identity, and uses what it compiles with no other module. This one lives: it is being called."""
+    return _number(ctypes.cast(identity, ctypes.py_object).value, top_k)
+
+
+def _refuse_fp8(module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    raise InvalidArgument(
+        f"{type(module).__name__}: expected experts in float32, bfloat16 or float16, got FP8 ones; FlashMoE does not "
+        "compute these experts, choose another experts_implementation"
+    )

@@ -1,0 +1,97 @@
+"""What an experts module of Transformers computes, in the words of `flashmoe.moe`.
+
+Such a module says what it computes by the attributes that ``use_experts_implementation`` has given it, by `act_fn`, and
+by `_apply_gate`, from which Transformers' own implementations (``grouped_mm``, ``batched_mm``) compute too. The name in
+its configuration says nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`. What no table
+here has is refused, by class and attribute: a result that is nearly right would be taken for right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.activations import GELUActivation, SiLUActivation
+from transformers.integrations import moe as interface
+
+from ...errors import InvalidArgument
+
+_SILU = (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu)
+_GELU = (GELUActivation, torch.nn.functional.gelu)  # by erf; torch.nn.GELU may be another
+_RELU = (torch.nn.ReLU, torch.nn.functional.relu, torch.relu)
+
+GATED = dict.fromkeys(_SILU, "swiglu")
+"""The operator's activation where `act_fn`, by function or module class, is applied to the gate and multiplies up."""
+
+UNGATED = dict.fromkeys(_SILU, "silu") | dict.fromkeys(_GELU, "gelu") | dict.fromkeys(_RELU, "relu")
+"""The operator's activation where `act_fn` is all that lies between the two products."""
+
+FLAGS = {
+    "is_concatenated": (True, "True (gate rows, then up rows)"),
+    "is_transposed": (False, "False (weights [E, 2I, H] and [E, H, I])"),
+    "has_post_expert_norm": (False, "False"),
+    "_is_expert_parallel": (
+        False,
+        "False; for experts spread over ranks see flashmoe.integrations.transformers.parallelize",
+    ),
+}
+"""Attributes that the operator has one value of: that value, and the expectation in words. Not every release of
+Transformers has each; a module without one is as one with that value."""
+
+
+@dataclass(frozen=True)
+class ExpertsOptions:
+    """What an experts module computes, and the names of its tensors; None where it has no such tensor."""
+
+    activation: str
+    """Of `flashmoe.moe`."""
+    gate_up: str
+    """[E, 2I, H], or [E, I, H] without a gate."""
+    down: str
+    """[E, H, I]"""
+    gate_up_bias: str | None
+    """[E, 2I], or [E, I] without a gate."""
+    down_bias: str | None
+    """[E, H]"""
+
+
+def recognise(module: torch.nn.Module) -> ExpertsOptions:
+    """Raises `InvalidArgument` for a module that computes what the operator does not."""
+    for name, (value, expected) in FLAGS.items():
+        got = getattr(module, name, value)
+        if got is not value:
+            raise _refusal(module, name, expected, got)
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    return ExpertsOptions(
+        activation=_gated(module) if module.has_gate else _activation(module, UNGATED),
+        gate_up=first,
+        down="down_proj",
+        gate_up_bias=f"{first}_bias" if module.has_bias else None,
+        down_bias="down_proj_bias" if module.has_bias else None,
+    )
+
+
+def _gated(module: torch.nn.Module) -> str:
+    own = "_apply_gate" in vars(module)
+    if own or type(module)._apply_gate is not interface._default_apply_gate:
+        raise _refusal(module, "_apply_gate", "the default of Transformers, act_fn(gate) * up", "another function")
+    return _activation(module, GATED)
+
+
+def _activation(module: torch.nn.Module, known: dict[Any, str]) -> str:
+    act = module.act_fn
+    kind = type(act) if isinstance(act, torch.nn.Module) else act
+    if kind is torch.nn.GELU and act.approximate == "none":
+        kind = GELUActivation
+    if kind not in known:
+        names = ", ".join(dict.fromkeys(each.__name__ for each in known))
+        raise _refusal(module, "act_fn", f"one of {names}", getattr(kind, "__name__", repr(kind)))
+    return known[kind]
+
+
+def _refusal(module: torch.nn.Module, attribute: str, expected: str, got: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"{type(module).__name__}.{attribute}: expected {expected}, got {got}; FlashMoE does not compute these "
+        "experts, choose another experts_implementation"
+    )

@@ -1,0 +1,586 @@
+"""Models of Transformers whose experts FlashMoE computes, against Transformers' own eager experts."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+import flashmoe
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import torch.distributed as dist  # noqa: E402
+from flashmoe import growing  # noqa: E402
+from flashmoe.context import contexts  # noqa: E402
+from flashmoe.integrations.transformers import experts_forward, recognise  # noqa: E402
+from flashmoe.integrations.transformers.experts import NAME, experts_modules  # noqa: E402
+from flashmoe.reference import moe_reference  # noqa: E402
+from flashmoe.tolerance import call_error, relative_error  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from torch.distributed.tensor import DTensor, init_device_mesh  # noqa: E402
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface  # noqa: E402
+from transformers.integrations.moe import batched_mm_experts_forward, use_experts_implementation  # noqa: E402
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # so large that experts matter: at 0.02 they vanish beside the residual stream
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_group": 2, "n_group": 4}
+
+ARCHITECTURES = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {**MOE, "num_experts": 6, "shared_expert_intermediate_size": 16},
+    "Qwen3Moe": {**MOE, "num_experts": 6, "head_dim": 16},
+    "Olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "Phimoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        **MOE,
+        **GROUPED,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "Glm4Moe": {**MOE, **GROUPED, "topk_group": 1, "n_group": 1, "head_dim": 16},
+    "Qwen3Next": {
+        **MOE,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 16,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
+"""What a configuration of each has besides `SMALL`."""
+
+PROMPT = [[5, 17, 3, 44, 9], [60, 2, 2, 31, 8]]
+VOCABULARY = SMALL["vocab_size"]
+
+
+def config_of(name, **changes):
+    return getattr(transformers, f"{name}Config")(**{**SMALL, **ARCHITECTURES[name], **changes})
+
+
+def model_of(name, dtype=torch.float32, **changes):
+    torch.manual_seed(7)
+    return getattr(transformers, f"{name}ForCausalLM")(config_of(name, **changes)).to(dtype).eval()
+
+
+def with_experts(model, implementation):
+    model.set_experts_implementation(implementation)
+    return model
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(torch.tensor(ids)).logits
+
+
+def greedy(model, ids, steps):
+    return model.generate(torch.tensor(ids), do_sample=False, max_new_tokens=steps, min_new_tokens=steps)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request):
+    """Each architecture in turn; tests choose its experts' implementation, and change nothing else."""
+    return model_of(request.param)
+
+
+# Whole models
+
+
+def test_logits_are_those_of_eager_experts(model):
+    tokens = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = logits_of(with_experts(model, "eager"), tokens)
+    got = logits_of(with_experts(model, NAME), tokens)
+    assert (got - expected).abs().max() <= 1e-5
+    # And they would not be if the experts were left out.
+    without = copy.deepcopy(model)
+    for experts in experts_modules(without):
+        torch.nn.init.zeros_(experts.down_proj)
+    assert (logits_of(without, tokens) - expected).abs().max() > 0.1
+
+
+def test_greedy_tokens_are_those_of_eager_experts(model):
+    expected = greedy(with_experts(model, "eager"), PROMPT, 64)
+    assert expected.shape == (2, len(PROMPT[0]) + 64)
+    assert torch.equal(greedy(with_experts(model, NAME), PROMPT, 64), expected)
+
+
+def test_bfloat16_experts_are_within_the_bound_of_the_reference(model):
+    """Of each experts module, with what reaches it in the eager model: its inputs, and the choices of the router."""
+    model = with_experts(copy.deepcopy(model).to(torch.bfloat16), "eager")
+    calls = []
+    for experts in experts_modules(model):
+        experts.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs)))
+    tokens = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(2)).tolist()
+    logits_of(model, tokens)
+    assert len(calls) == len(experts_modules(model)) > 0
+    for module, (hidden_states, index, weights) in calls:
+        with torch.no_grad():
+            y = experts_forward(module, hidden_states, index, weights)
+        assert (y.dtype, y.shape) == (torch.bfloat16, hidden_states.shape)
+        arrays = [as_bfloat16(each) for each in (hidden_states, module.gate_up_proj, module.down_proj)]
+        routing = index.numpy(), weights.float().numpy()
+        expected = moe_reference(*arrays, topk_ids=routing[0], topk_weights=routing[1])
+        error = call_error(*arrays, *routing, return_mode="direct", placement=[0] * module.num_experts)
+        bound = error.bound / expected.scale
+        assert 0.0 < relative_error(y.float().numpy(), expected.y, expected.scale) <= bound < 0.05
+
+
+def as_bfloat16(tensor):
+    import ml_dtypes
+
+    return tensor.detach().float().numpy().astype(ml_dtypes.bfloat16)
+
+
+def stored(folder):
+    """Names, types and bytes of a checkpoint's tensors."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)
+                found[name] = tensor.dtype, tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def test_saved_models_are_those_of_eager_experts(model, tmp_path):
+    with_experts(model, "eager").save_pretrained(tmp_path / "eager")
+    expected = logits_of(with_experts(model, NAME), PROMPT)
+    model.save_pretrained(tmp_path / "flashmoe")
+    assert stored(tmp_path / "flashmoe") == stored(tmp_path / "eager")
+    configs = [(tmp_path / folder / "config.json").read_text() for folder in ("eager", "flashmoe")]
+    assert configs[0] == configs[1]
+    again = type(model).from_pretrained(tmp_path / "flashmoe", experts_implementation=NAME).eval()
+    assert torch.equal(logits_of(again, PROMPT), expected)
+    again.save_pretrained(tmp_path / "again")
+    assert stored(tmp_path / "again") == stored(tmp_path / "eager")
+
+
+def test_the_shipped_model_writes_what_it_writes_with_eager_experts():
+    with resources.as_file(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe") as folder:
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(folder, dtype=torch.float32, experts_implementation=NAME)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    prompt = tokenizer("It was a truth", return_tensors="pt").input_ids.tolist()
+    texts = [tokenizer.decode(greedy(with_experts(model, each), prompt, 200)[0]) for each in (NAME, "eager")]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0].split())) > 20  # a text, not one word again and again
+
+
+# Experts modules
+
+
+def experts_class(**flags):
+    """A class of experts as Transformers makes them, with parameters as its flags say."""
+
+    class SomeExperts(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_experts, self.act_fn = 5, config.act_fn
+            gated, biased = flags.get("has_gate", True), flags.get("has_bias", False)
+            hidden, intermediate = 16, 12
+            rows, name = (2 * intermediate, "gate_up_proj") if gated else (intermediate, "up_proj")
+            shapes = {name: (rows, hidden), "down_proj": (hidden, intermediate)}
+            if flags.get("is_transposed"):
+                shapes = {key: shape[::-1] for key, shape in shapes.items()}
+            if biased:
+                shapes |= {f"{name}_bias": (rows,), "down_proj_bias": (hidden,)}
+            for key, shape in shapes.items():
+                self.register_parameter(key, torch.nn.Parameter(0.5 * torch.randn(self.num_experts, *shape)))
+
+        forward = batched_mm_experts_forward
+
+    return use_experts_implementation(**flags)(SomeExperts)
+
+
+def some_experts(act_fn=None, **flags):
+    torch.manual_seed(3)
+    act_fn = torch.nn.SiLU() if act_fn is None else act_fn
+    return experts_class(**flags)(SimpleNamespace(act_fn=act_fn, _experts_implementation=NAME))
+
+
+def some_routing(experts, tokens=9, top_k=3, hidden=16):
+    """Hidden states, ids of distinct experts, weights."""
+    generator = torch.Generator().manual_seed(4)
+    scores, index = torch.rand(tokens, experts.num_experts, generator=generator).topk(top_k, dim=-1)
+    return torch.randn(tokens, hidden, generator=generator), index, scores
+
+
+def activation(name):
+    return transformers.activations.ACT2FN[name]
+
+
+COMPUTED = {
+    "gated": {},
+    "gated by a function": {"act_fn": torch.nn.functional.silu},
+    "gated, with biases": {"has_bias": True},
+    "swish": {"act_fn": activation("swish")},
+    "no gate, silu": {"has_gate": False, "act_fn": activation("silu")},
+    "no gate, relu": {"has_gate": False, "act_fn": activation("relu")},
+    "no gate, gelu": {"has_gate": False, "act_fn": activation("gelu")},
+    "no gate, gelu in Python": {"has_gate": False, "act_fn": activation("gelu_python")},
+    "no gate, torch's gelu": {"has_gate": False, "act_fn": torch.nn.GELU()},
+    "no gate, with biases": {"has_gate": False, "act_fn": activation("relu"), "has_bias": True},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", COMPUTED)
+def test_experts_of_other_kinds(case):
+    experts = some_experts(**COMPUTED[case])
+    inputs = some_routing(experts)
+    torch.testing.assert_close(experts(*inputs), batched_mm_experts_forward(experts, *inputs), atol=1e-5, rtol=1e-5)
+
+
+REFUSED = {
+    "interleaved": (
+        {"is_concatenated": False},
+        r"is_concatenated: expected True \(gate rows, then up rows\), got False",
+    ),
+    "transposed": ({"is_transposed": True}, r"is_transposed: expected False .*, got True"),
+    "gated by gelu": ({"act_fn": activation("gelu")}, r"act_fn: expected one of SiLU, .*, got GELUActivation"),
+    "gated by tanh gelu": ({"act_fn": activation("gelu_pytorch_tanh")}, r"act_fn: .*, got GELUTanh"),
+    "gated by relu": ({"act_fn": activation("relu")}, r"act_fn: .*, got ReLU"),
+    "gated by a lambda": ({"act_fn": lambda z: z}, r"act_fn: .*, got <lambda>"),
+    "no gate, tanh gelu": (
+        {"has_gate": False, "act_fn": torch.nn.GELU(approximate="tanh")},
+        r"act_fn: expected one of .*gelu, ReLU, .*, got GELU",
+    ),
+    "no gate, relu squared": ({"has_gate": False, "act_fn": activation("relu2")}, r"act_fn: .*, got ReLUSquared"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_experts_that_are_refused(case):
+    flags, message = REFUSED[case]
+    experts = some_experts(**flags)
+    with pytest.raises(flashmoe.InvalidArgument, match=rf"^SomeExperts\.{message}.*; FlashMoE does not compute these"):
+        experts(*some_routing(experts))
+
+
+@pytest.mark.parametrize("name", ["has_post_expert_norm", "_is_expert_parallel"])
+def test_attributes_of_newer_releases_are_looked_at(name):
+    experts = some_experts()
+    setattr(experts, name, True)
+    with pytest.raises(flashmoe.InvalidArgument, match=rf"^SomeExperts\.{name}: expected False.*, got True;"):
+        experts(*some_routing(experts))
+    delattr(experts, name)  # as in a release that does not have it
+    experts(*some_routing(experts))
+
+
+def test_an_activation_that_a_configuration_names():
+    for name, changes, refused in (("Mixtral", {}, "GELUActivation"), ("Qwen3Moe", {"head_dim": 16}, "GELUActivation")):
+        model = with_experts(model_of(name, hidden_act="gelu", **changes), NAME)
+        with pytest.raises(flashmoe.InvalidArgument, match=rf"^{name}Experts\.act_fn: expected .*, got {refused};"):
+            logits_of(model, PROMPT)
+
+
+def own_gates():
+    """Experts classes of Transformers that are on the interface and have a gate of their own, by module and name."""
+    folder = Path(transformers.__file__).parent / "models"
+    found = []
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        text = path.read_text()
+        if "def _apply_gate" not in text or "@use_experts_implementation" not in text:
+            continue
+        for part in re.split(r"^(?=@use_experts_implementation)", text, flags=re.MULTILINE)[1:]:
+            part = re.split(r"^(?=class )", part, flags=re.MULTILINE)[1]
+            if "def _apply_gate" in part:
+                found.append((f"transformers.models.{path.parent.name}.{path.stem}", re.match(r"class (\w+)", part)[1]))
+    return found
+
+
+def test_gates_of_their_own_are_refused_whatever_the_configuration_says():
+    found = own_gates()
+    assert ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts") in found
+    for module, name in found:
+        kind = getattr(__import__(module, fromlist=[name]), name)
+        experts = kind.__new__(kind)
+        torch.nn.Module.__init__(experts)
+        vars(experts).update(vars(some_experts()))  # what is refused is the gate alone
+        with pytest.raises(
+            flashmoe.InvalidArgument, match=rf"^{name}\._apply_gate: expected the default of Transformers"
+        ):
+            recognise(experts)
+    experts = some_experts()
+    experts._apply_gate = lambda gate_up: gate_up
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^SomeExperts\._apply_gate: "):
+        recognise(experts)
+
+
+def test_gpt_oss_is_refused():
+    config = transformers.GptOssConfig(**{**SMALL, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2})
+    model = with_experts(transformers.GptOssForCausalLM(config), NAME)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^GptOssExperts\.\w+: expected .*; FlashMoE does not compute"):
+        logits_of(model, PROMPT)
+
+
+def test_fp8_experts_are_refused():
+    forward = FP8ExpertsInterface().get_interface(NAME, None)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^SomeExperts: expected experts in float32, .*, got FP8 ones;"):
+        forward(some_experts(), None, None, None)
+
+
+# Tensors
+
+
+def no_tensors(experts, x, index, weights):
+    return x[:0], index[:0], weights[:0]
+
+
+INPUTS = {
+    "int32 ids": lambda experts, x, index, weights: (x, index.int(), weights),
+    "weights in bfloat16": lambda experts, x, index, weights: (x, index, weights.bfloat16()),
+    "weights in float64": lambda experts, x, index, weights: (x, index, weights.bfloat16().double()),
+    "strided": lambda experts, *inputs: tuple(each.t().contiguous().t() for each in inputs),
+    "no tokens": no_tensors,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", INPUTS)
+def test_inputs_as_routers_give_them(case):
+    experts = some_experts()
+    inputs = INPUTS[case](experts, *some_routing(experts))
+    expected = batched_mm_experts_forward(experts, inputs[0], inputs[1].long(), inputs[2].float())
+    got = experts(*inputs)
+    assert got.shape == inputs[0].shape
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tensors_that_are_refused():
+    experts = some_experts()
+    x, index, weights = some_routing(experts)
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^gate_up_proj: expected bfloat16, the type of x, got .*float32"
+    ):
+        experts(x.bfloat16(), index, weights)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^topk_ids: expected ids in \[0, E=5\), got 5 at"):
+        experts(x, index + 1, weights)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(
+            flashmoe.InvalidArgument, match=r"^SomeExperts: expected to be called without autocast, .* torch\.bfloat16"
+        ),
+    ):
+        experts(x, index, weights)
+    experts.num_experts = 4
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^SomeExperts: expected gate_up_proj of 4 experts, got 5$"):
+        experts(x, index, weights)
+    experts.num_experts = 5
+    packed = torch.nn.Parameter(torch.zeros(7, 1, dtype=torch.uint8), requires_grad=False)
+    experts.down_proj = packed
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^SomeExperts: expected down_proj \[E, .*, got \[7, 1\] .*uint8"
+    ):
+        experts(x, index, weights)
+
+
+def test_distributed_tensors_are_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        experts = some_experts()
+        mesh = init_device_mesh("cpu", (1,))
+        experts.down_proj = torch.nn.Parameter(DTensor.from_local(experts.down_proj.detach(), mesh))
+        with pytest.raises(
+            flashmoe.InvalidArgument, match=r"^SomeExperts: expected down_proj as a tensor of this rank"
+        ):
+            experts(*some_routing(experts))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_weights_that_change_in_place_are_seen():
+    experts = some_experts()
+    inputs = some_routing(experts)
+    with torch.no_grad():
+        before = experts(*inputs)
+        experts.down_proj.mul_(2.0)
+        assert torch.equal(experts(*inputs), 2.0 * before)
+
+
+def test_training_mode_and_gradients():
+    """As `flashmoe.nn.MoE`: a forward pass may record gradients, but there are none."""
+    experts = some_experts().train()
+    y = experts(*some_routing(experts))
+    with torch.no_grad():
+        assert torch.equal(experts(*some_routing(experts)), y)
+    with pytest.raises(NotImplementedError, match=r"FlashMoE 0\.1 has no backward pass"):
+        y.sum().backward()
+
+
+def test_a_model_on_meta_has_an_output_on_meta():
+    with torch.device("meta"):
+        model = model_of("Mixtral")
+    y = with_experts(model, NAME)(torch.tensor(PROMPT, device="meta")).logits
+    assert (y.device.type, y.shape) == ("meta", (2, 5, VOCABULARY))
+    experts = experts_modules(model)[0]
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^gate_up_proj: expected a tensor on cpu, got one on meta$"):
+        experts(torch.zeros(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+
+
+# Contexts
+
+
+def room():
+    """T that the contexts which there are have room for, by number."""
+    gc.collect()
+    return {
+        number: each.limits["max_tokens"] for number, each in contexts.items() if isinstance(each, flashmoe.Context)
+    }
+
+
+def test_a_context_is_shared_grows_and_goes():
+    before = room()
+
+    def made():
+        return [tokens for number, tokens in room().items() if number not in before]
+
+    models = [with_experts(model_of("Mixtral", hidden_size=48), NAME) for _ in range(2)]
+    assert made() == []  # made on first use
+    expected = logits_of(models[0], PROMPT)
+    models += [copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[0]))]
+    for model in models:
+        assert torch.equal(logits_of(model, PROMPT), expected)
+    assert made() == [64]
+    logits_of(models[1], [PROMPT[0] * 30])
+    assert made() == [256]
+    assert torch.equal(logits_of(models[0], PROMPT), expected)
+    del model, models[:3]
+    assert made() == [256]  # of the last one
+    del models
+    assert made() == []
+
+
+def test_more_tokens_than_an_engine_takes():
+    experts = some_experts()
+    x, index, weights = (each.expand(2**20, -1) for each in some_routing(experts, tokens=1))
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^max_tokens: expected an integer in \[1, 1048575\], got 1048576"
+    ):
+        experts(x, index, weights)
+
+
+def test_what_a_graph_has_captured_is_kept(monkeypatch):
+    """With contexts that are none: those of the CUDA engine need a GPU."""
+    made = weakref.WeakSet()
+
+    class SomeContext:
+        def __init__(self, max_tokens, **shape):
+            self.limits = {"max_tokens": max_tokens}
+            made.add(self)
+
+    def call(tokens, captured=False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        growing_context.with_room_for(tokens)
+
+    monkeypatch.setattr(growing, "Context", SomeContext)
+    growing_context = growing.GrowingContext(growing.Shape(0, "bfloat16", 16, 8, 4, 2))
+    call(8)
+    call(64, captured=True)
+    call(65)
+    call(300)
+    assert sorted(each.limits["max_tokens"] for each in made) == [64, 512]
+    with pytest.raises(flashmoe.FlashMoEError, match=r"^context: expected a call of at least T=513 tokens before one"):
+        call(513, captured=True)
+
+
+def test_threads_share_a_context():
+    models = [with_experts(model_of("Qwen3Moe", hidden_size=40), NAME) for _ in range(2)]
+    batches = [[PROMPT[0] * (1 + step % 25)] for step in range(50)]
+    expected = [logits_of(with_experts(model_of("Qwen3Moe", hidden_size=40), NAME), batch) for batch in batches]
+    results = {}
+
+    def run(thread, model, steps):
+        results[thread] = all(torch.equal(logits_of(model, batches[step]), expected[step]) for step in steps)
+
+    gc.collect()  # that of the expected results: threads begin with the smallest
+    orders = [range(50), range(49, -1, -1), range(50)]
+    threads = [threading.Thread(target=run, args=(i, models[i % 2], order)) for i, order in enumerate(orders)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: True, 1: True, 2: True}
+
+
+# Compilers
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", ["compiled", "eager"])
+def test_compiled_without_a_break(first):
+    """Also where the first call of all is compiled, and where a compiled call needs a larger context."""
+    torch._dynamo.reset()
+    model = with_experts(model_of("Qwen3Moe", num_hidden_layers=1, hidden_size=56), NAME)
+    twin = copy.deepcopy(model)
+    if first == "eager":
+        logits_of(model, PROMPT)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for batch in (PROMPT, [PROMPT[0] * 30], [PROMPT[1] * 9]):
+        assert torch.equal(compiled(torch.tensor(batch)).logits, logits_of(twin, batch))
+
+
+@torch.no_grad()
+def test_compiled_code_is_of_one_module():
+    """Two layers share their code, but not their weights, nor what they compute."""
+    torch._dynamo.reset()
+    first, second = some_experts(), some_experts(act_fn=activation("relu"))
+    inputs = some_routing(first)
+    compiled = [torch.compile(each, fullgraph=True, backend="eager") for each in (first, second)]
+    assert torch.equal(compiled[0](*inputs), first(*inputs))
+    with pytest.raises(Exception, match="act_fn"):
+        compiled[1](*inputs)
+
+
+# The release of Transformers
+
+
+def run_program(program):
+    return subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [
+        ("None", "none (import of transformers halted; None in sys.modules)"),
+        ("SimpleNamespace(__version__='5.16.3')", "5.16.3"),
+        ("SimpleNamespace(__version__='5.25.0.dev0')", "5.25.0.dev0"),
+    ],
+)
+def test_another_release_is_refused(made, got):
+    program = f"import sys; from types import SimpleNamespace; sys.modules['transformers'] = {made}\n"
+    ended = run_program(program + "import flashmoe.integrations, flashmoe.integrations.transformers")
+    assert ended.returncode == 1
+    expected = f"ImportError: flashmoe.integrations.transformers: expected Transformers 5.17 to 5.24, got {got}"
+    assert ended.stderr.strip().splitlines()[-1] == expected
