@@ -167,7 +167,9 @@ def main() -> None:
     }
     write(args.out or result_path("transformers_model", torch.cuda.get_device_name(), 1), result)
     for case, row in rows.items():
-        each = "  ".join(f"{name} {one['ms']:.2f}" if "ms" in one else f"{name}: {one['error']}" for name, one in row.items())
+        each = "  ".join(
+            f"{name} {one['ms']:.2f}" if "ms" in one else f"{name}: {one['error']}" for name, one in row.items()
+        )
         print(f"{case:>18} | {each} | {ratios(row)}")
     print(json.dumps({key: result[key] for key in ("device", "torch", "transformers", "layers")}))
 

@@ -67,11 +67,14 @@ def experts_forward(
     check_tensors(tensors)
     _check(module, tensors)
     top_k = top_k_index.shape[1]
+    return torch.ops.flashmoe.moe(number_of(module, top_k), **tensors, **options.of_operator())
+
+
+def number_of(module: torch.nn.Module, top_k: int) -> int:
+    """The number that stands in calls of the operator for what the experts module takes its contexts from."""
     if torch.compiler.is_compiling():
-        number = _number_while_compiling(id(module), top_k)
-    else:
-        number = _number(module, top_k)
-    return torch.ops.flashmoe.moe(number, **tensors, activation=options.activation)
+        return _number_while_compiling(id(module), top_k)
+    return _number(module, top_k)
 
 
 def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -117,8 +120,13 @@ def _tensors(
         "gate_up_bias": getattr(module, options.gate_up_bias) if options.gate_up_bias else None,
         "down_bias": getattr(module, options.down_bias) if options.down_bias else None,
         "topk_ids": top_k_index.contiguous(),
-        "topk_weights": top_k_weights.to(torch.float32).contiguous(),
+        "topk_weights": _as_taken(top_k_weights, hidden_states.dtype).contiguous(),
     }
+
+
+def _as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weights`, of which the operator takes float32 and x's type."""
+    return weights if weights.dtype in (torch.float32, dtype) else weights.to(torch.float32)
 
 
 def _check(module: torch.nn.Module, tensors: dict[str, Tensor | None]) -> None:
@@ -152,7 +160,8 @@ def _number(module: torch.nn.Module, top_k: int) -> int:
     """The number that stands in calls of the operator for what the module takes its contexts from: see `growing`. The
     module holds it, so that it lives no longer than the last of the modules that share it."""
     weights = module.down_proj
-    experts, hidden, intermediate = weights.shape
+    hidden, intermediate = recognise(module).sizes(module)
+    experts = weights.shape[0]
     device = weights.device.index if weights.device.type == "cuda" else None
     shape = Shape(device, str(weights.dtype).removeprefix("torch."), hidden, intermediate, experts, top_k)
     held: GrowingContext | Context | None = vars(module).get(_CONTEXT)

@@ -220,7 +220,7 @@ def _join(
 ) -> Context:
     """A context for these modules, whose tensors may be of all experts or of this rank's."""
     weights = modules[0].down_proj
-    hidden, intermediate = weights.shape[1:]
+    hidden, intermediate = recognise(modules[0]).sizes(modules[0])
     return Context.from_torch(
         group,
         max_tokens=max_tokens,

@@ -2,17 +2,18 @@
 
 Such a module says what it computes by the attributes that ``use_experts_implementation`` has given it, by `act_fn`, and
 by `_apply_gate`, from which Transformers' own implementations (``grouped_mm``, ``batched_mm``) compute too. The name in
-its configuration says nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`. What no table
+its configuration says nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`. What nothing
 here has is refused, by class and attribute: a result that is nearly right would be taken for right.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from transformers.activations import GELUActivation, SiLUActivation
+from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations import moe as interface
 
 from ...errors import InvalidArgument
@@ -21,15 +22,18 @@ _SILU = (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu)
 _GELU = (GELUActivation, torch.nn.functional.gelu)  # by erf; torch.nn.GELU may be another
 _RELU = (torch.nn.ReLU, torch.nn.functional.relu, torch.relu)
 
-GATED = dict.fromkeys(_SILU, "swiglu")
+GATED = dict.fromkeys(_SILU, "swiglu") | dict.fromkeys(_GELU, "geglu")
 """The operator's activation where `act_fn`, by function or module class, is applied to the gate and multiplies up."""
 
-UNGATED = dict.fromkeys(_SILU, "silu") | dict.fromkeys(_GELU, "gelu") | dict.fromkeys(_RELU, "relu")
+UNGATED = (
+    dict.fromkeys(_SILU, "silu")
+    | dict.fromkeys(_GELU, "gelu")
+    | dict.fromkeys(_RELU, "relu")
+    | {ReLUSquaredActivation: "relu2"}
+)
 """The operator's activation where `act_fn` is all that lies between the two products."""
 
 FLAGS = {
-    "is_concatenated": (True, "True (gate rows, then up rows)"),
-    "is_transposed": (False, "False (weights [E, 2I, H] and [E, H, I])"),
     "has_post_expert_norm": (False, "False"),
     "_is_expert_parallel": (
         False,
@@ -45,15 +49,30 @@ class ExpertsOptions:
     """What an experts module computes, and the names of its tensors; None where it has no such tensor."""
 
     activation: str
-    """Of `flashmoe.moe`."""
+    """Of `flashmoe.moe`, as are the next five."""
+    transposed: bool
     gate_up: str
-    """[E, 2I, H], or [E, I, H] without a gate."""
+    """[E, 2I, H], or [E, I, H] without a gate; transposed [E, H, 2I or I]."""
     down: str
-    """[E, H, I]"""
+    """[E, H, I]; transposed [E, I, H]."""
     gate_up_bias: str | None
     """[E, 2I], or [E, I] without a gate."""
     down_bias: str | None
     """[E, H]"""
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def of_operator(self) -> dict[str, Any]:
+        """The arguments of `flashmoe.moe` that are no tensors."""
+        names = ("activation", "transposed", "interleaved", "limit", "alpha", "up_offset")
+        return {name: getattr(self, name) for name in names}
+
+    def sizes(self, module: torch.nn.Module) -> tuple[int, int]:
+        """H and I."""
+        _, first, second = getattr(module, self.down).shape
+        return (second, first) if self.transposed else (first, second)
 
 
 def recognise(module: torch.nn.Module) -> ExpertsOptions:
@@ -63,20 +82,43 @@ def recognise(module: torch.nn.Module) -> ExpertsOptions:
         if got is not value:
             raise _refusal(module, name, expected, got)
     first = "gate_up_proj" if module.has_gate else "up_proj"
+    gate = _gate(module) if module.has_gate else {"activation": _activation(module, UNGATED)}
     return ExpertsOptions(
-        activation=_gated(module) if module.has_gate else _activation(module, UNGATED),
+        transposed=bool(getattr(module, "is_transposed", False)),
         gate_up=first,
         down="down_proj",
         gate_up_bias=f"{first}_bias" if module.has_bias else None,
         down_bias="down_proj_bias" if module.has_bias else None,
+        **gate,
     )
 
 
-def _gated(module: torch.nn.Module) -> str:
-    own = "_apply_gate" in vars(module)
-    if own or type(module)._apply_gate is not interface._default_apply_gate:
-        raise _refusal(module, "_apply_gate", "the default of Transformers, act_fn(gate) * up", "another function")
-    return _activation(module, GATED)
+def _gate(module: torch.nn.Module) -> dict[str, Any]:
+    """What the module's `_apply_gate` computes."""
+    function = None if "_apply_gate" in vars(module) else type(module)._apply_gate
+    if function is interface._default_apply_gate:
+        gate = {"activation": _activation(module, GATED)}
+    elif function is _gate_of_gpt_oss():
+        gate = {"activation": "clamped_swiglu", "limit": module.limit, "alpha": module.alpha, "up_offset": 1.0}
+        gate["interleaved"] = True
+    else:
+        raise _refusal(
+            module,
+            "_apply_gate",
+            "the default of Transformers, act_fn(gate) * up, or that of gpt-oss",
+            "another function",
+        )
+    halves = getattr(module, "is_concatenated", True)
+    if halves is gate.get("interleaved", False):  # it says of the weights what its gate does not do
+        raise _refusal(module, "is_concatenated", str(not halves), halves)
+    return gate
+
+
+@cache
+def _gate_of_gpt_oss() -> Any:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # not before a model has such a gate
+
+    return GptOssExperts._apply_gate
 
 
 def _activation(module: torch.nn.Module, known: dict[Any, str]) -> str:
