@@ -128,7 +128,7 @@ def load_parallel(
     mine = tuple(local_experts(contiguous(experts, ranks), rank))
     if options.get("dtype", config.dtype) is None:
         raise InvalidArgument(f"dtype: expected a torch.dtype, since {path}/config.json names none, got None")
-    model = _together(group, lambda: _load(kind, Path(path), config, mine, options).to(device))
+    model = _together(group, lambda: _load(kind, Path(path), config, experts, mine, options).to(device))
     modules = experts_modules(model)
     context = _join(modules, group, max_tokens, _top_k_of(config, top_k), return_mode, context_options or {})
     for module in modules:
@@ -137,14 +137,19 @@ def load_parallel(
 
 
 def _load(
-    kind: type[transformers.PreTrainedModel], path: Path, config: Any, mine: tuple[int, ...], options: dict[str, Any]
+    kind: type[transformers.PreTrainedModel],
+    path: Path,
+    config: Any,
+    experts: int,
+    mine: tuple[int, ...],
+    options: dict[str, Any],
 ) -> transformers.PreTrainedModel:
     """A model of `kind` with the experts `mine` alone, from the checkpoint's files."""
     with ExitStack() as files:
         model, info = _with_share(kind, mine).from_pretrained(
             None,
             config=config,
-            state_dict=dict(_share_of(path, mine, files)),
+            state_dict=dict(_share_of(path, experts, mine, files)),
             output_loading_info=True,
             **options,
         )
@@ -270,9 +275,9 @@ class _Rows:
         return self._tensor[self._rows]
 
 
-def _share_of(path: Path, mine: tuple[int, ...], files: ExitStack) -> Iterator[tuple[str, Any]]:
+def _share_of(path: Path, experts: int, mine: tuple[int, ...], files: ExitStack) -> Iterator[tuple[str, Any]]:
     """Names of the checkpoint's tensors that are no other rank's, and what reads each when it is asked for its values:
-    a safetensors slice, or `_Rows` of it. `files` closes what is opened."""
+    a safetensors slice, or `_Rows` of one that is of all experts. `files` closes what is opened."""
     opened: dict[Path, Any] = {}
     for name, file in tensor_files(path).items():
         one = _ONE_EXPERT.search(name)
@@ -286,4 +291,5 @@ def _share_of(path: Path, mine: tuple[int, ...], files: ExitStack) -> Iterator[t
             raise CheckpointError(
                 f"path: expected {name} in a complete safetensors file at {file}, got {error}"
             ) from error
-        yield name, _Rows(tensor, slice(mine[0], mine[-1] + 1)) if _ALL_EXPERTS.search(name) else tensor
+        of_all = _ALL_EXPERTS.search(name) and tensor.get_shape()[:1] == [experts]
+        yield name, _Rows(tensor, slice(mine[0], mine[-1] + 1)) if of_all else tensor
