@@ -2,11 +2,11 @@
 
     python benchmarks/transformers_model.py [--layers 48] [--commit C] [--out FILE.json]
 
-The model is of Qwen3-30B-A3B's shape, of random bf16 weights, with as many layers as asked for. Each case is timed for every
-experts implementation in turn, four turns, after a warm-up; milliseconds, medians and the smallest and largest. Prefill: one
-prompt of 8192 tokens, without cache, logits of the last. Decoding: one token for each of the sequences, behind prompts of
-128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an implementation cannot do is in the result
-as its error. `fused`: the whole block by `flashmoe.integrations.transformers.fuse`.
+The model is of Qwen3-30B-A3B's shape, of random bf16 weights, with as many layers as asked for. Each case is timed for
+every experts implementation, four times after a warm-up; milliseconds, medians and the smallest and largest. Prefill:
+one prompt of 8192 tokens, without cache, logits of the last. Decoding: one token for each of the sequences, behind
+prompts of 128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an implementation cannot do is
+in the result as its error.
 """
 
 from __future__ import annotations
@@ -113,22 +113,11 @@ CASES = {
 }
 
 
-def as_implementation(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """The model computed so; `fused` cannot be taken back, and comes last."""
-    if name == "fused":
-        from flashmoe.integrations.transformers import fuse
-
-        return fuse(model)
-    model.set_experts_implementation(name)
-    return model
-
-
 def measure(model: torch.nn.Module, names: list[str]) -> dict[str, dict[str, Any]]:
-    """By case and implementation. Turns of one case follow one another for each implementation, since a fused model
-    stays fused; the first implementation is timed again in the end, to show what has drifted."""
+    """By case and implementation."""
     result: dict[str, dict[str, Any]] = {case: {} for case in CASES}
     for name in names:
-        as_implementation(model, name)
+        model.set_experts_implementation(name)
         for case, (prepare, batch) in CASES.items():
             try:
                 with torch.no_grad():
@@ -151,7 +140,7 @@ def ratios(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--names", nargs="+", default=[*THEIRS, "flashmoe", "fused"])
+    parser.add_argument("--names", nargs="+", default=[*THEIRS, "flashmoe"])
     parser.add_argument("--out")
     commit_option(parser)
     args = parser.parse_args()
@@ -167,10 +156,8 @@ def main() -> None:
     }
     write(args.out or result_path("transformers_model", torch.cuda.get_device_name(), 1), result)
     for case, row in rows.items():
-        each = "  ".join(
-            f"{name} {one['ms']:.2f}" if "ms" in one else f"{name}: {one['error']}" for name, one in row.items()
-        )
-        print(f"{case:>18} | {each} | {ratios(row)}")
+        each = [f"{name} {one['ms']:.2f}" if "ms" in one else f"{name}: {one['error']}" for name, one in row.items()]
+        print(f"{case:>18} | {'  '.join(each)} | {ratios(row)}")
     print(json.dumps({key: result[key] for key in ("device", "torch", "transformers", "layers")}))
 
 

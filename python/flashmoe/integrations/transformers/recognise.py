@@ -102,12 +102,8 @@ def _gate(module: torch.nn.Module) -> dict[str, Any]:
         gate = {"activation": "clamped_swiglu", "limit": module.limit, "alpha": module.alpha, "up_offset": 1.0}
         gate["interleaved"] = True
     else:
-        raise _refusal(
-            module,
-            "_apply_gate",
-            "the default of Transformers, act_fn(gate) * up, or that of gpt-oss",
-            "another function",
-        )
+        known = "the default of Transformers, act_fn(gate) * up, or that of gpt-oss"
+        raise _refusal(module, "_apply_gate", known, "another function")
     halves = getattr(module, "is_concatenated", True)
     if halves is gate.get("interleaved", False):  # it says of the weights what its gate does not do
         raise _refusal(module, "is_concatenated", str(not halves), halves)
