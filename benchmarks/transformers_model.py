@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -154,7 +155,7 @@ def main() -> None:
         "layers": args.layers,
         "rows": rows,
     }
-    write(args.out or result_path("transformers_model", torch.cuda.get_device_name(), 1), result)
+    write(pathlib.Path(args.out) if args.out else result_path("transformers_model", torch.cuda.get_device_name(), 1), result)
     for case, row in rows.items():
         each = [f"{name} {one['ms']:.2f}" if "ms" in one else f"{name}: {one['error']}" for name, one in row.items()]
         print(f"{case:>18} | {'  '.join(each)} | {ratios(row)}")
