@@ -9,10 +9,10 @@ from pathlib import Path
 import evidence  # which makes the benchmarks' modules importable
 import pytest
 import torch
-from flashmoe import jit
+from flashmoe import jit, spec
 from flashmoe.errors import FlashMoEError
 from harness import head, nvidia_smi, result_path
-from layers import ACTIVATIONS, DTYPES, SEED
+from layers import DTYPES, SEED
 from ranks import RANKS_A_GPU
 
 HERE = Path(__file__).resolve().parent
@@ -66,8 +66,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         }
         path = Path(folder) / result_path("tests", name, gpus).name
         session.config.pluginmanager.register(evidence.Evidence(path, origin))
-    variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in ACTIVATIONS]
-    variants += [jit.Variant("float32", activation, exact=True) for activation in ACTIVATIONS]
+    variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in spec.ACTIVATIONS]
+    variants += [jit.Variant("float32", activation, exact=True) for activation in spec.ACTIVATIONS]
     variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
     if torch.cuda.device_count() * RANKS_A_GPU > 1:
         variants += [jit.Variant(*each, rdma=True) for each in PUT]

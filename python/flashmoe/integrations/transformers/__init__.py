@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from ._release import NEWEST, OLDEST
 from .experts import experts_forward, register
+from .fuse import fuse
 from .parallel import load_parallel, parallelize
 from .recognise import ExpertsOptions, recognise
 
 register()
 
-__all__ = ["NEWEST", "OLDEST", "ExpertsOptions", "experts_forward", "load_parallel", "parallelize", "recognise"]
+__all__ = ["NEWEST", "OLDEST", "ExpertsOptions", "experts_forward", "fuse", "load_parallel", "parallelize", "recognise"]

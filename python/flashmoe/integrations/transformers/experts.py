@@ -63,9 +63,11 @@ def experts_forward(
         As `flashmoe.moe`.
     """
     options = recognise(module)
-    tensors = _tensors(module, options, hidden_states, top_k_index, top_k_weights)
+    tensors = operands_of(module, options, hidden_states) | {
+        "topk_ids": top_k_index.contiguous(),
+        "topk_weights": _as_taken(top_k_weights, hidden_states.dtype).contiguous(),
+    }
     check_tensors(tensors)
-    _check(module, tensors)
     top_k = top_k_index.shape[1]
     return torch.ops.flashmoe.moe(number_of(module, top_k), **tensors, **options.of_operator())
 
@@ -109,19 +111,17 @@ def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) ->
     )
 
 
-def _tensors(
-    module: torch.nn.Module, options: ExpertsOptions, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> dict[str, Tensor | None]:
-    """The operator's tensors, by its names."""
-    return {
-        "x": hidden_states.contiguous(),
+def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor) -> dict[str, Tensor | None]:
+    """x and the experts' tensors, by the operator's names, checked as far as the operator does not."""
+    tensors = {
+        "x": x.contiguous(),
         "gate_up_proj": getattr(module, options.gate_up),
         "down_proj": getattr(module, options.down),
         "gate_up_bias": getattr(module, options.gate_up_bias) if options.gate_up_bias else None,
         "down_bias": getattr(module, options.down_bias) if options.down_bias else None,
-        "topk_ids": top_k_index.contiguous(),
-        "topk_weights": _as_taken(top_k_weights, hidden_states.dtype).contiguous(),
     }
+    _check(module, tensors)
+    return tensors
 
 
 def _as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,166 @@
+"""Whole blocks of Transformers' models as calls of the operator, on the CPU engine, against eager experts."""
+
+from __future__ import annotations
+
+import copy
+
+import flashmoe
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from flashmoe.integrations.transformers import fuse  # noqa: E402
+from flashmoe.integrations.transformers.experts import experts_modules  # noqa: E402
+from test_transformers import ARCHITECTURES, PROMPT, VOCABULARY, greedy, logits_of, model_of, stored  # noqa: E402
+
+FUSED = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "DeepseekV3", "Glm4Moe", "Qwen3Next")
+
+
+@pytest.fixture(scope="module", params=FUSED)
+def models(request):
+    """A model with eager experts, and a fused copy. Choices are biased, so that it matters where the bias counts."""
+    model = model_of(request.param)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.uniform_(buffer, 0.0, 0.3)
+    model.set_experts_implementation("eager")
+    return model, fuse(copy.deepcopy(model))
+
+
+def test_logits_are_those_of_the_model(models):
+    tokens = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    expected, got = (logits_of(model, tokens) for model in models)
+    assert (got - expected).abs().max() <= 1e-5
+
+
+def test_greedy_tokens_are_those_of_the_model(models):
+    expected, got = (greedy(model, PROMPT, 64) for model in models)
+    assert torch.equal(got, expected)
+
+
+def test_the_router_is_not_called(models, monkeypatch):
+    model = models[1]
+    for experts in experts_modules(model):
+        (block,) = (each for each in model.modules() if getattr(each, "experts", None) is experts)
+        monkeypatch.setattr(type(block.gate), "forward", lambda *_: pytest.fail("the router was called"))
+    logits_of(model, PROMPT)
+
+
+def test_router_logits_are_there_when_they_are_asked_for(models):
+    with torch.no_grad():
+        try:
+            expected, got = (model(torch.tensor(PROMPT), output_router_logits=True) for model in models)
+        except TypeError:
+            pytest.skip("the architecture offers none")
+    if getattr(expected, "router_logits", None) is None:
+        pytest.skip("the architecture offers none")
+    for ours, theirs in zip(got.router_logits, expected.router_logits, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    tokens = logits_of(models[1], PROMPT)  # hooks that are idle do not matter
+    assert (tokens - expected.logits).abs().max() <= 1e-5
+
+
+def test_a_hook_on_the_router_is_called(models):
+    seen = []
+    for module in models[1].modules():
+        if hasattr(module, "gate") and hasattr(module, "experts"):
+            handle = module.gate.register_forward_hook(lambda *_: seen.append(1))
+            break
+    logits_of(models[1], PROMPT)
+    handle.remove()
+    assert seen
+    logits_of(models[1], PROMPT)
+    assert len(seen) == 1
+
+
+def test_a_fused_model_is_saved_as_it_was(models, tmp_path):
+    for model, folder in zip(models, ("eager", "fused"), strict=True):
+        model.save_pretrained(tmp_path / folder)
+    assert stored(tmp_path / "fused") == stored(tmp_path / "eager")
+    again = type(models[1]).from_pretrained(tmp_path / "fused").eval()
+    assert (logits_of(again, PROMPT) - logits_of(models[1], PROMPT)).abs().max() <= 1e-5
+
+
+def test_weights_that_change_in_place_are_seen(models):
+    model = copy.deepcopy(models[1])
+    before = logits_of(model, PROMPT)
+    with torch.no_grad():
+        for experts in experts_modules(model):
+            experts.down_proj.mul_(2.0)
+    assert (logits_of(model, PROMPT) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_block_compiles_whole(name):
+    model = fuse(model_of(name))
+    block = next(each for each in model.modules() if hasattr(each, "gate") and hasattr(each, "experts"))
+    x = torch.randn(1, 6, block.gate.weight.shape[1])
+    with torch.no_grad():
+        expected = block(x)
+        got = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3"])
+def test_bfloat16_routes_as_the_model_does(name):
+    """The router's linear layer rounds its logits, or computes in float32: the experts are the same."""
+    model = model_of(name, torch.bfloat16)
+    model.set_experts_implementation("eager")
+    block = next(each for each in model.modules() if hasattr(each, "gate") and hasattr(each, "experts"))
+    x = torch.randn(1, 200, block.gate.weight.shape[1], generator=torch.Generator().manual_seed(3)).bfloat16()
+    with torch.no_grad():
+        expected = block(x)[0].float()
+        logits = block.gate(x[0])[0].float()
+        fuse(model)
+        got = block(x)[0].float()
+    falling = logits.sort(dim=-1, descending=True).values
+    told_apart = falling[:, block.gate.top_k - 1] > falling[:, block.gate.top_k]  # of equal ones a model takes any
+    assert told_apart.float().mean() > 0.9
+    off = ((got - expected).norm(dim=-1) / expected.norm(dim=-1))[told_apart]
+    assert float(off.max()) < 0.1  # another expert would be off by about 1
+
+
+CHANGES = [
+    ("Qwen3Moe", {"norm_topk_prob": False}),
+    ("Olmoe", {"norm_topk_prob": True}),
+    ("DeepseekV3", {"norm_topk_prob": False}),
+    ("DeepseekV3", {"routed_scaling_factor": 0.7}),
+    ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
+    ("Glm4Moe", {"n_group": 4, "topk_group": 2}),
+    ("Mixtral", {"hidden_act": "gelu"}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), CHANGES)
+def test_what_a_configuration_changes_is_computed(name, changes):
+    model = model_of(name, **changes)
+    model.set_experts_implementation("eager")
+    expected = logits_of(model, PROMPT)
+    assert (logits_of(fuse(model), PROMPT) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(FUSED)))
+def test_blocks_that_are_not_known_are_refused(name):
+    model = model_of(name)
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^\w+: expected a block that can be fused, one of Mixtral"):
+        fuse(model)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_models_without_such_blocks_are_refused():
+    llama4 = transformers.Llama4TextConfig(
+        hidden_size=16, intermediate_size=8, intermediate_size_mlp=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, vocab_size=20, num_local_experts=2, pad_token_id=0,
+    )  # fmt: skip
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^Llama4ForCausalLM: expected blocks with experts on"):
+        fuse(transformers.Llama4ForCausalLM(llama4))
+
+
+def test_a_router_of_another_kind_is_refused():
+    model = model_of("Qwen3Moe")
+    block = next(each for each in model.modules() if hasattr(each, "gate") and hasattr(each, "experts"))
+    block.gate = torch.nn.Linear(32, 6)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^Qwen3MoeSparseMoeBlock\.gate: expected Qwen3MoeTopKRouter"):
+        fuse(model)
