@@ -6,7 +6,7 @@ The model is of Qwen3-30B-A3B's shape, of random bf16 weights, with as many laye
 every experts implementation, four times after a warm-up; milliseconds, medians and the smallest and largest. Prefill:
 one prompt of 8192 tokens, without cache, logits of the last. Decoding: one token for each of the sequences, behind
 prompts of 128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an implementation cannot do is
-in the result as its error.
+in the result as its error. `flashmoe`: its experts by FlashMoE, behind the model's own router; `fused`: whole blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from flashmoe.integrations.transformers import fuse
 from harness import commit_option, described, nvidia_smi, result_path, write
 
 PROMPT, STEPS, TURNS = 128, 16, 4
@@ -86,7 +87,7 @@ def decode(model: torch.nn.Module, batch: int) -> Callable[[], float]:
 
 def decode_graph(model: torch.nn.Module, batch: int) -> Callable[[], float]:
     prompt, step = tokens(model, batch, PROMPT), tokens(model, batch, 1)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=1024)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=2 * PROMPT)
     position = torch.full((1, 1), PROMPT, device="cuda")
 
     def run() -> None:
@@ -118,7 +119,10 @@ def measure(model: torch.nn.Module, names: list[str]) -> dict[str, dict[str, Any
     """By case and implementation."""
     result: dict[str, dict[str, Any]] = {case: {} for case in CASES}
     for name in names:
-        model.set_experts_implementation(name)
+        if name == "fused":
+            fuse(model)  # for good: it comes last
+        else:
+            model.set_experts_implementation(name)
         for case, (prepare, batch) in CASES.items():
             try:
                 with torch.no_grad():
@@ -141,12 +145,10 @@ def ratios(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--names", nargs="+", default=[*THEIRS, "flashmoe"])
+    parser.add_argument("--names", nargs="+", default=[*THEIRS, "flashmoe", "fused"])
     parser.add_argument("--out")
     commit_option(parser)
     args = parser.parse_args()
-    import flashmoe.integrations.transformers  # noqa: F401  (registers "flashmoe")
-
     model = build(args.layers)
     rows = measure(model, args.names)
     result = described(args.commit) | {
