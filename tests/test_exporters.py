@@ -135,11 +135,14 @@ def test_a_type_that_only_the_capsule_says(call, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_elements_of_several_lanes(call, name):
+@pytest.mark.parametrize("lanes", [0, 2, 2**16 - 1])
+def test_elements_of_several_lanes_or_none(call, name, lanes):
     array = arguments(name)[name]
     code, bits, _ = TYPES[array.dtype.name]
-    with pytest.raises(InvalidArgument, match=f"^{name}: expected .*x2"):
-        call(name, Attributed(array, array, type=(code, bits, 2)))
+    with pytest.raises(
+        InvalidArgument, match=f"^{name}: expected a tensor .*: expected elements of one lane, got {lanes}"
+    ):
+        call(name, Attributed(array, array, type=(code, bits, lanes)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -244,3 +247,14 @@ def test_a_result_as_large_as_the_memory_of_x(ctx):
 def test_arrays_of_derived_types_are_arrays(ctx, call):
     given = arguments("down_proj")
     assert np.array_equal(call("down_proj", given["down_proj"].view(Liar)), flashmoe.moe(ctx, **given))
+
+
+@pytest.mark.parametrize("name", ["router", "gate_up_proj"])
+@pytest.mark.parametrize("exporter", [True, False])
+def test_more_experts_than_there_can_be(ctx, name, exporter):
+    """Nothing is made for each of them, be they as many as a size can be."""
+    given = arguments("router" if name == "router" else "topk_ids") | {"placement": None}
+    array = np.empty((2**24, *given[name].shape[1:-1], 0), np.float32)
+    tensor = Exporter(array, strides=None) if exporter else array
+    with pytest.raises(InvalidArgument, match=r"^experts: expected at most 8192, got 16777216"):
+        flashmoe.moe(ctx, **given | {name: tensor})

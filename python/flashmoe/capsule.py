@@ -57,9 +57,10 @@ def exported(tensor: Any) -> Any:
     shape = said.shape[: said.ndim] if said.ndim else []
     if any(size < 0 for size in shape):
         raise ValueError(f"expected sizes of 0 or more, got {shape}")
-    bits = said.bits * said.lanes
+    if said.lanes != 1:  # none and 65535 have the same name as one
+        raise ValueError(f"expected elements of one lane, got {said.lanes}")
     if 0 not in shape:
-        _check_address(said.data or 0, said.byte_offset, math.prod(shape) * bits // 8, said.bits // 8)
+        _check_address(said.data or 0, said.byte_offset, math.prod(shape) * said.bits // 8, said.bits // 8)
     return capsule
 
 
