@@ -68,7 +68,7 @@ def read(path: str | Path, most: int) -> bytes:
 def parsed(content: bytes) -> Any:
     """JSON, in UTF-8. Without what JSON leaves open: an object that has a name twice is refused.
 
-    Takes up to 25 times the bytes while it is parsed, where it consists of empty lists.
+    Takes up to 50 times the bytes while it is parsed, where it consists of lists in lists.
     """
     try:
         return json.loads(content.decode(), object_pairs_hook=_object)

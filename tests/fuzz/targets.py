@@ -15,7 +15,7 @@ import random
 import re
 import resource
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -299,7 +299,7 @@ MAKERS: dict[str, Callable[[Path], Target]] = {
 
 
 @contextlib.contextmanager
-def made(name: str) -> Iterable[Target]:
+def made(name: str) -> Iterator[Target]:
     """A target, with a folder of its own that is in memory where that can be."""
     checkpoint.machine_bytes = lambda: MACHINE
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
