@@ -6,6 +6,7 @@ Each in a process of its own, since what they look for may end it.
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,11 +89,13 @@ with targets.made({name!r}) as target:
 
 
 @pytest.mark.parametrize("plant", PLANTED)
-def test_a_planted_bug_is_found(plant):
+def test_a_planted_bug_is_found(plant, tmp_path):
     name, change, data, said = PLANTED[plant]
     places = {"fuzz": str(FUZZ), "tests": str(FUZZ.parent)}
     program = PROGRAM.format(name=name, plant=change, data=data, **places)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     if said is None:
         assert done.returncode == -11, done.stderr  # SIGSEGV
     else:

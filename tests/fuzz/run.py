@@ -43,6 +43,13 @@ MOST_BYTES = 2**15
 """Of an input."""
 
 
+def folder_in_memory() -> tempfile.TemporaryDirectory:
+    """For the files of a target; made here, since the target's process may not come to remove it."""
+    return tempfile.TemporaryDirectory(
+        prefix="flashmoe-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    )
+
+
 def replay(name: str, files: Iterable[Path]) -> list[Path]:
     """Run the target once for each file, and say what is found; the files with findings. One that ends the process ends
     this one, after its name."""
@@ -67,7 +74,9 @@ def child(name: str, running: Path, *options: str | Path) -> subprocess.Complete
     """The target under libFuzzer, once it is over."""
     command = [sys.executable, HERE / "child.py", name, running, f"-timeout={SECONDS_OF_AN_INPUT}"]
     command += [f"-rss_limit_mb={MOST_RESIDENT}", f"-max_len={MOST_BYTES}", *options]
-    return subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+    with folder_in_memory() as folder:
+        environment = os.environ | {"TMPDIR": folder}
+        return subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", env=environment)
 
 
 def fuzz(name: str, seconds: int, seed: int, found: Path, findings: Path) -> dict:
@@ -111,7 +120,8 @@ def main() -> int:
     commit_option(parser)
     args = parser.parse_args()
     if args.replay is not None:
-        return 1 if replay(args.target, args.replay or sorted((CORPUS / args.target).iterdir())) else 0
+        with folder_in_memory() as tempfile.tempdir:
+            return 1 if replay(args.target, args.replay or sorted((CORPUS / args.target).iterdir())) else 0
     if args.seconds < 1:  # libFuzzer takes 0 for no end
         parser.error(f"--seconds: expected 1 or more, got {args.seconds}")
     findings = Path(tempfile.mkdtemp(prefix=f"flashmoe-findings-{args.target}-"))

@@ -300,8 +300,7 @@ MAKERS: dict[str, Callable[[Path], Target]] = {
 
 @contextlib.contextmanager
 def made(name: str) -> Iterator[Target]:
-    """A target, with a folder of its own that is in memory where that can be."""
+    """A target, with a folder of its own."""
     checkpoint.machine_bytes = lambda: MACHINE
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="flashmoe-fuzz-", dir=memory) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         yield MAKERS[name](Path(folder))
