@@ -2,6 +2,7 @@
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU
 # make nightly    make test with 10,000 examples per property test
+# make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
 # make lint       check formatting and style;  make format  repairs what can be repaired
 # make clean      remove everything that make made
 #
@@ -26,7 +27,7 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu nightly format lint clean compiler spin
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu nightly fuzz format lint clean compiler spin
 
 run: $(VENV)/.package
 	@$(BIN)/flashmoe run
@@ -50,6 +51,13 @@ extra = $$($(BIN)/python -c 'import tomllib; \
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@echo "==> installing what the tests need (PyTorch among it)"
 	@$(call pip-install,$(call extra,test))
+	@touch $@
+
+# It is there for some versions of Python alone; without it tests/test_fuzz.py says what it has skipped.
+$(VENV)/.fuzz: pyproject.toml | $(BIN)/python
+	@echo "==> installing the fuzzer"
+	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary=:all: $(call extra,fuzz) \
+	  >$(VENV)/pip.log 2>&1 || echo "    it could not be installed: nothing will be fuzzed"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
@@ -93,7 +101,7 @@ test-cuda-build: $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py
 
-test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.nvshmem spin
+test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
@@ -105,6 +113,13 @@ test-gpu: $(VENV)/.package $(VENV)/.test
 nightly: export FLASHMOE_EXAMPLES = 10000
 nightly: TEST_TIMEOUT = 14400
 nightly: test
+
+# Goes on after a finding, and fails at the end.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz
+	@status=0; for target in header index config profiles dlpack; do \
+	  $(BIN)/python tests/fuzz/run.py --target $$target --seconds $(FUZZ_SECONDS) || status=1; \
+	done; exit $$status
 
 # The model checker of tests/test_model.py. Where it cannot be installed, that test says that it was skipped.
 spin:

@@ -157,7 +157,8 @@ def main() -> None:
         "layers": args.layers,
         "rows": rows,
     }
-    write(pathlib.Path(args.out) if args.out else result_path("transformers_model", torch.cuda.get_device_name(), 1), result)
+    path = result_path("transformers_model", torch.cuda.get_device_name(), 1)
+    write(pathlib.Path(args.out) if args.out else path, result)
     for case, row in rows.items():
         each = [f"{name} {one['ms']:.2f}" if "ms" in one else f"{name}: {one['error']}" for name, one in row.items()]
         print(f"{case:>18} | {'  '.join(each)} | {ratios(row)}")

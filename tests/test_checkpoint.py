@@ -235,7 +235,7 @@ def test_missing_shard(tmp_path):
 
 def test_shard_without_its_tensor(write):
     folder = write({"other": random_array(2, 2)})
-    with refused("path", "model.safetensors", "got", f"{BLOCK}.gate.weight"):
+    with refused("path", f"expected a tensor {BLOCK}.gate.weight", "model.safetensors", "got no tensor of that name"):
         load_layer(write_index(folder, {"weight_map": dict.fromkeys(fused(), "model.safetensors")}), top_k=1)
 
 

@@ -11,44 +11,13 @@ from typing import Any
 import flashmoe
 import numpy as np
 import pytest
+from capsules import CPU, CUDA, CUDA_HOST, TYPES, capsule, exported
 from flashmoe import InvalidArgument
+from flashmoe.capsule import MOST_DIMENSIONS, NAME, DLTensor
 from problems import random_problem
 
 SIZES = {"hidden": 16, "intermediate": 12, "experts": 6, "top_k": 2, "dtype": "float32"}
 NAMES = ("gate_up_proj", "down_proj", "router", "topk_ids", "topk_weights")
-CPU, CUDA, CUDA_HOST = (1, 0), (2, 0), (3, 0)
-TYPES = {"int32": (0, 32, 1), "int64": (0, 64, 1), "float32": (2, 32, 1), "float64": (2, 64, 1)}
-"""Code, bits and lanes."""
-
-
-class DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int32 * 2),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class DLManagedTensor(ctypes.Structure):
-    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_exported: dict[int, Any] = {}
-"""What was exported and not yet deleted, by address."""
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _delete(address: int) -> None:
-    del _exported[address]
 
 
 class Exporter:
@@ -61,19 +30,15 @@ class Exporter:
         array, said = self._array, self._said
         shape = said.get("shape", array.shape)
         strides = said.get("strides", [stride // array.itemsize for stride in array.strides])
-        managed = DLManagedTensor(deleter=ctypes.cast(_delete, ctypes.c_void_p))
-        tensor = managed.tensor
-        tensor.data = said.get("data", array.ctypes.data)
+        tensor = DLTensor(data=said.get("data", array.ctypes.data), ndim=said.get("ndim", len(shape or ())))
         tensor.device[:] = said.get("device", CPU)
-        tensor.ndim = len(shape)
         tensor.code, tensor.bits, tensor.lanes = said.get("type", TYPES[array.dtype.name])
-        tensor.shape = (ctypes.c_int64 * len(shape))(*shape)
+        if shape is not None:
+            tensor.shape = (ctypes.c_int64 * len(shape))(*shape)
         if strides is not None:
-            tensor.strides = (ctypes.c_int64 * len(shape))(*strides)
+            tensor.strides = (ctypes.c_int64 * len(strides))(*strides)
         tensor.byte_offset = said.get("byte_offset", 0)
-        address = ctypes.addressof(managed)
-        _exported[address] = managed, array
-        return _new_capsule(address, b"dltensor", None)
+        return capsule(tensor, array, said.get("name", NAME), said.get("deleter", True))
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return CPU
@@ -106,7 +71,7 @@ def call(ctx):
 
     yield made
     gc.collect()
-    assert not _exported
+    assert not exported
 
 
 def arguments(name: str) -> dict[str, Any]:
@@ -170,11 +135,14 @@ def test_a_type_that_only_the_capsule_says(call, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_elements_of_several_lanes(call, name):
+@pytest.mark.parametrize("lanes", [0, 2, 2**16 - 1])
+def test_elements_of_several_lanes_or_none(call, name, lanes):
     array = arguments(name)[name]
     code, bits, _ = TYPES[array.dtype.name]
-    with pytest.raises(InvalidArgument, match=f"^{name}: expected .*x2"):
-        call(name, Attributed(array, array, type=(code, bits, 2)))
+    with pytest.raises(
+        InvalidArgument, match=f"^{name}: expected a tensor .*: expected elements of one lane, got {lanes}"
+    ):
+        call(name, Attributed(array, array, type=(code, bits, lanes)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,6 +162,55 @@ def test_a_capsule_of_what_is_no_tensor(call, name, said):
     array = arguments(name)[name]
     with pytest.raises(InvalidArgument, match=f"^{name}: expected a tensor "):
         call(name, Attributed(array, array, **said | ({"strides": None} if "shape" in said else {})))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"data": None, "byte_offset": 64}, "a null pointer with offset 64"),
+        ({"byte_offset": 2**64 - 4096}, "bytes from"),
+        ({"byte_offset": 1}, "a multiple of"),
+        ({"shape": None, "ndim": 2}, "2 sizes, got a null pointer"),
+        ({"shape": None, "ndim": 2, "strides": None}, "2 sizes, got a null pointer"),
+        ({"shape": None, "ndim": 2**31 - 1, "strides": None}, f"at most {MOST_DIMENSIONS} dimensions, got 2147483647"),
+        ({"shape": None, "ndim": -1, "strides": None}, f"at most {MOST_DIMENSIONS} dimensions, got -1"),
+        ({"shape": [1] * 65}, f"at most {MOST_DIMENSIONS} dimensions, got 65"),
+    ],
+    ids=["offset", "wraps", "unaligned", "null", "no strides", "many", "negative", "65"],
+)
+def test_a_capsule_that_cannot_be_followed(call, name, said, why):
+    """Nor is it: the process would end."""
+    array = arguments(name)[name]
+    with pytest.raises(InvalidArgument, match=f"^{name}: expected a tensor that can be .*: expected .*{why}"):
+        call(name, Exporter(array, **said))
+
+
+@pytest.mark.parametrize("made", [None, 7, "dltensor", object()], ids=type)
+def test_what_is_no_capsule(call, made):
+    class Other:
+        def __dlpack__(self, **_: Any) -> Any:
+            return made
+
+    with pytest.raises(InvalidArgument, match=r"^router: expected a tensor .*: expected a capsule named dltensor"):
+        call("router", Other())
+
+
+@pytest.mark.parametrize("capsule_name", [b"dltensor_versioned", b"used_dltensor", b""])
+def test_a_capsule_of_another_kind(ctx, capsule_name):
+    array = arguments("router")["router"]
+    with pytest.raises(InvalidArgument, match=r"^router: expected a tensor .*: expected a capsule named dltensor"):
+        flashmoe.moe(ctx, **arguments("router") | {"router": Exporter(array, name=capsule_name)})
+    exported.clear()  # a capsule of that name has no destructor
+
+
+def test_a_capsule_that_need_not_be_given_back(ctx):
+    array = arguments("router")["router"]
+    tensor = Exporter(array, deleter=False)
+    assert np.array_equal(
+        flashmoe.moe(ctx, **arguments("router") | {"router": tensor}), flashmoe.moe(ctx, **arguments("router"))
+    )
+    exported.clear()
 
 
 @pytest.mark.parametrize("error", [BufferError("busy"), TypeError("no"), RuntimeError("gone"), KeyError("x")])
@@ -230,3 +247,14 @@ def test_a_result_as_large_as_the_memory_of_x(ctx):
 def test_arrays_of_derived_types_are_arrays(ctx, call):
     given = arguments("down_proj")
     assert np.array_equal(call("down_proj", given["down_proj"].view(Liar)), flashmoe.moe(ctx, **given))
+
+
+@pytest.mark.parametrize("name", ["router", "gate_up_proj"])
+@pytest.mark.parametrize("exporter", [True, False])
+def test_more_experts_than_there_can_be(ctx, name, exporter):
+    """Nothing is made for each of them, be they as many as a size can be."""
+    given = arguments("router" if name == "router" else "topk_ids") | {"placement": None}
+    array = np.empty((2**24, *given[name].shape[1:-1], 0), np.float32)
+    tensor = Exporter(array, strides=None) if exporter else array
+    with pytest.raises(InvalidArgument, match=r"^experts: expected at most 8192, got 16777216"):
+        flashmoe.moe(ctx, **given | {name: tensor})

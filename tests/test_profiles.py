@@ -104,6 +104,31 @@ def edited(change) -> str:
         (lambda: edited(lambda c: c["profiles"][0].update(hidden="wide")), "hidden: expected int, got 'wide'"),
         (lambda: edited(lambda c: c["profiles"][0].update(profile=[])), r"profile: expected dict, got \[\]"),
         (lambda: edited(lambda c: c["profiles"][0].update(tokens=100)), "tokens: expected a power of two, got 100"),
+        (lambda: '{"version": ' * 100_000, "nested too deeply"),
+        (lambda: '{"version": 1, "version": 1, "profiles": []}', "the name 'version' twice"),
+        (lambda: '{"version": 1, "profiles": %s}' % ("9" * 5000), "digits"),
+        (lambda: edited(lambda c: c.update(version=True)), "expected version 1, got True"),
+        (lambda: edited(lambda c: c.update(version=1.0)), "expected version 1, got 1.0"),
+        (lambda: edited(lambda c: c["profiles"][0].update(ranks=True)), "ranks: expected int, got True"),
+        (
+            lambda: edited(lambda c: c["profiles"][0].update(ranks=0)),
+            r"ranks: expected an integer in \[1, 1024\], got 0",
+        ),
+        (lambda: edited(lambda c: c["profiles"][0].update(hidden=-1)), "hidden: expected an integer in"),
+        (lambda: edited(lambda c: c["profiles"][0].update(experts=10**4000)), "experts: expected an integer in"),
+        (lambda: edited(lambda c: c["profiles"][0].update(tokens=2**21)), "tokens: expected an integer in"),
+        (lambda: edited(lambda c: c["profiles"][0].update(milliseconds=float("nan"))), "milliseconds: expected a time"),
+        (lambda: edited(lambda c: c["profiles"][0].update(milliseconds=-1.0)), "milliseconds: expected a time"),
+        (
+            lambda: edited(lambda c: c["profiles"][0].update(built_in_milliseconds=float("inf"))),
+            "built_in_milliseconds: expected a time, got inf",
+        ),
+        (lambda: edited(lambda c: c["profiles"][0].update(profile={"raster": [1]})), r"got \[1\] of 'raster'"),
+        (lambda: edited(lambda c: c["profiles"][0].update(profile={"raster": True})), "got True of 'raster'"),
+        (lambda: edited(lambda c: c["profiles"][0].update(device="a" * 10**6, ranks=0)), "ranks: expected"),
+        (lambda: edited(lambda c: c["profiles"][0].update(hidden="a" * 10**6)), "hidden: expected int, got 'aaa"),
+        (lambda: edited(lambda c: c["profiles"][0].update({"a" * 10**6: 1})), "unexpected keyword argument 'aaa"),
+        (lambda: edited(lambda c: c["profiles"][0].update({"\ud800\n": 1})), r"keyword argument '\\ud800\\n'"),
     ],
 )
 def test_a_file_that_cannot_be_read(file, make, reason):
@@ -111,9 +136,18 @@ def test_a_file_that_cannot_be_read(file, make, reason):
     text = make()
     file.write_text(text)
     for use in (profiles.read, lambda: profiles.lookup(SETTING), lambda: profiles.store(RECORD)):
-        with pytest.raises(FlashMoEError, match=f"profiles: cannot read {file} .*{reason}.*; remove it"):
+        with pytest.raises(FlashMoEError, match=f"profiles: cannot read {file} .*{reason}.*; remove it") as raised:
             use()
+        assert str(raised.value).isprintable() and len(str(raised.value)) < 2000
     assert file.read_text() == text  # it may be worth a look
+
+
+def test_a_file_that_claims_terabytes(file):
+    profiles.store(RECORD)
+    os.truncate(file, 2**43)
+    for use in uses():
+        with pytest.raises(FlashMoEError, match=f"profiles: cannot read {file} .*{2**43} bytes, which are more than"):
+            use()
 
 
 def test_a_file_that_cannot_be_written(tmp_path, monkeypatch):

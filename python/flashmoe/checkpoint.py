@@ -1,7 +1,8 @@
 """Read one mixture-of-experts layer from a Hugging Face checkpoint.
 
-Needs numpy, safetensors and ml_dtypes; neither torch nor transformers. Only the tensors of the layer that is
-asked for are read. Three layouts are understood, found by the tensors' names:
+Needs numpy and ml_dtypes; neither torch nor transformers. Only the tensors of the layer that is asked for are read,
+once all that the files say of them is known to fit together: until then nothing of the size that a file claims is
+allocated. Three layouts are understood, found by the tensors' names:
 
 * fused: ``….mlp.gate.weight``, ``….mlp.experts.gate_up_proj``, ``….mlp.experts.down_proj``
 * per expert: ``….mlp.gate.weight``, ``….mlp.experts.N.{gate_proj,up_proj,down_proj}.weight``
@@ -12,7 +13,7 @@ Experts without a gate have ``up_proj`` and ``down_proj`` alone, in either of th
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,21 +22,25 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from .errors import CheckpointError
+from .foreign import REFUSALS, clipped, is_count, parsed, read, reason, shown
+from .memory import format_bytes, machine_bytes
+from .tensor_file import DTYPES, MOST_HEADER_BYTES, Stored, TensorFile, read_header
 
 Weights = TypeVar("Weights")
 
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""The dtypes that are read, by their names in a safetensors file."""
+MOST_INDEX_BYTES = MOST_HEADER_BYTES
+"""An index names the tensors that headers describe."""
+MOST_CONFIG_BYTES = 2**24
+"""Ten times what the largest have: those with a name for each of thousands of classes."""
 
 _BLOCK = re.compile(
-    r"(?P<block>(?:.+\.)?layers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe))\.(?:gate\.weight$|experts\.)"
+    r"(?P<block>(?:.+\.)?layers\.(?P<layer>[0-9]+)\.(?:mlp|block_sparse_moe))\.(?:gate\.weight$|experts\.)"
 )
-_EXPERT = re.compile(r"experts\.\d+\.(?P<projection>\w+)\.weight")
+_MOST_LAYER_DIGITS = 9
+_EXPERT = re.compile(r"experts\.[0-9]+\.(?P<projection>\w+)\.weight")
 _GATED = ["gate_proj", "up_proj", "down_proj"]
 _UNGATED = ["up_proj", "down_proj"]
 _MIXTRAL = ["w1", "w3", "w2"]  # gate, up and down
@@ -120,21 +125,18 @@ def load_layer(
     """
     path = Path(path)
     tensors = _Tensors.find(path)
-    config = _read_config(path if path.is_dir() else path.parent)
+    config = _read_config(path if os.path.isdir(path) else path.parent)
     block = _find_block(tensors.names, layer)
-    router, gate_up_proj, down_proj, gated = _read_block(tensors, block)
-    _check_one_dtype(block, router, gate_up_proj, down_proj)
-    _check_shapes(block, router, gate_up_proj, down_proj, gated)
-    _check_hidden_size(block, router, config)
-    return MoELayer(
-        name=block,
-        router=router,
-        gate_up_proj=gate_up_proj,
-        down_proj=down_proj,
-        top_k=_resolve_top_k(top_k, config, router.shape[0]),
-        renormalize=_resolve_renormalize(renormalize, config),
-        activation=_resolve_activation(activation, config, gated),
-    )
+    plan, gated = _plan_block(tensors, block)
+    _one_dtype(block, (planned.dtype for planned in plan.values()))
+    _check_shapes(block, plan, gated)
+    _check_sizes(block, plan, config)
+    rule = {
+        "top_k": _resolve_top_k(top_k, config, plan["router"].shape[0]),
+        "renormalize": _resolve_renormalize(renormalize, config),
+        "activation": _resolve_activation(activation, config, gated),
+    }
+    return MoELayer(name=block, **_read_planned(plan), **rule)
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
@@ -149,10 +151,10 @@ def load_hidden_states(path: str | Path) -> np.ndarray:
     Raises:
         CheckpointError: the file is missing or malformed, or holds no such tensor of that rank and dtype.
     """
-    hidden_states = _Tensors.find(Path(path)).read("hidden_states")
-    if hidden_states.ndim != 2 or 0 in hidden_states.shape:
-        raise _error("hidden_states", "a non-empty array [T, H]", f"shape {list(hidden_states.shape)}")
-    return hidden_states
+    stored = _Tensors.find(Path(path)).stored("hidden_states")
+    if len(stored.shape) != 2 or 0 in stored.shape:
+        raise _error("hidden_states", "a non-empty array [T, H]", f"shape {shown(list(stored.shape))}")
+    return _read_planned({"hidden_states": _Planned.of(stored)})["hidden_states"]
 
 
 def shipped_layer() -> tuple[MoELayer, np.ndarray]:
@@ -165,59 +167,67 @@ def shipped_layer() -> tuple[MoELayer, np.ndarray]:
         # Not in the model's folder: loaders take every safetensors file there for a part of the model.
         states_file = assets / "tiny-qwen3-moe-hidden-states.safetensors"
         hidden_states = load_hidden_states(states_file)
-        with _open(states_file) as file:
-            layer = int(file.metadata()["layer"])
+        layer = int(_header_of(states_file).metadata["layer"])
         return load_layer(assets / "tiny-qwen3-moe", layer), hidden_states
 
 
 def _error(argument: str, expected: str, got: object) -> CheckpointError:
-    return CheckpointError(f"{argument}: expected {expected}, got {got}")
+    return CheckpointError(f"{clipped(argument)}: expected {clipped(expected)}, got {clipped(got)}")
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; every way in which that or a read from it can fail is a CheckpointError."""
-    if not path.is_file():
-        raise _error("path", f"a safetensors file at {path}", "a folder" if path.is_dir() else "no such file")
+def _expecting(what: str) -> Iterator[None]:
+    """Every way in which reading a file can fail is a CheckpointError."""
     try:
-        with safe_open(path, framework="np") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise _error("path", f"a complete safetensors file at {path}", error) from error
+        yield
+    except REFUSALS as error:
+        raise _error("path", what, reason(error)) from error
+
+
+def _header_of(path: Path) -> TensorFile:
+    with _expecting(f"a complete safetensors file at {path}"):
+        return read_header(path)
+
+
+# ---- what there is ---------------------------------------------------------------------------------------------------
 
 
 class _Tensors:
-    """The tensors of one checkpoint, by name, each read from its file when asked for."""
+    """The tensors of one checkpoint, by name. The header of a file is read when a tensor in it is asked for."""
 
     def __init__(self, origin: Path, files: dict[str, Path]):
         self._origin = origin
         self._files = files
+        self._headers: dict[Path, TensorFile] = {}
 
     @classmethod
     def find(cls, path: Path) -> _Tensors:
         """List what a safetensors file or a checkpoint folder holds, without reading any tensor."""
-        if not path.is_dir():
+        if not os.path.isdir(path):
             return cls._of_file(path)
-        index = path / "model.safetensors.index.json"
-        if index.is_file():
+        index, file = path / "model.safetensors.index.json", path / "model.safetensors"
+        # lexists: a link to nothing is a file that cannot be read, not one that is not there.
+        if os.path.lexists(index):
             return cls._of_index(index)
-        if (path / "model.safetensors").is_file():
-            return cls._of_file(path / "model.safetensors")
-        raise _error("path", f"model.safetensors or {index.name} in {path}", "a folder with neither")
+        if os.path.lexists(file):
+            return cls._of_file(file)
+        raise _error("path", f"{file.name} or {index.name} in {path}", "a folder with neither")
 
     @classmethod
     def _of_file(cls, path: Path) -> _Tensors:
-        with _open(path) as file:
-            return cls(path, dict.fromkeys(file.keys(), path))
+        header = _header_of(path)
+        made = cls(path, dict.fromkeys(header.tensors, path))
+        made._headers[path] = header
+        return made
 
     @classmethod
     def _of_index(cls, index: Path) -> _Tensors:
-        shards = _read_json(index).get("weight_map")
+        shards = _read_json(index, MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise _error("weight_map", f"an object of tensor names to file names in {index}", repr(shards))
+            raise _error("weight_map", f"an object of tensor names to file names in {index}", shown(shards))
         for shard in shards.values():
-            if Path(shard).name != shard:  # an index must not reach out of its folder
-                raise _error("weight_map", f"plain file names in {index}", repr(shard))
+            if shard in ("", ".", "..") or "/" in shard or "\0" in shard:  # an index must not reach out of its folder
+                raise _error("weight_map", f"plain file names in {index}", shown(shard))
         return cls(index, {name: index.parent / shard for name, shard in shards.items()})
 
     @property
@@ -228,23 +238,24 @@ class _Tensors:
     def files(self) -> dict[str, Path]:
         return dict(self._files)
 
-    def read(self, name: str) -> np.ndarray:
-        """Read one tensor, in one of `DTYPES`."""
-        if name not in self._files:
+    def stored(self, name: str) -> Stored:
+        """What a file says of a tensor in one of `DTYPES`."""
+        path = self._files.get(name)
+        if path is None:
             raise _error("path", f"a tensor {name} in {self._origin}", "no tensor of that name")
-        with _open(self._files[name]) as file:
-            # Looked at before the values: numpy cannot hold every dtype that a file can.
-            dtype = file.get_slice(name).get_dtype()
-            if dtype not in DTYPES:
-                raise _error(f"{name} dtype", f"one of {', '.join(DTYPES)}", dtype)
-            return file.get_tensor(name)
+        if path not in self._headers:
+            self._headers[path] = _header_of(path)
+        stored = self._headers[path].tensors.get(name)
+        if stored is None:
+            raise _error("path", f"a tensor {name} in {path}", "no tensor of that name")
+        if stored.dtype not in DTYPES:
+            raise _error(f"{name} dtype", f"one of {', '.join(DTYPES)}", stored.dtype)
+        return stored
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _error("path", f"readable JSON at {path}", error) from error
+def _read_json(path: Path, most: int) -> dict[str, Any]:
+    with _expecting(f"readable JSON at {path}"):
+        content = parsed(read(path, most))
     if not isinstance(content, dict):
         raise _error("path", f"a JSON object at {path}", type(content).__name__)
     return content
@@ -253,9 +264,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_config(folder: Path) -> dict[str, Any] | None:
     """The language model's part of config.json, or None where there is no such file."""
     path = folder / "config.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    config = _read_json(path)
+    config = _read_json(path, MOST_CONFIG_BYTES)
     text_config = config.get("text_config")
     return text_config if isinstance(text_config, dict) else config
 
@@ -264,6 +275,8 @@ def _find_block(names: Iterable[str], layer: int | None) -> str:
     """The name of the MoE block of decoder layer `layer`, or of the first layer that has one."""
     blocks: dict[int, str] = {}
     for match in filter(None, map(_BLOCK.match, names)):
+        if len(match["layer"]) > _MOST_LAYER_DIGITS:
+            raise _error("path", f"layer numbers of at most {_MOST_LAYER_DIGITS} digits", match["block"])
         found = blocks.setdefault(int(match["layer"]), match["block"])
         if found != match["block"]:
             raise _error("path", f"one MoE block in layer {match['layer']}", f"{found} and {match['block']}")
@@ -276,79 +289,154 @@ def _find_block(names: Iterable[str], layer: int | None) -> str:
     return blocks[layer]
 
 
-def _read_block(tensors: _Tensors, block: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Read router, gate_up_proj and down_proj of `block`, and whether its experts are gated."""
+# ---- what is to be read, and whether it fits -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """An array that is to be read."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    parts: list[tuple[tuple[int | slice, ...], Stored]]
+    """The tensors that make it, each with its place in the array."""
+
+    @classmethod
+    def of(cls, stored: Stored) -> _Planned:
+        """A tensor as it is."""
+        return cls(DTYPES[stored.dtype], stored.shape, [((), stored)])
+
+    @property
+    def bytes(self) -> int:
+        return sum(stored.bytes for _, stored in self.parts)
+
+
+def _plan_block(tensors: _Tensors, block: str) -> tuple[dict[str, _Planned], bool]:
+    """Router, gate_up_proj and down_proj of `block`, and whether its experts are gated."""
     parts = {name.removeprefix(f"{block}.") for name in tensors.names if name.startswith(f"{block}.")}
-    router = tensors.read(f"{block}.gate.weight")
-    if router.ndim != 2 or 0 in router.shape:
-        raise _error(f"{block}.gate.weight", "a non-empty array [E, H]", f"shape {list(router.shape)}")
+    router = tensors.stored(f"{block}.gate.weight")
+    if len(router.shape) != 2 or 0 in router.shape:
+        raise _error(router.name, "a non-empty array [E, H]", f"shape {shown(list(router.shape))}")
+    plan = {"router": _Planned.of(router)}
 
     if "experts.down_proj" in parts:
         gated = "experts.up_proj" not in parts
         first = "experts.gate_up_proj" if gated else "experts.up_proj"
         used = {first, "experts.down_proj"}
-        gate_up_proj, down_proj = tensors.read(f"{block}.{first}"), tensors.read(f"{block}.experts.down_proj")
+        plan["gate_up_proj"] = _Planned.of(tensors.stored(f"{block}.{first}"))
+        plan["down_proj"] = _Planned.of(tensors.stored(f"{block}.experts.down_proj"))
     else:
-        gated, names = _per_expert_names(parts, router.shape[0])
-        used = {name for expert in names for name in expert}
-        experts = [[tensors.read(f"{block}.{name}") for name in expert] for expert in names]
-        gate_up_proj, down_proj = _stack_experts(block, experts)
+        order = _projections(parts)
+        gated = order is not _UNGATED
+        # As many as the router says; the first that is missing ends it, however many that are.
+        names = ([f"experts.{i}.{projection}.weight" for projection in order] for i in range(router.shape[0]))
+        experts = [[tensors.stored(f"{block}.{name}") for name in expert] for expert in names]
+        used = {stored.name.removeprefix(f"{block}.") for expert in experts for stored in expert}
+        plan |= _plan_experts(block, experts)
 
     unknown = sorted(parts - used - {"gate.weight"})
     if unknown:
         # Dropping a shared expert or a router bias would silently give another layer than the model's.
         raise _error(block, "a router and routed experts alone", f"also {', '.join(unknown[:4])}")
-    return router, gate_up_proj, down_proj, gated
+    return plan, gated
 
 
-def _per_expert_names(parts: set[str], experts: int) -> tuple[bool, list[list[str]]]:
-    """Whether the experts are gated, and each one's tensor names, down projection last.
-
-    The names are those that `experts` experts must have; that each exists is found out when it is read.
-    """
-    projections = {match["projection"] for match in filter(None, map(_EXPERT.fullmatch, parts))}
-    if projections.isdisjoint(_MIXTRAL):
-        order = _GATED if "gate_proj" in projections else _UNGATED
-    else:
-        order = _MIXTRAL
-    names = [[f"experts.{i}.{projection}.weight" for projection in order] for i in range(experts)]
-    return order is not _UNGATED, names
+def _projections(parts: set[str]) -> list[str]:
+    """The names of an expert's matrices, down projection last."""
+    found = {match["projection"] for match in filter(None, map(_EXPERT.fullmatch, parts))}
+    if not found.isdisjoint(_MIXTRAL):
+        return _MIXTRAL
+    return _GATED if "gate_proj" in found else _UNGATED
 
 
-def _stack_experts(block: str, experts: list[list[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Stack per-expert matrices, gate and up [I, H], down [H, I], into gate_up_proj and down_proj."""
-    _check_one_dtype(f"{block}.experts", *(matrix for expert in experts for matrix in expert))
+def _plan_experts(block: str, experts: list[list[Stored]]) -> dict[str, _Planned]:
+    """gate_up_proj and down_proj of each expert's matrices, gate and up [I, H], down [H, I]."""
+    dtype = _one_dtype(f"{block}.experts", (DTYPES[matrix.dtype] for expert in experts for matrix in expert))
     *first, down = zip(*experts, strict=True)  # one tuple per projection, over the experts
     for what, matrices in (("gate and up", sum(first, ())), ("down", down)):
         shapes = sorted({matrix.shape for matrix in matrices})
         if len(shapes) > 1 or len(shapes[0]) != 2:
-            got = f"shapes {', '.join(str(list(shape)) for shape in shapes)}"
+            got = f"shapes {', '.join(shown(list(shape)) for shape in shapes[:4])}"
             raise _error(f"{block}.experts", f"{what} projections that are matrices of one shape", got)
-    gate_up_proj = np.stack([np.concatenate(expert[:-1]) for expert in experts])
-    return gate_up_proj, np.stack(down)
+    inner, hidden = first[0][0].shape
+    rows = [slice(k * inner, (k + 1) * inner) for k in range(len(first))]
+    gate_up = [((i, rows[k]), expert[k]) for i, expert in enumerate(experts) for k in range(len(first))]
+    return {
+        "gate_up_proj": _Planned(dtype, (len(experts), len(first) * inner, hidden), gate_up),
+        "down_proj": _Planned(dtype, (len(experts), *down[0].shape), [((i,), each) for i, each in enumerate(down)]),
+    }
 
 
-def _check_one_dtype(name: str, *arrays: np.ndarray) -> None:
-    """Raise unless the arrays share one dtype."""
-    found = sorted({str(array.dtype) for array in arrays})
+def _one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
+    """The dtype that all are."""
+    found = sorted(set(dtypes), key=str)
     if len(found) != 1:
-        raise _error(f"{name} dtype", "one dtype", f"mixed {', '.join(found)}")
+        raise _error(f"{name} dtype", "one dtype", f"mixed {', '.join(map(str, found))}")
+    return found[0]
 
 
-def _check_shapes(block: str, router: np.ndarray, gate_up_proj: np.ndarray, down_proj: np.ndarray, gated: bool) -> None:
+def _check_shapes(block: str, plan: dict[str, _Planned], gated: bool) -> None:
     """Raise unless router [E, H], gate_up_proj [E, 2I or I, H] and down_proj [E, H, I] fit together."""
-    experts, hidden = router.shape
-    if down_proj.ndim != 3 or down_proj.shape[:2] != (experts, hidden) or down_proj.shape[2] == 0:
-        raise _error(f"{block} down_proj", f"shape [{experts}, {hidden}, I]", list(down_proj.shape))
-    rows = down_proj.shape[2] * (2 if gated else 1)
-    if gate_up_proj.shape != (experts, rows, hidden):
-        raise _error(f"{block} gate_up_proj", f"shape {[experts, rows, hidden]}", list(gate_up_proj.shape))
+    experts, hidden = plan["router"].shape
+    down, gate_up = plan["down_proj"].shape, plan["gate_up_proj"].shape
+    if len(down) != 3 or down[:2] != (experts, hidden) or down[2] == 0:
+        raise _error(f"{block} down_proj", f"shape [{experts}, {hidden}, I]", shown(list(down)))
+    rows = down[2] * (2 if gated else 1)
+    if gate_up != (experts, rows, hidden):
+        raise _error(f"{block} gate_up_proj", f"shape {[experts, rows, hidden]}", shown(list(gate_up)))
 
 
-def _check_hidden_size(block: str, router: np.ndarray, config: dict[str, Any] | None) -> None:
-    expected = (config or {}).get("hidden_size", router.shape[1])
-    if router.shape[1] != expected:
-        raise _error(f"{block} hidden size", f"{expected}, the hidden_size of config.json", router.shape[1])
+def _check_sizes(block: str, plan: dict[str, _Planned], config: dict[str, Any] | None) -> None:
+    """Raise unless the sizes are those of the config, as far as it says them."""
+    experts, hidden, inner = plan["down_proj"].shape
+    config = config or {}
+    named = {"hidden_size": hidden, "moe_intermediate_size": inner}
+    named |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
+    if config.get("model_type") == "mixtral":  # else the width of layers without experts
+        named["intermediate_size"] = inner
+    for key, size in named.items():
+        said = config.get(key)
+        if said is None:
+            continue
+        what = key.replace("_", " ")
+        if not is_count(said):
+            raise _error(f"{block} {what}", f"an integer in config.json's {key}", shown(said))
+        if said != size:
+            raise _error(f"{block} {what}", f"{said}, the {key} of config.json", size)
+
+
+# ---- reading it ------------------------------------------------------------------------------------------------------
+
+
+def _read_planned(plan: dict[str, _Planned]) -> dict[str, np.ndarray]:
+    """Read the arrays, once there is memory for all of them."""
+    largest = max(plan.values(), key=lambda planned: planned.bytes)
+    needed, has = sum(planned.bytes for planned in plan.values()), machine_bytes()
+    if needed > has:
+        raise _no_memory(largest, f"the {format_bytes(has)} that this machine has, of {format_bytes(needed)} in all")
+    arrays = {name: _allocated(planned) for name, planned in plan.items()}
+    for name, planned in plan.items():
+        for place, stored in planned.parts:
+            with _expecting(f"a complete safetensors file at {stored.path}"):
+                stored.read_into(arrays[name][place])
+    return arrays
+
+
+def _allocated(planned: _Planned) -> np.ndarray:
+    try:
+        return np.empty(planned.shape, planned.dtype)
+    except (MemoryError, ValueError) as error:  # ValueError: more than there are addresses for
+        raise _no_memory(planned, "none") from error
+
+
+def _no_memory(planned: _Planned, got: str) -> CheckpointError:
+    _, first = planned.parts[0]
+    many = f" and {len(planned.parts) - 1} more" if len(planned.parts) > 1 else ""
+    size = f"{format_bytes(planned.bytes)} ({planned.bytes} bytes)"
+    return _error(f"{first.name}{many}", f"memory for {size} of {first.path}", got)
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
 
 
 def _resolve_top_k(top_k: int | None, config: dict[str, Any] | None, experts: int) -> int:
@@ -357,7 +445,7 @@ def _resolve_top_k(top_k: int | None, config: dict[str, Any] | None, experts: in
     if top_k is None:
         raise _error("top_k", "num_experts_per_tok in a config.json, or the argument", "neither")
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= experts:
-        raise _error("top_k", f"an integer from 1 to the {experts} experts", repr(top_k))
+        raise _error("top_k", f"an integer from 1 to the {experts} experts", shown(top_k))
     return top_k
 
 
@@ -369,7 +457,7 @@ def _resolve_renormalize(renormalize: bool | None, config: dict[str, Any] | None
     if renormalize is None:
         return True
     if not isinstance(renormalize, bool):
-        raise _error("renormalize", "true or false", repr(renormalize))
+        raise _error("renormalize", "true or false", shown(renormalize))
     return renormalize
 
 
@@ -378,11 +466,11 @@ def _resolve_activation(activation: str | None, config: dict[str, Any] | None, g
     if activation is None:
         hidden_act = (config or {}).get("hidden_act", "silu" if gated else None)
         activation = _ACTIVATIONS.get(hidden_act) if isinstance(hidden_act, str) else None
-        got = f"hidden_act {hidden_act!r}"
+        got = f"hidden_act {shown(hidden_act)}"
         if gated and activation == "silu":
             activation = "swiglu"
     else:
-        got = repr(activation)
+        got = shown(activation)
     expected = ("swiglu",) if gated else ("silu", "gelu", "relu")
     if activation not in expected:
         experts = "gated" if gated else "ungated"

@@ -30,6 +30,10 @@ def as_ints(placement: Sequence[int]) -> tuple[int, ...]:
 def checked(placement: Sequence[int] | None, experts: int, ranks: int) -> tuple[int, ...]:
     """`placement` as a tuple of E ranks, the default if None. Raises `InvalidArgument`."""
     if placement is None:
+        if (
+            experts > MAX_EXPERTS
+        ):  # of a tensor that may be without end: empty in another dimension, or not what it says
+            raise InvalidArgument(f"experts: expected at most {MAX_EXPERTS}, got {experts}")
         return contiguous(experts, ranks)
     owners = as_ints(placement)
     if len(owners) != experts:

@@ -19,17 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .errors import FlashMoEError
+from .foreign import KINDS, length
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_TYPES = {
-    stat.S_IFREG: "a regular file",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 _LOOK_SECONDS = 0.05
 """How often a lock that others hold is tried: flock has no time limit of its own."""
 
@@ -95,9 +87,11 @@ class Folder:
             raise
         return descriptor
 
-    def read(self, name: str) -> bytes:
-        """What a file has in it. Raises as `open` does."""
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """What a file has in it. Raises as `open` does, and `ValueError` if it has more than `most` bytes."""
         with open(self.open(name), "rb") as file:
+            if most is not None and (has := length(file)) > most:
+                raise ValueError(f"{has} bytes, which are more than {most}")
             return file.read()
 
     def replace(self, name: str, content: bytes) -> None:
@@ -187,7 +181,7 @@ class Folder:
 
     def _expect_file(self, path: Path, found: os.stat_result) -> None:
         if (kind := stat.S_IFMT(found.st_mode)) != stat.S_IFREG:
-            what = _TYPES.get(kind, "none")
+            what = KINDS.get(kind, "none")
             raise FlashMoEError(f"{self._what}: {path}: expected a regular file, found {what}; remove it")
         if not _is_trusted(found):
             mend = "chmod go-w it if it is as you left it, or remove it" if _is_own(found) else "remove it"

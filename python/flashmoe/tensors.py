@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
+from .capsule import exported
 from .errors import InvalidArgument
+from .foreign import clipped
 
 if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
     import tvm_ffi
@@ -80,14 +82,12 @@ def believed(name: str, tensor: Any) -> Any:
     if not hasattr(tensor, "__dlpack__"):
         return tensor
     try:
-        view = as_view(tensor)
-        shape, address, _ = view.shape, view.data_ptr(), (view.device.type, view.dtype)  # these raise if unknown
+        view = as_view(exported(tensor))
+        _ = view.device.type, view.dtype  # these raise if unknown
     except Exception as error:  # whatever a foreign exporter raises
         raise InvalidArgument(
-            f"{name}: expected a tensor that can be exported by DLPack, got {type(tensor).__name__}: {error}"
+            f"{name}: expected a tensor that can be exported by DLPack, got {type(tensor).__name__}: {clipped(error)}"
         ) from error
-    if any(size < 0 for size in shape) or (address == 0 and 0 not in shape):
-        raise InvalidArgument(f"{name}: expected a tensor in memory, got {list(shape)} at address {address}")
     return view
 
 
@@ -184,7 +184,7 @@ def _shape_and_dtype(name: str, tensor: Any, expected: str, dtypes: tuple[str, .
 
 
 def as_view(tensor: Any) -> tvm_ffi.Tensor:
-    """The tensor's memory as the library takes it."""
+    """The memory of a tensor, or of a DLPack capsule, as the library takes it."""
     import tvm_ffi
 
     return tvm_ffi.from_dlpack(tensor)

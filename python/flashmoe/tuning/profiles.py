@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -21,9 +22,13 @@ from typing import Any, get_origin, get_type_hints
 
 from .. import jit
 from ..errors import FlashMoEError
+from ..foreign import clipped, parsed, shown
+from ..spec import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS, MAX_WIDTH, bounded
 from ..storage import Folder
 
 VERSION = 1
+MOST_BYTES = 2**24
+"""Of the file: tens of thousands of profiles."""
 LOCK_SECONDS = 60.0
 """How long to wait for another process that changes the file, which takes milliseconds."""
 _REMEDY = "set FLASHMOE_PROFILES to a file in a folder of your own"
@@ -139,15 +144,27 @@ def _folder(file: Path, make: bool = True) -> contextlib.AbstractContextManager[
 
 def _read(file: Path, folder: Folder) -> list[Record]:
     try:
-        content = json.loads(folder.read(file.name))
-        if content["version"] != VERSION:
-            raise ValueError(f"expected version {VERSION}, got {content['version']!r}")
+        content = parsed(folder.read(file.name, MOST_BYTES))
+        version = content["version"]
+        if type(version) is not int or version != VERSION:
+            raise ValueError(f"expected version {VERSION}, got {shown(version)}")
         return [_record(each) for each in content["profiles"]]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"
+    except (OSError, ValueError, TypeError, LookupError, MemoryError) as error:
+        what = f"{type(error).__name__}: {clipped(error)}"
         raise FlashMoEError(f"profiles: cannot read {file} ({what}); remove it and run flashmoe tune again") from error
+
+
+_MOST = {
+    "ranks": MAX_RANKS,
+    "hidden": MAX_WIDTH,
+    "intermediate": MAX_WIDTH,
+    "experts": MAX_EXPERTS,
+    "top_k": MAX_EXPERTS,
+    "tokens": MAX_TOKENS + 1,  # as bucket rounds them up
+}
+"""What no context has more of; the least is 1."""
 
 
 def _distance(tokens: int, wanted: int) -> tuple[int, int]:
@@ -162,13 +179,20 @@ def _flat(record: Record) -> dict[str, Any]:
 
 
 def _record(flat: dict[str, Any]) -> Record:
-    """The inverse of `_flat`, once names and types are known to be right; raises `ValueError`, `TypeError` or
+    """The inverse of `_flat`, once names, types and sizes are known to be right; raises `ValueError`, `TypeError` or
     `KeyError`."""
     flat = dict(flat)
     setting = _typed(Setting, {field.name: flat.pop(field.name) for field in fields(Setting)})
     record = _typed(Record, {"setting": setting, **flat})
-    if record.setting.tokens != bucket(record.setting.tokens):
-        raise ValueError(f"tokens: expected a power of two, got {record.setting.tokens}")
+    for name, most in _MOST.items():
+        bounded(name, getattr(setting, name), 1, most)
+    if setting.tokens != bucket(setting.tokens):
+        raise ValueError(f"tokens: expected a power of two, got {setting.tokens}")
+    for name in ("milliseconds", "built_in_milliseconds"):
+        if not 0 <= (spent := getattr(record, name)) < math.inf:  # JSON as Python has it knows NaN and Infinity
+            raise ValueError(f"{name}: expected a time, got {spent}")
+    if odd := [name for name, value in record.profile.items() if type(value) not in (int, str)]:
+        raise ValueError(f"profile: expected numbers and names, got {shown(record.profile[odd[0]])} of {shown(odd[0])}")
     return record
 
 
@@ -176,6 +200,6 @@ def _typed(kind: type, values: dict[str, Any]) -> Any:
     made = kind(**values)
     for name, hint in get_type_hints(kind).items():
         expected = get_origin(hint) or hint
-        if not isinstance(values[name], expected):
-            raise ValueError(f"{name}: expected {expected.__name__}, got {values[name]!r}")
+        if type(values[name]) is not expected:  # true is an instance of int
+            raise ValueError(f"{name}: expected {expected.__name__}, got {shown(values[name])}")
     return made

@@ -1,0 +1,74 @@
+"""What a DLPack capsule says, looked at before anything follows its pointers.
+
+The library that takes the capsule believes all of it: as many sizes as the number of dimensions says, where there are
+none, and an address that is an offset from nowhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+MOST_DIMENSIONS = 64
+"""As NumPy has them. No operand has more than three."""
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class DLManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+NAME = b"dltensor"
+"""Of a capsule that nobody has taken yet."""
+
+_python = ctypes.PyDLL(None)  # not ctypes.pythonapi, whose functions have the types that any module gave them last
+_is_valid = _python.PyCapsule_IsValid
+_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_pointer = _python.PyCapsule_GetPointer
+_pointer.restype = ctypes.c_void_p
+_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def exported(tensor: Any) -> Any:
+    """The capsule that `tensor` exports, once it is known to be one of a tensor in memory. Raises `ValueError`, and
+    whatever the exporter does. That the memory is there is the exporter's word."""
+    capsule = tensor.__dlpack__()
+    if not _is_valid(capsule, NAME):
+        raise ValueError(f"expected a capsule named {NAME.decode()}")
+    said = DLManagedTensor.from_address(_pointer(capsule, NAME)).tensor
+    if not 0 <= said.ndim <= MOST_DIMENSIONS:
+        raise ValueError(f"expected at most {MOST_DIMENSIONS} dimensions, got {said.ndim}")
+    if said.ndim and not said.shape:
+        raise ValueError(f"expected {said.ndim} sizes, got a null pointer")
+    shape = said.shape[: said.ndim] if said.ndim else []
+    if any(size < 0 for size in shape):
+        raise ValueError(f"expected sizes of 0 or more, got {shape}")
+    if said.lanes != 1:  # none and 65535 have the same name as one
+        raise ValueError(f"expected elements of one lane, got {said.lanes}")
+    if 0 not in shape:
+        _check_address(said.data or 0, said.byte_offset, math.prod(shape) * said.bits // 8, said.bits // 8)
+    return capsule
+
+
+def _check_address(data: int, offset: int, size: int, alignment: int) -> None:
+    """Raise unless `size` bytes can lie there."""
+    if not data:
+        raise ValueError(f"expected a tensor in memory, got one at a null pointer with offset {offset}")
+    if data + offset + size > 2**64:
+        raise ValueError(f"expected a tensor in memory, got {size} bytes from {data:#x} + {offset} on")
+    if alignment > 1 and (data + offset) % alignment:
+        raise ValueError(f"expected an address that is a multiple of {alignment}, got {data + offset:#x}")

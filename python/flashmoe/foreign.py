@@ -1,0 +1,115 @@
+"""Files that anybody may have made: opened, read and parsed within bounds, and shown in messages.
+
+Whatever is wrong with one is an `OSError`, a `ValueError` or a `MemoryError`: `REFUSALS`. Who reads it turns that into
+an error of the package's own, with the `reason` in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+REFUSALS = (OSError, ValueError, MemoryError)
+
+KINDS = {
+    stat.S_IFREG: "a regular file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+"""What a file may be, by the type bits of its mode."""
+
+_MOST_SHOWN = 1000
+"""Characters of a part of a message."""
+
+_values = reprlib.Repr()
+_values.maxstring = _values.maxother = _values.maxlong = 200
+_values.maxlevel = 3
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[BinaryIO]:
+    """A regular file, open. A link is followed: folders of checkpoints are often made of them."""
+    # O_NONBLOCK: opening a pipe to read waits for its other end.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        if kind != stat.S_IFREG:
+            raise ValueError(KINDS.get(kind, "no regular file"))
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
+
+
+def length(file: BinaryIO) -> int:
+    """Bytes of an open file, by what the file system says: of a sparse one far more than are stored."""
+    return os.fstat(file.fileno()).st_size
+
+
+def read(path: str | Path, most: int) -> bytes:
+    """All of a regular file that has at most so many bytes."""
+    with opened(path) as file:
+        has = length(file)
+        if has > most:
+            raise ValueError(f"{has} bytes, which are more than {most}")
+        return file.read(has)
+
+
+def parsed(content: bytes) -> Any:
+    """JSON, in UTF-8. Without what JSON leaves open: an object that has a name twice is refused.
+
+    Takes up to 50 times the bytes while it is parsed, where it consists of lists in lists.
+    """
+    try:
+        return json.loads(content.decode(), object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"an object that has the name {shown(twice)} twice")
+    return made
+
+
+def is_count(value: Any, most: int = 2**63 - 1) -> bool:
+    """Whether a parsed value is an integer in [0, most]; true and 1.0 are none."""
+    return type(value) is int and 0 <= value <= most
+
+
+def shown(value: object) -> str:
+    """A parsed value, as a message has it: cut where it is long or deep."""
+    return _values.repr(value)
+
+
+def clipped(text: object) -> str:
+    """Text, as a message has it: the middle of a long one left out, and escapes for what cannot be printed, such as
+    half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    text = str(text)
+    if len(text) > _MOST_SHOWN:
+        text = f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def reason(error: BaseException) -> str:
+    """What one of `REFUSALS` says."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(error, MemoryError):
+        return "more than there is memory for"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)

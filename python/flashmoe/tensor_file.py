@@ -1,0 +1,122 @@
+"""Tensors in a safetensors file: a header in JSON that says of each what it is and where it lies, then their bytes.
+
+Read here and not by the library of that name, which leaves Python's exceptions where memory is missing (a panic), ends
+the process where another one shortens the file (it maps it), and takes the last of several tensors of one name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from .foreign import is_count, length, opened, parsed, shown
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+"""The dtypes that are read, by their names in a safetensors file."""
+
+MOST_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+_PREFIX = 8
+"""Bytes that say how many the header has."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, which is not read yet."""
+
+    name: str
+    dtype: str
+    """As the file names it: one of `DTYPES`, or another."""
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    """Bytes, from the file's beginning."""
+    bytes: int
+
+    def read_into(self, array: np.ndarray) -> None:
+        """Read it to a contiguous array of its dtype and shape. Raises `foreign.REFUSALS`."""
+        with opened(self.path) as file:
+            file.seek(self.offset)
+            if file.readinto(array.reshape(-1).view(np.uint8)) != self.bytes:
+                raise ValueError(f"a file that ends within {shown(self.name)}")
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """What the header of a file says."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, Stored]
+
+
+def read_header(path: Path) -> TensorFile:
+    """What a file holds, once that is known to be consistent: each tensor of `DTYPES` has the bytes of its shape, and
+    together they fill the file, without gaps, and without a byte that two share. Raises `foreign.REFUSALS`."""
+    with opened(path) as file:
+        begin, header = _header(file)
+        end = length(file)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ that is no object of strings")
+    tensors = {name: _stored(path, begin, name, said) for name, said in header.items()}
+    _check_filled(begin, end, tensors)
+    return TensorFile(metadata, tensors)
+
+
+def _header(file: BinaryIO) -> tuple[int, dict[str, Any]]:
+    """Where the tensors begin, and the header."""
+    has, prefix = length(file), file.read(_PREFIX)
+    if len(prefix) < _PREFIX:
+        raise ValueError(f"{len(prefix)} bytes")
+    size = int.from_bytes(prefix, "little")
+    if size > MOST_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes, which are more than {MOST_HEADER_BYTES}")
+    if _PREFIX + size > has:
+        raise ValueError(f"a header of {size} bytes in a file of {has}")
+    header = parsed(file.read(size))
+    if not isinstance(header, dict):
+        raise ValueError(f"a header that is no object: {shown(header)}")
+    return _PREFIX + size, header
+
+
+def _stored(path: Path, begin: int, name: str, said: Any) -> Stored:
+    """What the header says of a tensor; that the file has the bytes is not looked at."""
+    said = said if isinstance(said, dict) else {}
+    dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+    if not isinstance(dtype, str):
+        raise ValueError(f"{shown(name)} of dtype {shown(dtype)}")
+    if not isinstance(shape, list) or not all(map(is_count, shape)):
+        raise ValueError(f"{shown(name)} of shape {shown(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)) or offsets[0] > offsets[1]:
+        raise ValueError(f"{shown(name)} with data_offsets {shown(offsets)}")
+    size = offsets[1] - offsets[0]
+    if dtype in DTYPES and size != _count(shape, size) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{shown(name)} of {dtype} {shown(shape)} in {size} bytes")
+    return Stored(name, dtype, tuple(shape), path, begin + offsets[0], size)
+
+
+def _count(shape: list[int], most: int) -> int:
+    """Elements of a shape; of a shape with more than `most`, some number above that. The product of all sizes might
+    have millions of digits."""
+    if 0 in shape:
+        return 0
+    count = 1
+    for size in shape:
+        count *= size
+        if count > most:
+            break
+    return count
+
+
+def _check_filled(begin: int, end: int, tensors: dict[str, Stored]) -> None:
+    """Raise unless the tensors follow one another from `begin` to the file's end."""
+    for each in sorted(tensors.values(), key=lambda each: (each.offset, each.bytes)):
+        if each.offset != begin:
+            raise ValueError(f"{shown(each.name)} from byte {each.offset} on, where tensors have ended at {begin}")
+        begin += each.bytes
+    if begin != end:
+        raise ValueError(f"{end} bytes, where tensors end at {begin}")

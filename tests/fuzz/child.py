@@ -1,0 +1,44 @@
+"""One target under libFuzzer (atheris): `python child.py TARGET RUNNING [libFuzzer's options] FOLDER...`.
+
+RUNNING is a file that holds the input which is being run, since what ends the process may leave nothing else. Coverage
+is that of the package's Python. `run.py` starts this, and says what came of it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import atheris  # noqa: E402
+
+with atheris.instrument_imports(include=["flashmoe"]):
+    import json_mutations
+    import targets
+
+
+def main() -> None:
+    name, running, *options = sys.argv[1:]
+    with targets.made(name) as target, open(running, "wb", buffering=0) as file:
+
+        def run(data: bytes) -> None:
+            os.pwrite(file.fileno(), data, 0)
+            os.ftruncate(file.fileno(), len(data))
+            targets.checked(target, data)
+
+        def mutate(data: bytes, most: int, seed: int) -> bytes:
+            # One in eight goes by bytes: what is no JSON is to be seen too.
+            changed = json_mutations.mutated(data, seed, target.words, target.repair) if seed % 8 else None
+            return changed if changed is not None and len(changed) <= most else atheris.Mutate(data, most)
+
+        # libFuzzer begins its children, to merge folders, with a shell and these words.
+        this = shlex.join([sys.executable, str(Path(__file__).resolve()), name, running])
+        atheris.Setup([this, *options], run, custom_mutator=mutate)
+        atheris.Fuzz()
+
+
+main()
