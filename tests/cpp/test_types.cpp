@@ -125,7 +125,7 @@ void check_silu_bits() {
   for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {
     float v = widened(kBf16, static_cast<uint16_t>(pattern));
     if (std::isnan(v) || v < -0x1p30f) continue;
-    activate(&v, nullptr, Activation::kSilu, 1);
+    activate(&v, nullptr, {.activation = Activation::kSilu}, 1);
     hash = (hash ^ std::bit_cast<uint32_t>(v)) * 0x100000001b3u;
   }
   CHECK_EQ(hash, uint64_t{4085862573712623834u});
@@ -137,8 +137,8 @@ void check_silu_ends() {
     const float x = widened(kBf16, static_cast<uint16_t>(pattern));
     float alone = x, gated[] = {x, x};
     const float up[] = {2.0f, -3.0f};
-    activate(&alone, nullptr, Activation::kSilu, 1);
-    activate(gated, up, Activation::kSwiGlu, 2);
+    activate(&alone, nullptr, {.activation = Activation::kSilu}, 1);
+    activate(gated, up, {.activation = Activation::kSwiGlu}, 2);
     if (std::isnan(x)) {
       CHECK(std::isnan(alone) && std::isnan(gated[0]));
     } else if (x < -0x1p30f) {
