@@ -62,7 +62,7 @@ def test_report(tool, capsys):
 
 def test_exact_instances_need_no_wgmma(tool, capsys):
     exact = [unit for unit in tool.units() if tool.EXACT in unit.defines]
-    assert len(exact) == 5  # one of them traced
+    assert len(exact) == 6  # one of them traced, one clamped
     assert tool.report(exact[0], compiled(tool, sass=SASS.replace("HGMMA", "FFMA"))) == 0
     assert "  1 UTMALDG, 2 LDGSTS" in capsys.readouterr().out
     assert tool.report(exact[0], compiled(tool, sass=SASS.replace("LDGSTS", "NOP"))) == 1
@@ -70,7 +70,7 @@ def test_exact_instances_need_no_wgmma(tool, capsys):
 
 def test_instances(tool):
     found = tool.instances()
-    assert len(found) == len(set(found)) == 16 + 4 + 3
+    assert len(found) == len(set(found)) == 16 + 4 + 3 + 6  # traced, and activations of which one type has all, others the clamped one
     assert sum(tool.TRACE in defines for defines in found) == 4 + 3
     assert all(tool.RDMA not in defines for defines in found)
 
