@@ -70,7 +70,8 @@ def test_exact_instances_need_no_wgmma(tool, capsys):
 
 def test_instances(tool):
     found = tool.instances()
-    assert len(found) == len(set(found)) == 16 + 4 + 3 + 6  # traced, and activations of which one type has all, others the clamped one
+    # Traced ones, and activations of which one type has all, others the clamped one alone.
+    assert len(found) == len(set(found)) == 16 + 4 + 3 + 6
     assert sum(tool.TRACE in defines for defines in found) == 4 + 3
     assert all(tool.RDMA not in defines for defines in found)
 
