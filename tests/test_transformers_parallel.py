@@ -218,7 +218,7 @@ def _refusals(rank, ranks):
         **{**SMALL, "num_local_experts": 2, "head_dim": 16, "intermediate_size_mlp": 8}
     )
     note(lambda: parallelize(transformers.Llama4ForCausalLM(llama4), **ROOM))
-    note(lambda: parallelize(model_of("Mixtral", hidden_act="gelu"), **ROOM))
+    note(lambda: parallelize(model_of("Mixtral", hidden_act="gelu_pytorch_tanh"), **ROOM))
     model = model_of("Mixtral")
     expected = results_of(with_experts(model, NAME), rank)
     known, model.config = model.config, transformers.PretrainedConfig()
@@ -242,7 +242,7 @@ def test_what_is_refused_of_a_model_that_is_to_be_spread(on_ranks):
     )
     assert [message.partition(";")[0] for message in messages] == [
         "Llama4ForCausalLM: expected experts modules on Transformers' experts interface, got none",
-        "MixtralExperts.act_fn: expected one of SiLU, SiLUActivation, silu, got GELUActivation",
+        "MixtralExperts.act_fn: expected one of SiLU, SiLUActivation, silu, GELUActivation, gelu, got GELUTanh",
         "top_k: expected K, since PreTrainedConfig has no num_experts_per_tok, got None",
         share.partition(";")[0],
         share.partition(";")[0],
