@@ -8,10 +8,11 @@ import flashmoe
 import numpy as np
 import pytest
 from flashmoe.reference import activate, choice_values, choose, moe_reference, weigh
+from layer_options import CLAMPED
+from layer_options import EXPERTS as EITHER_ENGINES
 from problems import Ranks, check, random_problem
 
 SIZES = {"hidden": 48, "intermediate": 24, "experts": 16, "top_k": 4}
-CLAMPED = {"activation": "clamped_swiglu", "limit": 0.75, "alpha": 1.702, "up_offset": 1.0}
 DEEPSEEK = {"score": "sigmoid", "choice_bias": True, "groups": 4, "top_groups": 2, "routed_scale": 2.5}
 
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -27,15 +28,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3, with the router's own bias": DEEPSEEK | {"biases": (True, False, False)},
 }
 
-EXPERTS: dict[str, dict[str, Any]] = {
-    "geglu": {"activation": "geglu"},
-    "relu2": {"activation": "relu2"},
-    "clamped": CLAMPED,
-    "clamped, no limit": {"activation": "clamped_swiglu", "alpha": 0.5},
-    "interleaved": {"interleaved": True},
+EXPERTS = EITHER_ENGINES | {
     "transposed": {"transposed": True},
     "transposed, no gate": {"transposed": True, "activation": "relu"},
-    "weights on the input": {"weights_on_input": True},
     "gpt-oss": CLAMPED | {"interleaved": True, "transposed": True},
     "Llama 4": {"transposed": True, "weights_on_input": True, "score": "sigmoid", "renormalize": False},
 }

@@ -62,7 +62,7 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   }
   if (layer.groups > 1) leave_best_groups(layer, choice, buffers.group);
 
-  float sum = layer.routing == Routing::kSigmoid ? 1e-20f : 0.0f;  // scores of a softmax are not all 0
+  float sum = layer.routing == Routing::kSigmoid ? kLeastSum : 0.0f;  // scores of a softmax are not all 0
   for (uint32_t k = 0; k < layer.top_k; ++k) {
     const auto best = std::max_element(choice.begin(), choice.end());  // the first of equals
     ids[k] = static_cast<int32_t>(best - choice.begin());

@@ -14,8 +14,7 @@ struct RouterBuffers {
 };
 
 // The experts of one token, from its logits [E]: the K largest (ties: the lower expert), of those of the best groups, in
-// falling order. `choice_bias`: [E]; null: none. False if a
-// logit, or a score with its bias, is not finite.
+// falling order. `choice_bias`: [E]; null: none. False if a logit, or a score with its bias, is not finite.
 bool choose_experts(const LayerSpec& layer, const float* choice_bias, const float* logits, int32_t* ids, float* weights,
                     RouterBuffers& buffers);
 

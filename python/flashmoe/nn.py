@@ -109,7 +109,7 @@ class MoE(torch.nn.Module):
 
     ============================== ======================================================================
     ``gate.weight``                [E, H]
-    ``experts.gate_up_proj``       [El, 2I, H], gate rows first; [El, I, H] unless ``activation="swiglu"``
+    ``experts.gate_up_proj``       [El, 2I, H], gate rows first; [El, I, H] without a gate
     ``experts.down_proj``          [El, H, I]
     ``gate.bias``                  [E], with `router_bias`
     ``gate.choice_bias``           [E] float32, with `choice_bias`; a buffer

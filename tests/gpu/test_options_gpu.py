@@ -7,6 +7,8 @@ from typing import Any
 import flashmoe
 import pytest
 import torch
+from layer_options import CLAMPED
+from layer_options import EXPERTS as EITHER_ENGINES
 from layers import ARITHMETIC, call, check, context_of, random_problem, run_and_check
 
 pytestmark = pytest.mark.gpu
@@ -37,16 +39,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "1024 experts, groups": {"groups": 16, "top_groups": 5, "experts": 1024, "top_k": 32},
 }
 
-CLAMPED = {"activation": "clamped_swiglu", "limit": 0.75, "alpha": 1.702, "up_offset": 1.0}
-EXPERTS: dict[str, dict[str, Any]] = {
-    "geglu": {"activation": "geglu"},
-    "relu2": {"activation": "relu2"},
-    "clamped": CLAMPED,
-    "clamped, no limit": {"activation": "clamped_swiglu", "alpha": 0.5},
-    "interleaved": {"interleaved": True},
-    "clamped, interleaved": CLAMPED | {"interleaved": True},
-    "weights on the input": {"weights_on_input": True},
-}
+EXPERTS = EITHER_ENGINES | {"clamped, interleaved": CLAMPED | {"interleaved": True}}
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

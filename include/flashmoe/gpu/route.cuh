@@ -34,9 +34,6 @@ struct TokenChoice {
 
 // ---- by any rule: one token of a warp after the other --------------------------------------------------------------
 
-// What is added to the sum of sigmoids that divides them: all may vanish.
-inline constexpr float kLeastSum = 1e-20f;
-
 __device__ __forceinline__ float sigmoid(float logit) {
   return 1.0f / (1.0f + expf(-logit));
 }

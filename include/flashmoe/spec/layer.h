@@ -50,6 +50,9 @@ struct LayerSpec : AgreedLayer {
   FLASHMOE_HD constexpr uint32_t return_row_bytes() const { return hidden * element_bytes(return_type); }
 };
 
+// What is added to the sum of sigmoids that divides them: all may vanish.
+inline constexpr float kLeastSum = 1e-20f;
+
 // Calls f(name, field) for every field, by the names that Python has.
 template <class Layer, class F>
 constexpr void for_each_agreed_field(Layer& l, F&& f) {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .. import jit
 from ..launch import RankPool
 from ..placement import contiguous, local_experts
+from ..spec import GATED
 from ..tuning.profiles import Setting
 from ..tuning.search import Candidate, Timing
 from .device import SeededWeights, put_on
@@ -86,7 +87,7 @@ def _random_layer(setting: Setting, activation: str, rank: int) -> dict[str, Any
 
     hidden, inner, dtype = setting.hidden, setting.intermediate, setting.dtype
     own = tuple(local_experts(contiguous(setting.experts, setting.ranks), rank))
-    rows = inner * (2 if activation == "swiglu" else 1)
+    rows = inner * (2 if activation in GATED else 1)
     gate_up_proj, down_proj, router = put_on(
         rank,
         [

@@ -16,7 +16,7 @@ from .console import console
 
 def command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    activation: Annotated[str, typer.Option(help="relu, gelu, silu or swiglu.")] = "swiglu",
+    activation: Annotated[str, typer.Option(help=", ".join(ACTIVATIONS) + ".")] = "swiglu",
     all_: Annotated[bool, typer.Option("--all", help="Every dtype with every activation.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Kernels that record a trace.")] = False,
     exact: Annotated[bool, typer.Option("--exact", help="float32 without the tensor cores.")] = False,

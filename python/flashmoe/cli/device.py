@@ -16,7 +16,7 @@ from .. import jit, models, nvshmem
 from ..checkpoint import MoELayer, MoELayerOf
 from ..errors import FlashMoEError, HeapError
 from ..memory import format_bytes
-from ..spec import ELEMENT_BYTES
+from ..spec import ELEMENT_BYTES, GATED
 from .console import count
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def random_layer(
     rng = np.random.default_rng(seed)
     router, states = models.router_and_tokens(shape, tokens, skew, models.DTYPES[dtype], rng)
     experts = tuple(range(shape.experts))
-    rows = shape.intermediate * (2 if shape.activation == "swiglu" else 1)
+    rows = shape.intermediate * (2 if shape.activation in GATED else 1)
     layer = SeededLayer(
         name=shape.name,
         router=router,

@@ -36,7 +36,7 @@ def command(
     experts: Annotated[int | None, typer.Option(help="Experts E in all.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts per token K.")] = None,
     activation: Annotated[
-        str | None, typer.Option(help="relu, gelu, silu or swiglu.  [default: the model's, else swiglu]")
+        str | None, typer.Option(help=", ".join(ACTIVATIONS) + ".  [default: the model's, else swiglu]")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks in the group, a GPU each.")] = 1,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..checkpoint import MoELayer
 from ..errors import InvalidArgument
+from ..spec import GATED
 from .shapes import ModelShape
 
 DTYPES = {
@@ -39,7 +40,7 @@ def random_layer(
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     rng = np.random.default_rng(seed)
     router, hidden_states = router_and_tokens(shape, tokens, skew, DTYPES[dtype], rng)
-    rows = shape.intermediate * (2 if shape.activation == "swiglu" else 1)
+    rows = shape.intermediate * (2 if shape.activation in GATED else 1)
     gate_up_proj = np.empty((shape.experts, rows, shape.hidden), DTYPES[dtype])
     down_proj = np.empty((shape.experts, shape.hidden, shape.intermediate), DTYPES[dtype])
     for expert in range(shape.experts):  # one at a time: float32 copies of all would double the memory

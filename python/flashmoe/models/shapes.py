@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidArgument
+from ..spec import GATED
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ModelShape:
     @property
     def weights(self) -> int:
         """Elements of the router and of all routed experts."""
-        matrices = 3 if self.activation == "swiglu" else 2
+        matrices = 3 if self.activation in GATED else 2
         return self.experts * self.hidden * (1 + matrices * self.intermediate)
 
 

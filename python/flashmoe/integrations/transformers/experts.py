@@ -69,14 +69,14 @@ def experts_forward(
     }
     check_tensors(tensors)
     top_k = top_k_index.shape[1]
-    return torch.ops.flashmoe.moe(number_of(module, top_k), **tensors, **options.of_operator())
+    return torch.ops.flashmoe.moe(number_of(module, options, top_k), **tensors, **options.of_operator())
 
 
-def number_of(module: torch.nn.Module, top_k: int) -> int:
+def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> int:
     """The number that stands in calls of the operator for what the experts module takes its contexts from."""
     if torch.compiler.is_compiling():
         return _number_while_compiling(id(module), top_k)
-    return _number(module, top_k)
+    return _number(module, options, top_k)
 
 
 def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -156,11 +156,11 @@ def _check(module: torch.nn.Module, tensors: dict[str, Tensor | None]) -> None:
             raise InvalidArgument(f"{kind}: expected {name} of {experts} experts, got {weight.shape[0]}")
 
 
-def _number(module: torch.nn.Module, top_k: int) -> int:
+def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> int:
     """The number that stands in calls of the operator for what the module takes its contexts from: see `growing`. The
     module holds it, so that it lives no longer than the last of the modules that share it."""
     weights = module.down_proj
-    hidden, intermediate = recognise(module).sizes(module)
+    hidden, intermediate = options.sizes(module)
     experts = weights.shape[0]
     device = weights.device.index if weights.device.type == "cuda" else None
     shape = Shape(device, str(weights.dtype).removeprefix("torch."), hidden, intermediate, experts, top_k)
@@ -176,7 +176,8 @@ def _number(module: torch.nn.Module, top_k: int) -> int:
 def _number_while_compiling(identity: int, top_k: int) -> int:
     """`_number` as a constant of what is compiled. PyTorch before 2.13 takes no module for an argument of such a
     function, but its identity, and uses what it compiles with no other module. This one lives: it is being called."""
-    return _number(ctypes.cast(identity, ctypes.py_object).value, top_k)
+    module = ctypes.cast(identity, ctypes.py_object).value
+    return _number(module, recognise(module), top_k)
 
 
 def _refuse_fp8(module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import InvalidArgument
 from ...torch_op import check_tensors
-from .experts import experts_modules, number_of, operands_of
+from .experts import NAME, experts_modules, number_of, operands_of
 from .recognise import recognise
 
 Rule = Callable[[torch.nn.Module], dict[str, Any]]
@@ -77,7 +77,7 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
         recognise(block.experts)
     for block, rule in zip(blocks, rules, strict=True):
         block.__class__ = _fused(type(block), rule)
-        block.experts.config._experts_implementation = "flashmoe"
+        block.experts.config._experts_implementation = NAME
     return model
 
 
@@ -129,7 +129,7 @@ def _routed(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
     tensors |= {"router": gate.weight, "choice_bias": routing.pop("choice_bias", None)}
     check_tensors(tensors)
     return torch.ops.flashmoe.moe(
-        number_of(experts, gate.top_k), **tensors, **options.of_operator(), **routing, top_k=gate.top_k
+        number_of(experts, options, gate.top_k), **tensors, **options.of_operator(), **routing, top_k=gate.top_k
     )
 
 
