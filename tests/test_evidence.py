@@ -80,7 +80,7 @@ def test_a_run_is_counted_by_file(fake):
     ("arguments", "reason"),
     [
         (["-k", "right"], "-k right selects"),
-        (["test_second.py"], "test_second.py is not all"),
+        (["test_first.py::test_right"], "*test_first.py::test_right is not a whole file"),
         (["-x"], "the run was stopped"),
         (["--deselect", "test_first.py::test_wrong"], "an option leaves tests out"),
     ],
@@ -90,6 +90,16 @@ def test_a_part_of_the_tests_is_not_recorded(fake, arguments, reason):
     done = fake.runpytest_inprocess(*arguments)
     done.stdout.fnmatch_lines([f"not recorded in results/fakex2.json: {reason}"])
     assert not (fake.path / "results").exists()
+
+
+def test_whole_files_add_to_a_run_of_the_same_sources(fake):
+    path = fake.path / "results" / "fakex2.json"
+    for of in ("test_first.py", "test_second.py"):
+        fake.runpytest_inprocess(of)
+    assert json.loads(path.read_text())["files"].keys() == {"test_first.py", "test_second.py"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sources_sha256": "0" * 16}))
+    fake.runpytest_inprocess("test_second.py")
+    assert json.loads(path.read_text())["files"].keys() == {"test_second.py"}
 
 
 def test_the_digest_is_of_names_and_contents(tmp_path):
@@ -106,11 +116,15 @@ def test_the_digest_is_of_names_and_contents(tmp_path):
     assert len(seen) == 3
 
 
-def test_a_run_of_other_sources_is_named(tmp_path):
-    for name, digest in (("ax1", digest_of(ROOT, "include", "csrc")), ("bx2", "0" * 16)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"sources_sha256": digest, "commit": "0123456789"}))
-    (said,) = evidence.outdated(sorted(tmp_path.glob("*.json")))
-    assert said.startswith("bx2.json: the GPU tests ran on include, csrc 0000000000000000 (0123456), not on ")
+def test_a_run_of_other_sources_or_less_is_named(tmp_path):
+    files = dict.fromkeys((f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")), {})
+    now = {"sources_sha256": digest_of(ROOT, "include", "csrc"), "commit": "0123456789", "files": files}
+    less = now | {"files": {name: of for name, of in files.items() if not name.endswith("test_few.py")}}
+    for name, run in (("ax1", now), ("bx2", now | {"sources_sha256": "0" * 16}), ("cx1", less)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+    other, lacking = evidence.outdated(sorted(tmp_path.glob("*.json")))
+    assert other.startswith("bx2.json: the GPU tests ran on include, csrc 0000000000000000 (0123456), not on ")
+    assert lacking == "cx1.json: tests/gpu/test_few.py has not run"
 
 
 def test_committed_runs_are_of_these_sources():

@@ -1,7 +1,7 @@
 """What a run of the GPU tests leaves behind: how many of each file passed, failed or were skipped, on what, of what.
 
-`make test-gpu` names the folder in FLASHMOE_EVIDENCE. A run of some of the tests says nothing of the others, and is not
-recorded.
+`make test-gpu` names the folder in FLASHMOE_EVIDENCE. A run of some whole files (`PYTEST_FLAGS=tests/gpu/test_few.py`) adds
+to what is there, if that is of the same sources on the same machine; a run of less than whole files is not recorded.
 """
 
 from __future__ import annotations
@@ -47,19 +47,24 @@ class Evidence:
         by_file: dict[str, Counter[str]] = {}
         for test, outcome in self._outcomes.items():
             by_file.setdefault(test.partition("::")[0], Counter())[outcome] += 1
-        result = {
-            **self._origin,
-            "sources": list(SOURCES),
-            "sources_sha256": digest_of(ROOT, *SOURCES),
-            "seconds": round(time.monotonic() - self._start),
-            "files": {file: {each: counts[each] for each in OUTCOMES} for file, counts in sorted(by_file.items())},
-        }
-        write(self._path, result)
+        origin = {**self._origin, "sources": list(SOURCES), "sources_sha256": digest_of(ROOT, *SOURCES)}
+        seconds, files = recorded(self._path, origin)
+        files |= {file: {each: counts[each] for each in OUTCOMES} for file, counts in by_file.items()}
+        seconds += round(time.monotonic() - self._start)
+        write(self._path, {**origin, "seconds": seconds, "files": dict(sorted(files.items()))})
         say(f"\nrecorded in {self._path}")
 
 
+def recorded(path: Path, origin: dict[str, Any]) -> tuple[int, dict[str, dict[str, int]]]:
+    """Seconds and files of the run in `path`, if it is of this origin; else none."""
+    said = json.loads(path.read_text()) if path.exists() else {}
+    if any(said.get(name) != value for name, value in origin.items()):
+        return 0, {}
+    return said["seconds"], said["files"]
+
+
 def partial(session: pytest.Session, exitstatus: int) -> str | None:
-    """Why this is not a run of all GPU tests to their end; None if it is."""
+    """Why this is not a run of whole files to their end; None if it is."""
     option, config = session.config.option, session.config
     if session.shouldstop or session.shouldfail or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return "the run was stopped"
@@ -67,9 +72,7 @@ def partial(session: pytest.Session, exitstatus: int) -> str | None:
         return f"-k {option.keyword} selects"
     if option.lf or option.deselect or option.ignore or option.ignore_glob:
         return "an option leaves tests out"
-    if config.args_source is pytest.Config.ArgsSource.ARGS:
-        return f"{' '.join(config.args)} is not all"
-    return None
+    return next((f"{each} is not a whole file" for each in config.args if "::" in each), None)
 
 
 def committed() -> list[Path]:
@@ -78,11 +81,14 @@ def committed() -> list[Path]:
 
 
 def outdated(paths: Sequence[Path]) -> list[str]:
-    """What is to be said of those that are of other sources than there are now."""
+    """What is to be said of those that are of other sources than there are now, or lack a file of tests."""
     now = digest_of(ROOT, *SOURCES)
-    read = [(path.name, json.loads(path.read_text())) for path in paths]
-    return [
-        f"{name}: the GPU tests ran on {', '.join(SOURCES)} {run['sources_sha256']} ({run['commit'][:7]}), not on {now}"
-        for name, run in read
-        if run["sources_sha256"] != now
-    ]
+    tests = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    said = []
+    for path in paths:
+        run = json.loads(path.read_text())
+        if run["sources_sha256"] != now:
+            of = f"{', '.join(SOURCES)} {run['sources_sha256']} ({run['commit'][:7]})"
+            said.append(f"{path.name}: the GPU tests ran on {of}, not on {now}")
+        said += [f"{path.name}: {test} has not run" for test in sorted(tests - run["files"].keys())]
+    return said

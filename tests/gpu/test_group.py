@@ -212,6 +212,8 @@ def test_a_rank_that_stalls_is_named(pool, who, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_dies_is_named(pool, tmp_path, transport):
+    if pool.ranks > torch.cuda.device_count():
+        pytest.skip("ranks share a GPU: under MPS a client that is killed can take all others with it")
     with RankPool(pool.ranks) as mortal, pytest.raises(RankFailed) as failed:
         everywhere(mortal, on_rank.die, transport, 1, 2.0, tmp_path)
     assert set(failed.value.errors) == {1}
