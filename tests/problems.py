@@ -50,6 +50,9 @@ class Problem:
     topk_weights: list[np.ndarray] | None = None
     gate_up_bias: np.ndarray | None = None
     down_bias: np.ndarray | None = None
+    shared_gate_up: np.ndarray | None = None
+    shared_down: np.ndarray | None = None
+    shared_gate: np.ndarray | None = None
     placement: list[int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Further ones of `flashmoe.moe`, such as activation, renormalize, capacity_factor, return_mode."""
@@ -61,6 +64,11 @@ class Problem:
     @property
     def dtype(self) -> str:
         return self.down_proj.dtype.name
+
+    @property
+    def shared(self) -> dict[str, np.ndarray | None]:
+        """The shared expert's tensors."""
+        return {name: getattr(self, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
 
     def owners(self) -> list[int]:
         """The rank of each expert; by default contiguous shares, the first ones larger by one."""
@@ -74,6 +82,9 @@ class Problem:
         experts, hidden, intermediate = self.down_proj.shape
         if self.options.get("transposed"):
             hidden, intermediate = intermediate, hidden
+        width = 0
+        if self.shared_down is not None:
+            width = self.shared_down.shape[0 if self.options.get("transposed") else 1]
         return {
             "max_tokens": max(1, *(len(x) for x in self.x)),
             "hidden": hidden,
@@ -83,12 +94,13 @@ class Problem:
             "dtype": self.dtype,
             "placement": self.owners(),
             "timeout": PATIENCE,
+            "shared_intermediate": width,
         }
 
     def arguments(self, rank: int) -> dict[str, Any]:
         """Rank's arguments of `flashmoe.moe`."""
         mine = [expert for expert, owner in enumerate(self.owners()) if owner == rank]
-        arguments = {"x": self.x[rank], **self.options}
+        arguments = {"x": self.x[rank], **self.options, **self.shared}
         for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
             array = getattr(self, name)
             arguments[name] = None if array is None else array[mine]
@@ -127,9 +139,14 @@ def random_problem(
     biases: tuple[bool, bool, bool] = (False, False, False),
     choice_bias: bool = False,
     placement: list[int] | None = None,
+    shared: int = 0,
+    shared_gate: bool = False,
     **options: Any,
 ) -> Problem:
     """Normal inputs with results about as large as `scale`; `biases`: of the router, gate_up_proj, down_proj.
+
+    `shared`: how many times as wide as an expert the shared one is, 0: there is none; `shared_gate`: whether it has a
+    gate.
 
     `skew` spreads the experts' mean logits: from 0, all equally likely, to 50, nearly all tokens to the same
     ones. With a capacity, tokens whose top-k is beyond float32's judgement are left out: it decides who else
@@ -155,6 +172,13 @@ def random_problem(
         placement=placement,
         options=options,
     )
+    if shared:
+        width = shared * intermediate
+        step = -1 if options.get("transposed") else 1
+        problem.shared_gate_up = normal(*(shared * rows, hidden)[::step], size=hidden**-0.5)
+        problem.shared_down = normal(*(hidden, width)[::step], size=width**-0.5)
+    if shared_gate:
+        problem.shared_gate = normal(1, hidden, size=1.0 / (scale * hidden**0.5))
     if fused:
         problem.top_k = top_k
         problem.router = normal(experts, hidden, size=2.0 / (scale * hidden**0.5))
@@ -215,6 +239,7 @@ def check(problem: Problem, outcomes: list[Outcome]) -> None:
             **{name: problem.options[name] for name in SHAPE_OPTIONS if name in problem.options},
             "gate_up_bias": problem.gate_up_bias,
             "down_bias": problem.down_bias,
+            **problem.shared,
         }
         arrays = x, problem.gate_up_proj, problem.down_proj
         capacity_factor = problem.options.get("capacity_factor")
@@ -234,6 +259,7 @@ def check(problem: Problem, outcomes: list[Outcome]) -> None:
             weight_variance=variance,
             return_mode=report.return_mode,
             placement=problem.owners(),
+            rank=rank,
             **experts,
         )
         error = np.linalg.norm(y.astype(np.float64) - expected.y)

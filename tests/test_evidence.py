@@ -117,7 +117,7 @@ def test_the_digest_is_of_names_and_contents(tmp_path):
 
 
 def test_a_run_of_other_sources_or_less_is_named(tmp_path):
-    files = dict.fromkeys((f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")), {})
+    files = {f"tests/gpu/{path.name}": {} for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     now = {"sources_sha256": digest_of(ROOT, "include", "csrc"), "commit": "0123456789", "files": files}
     less = now | {"files": {name: of for name, of in files.items() if not name.endswith("test_few.py")}}
     for name, run in (("ax1", now), ("bx2", now | {"sources_sha256": "0" * 16}), ("cx1", less)):

@@ -108,6 +108,7 @@ inline Limits limits_of(Map map) {
   f("experts", l.experts);
   f("max_local_experts", l.max_local_experts);
   f("top_k", l.top_k);
+  f("shared", l.shared);
   f("x_bytes", l.x_bytes);
   f("intermediate_bytes", l.intermediate_bytes);
   f("return_bytes", l.return_bytes);

@@ -199,8 +199,9 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> owner
     auto call = [handle, options, spec = layer_of(std::move(layer))](
                     int64_t tokens, bool trace, int64_t perturbation, const Given& x, const Given& gate_up_proj,
                     const Given& down_proj, const Given& router, const Given& router_bias, const Given& choice_bias,
-                    const Given& gate_up_bias, const Given& down_bias, const Given& topk_ids, const Given& topk_weights,
-                    const Given& out, const Given& chosen, const Given& weights) {
+                    const Given& gate_up_bias, const Given& down_bias, const Given& shared_gate_up,
+                    const Given& shared_down, const Given& shared_gate, const Given& topk_ids,
+                    const Given& topk_weights, const Given& out, const Given& chosen, const Given& weights) {
       return guarded([&] {
         const auto context = registry<Context>().get(handle);
         const bool routed = spec.routing != Routing::kGiven;
@@ -213,6 +214,9 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> owner
                       .router = memory_of<void>("router", router, routed),
                       .router_bias = memory_of<void>("router_bias", router_bias, spec.router_bias),
                       .choice_bias = memory_of<float>("choice_bias", choice_bias, spec.choice_bias),
+                      .shared_gate_up = memory_of<void>("shared_gate_up", shared_gate_up, spec.shared != 0),
+                      .shared_down = memory_of<void>("shared_down", shared_down, spec.shared != 0),
+                      .shared_gate = memory_of<void>("shared_gate", shared_gate, spec.shared_gate),
                       .topk_ids = memory_of<int32_t>("topk_ids", topk_ids, !routed),
                       .topk_weights = memory_of<void>("topk_weights", topk_weights, !routed),
                       .topk_weight_type = routed || (*topk_weights).dtype().bits == 32 ? DType::kFloat32 : spec.x_type,

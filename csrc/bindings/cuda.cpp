@@ -84,10 +84,13 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map ten
     l.gate_up = matrix(f, "gate_up_proj");
     l.down = matrix(f, "down_proj");
     l.router = matrix(f, "router");
+    l.shared_gate_up = matrix(f, "shared_gate_up");
+    l.shared_down = matrix(f, "shared_down");
     f("gate_up_bias", l.gate_up_bias);
     f("down_bias", l.down_bias);
     f("router_bias", l.router_bias);
     f("choice_bias", l.choice_bias);
+    f("shared_gate", l.shared_gate);
     f("topk_ids_64", l.topk_ids_64);
     f("topk_weights_as_x", l.topk_weights_as_x);
     f.done();

@@ -147,7 +147,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
   const DefaultFloats here;  // the caller computes nothing else
-  placement_ = host::placement_tables(o.placement, limits_);
+  placement_ = host::placement_tables(o.placement, limits_, call_.rank, layer.spec.shared);
   layer_ = layer;
   const LayerSpec& spec = layer_.spec;
   perturbation_ = o.perturbation;
@@ -242,8 +242,8 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   const uint64_t end = monotonic_ns();
   check_outcome();
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
-    std::copy_n(call_.routing(t), call_.shape.top_k, routing.ids + uint64_t{t} * call_.shape.top_k);
-    std::copy_n(call_.weights(t), call_.shape.top_k, routing.weights + uint64_t{t} * call_.shape.top_k);
+    std::copy_n(call_.routing(t), layer.spec.top_k, routing.ids + uint64_t{t} * layer.spec.top_k);
+    std::copy_n(call_.weights(t), layer.spec.top_k, routing.weights + uint64_t{t} * layer.spec.top_k);
   }
   return report(options, start, end);
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 namespace flashmoe::cpu {
 namespace {
@@ -52,6 +53,7 @@ bool Engine::dispatch(uint32_t b) {
   {
     const Timed timed(trace_, Phase::kGate, b);
     if (!route(b, s)) return false;
+    add_shared(b, s);
   }
   const Timed timed(trace_, Phase::kDispatch, b);
   if (!build_packets<CpuPlatform>(c_, b, s)) return false;
@@ -66,20 +68,24 @@ bool Engine::dispatch(uint32_t b) {
 bool Engine::route(uint32_t b, const PacketScratch& s) {
   const uint32_t first = b << c_.policy.log2_block;
   const uint32_t tokens = c_.tokens_in_block(b);
+  const uint32_t experts = spec().experts, top_k = spec().top_k;
   if (spec().routing == Routing::kGiven) {
-    std::copy_n(layer_.topk_ids + uint64_t{first} * c_.shape.top_k, tokens * c_.shape.top_k, s.ids);
     const DType type = layer_.topk_weight_type;
-    widen(s.weights, at(layer_.topk_weights, type, uint64_t{first} * c_.shape.top_k), type, tokens * c_.shape.top_k);
+    for (uint32_t t = 0; t < tokens; ++t) {
+      const uint64_t from = uint64_t{first + t} * top_k;
+      std::copy_n(layer_.topk_ids + from, top_k, s.ids + t * c_.shape.top_k);
+      widen(s.weights + t * c_.shape.top_k, at(layer_.topk_weights, type, from), type, top_k);
+    }
     return true;
   }
-  const uint32_t rows = padded_rows(tokens, c_.shape.experts, c_.shape.hidden);
+  const uint32_t rows = padded_rows(tokens, experts, c_.shape.hidden);
   float* a = room(a_, size_t{rows} * c_.shape.hidden);
   widen(a, token_row(c_.rank, first), spec().x_type, uint64_t{tokens} * c_.shape.hidden);
-  float* logits = room(out_, size_t{rows} * c_.shape.experts);
-  gemm(logits, a, tokens, layer_.router, c_.shape.hidden, spec().weight_type, c_.shape.experts, c_.shape.hidden, gemm_);
-  add_bias(logits, tokens, layer_.router_bias, 0, c_.shape.experts);
+  float* logits = room(out_, size_t{rows} * experts);
+  gemm(logits, a, tokens, layer_.router, c_.shape.hidden, spec().weight_type, experts, c_.shape.hidden, gemm_);
+  add_bias(logits, tokens, layer_.router_bias, 0, experts);
   for (uint32_t t = 0; t < tokens; ++t) {
-    if (choose_experts(spec(), layer_.choice_bias, logits + size_t{t} * c_.shape.experts, s.ids + t * c_.shape.top_k,
+    if (choose_experts(spec(), layer_.choice_bias, logits + size_t{t} * experts, s.ids + t * c_.shape.top_k,
                        s.weights + t * c_.shape.top_k, router_)) {
       continue;
     }
@@ -91,6 +97,23 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
     return false;
   }
   return true;
+}
+
+// The shared expert among the choices of the token block's tokens.
+void Engine::add_shared(uint32_t b, const PacketScratch& s) {
+  if (c_.shape.shared == 0) return;
+  const uint32_t first = b << c_.policy.log2_block, hidden = c_.shape.hidden;
+  float* gate = room(bias_, hidden);
+  if (spec().shared_gate) widen(gate, layer_.shared_gate, spec().weight_type, hidden);
+  float* x = room(a_, hidden);
+  for (uint32_t t = 0; t < c_.tokens_in_block(b); ++t) {
+    float weight = 1.0f;
+    if (spec().shared_gate) {
+      widen(x, token_row(c_.rank, first + t), spec().x_type, hidden);
+      weight = 1.0f / (1.0f + std::exp(-std::inner_product(x, x + hidden, gate, 0.0f)));
+    }
+    choose_shared<CpuPlatform>(c_, s.ids + t * c_.shape.top_k, s.weights + t * c_.shape.top_k, weight);
+  }
 }
 
 void Engine::send_rows(uint32_t q, uint32_t token, uint32_t rows) {
@@ -144,6 +167,25 @@ float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns
   return a;
 }
 
+Engine::Weights Engine::weights_of(const TaskRow& product, uint32_t expert) const {
+  const LayerSpec& l = spec();
+  const bool up = product.right == Operand::kGateUp;
+  const uint64_t width = l.intermediate, hidden = l.hidden, halves = l.gated() ? 2 : 1;
+  const uint64_t rows = up ? halves * width : hidden, length = up ? hidden : width;  // of a matrix
+  if (expert < c_.shape.routed_local_experts()) {
+    return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), l.transposed ? rows : length,
+            l.interleaved ? 1 : l.intermediate};
+  }
+  // A slice: rows of gate_up, columns of down, or the other way round.
+  const uint64_t all = l.shared * width, first = (expert - c_.shape.routed_local_experts()) * width;
+  const uint64_t all_rows = up ? halves * all : hidden, all_length = up ? hidden : all;
+  const uint64_t pitch = l.transposed ? all_rows : all_length;
+  const uint64_t begin = up && l.interleaved ? 2 * first : first;
+  return {
+      at(up ? layer_.shared_gate_up : layer_.shared_down, l.weight_type, up == l.transposed ? begin : begin * pitch),
+      pitch, l.interleaved ? 1 : static_cast<uint32_t>(all)};
+}
+
 // rows * weights^T + bias, with `columns` rows of weights.
 float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                        uint32_t columns) {
@@ -151,16 +193,18 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
   const bool up = product.right == Operand::kGateUp;
   const uint64_t all = up ? spec().gate_up_rows() : c_.shape.hidden;  // rows of the expert's matrix
   DType type = spec().weight_type;
-  const void* weights = at(up ? layer_.gate_up : layer_.down, type, of.expert * all * length);
-  uint64_t stride = uint64_t{of.step} * length;
-  if (spec().transposed) {
+  const Weights from = weights_of(product, of.expert);
+  const void* weights = nullptr;
+  uint64_t stride = of.step * from.pitch;
+  if (!spec().transposed) {
+    weights = at(from.data, type, of.first * from.pitch);
+  } else {
     float* wide = room(features_, size_t{columns} * length);
     for (uint32_t i = 0; i < columns; ++i) {
-      widen_every(wide + size_t{i} * length, at(weights, type, of.first + uint64_t{i} * of.step), type, length, all);
+      const void* feature = at(from.data, type, of.first + uint64_t{i} * of.step);
+      widen_every(wide + size_t{i} * length, feature, type, length, from.pitch);
     }
     weights = wide, type = DType::kFloat32, stride = length;
-  } else {
-    weights = at(weights, type, uint64_t{of.first} * length);
   }
   float* out = room(to, size_t{padded_rows(count, columns, length)} * columns);
   gemm(out, rows, count, weights, stride, type, columns, length, gemm_);
@@ -172,11 +216,11 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
 void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of) {
   const Tile::Shape& t = c_.tile(tile)->shape;
   const bool gated = spec().gated();
+  const uint32_t step = spec().interleaved ? 2 : 1, to_up = weights_of(product, t.expert).to_up;
   // Where one block of columns has all of I, the gate rows and the up rows are neighbours: one GEMM.
-  const bool together = gated && of.count == c_.shape.intermediate && !spec().interleaved;
+  const bool together = gated && of.count == to_up && !spec().interleaved;
   const uint32_t pitch = together ? 2 * of.count : of.count;
   const float* rows = load_rows(product, tile, pitch);
-  const uint32_t step = spec().interleaved ? 2 : 1, to_up = spec().interleaved ? 1 : c_.shape.intermediate;
   float* gate = project(out_, product, rows, t.rows, {t.expert, of.first * step, step}, pitch);
   const float* up = nullptr;
   if (together) up = gate + of.count;

@@ -71,6 +71,7 @@ class Engine {
   };
 
   bool route(uint32_t b, const PacketScratch& s);
+  void add_shared(uint32_t b, const PacketScratch& s);
   void reduce(const Piece& piece);
   void combine(const Piece& piece);
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
@@ -90,6 +91,13 @@ class Engine {
   // out[token, columns] = sum of its return rows, in ascending order
   void combine(uint32_t token, Columns of);
   void multiply(uint32_t n, uint32_t index, uint32_t block);
+  // The right operand's rows for an expert, or for a slice of the shared one.
+  struct Weights {
+    const void* data;
+    uint64_t pitch;  // elements from one row to the next, as they are stored
+    uint32_t to_up;  // with a gate: rows from a column's gate to its up
+  };
+  Weights weights_of(const TaskRow& product, uint32_t expert) const;
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                  uint32_t columns);

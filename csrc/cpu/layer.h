@@ -11,14 +11,17 @@ struct Layer {
   LayerSpec spec;
   const void* x = nullptr;        // [T, H]
   const void* gate_up = nullptr;  // [El, 2I, H] (gate rows, then up rows; or interleaved) or [El, I, H]; or transposed
-  const void* gate_up_bias = nullptr;  // [El, 2I] or [El, I]; may be null
-  const void* down = nullptr;          // [El, H, I], or transposed
-  const void* down_bias = nullptr;     // [El, H]; may be null
-  const void* router = nullptr;        // [E, H]; null where routing is given
-  const void* router_bias = nullptr;   // [E]; may be null
-  const float* choice_bias = nullptr;  // [E]; may be null
-  const int32_t* topk_ids = nullptr;   // [T, K]; null where the router decides
-  const void* topk_weights = nullptr;  // [T, K]
+  const void* gate_up_bias = nullptr;    // [El, 2I] or [El, I]; may be null
+  const void* down = nullptr;            // [El, H, I], or transposed
+  const void* down_bias = nullptr;       // [El, H]; may be null
+  const void* router = nullptr;          // [E, H]; null where routing is given
+  const void* router_bias = nullptr;     // [E]; may be null
+  const float* choice_bias = nullptr;    // [E]; may be null
+  const void* shared_gate_up = nullptr;  // [2 Is, H] or [Is, H], as gate_up of one expert; null where there is none
+  const void* shared_down = nullptr;     // [H, Is]; or transposed, as all
+  const void* shared_gate = nullptr;     // [H]; may be null
+  const int32_t* topk_ids = nullptr;     // [T, K]; null where the router decides
+  const void* topk_weights = nullptr;    // [T, K]
   DType topk_weight_type = DType::kFloat32;
   void* out = nullptr;    // [T, H]
   float* kept = nullptr;  // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)

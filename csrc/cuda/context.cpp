@@ -74,11 +74,13 @@ const Kernels& Context::kernels(const std::string& cubin, DriverStream stream) {
   return *loaded;
 }
 
-const Placement& Context::placement(const std::vector<uint32_t>& owners, DriverStream stream) {
-  if (const auto it = placements_.find(owners); it != placements_.end()) return it->second;
+const Placement& Context::placement(const Layer& layer, DriverStream stream) {
+  const auto key = std::make_pair(layer.placement, layer.spec.shared);
+  if (const auto it = placements_.find(key); it != placements_.end()) return it->second;
   device_.refuse_capture(stream, "uploading a placement, as the first call with it does,");
-  Placement uploaded(device_, host::placement_tables(owners, common_.limits), common_.call.rank);
-  return placements_.emplace(owners, std::move(uploaded)).first->second;
+  const uint32_t rank = common_.call.rank;
+  Placement uploaded(device_, host::placement_tables(layer.placement, common_.limits, rank, layer.spec.shared), rank);
+  return placements_.emplace(key, std::move(uploaded)).first->second;
 }
 
 int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
@@ -87,13 +89,13 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   const Limits& l = common_.limits;
   const LayerSpec& spec = layer.spec;
   if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts > l.experts ||
-      spec.top_k > l.top_k || layer.placement.size() != spec.experts || element_bytes(spec.x_type) > l.x_bytes ||
-      element_bytes(spec.intermediate_type) > l.intermediate_bytes ||
+      spec.top_k > l.top_k || spec.shared > l.shared || layer.placement.size() != spec.experts ||
+      element_bytes(spec.x_type) > l.x_bytes || element_bytes(spec.intermediate_type) > l.intermediate_bytes ||
       element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
   const Kernels& loaded = kernels(layer.cubin, stream);
-  const Placement& where = placement(layer.placement, stream);
+  const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");
     trace_ = DeviceMemory(device_, trace_bytes(), "trace");

@@ -16,7 +16,9 @@ struct Layer {
   LayerSpec spec;
   std::vector<uint32_t> placement;                                             // [E] owner rank of each expert
   Matrix gate_up, down, router;                                                // router.data 0: routing is given
+  Matrix shared_gate_up, shared_down;                                          // one matrix each; data 0: none
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0, choice_bias = 0;  // 0: none
+  uint64_t shared_gate = 0;                                                    // [H]; 0: none
   bool topk_ids_64 = false;                                                    // given ids are int64
   bool topk_weights_as_x = false;  // given weights are of x's type, not float32
   bool traced = false;

@@ -14,13 +14,13 @@ using host::Error;
 uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
   const uint32_t all = multiprocessors / sm90::kClusterBlocks * sm90::kClusterBlocks;
   const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
-  const uint32_t least = sm90::least_blocks(limits.ranks, limits.max_local_experts);
+  const uint32_t least = sm90::least_blocks(limits.ranks, limits.all_local_experts());
   if (wanted < least || wanted > all || wanted % sm90::kClusterBlocks != 0) {
     const std::string most =
         least > all ? concat(", of which the device has ", all) : concat(" to ", all, ", the device's multiprocessors");
     throw Error(Error::Kind::kInvalidArgument,
                 concat("processors: expected an even number from ", least, " (for R=", limits.ranks,
-                       " and El=", limits.max_local_experts, ")", most, ", got ", wanted));
+                       " and El=", limits.all_local_experts(), ")", most, ", got ", wanted));
   }
   return wanted;
 }

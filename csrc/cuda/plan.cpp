@@ -42,10 +42,28 @@ sm90::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
 
+// The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down.
+void set_shared(sm90::KernelArgs& a, const Layer& layer) {
+  const LayerSpec& spec = layer.spec;
+  const uint32_t bytes = element_bytes(spec.weight_type);
+  Matrix gate_up = layer.shared_gate_up, down = layer.shared_down;
+  a.shared_gated = spec.interleaved ? a.gated : sm90::GatedRows{1, spec.shared * spec.intermediate};
+  gate_up.expert_bytes = uint64_t{spec.intermediate} * a.shared_gated.step * gate_up.row_bytes;
+  down.expert_bytes = uint64_t{spec.intermediate} * bytes;
+  a.shared_gate_up =
+      encode(gate_up_shape(gate_up, bytes, spec.hidden, spec.intermediate, spec.shared, spec.gated(), a.shared_gated),
+             gate_up.data, spec.weight_type, "shared_gate_up");
+  a.shared_down = encode(down_shape(down, bytes, spec.hidden, spec.intermediate, spec.shared), down.data,
+                         spec.weight_type, "shared_down");
+  a.shared_gate_up_rows = rows_of(gate_up);
+  a.shared_down_rows = rows_of(down);
+  a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);
+}
+
 void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const DType type = spec.weight_type;
-  const uint32_t bytes = element_bytes(type), experts = a.call.shape.local_experts;
+  const uint32_t bytes = element_bytes(type), experts = a.call.shape.routed_local_experts();
   if (experts != 0) {  // else it has no tasks
     a.gate_up =
         encode(gate_up_shape(layer.gate_up, bytes, spec.hidden, spec.intermediate, experts, spec.gated(), a.gated),
@@ -53,6 +71,7 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
     a.down = encode(down_shape(layer.down, bytes, spec.hidden, spec.intermediate, experts), layer.down.data, type,
                     "down_proj");
   }
+  if (spec.shared != 0) set_shared(a, layer);
   a.gate_up_rows = rows_of(layer.gate_up);
   a.down_rows = rows_of(layer.down);
   a.router_rows = rows_of(layer.router);
@@ -121,7 +140,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   c.shape.tokens = t.tokens;
   c.policy.log2_block = static_cast<uint32_t>(
       std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
-  c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, c.shape.top_k, c.shape.experts);
+  c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, spec.top_k, spec.experts);
   c.policy.joined = joins_rows(shape, t.tokens, c.shape.capacity) ? 1 : 0;
   if (c.shape.ranks == 1) {
     const uint64_t return_bytes = grouped_bytes(shape, t.tokens, c.policy.joined != 0, false);

@@ -13,14 +13,14 @@ void read_routing(const Call& c, const DeviceMemory& workspace, const Limits& li
   if (tokens > limits.max_tokens || top_k > limits.top_k) {
     throw Error(Error::Kind::kOther, "routing: expected no more than the context's limits");
   }
-  // Rows of the workspace are as long as the largest K.
-  const uint64_t words = uint64_t{tokens} * limits.top_k;
+  // Rows of the workspace are as long as the largest K, and have the shared expert's slices behind a token's own K.
+  const uint64_t pitch = limits.choices_per_token(), words = tokens * pitch;
   std::vector<uint32_t> rows(words);
   auto read = [&](WorkField field, auto* to) {
     workspace.download(rows.data(), words * sizeof(uint32_t),
                        c.memory.work_layout.offset[static_cast<uint32_t>(field)]);
     for (uint32_t t = 0; t < tokens; ++t) {
-      std::memcpy(to + uint64_t{t} * top_k, rows.data() + uint64_t{t} * limits.top_k, top_k * sizeof(*to));
+      std::memcpy(to + uint64_t{t} * top_k, rows.data() + t * pitch, top_k * sizeof(*to));
     }
   };
   read(WorkField::kRouting, ids);

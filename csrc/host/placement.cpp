@@ -5,9 +5,11 @@
 
 namespace flashmoe::host {
 
-PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limits& limits) {
+PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limits& limits, uint32_t rank,
+                                 uint32_t shared) {
   PlacementTables t;
   t.owner = owners;
+  t.owner.insert(t.owner.end(), shared, rank);
   t.owner_base.assign(limits.ranks + 1, 0);
   for (uint32_t e = 0; e < owners.size(); ++e) {
     if (owners[e] >= limits.ranks) {
@@ -22,11 +24,11 @@ PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limi
                   concat("placement: expected at most ", limits.max_local_experts,
                          " experts on a rank, the context's limit, got ", t.owner_base[q + 1], " on rank ", q));
     }
-    t.owner_base[q + 1] += t.owner_base[q];
+    t.owner_base[q + 1] += t.owner_base[q] + (q == rank ? shared : 0);
   }
-  t.by_owner.resize(owners.size());
+  t.by_owner.resize(t.owner.size());
   std::vector<uint32_t> next(t.owner_base.begin(), t.owner_base.end() - 1);
-  for (uint32_t e = 0; e < owners.size(); ++e) t.by_owner[next[owners[e]]++] = e;
+  for (uint32_t e = 0; e < t.owner.size(); ++e) t.by_owner[next[t.owner[e]]++] = e;
   return t;
 }
 

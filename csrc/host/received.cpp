@@ -18,10 +18,10 @@ void for_each_packet(const Call& c, F&& f) {
 }  // namespace
 
 void count_rows(const Call& c, int32_t* rows) {
+  const uint32_t experts = c.shape.routed_local_experts();
   for_each_packet(c, [&](uint32_t p, uint32_t b, uint32_t) {
     const uint16_t* offsets = c.packet_offsets(c.rank, p, b);
-    for (uint32_t l = 0; l < c.shape.local_experts; ++l)
-      rows[p * c.shape.local_experts + l] += offsets[l + 1] - offsets[l];
+    for (uint32_t l = 0; l < experts; ++l) rows[p * experts + l] += offsets[l + 1] - offsets[l];
   });
 }
 

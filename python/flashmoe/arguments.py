@@ -44,6 +44,9 @@ class Tensors(NamedTuple):
     choice_bias: Any = None
     gate_up_bias: Any = None
     down_bias: Any = None
+    shared_gate_up: Any = None
+    shared_down: Any = None
+    shared_gate: Any = None
     topk_ids: Any = None
     topk_weights: Any = None
 
@@ -227,6 +230,11 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
     ):
         if size > limits[name]:
             raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {size}")
+    if layer.shared > limits["shared"]:
+        raise HeapError(
+            f"shared_down: expected an Is of at most {limits['shared']} I={layer.intermediate}, as the context's "
+            f"shared_intermediate allows, got {layer.shared} I"
+        )
     widest = room.layer.x_type
     if ELEMENT_BYTES[layer.x_type] > ELEMENT_BYTES[widest]:
         raise HeapError(
@@ -239,7 +247,7 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
-    slots = layer.top_k if mode == "direct" else room.ranks
+    slots = layer.top_k + layer.shared if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
         raise HeapError(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
@@ -299,6 +307,9 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
         ("down_proj", "El, H, I" if not transposed else "El, I, H"),
         ("gate_up_proj", "El, 2I or I, H" if not transposed else "El, H, 2I or I"),
         ("router", "E, H"),
+        ("shared_gate_up", "2Is or Is, H" if not transposed else "H, 2Is or Is"),
+        ("shared_down", "H, Is" if not transposed else "Is, H"),
+        ("shared_gate", "1, H"),
     ):
         if name in operands and len(operands[name].shape) != symbols.count(",") + 1:
             raise InvalidArgument(f"{name}: expected [{symbols}], got {list(operands[name].shape)}")
@@ -352,13 +363,16 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
 def _layer(operands: dict[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
     """The layer that the operands and options are of, but for the return mode and the capacity factor."""
     x_type = operands["x"].dtype
+    inner = -2 if options.transposed else -1
+    intermediate = operands["down_proj"].shape[inner]
     return layer_of(
         options,
         operands,
         hidden=operands["x"].shape[1],
-        intermediate=operands["down_proj"].shape[1 if options.transposed else 2],
+        intermediate=intermediate,
         experts=experts,
         top_k=top_k,
+        shared=_slices(operands, intermediate, inner),
         x_type=x_type,
         weight_type=operands["gate_up_proj"].dtype,
         intermediate_type=x_type,
@@ -366,9 +380,24 @@ def _layer(operands: dict[str, Described], options: Options, experts: int, top_k
     )
 
 
+def _slices(operands: dict[str, Described], intermediate: int, inner: int) -> int:
+    """Into how many slices of width I the shared expert is cut."""
+    given = [name for name in ("shared_gate_up", "shared_down", "shared_gate") if name in operands]
+    if not given:
+        return 0
+    for name in ("shared_gate_up", "shared_down"):
+        if name not in operands:
+            raise InvalidArgument(f"{name}: expected a tensor beside {given[0]}, got None")
+    width = operands["shared_down"].shape[inner]
+    if width < 1 or intermediate < 1 or width % intermediate:
+        raise InvalidArgument(f"shared_down: expected Is a multiple of I={intermediate}, got Is={width}")
+    return width // intermediate
+
+
 def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpec:
     """The layer of checked options, sizes and element types (`fields`), and of the tensors whose names are in `given`;
     but for the return mode and the capacity factor."""
+    _check_shared(given, options)
     same = ("activation", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input", "exact", "renormalize")
     return LayerSpec(
         **fields,
@@ -378,7 +407,19 @@ def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpe
         router_bias="router_bias" in given,
         gate_up_bias="gate_up_bias" in given,
         down_bias="down_bias" in given,
+        shared_gate="shared_gate" in given,
     )
+
+
+def _check_shared(given: Container[str], options: Options) -> None:
+    """Refuses what no published model with a shared expert has, and no engine computes."""
+    if "shared_down" not in given:
+        return
+    for name in ("gate_up_bias", "down_bias"):
+        if name in given:
+            raise InvalidArgument(f"{name}: expected none beside a shared expert, got one")
+    if "shared_gate" in given and options.weights_on_input:
+        raise InvalidArgument("shared_gate: expected none with weights_on_input, got one")
 
 
 def _router(given: Container[str], options: Options, experts: int, top_k: int) -> dict[str, Any]:
@@ -419,11 +460,17 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
     rows_symbol = f"2I={rows}" if layer.gated else f"I={rows}"
     up_symbols, up_shape = (rows_symbol, f"H={hidden}"), (rows, hidden)
     down_symbols, down_shape = (f"H={hidden}", f"I={inner}"), (hidden, inner)
+    width = layer.shared * inner
+    shared_symbols = (f"2Is={2 * width}" if layer.gated else f"Is={width}", f"H={hidden}")
+    shared_shape = (layer.shared * rows, hidden)
     step = -1 if layer.transposed else 1
     expected = {
         "gate_up_proj": (", ".join((f"El={local}", *up_symbols[::step])), (local, *up_shape[::step])),
         "down_proj": (", ".join((f"El={local}", *down_symbols[::step])), (local, *down_shape[::step])),
         "router": (f"E={experts}, H={hidden}", (experts, hidden)),
+        "shared_gate_up": (", ".join(shared_symbols[::step]), shared_shape[::step]),
+        "shared_down": (", ".join((f"H={hidden}", f"Is={width}")[::step]), (hidden, width)[::step]),
+        "shared_gate": (f"1, H={hidden}", (1, hidden)),
         "router_bias": (f"E={experts}", (experts,)),
         "choice_bias": (f"E={experts}", (experts,)),
         "gate_up_bias": (f"El={local}, {rows_symbol}", (local, rows)),

@@ -110,6 +110,9 @@ class Context:
         Most tokens T of a rank in a call, at most 2**20 - 1; CUDA engine: 65536.
     hidden, intermediate, experts, top_k:
         Largest H, I, E and K: H and I at most 2**20, E at most 8192; CUDA engine: E at most 1024, K at most 32.
+    shared_intermediate:
+        Largest Is of a shared expert; 0: none. It is computed as Is / I experts that every token chooses, so that with
+        the CUDA engine K + Is / I is at most 32.
     dtype:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
     placement:
@@ -189,6 +192,7 @@ class Context:
         device: int | None = None,
         profile: Mapping[str, int] | None = None,
         transport: str = "auto",
+        shared_intermediate: int = 0,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -209,6 +213,7 @@ class Context:
             processors=processors,
             capacity_factor=capacity_factor,
             transport=transport,
+            shared_intermediate=shared_intermediate,
         )
         self.engine = engine
         self.ranks = asked.ranks

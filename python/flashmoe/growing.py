@@ -25,6 +25,7 @@ class Shape(NamedTuple):
     intermediate: int
     experts: int
     top_k: int
+    shared_intermediate: int = 0
 
 
 class GrowingContext:

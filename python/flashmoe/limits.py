@@ -48,8 +48,8 @@ class ContextSpec:
     max_tokens: int
     """Most tokens T of a rank."""
     layer: LayerSpec
-    """The largest H, I, E and K, the widest element types, the return mode asked for (``auto``: any) and the largest
-    capacity factor (0: dropless)."""
+    """The largest H, I, E, K and shared expert, the widest element types, the return mode asked for (``auto``: any) and
+    the largest capacity factor (0: dropless)."""
     placement: tuple[int, ...]
     """Owner rank of each of E experts."""
     processors: int
@@ -66,7 +66,8 @@ class ContextSpec:
     def limits(self) -> dict[str, int]:
         """The C++ ``Limits`` (heap_layout.h) that a context asks its engine for, by the names of the codec."""
         layer, mode = self.layer, self.return_mode
-        slots = {"direct": layer.top_k, "reduced": self.ranks, "auto": max(layer.top_k, self.ranks)}
+        rows = layer.top_k + layer.shared
+        slots = {"direct": rows, "reduced": self.ranks, "auto": max(rows, self.ranks)}
         capacity = _ffi.library().expert_capacity(layer.capacity_factor, self.max_tokens, layer.top_k, layer.experts)
         return {
             "ranks": self.ranks,
@@ -76,6 +77,7 @@ class ContextSpec:
             "experts": layer.experts,
             "max_local_experts": max(1, placements.most_local(self.placement, self.ranks)),
             "top_k": layer.top_k,
+            "shared": layer.shared,
             "x_bytes": ELEMENT_BYTES[layer.x_type],
             "intermediate_bytes": ELEMENT_BYTES[layer.intermediate_type],
             "return_bytes": ELEMENT_BYTES[layer.return_type],
@@ -126,6 +128,7 @@ def checked_context(
     processors: int | None,
     capacity_factor: float | None,
     transport: str,
+    shared_intermediate: int = 0,
 ) -> ContextSpec:
     """What a context with these arguments is made for; see `flashmoe.Context`.
 
@@ -152,12 +155,26 @@ def checked_context(
         intermediate=intermediate,
         experts=experts,
         top_k=top_k,
+        shared=_checked_slices(shared_intermediate, intermediate, experts, top_k, cuda),
         return_mode=return_mode,
         capacity_factor=factor,
         **of_one_type(dtype),
     )
     owners = placements.checked(placement, experts, ranks)
     return ContextSpec(engine, ranks, max_tokens, layer, owners, processors, transport)
+
+
+def _checked_slices(shared_intermediate: int, intermediate: int, experts: int, top_k: int, cuda: bool) -> int:
+    """Into how many slices of width I a shared expert of that width is cut: a token chooses all of them besides its K
+    experts. Raises `InvalidArgument`."""
+    width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
+    slices = -(-width // intermediate)
+    most = min(MAX_CUDA_EXPERTS - experts, MAX_CUDA_TOP_K - top_k) if cuda else MAX_EXPERTS
+    if slices > most:
+        raise InvalidArgument(
+            f"shared_intermediate: expected at most {most} times I={intermediate}, got {width}, {slices} times I"
+        )
+    return slices
 
 
 def checked_transport(transport: str, engine: str, ranks: int) -> str:

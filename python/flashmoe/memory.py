@@ -116,6 +116,7 @@ def plan_memory(
     processors: int | None = None,
     capacity_factor: float | None = None,
     transport: str = "auto",
+    shared_intermediate: int = 0,
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`) and the default placement. ``"auto"``: of
     ranks that have each other's memory mapped.
@@ -141,6 +142,7 @@ def plan_memory(
         processors=processors,
         capacity_factor=capacity_factor,
         transport=transport,
+        shared_intermediate=shared_intermediate,
     )
     fields = _ffi.layout_fields(engine, made_for.limits())
     return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in fields))

@@ -18,7 +18,7 @@ from .errors import InvalidArgument
 from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, truth
 from .torch_op import check_tensors, context_id
 
-__all__ = ["Experts", "MoE", "Router"]
+__all__ = ["Experts", "MoE", "Router", "SharedExpert"]
 
 
 class Router(torch.nn.Module):
@@ -94,6 +94,44 @@ class Experts(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class SharedExpert(torch.nn.Module):
+    """The parameters of a shared expert, whole on every rank: `gate_up_proj` [2Is, H], gate rows first, or [Is, H]
+    where the activation has no gate; `down_proj` [H, Is]; of a transposed layer [H, 2Is or Is] and [Is, H].
+
+    ``load_state_dict`` also takes ``gate_proj.weight``, ``up_proj.weight`` and ``down_proj.weight``, as blocks of
+    Transformers have them.
+    """
+
+    def __init__(self, layer: LayerSpec, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = layer.shared * layer.intermediate
+        up, down = (layer.shared * layer.gate_up_rows, layer.hidden), (layer.hidden, width)
+        order = reversed if layer.transposed else tuple
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(*order(up), dtype=dtype))
+        self.down_proj = torch.nn.Parameter(torch.empty(*order(down), dtype=dtype))
+        self._inputs = layer.hidden, width
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws new random weights."""
+        _reset(self.gate_up_proj, None, self._inputs[0])
+        _reset(self.down_proj, None, self._inputs[1])
+
+    def extra_repr(self) -> str:
+        shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
+        return f"{shapes}, {self.down_proj.dtype}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # `state_dict` is load_state_dict's own copy: entries may be replaced.
+        parts = [state_dict.pop(f"{prefix}{name}.weight", None) for name in ("gate_proj", "up_proj", "down_proj")]
+        given = [part for part in parts[:2] if part is not None]
+        if given:
+            state_dict[f"{prefix}gate_up_proj"] = torch.cat(given)
+        if parts[2] is not None:
+            state_dict[f"{prefix}down_proj"] = parts[2]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
 
@@ -115,6 +153,9 @@ class MoE(torch.nn.Module):
     ``gate.choice_bias``           [E] float32, with `choice_bias`; a buffer
     ``experts.gate_up_proj_bias``  [El, 2I] or [El, I], with `expert_bias`
     ``experts.down_proj_bias``     [El, H], with `expert_bias`
+    ``shared_expert.gate_up_proj`` [2Is, H], with `shared_intermediate`; see `SharedExpert`
+    ``shared_expert.down_proj``    [H, Is]
+    ``shared_expert_gate.weight``  [1, H], with `shared_gate`
     ============================== ======================================================================
 
     Initial values are random, also the router's, and differ from rank to rank: load weights before use. Where
@@ -136,6 +177,8 @@ class MoE(torch.nn.Module):
         Whether the router has a bias, and one for the choice of experts alone.
     expert_bias:
         Whether both projections of every expert have one.
+    shared_intermediate, shared_gate:
+        Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     dtype:
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's.
 
@@ -165,6 +208,8 @@ class MoE(torch.nn.Module):
         return_mode: str | None = None,
         exact: bool = False,
         dtype: torch.dtype | None = None,
+        shared_intermediate: int = 0,
+        shared_gate: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -185,11 +230,20 @@ class MoE(torch.nn.Module):
         given = {"router"} | {name for name, wanted in biases.items() if truth(name, wanted)}
         if truth("expert_bias", expert_bias):
             given |= {"gate_up_bias", "down_bias"}
+        intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
+        width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
+        if width % intermediate:
+            raise InvalidArgument(f"shared_intermediate: expected a multiple of I={intermediate}, got {width}")
+        if truth("shared_gate", shared_gate) and width == 0:
+            raise InvalidArgument("shared_gate: expected False without shared_intermediate, got True")
+        given |= {"shared_down"} if width else set()
+        given |= {"shared_gate"} if shared_gate else set()
         layer = layer_of(
             chosen,
             given,
             hidden=bounded("hidden", hidden, 1, MAX_WIDTH),
-            intermediate=bounded("intermediate", intermediate, 1, MAX_WIDTH),
+            intermediate=intermediate,
+            shared=width // intermediate,
             experts=experts,
             top_k=bounded("top_k", top_k, 1, experts),
             **of_one_type(dtype_name),
@@ -202,6 +256,9 @@ class MoE(torch.nn.Module):
 
         self.gate = Router(layer.hidden, experts, bias=layer.router_bias, choice_bias=layer.choice_bias, dtype=dtype)
         self.experts = Experts(mine, layer, bias=layer.down_bias, dtype=dtype)
+        self.shared_expert = SharedExpert(layer, dtype=dtype) if layer.shared else None
+        gated = layer.shared_gate
+        self.shared_expert_gate = torch.nn.Linear(layer.hidden, 1, bias=False, dtype=dtype) if gated else None
 
     @property
     def top_k(self) -> int:
@@ -293,7 +350,7 @@ class MoE(torch.nn.Module):
         hidden = self.gate.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
-        gate, experts = self.gate, self.experts
+        gate, experts, shared, shared_gate = self.gate, self.experts, self.shared_expert, self.shared_expert_gate
         tensors = {
             "x": x.reshape(-1, hidden).contiguous(),
             "gate_up_proj": experts.gate_up_proj,
@@ -303,6 +360,9 @@ class MoE(torch.nn.Module):
             "choice_bias": gate.choice_bias,
             "gate_up_bias": experts.gate_up_proj_bias,
             "down_bias": experts.down_proj_bias,
+            "shared_gate_up": None if shared is None else shared.gate_up_proj,
+            "shared_down": None if shared is None else shared.down_proj,
+            "shared_gate": None if shared_gate is None else shared_gate.weight,
         }
         check_tensors(tensors)
         y = torch.ops.flashmoe.moe(self._context_id, **tensors, **self._options._asdict())

@@ -32,6 +32,9 @@ def moe(
     trace: bool = False,
     exact: bool = False,
     choice_bias: Any = None,
+    shared_gate_up: Any = None,
+    shared_down: Any = None,
+    shared_gate: Any = None,
     **options: Unpack[LayerOptions],
 ) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
@@ -41,8 +44,7 @@ def moe(
     halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
-    rank to rank and may be 0. What else the engine asks of them, and when a call is over: see `Context`. Options: see
-    `flashmoe.arguments.LayerOptions`.
+    rank to rank and may be 0. What else the engine asks, and when a call is over: `Context`. Options: `LayerOptions`.
 
     Parameters
     ----------
@@ -58,21 +60,20 @@ def moe(
     top_k, renormalize:
         With `router`: K; whether the K weights are divided by their sum (that of sigmoids plus 1e-20).
     activation:
-        ``"relu"``, ``"relu2"`` (its square), ``"gelu"`` (by erf), ``"silu"``; or gated, one of `flashmoe.spec.GATED`.
+        ``"relu"``, ``"relu2"``, ``"gelu"`` (by erf), ``"silu"``; or gated, one of `flashmoe.spec.GATED`.
     router_bias, gate_up_bias, down_bias: [E], [El, 2I] or [El, I], [El, H]
         Optional biases; choice_bias, [E] float32: of the scores, for the choice of experts alone.
-    placement:
-        E ranks: who holds which expert. Default: the context's for its E, else contiguous shares.
-    capacity_factor:
+    shared_gate_up, shared_down, shared_gate: [2Is, H] or [Is, H], [H, Is], [1, H]
+        The shared expert, whole on every rank: an FFN of width Is, a multiple of I, added to each of this rank's
+        tokens, times ``sigmoid(shared_gate @ x[t])`` where there is a gate.
+    placement, capacity_factor:
+        E ranks: who holds which expert; default: the context's for its E, else contiguous shares.
         None: dropless. Else each rank keeps, per expert, the first ``ceil(capacity_factor * (T * K) / E)`` of its
         (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and at most that.
-    return_mode:
-        ``"direct"``, ``"reduced"`` or ``"auto"``; default: the context's. See `Context`.
-    trace:
-        Record what every actor did when, in ``ctx.last_call.events``. On a GPU the call then waits for its end.
+    return_mode, trace:
+        See `Context`; whether to record what actors do when (``ctx.last_call.events``). On a GPU that call waits.
     exact:
-        CUDA engine, float32: multiply in float32 (FFMA), ten times as slow as the default, which truncates factors to
-        TF32 (10 bits of mantissa) and sums in float32. The CPU engine is always exact.
+        CUDA engine, float32: multiply in float32, ten times as slow as the default, in TF32 (10 bits of mantissa).
 
     Returns
     -------
@@ -80,29 +81,28 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    Inference only: a backward pass that reaches the call raises `NotImplementedError`, as does a call with
-    forward-mode derivatives. Where PyTorch compiles, traces or transforms calls, has tensors without values, or would
-    record gradients, a call without `trace` is one of ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    Inference only: a backward pass that reaches the call raises `NotImplementedError`, as do forward-mode derivatives.
+    Where PyTorch compiles, traces or transforms calls, or would record gradients, and for tensors without values, a
+    call without `trace` is one of ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
 
     Raises
     ------
     InvalidArgument
-        A tensor or option is outside its domain. What shapes, types and options show leaves the context usable, and the
-        other ranks waiting for this rank, which must make the call again as it should be. Where only the values show it
-        (ids, a non-finite router logit), every rank raises it and the context is broken. The CUDA engine then raises it
-        in a later call, in `Context.synchronize`, or where ``ctx.last_call`` is read: the call itself does not wait.
+        A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable, and
+        the other ranks wait for this one to make the call as it should be. Where only values do (ids, a router logit
+        that is not finite), every rank raises it and the context is broken; with the CUDA engine in a later call, in
+        `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself does not wait.
     GroupError
         The ranks disagree on H, I, E, K, dtype, activation, `weights_on_input`, return mode, capacity factor or
         placement; or an earlier call of the group failed.
     HeapError, PeerTimeout
         The call exceeds the context's limits; or the group stood still for its timeout (the message names who).
     FlashMoEError
-        The context is closed, another process's, or within a call of this thread, whose signal handler calls again; a
-        kernel cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
+        The context is closed, another process's, or within a call of this thread, whose signal handler calls; a kernel
+        cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
-    tensors = Tensors(
-        x, gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias, topk_ids, topk_weights
-    )
+    weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
+    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights)
     chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
     if not truth("trace", trace) and _goes_through_torch(x, (*tensors.floats, topk_weights)):
         from . import torch_op

@@ -85,6 +85,10 @@ class LayerSpec:
     """With a router: whether its logits are rounded to x_type, as those of a linear layer are."""
     routed_scale: float = 1.0
     """With a router: a token's K weights are multiplied by this, in the end."""
+    shared: int = 0
+    """Slices of width I that the shared expert, an FFN of every token, is cut into; 0: there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's result is multiplied by the sigmoid of a row's product with x."""
     groups: int = 1
     """With a router: E / groups neighbouring experts are a group."""
     top_groups: int = 1

@@ -115,13 +115,18 @@ def call_error(
     weight_variance: np.ndarray | float = 0.0,
     transposed: bool = False,
     weights_on_input: bool = False,
+    shared_gate_up: np.ndarray | None = None,
+    shared_down: np.ndarray | None = None,
+    shared_gate: np.ndarray | None = None,
+    rank: int = 0,
     **shape: Any,
 ) -> CallError:
     """The error of one rank's y, from the values of the call, as the module's text derives it.
 
     The dtype is that of `x`. `topk_ids` and `topk_weights` [T, K] are the reference's (-1: a dropped pair).
     `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement` maps
-    each expert to its rank. `shape`: the further options of `reference.activate`.
+    each expert to its rank; `rank` is the call's own, where the shared expert is computed, slice by slice. `shape`: the
+    further options of `reference.activate`.
     """
     dtype = x.dtype.name
     x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
@@ -129,6 +134,15 @@ def call_error(
         gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
     biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
     weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
+    if shared_down is not None:  # its slices are experts that every token chooses
+        routed = topk_ids, topk_weights, weight_variance
+        shared = [np.asarray(each, np.float64) for each in (shared_gate_up, shared_down)]
+        up, down = _slices(*[each.T if transposed else each for each in shared], down_proj, activation, **shape)
+        chosen = np.tile(len(down_proj) + np.arange(len(down)), (len(x), 1))
+        added = chosen, *(np.repeat(each, len(down), axis=1) for each in _gate(x, shared_gate))
+        topk_ids, topk_weights, weight_variance = map(np.hstack, zip(routed, added, strict=True))
+        gate_up_proj, down_proj = np.concatenate([gate_up_proj, up]), np.concatenate([down_proj, down])
+        placement = [*placement, *[rank] * len(down)]
     owners = np.where(topk_ids >= 0, np.asarray(placement)[topk_ids], -1)
     variance = np.zeros(x.shape)
     squares = np.zeros(x.shape)
@@ -139,10 +153,7 @@ def call_error(
         b0, b1 = (0.0 if bias is None else bias[expert] for bias in biases)
         w, w_variance = topk_weights[t, k, None], weight_variance[t, k, None]
         if weights_on_input:
-            scaled = w * x[t]  # rounded once, or else what its products sum up to
-            z, z_variance = _linear(scaled, _VARIANCE32 * scaled**2, gate_up_proj[expert], b0)
-            unbiased = z - b0
-            z_variance += w_variance * (x[t] @ gate_up_proj[expert].T) ** 2 + _VARIANCE32 * unbiased**2
+            z, z_variance = _scaled_linear(x[t], w, w_variance, gate_up_proj[expert], b0)
             w, w_variance = np.ones_like(w), np.zeros_like(w)
         else:
             z, z_variance = _linear(x[t], 0.0, gate_up_proj[expert], b0)
@@ -213,6 +224,27 @@ def router_error(
     return slack, topk_weights**2 * of_weight + _SMALLEST_NORMAL["float32"] ** 2
 
 
+def _slices(
+    up: np.ndarray, down: np.ndarray, down_proj: np.ndarray, activation: str, *, interleaved: bool = False, **_: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The matrices [n, 2I or I, H] and [n, H, I] of a shared expert's slices, as wide as the experts."""
+    _, hidden, intermediate = down_proj.shape
+    n = down.shape[1] // intermediate
+    if activation in GATED and not interleaved:  # of the gate rows and of the up rows
+        up = up.reshape(2, n, intermediate, hidden).swapaxes(0, 1)
+    return up.reshape(n, -1, hidden), down.reshape(hidden, n, intermediate).swapaxes(0, 1)
+
+
+def _gate(x: np.ndarray, gate: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """A shared expert's weights [T, 1], computed in float32, and their variances."""
+    if gate is None:
+        return np.ones((len(x), 1)), np.zeros((len(x), 1))
+    logits, variance = _linear(x, 0.0, np.asarray(gate, np.float64), 0.0)
+    g = scores(logits, "sigmoid")
+    relative = (1.0 - g) ** 2 * (variance + _VARIANCE32 * (logits**2 + _FUNCTION_ROUNDINGS**2)) + 2.0 * _VARIANCE32
+    return g, relative * g**2
+
+
 def _rounding(value: np.ndarray, dtype: str) -> np.ndarray:
     """Variance of rounding `value` to `dtype`: ulp^2 / 12, and 0 for 0."""
     magnitude = np.abs(value)
@@ -228,6 +260,15 @@ def _linear(
     of_sum = _VARIANCE32 * (x.shape[1] + 2)  # the bias is one more number to add
     carried = (variance + of_sum / 6.0 * x**2) @ (matrix**2).T
     return values, carried + of_sum / 6.0 * np.square(bias) + of_sum / 3.0 * values**2
+
+
+def _scaled_linear(
+    x: np.ndarray, weight: np.ndarray, of_weight: np.ndarray, matrix: np.ndarray, bias: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
+    """``matrix @ (weight x[t]) + bias`` in float32, for weights of the given variance: values and their variances."""
+    scaled = weight * x  # rounded once, or else what its products sum up to
+    values, variance = _linear(scaled, _VARIANCE32 * scaled**2, matrix, bias)
+    return values, variance + of_weight * (x @ matrix.T) ** 2 + _VARIANCE32 * (values - bias) ** 2
 
 
 def _activated(

@@ -69,6 +69,9 @@ def _moe(
     interleaved: bool = False,
     transposed: bool = False,
     weights_on_input: bool = False,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    shared_gate: Tensor | None = None,
 ) -> Tensor:
     given = locals()
     tensors = Tensors(**{name: given[name] for name in Tensors._fields})

@@ -28,7 +28,7 @@ exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/gpu/a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,20 @@ class Weights:
     activation: str
     shape: dict[str, Any] = field(default_factory=dict)
     """interleaved, limit, alpha, up_offset, weights_on_input"""
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+    def with_slices(self) -> Weights:
+        """The same with the shared expert as experts, of width I each, behind the others."""
+        _, hidden, width = self.down_proj.shape
+        slices = self.shared_down.shape[1] // width
+        up, down = self.shared_gate_up, self.shared_down.view(hidden, slices, width).transpose(0, 1)
+        if self.activation in GATED and not self.shape.get("interleaved", False):
+            up = up.view(2, slices, width, hidden).transpose(0, 1)
+        up = up.reshape(slices, -1, hidden)
+        joined = torch.cat([self.gate_up_proj, up]), torch.cat([self.down_proj, down])
+        return replace(self, gate_up_proj=joined[0], down_proj=joined[1])
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,17 @@ def expected_result(
     else:
         ids, weights = topk_ids.long(), topk_weights.double()
         variance = torch.zeros_like(weights)
-    ids = drop(ids, capacity_factor, len(experts.down_proj))
+    ids = routed_ids = drop(ids, capacity_factor, len(experts.down_proj))
+    routed_weights, weight_slack = weights, 8.0 * variance.sqrt()
+    if experts.shared_down is not None:
+        routed, experts = len(experts.down_proj), experts.with_slices()
+        slices = torch.arange(routed, len(experts.down_proj), device=x.device).expand(len(x), -1)
+        gate, of_gate = _gate(x, experts.shared_gate)
+        ids = torch.cat([ids, slices], dim=1)
+        weights, variance = (
+            torch.cat([routed_part, part.expand(slices.shape)], dim=1)
+            for routed_part, part in ((weights, gate), (variance, of_gate))
+        )
     sums = _Sums.zeros(x)
     for expert in ids[ids >= 0].unique().tolist():
         t, k = (ids == expert).nonzero(as_tuple=True)
@@ -135,15 +159,15 @@ def expected_result(
         _add_expert(sums, x[t], t, experts, expert, w, exact and _name(x) == "float32")
     dtype = _name(x)
     several = (ids >= 0).sum(dim=1) > 1
-    of_sum = _VARIANCE32 * (top_k + 1) * (sums.squares / 6.0 + sums.y**2 / 3.0) + _rounding(sums.y, dtype)
+    of_sum = _VARIANCE32 * (ids.shape[1] + 1) * (sums.squares / 6.0 + sums.y**2 / 3.0) + _rounding(sums.y, dtype)
     by_token = (sums.variance + torch.where(several[:, None], of_sum, 0.0)).sum(dim=1)
     rms, tail = _tail_bound(by_token)
     shift = float((sums.engine - sums.y).norm())
     return Expected(
         y=sums.y,
-        topk_ids=ids,
-        weights=weights,
-        weight_slack=8.0 * variance.sqrt(),
+        topk_ids=routed_ids,
+        weights=routed_weights,
+        weight_slack=weight_slack,
         routing_is_valid=bool(valid),
         scale=math.sqrt(float(sums.squares.sum())),
         rms=rms + shift,
@@ -251,6 +275,15 @@ def _weight_variance(
     of_weight = of_weight + (relative * shares**2).sum(dim=1, keepdim=True)
     of_weight = of_weight + _VARIANCE32 * (3.0 + shares.shape[1] / 3.0)
     return weights**2 * of_weight + _SMALLEST_NORMAL["float32"] ** 2
+
+
+def _gate(x: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A shared expert's weights [T, 1], and their variances."""
+    if gate is None:
+        return torch.ones(len(x), 1, device=x.device).double(), torch.zeros(len(x), 1, device=x.device).double()
+    logits = logits_of(x, gate, None)
+    g = torch.sigmoid(logits)
+    return g, _relative(x, gate, logits, "sigmoid") * g**2
 
 
 # ---- Experts ------------------------------------------------------------------------------------------

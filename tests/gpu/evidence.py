@@ -1,7 +1,8 @@
 """What a run of the GPU tests leaves behind: how many of each file passed, failed or were skipped, on what, of what.
 
-`make test-gpu` names the folder in FLASHMOE_EVIDENCE. A run of some whole files (`PYTEST_FLAGS=tests/gpu/test_few.py`) adds
-to what is there, if that is of the same sources on the same machine; a run of less than whole files is not recorded.
+`make test-gpu` names the folder in FLASHMOE_EVIDENCE. A run of some whole files (`PYTEST_FLAGS=tests/gpu/test_few.py`)
+adds to what is there, if that is of the same sources on the same machine; a run of less than a whole file is not
+recorded.
 """
 
 from __future__ import annotations

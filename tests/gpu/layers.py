@@ -46,6 +46,9 @@ class Problem:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     choice_bias: Tensor | None = None
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_gate: Tensor | None = None
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +70,13 @@ class Problem:
             self.down_bias,
             self.options.get("activation", "swiglu"),
             {name: self.options[name] for name in SHAPE_OPTIONS if name in self.options},
+            **self.shared,
         )
+
+    @property
+    def shared(self) -> dict[str, Tensor | None]:
+        """The shared expert's tensors."""
+        return {name: getattr(self, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
 
     def rule(self) -> RouterRule:
         options = {name: self.options[name] for name in ROUTER_OPTIONS if name in self.options}
@@ -76,7 +85,7 @@ class Problem:
     def arguments(self) -> dict[str, Any]:
         """Of `flashmoe.moe`."""
         names = ("x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
-        arguments = {**{name: getattr(self, name) for name in names}, **self.options}
+        arguments = {**{name: getattr(self, name) for name in names}, **self.shared, **self.options}
         if self.topk_ids is None:
             routed = {"router": self.router, "router_bias": self.router_bias, "choice_bias": self.choice_bias}
             return arguments | routed | {"top_k": self.top_k}
@@ -97,10 +106,13 @@ def random_problem(
     scale: float = 1.0,
     biases: bool = False,
     choice_bias: bool = False,
+    shared: int = 0,
+    shared_gate: bool = False,
     device: str = "cuda",
     **options: Any,
 ) -> Problem:
     """Normal inputs with results about as large as `scale`. `ids`: None for a router, or the type of given ids.
+    `shared`: how many times as wide as an expert the shared one is.
 
     `skew` spreads the experts' mean logits: from 0, all equally likely, to 50, nearly all tokens to the same ones. With
     a router and a capacity, tokens whose experts are beyond the engine's judgement are left out: they would decide who
@@ -129,6 +141,11 @@ def random_problem(
         down_bias=normal(experts, hidden, size=scale) if biases else None,
         options=options,
     )
+    if shared:
+        problem.shared_gate_up = normal(shared * rows, hidden, size=hidden**-0.5)
+        problem.shared_down = normal(hidden, shared * intermediate, size=(shared * intermediate) ** -0.5)
+    if shared_gate:
+        problem.shared_gate = normal(1, hidden, size=1.0 / (scale * hidden**0.5))
     if ids is not None:
         uniform = torch.rand(tokens, experts, generator=generator, device=device).clamp_(1e-7, 1 - 1e-7)
         gumbel = -torch.log(-torch.log(uniform))
@@ -172,6 +189,7 @@ def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
         "dtype": problem.dtype,
         "timeout": PATIENCE,
         "engine": "cuda",
+        "shared_intermediate": 0 if problem.shared_down is None else problem.shared_down.shape[1],
     }
     torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
     return flashmoe.Context(**sizes | changes)

@@ -31,7 +31,15 @@ from layers import (
     random_problem,
 )
 
-LIMITS = {"max_tokens": 2048, "hidden": 2048, "intermediate": 1024, "experts": 128, "top_k": 8, "dtype": "float32"}
+LIMITS = {
+    "max_tokens": 2048,
+    "hidden": 2048,
+    "intermediate": 1024,
+    "experts": 128,
+    "top_k": 8,
+    "dtype": "float32",
+    "shared_intermediate": 2048,
+}
 """Of the context that most tests share: one heap, calls of any size in it."""
 
 RANKS_A_GPU = int(os.environ.get("FLASHMOE_SHARE_GPUS") or 1)
@@ -149,8 +157,8 @@ def compare(
     rank: int, ranks: int, name: str, ways: Sequence[str], spec: dict[str, Any], tokens: list[int], calls: int = 1
 ) -> int:
     """Calls of one problem on the group, these ways in turn; how many differ, in any bit, from what the same tokens
-    give on this GPU alone, or from another way with the same return mode. (A few tokens go another way on a GPU alone:
-    these are compared with the reference.)"""
+    give on this GPU alone, or from another way with the same return mode. (What `results_alone` does not have is
+    compared with the reference.)"""
     contexts = [shared_context(rank, ranks, name, way) for way in ways]
     spec = dict(spec)
     placement = spec.pop("placement", None) or flashmoe.placement.contiguous(spec["experts"], ranks)
@@ -165,7 +173,7 @@ def compare(
             y, report = call(context, local, placement=placement)
             mode = report.return_mode
             assert mode == context.return_mode
-            if alone:
+            if mode in alone:
                 differing += not torch.equal(y, alone[mode])
             elif i == 0:
                 check(own, y, report)
@@ -175,13 +183,15 @@ def compare(
 
 def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str, torch.Tensor]:
     """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for a few
-    tokens. `reduced`: each choice's rows come from a call of their own, and are added here: those of a rank in
-    ascending k and rounded, then the ranks'."""
+    tokens, which go another way there; with a shared expert `direct` alone. `reduced`: each choice's rows come from a
+    call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
     if len(own.x) <= FEW_TOKENS:
         return {}
     with alone_on(rank, own) as single:
         direct, report = call(single, own)
         check(own, direct, report)
+        if own.shared_down is not None:
+            return {"direct": direct}
         ids = torch.from_numpy(report.topk_ids).to(own.x.device)
         weights = torch.from_numpy(report.topk_weights).to(own.x.device)
         options = {"activation": own.options["activation"]} if "activation" in own.options else {}

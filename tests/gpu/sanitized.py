@@ -26,8 +26,18 @@ SHAPES = (
     {"tokens": 90, "hidden": 64, "intermediate": 72, "experts": 4, "top_k": 2, "ids": "int64", "capacity_factor": 0.7},
     {"tokens": 300, "hidden": 64, "intermediate": 64, "experts": 2, "top_k": 1, "skew": 50.0},
     {"tokens": 300, "hidden": 72, "intermediate": 64, "experts": 2, "top_k": 2},
+    {"tokens": 90, "hidden": 72, "intermediate": 40, "experts": 3, "top_k": 1, "shared": 2, "shared_gate": True},
+    {"tokens": 6, "hidden": 72, "intermediate": 40, "experts": 3, "top_k": 1, "shared": 2, "shared_gate": True},
 )
-LARGEST = {"max_tokens": 300, "hidden": 136, "intermediate": 72, "experts": 5, "top_k": 2, "dtype": "float32"}
+LARGEST = {
+    "max_tokens": 300,
+    "hidden": 136,
+    "intermediate": 72,
+    "experts": 5,
+    "top_k": 2,
+    "dtype": "float32",
+    "shared_intermediate": 144,
+}
 TWICE = 2
 """A context's second call finds what its first has left behind."""
 

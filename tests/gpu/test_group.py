@@ -56,6 +56,14 @@ SHAPES = {
     "float16": {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "dtype": "float16"},
     "K = 1": {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 1},
     "drops": {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 2, "ids": "int32", "capacity_factor": 0.7},
+    "shared expert": {
+        "hidden": 512,
+        "intermediate": 256,
+        "experts": 32,
+        "top_k": 4,
+        "shared": 2,
+        "shared_gate": True,
+    },
     "one expert a rank": {"hidden": 512, "intermediate": 256, "experts": 4, "top_k": 2},
 }
 

@@ -21,13 +21,14 @@
 #include "flashmoe/gpu/leave.cuh"
 #include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/gpu/route.cuh"
+#include "flashmoe/gpu/shared_expert.cuh"
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/protocol/packet.h"
 
 namespace flashmoe::gpu {
 
-// What a block knows of the call once the experts are chosen. Choice p is (token p / K, k = p % K). A unit is an expert
-// that has tokens; units are numbered in the order of their first choices.
+// What a block knows of the call once the experts are chosen. Choice p is (token p / top_k, k = p % top_k), the shared
+// expert's slices among them. A unit is an expert that has tokens; units are numbered in the order of their first choices.
 struct FewShared {
   int32_t ids[kFewChoices];  // -1: dropped
   float weights[kFewChoices];
@@ -124,11 +125,11 @@ struct GateJobs {
 
 // All logits of the call, from all blocks.
 __device__ __forceinline__ void collect_logits(const Block& b) {
-  const uint32_t all = b.c.shape.tokens * b.c.shape.experts;
+  const uint32_t experts = b.c.shape.routed_experts(), all = b.c.shape.tokens * experts;
   for (uint32_t base = b.warp() * 32; base < all; base += kFewThreads) {
     const uint32_t i = base + P::lane();
     const bool exists = i < all;
-    const uint64_t* const from = b.c.logit(exists ? i / b.c.shape.experts : 0, exists ? i % b.c.shape.experts : 0);
+    const uint64_t* const from = b.c.logit(exists ? i / experts : 0, exists ? i % experts : 0);
     uint64_t word = 0;
     wait_for_blocks(b, [&] {
       word = P::load_relaxed(from);
@@ -141,13 +142,13 @@ __device__ __forceinline__ void collect_logits(const Block& b) {
 // ---- choice ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void choose(const Block& b) {
+  const uint32_t experts = b.c.shape.routed_experts(), top_k = b.c.shape.routed_top_k();
   for (uint32_t t = b.warp(); t < b.c.shape.tokens; t += kFewWarps) {
     const TokenChoice choice[1] = {
-        {b.s.logits + t * b.c.shape.experts, b.s.ids + t * b.c.shape.top_k, b.s.weights + t * b.c.shape.top_k}};
+        {b.s.logits + t * experts, b.s.ids + t * b.c.shape.top_k, b.s.weights + t * b.c.shape.top_k}};
     const RouterRule& rule = b.args.rule;
-    const bool good = rule.plain()
-                          ? choose_experts(choice, b.c.shape.experts, b.c.shape.top_k, rule.renormalize != 0) == 0
-                          : choose_by_rule(rule, choice[0], b.c.shape.experts, b.c.shape.top_k);
+    const bool good = rule.plain() ? choose_experts(choice, experts, top_k, rule.renormalize != 0) == 0
+                                   : choose_by_rule(rule, choice[0], experts, top_k);
     if (!good && P::lane() == 0) fail_everywhere(b, {.kind = FaultKind::kRouterValue, .index = t});
   }
 }
@@ -155,24 +156,35 @@ __device__ __forceinline__ void choose(const Block& b) {
 // Given routing is not trusted: every block finds what is wrong with it, and block 0 posts that.
 template <class Dtype>
 __device__ __forceinline__ void take_given(const Block& b) {
-  const uint32_t p = threadIdx.x;
-  if (p >= b.choices()) return;
+  const uint32_t p = threadIdx.x, top_k = b.c.shape.routed_top_k();
+  if (p >= b.c.shape.tokens * top_k) return;
   auto id_of = [&](uint32_t i) {
     if (b.args.topk_ids_64 == 0) return static_cast<const int32_t*>(b.args.topk_ids)[i];
     const int64_t id = static_cast<const int64_t*>(b.args.topk_ids)[i];
     return id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
   };
   const int32_t id = id_of(p);
-  b.s.ids[p] = id;
-  b.s.weights[p] = given_weight<Dtype>(b.args, p);
-  const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.shape.experts;
+  const uint32_t choice = p + p / top_k * b.c.shape.shared;
+  b.s.ids[choice] = id;
+  b.s.weights[choice] = given_weight<Dtype>(b.args, p);
+  const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.shape.routed_experts();
   bool twice = false;
-  for (uint32_t i = p - p % b.c.shape.top_k; i < p; ++i) twice |= id_of(i) == id;
+  for (uint32_t i = p - p % top_k; i < p; ++i) twice |= id_of(i) == id;
   if (exists && !twice) return;
   fail_everywhere(b, {.kind = exists ? FaultKind::kDuplicateExpert : FaultKind::kExpertRange,
-                      .index = p / b.c.shape.top_k,
-                      .expected = b.c.shape.experts,
+                      .index = p / top_k,
+                      .expected = b.c.shape.routed_experts(),
                       .seen = static_cast<uint32_t>(id)});
+}
+
+// The shared expert among the choices of every token. A warp for each.
+template <class Dtype>
+__device__ __forceinline__ void add_shared(const Block& b) {
+  for (uint32_t t = b.warp(); t < b.c.shape.tokens; t += kFewWarps) {
+    const uint8_t* const row = b.args.x + uint64_t{b.token_at(t)} * 16;
+    const float weight = shared_weight<Dtype>(b.args, row, b.c.shape.hidden);
+    choose_shared<P>(b.c, b.s.ids + t * b.c.shape.top_k, b.s.weights + t * b.c.shape.top_k, weight);
+  }
 }
 
 // One warp: groups the choices into units, and drops those beyond their expert's capacity, the last in token order.
@@ -200,7 +212,8 @@ __device__ __forceinline__ void group_choices(const Block& b) {
     units += fresh;
     P::sync();
     if (exists && !leads) {
-      const bool kept = b.c.shape.capacity == 0 || earlier < b.c.shape.capacity;
+      const bool shared = static_cast<uint32_t>(expert) >= b.c.shape.routed_experts();
+      const bool kept = b.c.shape.capacity == 0 || shared || earlier < b.c.shape.capacity;
       s.unit[p] = kept ? s.unit[first] : kNoUnit;
     }
     if (exists && s.unit[p] != kNoUnit) {
@@ -220,6 +233,7 @@ __device__ __forceinline__ bool route(const Block& b) {
   } else {
     choose(b);
   }
+  if (b.c.shape.shared != 0) add_shared<Dtype>(b);
   if (!all_well(b)) return false;
   if (b.warp() == 0) group_choices(b);
   __syncthreads();
@@ -236,10 +250,16 @@ __device__ __forceinline__ bool route(const Block& b) {
 
 // ---- GEMM0 ----------------------------------------------------------------------------------------------------------
 
-// A job of GEMM0 or GEMM1: two rows of the weights of a unit's expert.
+// A job of GEMM0 or GEMM1: two rows of the weights of a unit's expert, or of its slice of the shared expert.
 struct TwoRows {
   uint32_t unit, expert;
   uint32_t first, second;
+
+  __device__ __forceinline__ const uint8_t* row(const Block& b, uint32_t r, const WeightRows& all,
+                                                const WeightRows& shared) const {
+    const uint32_t routed = b.c.shape.routed_experts(), at = r == 0 ? first : second;
+    return expert < routed ? all.row(expert, at) : shared.row(expert - routed, at);
+  }
 };
 
 // Job: two rows of weights, a gate row and its up row, or two neighbours.
@@ -251,15 +271,16 @@ struct Gemm0Jobs {
   __device__ __forceinline__ uint32_t per_unit() const { return b.c.shape.intermediate / (kGated ? 1 : 2); }
   __device__ __forceinline__ TwoRows job(uint32_t i) const {
     const uint32_t unit = i / per_unit(), row = i % per_unit();
-    const GatedRows at = b.args.gated;
-    if constexpr (kGated) return {unit, b.s.expert[unit], row * at.step, row * at.step + at.up};
-    return {unit, b.s.expert[unit], 2 * row, 2 * row + 1};
+    const uint32_t expert = b.s.expert[unit];
+    const GatedRows at = expert < b.c.shape.routed_experts() ? b.args.gated : b.args.shared_gated;
+    if constexpr (kGated) return {unit, expert, row * at.step, row * at.step + at.up};
+    return {unit, expert, 2 * row, 2 * row + 1};
   }
 
   __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.hidden * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
   __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
-    return b.args.gate_up_rows.row(job.expert, r == 0 ? job.first : job.second);
+    return job.row(b, r, b.args.gate_up_rows, b.args.shared_gate_up_rows);
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
@@ -314,7 +335,7 @@ struct Gemm1Jobs {
   __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.intermediate * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
   __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
-    return b.args.down_rows.row(job.expert, r == 0 ? job.first : job.second);
+    return job.row(b, r, b.args.down_rows, b.args.shared_down_rows);
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.c.intermediate_row(0, 0); }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
@@ -368,7 +389,7 @@ __device__ __forceinline__ bool run_gate(const Block& b, const Trace& trace) {
   if (b.args.topk_ids != nullptr) return true;
   trace.begin();
   const GateJobs<Dtype> jobs{b};
-  Dots<Dtype, 1, GateJobs<Dtype>> dots(jobs, b.warp() * gridDim.x + blockIdx.x, b.c.shape.experts,
+  Dots<Dtype, 1, GateJobs<Dtype>> dots(jobs, b.warp() * gridDim.x + blockIdx.x, b.c.shape.routed_experts(),
                                        kFewWarps * gridDim.x);
   dots.begin();
   dots.run();

@@ -93,8 +93,10 @@ struct KernelArgs {
   //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router
   TensorMap gate_up, down, router, intermediate, tokens;
+  // The shared expert's, cut into slices: as gate_up and down, of as many experts as it has slices.
+  TensorMap shared_gate_up, shared_down;
   // The same weights without TMA: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router [1][E] of H.
-  WeightRows gate_up_rows, down_rows, router_rows;
+  WeightRows gate_up_rows, down_rows, router_rows, shared_gate_up_rows, shared_down_rows;
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)
   uint64_t x_row_bytes;
@@ -102,17 +104,18 @@ struct KernelArgs {
   const void* gate_up_bias;    // [El, 2I], in the order of gate_up's rows, or [El, I] contiguous; may be null
   const void* down_bias;       // [El, H]; may be null
   const void* router_bias;     // [E]; may be null
+  const void* shared_gate;     // [H]; null: the shared expert's weight is 1
   const void* topk_ids;        // [T, K] int32 or int64; null: the router decides
   const void* topk_weights;    // [T, K] float32, or of x's type
   uint32_t topk_ids_64;        // 1: int64
   uint32_t topk_weights_as_x;  // 1: of x's type
   RouterRule rule;
   ClampedShape clamped;
-  GatedRows gated;
-  uint32_t weights_on_input;  // 1: a row's weight scales its products with gate_up, and not its result
-  HostFault* host_fault;      // in mapped host memory: written when the call failed
-  uint8_t* trace;             // [blocks] of kTraceBytesPerBlock; null: not traced
-  float* kept;                // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
+  GatedRows gated, shared_gated;  // of gate_up and of shared_gate_up
+  uint32_t weights_on_input;      // 1: a row's weight scales its products with gate_up, and not its result
+  HostFault* host_fault;          // in mapped host memory: written when the call failed
+  uint8_t* trace;                 // [blocks] of kTraceBytesPerBlock; null: not traced
+  float* kept;                    // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

@@ -26,11 +26,18 @@ inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
 // What is computed.
 struct CallShape {
   uint32_t ranks = 1;
-  uint32_t tokens = 0, hidden = 0, intermediate = 0, experts = 0, top_k = 0;
-  uint32_t local_experts = 0;
+  uint32_t tokens = 0, hidden = 0, intermediate = 0;
+  // With the slices of the shared expert, `shared` in number, which every token of this rank chooses behind its K
+  // experts. They are the last experts, E + 0, E + 1, .., and the last local ones.
+  uint32_t experts = 0, top_k = 0, local_experts = 0;
+  uint32_t shared = 0;
   uint32_t capacity = 0;  // per expert and source rank; 0: dropless
   ReturnMode return_mode = ReturnMode::kDirect;
 
+  // E and K: what a router, a capacity and other ranks have to do with.
+  FLASHMOE_HD uint32_t routed_experts() const { return experts - shared; }
+  FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared; }
+  FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared; }
   // The elements along an axis of matrices, kHidden or kIntermediate.
   uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
 };
@@ -51,10 +58,11 @@ struct CallPolicy {
   uint64_t timeout_ns = 0;  // 0: none
 };
 
-// Owner rank and local index of each expert, and the experts each rank owns.
+// Owner rank and local index of each expert, and the experts each rank owns, this one's slices of the shared expert among
+// them. (Every rank has slices of its own, which no other knows of.)
 struct CallPlacement {
-  const uint32_t* owner = nullptr;       // [E]
-  const uint32_t* by_owner = nullptr;    // [E] experts, ascending by (owner, expert)
+  const uint32_t* owner = nullptr;       // [experts]
+  const uint32_t* by_owner = nullptr;    // [experts], ascending by (owner, expert)
   const uint32_t* owner_base = nullptr;  // [R + 1] where each rank's experts begin in by_owner
 };
 
@@ -97,8 +105,9 @@ struct Call {
   void set_layer(const LayerSpec& layer) {
     shape.hidden = layer.hidden;
     shape.intermediate = layer.intermediate;
-    shape.experts = layer.experts;
-    shape.top_k = layer.top_k;
+    shape.experts = layer.experts + layer.shared;
+    shape.top_k = layer.top_k + layer.shared;
+    shape.shared = layer.shared;
     memory.token_row_bytes = layer.token_row_bytes();
     memory.intermediate_row_bytes = layer.intermediate_row_bytes();
     memory.return_row_bytes = layer.return_row_bytes();

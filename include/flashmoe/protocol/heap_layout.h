@@ -47,6 +47,7 @@ struct Limits {
   uint32_t experts = 0;            // E
   uint32_t max_local_experts = 0;  // the most any rank holds
   uint32_t top_k = 0;              // K
+  uint32_t shared = 0;             // slices of the shared expert, local experts of every rank for its own tokens alone
   uint32_t x_bytes = 0;            // of an element of a dispatched row
   uint32_t return_bytes = 0;       // of an element of a row on its way home
   uint32_t return_slots = 0;       // return rows per token: K (direct), R (reduced), the larger where both may occur
@@ -61,18 +62,23 @@ struct Limits {
   uint32_t processors = 1;
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
+  // With the slices of the shared expert.
+  FLASHMOE_HD constexpr uint32_t all_experts() const { return experts + shared; }
+  FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared; }
+  FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared; }
   // The most entries that a token has on one rank: its experts are distinct.
-  FLASHMOE_HD constexpr uint32_t entries_per_token() const { return min_of(top_k, max_local_experts); }
-  // The most rows that one rank's tokens have with the experts of one rank. With a capacity C, El * C: a call of other
-  // sizes may have a larger C, and is refused unless its own El * C is within this one (arguments.py).
+  FLASHMOE_HD constexpr uint32_t entries_per_token() const { return min_of(top_k, max_local_experts) + shared; }
+  // The most rows that one rank's tokens have with the experts of one rank, but for the shared one. With a capacity C,
+  // El * C: a call of other sizes may have a larger C, and is refused unless its own El * C is within this one
+  // (arguments.py).
   FLASHMOE_HD constexpr uint64_t rows_of_rank() const {
-    const uint64_t dropless = uint64_t{max_tokens} * entries_per_token();
+    const uint64_t dropless = uint64_t{max_tokens} * min_of(top_k, max_local_experts);
     return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);
   }
-  FLASHMOE_HD constexpr uint64_t max_rows() const { return ranks * rows_of_rank(); }
+  FLASHMOE_HD constexpr uint64_t max_rows() const { return ranks * rows_of_rank() + uint64_t{max_tokens} * shared; }
   // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
-    return max_rows() / tile_rows + min_of<uint64_t>(max_local_experts, max_rows());
+    return max_rows() / tile_rows + min_of<uint64_t>(all_local_experts(), max_rows());
   }
   // A token chooses an expert at most once.
   FLASHMOE_HD constexpr uint64_t max_tiles_per_expert() const {
@@ -91,17 +97,17 @@ struct Limits {
   }
   // The most tiles, or experts, that one product's list of ready ones may have.
   constexpr uint64_t max_ready() const {
-    return kExpertProducts == 0 ? max_tiles() : max_of<uint64_t>(max_tiles(), max_local_experts);
+    return kExpertProducts == 0 ? max_tiles() : max_of<uint64_t>(max_tiles(), all_local_experts());
   }
   // Ranks whose packets are built in the workspace and sent from there.
   FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
   // Items of the ready list in a call: a tile for each of its products; an expert for each of its own, and in kFormed.
   constexpr uint64_t list_capacity() const {
     return next_power_of_two((kProducts - kExpertProducts) * max_tiles() +
-                             (kExpertProducts + 1) * uint64_t{max_local_experts} + 1);
+                             (kExpertProducts + 1) * uint64_t{all_local_experts()} + 1);
   }
   constexpr uint64_t queue_capacity() const {
-    return next_power_of_two(max_tiles() * tasks_of(Unit::kTile) + max_local_experts * tasks_of(Unit::kExpert) +
+    return next_power_of_two(max_tiles() * tasks_of(Unit::kTile) + all_local_experts() * tasks_of(Unit::kExpert) +
                              processors + 1);
   }
 };
@@ -197,7 +203,7 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), 1}, 8}; },
      "[parity][p][b] the packet of token block b is complete, with so many entries"},
     {HeapField::kPacketOffsets, "packet_offsets", Writer::kRank1,
-     [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), l.max_local_experts + 1}, 2}; },
+     [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_blocks(), l.all_local_experts() + 1}, 2}; },
      "[parity][p][b][El+1] which entries belong to which local expert"},
     {HeapField::kPacketCounts, "packet_counts", Writer::kRank1,
      [](const Limits& l) { return FieldShape{{2, l.ranks, l.max_tokens, 1}, 2}; },
@@ -250,10 +256,11 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{uint64_t{l.staging} * l.ranks, kMaxGroups, 1, 1}, 8}; },
      "[p][g] the rows of rank p are computed, as far as group g's columns go"},
     {WorkField::kRouting, "routing", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; },
+     [](const Limits& l) { return FieldShape{{l.max_tokens, l.choices_per_token(), 1, 1}, 4}; },
      "[token][k] chosen expert, -1 where dropped"},
     {WorkField::kWeights, "weights", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_tokens, l.top_k, 1, 1}, 4}; }, "[token][k] combine weights"},
+     [](const Limits& l) { return FieldShape{{l.max_tokens, l.choices_per_token(), 1, 1}, 4}; },
+     "[token][k] combine weights"},
     {WorkField::kPrefix, "capacity_prefix", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_blocks(), l.experts, 1, 1}, 4}; },
      "[b][expert] choices routed to the expert by the tokens up to token block b (capacity factor only)"},
@@ -261,11 +268,11 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{l.max_blocks(), 1, 1, 1}, 8}; },
      "[b] the prefix of token block b is written"},
     {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.max_local_experts, l.max_tiles_per_expert(), 1, 1}, 4}; },
+     [](const Limits& l) { return FieldShape{{l.all_local_experts(), l.max_tiles_per_expert(), 1, 1}, 4}; },
      "[expert][i] the expert's i-th tile, in the order in which they closed"},
     {WorkField::kExpertStates, "expert_states", Writer::kSelf,
      [](const Limits& l) {
-       return FieldShape{{kExpertProducts != 0 ? l.max_local_experts : 0, 1, 1, 1}, sizeof(ExpertState)};
+       return FieldShape{{kExpertProducts != 0 ? l.all_local_experts() : 0, 1, 1, 1}, sizeof(ExpertState)};
      },
      "[expert] how many tiles it has, and how many are done (programs with products of experts)"},
     {WorkField::kReadyTiles, "ready_tiles", Writer::kSelf,
@@ -276,11 +283,12 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[token][expert] router logits of a few tokens, each with the epoch it is of (used on a GPU)"},
     {WorkField::kJoints, "joints", Writer::kSelf,
      [](const Limits& l) {
-       return FieldShape{{l.ranks == 1 && l.top_k > 1 ? l.columns(kReturning) : 0, l.max_tokens, 1, 1}, 4};
+       return FieldShape{{l.ranks == 1 && l.choices_per_token() > 1 ? l.columns(kReturning) : 0, l.max_tokens, 1, 1},
+                         4};
      },
      "[column of tasks][token] of joined calls: what is written of the token's two rows; zero between calls"},
     {WorkField::kOutOffsets, "out_offsets", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_blocks(), l.max_local_experts + 1, 1}, 2}; },
+     [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_blocks(), l.all_local_experts() + 1, 1}, 2}; },
      "[q][b][El+1] packet_offsets of the packets for rank q, before they are sent"},
     {WorkField::kOutCounts, "out_counts", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.outboxes(), l.max_tokens, 1, 1}, 2}; },

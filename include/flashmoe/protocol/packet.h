@@ -74,12 +74,13 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
                     .awaited = c.rank,
                     .culprit = c.rank,
                     .index = token,
-                    .expected = c.shape.experts,
+                    .expected = c.shape.routed_experts(),
                     .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
 }
 
 // Turns the worker's ids into choices. Given routing is not trusted: an expert out of range, or twice in one token, would
-// write outside its packet. Reports such a choice, and marks the token block as bad.
+// write outside its packet. Reports such a choice, and marks the token block as bad. (Behind a token's K ids are those of the
+// shared expert's slices, which are out of range among the K.)
 template <class P>
 FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
   const uint32_t first = b << c.policy.log2_block;
@@ -88,7 +89,10 @@ FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& rang
   int32_t bad_id = 0;
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const int32_t id = s.ids[i];
-    const bool good = id >= 0 && static_cast<uint32_t>(id) < c.shape.experts;
+    bool good = id >= 0 && static_cast<uint32_t>(id) < c.shape.experts;
+    if (good && static_cast<uint32_t>(id) >= c.shape.routed_experts()) {
+      good = i % c.shape.top_k >= c.shape.routed_top_k();
+    }
     if (!good) {
       bad = i;
       bad_id = id;
@@ -143,7 +147,7 @@ FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s,
       sum += n;
     }
     uint32_t kept = sum;
-    if (c.shape.capacity != 0) {
+    if (c.shape.capacity != 0 && e < c.shape.routed_experts()) {
       const uint32_t earlier = before ? before[e] : 0;
       c.capacity_prefix(b)[e] = earlier + sum;
       kept = min_of(sum, c.shape.capacity > earlier ? c.shape.capacity - earlier : 0u);
@@ -238,6 +242,16 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& ran
         n += choices[k] != Choice::kDropped && Choice::owner(choices[k]) == q;
       c.out_counts(q, first)[t] = static_cast<uint16_t>(n);
     }
+  }
+}
+
+// The shared expert's slices, with one weight for all, behind a token's K choices: `ids` and `weights` are the token's.
+// Lanes share them out.
+template <class P>
+FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, float weight) {
+  for (uint32_t n = P::lane(); n < c.shape.shared; n += P::kLanes) {
+    ids[c.shape.routed_top_k() + n] = static_cast<int32_t>(c.shape.routed_experts() + n);
+    weights[c.shape.routed_top_k() + n] = weight;
   }
 }
 

@@ -35,8 +35,9 @@ class TileFormer {
   FLASHMOE_FN TileFormer(const Call& call, const FormerMemory& memory)
       : c_(call),
         m_(memory),
-        first_experts_(
-            call.shape.ranks == 1 ? ~0u : ceil_div(call.shape.local_experts, max_of(call.policy.order.own_first, 1u))) {
+        first_experts_(call.shape.ranks == 1
+                           ? ~0u
+                           : ceil_div(call.shape.routed_local_experts(), max_of(call.policy.order.own_first, 1u))) {
     const uint32_t el = c_.shape.local_experts;
     count_ = m_.step == 0 || m_.first >= el ? 0 : ceil_div(el - m_.first, m_.step);
     for (uint32_t i = P::lane(); i < count_; i += P::kLanes) m_.experts[i] = {};
@@ -116,7 +117,8 @@ class TileFormer {
 
   FLASHMOE_FN void consume_expert(uint32_t i, uint32_t p, uint32_t b, uint32_t n) {
     const uint32_t l = expert(i);
-    Span span[kDepth];  // of the packets lane(), lane() + kLanes, ...
+    if (p != c_.rank && l >= c_.shape.routed_local_experts()) return;  // other ranks have shared experts of their own
+    Span span[kDepth];                                                 // of the packets lane(), lane() + kLanes, ...
     FLASHMOE_UNROLL
     for (uint32_t d = 0; d < kDepth; ++d) {
       if (P::lane() + d * P::kLanes < n) {
@@ -153,8 +155,11 @@ class TileFormer {
     return static_cast<uint32_t>(P::broadcast(id, 0));
   }
 
-  // Whether the expert's tiles are not to be announced yet, see OrderPolicy::own_first.
-  FLASHMOE_FN bool waits(uint32_t i) const { return expert(i) >= first_experts_; }
+  // Whether the expert's tiles are not to be announced yet, see OrderPolicy::own_first. A shared expert's, which have no
+  // rows to wait for, fill the time until other ranks' rows are here.
+  FLASHMOE_FN bool waits(uint32_t i) const {
+    return expert(i) >= first_experts_ && expert(i) < c_.shape.routed_local_experts();
+  }
 
   // Whether an expert's first tile is announced by itself, see kFirstTasks.
   FLASHMOE_FN bool announces_first() const {
@@ -317,7 +322,7 @@ class TileFormer {
   const Call& c_;
   const FormerMemory m_;
   uint32_t count_;          // experts served
-  uint32_t first_experts_;  // local experts below it have their tiles announced as they fill
+  uint32_t first_experts_;  // routed local experts below it have their tiles announced as they fill
 };
 
 }  // namespace flashmoe

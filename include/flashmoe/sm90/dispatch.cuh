@@ -5,6 +5,7 @@
 #pragma once
 
 #include "flashmoe/gpu/route.cuh"
+#include "flashmoe/gpu/shared_expert.cuh"
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/sm90/epilogue.cuh"
 #include "flashmoe/sm90/load.cuh"
@@ -61,7 +62,7 @@ inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kI
 // Stages that the gate of a whole token block goes through.
 template <class Dtype, class Stage>
 __device__ __forceinline__ uint32_t gate_stages(const Call& c) {
-  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.experts, Stage::kFeatures) *
+  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.routed_experts(), Stage::kFeatures) *
          Stage::stages(c.shape.hidden * Dtype::kBytes);
 }
 
@@ -72,7 +73,7 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   const uint32_t tokens = c.tokens_in_block(b);
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
-    for (uint32_t e = 0; e < c.shape.experts; e += Stage::kFeatures) {
+    for (uint32_t e = 0; e < c.shape.routed_experts(); e += Stage::kFeatures) {
       detail::box_stages<Dtype, Stage>(ring, {&args.router, e, 0, 0, 0, false}, &args.tokens,
                                        (b << c.policy.log2_block) + first, rows, c.shape.hidden * Dtype::kBytes, [] {});
     }
@@ -92,7 +93,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
                                               typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
                                               uint32_t tokens) {
   Accumulators<Shape> acc;
-  const uint32_t experts = c.shape.experts;  // read once: to the compiler, the stores may change shared memory
+  const uint32_t experts = c.shape.routed_experts();  // read once: to the compiler, the stores may change shared memory
   const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
   for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
     FeatureBias bias[Shape::kMs];
@@ -128,15 +129,17 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
 // Every warp of the team: copies the given ids and weights to where packets are built from.
 template <class Dtype>
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
-  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
-  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
+  const uint32_t top_k = c.shape.routed_top_k();
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
+    const uint32_t to = i + i / top_k * c.shape.shared;
     if (args.topk_ids_64) {
       const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
-      s.ids[i] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
+      s.ids[to] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
     } else {
-      s.ids[i] = static_cast<const int32_t*>(args.topk_ids)[first + i];
+      s.ids[to] = static_cast<const int32_t*>(args.topk_ids)[first + i];
     }
-    s.weights[i] = given_weight<Dtype>(args, first + i);
+    s.weights[to] = given_weight<Dtype>(args, first + i);
   }
 }
 
@@ -154,28 +157,28 @@ __device__ __forceinline__ void post_bad_logits(const Call& c, Shared& s, uint32
 __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, Shared& s,
                                              const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
-  const uint32_t tokens = c.tokens_in_block(b);
+  const uint32_t tokens = c.tokens_in_block(b), experts = c.shape.routed_experts(), top_k = c.shape.routed_top_k();
   auto choice = [&](uint32_t t) -> TokenChoice {
-    return {scratch.logits(c.shape.experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
+    return {scratch.logits(experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
   };
   if (!args.rule.plain()) {
 #pragma unroll 1
     for (uint32_t t = Team::worker(); t < tokens; t += kTeamWarps) {
-      const bool good = choose_by_rule(args.rule, choice(t), c.shape.experts, c.shape.top_k);
+      const bool good = choose_by_rule(args.rule, choice(t), experts, top_k);
       if (!good && Platform::lane() == 0) post_bad_logits(c, s, (b << c.policy.log2_block) + t);
     }
     return;
   }
-  const bool few = c.shape.experts <= kFewLanes, renormalize = args.rule.renormalize != 0;
+  const bool few = experts <= kFewLanes, renormalize = args.rule.renormalize != 0;
   const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // tokens for which a warp chooses
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
     uint32_t bad;
     if (few) {
       const uint32_t t = first + Platform::lane() / kFewLanes * kTeamWarps;
-      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, c.shape.experts, c.shape.top_k, renormalize);
+      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, experts, top_k, renormalize);
     } else {  // beyond the last token, the first once more
       const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
-      bad = choose_experts({choice(first), choice(second)}, c.shape.experts, c.shape.top_k, renormalize);
+      bad = choose_experts({choice(first), choice(second)}, experts, top_k, renormalize);
     }
     if (bad == 0 || Platform::lane() != 0) continue;
     post_bad_logits(c, s, (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps);
@@ -191,7 +194,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     copy_given<Dtype>(args, c, b, packets);
     return true;
   }
-  with_gate<Dtype>(c.shape.experts, [&]<class Stage>() {
+  with_gate<Dtype>(c.shape.routed_experts(), [&]<class Stage>() {
     // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
     const bool loads = threadIdx.x >= kFirstLoader;
     typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
@@ -209,6 +212,17 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
   return s.router_bad == 0;
 }
 
+// Every warp of the team: the shared expert among the choices of the token block's tokens.
+template <class Dtype>
+__device__ __forceinline__ void add_shared(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
+  const uint8_t* const rows = args.x + uint64_t{b << c.policy.log2_block} * args.x_row_bytes;
+#pragma unroll 1
+  for (uint32_t t = Team::worker(); t < c.tokens_in_block(b); t += kTeamWarps) {
+    const float weight = shared_weight<Dtype>(args, rows + t * args.x_row_bytes, c.shape.hidden);
+    choose_shared<Team>(c, s.ids + t * c.shape.top_k, s.weights + t * c.shape.top_k, weight);
+  }
+}
+
 // The team's part of one token block. False if the call is over.
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
@@ -217,6 +231,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const PacketScratch packets = scratch.packets();
   trace.begin();
   if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
+  if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
   trace.end(Phase::kGate, b, 0);
   trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);

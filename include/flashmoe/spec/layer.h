@@ -36,6 +36,8 @@ struct LayerSpec : AgreedLayer {
   bool interleaved = false;   // with a gate: row 2i of gate_up_proj is column i's gate, row 2i + 1 its up
   bool transposed = false;    // the experts' matrices are [El, H, 2I or I] and [El, I, H]
   bool exact = false;         // GPU, float32: products in float32, without the tensor cores
+  bool shared_gate = false;   // the shared expert's result is multiplied by the sigmoid of a row's product with x
+  uint32_t shared = 0;        // slices of width I that the shared expert, an FFN of every token, is cut into; 0: none
   uint32_t groups = 1;        // with a router: of E / groups neighbouring experts
   uint32_t top_groups = 1;    // only these best groups' experts are chosen from
   float routed_scale = 1.0f;  // with a router: all weights are multiplied by it
@@ -88,6 +90,8 @@ constexpr void for_each_field(LayerSpec& l, F&& f) {
   f("interleaved", l.interleaved);
   f("transposed", l.transposed);
   f("exact", l.exact);
+  f("shared", l.shared);
+  f("shared_gate", l.shared_gate);
 }
 
 // The name of an element type's field that differs from x_type; null if none does. Neither engine has products of mixed

@@ -20,6 +20,7 @@ def command(
     intermediate: Annotated[int | None, typer.Option(help="Intermediate size I of one expert.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts E in all.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts per token K.")] = None,
+    shared_intermediate: Annotated[int, typer.Option(help="Intermediate size Is of a shared expert; 0: none.")] = 0,
     engine: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     ranks: Annotated[int, typer.Option(help="Ranks in the group.")] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
@@ -68,9 +69,11 @@ def command(
         processors=processors,
         capacity_factor=capacity_factor,
         transport=transport,
+        shared_intermediate=shared_intermediate,
         **sizes,
     )
-    described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in sizes.items())
+    shown = sizes | ({"shared_intermediate": shared_intermediate} if shared_intermediate else {})
+    described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in shown.items())
     mode = engine_return_mode(engine, return_, ranks, sizes["top_k"], sizes["intermediate"], transport == "rdma")
     drops = "dropless" if capacity_factor is None else f"capacity factor {capacity_factor:g}"
     show_memory_plan(plan, f"{described}, {dtype}, return {mode}, {drops}, {engine} engine")

@@ -184,9 +184,11 @@ class CudaEngine(Engine):
             processors=self.processors,
             topk_ids=ids,
             topk_weights=weights,
-            load=load,
+            load=np.append(load, [tokens] * layer.shared),
             returned=returned,
-            block_tokens=library.cuda_token_block(tokens, layer.experts, layer.top_k, self.processors),
+            block_tokens=library.cuda_token_block(
+                tokens, layer.experts + layer.shared, layer.top_k + layer.shared, self.processors
+            ),
             tile_rows=self._tile_rows,
             task_features=self._features,
         )
@@ -254,8 +256,11 @@ def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
         "topk_ids_64": int("topk_ids" in operands and operands["topk_ids"].dtype == "int64"),
         "topk_weights_as_x": int("topk_weights" in operands and operands["topk_weights"].dtype != "float32"),
     }
-    for name in ("gate_up_proj", "down_proj", "router"):
+    for name in ("gate_up_proj", "down_proj", "router", "shared_gate_up", "shared_down"):
         numbers |= _matrix(name, _aligned(name, operands[name]) if name in operands else _ABSENT)
+    numbers["shared_gate"] = (
+        _aligned("shared_gate", operands["shared_gate"]).address if "shared_gate" in operands else 0
+    )
     for name in ("gate_up_bias", "down_bias", "router_bias", "choice_bias"):
         numbers[name] = operands[name].address if name in operands else 0
     return numbers

@@ -31,7 +31,7 @@ class Ended:
     topk_weights: np.ndarray
     """float32 [T, K]."""
     load: np.ndarray
-    """[E], or [El] of this rank's experts: rows that each computed."""
+    """[E], or [El] of this rank's experts, and behind them the shared expert's slices: rows that each computed."""
     returned: int
     """Rows that went to other ranks as results."""
     block_tokens: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .activations import activate
-from .routing import choice_values, choose, router_logits, weigh
+from .routing import choice_values, choose, router_logits, scores, weigh
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,9 @@ def moe_reference(
     interleaved: bool = False,
     transposed: bool = False,
     weights_on_input: bool = False,
+    shared_gate_up: np.ndarray | None = None,
+    shared_down: np.ndarray | None = None,
+    shared_gate: np.ndarray | None = None,
 ) -> ReferenceResult:
     """Mixture of experts for the tokens of one rank, x [T, H], with the weights of all E experts.
 
@@ -75,6 +78,8 @@ def moe_reference(
     With `weights_on_input` a term is ``f_e(w[t,e] x[t])``. `transposed`: gate_up_proj [E, H, 2I or I] and down_proj
     [E, I, H]; see `activate` for the rest.
 
+    A shared expert (DeepSeekMoE, section 3.2) adds ``sigmoid(shared_gate @ x[t])`` (or 1) times its FFN of x.
+
     These are equations 5.1 (the expert), 5.2 (C) and 5.3 (the weighted sum) of the FlashDMoE thesis. The
     capacity is that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert
     accepts the first ceil(c T K / E) of this rank's tokens that chose it, in token order. The terms of the
@@ -89,6 +94,7 @@ def moe_reference(
     if transposed:
         gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
     experts = gate_up_proj.shape[0]
+    shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
 
     if topk_ids is None:
         logits = router_logits(x, router, router_bias)
@@ -98,12 +104,7 @@ def moe_reference(
         topk_ids = choose(by, top_k)
         topk_weights = weigh(logits, topk_ids, renormalize, score=score, routed_scale=routed_scale)
     weights = np.asarray(topk_weights, np.float64)
-    kept = np.array(topk_ids, np.int64)
-    if capacity_factor is not None:
-        capacity = max(1, math.ceil(capacity_factor * kept.size / experts))  # the product may be too small for a float
-        for expert in range(experts):
-            tokens, choices = np.nonzero(kept == expert)
-            kept[tokens[capacity:], choices[capacity:]] = -1
+    kept = _kept(np.array(topk_ids, np.int64), capacity_factor, experts)
 
     y = np.zeros(x.shape)
     squares = 0.0
@@ -113,11 +114,33 @@ def moe_reference(
         z = (weight * x[tokens] if weights_on_input else x[tokens]) @ gate_up_proj[expert].T
         if gate_up_bias is not None:
             z += np.asarray(gate_up_bias[expert], np.float64)
-        a = activate(z, activation, interleaved=interleaved, limit=limit, alpha=alpha, up_offset=up_offset)
+        a = activate(z, activation, **shape)
         f = a @ down_proj[expert].T
         if down_bias is not None:
             f += np.asarray(down_bias[expert], np.float64)
         terms = f if weights_on_input else weight * f
         y[tokens] += terms
         squares += np.square(terms).sum()
+    if shared_down is not None:
+        up, down = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
+        a = activate(x @ (up if transposed else up.T), activation, **shape)
+        terms = _shared_weights(x, shared_gate) * (a @ (down if transposed else down.T))
+        y += terms
+        squares += np.square(terms).sum()
     return ReferenceResult(y, kept, weights, int((kept == -1).sum()), math.sqrt(squares))
+
+
+def _shared_weights(x: np.ndarray, gate: np.ndarray | None) -> np.ndarray:
+    """[T, 1]: of the shared expert."""
+    return np.ones((len(x), 1)) if gate is None else scores(x @ np.asarray(gate, np.float64).T, "sigmoid")
+
+
+def _kept(ids: np.ndarray, capacity_factor: float | None, experts: int) -> np.ndarray:
+    """`ids` with -1 for what a capacity drops."""
+    if capacity_factor is None:
+        return ids
+    capacity = max(1, math.ceil(capacity_factor * ids.size / experts))  # the product may be too small for a float
+    for expert in range(experts):
+        tokens, choices = np.nonzero(ids == expert)
+        ids[tokens[capacity:], choices[capacity:]] = -1
+    return ids

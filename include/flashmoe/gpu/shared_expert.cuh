@@ -1,0 +1,32 @@
+// The shared expert's weight in a token's sum: 1, or with a gate the sigmoid of the token's row times the gate's. (Its FFN
+// is computed as experts are: it is cut into slices that every token has among its choices, see CallShape::shared.)
+#pragma once
+
+#include "flashmoe/gpu/dots.cuh"
+#include "flashmoe/gpu/route.cuh"
+
+namespace flashmoe::gpu {
+
+// Of the token whose row is at `row`; the same in every lane, and the same bits in every kernel. One warp.
+template <class Dtype>
+__device__ __forceinline__ float shared_weight(const KernelArgs& args, const uint8_t* row, uint32_t hidden) {
+  if (args.shared_gate == nullptr) return 1.0f;
+  constexpr uint32_t kElements = 16 / Dtype::kBytes;
+  const auto* const gate = static_cast<const uint8_t*>(args.shared_gate);
+  float sum[kElements] = {};
+#pragma unroll 4
+  for (uint32_t at = Platform::lane(); at < hidden / kElements; at += Platform::kLanes) {
+    float w[kElements], v[kElements];
+    Dtype::spread(w, detail::load_operand16(gate + at * 16));
+    Dtype::spread(v, detail::load_operand16(row + at * 16));
+#pragma unroll
+    for (uint32_t i = 0; i < kElements; ++i) sum[i] = fmaf(w[i], v[i], sum[i]);
+  }
+#pragma unroll
+  for (uint32_t i = 1; i < kElements; ++i) sum[0] += sum[i];
+#pragma unroll
+  for (uint32_t apart = 16; apart != 0; apart /= 2) sum[0] += __shfl_xor_sync(kFullWarp, sum[0], apart);
+  return sigmoid(sum[0]);
+}
+
+}  // namespace flashmoe::gpu
