@@ -3,8 +3,9 @@
     python benchmarks/shared_expert.py [--out benchmarks/results/shared_expert/h200x1.json]
 
 Qwen2-MoE's shared expert (gated, four times as wide as an expert) and DeepSeek-V3's (as wide as one). In turn, in one
-run: the layer with it, the layer without, and the shared part's two GEMMs alone (PyTorch's, on ready inputs, without
-activation). "share" is (with - without) / GEMMs. DeepSeek-V3's router (sigmoid, bias of the choice, groups, scale) is
+run: the layer with it, the layer without, the shared part's two GEMMs alone (PyTorch's, on ready inputs, without
+activation), and "apart", these behind the layer without. "share" is (with - without) / (apart - without), where all
+have the clocks of a GPU that is busy for as long; "share_alone" (with - without) / GEMMs. DeepSeek-V3's router (sigmoid, bias of the choice, groups, scale) is
 timed beside a softmax's top-k on the same layer; ids of either are about as evenly spread, and the same seed draws
 them. Medians of --repeats, by two timers: "busy", behind work that hides the launch, and "plain".
 """
@@ -74,6 +75,7 @@ def measure(name: str, repeats: int, experts: int | None) -> dict[str, Any]:
             "without": lambda i: moe(xs[i % 4], **layer["router"], **bias),
             "gemms": lambda i: bare(xs[i % 4], shared_gate_up, shared["shared_down"], h),
         }
+        calls["apart"] = lambda i: (calls["without"](i), calls["gemms"](i))
         if bias:
             calls["softmax"] = lambda i: moe(xs[i % 4])
         timed = in_turn(milliseconds, calls, repeats)
@@ -82,7 +84,9 @@ def measure(name: str, repeats: int, experts: int | None) -> dict[str, Any]:
     for how, busy in (("busy", True), ("plain", False)):
         medians = {what: statistics.median(timed[what, busy]) for what in calls}
         row[how] = {f"{what}_ms": value for what, value in medians.items()}
-        row[how]["share"] = (medians["with"] - medians["without"]) / medians["gemms"]
+        added = medians["with"] - medians["without"]
+        row[how]["share"] = added / (medians["apart"] - medians["without"])
+        row[how]["share_alone"] = added / medians["gemms"]
         if bias:
             row[how]["router"] = medians["without"] / medians["softmax"]
     row["nvidia_smi"] = {QUERY: nvidia_smi()}

@@ -43,6 +43,7 @@ sm90::WeightRows rows_of(const Matrix& m) {
 }
 
 // The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down.
+// Slices are the last local experts, and found by that number: what is described begins where the first of all would be.
 void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const uint32_t bytes = element_bytes(spec.weight_type);
@@ -50,10 +51,11 @@ void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   a.shared_gated = spec.interleaved ? a.gated : sm90::GatedRows{1, spec.shared * spec.intermediate};
   gate_up.expert_bytes = uint64_t{spec.intermediate} * a.shared_gated.step * gate_up.row_bytes;
   down.expert_bytes = uint64_t{spec.intermediate} * bytes;
-  a.shared_gate_up =
-      encode(gate_up_shape(gate_up, bytes, spec.hidden, spec.intermediate, spec.shared, spec.gated(), a.shared_gated),
-             gate_up.data, spec.weight_type, "shared_gate_up");
-  a.shared_down = encode(down_shape(down, bytes, spec.hidden, spec.intermediate, spec.shared), down.data,
+  for (Matrix* each : {&gate_up, &down}) each->data -= a.call.shape.routed_local_experts() * each->expert_bytes;
+  a.shared_gate_up = encode(gate_up_shape(gate_up, bytes, spec.hidden, spec.intermediate, a.call.shape.local_experts,
+                                          spec.gated(), a.shared_gated),
+                            gate_up.data, spec.weight_type, "shared_gate_up");
+  a.shared_down = encode(down_shape(down, bytes, spec.hidden, spec.intermediate, a.call.shape.local_experts), down.data,
                          spec.weight_type, "shared_down");
   a.shared_gate_up_rows = rows_of(gate_up);
   a.shared_down_rows = rows_of(down);

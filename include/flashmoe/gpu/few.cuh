@@ -69,6 +69,7 @@ struct Block {
 
   __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * c.shape.top_k; }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
+  __device__ __forceinline__ bool is_shared(uint32_t expert) const { return expert >= c.shape.routed_experts(); }
   // Where a token's row begins, in units of 16 bytes behind x.
   __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
     return static_cast<uint32_t>(token * (args.x_row_bytes / 16));
@@ -212,8 +213,7 @@ __device__ __forceinline__ void group_choices(const Block& b) {
     units += fresh;
     P::sync();
     if (exists && !leads) {
-      const bool shared = static_cast<uint32_t>(expert) >= b.c.shape.routed_experts();
-      const bool kept = b.c.shape.capacity == 0 || shared || earlier < b.c.shape.capacity;
+      const bool kept = b.c.shape.capacity == 0 || b.is_shared(expert) || earlier < b.c.shape.capacity;
       s.unit[p] = kept ? s.unit[first] : kNoUnit;
     }
     if (exists && s.unit[p] != kNoUnit) {
@@ -250,20 +250,23 @@ __device__ __forceinline__ bool route(const Block& b) {
 
 // ---- GEMM0 ----------------------------------------------------------------------------------------------------------
 
-// A job of GEMM0 or GEMM1: two rows of the weights of a unit's expert, or of its slice of the shared expert.
+// A job of GEMM0 or GEMM1: two rows of the weights of a unit's expert, or of its slice of the shared expert. In both,
+// kShared says whether the layer has one: a call of one token is 5 % slower where every row's address is a choice.
 struct TwoRows {
   uint32_t unit, expert;
   uint32_t first, second;
 
-  __device__ __forceinline__ const uint8_t* row(const Block& b, uint32_t r, const WeightRows& all,
+  template <bool kShared>
+  __device__ __forceinline__ const uint8_t* row(const Block& b, uint32_t r, const WeightRows& routed,
                                                 const WeightRows& shared) const {
-    const uint32_t routed = b.c.shape.routed_experts(), at = r == 0 ? first : second;
-    return expert < routed ? all.row(expert, at) : shared.row(expert - routed, at);
+    const uint32_t at = r == 0 ? first : second;
+    if (kShared && b.is_shared(expert)) return shared.row(expert, at);
+    return routed.row(expert, at);
   }
 };
 
 // Job: two rows of weights, a gate row and its up row, or two neighbours.
-template <class Dtype, Activation kActivation>
+template <class Dtype, Activation kActivation, bool kShared>
 struct Gemm0Jobs {
   static constexpr bool kGated = is_gated(kActivation);
   const Block& b;
@@ -272,7 +275,7 @@ struct Gemm0Jobs {
   __device__ __forceinline__ TwoRows job(uint32_t i) const {
     const uint32_t unit = i / per_unit(), row = i % per_unit();
     const uint32_t expert = b.s.expert[unit];
-    const GatedRows at = expert < b.c.shape.routed_experts() ? b.args.gated : b.args.shared_gated;
+    const GatedRows at = kShared && b.is_shared(expert) ? b.args.shared_gated : b.args.gated;
     if constexpr (kGated) return {unit, expert, row * at.step, row * at.step + at.up};
     return {unit, expert, 2 * row, 2 * row + 1};
   }
@@ -280,7 +283,7 @@ struct Gemm0Jobs {
   __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.hidden * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
   __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
-    return job.row(b, r, b.args.gate_up_rows, b.args.shared_gate_up_rows);
+    return job.template row<kShared>(b, r, b.args.gate_up_rows, b.args.shared_gate_up_rows);
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
@@ -321,7 +324,7 @@ __device__ __forceinline__ bool meet(const Block& b) {
 
 // Job: a unit's two rows of weights that make two neighbouring columns of the output. The block has `twos` such pairs
 // of columns, from column `first` on.
-template <class Dtype>
+template <class Dtype, bool kShared>
 struct Gemm1Jobs {
   const Block& b;
   uint32_t first, twos;
@@ -335,7 +338,7 @@ struct Gemm1Jobs {
   __device__ __forceinline__ uint32_t chunks() const { return b.c.shape.intermediate * Dtype::kBytes / 16; }
   __device__ __forceinline__ uint32_t tokens(const TwoRows& job) const { return b.s.tokens[job.unit]; }
   __device__ __forceinline__ const uint8_t* weights(const TwoRows& job, uint32_t r) const {
-    return job.row(b, r, b.args.down_rows, b.args.shared_down_rows);
+    return job.template row<kShared>(b, r, b.args.down_rows, b.args.shared_down_rows);
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.c.intermediate_row(0, 0); }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
@@ -399,21 +402,22 @@ __device__ __forceinline__ bool run_gate(const Block& b, const Trace& trace) {
   return ok;
 }
 
-template <class Dtype, Activation kActivation, class Trace>
+template <class Dtype, Activation kActivation, bool kShared, class Trace>
 __device__ __forceinline__ void run_gemm0(const Block& b, const Trace& trace) {
+  using Jobs = Gemm0Jobs<Dtype, kActivation, kShared>;
   trace.begin();
-  const Gemm0Jobs<Dtype, kActivation> jobs{b};
+  const Jobs jobs{b};
   const uint32_t all = b.s.units * jobs.per_unit();
-  Dots<Dtype, 2, Gemm0Jobs<Dtype, kActivation>> dots(jobs, begin_of_part(all, blockIdx.x) + b.warp(),
-                                                     begin_of_part(all, blockIdx.x + 1), kFewWarps);
+  Dots<Dtype, 2, Jobs> dots(jobs, begin_of_part(all, blockIdx.x) + b.warp(), begin_of_part(all, blockIdx.x + 1),
+                            kFewWarps);
   dots.begin();
   dots.run();
   trace.end(Product<kFirst>::kPhase, blockIdx.x, 0);
 }
 
-template <class Dtype, class Trace>
+template <class Dtype, bool kShared, class Trace>
 __device__ __forceinline__ void run_gemm1(const Block& b, const Trace& trace) {
-  using Jobs = Gemm1Jobs<Dtype>;
+  using Jobs = Gemm1Jobs<Dtype, kShared>;
   const uint32_t at_once = kFewResults / 2 / b.choices();  // pairs of columns whose results there is room for
   uint32_t next = begin_of_part(b.c.shape.hidden / 2, blockIdx.x);
   const uint32_t end = begin_of_part(b.c.shape.hidden / 2, blockIdx.x + 1);
@@ -456,8 +460,13 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   if (ok) {
     __syncthreads();
     trace.end(Phase::kDispatch, blockIdx.x, 0);
-    few::run_gemm0<Dtype, kActivation>(b, trace);
-    few::run_gemm1<Dtype>(b, trace);
+    if (b.c.shape.shared == 0) {
+      few::run_gemm0<Dtype, kActivation, false>(b, trace);
+      few::run_gemm1<Dtype, false>(b, trace);
+    } else {
+      few::run_gemm0<Dtype, kActivation, true>(b, trace);
+      few::run_gemm1<Dtype, true>(b, trace);
+    }
   }
   __syncthreads();
   if (threadIdx.x != 0) return;

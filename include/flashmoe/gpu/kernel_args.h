@@ -93,7 +93,7 @@ struct KernelArgs {
   //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router
   TensorMap gate_up, down, router, intermediate, tokens;
-  // The shared expert's, cut into slices: as gate_up and down, of as many experts as it has slices.
+  // The shared expert's, cut into slices that are the last local experts: as gate_up and down, by local expert.
   TensorMap shared_gate_up, shared_down;
   // The same weights without TMA: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router [1][E] of H.
   WeightRows gate_up_rows, down_rows, router_rows, shared_gate_up_rows, shared_down_rows;

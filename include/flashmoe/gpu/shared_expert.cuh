@@ -14,7 +14,7 @@ __device__ __forceinline__ float shared_weight(const KernelArgs& args, const uin
   constexpr uint32_t kElements = 16 / Dtype::kBytes;
   const auto* const gate = static_cast<const uint8_t*>(args.shared_gate);
   float sum[kElements] = {};
-#pragma unroll 4
+#pragma unroll 8
   for (uint32_t at = Platform::lane(); at < hidden / kElements; at += Platform::kLanes) {
     float w[kElements], v[kElements];
     Dtype::spread(w, detail::load_operand16(gate + at * 16));

@@ -24,10 +24,8 @@ inline constexpr uint32_t kMaxRanks = 32;
 // A task as the clerk hands it on: looked up, with the offsets of the rows that this block multiplies.
 struct TaskSlot {
   TaskKind kind;
-  uint32_t tile, column;
-  const TensorMap* features;  // the weights of the product, of all experts or of the shared expert's slices;
-  uint32_t expert;            // which of these
-  uint32_t k_bytes;           // of a row of either operand
+  uint32_t tile, column, expert;
+  uint32_t k_bytes;  // of a row of either operand
   Share share;
   uint32_t stored;  // of tasks whose rows return: how many of these the ring has had before, see TaskRing::stored
   union {

@@ -26,16 +26,6 @@ __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call
   return reinterpret_cast<uint64_t>(to);
 }
 
-// Says whose weights the task multiplies by. The clerk does, and not the loaders, which have no registers left for it. (In
-// the loaders, 20 bytes were spilled.)
-__device__ __forceinline__ void set_features(const KernelArgs& args, const Call& c, TaskKind kind, uint32_t expert,
-                                             TaskSlot& slot) {
-  const bool shared = expert >= c.shape.routed_local_experts();
-  const bool up = with_product(kind, [&]<uint32_t p>() { return Product<p>::kRight == Operand::kGateUp; });
-  slot.expert = shared ? expert - c.shape.routed_local_experts() : expert;
-  slot.features = up ? (shared ? &args.shared_gate_up : &args.gate_up) : (shared ? &args.shared_down : &args.down);
-}
-
 // Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
@@ -62,20 +52,18 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   if (P::lane() == 0) {
     slot.tile = task.index;
     slot.column = task.column;
-    set_features(args, c, task.kind, shape.expert, slot);
+    slot.expert = shape.expert;
     slot.k_bytes = is_one_of<kOverHidden>(task.kind) ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
     slot.share = share;
   }
 }
 
 // The same for a task of an expert. Its rows are looked up by its loaders.
-__device__ __forceinline__ void look_up_expert(const KernelArgs& args, const Call& c, const Task& task,
-                                               TaskSlot& slot) {
+__device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, TaskSlot& slot) {
   const uint32_t stages = stages_of_expert<Platform>(c, task.index) * column_passes(c);
   if (Platform::lane() != 0) return;
-  slot.tile = task.index;
+  slot.tile = slot.expert = task.index;
   slot.column = task.column;
-  set_features(args, c, task.kind, task.index, slot);
   slot.k_bytes = stages * kRowBytes;  // so that Wide::stages(k_bytes) is `stages`
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
 }
@@ -109,12 +97,11 @@ __device__ __forceinline__ Task rehearsal(uint32_t n) {
 
 // Instead of look_up(). The task loads one stage of the first expert's features and, having no rows, no tokens: it
 // multiplies what lies there. Nothing is stored, so the slot's offsets, addresses and weights are left as they are.
-__device__ __forceinline__ void look_up_rehearsal(const KernelArgs& args, const Call& c, TaskKind kind,
-                                                  TaskSlot& slot) {
+__device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
   if (Platform::lane() != 0) return;
   slot.tile = kNoTile;
   slot.column = 0;
-  set_features(args, c, kind, 0, slot);
+  slot.expert = 0;
   slot.k_bytes = kRowBytes;
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
 }
@@ -128,9 +115,9 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   using P = Platform;
   TaskSlot& slot = ring.at(n);
   if (task.index == kNoTile) {
-    look_up_rehearsal(args, c, task.kind, slot);
+    look_up_rehearsal(slot);
   } else if (is_one_of<kOfExpert>(task.kind)) {
-    look_up_expert(args, c, task, slot);
+    look_up_expert(c, task, slot);
   } else if (task.kind != TaskKind::kStop) {
     look_up(args, c, task, slot);
   }
@@ -218,7 +205,13 @@ __device__ __forceinline__ bool reads_weights_once(const Call& c) {
   return rows_of_all(c) <= uint64_t{kTileTokens} * c.shape.experts;
 }
 
-// How many rows an expert has of the weights of product p, and their biases.
+// The weights of product p: their tensor map, of the experts or of the shared expert's slices, how many rows an expert has
+// of them, and their biases.
+template <uint32_t p>
+__device__ __forceinline__ const TensorMap* weights_of(const KernelArgs& args, bool shared) {
+  if constexpr (Product<p>::kRight == Operand::kGateUp) return shared ? &args.shared_gate_up : &args.gate_up;
+  return shared ? &args.shared_down : &args.down;
+}
 template <uint32_t p>
 __device__ __forceinline__ uint32_t weight_rows(const Call& c, bool gated) {
   return Product<p>::kRight == Operand::kGateUp ? c.shape.intermediate * (gated ? 2 : 1) : c.shape.hidden;
@@ -256,10 +249,10 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       apart = false;
     }
     const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
-    const bool wide = slot.share.wide;
+    const bool wide = slot.share.wide, shared = slot.expert >= c.shape.routed_local_experts();
     with_product(slot.kind, [&]<uint32_t p>() {
       constexpr uint32_t kGroupsOf8 = kColumnsPerTask<p, kGated> / kClusterBlocks / 8;  // of feature rows in a box
-      const FeatureBox features{slot.features, 0, 0, box * kGroupsOf8, slot.expert, read_once};
+      const FeatureBox features{weights_of<p>(args, shared), 0, 0, box * kGroupsOf8, slot.expert, read_once};
       if constexpr (Product<p>::kOfExpert) {
         gather_expert<Dtype>(
             ring, c, slot.expert, slot.column * kColumnsPerTask<p, kGated>,
