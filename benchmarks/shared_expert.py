@@ -6,8 +6,8 @@ Qwen2-MoE's shared expert (gated, four times as wide as an expert) and DeepSeek-
 run: the layer with it, the layer without, the shared part's two GEMMs alone (PyTorch's, on ready inputs, without
 activation), and "apart", these behind the layer without. "share" is (with - without) / (apart - without), where all
 have the clocks of a GPU that is busy for as long; "share_alone" (with - without) / GEMMs. DeepSeek-V3's router
-(sigmoid, bias of the choice, groups, scale) is timed beside a softmax's top-k on the same layer; ids of either are about
-as evenly spread, and the same seed draws them. Medians of --repeats, by two timers: "busy", behind work that hides the
+(sigmoid, bias of the choice, groups, scale) is timed beside a softmax's top-k on the same layer; ids of either are
+about as evenly spread, by the same seed. Medians of --repeats, by two timers: "busy", behind work that hides the
 launch, and "plain".
 """
 
