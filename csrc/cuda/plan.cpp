@@ -42,16 +42,30 @@ sm90::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
 
+TensorMapShape gate_up_map(const Layer& layer, uint32_t experts, sm90::GatedRows gated) {
+  const LayerSpec& spec = layer.spec;
+  const uint32_t bytes = element_bytes(spec.weight_type);
+  if (!spec.transposed) {
+    return gate_up_shape(layer.gate_up, bytes, spec.hidden, spec.intermediate, experts, spec.gated(), gated);
+  }
+  const uint32_t halves = spec.gated() && !spec.interleaved ? 2 : 1;
+  return transposed_shape(layer.gate_up, bytes, spec.gate_up_rows() / halves, halves, spec.hidden, experts);
+}
+
+TensorMapShape down_map(const Layer& layer, uint32_t experts) {
+  const LayerSpec& spec = layer.spec;
+  const uint32_t bytes = element_bytes(spec.weight_type);
+  if (!spec.transposed) return down_shape(layer.down, bytes, spec.hidden, spec.intermediate, experts);
+  return transposed_shape(layer.down, bytes, spec.hidden, 1, spec.intermediate, experts);
+}
+
 void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const DType type = spec.weight_type;
   const uint32_t bytes = element_bytes(type), experts = a.call.shape.local_experts;
   if (experts != 0) {  // else it has no tasks
-    a.gate_up =
-        encode(gate_up_shape(layer.gate_up, bytes, spec.hidden, spec.intermediate, experts, spec.gated(), a.gated),
-               layer.gate_up.data, type, "gate_up_proj");
-    a.down = encode(down_shape(layer.down, bytes, spec.hidden, spec.intermediate, experts), layer.down.data, type,
-                    "down_proj");
+    a.gate_up = encode(gate_up_map(layer, experts, a.gated), layer.gate_up.data, type, "gate_up_proj");
+    a.down = encode(down_map(layer, experts), layer.down.data, type, "down_proj");
   }
   a.gate_up_rows = rows_of(layer.gate_up);
   a.down_rows = rows_of(layer.down);
@@ -115,6 +129,10 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.kept = reinterpret_cast<float*>(layer.kept);
 }
 
+bool Plan::few() const {
+  return is_few(args.call.shape.ranks, args.call.shape.tokens, spec.transposed);
+}
+
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
   const Shape shape = shape_of(c, spec);
@@ -134,7 +152,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
-  if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c.shape.ranks, t.tokens)) {
+  if (t.topk_ids == 0 && t.tokens != 0 && !few()) {
     args.tokens =
         encode(rows_shape(t.x_row_bytes, element_bytes(spec.x_type), c.shape.hidden, t.tokens), t.x, spec.x_type, "x");
   }
