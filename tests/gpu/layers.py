@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
 SHAPE_OPTIONS = ("interleaved", "limit", "alpha", "up_offset", "weights_on_input")
+EXPERT_OPTIONS = ("activation", "transposed", *SHAPE_OPTIONS)
 ROUTER_OPTIONS = ("renormalize", "score", "routed_scale", "round_logits", "groups", "top_groups")
 ARITHMETIC = {**{dtype: {"dtype": dtype} for dtype in DTYPES}, "exact": {"dtype": "float32", "exact": True}}
 """What `random_problem` is told for each way to multiply."""
@@ -59,10 +60,21 @@ class Problem:
     def experts(self) -> int:
         return len(self.down_proj)
 
+    @property
+    def transposed(self) -> bool:
+        return self.options.get("transposed", False)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the layer, by the names that contexts have for them."""
+        columns, rows = self.down_proj.shape[1:]
+        hidden, intermediate = (rows, columns) if self.transposed else (columns, rows)
+        return {"hidden": hidden, "intermediate": intermediate, "experts": self.experts, "top_k": self.top_k}
+
     def weights(self) -> Weights:
+        matrices = (self.gate_up_proj, self.down_proj)
         return Weights(
-            self.gate_up_proj,
-            self.down_proj,
+            *(each.mT if self.transposed else each for each in matrices),
             self.gate_up_bias,
             self.down_bias,
             self.options.get("activation", "swiglu"),
@@ -129,6 +141,10 @@ def random_problem(
         down_bias=normal(experts, hidden, size=scale) if biases else None,
         options=options,
     )
+    if problem.transposed:  # drawn as it is not, so that the two are one layer
+        problem.gate_up_proj, problem.down_proj = (
+            each.mT.contiguous() for each in (problem.gate_up_proj, problem.down_proj)
+        )
     if ids is not None:
         uniform = torch.rand(tokens, experts, generator=generator, device=device).clamp_(1e-7, 1 - 1e-7)
         gumbel = -torch.log(-torch.log(uniform))
@@ -162,13 +178,8 @@ def is_certain(problem: Problem) -> Tensor:
 
 def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
     """A context as small as the call allows."""
-    experts, hidden, intermediate = problem.down_proj.shape
-    sizes = {
+    sizes = problem.sizes | {
         "max_tokens": max(1, len(problem.x)),
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "experts": experts,
-        "top_k": problem.top_k,
         "dtype": problem.dtype,
         "timeout": PATIENCE,
         "engine": "cuda",
@@ -196,10 +207,10 @@ def call(context: flashmoe.Context, problem: Problem, **how: Any) -> tuple[Tenso
 
 def module_of(context: flashmoe.Context, problem: Problem) -> MoE:
     """A module with the problem's options and parameters, which are those of all experts: it keeps this rank's."""
-    experts, hidden, intermediate = problem.down_proj.shape
+    sizes = problem.sizes
     biases = {"router_bias": problem.router_bias is not None, "expert_bias": problem.down_bias is not None}
     options = {**biases, **problem.options, "dtype": problem.x.dtype}
-    module = MoE(context, hidden, intermediate, experts, problem.top_k, **options).to(problem.x.device)
+    module = MoE(context, *sizes.values(), **options).to(problem.x.device)
     state = {
         "gate.weight": problem.router,
         "gate.bias": problem.router_bias,
