@@ -76,11 +76,17 @@ def test_instances(tool):
     assert all(tool.RDMA not in defines for defines in found)
 
 
+def test_instances_of_transposed_weights(tool):
+    found = tool.transposed_instances()
+    assert len(found) == len(set(found)) == 5 and not set(found) & set(tool.instances())
+    assert all(tool.TRANSPOSED in defines and "-DFLASHMOE_DTYPE=0" not in defines for defines in found)
+
+
 def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):
     puts = [unit for unit in tool.units() if tool.RDMA in unit.defines]
     by_release = Counter(unit.nvshmem for unit in puts)
-    assert by_release == dict(zip(nvshmem_headers.RELEASES, (1, 5), strict=True))
-    assert len({unit.title for unit in puts}) == 6  # of whose words the names of the results are made
+    assert by_release == dict(zip(nvshmem_headers.RELEASES, (1, 6), strict=True))
+    assert len({unit.title for unit in puts}) == 7  # of whose words the names of the results are made
     ends = [tuple(map(int, release.split(".")[:2])) for release in nvshmem_headers.RELEASES]
     assert ends == [nvshmem.OLDEST, nvshmem.NEWEST]
     assert not any(unit.nvshmem for unit in tool.units() if unit not in puts)

@@ -555,15 +555,21 @@ def test_command(machine, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["compile"]) == 0
     assert cli.main(["compile", "--dtype", "float32", "--activation", "gelu", "--exact", "--trace"]) == 0
+    assert cli.main(["compile", "--transposed"]) == 0
     assert cli.main(["compile", "--all"]) == 0
     printed = capsys.readouterr().out
     assert "exact fp32 GELU traced" in printed and printed.count("cached") == 1
-    assert len(machine.compilations()) == 1 + 1 + 20
-    assert len(list(machine.cache.glob("*.cubin"))) == 22
+    assert "bf16 SwiGLU transposed" in printed
+    assert len(machine.compilations()) == 1 + 1 + 1 + 20
+    assert len(list(machine.cache.glob("*.cubin"))) == 23
+    assert cli.main(["compile", "--all", "--transposed"]) == 0
+    assert len(machine.compilations()) == 23 + 13  # 16-bit types with 7 activations, one of which was there
 
 
 @pytest.mark.parametrize(
-    "options", [["--dtype", "int8"], ["--activation", "tanh"], ["--exact"]], ids=lambda options: options[0]
+    "options",
+    [["--dtype", "int8"], ["--activation", "tanh"], ["--exact"], ["--transposed", "--dtype", "float32"]],
+    ids=lambda options: options[0],
 )
 def test_command_refuses(machine, capsys, options):
     assert cli.main(["compile", *options]) == 2

@@ -4,11 +4,11 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
 activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
-every activation, for the others with SwiGLU alone; with the program of docs/extending.md for 16-bit types; and, to put
-to other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). A kernel that spills registers, keeps
-a stack frame, whose wgmma instructions ptxas serializes, or that lacks one of the instructions it is built on
-(`Unit.required`) still computes the right result, only far slower; so each of these is an error here. What is compiled
-and the compiler's output go to build-cuda/.
+every activation, for the others with SwiGLU alone; for transposed weights with what differs most; with the program of
+docs/extending.md for 16-bit types; and, to put to other ranks, with NVSHMEM's headers of two releases
+(tools/nvshmem_headers.py). A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
+serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only
+far slower; so each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
@@ -48,6 +48,7 @@ WGMMA = "HGMMA"
 
 BF16, SWIGLU, GEGLU, RELU2, CLAMPED = 1, 3, 4, 5, 6  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
+TRANSPOSED = "-DFLASHMOE_TRANSPOSED=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
@@ -174,16 +175,27 @@ def instances() -> list[tuple[str, ...]]:
     return found
 
 
+def transposed_instances() -> list[tuple[str, ...]]:
+    """Of transposed weights, which 16-bit types have: without a gate, with it, and with the one of most registers."""
+
+    def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
+        return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", TRANSPOSED, *more)
+
+    kinds = ((BF16, 1), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
+    return [*(instance(*kind) for kind in kinds), instance(BF16, CLAMPED, TRACE)]
+
+
 def rdma_units(source: Path) -> list[Unit]:
     """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
     with the oldest, whose calls are all in it, since each takes half a minute of a core."""
     oldest, newest = nvshmem_headers.RELEASES
 
-    def unit(dtype: int, activation: int, release: str) -> Unit:
-        return Unit(source, (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", RDMA), release)
+    def unit(dtype: int, activation: int, release: str, *more: str) -> Unit:
+        return Unit(source, (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *more, RDMA), release)
 
     kinds = ((BF16, SWIGLU), (BF16, 1), (2, SWIGLU), (0, SWIGLU), (0, 1))
-    return [unit(BF16, SWIGLU, oldest), *(unit(*kind, newest) for kind in kinds)]
+    transposed = unit(BF16, CLAMPED, newest, TRANSPOSED)
+    return [unit(BF16, SWIGLU, oldest), *(unit(*kind, newest) for kind in kinds), transposed]
 
 
 def program_instances() -> list[tuple[str, ...]]:
@@ -196,7 +208,8 @@ def units() -> list[Unit]:
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
         if Unit(source).fused:
-            found += [Unit(source, defines) for defines in (*instances(), *program_instances())]
+            kinds = (*instances(), *transposed_instances(), *program_instances())
+            found += [Unit(source, defines) for defines in kinds]
             found += rdma_units(source)
         else:
             found.append(Unit(source))

@@ -135,7 +135,7 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
     device_.refuse_capture(stream, "tracing");
     check(driver().cuMemsetD8Async(reinterpret_cast<DevicePtr>(plan.args.trace), 0, trace_.bytes(), stream), "trace");
   }
-  plan.kernels.launch(plan.args, processors(), stream);
+  plan.kernels.launch(plan.args, plan.few(), processors(), stream);
 }
 
 void Context::synchronize(DriverStream stream) {

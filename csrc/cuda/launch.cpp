@@ -1,7 +1,5 @@
 #include "cuda/launch.h"
 
-#include "cuda/policy.h"
-
 namespace flashmoe::cuda {
 
 Kernels::Kernels(const Device& device, const std::string& cubin, const Nvshmem* api)
@@ -24,8 +22,7 @@ Kernels::~Kernels() {
   api_->nvshmemx_cumodule_finalize(module_.handle());
 }
 
-void Kernels::launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const {
-  const bool few = is_few(args.call.shape.ranks, args.call.shape.tokens);
+void Kernels::launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverStream stream) const {
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
   LaunchConfig config{blocks, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};

@@ -18,9 +18,9 @@ class Kernels {
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
-  // Launches the one of the two that serves the call (is_few), on so many thread blocks; does nothing else to the
+  // Launches one of the two, that for a few tokens or the general one, on so many thread blocks; does nothing else to the
   // stream, and does not wait. The device's context is current.
-  void launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const;
+  void launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverStream stream) const;
 
  private:
   const Device& device_;

@@ -42,21 +42,37 @@ sm90::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
 
-// The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down.
-// Slices are the last local experts, and found by that number: what is described begins where the first of all would be.
+// Of the matrices of `experts` experts, or slices of the shared expert.
+TensorMapShape gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t experts, sm90::GatedRows gated) {
+  const uint32_t bytes = element_bytes(spec.weight_type);
+  if (!spec.transposed) {
+    return gate_up_shape(m, bytes, spec.hidden, spec.intermediate, experts, spec.gated(), gated);
+  }
+  const uint32_t halves = spec.gated() && !spec.interleaved ? 2 : 1;
+  return transposed_shape(m, bytes, spec.gate_up_rows() / halves, halves, gated.up, spec.hidden, experts);
+}
+
+TensorMapShape down_map(const LayerSpec& spec, const Matrix& m, uint32_t experts) {
+  const uint32_t bytes = element_bytes(spec.weight_type);
+  if (!spec.transposed) return down_shape(m, bytes, spec.hidden, spec.intermediate, experts);
+  return transposed_shape(m, bytes, spec.hidden, 1, 0, spec.intermediate, experts);
+}
+
+// The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down,
+// or the other way round. Slices are the last local experts, and found by that number: what is described begins where the
+// first of all would be.
 void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
-  const uint32_t bytes = element_bytes(spec.weight_type);
+  const uint32_t experts = a.call.shape.local_experts, bytes = element_bytes(spec.weight_type);
   Matrix gate_up = layer.shared_gate_up, down = layer.shared_down;
   a.shared_gated = spec.interleaved ? a.gated : sm90::GatedRows{1, spec.shared * spec.intermediate};
-  gate_up.expert_bytes = uint64_t{spec.intermediate} * a.shared_gated.step * gate_up.row_bytes;
-  down.expert_bytes = uint64_t{spec.intermediate} * bytes;
+  const uint64_t columns = uint64_t{spec.intermediate} * a.shared_gated.step;
+  gate_up.expert_bytes = columns * (spec.transposed ? bytes : gate_up.row_bytes);
+  down.expert_bytes = spec.intermediate * (spec.transposed ? down.row_bytes : bytes);
   for (Matrix* each : {&gate_up, &down}) each->data -= a.call.shape.routed_local_experts() * each->expert_bytes;
-  a.shared_gate_up = encode(gate_up_shape(gate_up, bytes, spec.hidden, spec.intermediate, a.call.shape.local_experts,
-                                          spec.gated(), a.shared_gated),
-                            gate_up.data, spec.weight_type, "shared_gate_up");
-  a.shared_down = encode(down_shape(down, bytes, spec.hidden, spec.intermediate, a.call.shape.local_experts), down.data,
-                         spec.weight_type, "shared_down");
+  a.shared_gate_up =
+      encode(gate_up_map(spec, gate_up, experts, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
+  a.shared_down = encode(down_map(spec, down, experts), down.data, spec.weight_type, "shared_down");
   a.shared_gate_up_rows = rows_of(gate_up);
   a.shared_down_rows = rows_of(down);
   a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);
@@ -67,11 +83,8 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   const DType type = spec.weight_type;
   const uint32_t bytes = element_bytes(type), experts = a.call.shape.routed_local_experts();
   if (experts != 0) {  // else it has no tasks
-    a.gate_up =
-        encode(gate_up_shape(layer.gate_up, bytes, spec.hidden, spec.intermediate, experts, spec.gated(), a.gated),
-               layer.gate_up.data, type, "gate_up_proj");
-    a.down = encode(down_shape(layer.down, bytes, spec.hidden, spec.intermediate, experts), layer.down.data, type,
-                    "down_proj");
+    a.gate_up = encode(gate_up_map(spec, layer.gate_up, experts, a.gated), layer.gate_up.data, type, "gate_up_proj");
+    a.down = encode(down_map(spec, layer.down, experts), layer.down.data, type, "down_proj");
   }
   if (spec.shared != 0) set_shared(a, layer);
   a.gate_up_rows = rows_of(layer.gate_up);
@@ -136,6 +149,10 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.kept = reinterpret_cast<float*>(layer.kept);
 }
 
+bool Plan::few() const {
+  return is_few(args.call.shape.ranks, args.call.shape.tokens, spec.transposed);
+}
+
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
   const Shape shape = shape_of(c, spec);
@@ -155,7 +172,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
-  if (t.topk_ids == 0 && t.tokens != 0 && !is_few(c.shape.ranks, t.tokens)) {
+  if (t.topk_ids == 0 && t.tokens != 0 && !few()) {
     args.tokens =
         encode(rows_shape(t.x_row_bytes, element_bytes(spec.x_type), c.shape.hidden, t.tokens), t.x, spec.x_type, "x");
   }

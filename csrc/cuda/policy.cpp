@@ -43,8 +43,8 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
   return block;
 }
 
-bool is_few(uint32_t ranks, uint32_t tokens) {
-  return kExpertProducts == 0 && ranks == 1 && tokens <= kFewTokens;
+bool is_few(uint32_t ranks, uint32_t tokens, bool transposed) {
+  return kExpertProducts == 0 && !transposed && ranks == 1 && tokens <= kFewTokens;
 }
 
 bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {

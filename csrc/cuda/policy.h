@@ -26,8 +26,9 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 // gate's shared memory has room for.
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
-// Whether the kernel of a few tokens takes the call (gpu/few.cuh), which computes the forward and nothing else.
-bool is_few(uint32_t ranks, uint32_t tokens);
+// Whether the kernel of a few tokens takes the call (gpu/few.cuh), which computes the forward and nothing else, and goes
+// over weights along K.
+bool is_few(uint32_t ranks, uint32_t tokens, bool transposed);
 
 // Whether a token's rows are joined as they come, so that there is no Combine (actors/joiner.h). With two rows a token
 // it pays where most tiles are full: while small tasks run, there is no time to join their rows.

@@ -37,6 +37,14 @@ TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidd
           {sm90::kRowBytes / element_bytes, kRowGroup, 1, sm90::kBoxFeatures / kRowGroup, 1}};
 }
 
+TensorMapShape transposed_shape(const Matrix& m, uint32_t element_bytes, uint32_t columns, uint32_t halves, uint32_t up,
+                                uint32_t rows, uint32_t experts) {
+  return {5,
+          {columns, rows, halves, 1, experts},
+          {m.row_bytes, uint64_t{halves == 1 ? columns : up} * element_bytes, rows * m.row_bytes, m.expert_bytes},
+          {sm90::kRowBytes / element_bytes, sm90::kSpanRows, 1, 1, 1}};
+}
+
 // E need not be a multiple of 8, so rows do not come in groups; dimensions of size 1 make the kernel see a map like the
 // others.
 TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts) {

@@ -6,7 +6,8 @@
 
 namespace flashmoe::cuda {
 
-// Where the rows of the weight matrices of one or several experts lie, or those of the router's.
+// Where the rows of the weight matrices of one or several experts lie, or those of the router's. (As they are in memory:
+// transposed weights have a row for each element of K.)
 struct Matrix {
   uint64_t data = 0;  // address on the device; 0: there is none
   uint64_t row_bytes = 0;
@@ -25,6 +26,10 @@ TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t h
                              uint32_t experts, bool gated, sm90::GatedRows rows);
 TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
                           uint32_t experts);
+// Of transposed weights, for both products: an expert's rows are K rows, of `halves` times `columns` features each; the
+// second half begins `up` features behind the first.
+TensorMapShape transposed_shape(const Matrix& m, uint32_t element_bytes, uint32_t columns, uint32_t halves, uint32_t up,
+                                uint32_t rows, uint32_t experts);
 TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts);
 TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows);
 

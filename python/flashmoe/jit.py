@@ -44,6 +44,9 @@ _ACTIVATIONS = {
     "clamped_swiglu": "clamped SwiGLU",
 }
 
+TRANSPOSED = ("bfloat16", "float16")
+"""The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
+
 NVCC_SECONDS = 900.0
 """How long a compilation may take. 30 s are usual, several minutes are not unheard of on a busy machine."""
 LOCK_SECONDS = NVCC_SECONDS + 60.0
@@ -64,13 +67,16 @@ class Variant:
     """float32 products in float32, without the tensor cores."""
     rdma: bool = False
     """For ranks that reach one another by NVSHMEM's puts."""
+    transposed: bool = False
+    """The experts' matrices are [El, H, 2I or I] and [El, I, H]."""
 
     @property
     def title(self) -> str:
         """For messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         activation = _ACTIVATIONS[self.activation]
-        return " ".join(["exact"] * self.exact + [dtype, activation] + ["traced"] * self.trace + ["RDMA"] * self.rdma)
+        words = ["exact"] * self.exact + [dtype, activation] + ["transposed"] * self.transposed
+        return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
     def flags(self) -> list[str]:
@@ -82,6 +88,7 @@ class Variant:
             f"-DFLASHMOE_TRACE={int(self.trace)}",
             f"-DFLASHMOE_EXACT={int(self.exact)}",
             *["-DFLASHMOE_RDMA=1"] * self.rdma,
+            *["-DFLASHMOE_TRANSPOSED=1"] * self.transposed,
         ]
 
 

@@ -69,7 +69,7 @@ void check_one_gpu() {
     const std::array<uint32_t, kProducts> columns = gpu_columns(l.hidden, l.intermediate, l.gated);
     CHECK_EQ(columns[kFirst], e.gemm0);
     CHECK_EQ(columns[kReturning], e.gemm1);
-    CHECK_EQ(cuda::is_few(1, e.tokens), e.few);
+    CHECK_EQ(cuda::is_few(1, e.tokens, false), e.few);
     const bool joined = cuda::joins_rows(shape, e.tokens, 0);
     CHECK_EQ(joined, e.joined);
     CHECK(gpu_groups(columns[kReturning], kDirect, cuda::grouped_bytes(shape, e.tokens, joined, false)) == e.groups);
@@ -144,7 +144,8 @@ void check_token_blocks() {
 }
 
 void check_few_and_joined() {
-  CHECK(cuda::is_few(1, 0) && cuda::is_few(1, 8) && !cuda::is_few(1, 9) && !cuda::is_few(2, 1));
+  CHECK(cuda::is_few(1, 0, false) && cuda::is_few(1, 8, false) && !cuda::is_few(1, 9, false));
+  CHECK(!cuda::is_few(2, 1, false) && !cuda::is_few(1, 1, true));
   // Two rows a token: from tiles that are full on average. One: always.
   const Shape two = kPaper64.on(1);
   CHECK(cuda::joins_rows(two, 8192, 0) && !cuda::joins_rows(two, 8191, 0));

@@ -18,6 +18,7 @@ from ranks import RANKS_A_GPU
 HERE = Path(__file__).resolve().parent
 PUT = [(dtype, "swiglu") for dtype in DTYPES] + [("bfloat16", "gelu"), ("float32", "gelu")]
 """Dtypes and activations of test_group.py."""
+PUT_TRANSPOSED = [("bfloat16", "clamped_swiglu"), ("float16", "swiglu")]
 
 
 def missing() -> str | None:
@@ -68,9 +69,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config.pluginmanager.register(evidence.Evidence(path, origin))
     variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in spec.ACTIVATIONS]
     variants += [jit.Variant("float32", activation, exact=True) for activation in spec.ACTIVATIONS]
+    variants += [jit.Variant(dtype, each, transposed=True) for dtype in jit.TRANSPOSED for each in spec.ACTIVATIONS]
     variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
     if torch.cuda.device_count() * RANKS_A_GPU > 1:
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
+        variants += [jit.Variant(*each, rdma=True, transposed=True) for each in PUT_TRANSPOSED]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         list(pool.map(jit.compile_kernel, variants))
 

@@ -24,6 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
 SHAPE_OPTIONS = ("interleaved", "limit", "alpha", "up_offset", "weights_on_input")
+EXPERT_OPTIONS = ("activation", "transposed", *SHAPE_OPTIONS)
+MATRICES = ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
+"""What is stored the other way round in a transposed layer."""
 ROUTER_OPTIONS = ("renormalize", "score", "routed_scale", "round_logits", "groups", "top_groups")
 ARITHMETIC = {**{dtype: {"dtype": dtype} for dtype in DTYPES}, "exact": {"dtype": "float32", "exact": True}}
 """What `random_problem` is told for each way to multiply."""
@@ -62,21 +65,42 @@ class Problem:
     def experts(self) -> int:
         return len(self.down_proj)
 
+    @property
+    def transposed(self) -> bool:
+        return self.options.get("transposed", False)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the layer, by the names that contexts have for them."""
+        columns, rows = self.down_proj.shape[1:]
+        hidden, intermediate = (rows, columns) if self.transposed else (columns, rows)
+        return {"hidden": hidden, "intermediate": intermediate, "experts": self.experts, "top_k": self.top_k}
+
     def weights(self) -> Weights:
+        tensors = {name: getattr(self, name) for name in MATRICES}
+        if self.transposed:
+            tensors = {name: None if each is None else each.mT for name, each in tensors.items()}
         return Weights(
-            self.gate_up_proj,
-            self.down_proj,
+            tensors["gate_up_proj"],
+            tensors["down_proj"],
             self.gate_up_bias,
             self.down_bias,
             self.options.get("activation", "swiglu"),
             {name: self.options[name] for name in SHAPE_OPTIONS if name in self.options},
-            **self.shared,
+            tensors["shared_gate_up"],
+            tensors["shared_down"],
+            self.shared_gate,
         )
 
     @property
     def shared(self) -> dict[str, Tensor | None]:
         """The shared expert's tensors."""
         return {name: getattr(self, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
+
+    @property
+    def shared_intermediate(self) -> int:
+        """Is; 0: there is no shared expert."""
+        return 0 if self.shared_down is None else self.shared_down.shape[0 if self.transposed else 1]
 
     def rule(self) -> RouterRule:
         options = {name: self.options[name] for name in ROUTER_OPTIONS if name in self.options}
@@ -146,6 +170,10 @@ def random_problem(
         problem.shared_down = normal(hidden, shared * intermediate, size=(shared * intermediate) ** -0.5)
     if shared_gate:
         problem.shared_gate = normal(1, hidden, size=1.0 / (scale * hidden**0.5))
+    if problem.transposed:  # drawn as it is not, so that the two are one layer
+        for name in MATRICES:
+            if (each := getattr(problem, name)) is not None:
+                setattr(problem, name, each.mT.contiguous())
     if ids is not None:
         uniform = torch.rand(tokens, experts, generator=generator, device=device).clamp_(1e-7, 1 - 1e-7)
         gumbel = -torch.log(-torch.log(uniform))
@@ -179,17 +207,12 @@ def is_certain(problem: Problem) -> Tensor:
 
 def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
     """A context as small as the call allows."""
-    experts, hidden, intermediate = problem.down_proj.shape
-    sizes = {
+    sizes = problem.sizes | {
         "max_tokens": max(1, len(problem.x)),
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "experts": experts,
-        "top_k": problem.top_k,
         "dtype": problem.dtype,
         "timeout": PATIENCE,
         "engine": "cuda",
-        "shared_intermediate": 0 if problem.shared_down is None else problem.shared_down.shape[1],
+        "shared_intermediate": problem.shared_intermediate,
     }
     torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
     return flashmoe.Context(**sizes | changes)
@@ -214,10 +237,10 @@ def call(context: flashmoe.Context, problem: Problem, **how: Any) -> tuple[Tenso
 
 def module_of(context: flashmoe.Context, problem: Problem) -> MoE:
     """A module with the problem's options and parameters, which are those of all experts: it keeps this rank's."""
-    experts, hidden, intermediate = problem.down_proj.shape
+    sizes = problem.sizes
     biases = {"router_bias": problem.router_bias is not None, "expert_bias": problem.down_bias is not None}
     options = {**biases, **problem.options, "dtype": problem.x.dtype}
-    module = MoE(context, hidden, intermediate, experts, problem.top_k, **options).to(problem.x.device)
+    module = MoE(context, *sizes.values(), **options).to(problem.x.device)
     state = {
         "gate.weight": problem.router,
         "gate.bias": problem.router_bias,

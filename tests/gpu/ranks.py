@@ -18,6 +18,7 @@ import flashmoe.placement
 import torch
 import torch.distributed
 from layers import (
+    EXPERT_OPTIONS,
     PATIENCE,
     Problem,
     call,
@@ -194,7 +195,7 @@ def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str
             return {"direct": direct}
         ids = torch.from_numpy(report.topk_ids).to(own.x.device)
         weights = torch.from_numpy(report.topk_weights).to(own.x.device)
-        options = {"activation": own.options["activation"]} if "activation" in own.options else {}
+        options = {name: own.options[name] for name in EXPERT_OPTIONS if name in own.options}
         rows = []
         for k in range(own.top_k):
             chosen = ids[:, k : k + 1].clamp(min=0).contiguous(), weights[:, k : k + 1].contiguous()

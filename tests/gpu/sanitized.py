@@ -17,6 +17,7 @@ KINDS = {
     "bfloat16": {"dtype": "bfloat16", "activation": "swiglu"},
     "float32": {"dtype": "float32", "activation": "gelu"},
     "exact": {"dtype": "float32", "activation": "swiglu", "exact": True},
+    "transposed": {"dtype": "bfloat16", "activation": "swiglu", "transposed": True},
 }
 OF_GROUPS = ("bfloat16", "float32")
 SHAPES = (

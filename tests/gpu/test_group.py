@@ -16,6 +16,7 @@ from flashmoe.launch import RankFailed, RankPool
 from flashmoe.limits import TRANSPORTS
 from flashmoe.memory import plan_memory
 from flashmoe.placement import contiguous
+from layer_options import CLAMPED
 from layers import SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -54,6 +55,27 @@ SHAPES = {
     "given ids": {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "ids": "int64"},
     "float32": {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "dtype": "float32"},
     "float16": {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "dtype": "float16"},
+    "gpt-oss": {
+        "hidden": 576,
+        "intermediate": 360,
+        "experts": 32,
+        "top_k": 4,
+        "biases": True,
+        "transposed": True,
+        "interleaved": True,
+        **CLAMPED,
+    },
+    "Llama 4": {
+        "hidden": 640,
+        "intermediate": 256,
+        "experts": 16,
+        "top_k": 1,
+        "dtype": "float16",
+        "transposed": True,
+        "weights_on_input": True,
+        "score": "sigmoid",
+        "renormalize": False,
+    },
     "K = 1": {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 1},
     "drops": {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 2, "ids": "int32", "capacity_factor": 0.7},
     "shared expert": {

@@ -7,6 +7,7 @@ from typing import Any
 import flashmoe
 import pytest
 import torch
+from flashmoe import jit
 from layer_options import CLAMPED
 from layer_options import EXPERTS as EITHER_ENGINES
 from layers import ARITHMETIC, call, check, context_of, random_problem, run_and_check
@@ -40,6 +41,16 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 EXPERTS = EITHER_ENGINES | {"clamped, interleaved": CLAMPED | {"interleaved": True}}
+
+TRANSPOSED = EXPERTS | {
+    "swiglu": {},
+    "relu": {"activation": "relu"},
+    "gelu": {"activation": "gelu"},
+    "silu": {"activation": "silu"},
+    "geglu, interleaved": {"activation": "geglu", "interleaved": True},
+    "Llama 4": {"weights_on_input": True, "score": "sigmoid", "renormalize": False},
+}
+"""What experts that are stored transposed compute."""
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -100,3 +111,68 @@ def test_interleaving_changes_no_bit():
         woven, report = call(context, problem)
         check(problem, woven, report)
     assert torch.equal(plain, woven)
+
+
+# ---- transposed weights, which the general kernel alone reads, in shapes of its own -------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300, 2048])
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("dtype", jit.TRANSPOSED)
+@pytest.mark.parametrize("options", TRANSPOSED.values(), ids=TRANSPOSED)
+def test_transposed(options: dict[str, Any], dtype: str, biases: bool, tokens: int):
+    sizes = USUAL | {"experts": 16}  # the fewest tokens leave some without any
+    run_and_check(random_problem(7, tokens, biases=biases, dtype=dtype, transposed=True, **sizes, **options))
+
+
+ORDERS = {"no gate": {"activation": "relu"}, "halves": {}, "interleaved": {"interleaved": True}}
+"""Those in which a transposed matrix may have gates and ups."""
+
+
+@pytest.mark.parametrize("tokens", [7, 300])
+@pytest.mark.parametrize("sizes", [(8, 8), (72, 40), (136, 264), (1032, 712), (2880, 2880)], ids=str)
+@pytest.mark.parametrize("options", ORDERS.values(), ids=ORDERS)
+def test_transposed_of_odd_sizes(options: dict[str, Any], sizes: tuple[int, int], tokens: int):
+    shape = {"hidden": sizes[0], "intermediate": sizes[1], "experts": 4, "top_k": 3}
+    run_and_check(random_problem(8, tokens, biases=True, transposed=True, **shape, **options))
+
+
+@pytest.mark.parametrize("tokens", [9, 16, 63, 65, 95, 96, 128, 129, 159, 191, 255, 256, 257, 700])
+@pytest.mark.parametrize("options", ORDERS.values(), ids=ORDERS)
+def test_transposed_with_all_tokens_at_one_of_many_experts(options: dict[str, Any], tokens: int):
+    """Tiles of so many rows."""
+    problem = random_problem(9, tokens, ids="int32", biases=True, transposed=True, **USUAL | {"top_k": 1} | options)
+    problem.topk_ids.fill_(37)
+    run_and_check(problem)
+
+
+@pytest.mark.parametrize("tokens", [33, 160, 700])
+@pytest.mark.parametrize("options", ORDERS.values(), ids=ORDERS)
+def test_transposing_changes_no_bit(options: dict[str, Any], tokens: int):
+    rows, columns = (
+        random_problem(10, tokens, biases=True, transposed=transposed, **USUAL | {"experts": 4, "top_k": 2}, **options)
+        for transposed in (False, True)
+    )
+    assert torch.equal(rows.gate_up_proj, columns.gate_up_proj.mT)
+    assert torch.equal(run_and_check(rows), run_and_check(columns))
+
+
+def test_transposed_parts_of_larger_matrices():
+    """Rows that are further apart than they are long; what lies between them is no number."""
+    problem = random_problem(11, 300, biases=True, transposed=True, **USUAL)
+    for name in ("gate_up_proj", "down_proj"):
+        part = getattr(problem, name)
+        whole = part.new_full((len(part) + 1, part.shape[1] + 3, part.shape[2] + 24), float("nan"))
+        whole[1:, 2:-1, 8:-16] = part
+        setattr(problem, name, whole[1:, 2:-1, 8:-16])
+    run_and_check(problem)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_transposed_float32_is_refused(exact: bool):
+    problem = random_problem(12, 9, dtype="float32", transposed=True, exact=exact, **USUAL)
+    with (
+        context_of(problem) as context,
+        pytest.raises(flashmoe.InvalidArgument, match="transposed: expected bfloat16 or float16 weights with it"),
+    ):
+        call(context, problem)

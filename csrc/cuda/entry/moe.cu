@@ -1,6 +1,7 @@
 // One instance of the fused kernel, and of that for a few tokens, compiled on first use by python/flashmoe/jit.py:
 //   FLASHMOE_DTYPE       of x, weights, intermediate rows and returns, as flashmoe::DType; float32: by TF32 tensor cores
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
+//   FLASHMOE_TRANSPOSED  1: the experts' matrices are [El, H, 2I or I] and [El, I, H], of 16-bit types
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
@@ -12,6 +13,9 @@
 #endif
 #ifndef FLASHMOE_ACTIVATION
 #define FLASHMOE_ACTIVATION 3
+#endif
+#ifndef FLASHMOE_TRANSPOSED
+#define FLASHMOE_TRANSPOSED 0
 #endif
 #ifndef FLASHMOE_TRACE
 #define FLASHMOE_TRACE 0
@@ -39,6 +43,8 @@ struct DtypeOf<DType::kFloat16> {
 
 using Dtype = DtypeOf<DType{FLASHMOE_DTYPE}>::Type;
 inline constexpr Activation kActivation{FLASHMOE_ACTIVATION};
+inline constexpr bool kTransposed = FLASHMOE_TRANSPOSED != 0;
+static_assert(!kTransposed || Dtype::kBytes == 2);  // wgmma takes no MN-major operands of other types
 
 }  // namespace flashmoe::sm90
 
@@ -49,7 +55,7 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
   auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);
   if (!sm90::prepare<sm90::Dtype>(args, shared)) return;
-  sm90::run_roles<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared, memory);
+  sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
 
 extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kFewThreads, 1)

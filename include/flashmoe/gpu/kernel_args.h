@@ -89,13 +89,17 @@ struct KernelArgs {
   //            holds 8 gate rows, their 8 up rows, the next 8 gate rows, and so on, so that a thread's accumulators
   //            have both, whether features are down or across
   //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
+  //   transposed weights: 64 features by 64 rows along K a box, of which a block loads two for 128 features
+  //     gate_up  5D {I, H, 2, 1, El}; with gate and up in turn, or no gate, {2I or I, H, 1, 1, El};  box {64, 64, 1, 1, 1}
+  //     down     5D {H, I, 1, 1, El},  box {64, 64, 1, 1, 1}
   //   router   5D {H, E, 1, 1, 1},       box {., gate_features(E), 1, 1, 1}
   //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router
   TensorMap gate_up, down, router, intermediate, tokens;
   // The shared expert's, cut into slices that are the last local experts: as gate_up and down, by local expert.
   TensorMap shared_gate_up, shared_down;
-  // The same weights without TMA: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router [1][E] of H.
+  // The same weights without TMA, but transposed ones: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router
+  // [1][E] of H.
   WeightRows gate_up_rows, down_rows, router_rows, shared_gate_up_rows, shared_down_rows;
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)

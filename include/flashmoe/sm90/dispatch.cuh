@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
     for (uint32_t e = 0; e < c.shape.routed_experts(); e += Stage::kFeatures) {
-      detail::box_stages<Dtype, Stage>(ring, {&args.router, e, 0, 0, 0, false}, &args.tokens,
+      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false}, &args.tokens,
                                        (b << c.policy.log2_block) + first, rows, c.shape.hidden * Dtype::kBytes, [] {});
     }
   }

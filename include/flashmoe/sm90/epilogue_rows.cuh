@@ -8,7 +8,19 @@
 
 namespace flashmoe::sm90 {
 
+// How accumulator columns follow one another.
+enum class Columns {
+  kResults,  // each is a column of results
+  kGroups,   // 8 gates, their 8 ups, the next 8 gates, ...
+  kSpans,    // 64 gates, their 64 ups, ...: transposed weights, ups behind all gates
+  kPairs,    // a gate, its up, the next gate, ...: transposed weights, in turn
+};
+
 namespace detail {
+
+// So many accumulator columns make one of results.
+template <Columns kOrder>
+inline constexpr uint32_t kJoined = kOrder == Columns::kResults ? 1 : 2;
 
 inline constexpr uint32_t kWarpRows = 16;
 inline constexpr uint32_t kLineBytes = 128;
@@ -36,25 +48,41 @@ __device__ __forceinline__ uint32_t own_staging(uint32_t staging, const Lane& at
   return staging + at.warp * kPieceBytes;
 }
 
-// Adds biases to the accumulators of 256 columns. `bias`: the expert's row; null: none. The task's results are columns
-// first, first + 1, ... of `columns`. With a gate, accumulator columns are 8 gates, their 8 ups, the next 8 gates, ...;
-// where their biases lie, `gated` says. A lane needs the biases of 64 columns, too many to load: so a warp loads each once
-// (a lane two neighbours of each 64 columns), and lanes read them from its staging buffer.
-template <class Dtype, bool kGated>
-__device__ __forceinline__ void add_bias(float (&acc)[128], uint32_t own, const void* bias, const Lane& at,
+// Of accumulator columns 64 i + 2 lane and the next one, the biases, to the warp's staging buffer.
+template <class Dtype, Columns kOrder>
+__device__ __forceinline__ void stage_biases(uint32_t to, const void* bias, const Lane& at, uint32_t i, uint32_t first,
+                                             uint32_t columns, GatedRows gated) {
+  uint32_t c, low, next;  // a column of results, and the places of the biases
+  if constexpr (kOrder == Columns::kSpans) {
+    c = first + i / 2 * kSpanColumns + at.lane * 2;
+    low = i % 2 * gated.up + c, next = low + 1;
+  } else if constexpr (kOrder == Columns::kPairs) {
+    c = first + i * 32 + at.lane;
+    low = c * gated.step, next = low + gated.up;
+  } else {
+    constexpr bool kGated = kOrder == Columns::kGroups;
+    c = first + (kGated ? at.lane / 8 * 8 + at.lane % 4 * 2 : at.lane * 2) + i * (kGated ? 32 : 64);
+    const uint32_t up = kGated && at.lane / 4 % 2 == 1 ? gated.up : 0;
+    low = up + c * gated.step, next = up + (c + 1) * gated.step;
+  }
+  store_shared8(to, __float_as_uint(bias_at<Dtype>(bias, low, c < columns)),
+                __float_as_uint(bias_at<Dtype>(bias, next, c < columns)));
+}
+
+// Adds biases to the accumulators. `bias`: the expert's row; null: none. The task's results are columns first, first + 1,
+// ... of `columns`; where biases of gates and ups lie, `gated` says. A lane needs those of a quarter of the accumulator
+// columns, too many to load: so a warp loads each once, and lanes read them from its staging buffer.
+template <class Dtype, Columns kOrder, uint32_t kCount>
+__device__ __forceinline__ void add_bias(float (&acc)[kCount], uint32_t own, const void* bias, const Lane& at,
                                          uint32_t first, uint32_t columns, GatedRows gated = {1, 0}) {
   if (bias == nullptr) return;
-  const uint32_t column = first + (kGated ? at.lane / 8 * 8 + at.lane % 4 * 2 : at.lane * 2);
-  const uint32_t up = kGated && at.lane / 4 % 2 == 1 ? gated.up : 0;
 #pragma unroll
-  for (uint32_t i = 0; i < TokensByFeatures::kN / 64; ++i) {
-    const uint32_t c = column + i * (kGated ? 32 : 64);
-    store_shared8(own + (i * 32 + at.lane) * 8, __float_as_uint(bias_at<Dtype>(bias, up + c * gated.step, c < columns)),
-                  __float_as_uint(bias_at<Dtype>(bias, up + (c + 1) * gated.step, c < columns)));
+  for (uint32_t i = 0; i < kCount / 32; ++i) {
+    stage_biases<Dtype, kOrder>(own + (i * 32 + at.lane) * 8, bias, at, i, first, columns, gated);
   }
   __syncwarp();
 #pragma unroll
-  for (uint32_t j = 0; j < TokensByFeatures::kN / 8; ++j) {
+  for (uint32_t j = 0; j < kCount / 4; ++j) {
     const float2 add = load_shared8(own + (j * 4 + at.lane % 4) * 8);
     acc[4 * j] += add.x, acc[4 * j + 1] += add.y, acc[4 * j + 2] += add.x, acc[4 * j + 3] += add.y;
     if (j % 4 == 3) __syncwarp();  // else ptxas loads so far ahead that it spills; the last also frees the buffer
@@ -84,21 +112,35 @@ __device__ __forceinline__ uint32_t staged_in_piece(uint32_t row, uint32_t chunk
   return row * kLineBytes + (chunk ^ turned) * 16;
 }
 
-// finish(h, a, b, up_a, up_b) turns two neighbouring accumulators of the lane's h-th row (of 2) into results, in place; ups
-// only with a gate.
-template <class Dtype, bool kGated, class Finish>
-__device__ __forceinline__ Piece<Dtype> finish_piece(const float (&acc)[128], uint32_t piece, Finish finish) {
-  constexpr uint32_t kJoined = kGated ? 2 : 1;  // groups of 8 accumulator columns that make one of results
+// Of 8 columns of results the q-th of 4 lanes has q and q + 4, packed, and gets 2 q and 2 q + 1.
+__device__ __forceinline__ uint32_t neighbours(const Lane& at, uint32_t word) {
+  const uint32_t q = at.lane % 4;
+  const uint32_t even = __shfl_sync(kFullWarp, word, static_cast<int>(2 * q % 4), 4);
+  const uint32_t odd = __shfl_sync(kFullWarp, word, static_cast<int>(2 * q % 4 + 1), 4);
+  return __byte_perm(even, odd, q < 2 ? 0x5410 : 0x7632);
+}
+
+// finish(h, a, b, up_a, up_b) turns accumulators of two columns of the lane's h-th row (of 2) into results, in place; ups
+// only with a gate. The two are neighbours, but of kPairs, which become neighbours then.
+template <class Dtype, Columns kOrder, uint32_t kCount, class Finish>
+__device__ __forceinline__ Piece<Dtype> finish_piece(const Lane& at, const float (&acc)[kCount], uint32_t piece,
+                                                     Finish finish) {
+  constexpr bool kPairs = kOrder == Columns::kPairs;
+  constexpr uint32_t kNext = kPairs ? 4 : 1;                                               // to the second column
+  constexpr uint32_t kUp = kPairs ? 1 : kOrder == Columns::kSpans ? kSpanColumns / 2 : 4;  // to its up
   Piece<Dtype> to;
 #pragma unroll
   for (uint32_t g = 0; g < Piece<Dtype>::kGroups; ++g) {
-    const uint32_t d = (piece * Piece<Dtype>::kGroups + g) * kJoined * 4;
+    const uint32_t group = piece * Piece<Dtype>::kGroups + g;
+    const uint32_t d =
+        kOrder == Columns::kSpans ? group / 8 * kSpanColumns + group % 8 * 4 : group * kJoined<kOrder> * 4;
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      float v[2] = {acc[d + 2 * h], acc[d + 2 * h + 1]};
-      const uint32_t up = kGated ? d + 4 + 2 * h : 0;
-      finish(h, v[0], v[1], acc[up], acc[up + 1]);
+      float v[2] = {acc[d + 2 * h], acc[d + 2 * h + kNext]};
+      const uint32_t up = kOrder == Columns::kResults ? 0 : d + kUp + 2 * h;
+      finish(h, v[0], v[1], acc[up], acc[up + kNext]);
       to.put(g, h, v[0], v[1]);
+      if constexpr (kPairs) to.word[g][h][0] = neighbours(at, to.word[g][h][0]);
     }
   }
   return to;
@@ -128,13 +170,14 @@ __device__ __forceinline__ void stage_piece(uint32_t own, const Lane& at, const 
 
 // Stores the warp's rows: those that the block's share of `rows` has, and of each no more than `columns` columns.
 // row_of(r) points to the task's first column of row r of the share.
-template <class Dtype, bool kGated, class Finish, class RowOf>
-__device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (&acc)[128], uint32_t rows,
+template <class Dtype, Columns kOrder, uint32_t kCount, class Finish, class RowOf>
+__device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (&acc)[kCount], uint32_t rows,
                                            uint32_t columns, Finish finish, RowOf row_of) {
-  constexpr uint32_t kColumns = TokensByFeatures::kN / (kGated ? 2 : 1);
+  constexpr uint32_t kColumns = 2 * kCount / kJoined<kOrder>;
   constexpr uint32_t kPieces = kColumns * Dtype::kBytes / kLineBytes;
   // Half of the accumulators at a time, by the same code: that runs once a task, and takes as long to fetch as to run.
-  constexpr uint32_t kPasses = 2, kPassAccumulators = 128 / kPasses, kPassBytes = kPieces / kPasses * kLineBytes;
+  constexpr uint32_t kPasses = min_of(2u, kPieces), kPassAccumulators = kCount / kPasses;
+  constexpr uint32_t kPassBytes = kPieces / kPasses * kLineBytes;
   // A lane stores chunk lane % 8 of every fourth row.
   constexpr uint32_t kRowsApart = kWarpRows / kPieceStores;
   const uint32_t chunk = at.lane % 8, row = at.lane / 8, first = at.group * 64 + at.warp * kWarpRows + row;
@@ -144,7 +187,7 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
   uint32_t left = min_of(columns, kColumns) * Dtype::kBytes;
 #pragma unroll 1
   while (true) {
-    Piece<Dtype> next = finish_piece<Dtype, kGated>(acc, 0, finish);
+    Piece<Dtype> next = finish_piece<Dtype, kOrder>(at, acc, 0, finish);
     // A piece is on its way out of shared memory while the next is computed.
 #pragma unroll
     for (uint32_t p = 0; p < kPieces / kPasses; ++p) {
@@ -156,7 +199,7 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
       for (uint32_t i = 0; i < kPieceStores; ++i) {
         piece[i] = load_shared16(own + staged_in_piece(row + i * kRowsApart, chunk));
       }
-      if (p + 1 < kPieces / kPasses) next = finish_piece<Dtype, kGated>(acc, p + 1, finish);
+      if (p + 1 < kPieces / kPasses) next = finish_piece<Dtype, kOrder>(at, acc, p + 1, finish);
       const bool exists = p * kLineBytes + chunk * 16 < left;
 #pragma unroll
       for (uint32_t i = 0; i < kPieceStores; ++i) {
@@ -169,7 +212,7 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
 #pragma unroll
     for (uint32_t i = 0; i < kPieceStores; ++i) to[i] += kPassBytes;
 #pragma unroll
-    for (uint32_t i = 0; i < kPassAccumulators; ++i) acc[i] = acc[i + kPassAccumulators];
+    for (uint32_t i = kPassAccumulators; i < kCount; ++i) acc[i - kPassAccumulators] = acc[i];
   }
   named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
 }
@@ -177,48 +220,46 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
 }  // namespace detail
 
 // As scale_tokens().
-__device__ __forceinline__ void scale_rows(const Lane& at, Accumulators<TokensByFeatures>& acc, const float* weights) {
+template <uint32_t kCount>
+__device__ __forceinline__ void scale_rows(const Lane& at, float (&acc)[1][kCount], const float* weights) {
   const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
   const float w[2] = {weights[row], weights[row + 8]};
 #pragma unroll
-  for (uint32_t j = 0; j < TokensByFeatures::kN / 8; ++j) {
+  for (uint32_t j = 0; j < kCount / 4; ++j) {
     acc[0][4 * j] *= w[0], acc[0][4 * j + 1] *= w[0], acc[0][4 * j + 2] *= w[1], acc[0][4 * j + 3] *= w[1];
   }
 }
 
 // As store_activated and store_returned, but these change the accumulators; `bias` is the expert's row, null: none.
-template <class Dtype, Activation A>
-__device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lane& at,
-                                                     Accumulators<TokensByFeatures>& acc, const void* bias,
-                                                     uint32_t rows, uint32_t first_column, uint32_t intermediate,
-                                                     uint8_t* tile, uint64_t pitch, GatedRows gated,
-                                                     const ClampedShape& shape) {
-  constexpr bool kGated = is_gated(A);
+template <class Dtype, Activation A, Columns kOrder, uint32_t kCount>
+__device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
+                                                     const void* bias, uint32_t rows, uint32_t first_column,
+                                                     uint32_t intermediate, uint8_t* tile, uint64_t pitch,
+                                                     GatedRows gated, const ClampedShape& shape) {
   const uint32_t columns = first_column < intermediate ? intermediate - first_column : 0;
   uint8_t* const to = tile + uint64_t{first_column} * Dtype::kBytes;
   const uint32_t own = detail::own_staging(staging, at);
-  detail::add_bias<Dtype, kGated>(acc[0], own, bias, at, first_column, intermediate, gated);
-  detail::store_rows<Dtype, kGated>(
+  detail::add_bias<Dtype, kOrder>(acc[0], own, bias, at, first_column, intermediate, gated);
+  detail::store_rows<Dtype, kOrder>(
       own, at, acc[0], rows, columns,
       [&](uint32_t, float& low, float& high, float up_low, float up_high) {
         activate_pair<Dtype, A>(low, high, shape);
-        if constexpr (kGated) low *= shaped_up<A>(up_low, shape), high *= shaped_up<A>(up_high, shape);
+        if constexpr (is_gated(A)) low *= shaped_up<A>(up_low, shape), high *= shaped_up<A>(up_high, shape);
       },
       [&](uint32_t row) { return to + row * pitch; });
 }
 
-template <class Dtype>
-__device__ __forceinline__ void store_returned_rows(uint32_t staging, const Lane& at,
-                                                    Accumulators<TokensByFeatures>& acc, const void* bias,
-                                                    uint32_t rows, uint32_t first_feature, uint32_t hidden,
-                                                    const float* weights, const uint64_t* rows_to) {
+template <class Dtype, uint32_t kCount>
+__device__ __forceinline__ void store_returned_rows(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
+                                                    const void* bias, uint32_t rows, uint32_t first_feature,
+                                                    uint32_t hidden, const float* weights, const uint64_t* rows_to) {
   const uint32_t columns = first_feature < hidden ? hidden - first_feature : 0;
   const uint64_t offset = uint64_t{first_feature} * Dtype::kBytes;
   const uint32_t own = detail::own_staging(staging, at);
-  detail::add_bias<Dtype, false>(acc[0], own, bias, at, first_feature, hidden);
+  detail::add_bias<Dtype, Columns::kResults>(acc[0], own, bias, at, first_feature, hidden);
   const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
   const float weight[2] = {weights[row], weights[row + 8]};
-  detail::store_rows<Dtype, false>(
+  detail::store_rows<Dtype, Columns::kResults>(
       own, at, acc[0], rows, columns,
       [&](uint32_t h, float& low, float& high, float, float) { low *= weight[h], high *= weight[h]; },
       [&](uint32_t r) { return reinterpret_cast<uint8_t*>(rows_to[r] + offset); });

@@ -17,8 +17,7 @@
 
 namespace flashmoe::sm90 {
 
-inline constexpr uint32_t kStageRows = 64;
-inline constexpr uint32_t kSpanBytes = kStageRows * kRowBytes;  // 64 columns of a stage's rows
+inline constexpr uint32_t kStageRows = kSpanRows;
 inline constexpr uint32_t kTokenSpans = kTaskFeatures * 2 / kRowBytes, kIntermediateSpans = kConsumers;
 inline constexpr uint32_t kIntermediateAt = kTokenSpans * kSpanBytes;
 static_assert(kIntermediateAt + kIntermediateSpans * kSpanBytes == kStageBytes);
@@ -49,7 +48,7 @@ template <class Dtype, class RowOf, class Count>
 __device__ __forceinline__ void gather_expert(Pipeline& ring, const Call& c, uint32_t expert, uint32_t first_column,
                                               RowOf&& row_of, Count&& count) {
   static_assert(Dtype::kBytes == 2);
-  constexpr uint32_t kRowsApart = kLoaders / 8, kSpanColumns = kRowBytes / Dtype::kBytes;
+  constexpr uint32_t kRowsApart = kLoaders / 8;
   const uint32_t thread = loader_thread();
   const uint32_t chunk = thread % 8, first = thread / 8, column = chunk * (16 / Dtype::kBytes);
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
@@ -111,8 +110,8 @@ __device__ __forceinline__ void multiply_rows_of_stage(const Pipeline& ring, uin
   const uint64_t stage = descriptor_step(ring.stage * Pipeline::kBytes);
 #pragma unroll
   for (uint32_t k = 0; k < kSpanBytes; k += kStep) {
-    MnMajorWgmma<Dtype, 256>::issue(acc, a + stage + descriptor_step(k), b + stage + descriptor_step(k),
-                                    !kFirst || k != 0);
+    Wgmma<Dtype, 256, Major::kMn, Major::kMn>::issue(acc, a + stage + descriptor_step(k),
+                                                     b + stage + descriptor_step(k), !kFirst || k != 0);
   }
   wgmma_commit();
 }

@@ -9,6 +9,9 @@
 // SMs is the L2: 34 bytes a clock and SM. So the cluster shares what it can: each block loads half of the weights and
 // multicasts it to both, each multiplies all 256 features by its own half of the tokens (32 KiB of L2 traffic a block
 // for 48 KiB of operands). Tiles of few tokens are halved the other way: 128 features and all tokens for each block.
+//
+// Transposed weights, whose rows in memory go along features, are always multiplied with tokens on M: a thread then has a
+// gate and its up, in whichever order they lie.
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"
@@ -26,6 +29,10 @@ inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of interm
 inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
 inline constexpr uint64_t kReachBytes = uint64_t{16}
                                         << 31;  // gathered rows lie within so many bytes behind a base (TokenRows)
+
+// A span of an MN-major operand, which is of 16-bit elements: 64 columns (of features, say) of a k-block's 64 rows.
+inline constexpr uint32_t kSpanColumns = 64, kSpanRows = 64;
+inline constexpr uint32_t kSpanBytes = kSpanRows * kRowBytes;
 
 // The rows of a tile that one block of the cluster multiplies. (Of 100 rows 64 and 36, with a cover of 64.)
 struct Share {

@@ -28,6 +28,34 @@ struct FeatureBox {
   }
 };
 
+// The same of transposed weights: a block loads two spans of 64 features, of which c0 is the first, by a k-block.
+struct FeatureSpans {
+  const TensorMap* map;
+  uint32_t first;  // feature, of the first span
+  bool ups;        // the second one is of the ups of its gates; else it is the next 64 features
+  uint32_t expert;
+  bool read_once;
+
+  template <class Dtype, class Stage>
+  __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
+    constexpr uint32_t kSpans = kBoxBytes / kSpanBytes;
+    const uint32_t k = k_byte / Dtype::kBytes;
+    const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
+#pragma unroll
+    for (uint32_t s = 0; s < Stage::kBlocks * kSpans; ++s) {
+      const uint32_t block = s / kSpans, second = s % kSpans;
+      const uint32_t c0 = first + (ups ? 0 : second * kSpanColumns), c2 = ups ? second : 0;
+      if constexpr (Stage::kFeatures == kClusterBlocks * kBoxFeatures) {
+        tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes + s * kSpanBytes, map, ring.full(), c0, k, c2, 0,
+                            expert, hint);
+      } else {
+        tma_load(ring.data() + Stage::features(block) + second * kSpanBytes, map, ring.full(), c0,
+                 k + block * kSpanRows, c2, 0, expert, hint);
+      }
+    }
+  }
+};
+
 // Where gathered rows lie. An offset is in units of 16 bytes from one of two bases: from `remote` if bit 31 is set.
 struct TokenRows {
   static constexpr uint32_t kRemote = 1u << 31;
@@ -54,8 +82,8 @@ namespace detail {
 // lone warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced
 // every other stage, and no bounds check for each row, it is hardly more than one. Rows that the tile does not have are
 // copies of row 0.
-template <class Dtype, class Stage, class Count>
-__device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const FeatureBox& features,
+template <class Dtype, class Stage, class Features, class Count>
+__device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const Features& features,
                                               const TokenRows& tokens, uint32_t k_bytes, Count&& count) {
   constexpr uint32_t kRowsApart = kLoaders / 8;
   constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
@@ -77,7 +105,7 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
     wait(ring.empty(), ring.parity);
     if (thread == 0) {
       arrive_expect_tx(ring.full(), Stage::kFeatureBytes);
-      features.load<Dtype, Stage>(ring, k);
+      features.template load<Dtype, Stage>(ring, k);
       count();
     }
 #pragma unroll
@@ -114,8 +142,8 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
 
 // Token rows that lie one behind the other, rows first_row .. first_row + rows - 1 of `map`, by the copy engine. The
 // first loader thread does it all, and arrives for the others too, so that the second warp may do something else.
-template <class Dtype, class Stage, class Count>
-__device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const FeatureBox& features, const TensorMap* map,
+template <class Dtype, class Stage, class Features, class Count>
+__device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const Features& features, const TensorMap* map,
                                            uint32_t first_row, uint32_t rows, uint32_t k_bytes, Count&& count) {
   const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
@@ -129,7 +157,7 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const Fea
       arrive(at.full(), kLoaders);
       arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kRowBox * kRowBytes);
       const uint32_t k_byte = s * Stage::kBlocks * kRowBytes;
-      features.load<Dtype, Stage>(at, k_byte);
+      features.template load<Dtype, Stage>(at, k_byte);
       count();
 #pragma unroll
       for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
@@ -150,8 +178,8 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const Fea
 
 // Operand::kTokens: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; the first calls
 // count() with each stage.
-template <class Dtype, class Count>
-__device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const FeatureBox& features,
+template <class Dtype, class Features, class Count>
+__device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const Features& features,
                                             const TokenRows& tokens, uint32_t k_bytes, Count&& count) {
   if (wide) {
     detail::gather_stages<Dtype, Wide>(ring, features, tokens, k_bytes, count);
@@ -161,8 +189,8 @@ __device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const Fea
 }
 
 // Operand::kIntermediate: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the tiles' matrix.
-template <class Dtype, class Count>
-__device__ __forceinline__ void intermediate_load(Pipeline& ring, bool wide, const FeatureBox& features,
+template <class Dtype, class Features, class Count>
+__device__ __forceinline__ void intermediate_load(Pipeline& ring, bool wide, const Features& features,
                                                   const TensorMap* tiles, uint32_t first_row, uint32_t rows,
                                                   uint32_t k_bytes, Count&& count) {
   if (wide) {

@@ -9,35 +9,45 @@
 namespace flashmoe::sm90 {
 
 // Shapes of a consumer warpgroup's product: a step along K is kMs wgmmas m64nN. A k-block's A operand lies at
-// a(k_block) in its stage, its B operand at b(k_block). The warpgroup multiplies kMs * 64 rows of A with kN rows of B;
-// the second warpgroup's begin kNextA and kNextB rows after the first's.
+// a(k_block) in its stage, its B operand at b(k_block), MN-major or K-major as kMajorB says. The warpgroup multiplies
+// kMs * 64 rows of A with kN rows of B; the second warpgroup's begin kNextA and kNextB rows after the first's.
 
 // Features down, tokens across: the warpgroup's half of the features by all of the block's tokens.
 template <class Stage_, uint32_t kTokens>
 struct FeaturesByTokens {
   using Stage = Stage_;
   static constexpr uint32_t kMs = Stage::kMs, kN = kTokens, kNextA = kMs * 64, kNextB = 0;
+  static constexpr Major kMajorB = Major::kK;
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::features(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
 };
 // Tokens down, features across: 64 of 128 tokens by all features. A wgmma reads all of its B for 64 rows of A: this one
-// reads 2 + 8 KiB a step, the two of FeaturesByTokens with 128 tokens 2 * (2 + 4). Only for tiles whose tokens fill it.
+// reads 2 + 8 KiB a step, the two of FeaturesByTokens with 128 tokens 2 * (2 + 4). Only for tiles whose tokens fill it,
+// and for all of transposed weights, which are MN-major. Of these a warpgroup may have no tokens, as the second one of
+// every Narrow tile: it keeps pace.
+template <class Stage_, Major kFeatureMajor>
 struct TokensByFeatures {
-  using Stage = Wide;
-  static constexpr uint32_t kMs = Stage::kTokens / kConsumers / 64, kN = Stage::kFeatures;
-  static constexpr uint32_t kNextA = kMs * 64, kNextB = 0;
+  using Stage = Stage_;
+  static constexpr uint32_t kMs = 1, kN = Stage::kFeatures, kNextA = kMs * 64, kNextB = 0;
+  static constexpr Major kMajorB = kFeatureMajor;
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::tokens(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
 };
-static_assert(TokensByFeatures::kMs == 1);
 // For at most 64 features: all of them down, the warpgroup's half of the tokens across.
 template <class Stage_>
 struct FewByTokens {
   using Stage = Stage_;
   static constexpr uint32_t kMs = Stage::kMs, kN = Stage::kTokens / kConsumers, kNextA = 0, kNextB = kN;
+  static constexpr Major kMajorB = Major::kK;
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::features(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
 };
+
+// Whether a shape has tokens down.
+template <class Shape>
+inline constexpr bool kTokensDown = false;
+template <class Stage, Major kMajor>
+inline constexpr bool kTokensDown<TokensByFeatures<Stage, kMajor>> = true;
 
 // A consumer warpgroup's accumulators: kMs times 64 rows by kN columns.
 template <class Shape>
@@ -45,28 +55,39 @@ using Accumulators = float[Shape::kMs][Shape::kN / 2];
 
 // Calls f, a lambda `[&]<class Shape>() {..}`, with the smallest shape that covers `cover` tokens. A wgmma's time grows
 // with N; but each N is one more copy of the code, and no shorter one.
-template <class Dtype, class F>
+template <class Dtype, bool kTransposed, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
-  if (!wide) {
+  if constexpr (kTransposed) {
+    if (wide) return f.template operator()<TokensByFeatures<Wide, Major::kMn>>();
+    return f.template operator()<TokensByFeatures<Narrow, Major::kMn>>();
+  } else if (!wide) {
     if (cover <= 8) return f.template operator()<FeaturesByTokens<Narrow, 8>>();
     if (cover <= 16) return f.template operator()<FeaturesByTokens<Narrow, 16>>();
     if (cover <= 32) return f.template operator()<FeaturesByTokens<Narrow, 32>>();
     return f.template operator()<FeaturesByTokens<Narrow, 64>>();
-  }
-  switch (cover / 16) {
-    case 3: return f.template operator()<FeaturesByTokens<Wide, 48>>();
-    case 4: return f.template operator()<FeaturesByTokens<Wide, 64>>();
-    case 5: return f.template operator()<FeaturesByTokens<Wide, 80>>();
-    case 6: return f.template operator()<FeaturesByTokens<Wide, 96>>();
-    case 7: return f.template operator()<FeaturesByTokens<Wide, 112>>();
-    default: {
-      using Full = std::conditional_t<Dtype::kTensorCores, TokensByFeatures, FeaturesByTokens<Wide, 128>>;
-      return f.template operator()<Full>();
+  } else {
+    switch (cover / 16) {
+      case 3: return f.template operator()<FeaturesByTokens<Wide, 48>>();
+      case 4: return f.template operator()<FeaturesByTokens<Wide, 64>>();
+      case 5: return f.template operator()<FeaturesByTokens<Wide, 80>>();
+      case 6: return f.template operator()<FeaturesByTokens<Wide, 96>>();
+      case 7: return f.template operator()<FeaturesByTokens<Wide, 112>>();
+      default: {
+        using Rows = TokensByFeatures<Wide, Major::kK>;
+        using Full = std::conditional_t<Dtype::kTensorCores, Rows, FeaturesByTokens<Wide, 128>>;
+        return f.template operator()<Full>();
+      }
     }
   }
 }
 
 namespace detail {
+
+// Where the elements of a k-block begin that are k bytes along a K-major operand's rows.
+template <Major kMajor>
+__device__ constexpr uint32_t along_k(uint32_t k) {
+  return kMajor == Major::kK ? k : k / (kRowBytes / kSpanRows) * kRowBytes;
+}
 
 // Issues the products of one stage as one group of wgmmas, and does not wait for it. kFirst: the first wgmma overwrites
 // acc. It is a template parameter since ptxas would else see accumulators read that nothing wrote, keep those of all N
@@ -83,11 +104,11 @@ __device__ __forceinline__ void multiply_stage(const typename Shape::Stage::Ring
   for (uint32_t i = 0; i < Shape::Stage::kBlocks; ++i) {
 #pragma unroll
     for (uint32_t k = 0; k < kRowBytes; k += kWgmmaBytes) {
-      const uint64_t columns = b + stage + descriptor_step(Shape::b(i) + k);
+      const uint64_t columns = b + stage + descriptor_step(Shape::b(i) + along_k<Shape::kMajorB>(k));
 #pragma unroll
       for (uint32_t m = 0; m < Shape::kMs; ++m) {
         const uint64_t rows = a + stage + descriptor_step(Shape::a(i) + m * 64 * kRowBytes + k);
-        Wgmma<Dtype, Shape::kN>::issue(acc[m], rows, columns, !kFirst || i + k != 0);
+        Wgmma<Dtype, Shape::kN, Major::kK, Shape::kMajorB>::issue(acc[m], rows, columns, !kFirst || i + k != 0);
       }
     }
   }
@@ -174,7 +195,8 @@ __device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint
   const uint32_t stages = Stage::stages(k_bytes);
   if constexpr (Dtype::kTensorCores) {
     const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
-    const uint64_t b = matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes);
+    const uint64_t b = Shape::kMajorB == Major::kK ? matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes)
+                                                   : mn_major_descriptor<kSpanBytes>(ring.stages);
     detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
     uint32_t in_flight = ring.empty();
     ring.advance();
@@ -192,6 +214,17 @@ __device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint
     release_stage<Dtype, Stage>(in_flight);
   } else {
     detail::multiply_exactly<Dtype, Shape>(ring, group, stages, acc);
+  }
+}
+
+// Instead of multiply(), by a warpgroup that has no tokens: stages wait to be released by both.
+template <class Dtype, class Stage>
+__device__ __forceinline__ void keep_pace(typename Stage::Ring& ring, uint32_t k_bytes) {
+#pragma unroll 1
+  for (uint32_t s = 0; s < Stage::stages(k_bytes); ++s) {
+    wait(ring.full(), ring.parity);
+    release_stage<Dtype, Stage>(ring.empty());
+    ring.advance();
   }
 }
 

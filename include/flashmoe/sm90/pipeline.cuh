@@ -9,6 +9,8 @@
 //   Gate    128 tokens at 0; behind them 32, 64 or 128 features. As many stages as there is room for, since the more
 //           bytes are in flight, the sooner a block's tokens are here. (A wgmma takes 64 rows of features. Where there
 //           are 32, it multiplies also what lies behind them, and nobody reads those results.)
+// Transposed weights take the same places: a k-block of 128 features is two spans, each of 64 features by 64 rows along K.
+// Where ups lie behind all gates, the first span is of gates, the second of their ups.
 // Barriers: full takes an arrival of every loader thread of the block, one more with the number of bytes that the copy
 // engines write, and these bytes; half of a Wide stage's features come from the other block's. empty takes an arrival
 // of each consumer warpgroup that reads what is overwritten once it is passed: of both blocks. The gate has barriers of

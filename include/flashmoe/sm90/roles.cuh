@@ -221,10 +221,19 @@ __device__ __forceinline__ const void* bias_of(const KernelArgs& args) {
   return Product<p>::kRight == Operand::kGateUp ? args.gate_up_bias : args.down_bias;
 }
 
+// Where they are transposed, what a block loads of them for its columns of results, `first` and those behind it.
+template <uint32_t p, bool kGated>
+__device__ __forceinline__ FeatureSpans spans_of(const KernelArgs& args, bool shared, uint32_t first, uint32_t expert,
+                                                 bool read_once) {
+  constexpr bool kBoth = kColumnsPerTask<p, kGated> != kTaskFeatures;  // gates and ups
+  if constexpr (!kBoth) return {weights_of<p>(args, shared), first, false, expert, read_once};
+  return {weights_of<p>(args, shared), first * args.gated.step, args.gated.step == 1, expert, read_once};
+}
+
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
 // (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
 // consumers have stored, or, with several ranks, does a piece of the returns.
-template <class Dtype, bool kGated, class Trace>
+template <class Dtype, bool kGated, bool kTransposed, class Trace>
 __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                            const Trace& trace) {
   TaskRing& tasks = s.ring;
@@ -251,8 +260,14 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
     const bool wide = slot.share.wide, shared = slot.expert >= c.shape.routed_local_experts();
     with_product(slot.kind, [&]<uint32_t p>() {
-      constexpr uint32_t kGroupsOf8 = kColumnsPerTask<p, kGated> / kClusterBlocks / 8;  // of feature rows in a box
-      const FeatureBox features{weights_of<p>(args, shared), 0, 0, box * kGroupsOf8, slot.expert, read_once};
+      constexpr uint32_t kColumns = kColumnsPerTask<p, kGated> / kClusterBlocks;  // of results, that a box makes
+      const auto features = [&] {
+        if constexpr (kTransposed) {
+          return spans_of<p, kGated>(args, shared, box * kColumns, slot.expert, read_once);
+        } else {
+          return FeatureBox{weights_of<p>(args, shared), 0, 0, box * (kColumns / 8), slot.expert, read_once};
+        }
+      }();
       if constexpr (Product<p>::kOfExpert) {
         gather_expert<Dtype>(
             ring, c, slot.expert, slot.column * kColumnsPerTask<p, kGated>,
@@ -286,13 +301,27 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   }
 }
 
+// Calls f, a lambda `[&]<Columns kOrder>() {..}`, with the order of the accumulator columns of a task that activates.
+template <bool kGated, Major kMajor, class F>
+__device__ __forceinline__ void with_columns(const GatedRows& gated, F&& f) {
+  if constexpr (!kGated) {
+    f.template operator()<Columns::kResults>();
+  } else if constexpr (kMajor == Major::kK) {
+    f.template operator()<Columns::kGroups>();
+  } else if (gated.step == 1) {
+    f.template operator()<Columns::kSpans>();
+  } else {
+    f.template operator()<Columns::kPairs>();
+  }
+}
+
 // A consumer warpgroup's part of one task, in one of its shapes.
 template <class Dtype, Activation kActivation, class Shape, class Trace>
 __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                              Pipeline& ring, uint32_t group, uint32_t staging, const Trace& trace) {
   using Element = typename Dtype::Element;
   using Stage = typename Shape::Stage;
-  constexpr bool kRows = std::is_same_v<Shape, TokensByFeatures>;
+  constexpr bool kRows = kTokensDown<Shape>;
   constexpr bool kGated = is_gated(kActivation);
   const TaskKind kind = slot.kind;  // kept: else it is read again after the mainloop
   const bool activates = is_one_of<kActivating>(kind);
@@ -305,6 +334,9 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint32_t features = with_product(kind, [&]<uint32_t p>() { return weight_rows<p>(c, kGated); });
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
+  if constexpr (Shape::kMajorB == Major::kMn) {
+    if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, slot.k_bytes);
+  }
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
   if constexpr (!kRows) {
     const Lane here = Lane::of_thread(group);
@@ -325,8 +357,10 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     uint8_t* const tile = c.intermediate_row(slot.tile, slot.share.first);
     if constexpr (kRows) {
       if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
-      store_activated_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(),
-                                               c.shape.intermediate, tile, pitch, args.gated, args.clamped);
+      with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {
+        store_activated_rows<Dtype, kActivation, kOrder>(staging, at, acc, expert_bias(), rows, first_column(),
+                                                         c.shape.intermediate, tile, pitch, args.gated, args.clamped);
+      });
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
       store_activated<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(),
@@ -359,7 +393,7 @@ __device__ __forceinline__ void compute_expert(const KernelArgs& args, const Cal
 }
 
 // A consumer warpgroup: `group` 0 or 1. `staging`: its own buffer.
-template <class Dtype, Activation kActivation, class Trace>
+template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
                                               uint32_t group, uint32_t staging, const Trace& trace) {
   // The stages were scratch: only now may either block's loaders fill them.
@@ -374,7 +408,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     if (is_one_of<kOfExpert>(slot.kind)) {
       if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);
     } else {
-      with_tokens<Dtype>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
+      with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
         compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
       });
     }

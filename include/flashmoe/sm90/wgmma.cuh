@@ -1,4 +1,4 @@
-// wgmma: D[64][N] += A[64][K] B[N][K]^T, both operands in shared memory, K-major, 128-byte swizzled.
+// wgmma: D[64][N] += A[64][K] B[N][K]^T, both operands in shared memory, K-major or MN-major, 128-byte swizzled.
 //
 // Thread t of the warpgroup holds, for each group j of 8 columns, four accumulators, of rows r = 16 (t / 32) + t % 32 / 4
 // and columns c = 8 j + 2 (t % 4): d[4j] = D[r][c], d[4j+1] = D[r][c+1], d[4j+2] = D[r+8][c], d[4j+3] = D[r+8][c+1].
@@ -53,12 +53,12 @@ __device__ constexpr uint64_t descriptor_step(uint32_t bytes) {
   return bytes >> 4;
 }
 
+// What an operand's rows in shared memory go along. MN-major ones are of 16-bit types alone.
+enum class Major { kK, kMn };
+
 // issue(d, a, b, accumulate): one K step; without `accumulate` d is overwritten, so that it need not be zeroed.
-template <class Dtype, uint32_t N>
+template <class Dtype, uint32_t N, Major kA = Major::kK, Major kB = Major::kK>
 struct Wgmma;
-// Likewise with both operands MN-major, for 16-bit types.
-template <class Dtype, uint32_t N>
-struct MnMajorWgmma;
 
 // Operand lists in steps of 8 or 16 accumulators: placeholders of the asm text, and what stands for them.
 #define FLASHMOE_R4  "%0, %1, %2, %3"
@@ -93,44 +93,44 @@ struct MnMajorWgmma;
 #define FLASHMOE_D112   FLASHMOE_D96, FLASHMOE_AT8(96), FLASHMOE_AT8(104)
 #define FLASHMOE_D128   FLASHMOE_D112, FLASHMOE_AT8(112), FLASHMOE_AT8(120)
 
-// The last immediates, for 16-bit types only, say whether operands are transposed: 0 K-major, 1 MN-major.
-#define FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, k, type, k_major)                                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k" #k   \
-               ".f32." type "." type " {" FLASHMOE_R##count "}, %" #a_at ", %" #b_at ", p, 1, 1" k_major ";\n}" \
-               : FLASHMOE_D##count                                                                              \
-               : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)))
+// The last immediates, for 16-bit types only: which operands are MN-major.
+#define FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, k, type, majors)                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k" #k  \
+               ".f32." type "." type " {" FLASHMOE_R##count "}, %" #a_at ", %" #b_at ", p, 1, 1" majors ";\n}" \
+               : FLASHMOE_D##count                                                                             \
+               : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)), "n"(static_cast<int>(kA)),            \
+                 "n"(static_cast<int>(kB)))
+#define FLASHMOE_MAJORS(a_at, b_at) ", %" #a_at ", %" #b_at
 
-// n, its n / 2 accumulators, and the numbers of the three operands that follow them.
-#define FLASHMOE_WGMMA(n, count, a_at, b_at, p_at)                                                                     \
-  template <class Dtype>                                                                                               \
-  struct Wgmma<Dtype, n> {                                                                                             \
-    static __device__ __forceinline__ void issue(float (&d)[count], uint64_t a, uint64_t b, bool accumulate) {         \
-      if constexpr (std::is_same_v<Dtype, Bf16>) FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 16, "bf16", ", 0, 0"); \
-      if constexpr (std::is_same_v<Dtype, Fp16>) FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 16, "f16", ", 0, 0");  \
-      if constexpr (std::is_same_v<Dtype, Tf32>) FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 8, "tf32", "");        \
-    }                                                                                                                  \
+// n, its n / 2 accumulators, and the numbers of the five operands that follow them.
+#define FLASHMOE_WGMMA(n, count, a_at, b_at, p_at, major_a_at, major_b_at)                                     \
+  template <class Dtype, Major kA, Major kB>                                                                   \
+  struct Wgmma<Dtype, n, kA, kB> {                                                                             \
+    static __device__ __forceinline__ void issue(float (&d)[count], uint64_t a, uint64_t b, bool accumulate) { \
+      if constexpr (std::is_same_v<Dtype, Bf16>)                                                               \
+        FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 16, "bf16", FLASHMOE_MAJORS(major_a_at, major_b_at));   \
+      if constexpr (std::is_same_v<Dtype, Fp16>)                                                               \
+        FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 16, "f16", FLASHMOE_MAJORS(major_a_at, major_b_at));    \
+      if constexpr (std::is_same_v<Dtype, Tf32>) {                                                             \
+        static_assert(kA == Major::kK && kB == Major::kK);                                                     \
+        FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, 8, "tf32", "");                                         \
+      }                                                                                                        \
+    }                                                                                                          \
   };
-FLASHMOE_WGMMA(8, 4, 4, 5, 6)
-FLASHMOE_WGMMA(16, 8, 8, 9, 10)
-FLASHMOE_WGMMA(32, 16, 16, 17, 18)
-FLASHMOE_WGMMA(48, 24, 24, 25, 26)
-FLASHMOE_WGMMA(64, 32, 32, 33, 34)
-FLASHMOE_WGMMA(80, 40, 40, 41, 42)
-FLASHMOE_WGMMA(96, 48, 48, 49, 50)
-FLASHMOE_WGMMA(112, 56, 56, 57, 58)
-FLASHMOE_WGMMA(128, 64, 64, 65, 66)
-FLASHMOE_WGMMA(256, 128, 128, 129, 130)
-
-template <class Dtype>
-struct MnMajorWgmma<Dtype, 256> {
-  static __device__ __forceinline__ void issue(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
-    if constexpr (std::is_same_v<Dtype, Bf16>) FLASHMOE_WGMMA_ASM(256, 128, 128, 129, 130, 16, "bf16", ", 1, 1");
-    if constexpr (std::is_same_v<Dtype, Fp16>) FLASHMOE_WGMMA_ASM(256, 128, 128, 129, 130, 16, "f16", ", 1, 1");
-  }
-};
+FLASHMOE_WGMMA(8, 4, 4, 5, 6, 7, 8)
+FLASHMOE_WGMMA(16, 8, 8, 9, 10, 11, 12)
+FLASHMOE_WGMMA(32, 16, 16, 17, 18, 19, 20)
+FLASHMOE_WGMMA(48, 24, 24, 25, 26, 27, 28)
+FLASHMOE_WGMMA(64, 32, 32, 33, 34, 35, 36)
+FLASHMOE_WGMMA(80, 40, 40, 41, 42, 43, 44)
+FLASHMOE_WGMMA(96, 48, 48, 49, 50, 51, 52)
+FLASHMOE_WGMMA(112, 56, 56, 57, 58, 59, 60)
+FLASHMOE_WGMMA(128, 64, 64, 65, 66, 67, 68)
+FLASHMOE_WGMMA(256, 128, 128, 129, 130, 131, 132)
 
 #undef FLASHMOE_WGMMA
 #undef FLASHMOE_WGMMA_ASM
+#undef FLASHMOE_MAJORS
 #undef FLASHMOE_R4
 #undef FLASHMOE_R8
 #undef FLASHMOE_R16

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from ..errors import InvalidArgument
-from ..jit import Compiled, Variant, compile_kernel
+from ..jit import TRANSPOSED, Compiled, Variant, compile_kernel
 from ..spec import ACTIVATIONS, DTYPES
 from .console import console
 
@@ -20,6 +20,7 @@ def command(
     all_: Annotated[bool, typer.Option("--all", help="Every dtype with every activation.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Kernels that record a trace.")] = False,
     exact: Annotated[bool, typer.Option("--exact", help="float32 without the tensor cores.")] = False,
+    transposed: Annotated[bool, typer.Option("--transposed", help="For transposed weights, of 16-bit types.")] = False,
 ) -> int:
     """Compile CUDA kernels into the cache, so that no call has to wait for it.
 
@@ -31,10 +32,18 @@ def command(
             raise InvalidArgument(f"--{name}: expected one of {', '.join(known)}, got {value!r}")
     if exact and not all_ and dtype != "float32":
         raise InvalidArgument(f"--exact: expected --dtype float32 with it, got {dtype}")
+    if transposed and not all_ and dtype not in TRANSPOSED:
+        raise InvalidArgument(f"--transposed: expected --dtype {' or '.join(TRANSPOSED)} with it, got {dtype}")
     wanted = product(DTYPES, ACTIVATIONS) if all_ else [(dtype, activation)]
     rows: list[tuple[Variant, Compiled]] = []
     for each_dtype, each_activation in wanted:
-        variant = Variant(each_dtype, each_activation, trace, exact and each_dtype == "float32")
+        variant = Variant(
+            each_dtype,
+            each_activation,
+            trace,
+            exact=exact and each_dtype == "float32",
+            transposed=transposed and each_dtype in TRANSPOSED,
+        )
         rows.append((variant, compile_kernel(variant)))
     _show(rows)
     return 0

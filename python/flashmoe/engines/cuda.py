@@ -132,10 +132,13 @@ class CudaEngine(Engine):
                 raise InvalidArgument(
                     f"{name}: expected {symbol} a multiple of 8 (16-byte rows for the copy engine), got {value}"
                 )
-        if layer.transposed:
-            raise InvalidArgument("transposed: expected False with the CUDA engine so far, got True")
+        if layer.transposed and layer.weight_type not in jit.TRANSPOSED:
+            raise InvalidArgument(
+                f"transposed: expected {' or '.join(jit.TRANSPOSED)} weights with it on the CUDA engine, got "
+                f"{layer.weight_type}"
+            )
         exact = layer.exact and layer.x_type == "float32"
-        variant = jit.Variant(layer.x_type, layer.activation, bool(trace), exact, rdma=self.rdma)
+        variant = jit.Variant(layer.x_type, layer.activation, bool(trace), exact, self.rdma, layer.transposed)
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),
             layer.to_map(),
