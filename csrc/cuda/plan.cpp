@@ -59,20 +59,18 @@ TensorMapShape down_map(const LayerSpec& spec, const Matrix& m, uint32_t experts
 }
 
 // The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down,
-// or the other way round. Slices are the last local experts, and found by that number: what is described begins where the
-// first of all would be.
+// or the other way round.
 void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
-  const uint32_t experts = a.call.shape.local_experts, bytes = element_bytes(spec.weight_type);
+  const uint32_t bytes = element_bytes(spec.weight_type);
   Matrix gate_up = layer.shared_gate_up, down = layer.shared_down;
   a.shared_gated = spec.interleaved ? a.gated : sm90::GatedRows{1, spec.shared * spec.intermediate};
   const uint64_t columns = uint64_t{spec.intermediate} * a.shared_gated.step;
   gate_up.expert_bytes = columns * (spec.transposed ? bytes : gate_up.row_bytes);
   down.expert_bytes = spec.intermediate * (spec.transposed ? down.row_bytes : bytes);
-  for (Matrix* each : {&gate_up, &down}) each->data -= a.call.shape.routed_local_experts() * each->expert_bytes;
   a.shared_gate_up =
-      encode(gate_up_map(spec, gate_up, experts, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
-  a.shared_down = encode(down_map(spec, down, experts), down.data, spec.weight_type, "shared_down");
+      encode(gate_up_map(spec, gate_up, spec.shared, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
+  a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
   a.shared_gate_up_rows = rows_of(gate_up);
   a.shared_down_rows = rows_of(down);
   a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);

@@ -71,7 +71,7 @@ def partial(session: pytest.Session, exitstatus: int) -> str | None:
         return "the run was stopped"
     if option.keyword:
         return f"-k {option.keyword} selects"
-    if option.lf or option.deselect or option.ignore or option.ignore_glob:
+    if getattr(option, "lf", False) or option.deselect or option.ignore or option.ignore_glob:
         return "an option leaves tests out"
     return next((f"{each} is not a whole file" for each in config.args if "::" in each), None)
 

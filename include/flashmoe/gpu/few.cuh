@@ -260,7 +260,7 @@ struct TwoRows {
   __device__ __forceinline__ const uint8_t* row(const Block& b, uint32_t r, const WeightRows& routed,
                                                 const WeightRows& shared) const {
     const uint32_t at = r == 0 ? first : second;
-    if (kShared && b.is_shared(expert)) return shared.row(expert, at);
+    if (kShared && b.is_shared(expert)) return shared.row(expert - b.c.shape.routed_experts(), at);
     return routed.row(expert, at);
   }
 };

@@ -96,7 +96,7 @@ struct KernelArgs {
   //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router
   TensorMap gate_up, down, router, intermediate, tokens;
-  // The shared expert's, cut into slices that are the last local experts: as gate_up and down, by local expert.
+  // The shared expert's, cut into slices: as gate_up and down, of so many experts.
   TensorMap shared_gate_up, shared_down;
   // The same weights without TMA, but transposed ones: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router
   // [1][E] of H.

@@ -133,7 +133,8 @@ template <class Dtype, Activation kActivation, bool kTransposed, bool kTrace>
 __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
   const Call& c = s.call;
   const Tracer<kTrace, kThreads> trace{args, s.trace_events, s.trace_starts};
-  const uint32_t warp = threadIdx.x / 32, warpgroup = threadIdx.x / kWarpgroup;
+  uint32_t thread = threadIdx.x, warp = thread / 32;
+  const uint32_t warpgroup = thread / kWarpgroup;
   const uint32_t ring_memory = shared_address(memory);
   if (warp < kTeamWarps) {
     for (uint32_t b = blockIdx.x; b < c.blocks(); b += gridDim.x) {
@@ -158,16 +159,17 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
-  __syncwarp();  // lanes leave a wait one by one
+  __syncwarp();                 // lanes leave a wait one by one
+  if constexpr (kTransposed) {  // read again: else, with few shapes, ptxas keeps it all along the roles, and spills
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    warp = thread / 32;
+  }
 #if FLASHMOE_RDMA
   // By the first sender: every rank has one, and by now it is through with all that may fail.
   if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x))
     tell_fault<Platform>(c);
 #endif
   cluster_sync();  // neither block may leave while the other arrives at its barriers
-  uint32_t thread = threadIdx.x;
-  // Read again, with the few shapes of transposed weights: else ptxas keeps it all along the roles, and spills.
-  if constexpr (kTransposed) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   if (thread == 0) {
     trace.finish();
     leave(args, c, c.epoch);

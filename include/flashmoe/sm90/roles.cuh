@@ -258,14 +258,16 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       apart = false;
     }
     const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
-    const bool wide = slot.share.wide, shared = slot.expert >= c.shape.routed_local_experts();
+    const uint32_t routed = c.shape.routed_local_experts();
+    const bool wide = slot.share.wide, shared = slot.expert >= routed;
+    const uint32_t expert = shared ? slot.expert - routed : slot.expert;
     with_product(slot.kind, [&]<uint32_t p>() {
       constexpr uint32_t kColumns = kColumnsPerTask<p, kGated> / kClusterBlocks;  // of results, that a box makes
       const auto features = [&] {
         if constexpr (kTransposed) {
-          return spans_of<p, kGated>(args, shared, box * kColumns, slot.expert, read_once);
+          return spans_of<p, kGated>(args, shared, box * kColumns, expert, read_once);
         } else {
-          return FeatureBox{weights_of<p>(args, shared), 0, 0, box * (kColumns / 8), slot.expert, read_once};
+          return FeatureBox{weights_of<p>(args, shared), 0, 0, box * (kColumns / 8), expert, read_once};
         }
       }();
       if constexpr (Product<p>::kOfExpert) {
