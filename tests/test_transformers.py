@@ -80,14 +80,20 @@ ARCHITECTURES = {
         "linear_value_head_dim": 8,
     },
 }
-"""What a configuration of each has besides `SMALL`."""
+"""What a configuration of each has besides `SMALL`, of those on Transformers' experts interface."""
+
+OTHERS = {
+    "Llama4": {"head_dim": 16, "intermediate_size_mlp": 8, "num_local_experts": 4, "moe_layers": [1]},
+}
+"""Those that are not."""
 
 PROMPT = [[5, 17, 3, 44, 9], [60, 2, 2, 31, 8]]
 VOCABULARY = SMALL["vocab_size"]
 
 
 def config_of(name, **changes):
-    return getattr(transformers, f"{name}Config")(**{**SMALL, **ARCHITECTURES[name], **changes})
+    kind = getattr(transformers, "Llama4TextConfig" if name == "Llama4" else f"{name}Config")
+    return kind(**{**SMALL, **(ARCHITECTURES | OTHERS)[name], **changes})
 
 
 def model_of(name, dtype=torch.float32, **changes):
