@@ -16,7 +16,7 @@ from ...errors import InvalidArgument
 from ...growing import GrowingContext, Shape, growing_context
 from ...spec import DTYPES
 from ...torch_op import check_tensors
-from .recognise import ExpertsOptions, recognise
+from .recognise import ExpertsOptions, is_of_llama4, recognise
 
 NAME = "flashmoe"
 
@@ -80,9 +80,12 @@ def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> i
 
 
 def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of `model` that are on Transformers' experts interface, in its order."""
+    """The modules of `model` that are on Transformers' experts interface, and those of Llama 4, in its order."""
     return [
-        module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate")
+        module
+        for module in model.modules()
+        if (hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate"))
+        or is_of_llama4(module, "Llama4TextExperts")
     ]
 
 
