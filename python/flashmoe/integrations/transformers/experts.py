@@ -63,13 +63,25 @@ def experts_forward(
         As `flashmoe.moe`.
     """
     options = recognise(module)
+    number = number_of(module, options, top_k_index.shape[1])
+    return called(module, options, number, hidden_states, top_k_index, top_k_weights)
+
+
+def called(
+    module: torch.nn.Module,
+    options: ExpertsOptions,
+    number: int,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """What the experts module computes, by the context of that number."""
     tensors = operands_of(module, options, hidden_states) | {
         "topk_ids": top_k_index.contiguous(),
         "topk_weights": _as_taken(top_k_weights, hidden_states.dtype).contiguous(),
     }
     check_tensors(tensors)
-    top_k = top_k_index.shape[1]
-    return torch.ops.flashmoe.moe(number_of(module, options, top_k), **tensors, **options.of_operator())
+    return torch.ops.flashmoe.moe(number, **tensors, **options.of_operator())
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> int:
@@ -96,9 +108,14 @@ def of_group(module: torch.nn.Module, context: Context) -> None:
     nor is a share a state to be saved under the names of all.
     """
     vars(module)[_CONTEXT] = context
-    vars(module)[_LOCAL] = len(context.local_experts())
+    mark_as_share(module, len(context.local_experts()))
     module.__class__ = _always(type(module))
     module.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def mark_as_share(module: torch.nn.Module, experts: int) -> None:
+    """Says that the module's tensors are of so many experts, those of this rank."""
+    vars(module)[_LOCAL] = experts
 
 
 @cache

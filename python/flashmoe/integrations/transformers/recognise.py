@@ -38,7 +38,8 @@ FLAGS = {
     "has_post_expert_norm": (False, "False"),
     "_is_expert_parallel": (
         False,
-        "False; for experts spread over ranks see flashmoe.integrations.transformers.parallelize",
+        "False; for experts spread over ranks see flashmoe.integrations.transformers.parallelize, or from Transformers "
+        'release 5.23 on DistributedConfig(ep_implementation="flashmoe")',
     ),
 }
 """Attributes that the operator has one value of: that value, and the expectation in words. Not every release of
@@ -77,11 +78,12 @@ class ExpertsOptions:
         return (second, first) if self.transposed else (first, second)
 
 
-def recognise(module: torch.nn.Module) -> ExpertsOptions:
-    """Raises `InvalidArgument` for a module that computes what the operator does not."""
+def recognise(module: torch.nn.Module, *, is_share: bool = False) -> ExpertsOptions:
+    """Raises `InvalidArgument` for a module that computes what the operator does not. `is_share`: the caller knows that
+    its tensors are of this rank's experts, and calls it with the ids of all."""
     for name, (value, expected) in FLAGS.items():
         got = getattr(module, name, value)
-        if got is not value:
+        if got is not value and not (is_share and name == "_is_expert_parallel"):
             raise _refusal(module, name, expected, got)
     if is_of_llama4(module, "Llama4TextExperts"):
         activation, names = _activation(module, GATED), ("gate_up_proj", "down_proj", None, None)
