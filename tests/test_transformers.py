@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,17 +198,6 @@ def test_saved_models_are_those_of_eager_experts(model, tmp_path):
     assert torch.equal(logits_of(again, PROMPT), expected)
     again.save_pretrained(tmp_path / "again")
     assert stored(tmp_path / "again") == stored(tmp_path / "eager")
-
-
-def test_the_shipped_model_writes_what_it_writes_with_eager_experts():
-    with resources.as_file(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe") as folder:
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        model = load(folder, dtype=torch.float32, experts_implementation=NAME)
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    prompt = tokenizer("It was a truth", return_tensors="pt").input_ids.tolist()
-    texts = [tokenizer.decode(greedy(with_experts(model, each), prompt, 200)[0]) for each in (NAME, "eager")]
-    assert texts[0] == texts[1]
-    assert len(set(texts[0].split())) > 20  # a text, not one word again and again
 
 
 # Experts modules
