@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
+import flashmoe
+import numpy as np
 import pytest
 import torch
+from flashmoe.checkpoint import shipped_layer
 
 pytest.importorskip("transformers")
 
@@ -74,3 +80,17 @@ def test_a_lost_expert_would_be_noticed(eager):
     with torch.no_grad():
         experts_modules(without)[0].down_proj[7].zero_()
     assert perplexity(losses_of(without, windows())) > expected * (1.0 + 5.0 * ALIKE)
+
+
+def test_the_routing_of_the_passage_can_be_drawn(tmp_path):
+    """By the example; of layer 1, whose hidden states are shipped, by the command's own count."""
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, str(root / "examples" / "routing_map.py"), str(tmp_path / "map.png")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+    layer, states = shipped_layer()
+    with flashmoe.Context(max_tokens=2048, hidden=256, intermediate=128, experts=16, top_k=4, dtype="bfloat16") as ctx:
+        flashmoe.moe(ctx, states, **layer.tensors(), **layer.rule())
+        load = np.bincount(ctx.last_call.topk_ids.ravel(), minlength=16)
+    expected = f"busiest expert {load.argmax()} with {load.max()} of 2048 tokens, {load.max() / load.mean():.2f} times"
+    assert f"layer 1: {expected} the mean; least busy {load.min()}" in said
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
