@@ -16,7 +16,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from ...context import Context, context_id
 from ...growing import Shape, rounded_tokens
-from .experts import NAME, called, mark_as_share
+from .experts import NAME, mark_as_share, routed_operands
 from .recognise import recognise
 
 
@@ -51,8 +51,9 @@ class ExpertParallel(EPImplementation):
         first = self.tp_mesh.get_local_rank() * rows
         mine = [each[first : first + rows] for each in (hidden_states, top_k_index, top_k_weights)]
         options = recognise(self._experts, is_share=True)
+        tensors = routed_operands(self._experts, options, *mine)
         context = self._context(options.sizes(self._experts), mine, rows)
-        y = called(self._experts, options, context_id(context), *mine)
+        y = torch.ops.flashmoe.moe(context_id(context), **tensors, **options.of_operator())
         return _Gathered.apply(y, self.tp_mesh.get_group(), tokens, first, rows) if sharing > 1 else y
 
     def _context(self, sizes: tuple[int, int], mine: list[Tensor], rows: int) -> Context:

@@ -63,25 +63,21 @@ def experts_forward(
         As `flashmoe.moe`.
     """
     options = recognise(module)
+    tensors = routed_operands(module, options, hidden_states, top_k_index, top_k_weights)
     number = number_of(module, options, top_k_index.shape[1])
-    return called(module, options, number, hidden_states, top_k_index, top_k_weights)
+    return torch.ops.flashmoe.moe(number, **tensors, **options.of_operator())
 
 
-def called(
-    module: torch.nn.Module,
-    options: ExpertsOptions,
-    number: int,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
-    """What the experts module computes, by the context of that number."""
-    tensors = operands_of(module, options, hidden_states) | {
+def routed_operands(
+    module: torch.nn.Module, options: ExpertsOptions, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> dict[str, Tensor | None]:
+    """`operands_of`, and the choices and weights of a router."""
+    tensors = operands_of(module, options, x) | {
         "topk_ids": top_k_index.contiguous(),
-        "topk_weights": _as_taken(top_k_weights, hidden_states.dtype).contiguous(),
+        "topk_weights": _as_taken(top_k_weights, x.dtype).contiguous(),
     }
     check_tensors(tensors)
-    return torch.ops.flashmoe.moe(number, **tensors, **options.of_operator())
+    return tensors
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> int:
