@@ -21,5 +21,5 @@ model = load_parallel(path, max_tokens=4096, device=device)
 tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
 ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
 text = tokenizer.decode(model.generate(ids, max_new_tokens=50, do_sample=False, synced_gpus=True)[0])
-print(f"rank {dist.get_rank()}: {text}", flush=True)
+print(f"rank {dist.get_rank()}: {text}\n", end="", flush=True)  # one write, so that lines of ranks stay whole
 dist.destroy_process_group()

@@ -120,7 +120,7 @@ def test_more_than_ten_experts_keep_their_numeric_order(write):
     np.testing.assert_array_equal(layer.gate_up_proj[:, -1, 0], np.arange(experts))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "relu2"])
 def test_ungated_experts(write, activation):
     layer = load_layer(write(fused(gated=False), without(CONFIG, hidden_act=activation)))
     assert layer.gate_up_proj.shape == (EXPERTS, INTERMEDIATE, HIDDEN)
@@ -254,8 +254,12 @@ def test_no_moe_layer(write):
 
 
 def test_two_blocks_with_one_layer_index(write):
-    with refused("path", "expected one MoE block in layer 1", "model.layers.1.mlp", "mtp.layers.1.mlp"):
-        load_layer(write(fused() | fused("mtp.layers.1.mlp")))
+    with refused("path", "expected one MoE block in layer 1", "model.layers.1.mlp", "visual.layers.1.mlp"):
+        load_layer(write(fused() | fused("visual.layers.1.mlp")))
+
+
+def test_layers_that_predict_further_tokens_are_none_of_the_model(write):
+    assert load_layer(write(fused("mtp.layers.0.mlp") | fused())).name == BLOCK
 
 
 @pytest.mark.parametrize("missing", ["gate.weight", "experts.gate_up_proj"])
@@ -275,11 +279,9 @@ def test_missing_expert(write, expert, projection):
         load_layer(write(tensors))
 
 
-@pytest.mark.parametrize(
-    "extra", ["experts.4.up_proj.weight", "shared_expert.up_proj.weight", "gate.e_score_correction_bias"]
-)
+@pytest.mark.parametrize("extra", ["experts.4.up_proj.weight", "router_norm.weight", "gate.e_score_correction_bias"])
 def test_tensors_the_layer_cannot_express(write, extra):
-    with refused(BLOCK, "expected a router and routed experts alone", "got", extra):
+    with refused(BLOCK, "expected a router and routed experts alone, as Qwen3-MoE has them", "got also", extra):
         load_layer(write(per_expert() | {f"{BLOCK}.{extra}": random_array(INTERMEDIATE, HIDDEN)}))
 
 
@@ -386,7 +388,7 @@ def test_renormalize_that_is_no_boolean(write):
         load_layer(write(fused(), without(CONFIG, norm_topk_prob="yes")))
 
 
-@pytest.mark.parametrize(("gated", "hidden_act"), [(True, "gelu"), (True, ["silu"]), (False, "relu2"), (False, None)])
+@pytest.mark.parametrize(("gated", "hidden_act"), [(True, "relu"), (True, ["silu"]), (False, "tanh"), (False, None)])
 def test_activation_the_layer_cannot_express(write, gated, hidden_act):
     with refused("activation", "expected", "got", repr(hidden_act)):
         load_layer(write(fused(gated=gated), without(CONFIG, hidden_act=hidden_act)))
@@ -394,7 +396,7 @@ def test_activation_the_layer_cannot_express(write, gated, hidden_act):
 
 def test_ungated_experts_need_an_activation(write):
     folder = write(fused(gated=False), config=None)
-    with refused("activation", "expected silu or gelu or relu for ungated experts", "got"):
+    with refused("activation", "expected silu or swish or gelu or gelu_python or relu or relu2 for ungated", "got"):
         load_layer(folder, top_k=1)
     assert load_layer(folder, top_k=1, activation="relu").activation == "relu"
 

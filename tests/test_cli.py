@@ -92,9 +92,12 @@ def test_run_of_every_dtype_and_return_mode(tmp_path, capsys, dtype, mode):
 
 
 def test_run_of_a_checkpoint_folder(tmp_path, shipped, capsys):
-    options = ["--engine", "cpu", "--layer", str(shipped), "--tokens", "5"]
-    assert main(["run", *options, "--out", str(tmp_path)]) == 0
-    assert "random tokens, seed 0" in capsys.readouterr().out
+    options = ["--engine", "cpu", "--checkpoint", str(shipped), "--tokens", "5"]
+    for layer in (0, 1):
+        assert main(["run", *options, "--layer", str(layer), "--out", str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        assert "random tokens, seed 0" in printed and f"model.layers.{layer}.mlp" in printed
+    assert "layer: expected one of the MoE layers" in run_failing(capsys, "run", *options, "--layer", "99")
 
 
 def test_run_on_one_rank_and_one_token(tmp_path, capsys):
@@ -164,8 +167,8 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
     [
         (["--engine", "tpu"], "--engine: expected one of auto, cpu, cuda, got 'tpu'"),
         (["--model", "gpt-5"], "expected one of flashmoe-paper"),
-        (["--layer", "/nonexistent"], "/nonexistent"),
-        (["--layer", ".", "--model", "olmoe"], "expected one of them, got both"),
+        (["--checkpoint", "/nonexistent"], "/nonexistent"),
+        (["--checkpoint", ".", "--model", "olmoe"], "expected one of them, got both"),
         (["--ranks", "0"], "expected at least 1"),
         (["--ranks", "two"], "--ranks"),
         (["--tokens", "0"], "expected at least 1"),
@@ -177,7 +180,9 @@ def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
         (["--model", "olmoe", "--scale", "0.01", "--skew", "nan"], "skew: expected a number in [0, 16], got nan"),
         (["--model", "olmoe", "--scale", "0.01", "--seed", "-1"], "--seed: expected at least 0, got -1"),
         (["--skew", "1"], "--skew: has an effect only with --model"),
-        (["--seed", "1"], "--seed: has an effect only with --model or --layer"),
+        (["--seed", "1"], "--seed: has an effect only with --model or --checkpoint"),
+        (["--layer", "1"], "--layer: has an effect only with --checkpoint"),
+        (["--layer", "-1"], "--layer: expected at least 0, got -1"),
         (["--out", "/dev/null/folder"], "cannot make the folder"),
         (["--nonsense"], "--nonsense"),
     ],
@@ -258,8 +263,8 @@ def test_engine_auto(gpus, lacking, ranks, chosen):
 
 def test_run_on_gpus_refuses_widths_that_they_cannot_copy(tmp_path, capsys, monkeypatch, gpus):
     shape = replace(models.find("olmoe"), hidden=12, intermediate=8)
-    monkeypatch.setattr("flashmoe.cli.workload.load_layer", lambda path: models.random_layer(shape, 0)[0])
-    error = run_failing(capsys, "run", "--engine", "cuda", "--layer", "layer", "--out", str(tmp_path))
+    monkeypatch.setattr("flashmoe.cli.workload.load_layer", lambda path, layer: models.random_layer(shape, 0)[0])
+    error = run_failing(capsys, "run", "--engine", "cuda", "--checkpoint", "layer", "--out", str(tmp_path))
     assert "--engine cuda: expected H and I multiples of 8, got H 12 and I 8" in error
 
 
@@ -354,7 +359,7 @@ def test_run_refuses_what_does_not_fit_before_making_it(tmp_path, capsys, small_
 def test_run_refuses_a_truncated_layer(tmp_path, shipped, capsys):
     file = shipped / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    assert "model.safetensors" in run_failing(capsys, "run", "--layer", str(shipped), "--out", str(tmp_path))
+    assert "model.safetensors" in run_failing(capsys, "run", "--checkpoint", str(shipped), "--out", str(tmp_path))
 
 
 def test_run_refuses_a_layer_with_a_broken_header(tmp_path, shipped, capsys):
@@ -362,7 +367,7 @@ def test_run_refuses_a_layer_with_a_broken_header(tmp_path, shipped, capsys):
     data = bytearray(file.read_bytes())
     data[:8] = b"\xff" * 8
     file.write_bytes(data)
-    assert "model.safetensors" in run_failing(capsys, "run", "--layer", str(shipped), "--out", str(tmp_path))
+    assert "model.safetensors" in run_failing(capsys, "run", "--checkpoint", str(shipped), "--out", str(tmp_path))
 
 
 def command_line(*arguments: str, before: str = "", **changes) -> subprocess.CompletedProcess:

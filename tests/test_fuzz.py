@@ -59,7 +59,7 @@ PLANTED = {
     ),
     "a message that cannot be printed": (
         "index",
-        "checkpoint.clipped = str",
+        "import flashmoe.foreign; flashmoe.foreign.clipped = str",
         b'{"weight_map": {"\\ud800.layers.0.mlp.gate.weight": "fused.safetensors"}}',
         "expected a message that can be printed",
     ),

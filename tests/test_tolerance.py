@@ -106,6 +106,26 @@ def test_relative_error_of_nothing():
     assert relative_error(np.ones((1, 4)), np.zeros((1, 4)), 0.0) == np.inf
 
 
+def test_rounded_logits_are_certain_but_where_two_numbers_meet():
+    """In float32 the logits come close; once rounded they are equal, or one step away where that is allowed."""
+    rng = np.random.default_rng(12)
+    x, router = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((T, H), (32, H)))
+    logits = router_logits(x, router).astype(ml_dtypes.bfloat16).astype(np.float64)
+    ids = choose(logits, K)
+    weights = weigh(logits, ids)
+    slack, variance = router_error(x, router, None, ids, weights, renormalize=True, round_logits=True)
+    assert 0.5 < np.mean(slack == 0.0) < 1.0  # most tokens are judged without any
+    assert slack.max() <= 2.0 * np.abs(logits).max() * 2.0**-7
+
+    logits32 = serial_dot(x.astype(np.float32), router.astype(np.float32))
+    rounded = logits32.astype(ml_dtypes.bfloat16).astype(np.float64)
+    assert check_topk(logits, choose(rounded, K), slack).all()
+    assert (np.abs(weigh(rounded, ids) - weights) <= 8.0 * np.sqrt(variance)).all()
+    assert not check_topk(logits, choose(logits32, K), slack).all()  # logits that were not rounded are noticed
+    wider, _ = router_error(x, router, None, ids, weights, renormalize=True, round_logits=True, further=np.full(T, 1.0))
+    assert (wider >= 2.0).all()
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_router_in_float32_stays_within_its_error(renormalize):
     rng = np.random.default_rng(11)

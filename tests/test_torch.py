@@ -343,8 +343,7 @@ def test_shipped_layer_as_a_module():
     limits = {name: getattr(layer, name) for name in SIZES}
     with flashmoe.Context(max_tokens=300, dtype=layer.dtype.name, **limits) as ctx:
         module = MoE.from_layer(ctx, layer)
-        options = {name: getattr(layer, name) for name in ("top_k", "activation", "renormalize")}
-        y = flashmoe.moe(ctx, x, layer.gate_up_proj, layer.down_proj, router=layer.router, **options)
+        y = flashmoe.moe(ctx, x, **layer.tensors(), **layer.rule())
         assert bits(module(tensor(x))) == bits(y)
         before = bits(layer.router), bits(layer.gate_up_proj), bits(layer.down_proj)
         with torch.no_grad():

@@ -22,7 +22,7 @@ from flashmoe.integrations.transformers.experts import NAME, experts_modules
 from flashmoe.launch import RankFailed, RankPool
 from problems import PATIENCE
 from safetensors.torch import load_file, save_file
-from test_transformers import SMALL, VOCABULARY, model_of, with_experts
+from test_transformers import VOCABULARY, model_of, with_experts
 
 ROOM = {"max_tokens": 200, "timeout": PATIENCE}
 LOAD = {"max_tokens": 200, "context_options": {"timeout": PATIENCE}}
@@ -214,10 +214,7 @@ def _refusals(rank, ranks):
             call()
         messages.append(str(caught.value))
 
-    llama4 = transformers.Llama4TextConfig(
-        **{**SMALL, "num_local_experts": 2, "head_dim": 16, "intermediate_size_mlp": 8}
-    )
-    note(lambda: parallelize(transformers.Llama4ForCausalLM(llama4), **ROOM))
+    note(lambda: parallelize(model_of("Llama4", moe_layers=[]), **ROOM))
     note(lambda: parallelize(model_of("Mixtral", hidden_act="gelu_pytorch_tanh"), **ROOM))
     model = model_of("Mixtral")
     expected = results_of(with_experts(model, NAME), rank)
@@ -241,7 +238,7 @@ def test_what_is_refused_of_a_model_that_is_to_be_spread(on_ranks):
         "save the model before it is spread over ranks"
     )
     assert [message.partition(";")[0] for message in messages] == [
-        "Llama4ForCausalLM: expected experts modules on Transformers' experts interface, got none",
+        "Llama4ForCausalLM: expected experts modules, on Transformers' interface or of Llama 4, got none",
         "MixtralExperts.act_fn: expected one of SiLU, SiLUActivation, silu, GELUActivation, gelu, got GELUTanh",
         "top_k: expected K, since PreTrainedConfig has no num_experts_per_tok, got None",
         share.partition(";")[0],

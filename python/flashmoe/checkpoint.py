@@ -2,13 +2,14 @@
 
 Needs numpy and ml_dtypes; neither torch nor transformers. Only the tensors of the layer that is asked for are read,
 once all that the files say of them is known to fit together: until then nothing of the size that a file claims is
-allocated. Three layouts are understood, found by the tensors' names:
+allocated. How the layer computes, `flashmoe.architectures` says, by the ``model_type`` of ``config.json``. Names are
+understood as they are found, in a block ``….mlp``, ``….block_sparse_moe`` or ``….feed_forward``:
 
-* fused: ``….mlp.gate.weight``, ``….mlp.experts.gate_up_proj``, ``….mlp.experts.down_proj``
-* per expert: ``….mlp.gate.weight``, ``….mlp.experts.N.{gate_proj,up_proj,down_proj}.weight``
-* Mixtral: ``….block_sparse_moe.gate.weight``, ``….block_sparse_moe.experts.N.{w1,w3,w2}.weight``
+* router: ``gate.weight`` or ``router.weight``
+* experts, merged: ``experts.gate_up_proj``, ``experts.down_proj``
+* experts, one by one: ``experts.N.{gate_proj,up_proj,down_proj}.weight``, or Mixtral's ``experts.N.{w1,w3,w2}.weight``
 
-Experts without a gate have ``up_proj`` and ``down_proj`` alone, in either of the first two layouts.
+Experts without a gate have ``up_proj`` and ``down_proj`` alone. Shared experts are left out, and named.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
+from .architectures import Architecture, architecture_of, rule_of
 from .errors import CheckpointError
-from .foreign import REFUSALS, clipped, is_count, parsed, read, reason, shown
+from .foreign import REFUSALS, checkpoint_error, is_count, parsed, read, reason, shown
 from .memory import format_bytes, machine_bytes
 from .tensor_file import DTYPES, MOST_HEADER_BYTES, Stored, TensorFile, read_header
 
@@ -37,21 +39,33 @@ MOST_CONFIG_BYTES = 2**24
 """Ten times what the largest have: those with a name for each of thousands of classes."""
 
 _BLOCK = re.compile(
-    r"(?P<block>(?:.+\.)?layers\.(?P<layer>[0-9]+)\.(?:mlp|block_sparse_moe))\.(?:gate\.weight$|experts\.)"
+    r"(?!mtp\.)"  # predicts further tokens, by layers that are numbered by themselves
+    r"(?P<block>(?:.+\.)?layers\.(?P<layer>[0-9]+)\.(?:mlp|block_sparse_moe|feed_forward))"
+    r"\.(?:(?:gate|router)\.weight$|experts\.)"
 )
+_SHARED = re.compile(r"(?P<name>shared_experts?(?:_gate)?)\.")
+_QUANTISED = {
+    "_blocks": "MXFP4",
+    "_scales": "MXFP4",
+    "weight_scale_inv": "FP8",
+    "weight_scale": "FP8",
+    "weight_packed": "packed integers",
+    "qweight": "packed integers",
+}
+"""How weights of fewer bits are stored, by the end of the name of a tensor that they have."""
 _MOST_LAYER_DIGITS = 9
 _EXPERT = re.compile(r"experts\.[0-9]+\.(?P<projection>\w+)\.weight")
 _GATED = ["gate_proj", "up_proj", "down_proj"]
 _UNGATED = ["up_proj", "down_proj"]
 _MIXTRAL = ["w1", "w3", "w2"]  # gate, up and down
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}  # by Transformers' names
 
 
 @dataclass(frozen=True, eq=False)
 class MoELayerOf(Generic[Weights]):
-    """The weights and the routing rule of one MoE layer. All share one dtype (see `DTYPES`).
+    """The weights and the routing rule of one MoE layer. All but `choice_bias` share one dtype (see `DTYPES`).
 
-    E is the number of experts, H the hidden size, I the intermediate size of one expert.
+    E is the number of experts, H the hidden size, I the intermediate size of one expert. `tensors` and `rule` are what
+    `flashmoe.moe` takes.
     """
 
     name: str
@@ -59,15 +73,30 @@ class MoELayerOf(Generic[Weights]):
     router: np.ndarray
     """[E, H]"""
     gate_up_proj: Weights
-    """[E, 2I, H], an expert's gate rows before its up rows; [E, I, H] where `activation` has no gate."""
+    """[E, 2I, H], an expert's gate rows before its up rows; [E, I, H] where `activation` has no gate. The `options`
+    ``interleaved`` and ``transposed`` say where it is otherwise."""
     down_proj: Weights
-    """[E, H, I]"""
+    """[E, H, I], or transposed."""
     top_k: int
     """Experts per token."""
     renormalize: bool
     """Whether a token's top-k probabilities are scaled to sum to one."""
     activation: str
-    """``swiglu`` (gated), ``silu``, ``gelu`` or ``relu``."""
+    """As `flashmoe.moe` takes it, such as ``swiglu``."""
+    router_bias: np.ndarray | None = None
+    """[E]"""
+    choice_bias: np.ndarray | None = None
+    """[E] float32"""
+    gate_up_bias: Weights | None = None
+    """[E, 2I] or [E, I]"""
+    down_bias: Weights | None = None
+    """[E, H]"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Those of `flashmoe.arguments.LayerOptions` that are not as by default."""
+    own_router: str = ""
+    """The name of a rule that `flashmoe.moe` does not compute: it takes the layer's experts with given routing."""
+    left_out: tuple[str, ...] = ()
+    """Names of what else the model's block has: a shared expert, whose results the model adds to the layer's."""
 
     @property
     def experts(self) -> int:
@@ -82,7 +111,7 @@ class MoELayerOf(Generic[Weights]):
     @property
     def intermediate(self) -> int:
         """I."""
-        return self.down_proj.shape[2]
+        return self.down_proj.shape[1 if self.options.get("transposed") else 2]
 
     @property
     def dtype(self) -> np.dtype:
@@ -91,7 +120,23 @@ class MoELayerOf(Generic[Weights]):
 
     def with_experts(self, experts: Sequence[int]) -> Self:
         """The layer with the weights of these experts alone, in this order; its router remains [E, H]."""
-        return replace(self, gate_up_proj=self.gate_up_proj[experts], down_proj=self.down_proj[experts])
+        return replace(self, **{name: each[experts] for name, each in self._of_experts().items()})
+
+    def tensors(self) -> dict[str, Any]:
+        """The layer's tensors, by the names of `flashmoe.moe`; without the router where it is the model's own."""
+        routers = {} if self.own_router else {"router": self.router, "router_bias": self.router_bias}
+        routers["choice_bias"] = self.choice_bias
+        return self._of_experts() | {name: each for name, each in routers.items() if each is not None}
+
+    def rule(self) -> dict[str, Any]:
+        """The other arguments of `flashmoe.moe` that the layer decides on."""
+        routing = {} if self.own_router else {"top_k": self.top_k, "renormalize": self.renormalize}
+        return {"activation": self.activation, **routing, **self.options}
+
+    def _of_experts(self) -> dict[str, Weights]:
+        """The tensors whose first axis are the experts, by the names of `flashmoe.moe`."""
+        named = {name: getattr(self, name) for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")}
+        return {name: each for name, each in named.items() if each is not None}
 
 
 class MoELayer(MoELayerOf[np.ndarray]):
@@ -111,32 +156,35 @@ def load_layer(
     Args:
         path: a ``.safetensors`` file, or a checkpoint folder holding ``model.safetensors``, or
             ``model.safetensors.index.json`` and its shards. The ``config.json`` beside the tensors, if there
-            is one, says how the layer routes and activates.
+            is one, says how the layer routes and activates: its ``model_type`` is one of
+            `flashmoe.architectures.ARCHITECTURES`, or missing.
         layer: the decoder layer's index; None takes the first that is an MoE layer.
         top_k, renormalize: override the config's ``num_experts_per_tok`` and ``norm_topk_prob``. Without a
             ``config.json``, `top_k` is required and `renormalize` is True if not given.
-        activation: overrides the config's ``hidden_act``: ``swiglu`` for gated experts, else ``silu``,
-            ``gelu`` or ``relu``. Without a ``config.json``, gated experts are taken to be ``swiglu``.
+        activation: overrides the config's ``hidden_act``: ``swiglu`` or ``geglu`` for gated experts, else ``silu``,
+            ``gelu``, ``relu`` or ``relu2``. Without a ``config.json``, gated experts are taken to be ``swiglu``.
 
     Raises:
         CheckpointError: a file is missing, truncated or not what its name says; the layer is absent or lacks
-            a tensor; the block holds a tensor that `MoELayer` cannot express, such as a shared expert; shapes
-            or dtypes disagree with each other or with the config; or the routing rule is unknown.
+            a tensor; the block holds a tensor that `MoELayer` has no place for, or quantised weights; shapes or
+            dtypes disagree with each other or with the config; or the model or its routing rule is unknown.
     """
     path = Path(path)
     tensors = _Tensors.find(path)
     config = _read_config(path if os.path.isdir(path) else path.parent)
+    row = architecture_of(config)
     block = _find_block(tensors.names, layer)
-    plan, gated = _plan_block(tensors, block)
-    _one_dtype(block, (planned.dtype for planned in plan.values()))
-    _check_shapes(block, plan, gated)
-    _check_sizes(block, plan, config)
-    rule = {
-        "top_k": _resolve_top_k(top_k, config, plan["router"].shape[0]),
-        "renormalize": _resolve_renormalize(renormalize, config),
-        "activation": _resolve_activation(activation, config, gated),
-    }
-    return MoELayer(name=block, **_read_planned(plan), **rule)
+    plan, gated, left_out = _plan_block(tensors, block, row)
+    _one_dtype(block, (planned.dtype for name, planned in plan.items() if name != "choice_bias"))
+    sizes = _checked_sizes(block, plan, gated, bool(row.options.get("transposed")))
+    _check_config(block, row, config, **sizes)
+    overrides = {"top_k": top_k, "renormalize": renormalize, "activation": activation}
+    rule = rule_of(row, config, gated=gated, experts=sizes["experts"], **overrides)
+    fields = {name: rule.pop(name, True) for name in overrides}  # a router of the model's own has no renormalize
+    arrays = _read_planned(plan)
+    if "choice_bias" in arrays:
+        arrays["choice_bias"] = arrays["choice_bias"].astype(np.float32)
+    return MoELayer(name=block, **arrays, **fields, options=rule, own_router=row.own_router, left_out=left_out)
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
@@ -153,7 +201,7 @@ def load_hidden_states(path: str | Path) -> np.ndarray:
     """
     stored = _Tensors.find(Path(path)).stored("hidden_states")
     if len(stored.shape) != 2 or 0 in stored.shape:
-        raise _error("hidden_states", "a non-empty array [T, H]", f"shape {shown(list(stored.shape))}")
+        raise checkpoint_error("hidden_states", "a non-empty array [T, H]", f"shape {shown(list(stored.shape))}")
     return _read_planned({"hidden_states": _Planned.of(stored)})["hidden_states"]
 
 
@@ -171,17 +219,13 @@ def shipped_layer() -> tuple[MoELayer, np.ndarray]:
         return load_layer(assets / "tiny-qwen3-moe", layer), hidden_states
 
 
-def _error(argument: str, expected: str, got: object) -> CheckpointError:
-    return CheckpointError(f"{clipped(argument)}: expected {clipped(expected)}, got {clipped(got)}")
-
-
 @contextmanager
 def _expecting(what: str) -> Iterator[None]:
     """Every way in which reading a file can fail is a CheckpointError."""
     try:
         yield
     except REFUSALS as error:
-        raise _error("path", what, reason(error)) from error
+        raise checkpoint_error("path", what, reason(error)) from error
 
 
 def _header_of(path: Path) -> TensorFile:
@@ -211,7 +255,7 @@ class _Tensors:
             return cls._of_index(index)
         if os.path.lexists(file):
             return cls._of_file(file)
-        raise _error("path", f"{file.name} or {index.name} in {path}", "a folder with neither")
+        raise checkpoint_error("path", f"{file.name} or {index.name} in {path}", "a folder with neither")
 
     @classmethod
     def _of_file(cls, path: Path) -> _Tensors:
@@ -224,10 +268,10 @@ class _Tensors:
     def _of_index(cls, index: Path) -> _Tensors:
         shards = _read_json(index, MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise _error("weight_map", f"an object of tensor names to file names in {index}", shown(shards))
+            raise checkpoint_error("weight_map", f"an object of tensor names to file names in {index}", shown(shards))
         for shard in shards.values():
             if shard in ("", ".", "..") or "/" in shard or "\0" in shard:  # an index must not reach out of its folder
-                raise _error("weight_map", f"plain file names in {index}", shown(shard))
+                raise checkpoint_error("weight_map", f"plain file names in {index}", shown(shard))
         return cls(index, {name: index.parent / shard for name, shard in shards.items()})
 
     @property
@@ -242,14 +286,14 @@ class _Tensors:
         """What a file says of a tensor in one of `DTYPES`."""
         path = self._files.get(name)
         if path is None:
-            raise _error("path", f"a tensor {name} in {self._origin}", "no tensor of that name")
+            raise checkpoint_error("path", f"a tensor {name} in {self._origin}", "no tensor of that name")
         if path not in self._headers:
             self._headers[path] = _header_of(path)
         stored = self._headers[path].tensors.get(name)
         if stored is None:
-            raise _error("path", f"a tensor {name} in {path}", "no tensor of that name")
+            raise checkpoint_error("path", f"a tensor {name} in {path}", "no tensor of that name")
         if stored.dtype not in DTYPES:
-            raise _error(f"{name} dtype", f"one of {', '.join(DTYPES)}", stored.dtype)
+            raise checkpoint_error(f"{name} dtype", f"one of {', '.join(DTYPES)}", stored.dtype)
         return stored
 
 
@@ -257,7 +301,7 @@ def _read_json(path: Path, most: int) -> dict[str, Any]:
     with _expecting(f"readable JSON at {path}"):
         content = parsed(read(path, most))
     if not isinstance(content, dict):
-        raise _error("path", f"a JSON object at {path}", type(content).__name__)
+        raise checkpoint_error("path", f"a JSON object at {path}", type(content).__name__)
     return content
 
 
@@ -271,21 +315,22 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
     return text_config if isinstance(text_config, dict) else config
 
 
-def _find_block(names: Iterable[str], layer: int | None) -> str:
+def _find_block(names: Sequence[str], layer: int | None) -> str:
     """The name of the MoE block of decoder layer `layer`, or of the first layer that has one."""
     blocks: dict[int, str] = {}
     for match in filter(None, map(_BLOCK.match, names)):
         if len(match["layer"]) > _MOST_LAYER_DIGITS:
-            raise _error("path", f"layer numbers of at most {_MOST_LAYER_DIGITS} digits", match["block"])
+            raise checkpoint_error("path", f"layer numbers of at most {_MOST_LAYER_DIGITS} digits", match["block"])
         found = blocks.setdefault(int(match["layer"]), match["block"])
         if found != match["block"]:
-            raise _error("path", f"one MoE block in layer {match['layer']}", f"{found} and {match['block']}")
+            raise checkpoint_error("path", f"one MoE block in layer {match['layer']}", f"{found} and {match['block']}")
     if not blocks:
-        raise _error("path", "a checkpoint with an MoE layer", "no router or expert tensor")
+        raise checkpoint_error("path", "a checkpoint with an MoE layer", "no router or expert tensor")
     if layer is None:
         return blocks[min(blocks)]
     if layer not in blocks:
-        raise _error("layer", f"one of the MoE layers {sorted(blocks)}", layer)
+        dense = any(f"layers.{layer}." in name for name in names)
+        raise checkpoint_error("layer", f"one of the MoE layers {sorted(blocks)}", f"{layer}{', a dense one' * dense}")
     return blocks[layer]
 
 
@@ -311,12 +356,16 @@ class _Planned:
         return sum(stored.bytes for _, stored in self.parts)
 
 
-def _plan_block(tensors: _Tensors, block: str) -> tuple[dict[str, _Planned], bool]:
-    """Router, gate_up_proj and down_proj of `block`, and whether its experts are gated."""
+def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[str, _Planned], bool, tuple[str, ...]]:
+    """The tensors of `block`, by the fields of `MoELayer`; whether its experts are gated; what is left out."""
     parts = {name.removeprefix(f"{block}.") for name in tensors.names if name.startswith(f"{block}.")}
-    router = tensors.stored(f"{block}.gate.weight")
+    shared = {part: match["name"] for part in parts if (match := _SHARED.match(part))}
+    parts -= shared.keys()
+    _check_not_quantised(block, parts)
+    router_name = "router.weight" if "router.weight" in parts else "gate.weight"
+    router = tensors.stored(f"{block}.{router_name}")
     if len(router.shape) != 2 or 0 in router.shape:
-        raise _error(router.name, "a non-empty array [E, H]", f"shape {shown(list(router.shape))}")
+        raise checkpoint_error(router.name, "a non-empty array [E, H]", f"shape {shown(list(router.shape))}")
     plan = {"router": _Planned.of(router)}
 
     if "experts.down_proj" in parts:
@@ -333,12 +382,24 @@ def _plan_block(tensors: _Tensors, block: str) -> tuple[dict[str, _Planned], boo
         experts = [[tensors.stored(f"{block}.{name}") for name in expert] for expert in names]
         used = {stored.name.removeprefix(f"{block}.") for expert in experts for stored in expert}
         plan |= _plan_experts(block, experts)
+    plan |= {argument: _Planned.of(tensors.stored(f"{block}.{name}")) for argument, name in row.tensors.items()}
 
-    unknown = sorted(parts - used - {"gate.weight"})
+    unknown = sorted(parts - used - {router_name} - set(row.tensors.values()))
     if unknown:
-        # Dropping a shared expert or a router bias would silently give another layer than the model's.
-        raise _error(block, "a router and routed experts alone", f"also {', '.join(unknown[:4])}")
-    return plan, gated
+        # Dropping a router's bias would silently give another layer than the model's.
+        raise checkpoint_error(
+            block, f"a router and routed experts alone, as {row.name} has them", f"also {', '.join(unknown[:4])}"
+        )
+    return plan, gated, tuple(sorted(set(shared.values())))
+
+
+def _check_not_quantised(block: str, parts: Iterable[str]) -> None:
+    for part in sorted(parts):
+        for end, kind in _QUANTISED.items():
+            if part.endswith(end):
+                raise checkpoint_error(
+                    block, f"weights in {', '.join(DTYPES)}, or dequantised to them", f"{kind}: {part}"
+                )
 
 
 def _projections(parts: set[str]) -> list[str]:
@@ -357,7 +418,7 @@ def _plan_experts(block: str, experts: list[list[Stored]]) -> dict[str, _Planned
         shapes = sorted({matrix.shape for matrix in matrices})
         if len(shapes) > 1 or len(shapes[0]) != 2:
             got = f"shapes {', '.join(shown(list(shape)) for shape in shapes[:4])}"
-            raise _error(f"{block}.experts", f"{what} projections that are matrices of one shape", got)
+            raise checkpoint_error(f"{block}.experts", f"{what} projections that are matrices of one shape", got)
     inner, hidden = first[0][0].shape
     rows = [slice(k * inner, (k + 1) * inner) for k in range(len(first))]
     gate_up = [((i, rows[k]), expert[k]) for i, expert in enumerate(experts) for k in range(len(first))]
@@ -371,38 +432,50 @@ def _one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
     """The dtype that all are."""
     found = sorted(set(dtypes), key=str)
     if len(found) != 1:
-        raise _error(f"{name} dtype", "one dtype", f"mixed {', '.join(map(str, found))}")
+        raise checkpoint_error(f"{name} dtype", "one dtype", f"mixed {', '.join(map(str, found))}")
     return found[0]
 
 
-def _check_shapes(block: str, plan: dict[str, _Planned], gated: bool) -> None:
-    """Raise unless router [E, H], gate_up_proj [E, 2I or I, H] and down_proj [E, H, I] fit together."""
+def _checked_sizes(block: str, plan: dict[str, _Planned], gated: bool, transposed: bool) -> dict[str, int]:
+    """E, H and I, once the tensors are known to fit together."""
     experts, hidden = plan["router"].shape
-    down, gate_up = plan["down_proj"].shape, plan["gate_up_proj"].shape
-    if len(down) != 3 or down[:2] != (experts, hidden) or down[2] == 0:
-        raise _error(f"{block} down_proj", f"shape [{experts}, {hidden}, I]", shown(list(down)))
-    rows = down[2] * (2 if gated else 1)
-    if gate_up != (experts, rows, hidden):
-        raise _error(f"{block} gate_up_proj", f"shape {[experts, rows, hidden]}", shown(list(gate_up)))
+    down = plan["down_proj"].shape
+    order = slice(None, None, -1 if transposed else 1)
+    if len(down) != 3 or down[0] != experts or down[1:][order][0] != hidden or 0 in down:
+        raise checkpoint_error(
+            f"{block} down_proj", f"shape [{experts}, {', '.join([str(hidden), 'I'][order])}]", shown(list(down))
+        )
+    inner = down[1:][order][1]
+    rows = inner * (2 if gated else 1)
+    expected = {
+        "gate_up_proj": [experts, *[rows, hidden][order]],
+        "router_bias": [experts],
+        "choice_bias": [experts],
+        "gate_up_bias": [experts, rows],
+        "down_bias": [experts, hidden],
+    }
+    for name, shape in expected.items():
+        if name in plan and list(plan[name].shape) != shape:
+            raise checkpoint_error(f"{block} {name}", f"shape {shape}", shown(list(plan[name].shape)))
+    return {"experts": experts, "hidden": hidden, "inner": inner}
 
 
-def _check_sizes(block: str, plan: dict[str, _Planned], config: dict[str, Any] | None) -> None:
+def _check_config(
+    block: str, row: Architecture, config: dict[str, Any] | None, *, experts: int, hidden: int, inner: int
+) -> None:
     """Raise unless the sizes are those of the config, as far as it says them."""
-    experts, hidden, inner = plan["down_proj"].shape
     config = config or {}
-    named = {"hidden_size": hidden, "moe_intermediate_size": inner}
+    named = {"hidden_size": hidden, row.width: inner}
     named |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
-    if config.get("model_type") == "mixtral":  # else the width of layers without experts
-        named["intermediate_size"] = inner
     for key, size in named.items():
         said = config.get(key)
         if said is None:
             continue
         what = key.replace("_", " ")
         if not is_count(said):
-            raise _error(f"{block} {what}", f"an integer in config.json's {key}", shown(said))
+            raise checkpoint_error(f"{block} {what}", f"an integer in config.json's {key}", shown(said))
         if said != size:
-            raise _error(f"{block} {what}", f"{said}, the {key} of config.json", size)
+            raise checkpoint_error(f"{block} {what}", f"{said}, the {key} of config.json", size)
 
 
 # ---- reading it ------------------------------------------------------------------------------------------------------
@@ -433,46 +506,4 @@ def _no_memory(planned: _Planned, got: str) -> CheckpointError:
     _, first = planned.parts[0]
     many = f" and {len(planned.parts) - 1} more" if len(planned.parts) > 1 else ""
     size = f"{format_bytes(planned.bytes)} ({planned.bytes} bytes)"
-    return _error(f"{first.name}{many}", f"memory for {size} of {first.path}", got)
-
-
-# ---- the rule --------------------------------------------------------------------------------------------------------
-
-
-def _resolve_top_k(top_k: int | None, config: dict[str, Any] | None, experts: int) -> int:
-    if top_k is None:
-        top_k = (config or {}).get("num_experts_per_tok")
-    if top_k is None:
-        raise _error("top_k", "num_experts_per_tok in a config.json, or the argument", "neither")
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= experts:
-        raise _error("top_k", f"an integer from 1 to the {experts} experts", shown(top_k))
-    return top_k
-
-
-def _resolve_renormalize(renormalize: bool | None, config: dict[str, Any] | None) -> bool:
-    """The argument, else the config; a config without the key means what Transformers takes it to mean."""
-    if renormalize is None and config is not None:
-        always = config.get("model_type") == "mixtral"  # Mixtral has no such option
-        renormalize = config.get("norm_topk_prob", always)
-    if renormalize is None:
-        return True
-    if not isinstance(renormalize, bool):
-        raise _error("renormalize", "true or false", shown(renormalize))
-    return renormalize
-
-
-def _resolve_activation(activation: str | None, config: dict[str, Any] | None, gated: bool) -> str:
-    """The argument, else the config's hidden_act, else SwiGLU for gated experts."""
-    if activation is None:
-        hidden_act = (config or {}).get("hidden_act", "silu" if gated else None)
-        activation = _ACTIVATIONS.get(hidden_act) if isinstance(hidden_act, str) else None
-        got = f"hidden_act {shown(hidden_act)}"
-        if gated and activation == "silu":
-            activation = "swiglu"
-    else:
-        got = shown(activation)
-    expected = ("swiglu",) if gated else ("silu", "gelu", "relu")
-    if activation not in expected:
-        experts = "gated" if gated else "ungated"
-        raise _error("activation", f"{' or '.join(expected)} for {experts} experts", got)
-    return activation
+    return checkpoint_error(f"{first.name}{many}", f"memory for {size} of {first.path}", got)

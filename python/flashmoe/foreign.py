@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .errors import CheckpointError
+
 REFUSALS = (OSError, ValueError, MemoryError)
 
 KINDS = {
@@ -113,3 +115,8 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error)
+
+
+def checkpoint_error(argument: str, expected: str, got: object) -> CheckpointError:
+    """The package's error for a checkpoint that is not as it should be."""
+    return CheckpointError(f"{clipped(argument)}: expected {clipped(expected)}, got {clipped(got)}")

@@ -28,6 +28,14 @@ class Shape(NamedTuple):
     shared_intermediate: int = 0
 
 
+def rounded_tokens(tokens: int, device: int | None) -> int:
+    """T of a context that is made for a call of T tokens on that device, so that it lasts for some larger ones."""
+    most = MAX_TOKENS if device is None else MAX_CUDA_TOKENS
+    if tokens > most:
+        return tokens  # the context says so
+    return min(most, max(_FEWEST_TOKENS, 1 << (tokens - 1).bit_length()))
+
+
 class GrowingContext:
     """One rank alone, with memory for as many tokens as any call has had so far.
 
@@ -58,16 +66,11 @@ class GrowingContext:
                         "memory cannot be taken during a capture"
                     )
                 self._context = None  # first, so that both need not fit into memory
-                self._context = Context(max_tokens=self._rounded(tokens), **self.shape._asdict())
+                room = rounded_tokens(tokens, self.shape.device)
+                self._context = Context(max_tokens=room, **self.shape._asdict())
             if capturing and self._context not in self._captured:
                 self._captured.append(self._context)
             return self._context
-
-    def _rounded(self, tokens: int) -> int:
-        most = MAX_TOKENS if self.shape.device is None else MAX_CUDA_TOKENS
-        if tokens > most:
-            return tokens  # the context says so
-        return min(most, max(_FEWEST_TOKENS, 1 << (tokens - 1).bit_length()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingContext:
         """The same: copies of a model share it."""

@@ -299,30 +299,38 @@ class MoE(torch.nn.Module):
         """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
         context's engine computes: in host memory or on its GPU.
 
-        `layer` comes from `flashmoe.checkpoint.load_layer` and decides the sizes, `activation`, `renormalize`
-        and the dtype. The other parameters and the errors are those of the class.
+        `layer` comes from `flashmoe.checkpoint.load_layer` and decides the sizes, the rule of its router, what its
+        experts compute, and the dtype. What the layer has `left_out` the module has not. The other parameters and the
+        errors are those of the class.
         """
+        if layer.own_router:
+            raise InvalidArgument(f"layer: expected a router that flashmoe.moe computes, got {layer.own_router}")
         with torch.device("meta"):  # the parameters are about to be replaced
             module = cls(
                 ctx,
                 layer.hidden,
                 layer.intermediate,
                 layer.experts,
-                layer.top_k,
-                activation=layer.activation,
-                renormalize=layer.renormalize,
                 placement=placement,
+                router_bias=layer.router_bias is not None,
+                choice_bias=layer.choice_bias is not None,
+                expert_bias=layer.down_bias is not None,
                 capacity_factor=capacity_factor,
                 return_mode=return_mode,
                 exact=exact,
                 dtype=getattr(torch, layer.dtype.name),
+                **layer.rule(),
             )
         mine = module.experts.ids
-        weights = {
-            "gate.weight": layer.router.copy(),
-            "experts.gate_up_proj": layer.gate_up_proj[mine],
-            "experts.down_proj": layer.down_proj[mine],
+        of_router = {"weight": layer.router, "bias": layer.router_bias, "choice_bias": layer.choice_bias}
+        of_experts = {
+            "gate_up_proj": layer.gate_up_proj,
+            "down_proj": layer.down_proj,
+            "gate_up_proj_bias": layer.gate_up_bias,
+            "down_proj_bias": layer.down_bias,
         }
+        weights = {f"gate.{name}": each.copy() for name, each in of_router.items() if each is not None}
+        weights |= {f"experts.{name}": each[mine] for name, each in of_experts.items() if each is not None}
         device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
         state = {name: _tensor(array).to(device) for name, array in weights.items()}
         module.load_state_dict(state, assign=True)

@@ -188,15 +188,28 @@ def router_error(
     score: str = "softmax",
     choice_bias: np.ndarray | None = None,
     groups: int = 1,
+    round_logits: bool = False,
+    further: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of a router evaluated in float32: slack [T] for `reference.check_topk`, variance [T, K] of the weights.
 
     The slack is 8 standard deviations of the difference of the token's two least certain values that
     `reference.choice_values` has. The relative error of a weight is that of its score less that of the sum which
-    divides it: with a softmax, where every score is divided by such a sum, that of its exponential.
+    divides it: with a softmax, where every score is divided by such a sum, that of its exponential. `further` [T] is
+    what a logit may besides be off by, which counts for the choice.
+
+    With `round_logits`, a logit that is rounded to x's type has no error, unless what it was before may lie on either
+    side of where two of that type meet. Then it may be off by their distance, which is its deviation here.
     """
     bias = 0.0 if router_bias is None else np.asarray(router_bias, np.float64)
     logits, variance = _linear(np.asarray(x, np.float64), 0.0, np.asarray(router, np.float64), bias)
+    further = np.broadcast_to(further, len(logits))
+    if rounded := round_logits and x.dtype.name != "float32":
+        reach = 8.0 * np.sqrt(variance) + further[:, None]
+        low, high, logits = (
+            each.astype(x.dtype).astype(np.float64) for each in (logits - reach, logits + reach, logits)
+        )
+        variance, further = (high - low) ** 2, np.zeros(len(logits))
     g = scores(logits, score)
     if score == "sigmoid":  # relative: of exp(-l), of the sum and of the quotient
         relative = (1.0 - g) ** 2 * (variance + _VARIANCE32 * (logits**2 + _FUNCTION_ROUNDINGS**2)) + 2.0 * _VARIANCE32
@@ -208,7 +221,9 @@ def router_error(
         of_choice = (relative + of_sum) * g**2
         if choice_bias is not None:
             of_choice = of_choice + _VARIANCE32 * (g + np.asarray(choice_bias, np.float64)) ** 2
-    slack = 8.0 * np.sqrt(2.0 * of_choice.max(axis=1, initial=0.0))
+    # Two that are off by a distance each, and by no more.
+    deviations = 2.0 if rounded and of_choice is variance else 8.0 * math.sqrt(2.0)
+    slack = deviations * np.sqrt(of_choice.max(axis=1, initial=0.0)) + 2.0 * further
 
     shares = g  # of each score in the sum that divides them
     if renormalize:

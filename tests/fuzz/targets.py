@@ -24,7 +24,9 @@ import capsules
 import flashmoe
 import numpy as np
 from flashmoe import checkpoint
+from flashmoe.architectures import ARCHITECTURES
 from flashmoe.errors import FlashMoEError
+from flashmoe.spec import GATED
 from flashmoe.tuning import knobs, profiles
 from foreign_tensors import Foreign
 from json_mutations import Object
@@ -91,7 +93,7 @@ def _checked_layer(layer: checkpoint.MoELayer | None) -> None:
     if layer is None:
         return
     E, H, I = layer.experts, layer.hidden, layer.intermediate
-    rows = 2 * I if layer.activation == "swiglu" else I
+    rows = 2 * I if layer.activation in GATED else I
     assert layer.router.shape == (E, H) and layer.down_proj.shape == (E, H, I)
     assert layer.gate_up_proj.shape == (E, rows, H) and 1 <= layer.top_k <= E and type(layer.renormalize) is bool
     arrays = (layer.router, layer.gate_up_proj, layer.down_proj)
@@ -186,7 +188,8 @@ def _config(folder: Path) -> Target:
 
     keys = ("hidden_size", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
     keys += ("intermediate_size", "num_experts_per_tok", "norm_topk_prob", "hidden_act", "model_type", "text_config")
-    return Target(run, (*keys, "mixtral", "silu", "swish", "gelu", "relu", "swiglu"))
+    keys += ("n_group", "topk_group", "routed_scaling_factor", "scoring_func", "topk_method", "swiglu_limit")
+    return Target(run, (*keys, *ARCHITECTURES, "silu", "swish", "gelu", "relu", "relu2", "swiglu"))
 
 
 # ---- profiles --------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_module_of_a_checkpoints_layer():
         down_proj=on_gpu(layer.down_proj),
         top_k=layer.top_k,
         router=on_gpu(layer.router),
-        options={"activation": layer.activation, "renormalize": layer.renormalize},
+        options={name: value for name, value in layer.rule().items() if name != "top_k"},
     )
     with context_of(problem) as context, torch.no_grad():
         module = MoE.from_layer(context, layer)

@@ -176,5 +176,4 @@ def to_host(array: np.ndarray | torch.Tensor | SeededWeights) -> np.ndarray:
 
 def layer_on_host(layer: MoELayer | SeededLayer) -> MoELayer:
     """The layer with its weights in host memory."""
-    weights = {name: to_host(getattr(layer, name)) for name in ("gate_up_proj", "down_proj")}
-    return MoELayer(**{**vars(layer), **weights})
+    return MoELayer(**{**vars(layer), **{name: to_host(each) for name, each in layer.tensors().items()}})

@@ -36,6 +36,14 @@ def show_workload(workload: Workload) -> None:
         "group": f"{count(len(counts), 'rank')} of {tokens} tokens, {workload.engine} engine, return {mode}",
         "data": "; ".join(workload.notes),
     }
+    if layer.options or layer.choice_bias is not None:
+        options = [name if value is True else f"{name} {value}" for name, value in layer.options.items()]
+        biases = [
+            name
+            for name in ("router_bias", "choice_bias", "gate_up_bias", "down_bias")
+            if getattr(layer, name) is not None
+        ]
+        rows["rule"] = ", ".join(options + biases)
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         table.add_row(Text(name, style="bold"), Text(value))

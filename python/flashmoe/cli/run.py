@@ -32,7 +32,10 @@ def command(
     ranks: Annotated[
         int | None, typer.Option(help="Ranks; each is a process of this machine.  [default: 4; 1 with cuda]")
     ] = None,
-    layer: Annotated[Path | None, typer.Option(help="A .safetensors file or a checkpoint folder.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A .safetensors file or a checkpoint folder.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Of the checkpoint: a decoder layer's number.  [default: the first with experts]")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A random layer of this published shape.")] = None,
     scale: Annotated[float | None, typer.Option(help="Factor on the model's H and I.  [default: 1]")] = None,
     tokens: Annotated[
@@ -49,16 +52,16 @@ def command(
 ) -> int:
     """Run one MoE layer, over several ranks or GPUs, and check the result.
 
-    Without --layer or --model: the small trained layer that the package ships, on 2048 hidden states that
+    Without --checkpoint or --model: the small trained layer that the package ships, on 2048 hidden states that
     really reached it, with the uneven routing they have. Calls to warm up, then one traced call. Exit status
     0 if result and routing are within the rounding error of the float64 reference, 1 if not.
     """
-    if layer is not None and model is not None:
-        raise InvalidArgument("--layer, --model: expected one of them, got both")
-    for name, number, least in (("ranks", ranks, 1), ("tokens", tokens, 1), ("seed", seed, 0)):
+    if checkpoint is not None and model is not None:
+        raise InvalidArgument("--checkpoint, --model: expected one of them, got both")
+    for name, number, least in (("ranks", ranks, 1), ("tokens", tokens, 1), ("seed", seed, 0), ("layer", layer, 0)):
         if number is not None and number < least:
             raise InvalidArgument(f"--{name}: expected at least {least}, got {number}")
-    _refuse_idle_options(layer, model, scale=scale, skew=skew, seed=seed)
+    _refuse_idle_options(checkpoint, model, scale=scale, skew=skew, seed=seed, layer=layer)
     engine = _chosen_engine(engine, ranks or 1)
     _make_folder(out)
 
@@ -67,8 +70,8 @@ def command(
     if model is not None:
         shape = models.scaled(models.find(model), 1.0 if scale is None else scale)
         workload = random_workload(shape, request, seed or 0, skew or 0.0)
-    elif layer is not None:
-        workload = file_workload(layer, request, seed or 0)
+    elif checkpoint is not None:
+        workload = file_workload(checkpoint, layer, request, seed or 0)
     else:
         workload = shipped_workload(request)
     render.show_workload(workload)
@@ -107,12 +110,13 @@ def _chosen_engine(engine: str, ranks: int) -> str:
     return engine
 
 
-def _refuse_idle_options(layer: Path | None, model: str | None, **given: float | None) -> None:
+def _refuse_idle_options(checkpoint: Path | None, model: str | None, **given: float | None) -> None:
     """Raise `InvalidArgument` for an option that would have no effect on this workload."""
-    needs = {"scale": model, "skew": model, "seed": model or layer}
+    has = {"--model": model, "--checkpoint": checkpoint}
+    needs = {"scale": ["--model"], "skew": ["--model"], "seed": list(has), "layer": ["--checkpoint"]}
     for name, value in given.items():
-        if value is not None and needs[name] is None:
-            raise InvalidArgument(f"--{name}: has an effect only with --model{' or --layer' * (name == 'seed')}")
+        if value is not None and all(has[each] is None for each in needs[name]):
+            raise InvalidArgument(f"--{name}: has an effect only with {' or '.join(needs[name])}")
 
 
 def _make_folder(folder: Path) -> None:
@@ -146,25 +150,15 @@ def call_on_rank(
     [T_p, H] and report."""
     from .. import Context, moe  # loads the engine's library, which only the ranks need
 
-    arrays = [x, layer.gate_up_proj, layer.down_proj, layer.router]
+    tensors = {"x": x, **layer.tensors()}
     if settings["engine"] == "cuda":
-        arrays, settings = device.put_on(rank, arrays), {**settings, "device": rank}
-    x, gate_up_proj, down_proj, router = arrays
+        on_device = device.put_on(rank, list(tensors.values()))
+        tensors, settings = dict(zip(tensors, on_device, strict=True)), {**settings, "device": rank}
     with Context(rank=rank, ranks=ranks, name=name, **settings) as context:
         # A GPU's first traced call loads a kernel, and some ranks are sooner through with that and with reading the
         # trace than others. The second call waits for nothing on the host, so that all enter the third together.
         for trace in (True, False, True):
-            y = moe(
-                context,
-                x,
-                gate_up_proj,
-                down_proj,
-                router=router,
-                top_k=layer.top_k,
-                renormalize=layer.renormalize,
-                activation=layer.activation,
-                trace=trace,
-            )
+            y = moe(context, **tensors, **layer.rule(), trace=trace)
         return device.to_host(y), context.last_call.to_dict()
 
 

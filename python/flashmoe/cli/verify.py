@@ -9,12 +9,15 @@ from math import prod
 import numpy as np
 
 from ..checkpoint import MoELayer
-from ..reference import check_topk, moe_reference, router_logits, weigh
+from ..reference import check_topk, choice_values, moe_reference, router_logits, weigh
 from ..tolerance import call_error, relative_error, router_error
 from .device import SeededLayer, layer_on_host
 
 _MOST_WEIGHTS = 1 << 28
 """Elements of the experts whose float64 reference the host computes: a few GB, some seconds."""
+
+_OF_EXPERTS = ("limit", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input")
+"""Options of `flashmoe.moe` that say what experts compute."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def verify(
     `gpu`: tensor cores computed the experts, with float32 factors truncated to the 10 bits of mantissa of TF32, and
     the router's logits unless they are float32.
     """
-    misrouted = _misrouted(layer.router, x, topk_ids, gpu)
+    misrouted = _misrouted(layer, x, topk_ids, gpu)
     if not _exist(topk_ids, layer.router).all():  # a reference cannot be computed with them
         return Verdict(float("nan"), float("nan"), misrouted, 0, len(x))
     most = layer.experts
@@ -87,19 +90,49 @@ def _exist(topk_ids: np.ndarray, router: np.ndarray) -> np.ndarray:
     return (topk_ids >= 0) & (topk_ids < len(router))
 
 
-def _misrouted(router: np.ndarray, x: np.ndarray, topk_ids: np.ndarray, gpu: bool) -> int:
+def _misrouted(layer: MoELayer | SeededLayer, x: np.ndarray, topk_ids: np.ndarray, gpu: bool) -> int:
     """Tokens whose ids are no top-k."""
-    exist = _exist(topk_ids, router).all(axis=1)
+    exist = _exist(topk_ids, layer.router).all(axis=1)
     if not exist.all():
         return int((~exist).sum())
-    logits = router_logits(x, router)
-    slack, _ = router_error(x, router, None, topk_ids, weigh(logits, topk_ids), renormalize=True)
+    exact = router_logits(x, layer.router, layer.router_bias)
+    further = 0.0
     if gpu and x.dtype != np.float32:
         # Tensor cores truncate their sums, at least 8 products apart, by at most one part in 2^23.
-        squares = np.asarray(x, np.float64) ** 2 @ np.asarray(router, np.float64).T ** 2
-        sums = np.sqrt((squares + logits**2).max(axis=1))
-        slack = slack + 2.0 * (x.shape[1] / 8.0) * 2.0**-23 * sums
-    return int((~check_topk(logits, topk_ids, slack)).sum())
+        squares = np.asarray(x, np.float64) ** 2 @ np.asarray(layer.router, np.float64).T ** 2
+        further = (x.shape[1] / 8.0) * 2.0**-23 * np.sqrt((squares + exact**2).max(axis=1))
+    logits = _as_rounded(layer, x, exact)
+    slack, _ = _router_error(layer, x, topk_ids, logits, further)
+    how = {name: layer.options[name] for name in ("score", "groups", "top_groups") if name in layer.options}
+    return int((~check_topk(choice_values(logits, choice_bias=layer.choice_bias, **how), topk_ids, slack)).sum())
+
+
+def _as_rounded(layer: MoELayer | SeededLayer, x: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    return logits.astype(x.dtype).astype(np.float64) if layer.options.get("round_logits") else logits
+
+
+def _router_error(
+    layer: MoELayer | SeededLayer, x: np.ndarray, topk_ids: np.ndarray, logits: np.ndarray, further: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
+    """`tolerance.router_error` of the layer's router."""
+    how = {name: layer.options[name] for name in ("score", "groups", "round_logits") if name in layer.options}
+    biases = {"router_bias": layer.router_bias, "choice_bias": layer.choice_bias}
+    weights = _weights(layer, logits, topk_ids)
+    return router_error(
+        x,
+        layer.router,
+        topk_ids=topk_ids,
+        topk_weights=weights,
+        renormalize=layer.renormalize,
+        further=further,
+        **biases,
+        **how,
+    )
+
+
+def _weights(layer: MoELayer | SeededLayer, logits: np.ndarray, topk_ids: np.ndarray) -> np.ndarray:
+    how = {name: layer.options[name] for name in ("score", "routed_scale") if name in layer.options}
+    return weigh(logits, topk_ids, layer.renormalize, **how)
 
 
 def _judge(
@@ -113,26 +146,27 @@ def _judge(
     gpu: bool,
 ) -> tuple[float, float]:
     """Error and bound, as in `Verdict`. The layer has the weights of `experts`, ascending, which `placement` places."""
-    weights = weigh(router_logits(x, layer.router), topk_ids, layer.renormalize)
-    _, variance = router_error(x, layer.router, None, topk_ids, weights, renormalize=layer.renormalize)
+    logits = _as_rounded(layer, x, router_logits(x, layer.router, layer.router_bias))
+    weights = _weights(layer, logits, topk_ids)
+    _, variance = _router_error(layer, x, topk_ids, logits, 0.0)
     arrays, local_ids = (x, layer.gate_up_proj, layer.down_proj), np.searchsorted(experts, topk_ids)
-    reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, activation=layer.activation)
+    how = {"activation": layer.activation, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
+    how |= {name: layer.options[name] for name in _OF_EXPERTS if name in layer.options}
+    reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, **how)
     allowed = call_error(
         *arrays,
         local_ids,
         weights,
         return_mode=return_mode,
         placement=placement.tolist(),
-        activation=layer.activation,
         weight_variance=variance,
+        **how,
     )
     bound = allowed.bound
     if gpu and x.dtype == np.float32:
         # Truncated factors make all products smaller, which does not average out. What that does to the operands given
         # is known; of the intermediate it takes less than 2^-10.
-        seen = moe_reference(
-            *map(_truncated, arrays), topk_ids=local_ids, topk_weights=weights, activation=layer.activation
-        )
+        seen = moe_reference(*map(_truncated, arrays), topk_ids=local_ids, topk_weights=weights, **how)
         bound += float(np.linalg.norm(seen.y - reference.y)) + 2.0**-10 * reference.scale
     error = relative_error(y, reference.y, reference.scale)
     return error, bound / reference.scale if reference.scale else 0.0

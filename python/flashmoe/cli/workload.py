@@ -67,13 +67,20 @@ def random_workload(shape: models.ModelShape, request: Request, seed: int, skew:
     return _deal(shape.name, layer, states, limits, notes, request)
 
 
-def file_workload(path: Path, request: Request, seed: int) -> Workload:
+def file_workload(path: Path, number: int | None, request: Request, seed: int) -> Workload:
     """A checkpoint's layer with random tokens."""
-    layer = _cast(load_layer(path), request.dtype)
+    layer = _cast(load_layer(path, number), request.dtype)
+    if layer.own_router:
+        raise InvalidArgument(
+            f"--checkpoint: expected a router that flashmoe.moe computes, got {layer.own_router} in {layer.name}; its "
+            "experts can be called from Python, with topk_ids and topk_weights"
+        )
     tokens = request.tokens or DEFAULT_TOKENS
     limits = _limits(layer, request, tokens, layer.dtype.name)
     states = np.random.default_rng(seed).standard_normal((request.ranks * tokens, layer.hidden), np.float32)
     notes = [f"weights from {path}; random tokens, seed {seed}"]
+    if layer.left_out:
+        notes.append(f"without the model's {' and '.join(layer.left_out)}, which this package does not compute")
     return _deal(layer.name, layer, states.astype(layer.dtype), limits, notes, request)
 
 
@@ -124,7 +131,8 @@ def _cast(layer: MoELayer, dtype: str | None) -> MoELayer:
         return layer
     if dtype not in models.DTYPES:
         raise InvalidArgument(f"--dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
-    arrays = {name: getattr(layer, name) for name in ("router", "gate_up_proj", "down_proj")}
+    arrays = {"router": layer.router, **layer.tensors()}
+    arrays.pop("choice_bias", None)  # float32 whatever the others are
     return replace(layer, **{name: array.astype(models.DTYPES[dtype]) for name, array in arrays.items()})
 
 

@@ -7,17 +7,22 @@ Importing this registers the experts implementation ``"flashmoe"``::
 
 or, for a model that is there, ``model.set_experts_implementation("flashmoe")``. The model keeps its parameters, their
 names and its router; only its routed experts are computed by `flashmoe.moe`. Experts that compute something else are
-refused when they are called, by class and attribute.
+refused when they are called, by class and attribute. From release 5.23 on, an expert parallelism of that name is
+registered too: see `flashmoe.integrations.transformers.expert_parallel`.
 """
 
 from __future__ import annotations
 
-from ._release import NEWEST, OLDEST
+from ._release import INSTALLED, NEWEST, OLDEST, WITH_EXPERT_PARALLELISM
 from .experts import experts_forward, register
 from .fuse import fuse
 from .parallel import load_parallel, parallelize
 from .recognise import ExpertsOptions, recognise
 
 register()
+if INSTALLED >= WITH_EXPERT_PARALLELISM:
+    from . import expert_parallel
+
+    expert_parallel.register()
 
 __all__ = ["NEWEST", "OLDEST", "ExpertsOptions", "experts_forward", "fuse", "load_parallel", "parallelize", "recognise"]

@@ -6,7 +6,11 @@ OLDEST, NEWEST = (5, 17), (5, 24)
 """The releases, by major and minor number, whose experts interface this has been written for."""
 
 
-def _check_release() -> None:
+WITH_EXPERT_PARALLELISM = (5, 23)
+"""The first release whose expert parallelism asks a registered implementation."""
+
+
+def _checked_release() -> tuple[int, ...]:
     expected = f"expected Transformers {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     try:
         from transformers import __version__ as release
@@ -15,6 +19,8 @@ def _check_release() -> None:
     numbers = tuple(int(part) for part in release.split(".")[:2])
     if not OLDEST <= numbers <= NEWEST:
         raise ImportError(f"flashmoe.integrations.transformers: {expected}, got {release}")
+    return numbers
 
 
-_check_release()
+INSTALLED = _checked_release()
+"""The release that is here."""

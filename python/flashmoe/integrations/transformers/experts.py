@@ -16,7 +16,7 @@ from ...errors import InvalidArgument
 from ...growing import GrowingContext, Shape, growing_context
 from ...spec import DTYPES
 from ...torch_op import check_tensors
-from .recognise import ExpertsOptions, recognise
+from .recognise import ExpertsOptions, is_of_llama4, recognise
 
 NAME = "flashmoe"
 
@@ -63,13 +63,21 @@ def experts_forward(
         As `flashmoe.moe`.
     """
     options = recognise(module)
-    tensors = operands_of(module, options, hidden_states) | {
+    tensors = routed_operands(module, options, hidden_states, top_k_index, top_k_weights)
+    number = number_of(module, options, top_k_index.shape[1])
+    return torch.ops.flashmoe.moe(number, **tensors, **options.of_operator())
+
+
+def routed_operands(
+    module: torch.nn.Module, options: ExpertsOptions, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> dict[str, Tensor | None]:
+    """`operands_of`, and the choices and weights of a router."""
+    tensors = operands_of(module, options, x) | {
         "topk_ids": top_k_index.contiguous(),
-        "topk_weights": _as_taken(top_k_weights, hidden_states.dtype).contiguous(),
+        "topk_weights": _as_taken(top_k_weights, x.dtype).contiguous(),
     }
     check_tensors(tensors)
-    top_k = top_k_index.shape[1]
-    return torch.ops.flashmoe.moe(number_of(module, options, top_k), **tensors, **options.of_operator())
+    return tensors
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> int:
@@ -80,9 +88,12 @@ def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> i
 
 
 def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of `model` that are on Transformers' experts interface, in its order."""
+    """The modules of `model` that are on Transformers' experts interface, and those of Llama 4, in its order."""
     return [
-        module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate")
+        module
+        for module in model.modules()
+        if (hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate"))
+        or is_of_llama4(module, "Llama4TextExperts")
     ]
 
 
@@ -93,9 +104,14 @@ def of_group(module: torch.nn.Module, context: Context) -> None:
     nor is a share a state to be saved under the names of all.
     """
     vars(module)[_CONTEXT] = context
-    vars(module)[_LOCAL] = len(context.local_experts())
+    mark_as_share(module, len(context.local_experts()))
     module.__class__ = _always(type(module))
     module.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def mark_as_share(module: torch.nn.Module, experts: int) -> None:
+    """Says that the module's tensors are of so many experts, those of this rank."""
+    vars(module)[_LOCAL] = experts
 
 
 @cache

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import InvalidArgument
 from ...torch_op import check_tensors
 from .experts import NAME, experts_modules, number_of, operands_of
+from .llama4 import block_forward
 from .recognise import recognise
 
 Rule = Callable[[torch.nn.Module], dict[str, Any]]
@@ -36,17 +37,36 @@ def _grouped_sigmoid(gate: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-BLOCKS: dict[tuple[str, str, str], Rule] = {
-    ("mixtral", "MixtralSparseMoeBlock", "MixtralTopKRouter"): _softmax,
-    ("qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeTopKRouter"): _softmax,
-    ("qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter"): _softmax,
-    ("olmoe", "OlmoeSparseMoeBlock", "OlmoeTopKRouter"): _softmax,
-    ("qwen3_next", "Qwen3NextSparseMoeBlock", "Qwen3NextTopKRouter"): _softmax,
-    ("deepseek_v3", "DeepseekV3MoE", "DeepseekV3TopkRouter"): _grouped_sigmoid,
-    ("glm4_moe", "Glm4MoeMoE", "Glm4MoeTopkRouter"): _grouped_sigmoid,
+Forward = Callable[[Any, Tensor], Any]
+"""What a block makes of hidden states."""
+
+
+def _one_call(rule: Rule) -> Forward:
+    """A block with such a router as a call of the operator."""
+
+    def forward(block: Any, hidden_states: Tensor) -> Tensor:
+        if block.training or _is_watched(block.gate):
+            return block._flashmoe_unfused.forward(block, hidden_states)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return _with_shared(block, x, _routed(block, x, rule)).reshape(hidden_states.shape)
+
+    return forward
+
+
+_OF_SOFTMAX, _OF_GROUPS = _one_call(_softmax), _one_call(_grouped_sigmoid)
+
+BLOCKS: dict[tuple[str, str], tuple[str, Forward]] = {
+    ("mixtral", "MixtralSparseMoeBlock"): ("MixtralTopKRouter", _OF_SOFTMAX),
+    ("qwen2_moe", "Qwen2MoeSparseMoeBlock"): ("Qwen2MoeTopKRouter", _OF_SOFTMAX),
+    ("qwen3_moe", "Qwen3MoeSparseMoeBlock"): ("Qwen3MoeTopKRouter", _OF_SOFTMAX),
+    ("olmoe", "OlmoeSparseMoeBlock"): ("OlmoeTopKRouter", _OF_SOFTMAX),
+    ("qwen3_next", "Qwen3NextSparseMoeBlock"): ("Qwen3NextTopKRouter", _OF_SOFTMAX),
+    ("deepseek_v3", "DeepseekV3MoE"): ("DeepseekV3TopkRouter", _OF_GROUPS),
+    ("glm4_moe", "Glm4MoeMoE"): ("Glm4MoeTopkRouter", _OF_GROUPS),
+    ("llama4", "Llama4TextMoe"): ("Llama4Router", block_forward),
 }
-"""What is known: a model's folder in Transformers, the class of its block and that of its router, and how that router's
-rule is said to `flashmoe.moe`. A router has no flags to be recognised by, as experts have: it is known by its class."""
+"""What is known: a model's folder in Transformers and the class of its block; the class of the block's router, and what
+computes the block by `flashmoe.moe`. A router has no flags to be recognised by, as experts have: its class is known."""
 
 
 def fuse(model: torch.nn.Module) -> torch.nn.Module:
@@ -54,8 +74,8 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
 
     Parameters stay where they are, under their names: the model is saved as it was loaded, and weights that change in
     place are seen by the next call. Where a model is asked for its router's logits, or somebody watches the router by a
-    hook, and in training, the block runs as before, with its experts by FlashMoE. All experts must be here: see
-    `parallelize` for others.
+    hook, and in training, the block runs as before, with its experts by FlashMoE. A block of Llama 4, which returns its
+    router's logits, always calls its router. All experts must be here: see `parallelize` for others.
 
     Weights of a token's experts stay float32, where models of a narrower type round them to it.
 
@@ -67,17 +87,16 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
     """
     owners = [block for block in model.modules() if isinstance(getattr(block, "experts", None), torch.nn.Module)]
     known = {id(experts) for experts in experts_modules(model)}
-    blocks = [block for block in owners if id(block.experts) in known or _names(block) in _by_block()]
+    blocks = [block for block in owners if id(block.experts) in known or _names(block) in BLOCKS]
     if not blocks:
-        raise InvalidArgument(
-            f"{type(model).__name__}: expected blocks with experts on Transformers' experts interface, got none"
-        )
-    rules = [_rule_of(block) for block in blocks]
+        raise InvalidArgument(f"{type(model).__name__}: expected Mixture-of-Experts blocks, got none")
+    forwards = [_forward_of(block) for block in blocks]
     for block in blocks:
         recognise(block.experts)
-    for block, rule in zip(blocks, rules, strict=True):
-        block.__class__ = _fused(type(block), rule)
-        block.experts.config._experts_implementation = NAME
+    for block, forward in zip(blocks, forwards, strict=True):
+        block.__class__ = _fused(type(block), forward)
+        if hasattr(block.experts, "config"):
+            block.experts.config._experts_implementation = NAME
     return model
 
 
@@ -88,35 +107,26 @@ def _names(module: torch.nn.Module) -> tuple[str, str]:
     return (parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else kind.__module__), kind.__name__
 
 
-@cache
-def _by_block() -> dict[tuple[str, str], str]:
-    return {(folder, block): router for folder, block, router in BLOCKS}
-
-
-def _rule_of(block: torch.nn.Module) -> Rule:
+def _forward_of(block: torch.nn.Module) -> Forward:
     names = _names(block)
-    expected = _by_block().get(names)
-    gate = getattr(block, "gate", None)
-    if expected is None:
-        known = ", ".join(name for _, name in _by_block())
+    if names not in BLOCKS:
+        known = ", ".join(name for _, name in BLOCKS)
         raise InvalidArgument(f"{names[1]}: expected a block that can be fused, one of {known}")
-    if _names(gate) != (names[0], expected) or "forward" in vars(block) or "forward" in vars(gate):
-        raise InvalidArgument(f"{names[1]}.gate: expected {expected} of Transformers, got {type(gate).__name__}")
-    return BLOCKS[(*names, expected)]
+    expected, forward = BLOCKS[names]
+    attribute = "router" if hasattr(block, "router") else "gate"
+    router = getattr(block, attribute, None)
+    if _names(router) != (names[0], expected) or "forward" in vars(block) or "forward" in vars(router):
+        raise InvalidArgument(
+            f"{names[1]}.{attribute}: expected {expected} of Transformers, got {type(router).__name__}"
+        )
+    return forward
 
 
 @cache
-def _fused(kind: type, rule: Rule) -> type:
+def _fused(kind: type, forward: Forward) -> type:
     """`kind`, whose calls are the operator's."""
     if "_flashmoe_unfused" in vars(kind):
         return kind
-
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if self.training or _is_watched(self.gate):
-            return kind.forward(self, hidden_states)
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return _with_shared(self, x, _routed(self, x, rule)).reshape(hidden_states.shape)
-
     return type(kind.__name__, (kind,), {"forward": forward, "_flashmoe_unfused": kind, "__module__": kind.__module__})
 
 

@@ -19,6 +19,7 @@ from ...context import Context
 from ...errors import CheckpointError, GroupError, InvalidArgument
 from ...placement import contiguous, local_experts
 from .experts import experts_modules, of_group
+from .llama4 import patch_blocks
 from .recognise import recognise
 
 _ONE_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
@@ -65,7 +66,7 @@ def parallelize(
     Raises
     ------
     InvalidArgument
-        The model has no experts modules on Transformers' interface (Llama 4), or some that are refused, or that differ.
+        The model has no experts modules that are known, or some that are refused, or that differ.
     GroupError, HeapError, PeerTimeout, FlashMoEError
         As `Context`.
     """
@@ -75,6 +76,7 @@ def parallelize(
     for module in modules:
         _shrink(module, mine)
         of_group(module, context)
+    patch_blocks(model)
     return context
 
 
@@ -133,6 +135,7 @@ def load_parallel(
     context = _join(modules, group, max_tokens, _top_k_of(config, top_k), return_mode, context_options or {})
     for module in modules:
         of_group(module, context)
+    patch_blocks(model)
     return model
 
 
@@ -184,7 +187,7 @@ def checked_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     modules = experts_modules(model)
     if not modules:
         raise InvalidArgument(
-            f"{type(model).__name__}: expected experts modules on Transformers' experts interface, got none"
+            f"{type(model).__name__}: expected experts modules, on Transformers' interface or of Llama 4, got none"
         )
     alike = {(module.num_experts, *module.down_proj.shape[1:], module.down_proj.dtype) for module in modules}
     if len(alike) > 1:

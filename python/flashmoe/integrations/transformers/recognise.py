@@ -2,8 +2,9 @@
 
 Such a module says what it computes by the attributes that ``use_experts_implementation`` has given it, by `act_fn`, and
 by `_apply_gate`, from which Transformers' own implementations (``grouped_mm``, ``batched_mm``) compute too. The name in
-its configuration says nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`. What nothing
-here has is refused, by class and attribute: a result that is nearly right would be taken for right.
+its configuration says nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`. Llama 4's experts
+have no such attributes, and are known by their class. What nothing here has is refused, by class and attribute: a
+result that is nearly right would be taken for right.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ FLAGS = {
     "has_post_expert_norm": (False, "False"),
     "_is_expert_parallel": (
         False,
-        "False; for experts spread over ranks see flashmoe.integrations.transformers.parallelize",
+        "False; for experts spread over ranks see flashmoe.integrations.transformers.parallelize, or from Transformers "
+        'release 5.23 on DistributedConfig(ep_implementation="flashmoe")',
     ),
 }
 """Attributes that the operator has one value of: that value, and the expectation in words. Not every release of
@@ -49,7 +51,7 @@ class ExpertsOptions:
     """What an experts module computes, and the names of its tensors; None where it has no such tensor."""
 
     activation: str
-    """Of `flashmoe.moe`, as are the next five."""
+    """Of `flashmoe.moe`, as are those that are no names of tensors."""
     transposed: bool
     gate_up: str
     """[E, 2I, H], or [E, I, H] without a gate; transposed [E, H, 2I or I]."""
@@ -63,10 +65,11 @@ class ExpertsOptions:
     limit: float | None = None
     alpha: float = 1.0
     up_offset: float = 0.0
+    weights_on_input: bool = False
 
     def of_operator(self) -> dict[str, Any]:
         """The arguments of `flashmoe.moe` that are no tensors."""
-        names = ("activation", "transposed", "interleaved", "limit", "alpha", "up_offset")
+        names = ("activation", "transposed", "interleaved", "limit", "alpha", "up_offset", "weights_on_input")
         return {name: getattr(self, name) for name in names}
 
     def sizes(self, module: torch.nn.Module) -> tuple[int, int]:
@@ -75,12 +78,16 @@ class ExpertsOptions:
         return (second, first) if self.transposed else (first, second)
 
 
-def recognise(module: torch.nn.Module) -> ExpertsOptions:
-    """Raises `InvalidArgument` for a module that computes what the operator does not."""
+def recognise(module: torch.nn.Module, *, is_share: bool = False) -> ExpertsOptions:
+    """Raises `InvalidArgument` for a module that computes what the operator does not. `is_share`: the caller knows that
+    its tensors are of this rank's experts, and calls it with the ids of all."""
     for name, (value, expected) in FLAGS.items():
         got = getattr(module, name, value)
-        if got is not value:
+        if got is not value and not (is_share and name == "_is_expert_parallel"):
             raise _refusal(module, name, expected, got)
+    if is_of_llama4(module, "Llama4TextExperts"):
+        activation, names = _activation(module, GATED), ("gate_up_proj", "down_proj", None, None)
+        return ExpertsOptions(activation, True, *names, weights_on_input=True)
     first = "gate_up_proj" if module.has_gate else "up_proj"
     gate = _gate(module) if module.has_gate else {"activation": _activation(module, UNGATED)}
     return ExpertsOptions(
@@ -91,6 +98,12 @@ def recognise(module: torch.nn.Module) -> ExpertsOptions:
         down_bias="down_proj_bias" if module.has_bias else None,
         **gate,
     )
+
+
+def is_of_llama4(module: torch.nn.Module, name: str) -> bool:
+    """Whether a module is of Llama 4's class of that name."""
+    kind = type(module)
+    return kind.__name__ == name and kind.__module__ == "transformers.models.llama4.modeling_llama4"
 
 
 def _gate(module: torch.nn.Module) -> dict[str, Any]:

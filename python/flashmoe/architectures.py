@@ -1,0 +1,176 @@
+"""What published models' Mixture-of-Experts layers are to `flashmoe.moe`: a row for each, by the ``model_type`` of its
+``config.json``.
+
+A row says which keys of the configuration decide on the layer, and what is the same in all models of its kind. Names of
+tensors need no row, but for those that not every layer has: `flashmoe.checkpoint` finds out what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .foreign import checkpoint_error, is_count, shown
+
+GATED = dict.fromkeys(("silu", "swish"), "swiglu") | dict.fromkeys(("gelu", "gelu_python"), "geglu")
+"""The operator's activation of experts with a gate, by Transformers' name for what is applied to the gate."""
+
+UNGATED = dict.fromkeys(("silu", "swish"), "silu") | dict.fromkeys(("gelu", "gelu_python"), "gelu")
+UNGATED |= {"relu": "relu", "relu2": "relu2"}
+"""The operator's activation of experts without a gate, by Transformers' name."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the layers of one kind of model route and compute."""
+
+    name: str
+    width: str = "moe_intermediate_size"
+    """The configuration's key of I."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `flashmoe.moe` that all models of the kind have."""
+    keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    """Arguments of `flashmoe.moe` that the configuration says: its key, and what a configuration without it means."""
+    only: Mapping[str, str] = field(default_factory=dict)
+    """Keys of which the operator computes one value: that value."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Names in the block of further tensors, by the arguments of `flashmoe.moe`; a layer has all of them."""
+    own_router: str = ""
+    """The rule of a router that the operator does not compute."""
+
+
+_NORMALISED = {"renormalize": ("norm_topk_prob", True)}
+_NOT_NORMALISED = {"renormalize": ("norm_topk_prob", False)}
+_LINEAR = {"round_logits": True}  # the router is a linear layer of the model's type
+_OF_CHOICE = {
+    "options": {"score": "sigmoid"},  # of logits that are float32
+    "keys": _NORMALISED
+    | {"groups": ("n_group", 1), "top_groups": ("topk_group", 1), "routed_scale": ("routed_scaling_factor", 1.0)},
+    "only": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "tensors": {"choice_bias": "gate.e_score_correction_bias"},
+}
+
+ARCHITECTURES = {
+    "mixtral": Architecture("Mixtral", "intermediate_size", {"renormalize": True, **_LINEAR}),
+    "qwen2_moe": Architecture("Qwen2-MoE", options=_LINEAR, keys=_NOT_NORMALISED),
+    "qwen3_moe": Architecture("Qwen3-MoE", options=_LINEAR, keys=_NOT_NORMALISED),
+    "olmoe": Architecture("OLMoE", "intermediate_size", _LINEAR, _NOT_NORMALISED),
+    "phimoe": Architecture("Phi-3.5-MoE", "intermediate_size", own_router="sparsemixer"),
+    "deepseek_v3": Architecture("DeepSeek-V3", **_OF_CHOICE),
+    "glm4_moe": Architecture("GLM-4.5", **_OF_CHOICE),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        "intermediate_size",
+        {
+            "renormalize": True,
+            "activation": "clamped_swiglu",
+            "up_offset": 1.0,
+            "interleaved": True,
+            "transposed": True,
+            **_LINEAR,
+        },
+        {"limit": ("swiglu_limit", 7.0), "alpha": ("swiglu_alpha", 1.702)},
+        tensors={
+            "router_bias": "router.bias",
+            "gate_up_bias": "experts.gate_up_proj_bias",
+            "down_bias": "experts.down_proj_bias",
+        },
+    ),
+    "llama4_text": Architecture(
+        "Llama 4",
+        "intermediate_size",
+        {"renormalize": False, "score": "sigmoid", "transposed": True, "weights_on_input": True, **_LINEAR},
+    ),
+    "qwen3_next": Architecture("Qwen3-Next", options=_LINEAR, keys=_NORMALISED),
+}
+
+PLAIN = Architecture("a plain layer", keys=_NOT_NORMALISED)
+"""Of a configuration that names no model."""
+
+
+def architecture_of(config: dict[str, Any] | None) -> Architecture:
+    """The row of a configuration; of none, or one that names no model, `PLAIN`. Raises `CheckpointError` for a model
+    that has no row, and for what the row's `only` excludes."""
+    kind = (config or {}).get("model_type")
+    if kind is None:
+        return PLAIN
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise checkpoint_error("model_type", f"one of {', '.join(ARCHITECTURES)} in config.json", shown(kind))
+    row = ARCHITECTURES[kind]
+    for key, value in row.only.items():
+        if config.get(key, value) != value:
+            raise checkpoint_error(key, f"{value!r} in config.json, all that is computed", shown(config[key]))
+    return row
+
+
+def rule_of(
+    row: Architecture,
+    config: dict[str, Any] | None,
+    *,
+    gated: bool,
+    experts: int,
+    top_k: int | None,
+    renormalize: bool | None,
+    activation: str | None,
+) -> dict[str, Any]:
+    """The arguments of `flashmoe.moe` that are no tensors, for a layer with so many experts, with a gate or without.
+    `top_k`, `renormalize` and `activation` go before the configuration. Raises `CheckpointError`."""
+    rule = dict(row.options)
+    for option, (key, default) in row.keys.items():
+        rule[option] = _checked(option, default if config is None else config.get(key, default), key)
+    if renormalize is not None:
+        rule["renormalize"] = _checked("renormalize", renormalize)
+    elif config is None:
+        rule["renormalize"] = True
+    rule["top_k"] = _top_k(top_k, config, experts)
+    rule["activation"] = _activation(rule.get("activation"), activation, config, gated)
+    return rule
+
+
+def _checked(option: str, value: Any, key: str | None = None) -> Any:
+    """`value`, if it may be that option's."""
+    kinds = {
+        "renormalize": ("true or false", lambda: isinstance(value, bool)),
+        "groups": ("an integer of at least 1", lambda: is_count(value) and value > 0),
+        "top_groups": ("an integer of at least 1", lambda: is_count(value) and value > 0),
+        "routed_scale": ("a finite number", lambda: _is_finite(value)),
+        "limit": ("a finite number > 0", lambda: _is_finite(value) and value > 0),
+        "alpha": ("a finite number > 0", lambda: _is_finite(value) and value > 0),
+    }
+    expected, fits = kinds[option]
+    if not fits():
+        where = f" in config.json's {key}" if key else ""
+        raise checkpoint_error(option, expected + where, shown(value))
+    return value
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that float32 holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127
+
+
+def _top_k(top_k: int | None, config: dict[str, Any] | None, experts: int) -> int:
+    if top_k is None:
+        top_k = (config or {}).get("num_experts_per_tok")
+    if top_k is None:
+        raise checkpoint_error("top_k", "num_experts_per_tok in a config.json, or the argument", "neither")
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= experts:
+        raise checkpoint_error("top_k", f"an integer from 1 to the {experts} experts", shown(top_k))
+    return top_k
+
+
+def _activation(fixed: str | None, given: str | None, config: dict[str, Any] | None, gated: bool) -> str:
+    """The architecture's own, the argument, the config's hidden_act, or SwiGLU for gated experts."""
+    known, experts = (GATED, "gated") if gated else (UNGATED, "ungated")
+    if given is None and fixed is None:
+        name = (config or {}).get("hidden_act", "silu" if gated else None)
+        if not isinstance(name, str) or name not in known:
+            raise checkpoint_error(
+                "activation", f"{' or '.join(known)} for {experts} experts", f"hidden_act {shown(name)}"
+            )
+        return known[name]
+    allowed = list(dict.fromkeys(known.values())) if fixed is None else [fixed]
+    if given not in (None, *allowed):
+        raise checkpoint_error("activation", f"{' or '.join(allowed)} for {experts} experts", shown(given))
+    return given or fixed

@@ -1,0 +1,117 @@
+"""Transformers' own expert parallelism with its tokens sent by FlashMoE: ``ep_implementation="flashmoe"``.
+
+Transformers spreads the experts, by ``DistributedConfig(ep_size=...)``, and calls this with what every rank's router
+has chosen. Only releases from 5.23 on have the interface.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from ...context import Context, context_id
+from ...growing import Shape, rounded_tokens
+from .experts import NAME, mark_as_share, routed_operands
+from .recognise import recognise
+
+
+def register() -> None:
+    """Makes the implementation known to Transformers. Idempotent."""
+    EPImplementationInterface.register(NAME, ExpertParallel)
+
+
+class ExpertParallel(EPImplementation):
+    """The experts of one module, whose tensors are of this rank's share, as calls by all ranks of `ep_mesh`.
+
+    Ranks of `tp_mesh` hold one batch: each brings its slice of it, and all get the whole result. Others bring a batch
+    of any size, also none.
+
+    Raises `InvalidArgument` for experts that `flashmoe.integrations.transformers.recognise` does not take.
+    """
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        mark_as_share(experts, self.num_local_experts)
+        recognise(experts, is_share=True)
+        self._experts = experts
+        self._room: _GroupRoom | None = None
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H]: results for hidden_states [T, H], the batch of this rank's `tp_mesh`.
+
+        top_k_index [T, K] has ids among all E, top_k_weights [T, K] is as in `experts_forward`. Every rank must call.
+        """
+        tokens, sharing = len(hidden_states), self.tp_mesh.size()
+        rows = -(-tokens // sharing)
+        first = self.tp_mesh.get_local_rank() * rows
+        mine = [each[first : first + rows] for each in (hidden_states, top_k_index, top_k_weights)]
+        options = recognise(self._experts, is_share=True)
+        tensors = routed_operands(self._experts, options, *mine)
+        context = self._context(options.sizes(self._experts), mine, rows)
+        y = torch.ops.flashmoe.moe(context_id(context), **tensors, **options.of_operator())
+        return _Gathered.apply(y, self.tp_mesh.get_group(), tokens, first, rows) if sharing > 1 else y
+
+    def _context(self, sizes: tuple[int, int], mine: list[Tensor], rows: int) -> Context:
+        """The group's context, with room for what any rank brings to this call."""
+        x, index, _ = mine
+        if not self.shares_batch:  # else all know it
+            most = torch.tensor(rows, device=x.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_mesh.get_group())
+            rows = int(most)
+        device = x.device.index if x.device.type == "cuda" else None
+        experts = self.num_local_experts * self.ep_mesh.size()
+        shape = Shape(device, str(x.dtype).removeprefix("torch."), *sizes, experts, index.shape[1])
+        if self._room is None or self._room.shape != shape:
+            self._room = _room_of(self.ep_mesh.get_group(), shape)
+        return self._room.context(rows)
+
+
+class _GroupRoom:
+    """A context for layers of one shape on a group, which all its ranks replace by a larger one at the same call."""
+
+    def __init__(self, group: Any, shape: Shape) -> None:
+        self.shape = shape
+        self._group = group
+        self._context: Context | None = None
+
+    def context(self, tokens: int) -> Context:
+        """With room for T tokens of a rank; collective, with the same T on all, where there is none yet."""
+        if self._context is None or tokens > self._context.limits["max_tokens"]:
+            self._context = None  # first, so that both need not fit into memory
+            room = rounded_tokens(tokens, self.shape.device)
+            self._context = Context.from_torch(
+                self._group, max_tokens=room, return_mode="direct", **self.shape._asdict()
+            )
+        return self._context
+
+
+_rooms: weakref.WeakValueDictionary[tuple[Any, Shape], _GroupRoom] = weakref.WeakValueDictionary()
+
+
+def _room_of(group: Any, shape: Shape) -> _GroupRoom:
+    """The one that the layers of a shape share, for as long as one of them lives."""
+    found = _rooms.get((group, shape))
+    if found is None:
+        found = _rooms[group, shape] = _GroupRoom(group, shape)
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    """All rows of a batch, of which this rank has those from `first` on, and every rank at most `rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: Any, tokens: int, first: int, rows: int) -> Tensor:
+        ctx.mine = slice(first, first + rows)
+        padded = torch.nn.functional.pad(y, (0, 0, 0, rows - len(y)))
+        whole = y.new_empty(rows * dist.get_world_size(group), y.shape[1])
+        dist.all_gather_into_tensor(whole, padded.contiguous(), group=group)
+        return whole[:tokens]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad[ctx.mine], None, None, None, None

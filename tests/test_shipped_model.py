@@ -1,0 +1,96 @@
+"""The trained model that the package ships, on the CPU engine: the text and the perplexity of eager experts."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import flashmoe
+import numpy as np
+import pytest
+import torch
+from flashmoe.checkpoint import shipped_layer
+
+pytest.importorskip("transformers")
+
+from flashmoe.integrations.transformers import fuse, load_parallel
+from flashmoe.integrations.transformers.experts import NAME, experts_modules
+from shipped import ALIKE, FOLDER, PROMPTS, loaded, losses_of, perplexity, text_of, windows
+from test_transformers_parallel import LOAD, on_ranks, pool  # noqa: F401
+
+ROOM = LOAD | {"max_tokens": 512}
+
+
+def _write(rank, ranks):
+    """What a rank writes from its own prompt, and what the whole model writes with eager experts."""
+    expected = text_of(loaded(dtype=torch.float32, experts_implementation="eager"), PROMPTS[rank])
+    model = load_parallel(FOLDER, dtype=torch.float32, **ROOM)
+    return text_of(model, PROMPTS[rank], synced_gpus=True), expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_it_writes_what_eager_experts_write(on_ranks, ranks):  # noqa: F811
+    texts = on_ranks(ranks, _write)
+    for text, expected in texts:
+        assert text == expected
+        assert len(set(text.split())) > 20  # a text, not one word again and again
+    assert len({text for text, _ in texts}) == ranks
+
+
+@pytest.fixture
+def one_thread():
+    """Of PyTorch: its threads and the engine's wait for one another where there are fewer cores than both."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_process_alone_writes_the_same(one_thread):
+    model = loaded(dtype=torch.float32, experts_implementation="eager")
+    expected = text_of(model, PROMPTS[0])
+    model.set_experts_implementation(NAME)
+    assert text_of(model, PROMPTS[0]) == expected
+    assert text_of(fuse(model), PROMPTS[0]) == expected
+
+
+@pytest.fixture(scope="module")
+def eager():
+    model = loaded(dtype=torch.bfloat16, experts_implementation="eager")
+    return model, perplexity(losses_of(model, windows()))
+
+
+def _read(rank, ranks):
+    return losses_of(load_parallel(FOLDER, dtype=torch.bfloat16, **ROOM), windows()[rank::ranks])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_it_foretells_a_passage_as_well_as_eager_experts(on_ranks, eager, ranks):  # noqa: F811
+    _, expected = eager
+    assert 15.0 < expected < 25.0  # as its README.md says of the whole text
+    assert perplexity(sum(on_ranks(ranks, _read))) == pytest.approx(expected, rel=ALIKE)
+
+
+def test_a_lost_expert_would_be_noticed(eager):
+    model, expected = eager
+    without = copy.deepcopy(model)
+    without.set_experts_implementation(NAME)
+    with torch.no_grad():
+        experts_modules(without)[0].down_proj[7].zero_()
+    assert perplexity(losses_of(without, windows())) > expected * (1.0 + 5.0 * ALIKE)
+
+
+def test_the_routing_of_the_passage_can_be_drawn(tmp_path):
+    """By the example; of layer 1, whose hidden states are shipped, by the command's own count."""
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, str(root / "examples" / "routing_map.py"), str(tmp_path / "map.png")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+    layer, states = shipped_layer()
+    with flashmoe.Context(max_tokens=2048, hidden=256, intermediate=128, experts=16, top_k=4, dtype="bfloat16") as ctx:
+        flashmoe.moe(ctx, states, **layer.tensors(), **layer.rule())
+        load = np.bincount(ctx.last_call.topk_ids.ravel(), minlength=16)
+    expected = f"busiest expert {load.argmax()} with {load.max()} of 2048 tokens, {load.max() / load.mean():.2f} times"
+    assert f"layer 1: {expected} the mean; least busy {load.min()}" in said
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
