@@ -84,7 +84,7 @@ REFUSED = {
     ),
     "swigluoai of another limit": (
         config(activation="swigluoai", swiglu_limit=10.0),
-        "swiglu_limit, swiglu_alpha, swiglu_beta: expected 7.0, 1.702, 1.0 with swigluoai, got (10.0, 1.702, 1.0)",
+        "swiglu_limit, swiglu_alpha, swiglu_beta: expected (7.0, 1.702, 1.0) with swigluoai, got (10.0, 1.702, 1.0)",
     ),
     "no limit": (
         config(activation="swigluoai_uninterleave"),

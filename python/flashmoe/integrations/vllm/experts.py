@@ -33,11 +33,11 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, context: GrowingContext) -> None:
         super().__init__(moe_config, quant_config)
-        numbers = self.activation_config
+        given = (quant_config.gemm1_clamp_limit, quant_config.gemm1_alpha, quant_config.gemm1_beta)
+        usual = (moe_config.swiglu_limit, moe_config.swiglu_alpha, moe_config.swiglu_beta)
+        numbers = (of_model if own is None else own for own, of_model in zip(given, usual, strict=True))
         self._context = context
-        self._options = recognise.activation_of(
-            moe_config.activation.value, numbers.clamp_limit, numbers.alpha, numbers.beta
-        )
+        self._options = recognise.activation_of(moe_config.activation.value, *numbers)
 
     def apply(
         self,

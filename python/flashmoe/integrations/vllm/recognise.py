@@ -50,8 +50,10 @@ def activation_of(name: str, limit: float | None, alpha: float | None, beta: flo
             raise refusal("swiglu_limit", "None with gelu", limit)
         return {"activation": "geglu"}
     if name == "swigluoai":  # gpt-oss's, whose numbers vLLM's kernels have built in
-        if (got := (limit or 7.0, alpha or 1.702, beta or 1.0)) != (7.0, 1.702, 1.0):
-            raise refusal("swiglu_limit, swiglu_alpha, swiglu_beta", "7.0, 1.702, 1.0 with swigluoai", got)
+        built_in = (7.0, 1.702, 1.0)
+        got = tuple(own if given is None else given for given, own in zip((limit, alpha, beta), built_in, strict=True))
+        if got != built_in:
+            raise refusal("swiglu_limit, swiglu_alpha, swiglu_beta", f"{built_in} with swigluoai", got)
         return {"activation": "clamped_swiglu", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleaved": True}
     if limit is None:
         raise refusal("swiglu_limit", "a number with swigluoai_uninterleave", None)
