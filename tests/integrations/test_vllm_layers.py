@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import flashmoe
 import ml_dtypes
 import pytest
@@ -27,11 +30,14 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FusedMoEParallelConfig,
     RoutingMethodType,
 )
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter  # noqa: E402
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner  # noqa: E402
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # noqa: E402
     UnquantizedFusedMoEMethod,
 )
 
 H, I, E = 64, 48, 8
+LAYERS = itertools.count()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -217,6 +223,19 @@ def test_a_map_of_experts_is_refused():
     layer.expert_map = torch.arange(E, dtype=torch.int32)
     with pytest.raises(flashmoe.InvalidArgument, match=r"^expert_map: expected None, got a map of experts to ranks; "):
         layer(*routing(5, 2, torch.float32))
+
+
+def runner_of(method: object, router: object) -> MoERunner:
+    return MoERunner(f"layers.{next(LAYERS)}", config(), router, SimpleNamespace(quant_method=method))
+
+
+def test_what_the_method_does_not_see_is_refused_by_layer():
+    method = UnquantizedFusedMoEMethod(config())
+    assert isinstance(runner_of(method, object()), hooks.FlashMoERunner)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^layers\.1: expected unquantised experts, got int; "):
+        runner_of(1, object())
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^layers\.2: expected a router without zero experts, got Zero"):
+        runner_of(method, ZeroExpertRouter.__new__(ZeroExpertRouter))
 
 
 def test_another_plugin_in_the_same_place_is_named(monkeypatch):

@@ -7,6 +7,7 @@ its processes. From then on its unquantised fused experts are computed by the op
 from __future__ import annotations
 
 from ..release import check_release
+from .recognise import ADVICE
 
 OLDEST, NEWEST = (0, 32), (0, 33)
 """The releases, by major and minor number, whose fused experts this has been written for."""
@@ -24,7 +25,7 @@ def register() -> None:
     InvalidArgument
         Another plugin has replaced what this one replaces.
     """
-    check_release("vllm", "vLLM", OLDEST, NEWEST)
+    check_release("vllm", "vLLM", OLDEST, NEWEST, f"; {ADVICE}")
     from .hooks import install
 
     install()

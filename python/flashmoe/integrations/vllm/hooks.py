@@ -10,6 +10,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -52,12 +53,15 @@ class FlashMoEMethod(UnquantizedFusedMoEMethod):
 
 
 class FlashMoERunner(MoERunner):
-    """vLLM's, which refuses quantised experts: they do not come to `FlashMoEMethod`, and would be computed by vLLM."""
+    """vLLM's, which refuses what `FlashMoEMethod` does not see: quantised experts, which vLLM would compute by itself,
+    and zero experts, in whose place a token may have expert 0 once more."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if not isinstance(self._quant_method, FlashMoEMethod):
             raise recognise.refusal(self.layer_name, "unquantised experts", type(self._quant_method).__name__)
+        if isinstance(self.router, ZeroExpertRouter):
+            raise recognise.refusal(self.layer_name, "a router without zero experts", type(self.router).__name__)
 
 
 REPLACED = {UnquantizedFusedMoEMethod: FlashMoEMethod, MoERunner: FlashMoERunner}

@@ -11,6 +11,9 @@ from typing import Any
 from ...errors import InvalidArgument
 from ...spec import DTYPES
 
+ADVICE = "set VLLM_PLUGINS to the plugins that are to be loaded, without flashmoe"
+"""How vLLM is had without this plugin."""
+
 PARALLEL = ("tp_size", "dp_size", "pcp_size", "ep_size", "sp_size")
 """Of a layer's `moe_parallel_config`: over how many ranks tensors, batches, experts and sequences are spread."""
 
@@ -63,6 +66,5 @@ def activation_of(name: str, limit: float | None, alpha: float | None, beta: flo
 
 def refusal(name: str, expected: str, got: object) -> InvalidArgument:
     return InvalidArgument(
-        f"{name}: expected {expected}, got {got}; FlashMoE does not compute these experts in vLLM, set VLLM_PLUGINS "
-        "to the plugins that are to be loaded, without flashmoe"
+        f"{name}: expected {expected}, got {got}; FlashMoE does not compute these experts in vLLM, {ADVICE}"
     )
