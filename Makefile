@@ -127,7 +127,8 @@ test-integrations:
 
 in-vllm: export FLASHMOE_EVIDENCE ?= benchmarks/results/integrations
 in-vllm: $(VENV)/.vllm $(VENV)/.package
-	@$(BIN)/python -m pytest tests/integrations --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations) \
+	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
 nightly: export FLASHMOE_EXAMPLES = 10000
 nightly: TEST_TIMEOUT = 14400

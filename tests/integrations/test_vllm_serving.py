@@ -78,6 +78,8 @@ def start(folder: Path, port: int, plugins: str, *options: str) -> subprocess.Po
         "VLLM_PLUGINS": plugins,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(folder),
