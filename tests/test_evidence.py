@@ -1,31 +1,28 @@
-"""What a run of the GPU tests leaves behind, tried without a GPU; and whether what is committed is of these sources."""
+"""What a run of tests that CI does not run leaves, tried here; and whether what is committed is of these sources."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from pathlib import Path
 
+import evidence  # which makes the benchmarks' modules importable
 import pytest
+from harness import digest_of
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "gpu"))
-
-import evidence  # noqa: E402
-from harness import digest_of  # noqa: E402
 
 pytest_plugins = ["pytester"]
 
 CONFTEST = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(ROOT / "tests" / "gpu")!r})
+sys.path.insert(0, {str(ROOT / "tests")!r})
 import evidence
 
 def pytest_collection_finish(session):
     origin = {{"device": "Fake x2", "commit": "0123456789"}}
-    session.config.pluginmanager.register(evidence.Evidence(Path("results") / "fakex2.json", origin))
+    session.config.pluginmanager.register(evidence.Evidence(evidence.GPU, Path("results") / "fakex2.json", origin))
 """
 FIRST = """
 import pytest
@@ -122,14 +119,15 @@ def test_a_run_of_other_sources_or_less_is_named(tmp_path):
     less = now | {"files": {name: of for name, of in files.items() if not name.endswith("test_few.py")}}
     for name, run in (("ax1", now), ("bx2", now | {"sources_sha256": "0" * 16}), ("cx1", less)):
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
-    other, lacking = evidence.outdated(sorted(tmp_path.glob("*.json")))
+    other, lacking = evidence.outdated(evidence.GPU, sorted(tmp_path.glob("*.json")))
     assert other.startswith("bx2.json: the GPU tests ran on include, csrc 0000000000000000 (0123456), not on ")
     assert lacking == "cx1.json: tests/gpu/test_few.py has not run"
 
 
-def test_committed_runs_are_of_these_sources():
-    """A notice in pytest's summary, not a failure: who changes the sources need not have a GPU."""
-    paths = evidence.committed()
-    said = evidence.outdated(paths) if paths else ["benchmarks/results/tests: no run of the GPU tests is recorded"]
+@pytest.mark.parametrize("suite", [evidence.GPU, evidence.INTEGRATIONS], ids=lambda suite: suite.results)
+def test_committed_runs_are_of_these_sources(suite):
+    """A notice in pytest's summary, not a failure: who changes the sources need not be able to run them."""
+    paths = evidence.committed(suite)
+    said = evidence.outdated(suite, paths) if paths else [f"no run of the {suite.name} is recorded"]
     for each in said:
-        warnings.warn(each, stacklevel=1)
+        warnings.warn(f"benchmarks/results/{suite.results}: {each}", stacklevel=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 
-from .context import Context, contexts, next_number
+from .context import Context, contexts
 from .errors import FlashMoEError
 from .spec import MAX_CUDA_TOKENS, MAX_TOKENS
 
@@ -39,8 +40,9 @@ def rounded_tokens(tokens: int, device: int | None) -> int:
 class GrowingContext:
     """One rank alone, with memory for as many tokens as any call has had so far.
 
-    Its number (see `flashmoe.context.context_id`) stays the same while contexts come and go, so that compiled code may
-    hold it. T is rounded up to a power of two: a prompt that gets longer call by call grows it a few times.
+    Its number (see `flashmoe.context.context_id`) is the shape's: the same while contexts come and go, and in every
+    process, so that compiled code may hold it, also on disk. T is rounded up to a power of two: a prompt that gets
+    longer call by call grows it a few times.
 
     Contexts are not closed but let go of: another thread may be within a call of the one that is replaced. One that a
     CUDA graph has captured is kept, because its replays write to that context's memory.
@@ -51,7 +53,7 @@ class GrowingContext:
         self._context: Context | None = None
         self._captured: list[Context] = []
         self._lock = threading.Lock()
-        self.number = next_number()
+        self.number = _number_of(shape)
         contexts[self.number] = self
 
     def with_room_for(self, tokens: int) -> Context:
@@ -78,6 +80,12 @@ class GrowingContext:
 
     def __reduce__(self) -> Any:
         return growing_context, (self.shape,)
+
+
+def _number_of(shape: Shape) -> int:
+    """From 2^62 to 2^63: those of contexts, which are counted from 1, are never as large."""
+    digest = hashlib.sha256(repr(tuple(shape)).encode()).digest()
+    return 1 << 62 | int.from_bytes(digest[:8]) >> 2
 
 
 _shared: weakref.WeakValueDictionary[Shape, GrowingContext] = weakref.WeakValueDictionary()

@@ -66,7 +66,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             "command": "make test-gpu",
         }
         path = Path(folder) / result_path("tests", name, gpus).name
-        session.config.pluginmanager.register(evidence.Evidence(path, origin))
+        session.config.pluginmanager.register(evidence.Evidence(evidence.GPU, path, origin))
     variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in spec.ACTIVATIONS]
     variants += [jit.Variant("float32", activation, exact=True) for activation in spec.ACTIVATIONS]
     variants += [jit.Variant(dtype, each, transposed=True) for dtype in jit.TRANSPOSED for each in spec.ACTIVATIONS]

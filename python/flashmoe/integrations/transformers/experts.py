@@ -13,9 +13,10 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ...context import Context, context_id
 from ...errors import InvalidArgument
-from ...growing import GrowingContext, Shape, growing_context
+from ...growing import GrowingContext, growing_context
 from ...spec import DTYPES
 from ...torch_op import check_tensors
+from ..operands import as_taken, shape_of
 from .recognise import ExpertsOptions, is_of_llama4, recognise
 
 NAME = "flashmoe"
@@ -74,7 +75,7 @@ def routed_operands(
     """`operands_of`, and the choices and weights of a router."""
     tensors = operands_of(module, options, x) | {
         "topk_ids": top_k_index.contiguous(),
-        "topk_weights": _as_taken(top_k_weights, x.dtype).contiguous(),
+        "topk_weights": as_taken(top_k_weights, x.dtype).contiguous(),
     }
     check_tensors(tensors)
     return tensors
@@ -140,11 +141,6 @@ def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor) -> 
     return tensors
 
 
-def _as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """`weights`, of which the operator takes float32 and x's type."""
-    return weights if weights.dtype in (torch.float32, dtype) else weights.to(torch.float32)
-
-
 def _check(module: torch.nn.Module, tensors: dict[str, Tensor | None]) -> None:
     """Raises `InvalidArgument` for weights that are no plain tensors of a type and a place that an engine takes, or not
     of all experts, and where autocast would compute in another type. What else tensors must be, the operator checks."""
@@ -175,11 +171,7 @@ def _check(module: torch.nn.Module, tensors: dict[str, Tensor | None]) -> None:
 def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> int:
     """The number that stands in calls of the operator for what the module takes its contexts from: see `growing`. The
     module holds it, so that it lives no longer than the last of the modules that share it."""
-    weights = module.down_proj
-    hidden, intermediate = options.sizes(module)
-    experts = weights.shape[0]
-    device = weights.device.index if weights.device.type == "cuda" else None
-    shape = Shape(device, str(weights.dtype).removeprefix("torch."), hidden, intermediate, experts, top_k)
+    shape = shape_of(module.down_proj, *options.sizes(module), top_k)
     held: GrowingContext | Context | None = vars(module).get(_CONTEXT)
     if isinstance(held, Context):
         return context_id(held)

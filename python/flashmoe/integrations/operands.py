@@ -1,0 +1,19 @@
+"""What frameworks have as the operator takes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..growing import Shape
+
+
+def as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights of a token's experts, of which the operator takes float32 and x's type, `dtype`."""
+    return weights if weights.dtype in (torch.float32, dtype) else weights.to(torch.float32)
+
+
+def shape_of(weights: Tensor, hidden: int, intermediate: int, top_k: int) -> Shape:
+    """What a context is made for whose calls have such a `down_proj` of all experts."""
+    device = weights.device.index if weights.device.type == "cuda" else None
+    return Shape(device, str(weights.dtype).removeprefix("torch."), hidden, intermediate, weights.shape[0], top_k)

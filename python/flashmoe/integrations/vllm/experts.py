@@ -1,0 +1,112 @@
+"""vLLM's modular kernel with the operator for its experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import PassThroughPrepareAndFinalize
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.platforms import current_platform
+
+from ... import torch_op  # which registers the operator
+from ...growing import GrowingContext
+from ..operands import as_taken
+from . import recognise
+
+
+class OneRank(PassThroughPrepareAndFinalize):
+    """Nothing before the experts, and nothing behind them."""
+
+    def output_is_reduced(self) -> bool:
+        """False: a model may ask for sums that are not reduced over ranks yet, and of one rank they are the same."""
+        return False
+
+
+class FlashMoEExperts(mk.FusedMoEExpertsModular):
+    """Experts [E, ., .] of one rank, whose calls take their memory from `context`, and which weigh and sum.
+
+    vLLM asks the static methods of its own kernels alone, to choose among them; here they say what `recognise` does.
+    """
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, context: GrowingContext) -> None:
+        super().__init__(moe_config, quant_config)
+        given = (quant_config.gemm1_clamp_limit, quant_config.gemm1_alpha, quant_config.gemm1_beta)
+        usual = (moe_config.swiglu_limit, moe_config.swiglu_alpha, moe_config.swiglu_beta)
+        numbers = (of_model if own is None else own for own, of_model in zip(given, usual, strict=True))
+        self._context = context
+        self._options = recognise.activation_of(moe_config.activation.value, *numbers)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Fills `output` [T, H]. `w1`, `w2`: gate_up_proj and down_proj of `flashmoe.moe`; T > 0."""
+        if expert_map is not None:
+            raise recognise.refusal("expert_map", "None", "a map of experts to ranks")
+        if activation is not self.moe_config.activation:
+            raise recognise.refusal("activation", self.moe_config.activation.value, activation)
+        y = torch_op.moe(
+            self._context.number,
+            hidden_states.contiguous(),
+            w1,
+            w2,
+            topk_ids=topk_ids.contiguous(),
+            topk_weights=as_taken(topk_weights, hidden_states.dtype).contiguous(),
+            gate_up_bias=self.w1_bias,
+            down_bias=self.w2_bias,
+            weights_on_input=apply_router_weight_on_input,
+            **self._options,
+        )
+        output.copy_(y)
+
+    def workspace_shapes(self, M: int, N: int, K: int, *others: Any) -> tuple[tuple[int, ...], ...]:
+        """None for the products: the context has memory of its own."""
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return current_platform.is_cpu() or current_platform.is_cuda()
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation.value in recognise.ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return all(getattr(moe_parallel_config, name) == 1 for name in recognise.PARALLEL)

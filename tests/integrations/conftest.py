@@ -1,0 +1,33 @@
+"""Tests in frameworks, which `make test-integrations` sets up. Without its framework a file is skipped and says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import evidence  # which makes the benchmarks' modules importable
+import pytest
+import torch
+from harness import cpu_model, head, result_path
+
+HERE = Path(__file__).resolve().parent
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where a folder for it is named, what has run is recorded."""
+    folder = os.environ.get("FLASHMOE_EVIDENCE")
+    if not folder or session.config.option.collectonly or not any(HERE in item.path.parents for item in session.items):
+        return
+    import transformers
+    import vllm
+
+    origin = {
+        "device": f"{cpu_model()} x0",
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": head(),
+        "command": "make test-integrations",
+    }
+    path = Path(folder) / result_path("integrations", cpu_model(), 0).name
+    session.config.pluginmanager.register(evidence.Evidence(evidence.INTEGRATIONS, path, origin))

@@ -1,0 +1,199 @@
+"""vLLM's HTTP server with the shipped checkpoint: what it generates with the plugin and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import flashmoe
+import pytest
+
+pytestmark = pytest.mark.timeout(900)  # two servers start within the first test
+
+pytest.importorskip("vllm", reason="there is no vLLM: see `make test-integrations`")
+
+CHECKPOINT = str(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe")
+PROMPTS = [
+    "It was a truth which",
+    "Elizabeth could not but",
+    "The evening was spent in",
+    "My dear Mr. Darcy,",
+    "A walk to the village, and",
+]
+TOKENS = 200
+LOG = f"FlashMoE {flashmoe.__version__} computes the unquantised experts"
+TOLERANCE = 1e-4
+"""Of log-probabilities, in float32. What an error of the experts by 2^-8, a rounding to bfloat16, makes of them exceeds
+it: a test shows that."""
+PATIENCE = 280.0
+"""Seconds for a server's start, most of which vLLM's compiler takes."""
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    log: Path
+
+    def complete(self, prompts: list[str], tokens: int = TOKENS) -> list[dict[str, Any]]:
+        """Greedy texts of so many tokens, and the tokens' log-probabilities."""
+        asked = {
+            "model": "tiny",
+            "prompt": prompts,
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "logprobs": 1,
+            "ignore_eos": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            choices = json.load(answer)["choices"]
+        return sorted(choices, key=lambda choice: choice["index"])
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def start(folder: Path, port: int, plugins: str, *options: str) -> subprocess.Popen[bytes]:
+    """A server that loads these of vLLM's plugins. Plugins may also lie in `folder`, as may what vLLM compiles."""
+    environment = os.environ | {
+        "VLLM_PLUGINS": plugins,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(folder),
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", CHECKPOINT]
+    command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "512"]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def serving(folder: Path, plugins: str, *options: str) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    process = start(folder, port, plugins, *options)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not is_ready(url):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, f"no answer in {PATIENCE} s: " + (folder / "log").read_text()
+            time.sleep(0.5)
+        yield Server(url, folder / "log")
+    finally:
+        end(process)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[dict[str, Any]]:
+    """What vLLM generates by itself."""
+    with serving(tmp_path_factory.mktemp("plain"), "") as server:
+        found = server.complete(PROMPTS)
+        assert LOG not in server.log.read_text()
+    assert all(len(choice["logprobs"]["tokens"]) == TOKENS for choice in found)
+    assert len({choice["text"] for choice in found}) == len(PROMPTS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    """With the plugin."""
+    with serving(tmp_path_factory.mktemp("plugin"), "flashmoe") as server:
+        yield server
+
+
+def difference(found: list[dict[str, Any]], expected: list[dict[str, Any]], tokens: int = TOKENS) -> float:
+    """The largest between the log-probabilities of the first tokens."""
+    return max(
+        abs(one - other)
+        for pair in zip(found, expected, strict=True)
+        for one, other in zip(*(each["logprobs"]["token_logprobs"][:tokens] for each in pair), strict=True)
+    )
+
+
+def test_the_server_generates_what_vllm_does(expected, server):
+    found = server.complete(PROMPTS)
+    assert LOG in server.log.read_text()
+    assert [choice["text"] for choice in found] == [choice["text"] for choice in expected]
+    assert difference(found, expected) <= TOLERANCE
+
+
+def test_requests_one_by_one_and_together_are_alike(expected, server):
+    for choice, prompt in zip(expected, PROMPTS, strict=True):
+        (alone,) = server.complete([prompt], 32)
+        assert alone["logprobs"]["tokens"] == choice["logprobs"]["tokens"][:32]
+
+
+MUTANT = """
+from flashmoe.integrations.vllm.experts import FlashMoEExperts
+
+
+def register():
+    right = FlashMoEExperts.apply
+
+    def wrong(self, *arguments, topk_weights, **others):
+        return right(self, *arguments, topk_weights=topk_weights * (1 + 2**-8), **others)
+
+    if FlashMoEExperts.apply.__name__ != "wrong":
+        FlashMoEExperts.apply = wrong
+"""
+
+
+def test_what_the_plugin_computes_is_what_is_served(expected, tmp_path):
+    """With weights that a second plugin makes wrong by 2^-8, log-probabilities are off by more than the tolerance."""
+    (tmp_path / "mutant.py").write_text(MUTANT)
+    metadata = tmp_path / "mutant-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mutant\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nmutant = mutant:register\n")
+    with serving(tmp_path, "flashmoe,mutant", "--enforce-eager") as server:
+        found = server.complete(PROMPTS)
+        assert LOG in server.log.read_text()
+    assert difference(found, expected, tokens=1) > 2 * TOLERANCE
+
+
+def test_quantised_experts_are_refused_by_layer_and_kind(tmp_path):
+    process = start(tmp_path, 0, "flashmoe", "--quantization", "fp8", "--dtype", "bfloat16")
+    try:
+        assert process.wait(PATIENCE) != 0
+    finally:
+        end(process)
+    log = (tmp_path / "log").read_text()
+    said = (
+        "InvalidArgument: model.layers.0.mlp.experts: expected unquantised experts, got Fp8PerTensorOnlineMoEMethod; "
+    )
+    assert said + "FlashMoE does not compute these experts in vLLM" in log

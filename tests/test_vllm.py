@@ -1,0 +1,116 @@
+"""FlashMoE in vLLM, as far as it can be tried without vLLM; the rest is in tests/integrations/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+import pytest
+from flashmoe import InvalidArgument
+from flashmoe.growing import Shape, growing_context
+from flashmoe.integrations.vllm import recognise, register
+
+ADVICE = "set VLLM_PLUGINS to the plugins that are to be loaded, without flashmoe"
+
+
+def config(parallel: dict[str, object] | None = None, activation: str = "silu", **options: object) -> SimpleNamespace:
+    """As vLLM's `FusedMoEConfig` of a layer that is computed, but for these."""
+    one_rank = dict.fromkeys(("tp_size", "dp_size", "pcp_size", "ep_size", "sp_size"), 1) | {"enable_eplb": False}
+    usual = {
+        "num_experts": 16,
+        "num_local_experts": 16,
+        "in_dtype": "torch.bfloat16",
+        "moe_backend": "auto",
+        "is_lora_enabled": False,
+        "swiglu_limit": None,
+        "swiglu_alpha": None,
+        "swiglu_beta": None,
+    }
+    return SimpleNamespace(
+        moe_parallel_config=SimpleNamespace(**one_rank | (parallel or {})),
+        activation=SimpleNamespace(value=activation),
+        **usual | options,
+    )
+
+
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
+
+
+def test_vllm_finds_the_plugin():
+    (found,) = entry_points(group="vllm.general_plugins", name="flashmoe")
+    assert found.load() is register
+
+
+def test_importing_the_plugin_imports_no_vllm():
+    program = "import sys, flashmoe.integrations.vllm\nprint([name for name in sys.modules if name.startswith('vllm')])"
+    ended = run_program(program)
+    assert ended.stdout.strip() == "[]", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [
+        ("None", "none (import of vllm halted; None in sys.modules)"),
+        ("SimpleNamespace(__version__='0.31.2')", "0.31.2"),
+        ("SimpleNamespace(__version__='0.34.0rc1+cpu')", "0.34.0rc1+cpu"),
+        ("SimpleNamespace(__version__='dev')", "dev"),
+    ],
+)
+def test_another_release_is_refused(made, got):
+    program = f"import sys; from types import SimpleNamespace; sys.modules['vllm'] = {made}\n"
+    ended = run_program(program + "from flashmoe.integrations.vllm import register; register()")
+    assert ended.returncode == 1
+    expected = f"ImportError: flashmoe.integrations.vllm: expected vLLM 0.32 to 0.33, got {got}; {ADVICE}"
+    assert ended.stderr.strip().splitlines()[-1] == expected
+
+
+REFUSED = {
+    **{f"{name} of 2": (config({name: 2}), f"{name}: expected 1, got 2") for name in recognise.PARALLEL},
+    "expert load balancing": (config({"enable_eplb": True}), "enable_eplb: expected False, got True"),
+    "a kernel of vLLM's": (config(moe_backend="triton"), "moe_backend: expected 'auto', got 'triton'"),
+    "LoRA": (config(is_lora_enabled=True), "is_lora_enabled: expected False, got True"),
+    "a share": (config(num_local_experts=8), "num_local_experts: expected all 16 experts, got 8"),
+    "float64": (config(in_dtype="torch.float64"), "in_dtype: expected one of float32, bfloat16, float16, got float64"),
+    **{
+        name: (config(activation=name), f"activation: expected one of {', '.join(recognise.ACTIVATIONS)}, got {name}")
+        for name in ("gelu_tanh", "relu2", "situ", "swiglustep", "silu_no_mul", "gelu_no_mul", "relu2_no_mul")
+    },
+    "gelu with a limit": (
+        config(activation="gelu", swiglu_limit=7.0),
+        "swiglu_limit: expected None with gelu, got 7.0",
+    ),
+    "swigluoai of another limit": (
+        config(activation="swigluoai", swiglu_limit=10.0),
+        "swiglu_limit, swiglu_alpha, swiglu_beta: expected (7.0, 1.702, 1.0) with swigluoai, got (10.0, 1.702, 1.0)",
+    ),
+    "no limit": (
+        config(activation="swigluoai_uninterleave"),
+        "swiglu_limit: expected a number with swigluoai_uninterleave, got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(case):
+    layer, message = REFUSED[case]
+    with pytest.raises(InvalidArgument) as refused:
+        recognise.check(layer)
+    assert str(refused.value) == f"{message}; FlashMoE does not compute these experts in vLLM, {ADVICE}"
+
+
+@pytest.mark.parametrize("activation", recognise.ACTIVATIONS)
+def test_what_is_computed_is_not_refused(activation):
+    recognise.check(config(activation=activation, swiglu_limit=None if activation == "gelu" else 7.0))
+
+
+def test_a_context_that_grows_has_one_number_in_all_processes():
+    """vLLM keeps compiled models on disk, and the number is a constant in them."""
+    shapes = [Shape(None, "float32", 16, 8, 4, 2), Shape(None, "float32", 16, 8, 4, 3)]
+    held = [growing_context(shape) for shape in shapes]
+    numbers = [each.number for each in held]
+    program = f"from flashmoe.growing import *\nprint(growing_context({shapes[1]!r}).number)"
+    assert int(run_program(program).stdout) == numbers[1]
+    assert len(set(numbers)) == 2 and all(2**62 <= each < 2**63 for each in numbers)
