@@ -10,8 +10,8 @@ Release = tuple[int, int]
 
 
 def check_release(integration: str, framework: str, oldest: Release, newest: Release, advice: str = "") -> Release:
-    """The release of `framework`, which is the module of that name in lower case. Raises `ImportError` unless it is one of
-    these. `advice`: what the message ends with."""
+    """The release of `framework`, which is the module of that name in lower case. Raises `ImportError` unless it is one
+    of these. `advice`: what the message ends with."""
     expected = f"flashmoe.integrations.{integration}: expected {framework} {_said(oldest)} to {_said(newest)}"
     try:
         release = importlib.import_module(framework.lower()).__version__
