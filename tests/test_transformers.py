@@ -52,7 +52,7 @@ GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace"
 
 ARCHITECTURES = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen2Moe": {**MOE, "num_experts": 6, "shared_expert_intermediate_size": 16},
+    "Qwen2Moe": {**MOE, "num_experts": 6, "shared_expert_intermediate_size": 48},
     "Qwen3Moe": {**MOE, "num_experts": 6, "head_dim": 16},
     "Olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "Phimoe": {"num_local_experts": 6, "num_experts_per_tok": 2},

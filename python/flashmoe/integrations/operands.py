@@ -13,7 +13,8 @@ def as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:
     return weights if weights.dtype in (torch.float32, dtype) else weights.to(torch.float32)
 
 
-def shape_of(weights: Tensor, hidden: int, intermediate: int, top_k: int) -> Shape:
+def shape_of(weights: Tensor, hidden: int, intermediate: int, top_k: int, shared_intermediate: int = 0) -> Shape:
     """What a context is made for whose calls have such a `down_proj` of all experts."""
     device = weights.device.index if weights.device.type == "cuda" else None
-    return Shape(device, str(weights.dtype).removeprefix("torch."), hidden, intermediate, weights.shape[0], top_k)
+    dtype = str(weights.dtype).removeprefix("torch.")
+    return Shape(device, dtype, hidden, intermediate, weights.shape[0], top_k, shared_intermediate)

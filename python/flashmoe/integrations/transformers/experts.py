@@ -27,6 +27,8 @@ _TYPES = tuple(getattr(torch, name) for name in DTYPES)
 _CONTEXT = "_flashmoe_context"
 """The attribute of an experts module that holds what its calls take their context from: a `GrowingContext`, or the
 `Context` of a group."""
+_CONTEXT_WITH_SHARED = "_flashmoe_context_with_shared"
+"""The same for calls that have the block's shared expert too."""
 _LOCAL = "_flashmoe_local_experts"
 """The attribute of an experts module that says how many experts its tensors are of, where others are on other ranks."""
 
@@ -81,11 +83,16 @@ def routed_operands(
     return tensors
 
 
-def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> int:
+def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
     """The number that stands in calls of the operator for what the experts module takes its contexts from."""
     if torch.compiler.is_compiling():
         return _number_while_compiling(id(module), top_k)
-    return _number(module, options, top_k)
+    return _number(module, options, top_k, shared_intermediate)
+
+
+def is_of_group(module: torch.nn.Module) -> bool:
+    """Whether the module's calls are those of a group of ranks."""
+    return isinstance(vars(module).get(_CONTEXT), Context)
 
 
 def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -168,15 +175,17 @@ def _check(module: torch.nn.Module, tensors: dict[str, Tensor | None]) -> None:
             raise InvalidArgument(f"{kind}: expected {name} of {experts} experts, got {weight.shape[0]}")
 
 
-def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int) -> int:
+def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
     """The number that stands in calls of the operator for what the module takes its contexts from: see `growing`. The
-    module holds it, so that it lives no longer than the last of the modules that share it."""
-    shape = shape_of(module.down_proj, *options.sizes(module), top_k)
-    held: GrowingContext | Context | None = vars(module).get(_CONTEXT)
+    module holds it, so that it lives no longer than the last of the modules that share it; one for calls with a shared
+    expert apart, since calls of both kinds may take turns."""
+    attribute = _CONTEXT if shared_intermediate == 0 else _CONTEXT_WITH_SHARED
+    shape = shape_of(module.down_proj, *options.sizes(module), top_k, shared_intermediate)
+    held: GrowingContext | Context | None = vars(module).get(attribute)
     if isinstance(held, Context):
         return context_id(held)
     if held is None or held.shape != shape:
-        held = vars(module)[_CONTEXT] = growing_context(shape)
+        held = vars(module)[attribute] = growing_context(shape)
     return held.number
 
 

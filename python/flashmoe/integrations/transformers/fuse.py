@@ -14,6 +14,7 @@ from ...torch_op import check_tensors
 from .experts import NAME, experts_modules, number_of, operands_of
 from .llama4 import block_forward
 from .recognise import recognise
+from .shared import shared_operands
 
 Rule = Callable[[torch.nn.Module], dict[str, Any]]
 """What a router, by its attributes, is to `flashmoe.moe`."""
@@ -48,7 +49,7 @@ def _one_call(rule: Rule) -> Forward:
         if block.training or _is_watched(block.gate):
             return block._flashmoe_unfused.forward(block, hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return _with_shared(block, x, _routed(block, x, rule)).reshape(hidden_states.shape)
+        return _one_call_of(block, x, rule).reshape(hidden_states.shape)
 
     return forward
 
@@ -130,17 +131,19 @@ def _fused(kind: type, forward: Forward) -> type:
     return type(kind.__name__, (kind,), {"forward": forward, "_flashmoe_unfused": kind, "__module__": kind.__module__})
 
 
-def _routed(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
-    """[T, H]: what the block's experts make of x [T, H]."""
+def _one_call_of(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
+    """[T, H]: what the block makes of x [T, H]."""
     experts, gate = block.experts, block.gate
     options = recognise(experts)
     routing = rule(gate)
     tensors = operands_of(experts, options, x)
     tensors |= {"router": gate.weight, "choice_bias": routing.pop("choice_bias", None)}
+    shared = shared_operands(block, options, tensors["x"], gate.top_k)
+    tensors |= shared
     check_tensors(tensors)
-    return torch.ops.flashmoe.moe(
-        number_of(experts, options, gate.top_k), **tensors, **options.of_operator(), **routing, top_k=gate.top_k
-    )
+    number = number_of(experts, options, gate.top_k, shared["shared_down"].shape[1] if shared else 0)
+    y = torch.ops.flashmoe.moe(number, **tensors, **options.of_operator(), **routing, top_k=gate.top_k)
+    return y if shared else _with_shared(block, x, y)
 
 
 def _with_shared(block: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
