@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from test_transformers import ARCHITECTURES, OTHERS, model_of  # noqa: E402
 
 NAMES = (*ARCHITECTURES, *OTHERS)
+ODD = "Qwen3Next"
+"""The one whose shared expert is not as wide as several experts."""
 SHARED = ("Qwen2Moe", "DeepseekV3", "Glm4Moe", "Qwen3Next", "Llama4")
 LAYER = 1
 """That every model here has with experts."""
@@ -52,10 +54,7 @@ def block_of(model):
 
 @torch.no_grad()
 def routed_by(block, x):
-    """[T, H], what the block's routed experts make of x [T, H], and what its router says."""
-    for name in ("shared_expert", "shared_experts"):
-        if hasattr(block, name):
-            torch.nn.init.zeros_(getattr(block, name).down_proj.weight)
+    """[T, H], what the block makes of x [T, H], and what its router says."""
     router = block.router if hasattr(block, "router") else block.gate
     y = block(x[None])
     return (y[0] if isinstance(y, tuple) else y).reshape(x.shape).numpy(), router(x)
@@ -65,16 +64,23 @@ def tokens_for(model, count=50):
     return torch.randn(count, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
 
 
+def sizes_of(layer):
+    names = ("hidden", "intermediate", "experts", "top_k", "shared_intermediate")
+    return {name: getattr(layer, name) for name in names}
+
+
 def called(layer, x, **given):
-    sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "experts": layer.experts}
-    with flashmoe.Context(max_tokens=len(x), top_k=layer.top_k, dtype="float32", processors=2, **sizes) as context:
+    with flashmoe.Context(max_tokens=len(x), dtype="float32", processors=2, **sizes_of(layer)) as context:
         return flashmoe.moe(context, x.numpy(), **layer.tensors(), **layer.rule(), **given)
 
 
 def compare(model, folder):
     """The layer's result against the block's, with the routing of the model's router where it is the model's own."""
     layer, x = load_layer(folder, LAYER), tokens_for(model)
-    expected, routing = routed_by(block_of(model), x)
+    block = block_of(model)
+    for name in {name.removesuffix("_gate") for name in layer.left_out}:
+        torch.nn.init.zeros_(getattr(block, name).down_proj.weight)
+    expected, routing = routed_by(block, x)
     given = {}
     if layer.own_router:
         _, weights, ids = routing
@@ -107,7 +113,8 @@ def test_a_layer_computes_what_the_model_s_block_does(tmp_path, name, names):
         model.save_pretrained(tmp_path)
     layer = compare(model, tmp_path)
     assert (layer.own_router == "sparsemixer") == (name == "Phimoe")
-    assert bool(layer.left_out) == (name in SHARED)
+    assert bool(layer.left_out) == (name == ODD)
+    assert bool(layer.shared_intermediate) == (name in SHARED and name != ODD)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,8 +122,7 @@ def test_the_module_computes_the_layer(tmp_path, name):
     model = random_model(name)
     model.save_pretrained(tmp_path)
     layer, x = load_layer(tmp_path, LAYER), tokens_for(model)
-    sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "experts": layer.experts}
-    with flashmoe.Context(max_tokens=len(x), top_k=layer.top_k, dtype="float32", processors=2, **sizes) as context:
+    with flashmoe.Context(max_tokens=len(x), dtype="float32", processors=2, **sizes_of(layer)) as context:
         if layer.own_router:
             with pytest.raises(flashmoe.InvalidArgument, match=r"^layer: expected a router that .*, got sparsemixer"):
                 nn.MoE.from_layer(context, layer)
@@ -250,4 +256,40 @@ def test_the_command_runs_a_layer_of_a_checkpoint(tmp_path, capsys, name):
         )
         return
     assert (status, "PASS" in printed) == (0, True), printed
-    assert ("without the model's shared_expert" in printed) == (name in SHARED)
+    assert ("without the model's shared_expert" in printed) == (name == ODD)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"shared_expert.up_proj.weight": [47, 32]},
+            r"gate and up \[Is, H\] and down \[H, Is\], got shapes \[48, 32\]",
+        ),
+        (
+            {"shared_expert.down_proj.weight": [32, 24]},
+            r"expected gate and up \[Is, H\] and down \[H, Is\], got shapes",
+        ),
+        ({"shared_expert_gate.weight": [2, 32]}, r"shared_gate: expected shape \[1, 32\], got \[2, 32\]"),
+        ({"shared_expert.down_proj.weight": torch.float16}, "dtype: expected one dtype, got mixed float16, float32"),
+        ({"shared_expert.down_proj.weight_scale_inv": [1, 1]}, "FP8: shared_expert.down_proj.weight_scale_inv"),
+    ],
+)
+def test_a_shared_expert_that_does_not_fit_is_told(tmp_path, changes, told):
+    model_of("Qwen2Moe").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, change in changes.items():
+        key = f"model.layers.{LAYER}.mlp.{name}"
+        tensors[key] = torch.zeros(change) if isinstance(change, list) else tensors[key].to(change)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=told):
+        load_layer(tmp_path, LAYER)
+
+
+def test_further_tensors_of_a_shared_expert_leave_it_out(tmp_path):
+    model_of("Qwen2Moe").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"model.layers.{LAYER}.mlp.shared_expert.norm.weight"] = torch.ones(32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = load_layer(tmp_path, LAYER)
+    assert layer.left_out == ("shared_expert", "shared_expert_gate") and layer.shared_intermediate == 0

@@ -334,7 +334,9 @@ def test_a_sample_is_judged_as_the_whole(dtype, monkeypatch):
         ids = context.last_call.topk_ids
 
     def verdict(layer, y, ids):
-        return verify.verify(layer, x, y, ids, placement=contiguous(64, 2), return_mode="direct", gpu=True)
+        return verify.verify(
+            layer, x, y, ids, tokens=[len(x)], placement=contiguous(64, 2), return_mode="direct", gpu=True
+        )
 
     assert verdict(whole, y, ids).passed and verdict(whole, y, ids).tokens == 50
     each = whole.gate_up_proj[0].size + whole.down_proj[0].size

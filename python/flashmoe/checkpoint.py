@@ -9,7 +9,11 @@ understood as they are found, in a block ``….mlp``, ``….block_sparse_moe`` o
 * experts, merged: ``experts.gate_up_proj``, ``experts.down_proj``
 * experts, one by one: ``experts.N.{gate_proj,up_proj,down_proj}.weight``, or Mixtral's ``experts.N.{w1,w3,w2}.weight``
 
-Experts without a gate have ``up_proj`` and ``down_proj`` alone. Shared experts are left out, and named.
+* a shared expert: ``shared_expert.{gate_proj,up_proj,down_proj}.weight`` and perhaps ``shared_expert_gate.weight``, or
+  ``shared_experts.``
+
+Experts without a gate have ``up_proj`` and ``down_proj`` alone. A shared expert that `flashmoe.moe` does not take is
+left out, and named.
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ _QUANTISED = {
     "qweight": "packed integers",
 }
 """How weights of fewer bits are stored, by the end of the name of a tensor that they have."""
+SHARED = ("shared_gate_up", "shared_down", "shared_gate")
+"""The tensors of a shared expert, by the names of `flashmoe.moe`."""
 _MOST_LAYER_DIGITS = 9
 _EXPERT = re.compile(r"experts\.[0-9]+\.(?P<projection>\w+)\.weight")
 _GATED = ["gate_proj", "up_proj", "down_proj"]
@@ -91,12 +97,19 @@ class MoELayerOf(Generic[Weights]):
     """[E, 2I] or [E, I]"""
     down_bias: Weights | None = None
     """[E, H]"""
+    shared_gate_up: np.ndarray | None = None
+    """[2Is, H]; transposed as the experts' are."""
+    shared_down: np.ndarray | None = None
+    """[H, Is], or transposed."""
+    shared_gate: np.ndarray | None = None
+    """[1, H]"""
     options: dict[str, Any] = field(default_factory=dict)
     """Those of `flashmoe.arguments.LayerOptions` that are not as by default."""
     own_router: str = ""
     """The name of a rule that `flashmoe.moe` does not compute: it takes the layer's experts with given routing."""
     left_out: tuple[str, ...] = ()
-    """Names of what else the model's block has: a shared expert, whose results the model adds to the layer's."""
+    """Names of what else the model's block has: a shared expert whose width is no multiple of I, and whose results the
+    model adds to the layer's."""
 
     @property
     def experts(self) -> int:
@@ -114,6 +127,11 @@ class MoELayerOf(Generic[Weights]):
         return self.down_proj.shape[1 if self.options.get("transposed") else 2]
 
     @property
+    def shared_intermediate(self) -> int:
+        """Is, the intermediate size of the shared expert; 0: there is none."""
+        return 0 if self.shared_down is None else self.shared_down.shape[0 if self.options.get("transposed") else 1]
+
+    @property
     def dtype(self) -> np.dtype:
         """The dtype of every tensor, as NumPy's."""
         return self.router.dtype
@@ -124,9 +142,14 @@ class MoELayerOf(Generic[Weights]):
 
     def tensors(self) -> dict[str, Any]:
         """The layer's tensors, by the names of `flashmoe.moe`; without the router where it is the model's own."""
-        routers = {} if self.own_router else {"router": self.router, "router_bias": self.router_bias}
-        routers["choice_bias"] = self.choice_bias
-        return self._of_experts() | {name: each for name, each in routers.items() if each is not None}
+        others = {} if self.own_router else {"router": self.router, "router_bias": self.router_bias}
+        others["choice_bias"] = self.choice_bias
+        others |= self.shared()
+        return self._of_experts() | {name: each for name, each in others.items() if each is not None}
+
+    def shared(self) -> dict[str, np.ndarray | None]:
+        """The tensors of the shared expert, by the names of `flashmoe.moe`."""
+        return {name: getattr(self, name) for name in SHARED}
 
     def rule(self) -> dict[str, Any]:
         """The other arguments of `flashmoe.moe` that the layer decides on."""
@@ -176,7 +199,10 @@ def load_layer(
     block = _find_block(tensors.names, layer)
     plan, gated, left_out = _plan_block(tensors, block, row)
     _one_dtype(block, (planned.dtype for name, planned in plan.items() if name != "choice_bias"))
-    sizes = _checked_sizes(block, plan, gated, bool(row.options.get("transposed")))
+    transposed = bool(row.options.get("transposed"))
+    sizes = _checked_sizes(block, plan, gated, transposed)
+    if left_out := left_out or _odd_width(plan, sizes["inner"]):
+        plan = {name: planned for name, planned in plan.items() if name not in SHARED}
     _check_config(block, row, config, **sizes)
     overrides = {"top_k": top_k, "renormalize": renormalize, "activation": activation}
     rule = rule_of(row, config, gated=gated, experts=sizes["experts"], **overrides)
@@ -184,6 +210,9 @@ def load_layer(
     arrays = _read_planned(plan)
     if "choice_bias" in arrays:
         arrays["choice_bias"] = arrays["choice_bias"].astype(np.float32)
+    for name in ("shared_gate_up", "shared_down"):
+        if name in arrays and transposed:
+            arrays[name] = np.ascontiguousarray(arrays[name].T)
     return MoELayer(name=block, **arrays, **fields, options=rule, own_router=row.own_router, left_out=left_out)
 
 
@@ -359,9 +388,9 @@ class _Planned:
 def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[str, _Planned], bool, tuple[str, ...]]:
     """The tensors of `block`, by the fields of `MoELayer`; whether its experts are gated; what is left out."""
     parts = {name.removeprefix(f"{block}.") for name in tensors.names if name.startswith(f"{block}.")}
+    _check_not_quantised(block, parts)
     shared = {part: match["name"] for part in parts if (match := _SHARED.match(part))}
     parts -= shared.keys()
-    _check_not_quantised(block, parts)
     router_name = "router.weight" if "router.weight" in parts else "gate.weight"
     router = tensors.stored(f"{block}.{router_name}")
     if len(router.shape) != 2 or 0 in router.shape:
@@ -390,7 +419,40 @@ def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[
         raise checkpoint_error(
             block, f"a router and routed experts alone, as {row.name} has them", f"also {', '.join(unknown[:4])}"
         )
+    if gated and not row.options.get("interleaved") and (of_shared := _plan_shared(tensors, block, shared)):
+        return plan | of_shared, gated, ()
     return plan, gated, tuple(sorted(set(shared.values())))
+
+
+def _plan_shared(tensors: _Tensors, block: str, shared: dict[str, str]) -> dict[str, _Planned]:
+    """The tensors of a shared expert with a gate in its FFN, `shared`: their names in the block, each with its module;
+    nothing where these are no such tensors."""
+    module = min(shared.values(), default="")
+    names = [f"{module}.{projection}.weight" for projection in _GATED]
+    gate = f"{module}_gate.weight"
+    if not shared or shared.keys() - {gate} != set(names):
+        return {}
+    first, second, down = (tensors.stored(f"{block}.{name}") for name in names)
+    rows, hidden = (*first.shape, 0, 0)[:2]
+    if len(first.shape) != 2 or second.shape != first.shape or down.shape != (hidden, rows) or 0 in first.shape:
+        got = ", ".join(shown(list(each.shape)) for each in (first, second, down))
+        raise checkpoint_error(f"{block}.{module}", "gate and up [Is, H] and down [H, Is]", f"shapes {got}")
+    halves = [((slice(0, rows),), first), ((slice(rows, 2 * rows),), second)]
+    plan = {
+        "shared_gate_up": _Planned(DTYPES[first.dtype], (2 * rows, hidden), halves),
+        "shared_down": _Planned.of(down),
+    }
+    _one_dtype(f"{block}.{module}", (DTYPES[each.dtype] for each in (first, second)))
+    if gate in shared:
+        plan["shared_gate"] = _Planned.of(tensors.stored(f"{block}.{gate}"))
+    return plan
+
+
+def _odd_width(plan: dict[str, _Planned], inner: int) -> tuple[str, ...]:
+    """The module of a shared expert whose width is no multiple of I."""
+    if "shared_down" not in plan or plan["shared_down"].shape[1] % inner == 0:
+        return ()
+    return (plan["shared_down"].parts[0][1].name.split(".")[-3],)
 
 
 def _check_not_quantised(block: str, parts: Iterable[str]) -> None:
@@ -453,7 +515,10 @@ def _checked_sizes(block: str, plan: dict[str, _Planned], gated: bool, transpose
         "choice_bias": [experts],
         "gate_up_bias": [experts, rows],
         "down_bias": [experts, hidden],
+        "shared_gate": [1, hidden],
     }
+    if "shared_down" in plan:
+        expected["shared_down"] = [hidden, plan["shared_down"].shape[1]]
     for name, shape in expected.items():
         if name in plan and list(plan[name].shape) != shape:
             raise checkpoint_error(f"{block} {name}", f"shape {shape}", shown(list(plan[name].shape)))

@@ -319,6 +319,8 @@ class MoE(torch.nn.Module):
                 return_mode=return_mode,
                 exact=exact,
                 dtype=getattr(torch, layer.dtype.name),
+                shared_intermediate=layer.shared_intermediate,
+                shared_gate=layer.shared_gate is not None,
                 **layer.rule(),
             )
         mine = module.experts.ids
@@ -331,6 +333,9 @@ class MoE(torch.nn.Module):
         }
         weights = {f"gate.{name}": each.copy() for name, each in of_router.items() if each is not None}
         weights |= {f"experts.{name}": each[mine] for name, each in of_experts.items() if each is not None}
+        names = ("shared_expert.gate_up_proj", "shared_expert.down_proj", "shared_expert_gate.weight")
+        shared = zip(names, layer.shared().values(), strict=True)
+        weights |= {name: each.copy() for name, each in shared if each is not None}
         device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
         state = {name: _tensor(array).to(device) for name, array in weights.items()}
         module.load_state_dict(state, assign=True)

@@ -91,6 +91,7 @@ def command(
             np.concatenate(workload.tokens),
             np.concatenate(results),
             np.concatenate([report.topk_ids for report in reports]),
+            tokens=[len(each) for each in workload.tokens],
             placement=workload.placement,
             return_mode=reports[0].return_mode,
             gpu=engine == "cuda",

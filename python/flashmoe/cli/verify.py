@@ -47,11 +47,13 @@ def verify(
     y: np.ndarray,
     topk_ids: np.ndarray,
     *,
+    tokens: Sequence[int],
     placement: Sequence[int],
     return_mode: str,
     gpu: bool = False,
 ) -> Verdict:
-    """Judge y [T, H], the layer's result for x [T, H], and the routing topk_ids [T, K] that led to it.
+    """Judge y [T, H], the layer's result for x [T, H], and the routing topk_ids [T, K] that led to it. `tokens`: how
+    many of them are each rank's, one rank's behind the other's.
 
     Two nearly equal logits may be told apart differently in float32 and in float64, which changes the result
     by much more than rounding. So the reference takes the engine's experts, once they are shown to be a
@@ -73,7 +75,9 @@ def verify(
     experts = _few_experts(topk_ids, most)
     sample = np.nonzero(np.isin(topk_ids, experts).all(axis=1))[0]
     few, owners = layer_on_host(layer.with_experts(experts)), np.asarray(placement)[experts]
-    error, bound = _judge(few, experts, x[sample], y[sample], topk_ids[sample], owners, return_mode, gpu)
+    ranks = np.repeat(np.arange(len(tokens)), tokens)[sample]
+    judged = x[sample], y[sample], topk_ids[sample], ranks
+    error, bound = _judge(few, experts, *judged, owners, return_mode, gpu)
     return Verdict(error, bound, misrouted, len(sample), len(x))
 
 
@@ -141,32 +145,42 @@ def _judge(
     x: np.ndarray,
     y: np.ndarray,
     topk_ids: np.ndarray,
+    ranks: np.ndarray,
     placement: np.ndarray,
     return_mode: str,
     gpu: bool,
 ) -> tuple[float, float]:
-    """Error and bound, as in `Verdict`. The layer has the weights of `experts`, ascending, which `placement` places."""
+    """Error and bound, as in `Verdict`. The layer has the weights of `experts`, ascending, which `placement` places;
+    `ranks` [T] are the tokens' own, which compute the shared expert for them."""
     logits = _as_rounded(layer, x, router_logits(x, layer.router, layer.router_bias))
     weights = _weights(layer, logits, topk_ids)
     _, variance = _router_error(layer, x, topk_ids, logits, 0.0)
     arrays, local_ids = (x, layer.gate_up_proj, layer.down_proj), np.searchsorted(experts, topk_ids)
     how = {"activation": layer.activation, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
-    how |= {name: layer.options[name] for name in _OF_EXPERTS if name in layer.options}
+    how |= {name: layer.options[name] for name in _OF_EXPERTS if name in layer.options} | layer.shared()
     reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, **how)
-    allowed = call_error(
-        *arrays,
-        local_ids,
-        weights,
-        return_mode=return_mode,
-        placement=placement.tolist(),
-        weight_variance=variance,
-        **how,
-    )
-    bound = allowed.bound
+    bound = 0.0
+    if layer.shared_down is None or return_mode == "direct":  # no sum is of rows that depend on whose token it is
+        ranks = np.zeros_like(ranks)
+    for rank in np.unique(ranks):
+        own = ranks == rank
+        allowed = call_error(
+            x[own],
+            *arrays[1:],
+            local_ids[own],
+            weights[own],
+            return_mode=return_mode,
+            placement=placement.tolist(),
+            weight_variance=variance[own],
+            rank=int(rank),
+            **how,
+        )
+        bound = float(np.hypot(bound, allowed.bound))
     if gpu and x.dtype == np.float32:
         # Truncated factors make all products smaller, which does not average out. What that does to the operands given
         # is known; of the intermediate it takes less than 2^-10.
-        seen = moe_reference(*map(_truncated, arrays), topk_ids=local_ids, topk_weights=weights, **how)
+        shared = {name: None if each is None else _truncated(each) for name, each in layer.shared().items()}
+        seen = moe_reference(*map(_truncated, arrays), topk_ids=local_ids, topk_weights=weights, **how | shared)
         bound += float(np.linalg.norm(seen.y - reference.y)) + 2.0**-10 * reference.scale
     error = relative_error(y, reference.y, reference.scale)
     return error, bound / reference.scale if reference.scale else 0.0

@@ -80,7 +80,7 @@ def file_workload(path: Path, number: int | None, request: Request, seed: int) -
     states = np.random.default_rng(seed).standard_normal((request.ranks * tokens, layer.hidden), np.float32)
     notes = [f"weights from {path}; random tokens, seed {seed}"]
     if layer.left_out:
-        notes.append(f"without the model's {' and '.join(layer.left_out)}, which this package does not compute")
+        notes.append(f"without the model's {' and '.join(layer.left_out)}, whose width is no multiple of the experts'")
     return _deal(layer.name, layer, states.astype(layer.dtype), limits, notes, request)
 
 
@@ -114,6 +114,7 @@ def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, 
         "top_k": sized.top_k,
         "dtype": dtype,
         "return_mode": request.return_mode,
+        "shared_intermediate": getattr(sized, "shared_intermediate", 0),  # random layers have none
     }
     plan = plan_memory(engine=request.engine, ranks=request.ranks, **limits)
     if request.engine == "cpu":
