@@ -9,38 +9,13 @@ import numpy as np
 import pytest
 from flashmoe.errors import HeapError, InvalidArgument
 from flashmoe.memory import plan_memory
-from layer_options import CLAMPED
+from layer_options import WITH_SHARED
 from problems import Ranks, check, random_problem
 
 SIZES = {"hidden": 48, "intermediate": 24, "experts": 16, "top_k": 4}
 TOKENS = [65, 0, 7, 33]
 
-LAYERS: dict[str, dict[str, Any]] = {
-    "one slice": {"shared": 1},
-    "five slices": {"shared": 5},
-    "Qwen2-MoE": {"shared": 4, "shared_gate": True, "renormalize": False},
-    "DeepSeek-V3": {
-        "shared": 1,
-        "score": "sigmoid",
-        "choice_bias": True,
-        "groups": 4,
-        "top_groups": 2,
-        "routed_scale": 2.5,
-    },
-    "Llama 4": {
-        "shared": 1,
-        "top_k": 1,
-        "transposed": True,
-        "weights_on_input": True,
-        "score": "sigmoid",
-        "renormalize": False,
-    },
-    "given routing": {"shared": 2, "shared_gate": True, "fused": False},
-    "no gate in the experts": {"shared": 3, "activation": "gelu"},
-    "interleaved": {"shared": 3, "interleaved": True},
-    "interleaved, transposed": {"shared": 2, "shared_gate": True, "interleaved": True, "transposed": True, **CLAMPED},
-    "a capacity": {"shared": 2, "capacity_factor": 0.5, "skew": 3.0},
-}
+LAYERS = WITH_SHARED | {"given routing": {"shared": 2, "shared_gate": True, "fused": False}}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_options import CLAMPED
+from layer_options import WITH_SHARED
 from layers import ARITHMETIC, call, capture, check, context_of, poisoned_outputs, random_problem, run_and_check
 
 pytestmark = pytest.mark.gpu
@@ -16,35 +16,11 @@ USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4}
 TOKENS = (1, 7, 64, 333, 3000)
 """The first two by the kernel of a few tokens."""
 
-LAYERS: dict[str, dict[str, Any]] = {
-    "one slice": {"shared": 1},
-    "five slices": {"shared": 5},
-    "Qwen2-MoE": {"shared": 4, "shared_gate": True, "renormalize": False},
-    "DeepSeek-V3": {
-        "shared": 1,
-        "experts": 64,
-        "score": "sigmoid",
-        "choice_bias": True,
-        "groups": 8,
-        "top_groups": 4,
-        "routed_scale": 2.5,
-    },
+LAYERS = WITH_SHARED | {
     "one choice": {"shared": 1, "top_k": 1, "experts": 4, "renormalize": False},
     "weights on the input": {"shared": 1, "top_k": 1, "weights_on_input": True, "score": "sigmoid"},
     "given routing": {"shared": 2, "shared_gate": True, "ids": "int64"},
-    "no gate in the experts": {"shared": 3, "activation": "gelu"},
-    "interleaved": {"shared": 3, "interleaved": True, **CLAMPED},
     "transposed": {"shared": 3, "shared_gate": True, "transposed": True},
-    "Llama 4": {
-        "shared": 1,
-        "top_k": 1,
-        "transposed": True,
-        "weights_on_input": True,
-        "score": "sigmoid",
-        "renormalize": False,
-    },
-    "interleaved, transposed": {"shared": 2, "interleaved": True, "transposed": True, **CLAMPED},
-    "a capacity": {"shared": 2, "capacity_factor": 0.5, "skew": 3.0},
     "odd sizes": {"shared": 3, "shared_gate": True, "hidden": 136, "intermediate": 72, "experts": 13, "top_k": 5},
     "32 choices": {"shared": 27, "top_k": 5},
 }
