@@ -9,6 +9,7 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 import pytest
+from flashmoe.arguments import Tensors
 from flashmoe.engines import cpu
 from flashmoe.tensors import as_view
 
@@ -170,17 +171,19 @@ def test_the_library_looks_at_what_it_is_given():
     flashmoe.moe(context, **arrays())
     (known,) = context._engine._layers.values()
     x = as_view(np.zeros((0, H), np.float32))
-    for given, message in (
-        ([None] * 10, "^x: expected a tensor, got none"),
-        ([x] * 5 + [None] * 5, "^router_bias: expected no tensor, got one"),
-        ([x] * 4 + [None] * 6, "^out: expected a tensor, got none"),
+    tensors = len(Tensors._fields)
+    for count, message in (
+        (0, "^x: expected a tensor, got none"),
+        (5, "^router_bias: expected no tensor, got one"),
+        (4, "^out: expected a tensor, got none"),
     ):
+        given = [x] * count + [None] * (tensors - count)
         with pytest.raises(flashmoe.FlashMoEError, match=message):
             known.call(0, False, 0, *given, None, None, None)
     context.close()
     assert refusal(context, arrays()) == "FlashMoEError: context: it is closed"
     with pytest.raises(flashmoe.FlashMoEError, match=r"^context: it is closed"):
-        known.call(0, False, 0, *[None] * 13)
+        known.call(0, False, 0, *[None] * (tensors + 3))
 
 
 def test_a_report_is_made_when_it_is_asked_for(ctx, monkeypatch):
