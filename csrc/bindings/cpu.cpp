@@ -121,7 +121,7 @@ void end_if_interrupted() {
 
 ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {
-    const Limits limits = limits_of(map);
+    const Limits limits = context_limits_of(map);
     const uint64_t heap_bytes = make_heap_layout(limits).bytes;
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,

@@ -36,7 +36,7 @@ ffi::Optional<ffi::Function> create(Map limits, Map order, int64_t rank, ffi::St
   return guarded([&]() -> ffi::Optional<ffi::Function> {
     const Membership who{static_cast<uint32_t>(rank), name, nvshmem};
     try {
-      return owned(std::make_shared<Context>(static_cast<int>(device), who, limits_of(limits), order_of(order),
+      return owned(std::make_shared<Context>(static_cast<int>(device), who, context_limits_of(limits), order_of(order),
                                              static_cast<uint64_t>(timeout_ns)));
     } catch (const NotMapped&) {
       return std::nullopt;

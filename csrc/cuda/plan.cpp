@@ -112,7 +112,7 @@ void set_intermediate_rows(sm90::KernelArgs& a, const LayerSpec& spec, const Lim
   const auto rows = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 0));
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 1)) - rows;
   a.intermediate = encode(rows_shape(pitch, element_bytes(spec.intermediate_type), spec.intermediate,
-                                     limits.max_tiles() * limits.tile_rows),
+                                     (limits.max_tiles() + limits.max_later_slices()) * limits.tile_rows),
                           rows, spec.intermediate_type, "the intermediate rows");
 }
 
@@ -136,6 +136,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.call = call_of(common, layer, where);
   args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
   args.clamped = {spec.limit, spec.alpha, spec.up_offset};
+  args.few_choices = spec.top_k + spec.shared;
   args.weights_on_input = spec.weights_on_input ? 1 : 0;
   args.rule = rule_of(layer);
   set_weights(args, layer);

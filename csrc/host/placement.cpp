@@ -6,10 +6,10 @@
 namespace flashmoe::host {
 
 PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limits& limits, uint32_t rank,
-                                 uint32_t shared) {
+                                 bool shared) {
   PlacementTables t;
   t.owner = owners;
-  t.owner.insert(t.owner.end(), shared, rank);
+  if (shared) t.owner.push_back(rank);
   t.owner_base.assign(limits.ranks + 1, 0);
   for (uint32_t e = 0; e < owners.size(); ++e) {
     if (owners[e] >= limits.ranks) {
@@ -24,7 +24,7 @@ PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limi
                   concat("placement: expected at most ", limits.max_local_experts,
                          " experts on a rank, the context's limit, got ", t.owner_base[q + 1], " on rank ", q));
     }
-    t.owner_base[q + 1] += t.owner_base[q] + (q == rank ? shared : 0);
+    t.owner_base[q + 1] += t.owner_base[q] + (q == rank && shared ? 1 : 0);
   }
   t.by_owner.resize(t.owner.size());
   std::vector<uint32_t> next(t.owner_base.begin(), t.owner_base.end() - 1);

@@ -8,16 +8,16 @@
 namespace flashmoe::host {
 
 struct PlacementTables {
-  std::vector<uint32_t> owner;       // [E + slices of the shared expert]
+  std::vector<uint32_t> owner;       // [E, and the shared expert]
   std::vector<uint32_t> by_owner;    // as many experts, ascending by (owner, expert)
   std::vector<uint32_t> owner_base;  // [R + 1] where each rank's experts begin in by_owner
 
   uint32_t local_experts(uint32_t rank) const { return owner_base[rank + 1] - owner_base[rank]; }
 };
 
-// As `rank` looks it up, which holds `shared` slices of the shared expert behind its own experts. Throws Error where an
-// owner is no rank, or one holds more experts than other ranks' heaps have room for.
+// As `rank` looks it up, which behind its own experts has a shared one, if there is one. Throws Error where an owner is no
+// rank, or one holds more experts than other ranks' heaps have room for.
 PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limits& limits, uint32_t rank,
-                                 uint32_t shared);
+                                 bool shared);
 
 }  // namespace flashmoe::host

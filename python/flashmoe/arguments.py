@@ -247,7 +247,7 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
-    slots = layer.top_k + layer.shared if mode == "direct" else room.ranks
+    slots = layer.top_k + min(layer.shared, 1) if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
         raise HeapError(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "

@@ -79,8 +79,8 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
 }
 
 // Turns the worker's ids into choices. Given routing is not trusted: an expert out of range, or twice in one token, would
-// write outside its packet. Reports such a choice, and marks the token block as bad. (Behind a token's K ids are those of the
-// shared expert's slices, which are out of range among the K.)
+// write outside its packet. Reports such a choice, and marks the token block as bad. (Behind a token's K ids is the shared
+// expert's, which is out of range among the K.)
 template <class P>
 FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
   const uint32_t first = b << c.policy.log2_block;
@@ -245,14 +245,10 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& ran
   }
 }
 
-// The shared expert's slices, with one weight for all, behind a token's K choices: `ids` and `weights` are the token's.
-// Lanes share them out.
-template <class P>
+// The shared expert behind a token's K choices: `ids` and `weights` are the token's. One lane.
 FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, float weight) {
-  for (uint32_t n = P::lane(); n < c.shape.shared; n += P::kLanes) {
-    ids[c.shape.routed_top_k() + n] = static_cast<int32_t>(c.shape.routed_experts() + n);
-    weights[c.shape.routed_top_k() + n] = weight;
-  }
+  ids[c.shape.routed_top_k()] = static_cast<int32_t>(c.shape.routed_experts());
+  weights[c.shape.routed_top_k()] = weight;
 }
 
 // Makes all packets of token block b, but for rows and signals, from the ids and weights of its gate. The whole team

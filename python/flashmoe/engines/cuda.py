@@ -169,6 +169,7 @@ class CudaEngine(Engine):
         """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows."""
         self.synchronize()
         layer, room = prepared.layer, self.room
+        shared = min(layer.shared, 1)
         ids = np.empty((tokens, layer.top_k), np.int32)
         weights = np.empty((tokens, layer.top_k), np.float32)
         library, handle = _ffi.library(), self.checked_handle()
@@ -187,10 +188,10 @@ class CudaEngine(Engine):
             processors=self.processors,
             topk_ids=ids,
             topk_weights=weights,
-            load=np.append(load, [tokens] * layer.shared),
+            load=np.append(load, [tokens] * shared),
             returned=returned,
             block_tokens=library.cuda_token_block(
-                tokens, layer.experts + layer.shared, layer.top_k + layer.shared, self.processors
+                tokens, layer.experts + shared, layer.top_k + shared, self.processors
             ),
             tile_rows=self._tile_rows,
             task_features=self._features,
