@@ -168,11 +168,9 @@ def _check(module: torch.nn.Module, tensors: Tensors) -> None:
             f"{torch.get_autocast_dtype(device)} where FlashMoE does not; load the model in that type instead"
         )
     experts = vars(module).get(_LOCAL, module.num_experts)
-    for name, tensor in zip(Tensors._fields, tensors, strict=True):
-        if type(tensor) not in _PLAIN and isinstance(tensor, DTensor):
-            raise InvalidArgument(
-                f"{type(module).__name__}: expected {name} as a tensor of this rank alone, got a DTensor"
-            )
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            _refuse_distributed(module, tensors)
     for name, weight in (("gate_up_proj", tensors.gate_up_proj), ("down_proj", tensors.down_proj)):
         if weight.ndim != 3 or weight.dtype not in _TYPES:
             types = ", ".join(map(str, _TYPES))
@@ -183,6 +181,14 @@ def _check(module: torch.nn.Module, tensors: Tensors) -> None:
         if weight.shape[0] != experts:
             raise InvalidArgument(
                 f"{type(module).__name__}: expected {name} of {experts} experts, got {weight.shape[0]}"
+            )
+
+
+def _refuse_distributed(module: torch.nn.Module, tensors: Tensors) -> None:
+    for name, tensor in zip(Tensors._fields, tensors, strict=True):
+        if isinstance(tensor, DTensor):
+            raise InvalidArgument(
+                f"{type(module).__name__}: expected {name} as a tensor of this rank alone, got a DTensor"
             )
 
 
