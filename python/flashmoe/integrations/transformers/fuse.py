@@ -146,9 +146,10 @@ def _one_call_of(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
 
 def _with_shared(block: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """y with the results of the shared expert, where the block has one."""
-    if hasattr(block, "shared_expert"):
+    modules = block._modules
+    if "shared_expert" in modules:
         return y + torch.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
-    if hasattr(block, "shared_experts"):
+    if "shared_experts" in modules:
         return y + block.shared_experts(x)
     return y
 
