@@ -97,7 +97,7 @@ moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, 
 
 def call(number: int, tensors: Tensors, options: Options) -> Tensor:
     """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
-    an operator takes the host longer than all the rest of a call (docs/measured.md)."""
+    an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, (*tensors.floats, tensors.topk_weights)) or _is_on_meta(tensors):
         given = tensors._asdict()
         check_tensors(given)
