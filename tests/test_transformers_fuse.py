@@ -305,7 +305,7 @@ def test_what_is_changed_after_a_call_is_refused():
     x = torch.randn(1, 9, 32)
     expected = block(x)
     for name, value in (("has_post_expert_norm", True), ("num_experts", 4), ("is_concatenated", False)):
-        usual = getattr(block.experts, name)
+        usual = getattr(block.experts, name, False)  # not every release has each
         setattr(block.experts, name, value)
         with pytest.raises(flashmoe.InvalidArgument, match=r"^Qwen3MoeExperts"):
             block(x)
