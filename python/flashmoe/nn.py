@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import LayerOptions, Options, checked_values, layer_of, owners_of, resolved
+from .arguments import LayerOptions, Options, Tensors, checked_values, layer_of, owners_of, resolved
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
 from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, truth
-from .torch_op import check_tensors, context_id
+from .torch_op import call, check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert"]
 
@@ -139,8 +139,8 @@ class MoE(torch.nn.Module):
     that has not been frozen, but a backward pass that reaches the layer raises `NotImplementedError`, as does a
     call with forward-mode derivatives.
 
-    The layer runs `flashmoe.moe`, which see, as ``torch.ops.flashmoe.moe``, also under
-    ``torch.compile(fullgraph=True)``. ``ctx.last_call`` is the report of the last call.
+    The layer runs `flashmoe.moe`, which see; under ``torch.compile(fullgraph=True)``, too, it is one
+    ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call.
 
     Parameters are named and shaped as in ``Qwen3MoeSparseMoeBlock`` of Transformers 5, so that such a block's
     ``state_dict()`` loads as it is. That holds all E experts; each rank keeps its own El (see `Experts`):
@@ -364,21 +364,20 @@ class MoE(torch.nn.Module):
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
         gate, experts, shared, shared_gate = self.gate, self.experts, self.shared_expert, self.shared_expert_gate
-        tensors = {
-            "x": x.reshape(-1, hidden).contiguous(),
-            "gate_up_proj": experts.gate_up_proj,
-            "down_proj": experts.down_proj,
-            "router": gate.weight,
-            "router_bias": gate.bias,
-            "choice_bias": gate.choice_bias,
-            "gate_up_bias": experts.gate_up_proj_bias,
-            "down_bias": experts.down_proj_bias,
-            "shared_gate_up": None if shared is None else shared.gate_up_proj,
-            "shared_down": None if shared is None else shared.down_proj,
-            "shared_gate": None if shared_gate is None else shared_gate.weight,
-        }
-        check_tensors(tensors)
-        y = torch.ops.flashmoe.moe(self._context_id, **tensors, **self._options._asdict())
+        tensors = Tensors(
+            x.reshape(-1, hidden).contiguous(),
+            experts.gate_up_proj,
+            experts.down_proj,
+            router=gate.weight,
+            router_bias=gate.bias,
+            choice_bias=gate.choice_bias,
+            gate_up_bias=experts.gate_up_proj_bias,
+            down_bias=experts.down_proj_bias,
+            shared_gate_up=None if shared is None else shared.gate_up_proj,
+            shared_down=None if shared is None else shared.down_proj,
+            shared_gate=None if shared_gate is None else shared_gate.weight,
+        )
+        y = call(self._context_id, tensors, self._options)
         return y.reshape(x.shape)
 
     def extra_repr(self) -> str:

@@ -124,7 +124,10 @@ def host_view(tensor: Any) -> tvm_ffi.Tensor:
             tensor = tensor.view(np.uint16)
         return as_view(_writeable(tensor))
     if hasattr(tensor, "detach"):
-        tensor = tensor.detach().resolve_neg()  # DLPack knows no views that are negated as they are read
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.is_neg():  # DLPack knows no views that are negated as they are read
+            tensor = tensor.resolve_neg()
     return as_view(tensor)
 
 

@@ -24,8 +24,9 @@ from .arguments import Options, Tensors
 from .context import Context, context_id, contexts, run
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext
+from .through_torch import goes_through_torch
 
-__all__ = ["check_tensors", "context_id", "moe", "moe_backward"]
+__all__ = ["call", "check_tensors", "context_id", "moe", "moe_backward"]
 
 
 def _context(number: int, tokens: int) -> Context:
@@ -92,6 +93,21 @@ _SIGNATURE = inspect.signature(_moe)
 # The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
 # formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
 moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
+
+
+def call(number: int, tensors: Tensors, options: Options) -> Tensor:
+    """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
+    an operator takes the host as long as the call itself (docs/measured.md)."""
+    if goes_through_torch(tensors.x, (*tensors.floats, tensors.topk_weights)) or _is_on_meta(tensors):
+        given = tensors._asdict()
+        check_tensors(given)
+        return torch.ops.flashmoe.moe(number, **given, **options._asdict())
+    return run(_context(number, tensors.x.shape[0]), tensors, options, False)
+
+
+def _is_on_meta(tensors: Tensors) -> bool:
+    """Whether one is on the device ``meta``, of which the operator makes what has no values either."""
+    return any(each.is_meta for each in tensors if each is not None)
 
 
 _REQUIRED = ("x", "gate_up_proj", "down_proj")

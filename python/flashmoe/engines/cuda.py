@@ -212,7 +212,7 @@ def current_stream(device: int) -> int:
     """PyTorch's current stream of the device, as the driver's handle."""
     import torch
 
-    return torch.cuda.current_stream(device).cuda_stream
+    return torch._C._cuda_getCurrentRawStream(device)  # without the object that torch.cuda.current_stream makes
 
 
 def _chosen_profile(
