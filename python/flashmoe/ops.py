@@ -35,6 +35,8 @@ def moe(
     shared_gate_up: Any = None,
     shared_down: Any = None,
     shared_gate: Any = None,
+    load: Any = None,
+    router_logits: Any = None,
     **options: Unpack[LayerOptions],
 ) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
@@ -72,6 +74,13 @@ def moe(
         (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and at most that.
     return_mode, trace:
         See `Context`; whether to record what actors do when (``ctx.last_call.events``). On a GPU that call waits.
+    load: [E] int64
+        The call adds to it how many of this rank's (token, k) chose each expert, those among them that a capacity then
+        drops; the shared expert has no place in it. A group's load is the sum of its ranks'.
+    router_logits: [T, E] float32
+        With `router`: the call writes to it the logits that scores are made of, with `router_bias`, rounded where
+        `round_logits` says so. Both are contiguous, lie where x does and are written when the call is over, by the
+        launch itself on a GPU, also by that of a replayed graph. What a failed call leaves in them is undefined.
     exact:
         CUDA engine, float32: multiply in float32, ten times as slow as the default, in TF32 (10 bits of mantissa).
 
@@ -102,14 +111,15 @@ def moe(
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
-    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights)
+    tensors = Tensors(
+        x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights, load, router_logits
+    )
     chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
-    if not truth("trace", trace) and _goes_through_torch(x, (*tensors.floats, topk_weights)):
+    if not truth("trace", trace) and _goes_through_torch(x, tensors):
         from . import torch_op
 
         torch_op.check_tensors(tensors._asdict())
-        plain = as_plain_values(chosen)
-        return torch_op.moe(context_id(ctx), **tensors._asdict(), **plain._asdict())
+        return torch_op.call(context_id(ctx), tensors, as_plain_values(chosen))
     return run(ctx, tensors, chosen, trace)
 
 
