@@ -101,6 +101,19 @@ class LayerOptions(TypedDict, total=False):
     """A token's weights scale its row before the experts, instead of the experts' results."""
 
 
+class CallOptions(LayerOptions, total=False):
+    """What `flashmoe.moe` takes besides: options of the layer, and contiguous tensors, where x is, that the call writes
+    to. On a GPU the launch does that, also in a replayed graph; where PyTorch is given an operator, what comes behind
+    it. What a call that fails leaves in them is undefined."""
+
+    load: Any
+    """[E] int64. The call adds to it how many of this rank's (token, k) chose each expert, those that a capacity then
+    drops among them; a shared expert has no place in it. A group's load is the sum of its ranks'."""
+    router_logits: Any
+    """[T, E] float32. With a router: the logits that scores are made of, with `router_bias`, rounded where
+    `round_logits` says so."""
+
+
 class Options(NamedTuple):
     """What the caller says of the layer besides its tensors. See `flashmoe.moe`.
 

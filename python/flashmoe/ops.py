@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from .arguments import LayerOptions, Options, Tensors, as_plain_values
+from .arguments import WRITTEN, CallOptions, Options, Tensors, as_plain_values
 from .context import Context, context_id, run
 from .spec import truth
 
@@ -35,9 +35,7 @@ def moe(
     shared_gate_up: Any = None,
     shared_down: Any = None,
     shared_gate: Any = None,
-    load: Any = None,
-    router_logits: Any = None,
-    **options: Unpack[LayerOptions],
+    **options: Unpack[CallOptions],
 ) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
 
@@ -46,7 +44,7 @@ def moe(
     halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
-    rank to rank and may be 0. What else the engine asks, and when a call is over: `Context`. Options: `LayerOptions`.
+    rank to rank and may be 0. What else the engine asks, and when a call is over: `Context`. Options: `CallOptions`.
 
     Parameters
     ----------
@@ -74,13 +72,6 @@ def moe(
         (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and at most that.
     return_mode, trace:
         See `Context`; whether to record what actors do when (``ctx.last_call.events``). On a GPU that call waits.
-    load: [E] int64
-        The call adds to it how many of this rank's (token, k) chose each expert, those among them that a capacity then
-        drops; the shared expert has no place in it. A group's load is the sum of its ranks'.
-    router_logits: [T, E] float32
-        With `router`: the call writes to it the logits that scores are made of, with `router_bias`, rounded where
-        `round_logits` says so. Both are contiguous, lie where x does and are written when the call is over, by the
-        launch itself on a GPU, also by that of a replayed graph. What a failed call leaves in them is undefined.
     exact:
         CUDA engine, float32: multiply in float32, ten times as slow as the default, in TF32 (10 bits of mantissa).
 
@@ -111,9 +102,8 @@ def moe(
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
-    tensors = Tensors(
-        x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights, load, router_logits
-    )
+    written = [options.pop(name, None) for name in WRITTEN]
+    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights, *written)
     chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
     if not truth("trace", trace) and _goes_through_torch(x, tensors):
         from . import torch_op
