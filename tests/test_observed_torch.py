@@ -250,9 +250,11 @@ def test_a_checkpoints_layer_counts():
         assert plain.load is None and bits(plain(x)) == bits(y)
 
 
-def test_a_module_on_meta(layer, problem):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_module_on_meta(layer, problem, recorded):
     x = tensor(problem.x[0]).to("meta")
-    y, logits = layer.to("meta")(x, return_router_logits=True)
+    with torch.set_grad_enabled(recorded):
+        y, logits = layer.to("meta")(x, return_router_logits=True)
     assert (y.device.type, logits.device.type, logits.shape) == ("meta", "meta", (17, E))
 
 

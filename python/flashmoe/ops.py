@@ -119,7 +119,7 @@ def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.is_meta:
         return True
     recorded, plain = torch.is_grad_enabled(), torch.Tensor.__torch_dispatch__
     for each in others:

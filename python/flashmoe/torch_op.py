@@ -244,7 +244,7 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return tuple(gradients.get(position) for position in range(len(needed)))
 
 
-for each in (moe, moe_observed):
-    each.register_autograd(_gradients, setup_context=_save_inputs)
-    if hasattr(each, "register_effect"):  # not in older PyTorch
-        each.register_effect(torch.library.EffectType.ORDERED)
+for _operator in (moe, moe_observed):
+    _operator.register_autograd(_gradients, setup_context=_save_inputs)
+    if hasattr(_operator, "register_effect"):  # not in older PyTorch
+        _operator.register_effect(torch.library.EffectType.ORDERED)
