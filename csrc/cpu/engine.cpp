@@ -56,7 +56,7 @@ bool Engine::dispatch(uint32_t b) {
     add_shared(b, s);
   }
   const Timed timed(trace_, Phase::kDispatch, b);
-  if (!build_packets<CpuPlatform>(c_, b, s)) return false;
+  if (!build_packets<CpuPlatform>(c_, b, s, layer_.load)) return false;
   signal_own_packet<CpuPlatform>(c_, b, s);
   for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
     if (q != c_.rank) trace_.entries_sent += s.entries[q];
@@ -84,6 +84,9 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
   float* logits = room(out_, size_t{rows} * experts);
   gemm(logits, a, tokens, layer_.router, c_.shape.hidden, spec().weight_type, experts, c_.shape.hidden, gemm_);
   add_bias(logits, tokens, layer_.router_bias, 0, experts);
+  const uint64_t count = uint64_t{tokens} * experts;
+  if (spec().round_logits) round_to(logits, spec().x_type, count);
+  if (layer_.router_logits != nullptr) std::copy_n(logits, count, layer_.router_logits + uint64_t{first} * experts);
   for (uint32_t t = 0; t < tokens; ++t) {
     if (choose_experts(spec(), layer_.choice_bias, logits + size_t{t} * experts, s.ids + t * c_.shape.top_k,
                        s.weights + t * c_.shape.top_k, router_)) {

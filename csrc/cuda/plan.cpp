@@ -170,6 +170,8 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.out = reinterpret_cast<uint8_t*>(t.out);
   args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);
+  args.load = reinterpret_cast<uint64_t*>(t.load);
+  args.router_logits = reinterpret_cast<float*>(t.router_logits);
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
   if (t.topk_ids == 0 && t.tokens != 0 && !few()) {
     args.tokens =

@@ -166,7 +166,7 @@ def checked_context(
 
 
 def _checked_slices(shared_intermediate: int, intermediate: int, experts: int, top_k: int, cuda: bool) -> int:
-    """Into how many slices of width I a shared expert of that width is cut. Where a GPU has a kernel of few tokens, a token
+    """Into how many slices of width I a shared expert of that width is cut. In a GPU's kernel of few tokens a token
     chooses all of them besides its K experts. Raises `InvalidArgument`."""
     width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
     slices = -(-width // intermediate)

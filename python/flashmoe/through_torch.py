@@ -13,7 +13,7 @@ def goes_through_torch(x: Any, others: Iterable[Any]) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.is_meta:
         return True
     recorded, usual = torch.is_grad_enabled(), (torch.Tensor, torch.nn.Parameter)
     for each in others:

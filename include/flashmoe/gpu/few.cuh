@@ -145,6 +145,11 @@ __device__ __forceinline__ void collect_logits(const Block& b) {
 
 __device__ __forceinline__ void choose(const Block& b) {
   const uint32_t experts = b.c.shape.routed_experts(), top_k = b.c.shape.routed_top_k();
+  if (b.args.router_logits != nullptr) {  // every block has them all, and writes a part
+    write_logits(b.args.rule, b.args.router_logits, b.s.logits, b.c.shape.tokens * experts,
+                 blockIdx.x * kFewThreads + threadIdx.x, gridDim.x * kFewThreads);
+    __syncthreads();
+  }
   for (uint32_t t = b.warp(); t < b.c.shape.tokens; t += kFewWarps) {
     const TokenChoice choice[1] = {
         {b.s.logits + t * experts, b.s.ids + t * b.args.few_choices, b.s.weights + t * b.args.few_choices}};
@@ -244,6 +249,8 @@ __device__ __forceinline__ bool route(const Block& b) {
   __syncthreads();
   const uint32_t p = threadIdx.x;
   if (p < b.choices()) {
+    const int32_t expert = b.s.ids[p];
+    if (b.args.load != nullptr && blockIdx.x == 0 && !b.is_shared(expert)) P::add(&b.args.load[expert], uint64_t{1});
     if (b.s.unit[p] == kNoUnit) b.s.ids[p] = -1;
     const uint32_t token = p / b.args.few_choices, k = p % b.args.few_choices;
     if (blockIdx.x == 0 && k < b.c.shape.routed_top_k()) {  // for the report

@@ -111,6 +111,8 @@ struct KernelArgs {
   const void* shared_gate;     // [H]; null: the shared expert's weight is 1
   const void* topk_ids;        // [T, K] int32 or int64; null: the router decides
   const void* topk_weights;    // [T, K] float32, or of x's type
+  uint64_t* load;              // [E], to which each expert's choices are added, of all tokens; may be null
+  float* router_logits;        // [T, E], written: the logits as they are scored; may be null
   uint32_t topk_ids_64;        // 1: int64
   uint32_t topk_weights_as_x;  // 1: of x's type
   RouterRule rule;

@@ -134,9 +134,10 @@ FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& abo
 // For each expert: turns the workers' counts into the places of their first choices among the token block's choices of
 // the expert (counts 3, 0, 2: places 0, 3, 3), and their sum into how many the expert keeps. Capacity (GShard section
 // 2.2): of the choices this rank routes to an expert, the first `capacity` in token order stay; token blocks hand on
-// the count so far.
+// the count so far. All choices, kept or not, are added to `load` [E], unless that is null.
 template <class P>
-FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before) {
+FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before,
+                              uint64_t* load) {
   for (uint32_t e = P::worker() * P::kLanes + P::lane(); e < c.shape.experts; e += P::workers() * P::kLanes) {
     uint32_t sum = 0;
     FLASHMOE_NO_UNROLL
@@ -146,6 +147,7 @@ FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s,
       *place = static_cast<uint16_t>(sum);
       sum += n;
     }
+    if (load != nullptr && sum != 0 && e < c.shape.routed_experts()) P::add(&load[e], uint64_t{sum});
     uint32_t kept = sum;
     if (c.shape.capacity != 0 && e < c.shape.routed_experts()) {
       const uint32_t earlier = before ? before[e] : 0;
@@ -252,9 +254,9 @@ FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, floa
 }
 
 // Makes all packets of token block b, but for rows and signals, from the ids and weights of its gate. The whole team
-// calls it, after a team_sync; false if the call is over (bad routing, abort).
+// calls it, after a team_sync; false if the call is over (bad routing, abort). load: see scan_workers().
 template <class P>
-FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s) {
+FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load = nullptr) {
   const ChoiceRange range = own_choices<P>(c, b);
   uint16_t* const place = s.place + P::worker() * c.shape.experts;
   if (P::worker() == 0 && P::lane() == 0) P::store_relaxed(s.bad, 0u);
@@ -268,7 +270,7 @@ FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s
   if (aborted && P::lane() == 0) P::store_relaxed(s.bad, 1u);
   P::team_sync();
   if (P::load_relaxed(s.bad) != 0) return false;
-  scan_workers<P>(c, b, s, before);
+  scan_workers<P>(c, b, s, before, load);
   P::team_sync();
   if (c.shape.capacity != 0) {
     if (P::worker() == 0 && P::lane() == 0) {

@@ -134,7 +134,7 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
   const uint32_t top_k = c.shape.routed_top_k();
   const uint64_t first = uint64_t{b << c.policy.log2_block} * top_k;
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
-    const uint32_t to = i + i / top_k * c.shape.shared;
+    const uint32_t to = i + i / top_k * c.shape.shared_experts();
     if (args.topk_ids_64) {
       const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
       s.ids[to] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
@@ -209,6 +209,12 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     }
   });
   Team::team_sync();
+  if (args.router_logits != nullptr) {
+    const uint32_t experts = c.shape.routed_experts();
+    write_logits(args.rule, args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
+                 scratch.logits(experts, 0), c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
+    Team::team_sync();
+  }
   choose_block(args, c, s, scratch, b);
   Team::team_sync();
   return s.router_bad == 0;
@@ -239,7 +245,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
-  if (!build_packets<Team>(c, b, packets)) {
+  if (!build_packets<Team>(c, b, packets, args.load)) {
     Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
   }

@@ -42,7 +42,6 @@ class Prepared:
     """Owner rank of each expert."""
     x_bytes: int
     """Of an element of x."""
-    given_routing: bool
 
 
 class CudaEngine(Engine):
@@ -97,12 +96,16 @@ class CudaEngine(Engine):
         if tokens > most:
             raise HeapError(f"max_tokens: expected at most {most}, the context's limit, got {tokens}")
         address, row_bytes = self._rows(x, layer)
-        ids = weights = 0
-        if layer.given_routing:
-            ids, weights = _routing(tensors, tokens, layer)
+        experts, top_k = layer.layer.experts, layer.layer.top_k
+        ids = _address("topk_ids", tensors.topk_ids, T=tokens, K=top_k)
+        weights = _address("topk_weights", tensors.topk_weights, T=tokens, K=top_k)
+        load = _address("load", tensors.load, E=experts)
+        logits = _address("router_logits", tensors.router_logits, T=tokens, E=experts)
         out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
         stream = current_stream(self.device)
-        _ffi.library().cuda_call(handle, layer.number, stream, tokens, address, row_bytes, out.data_ptr(), ids, weights)
+        _ffi.library().cuda_call(
+            handle, layer.number, stream, tokens, address, row_bytes, out.data_ptr(), ids, weights, load, logits
+        )
         self._unread = layer, tokens
         if trace:
             self._report = self._traced(self.last_call())
@@ -148,8 +151,7 @@ class CudaEngine(Engine):
             bool(trace),
             current_stream(self.device),
         )
-        x_bytes = ELEMENT_BYTES[layer.x_type]
-        return Prepared(number, layer, args.owners, x_bytes, given_routing=layer.routing == "given")
+        return Prepared(number, layer, args.owners, ELEMENT_BYTES[layer.x_type])
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
         """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
@@ -247,6 +249,8 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
         parts += (x.shape[1:], x.dtype, x.device, x.layout)
         if ids is not None:
             parts += (ids.shape[1:], ids.dtype, ids.device, ids.layout, weights.dtype, weights.device, weights.layout)
+        for each in tensors.written:
+            parts += (each.shape[1:], each.dtype, each.device, each.layout) if each is not None else (None,)
         key = (*parts, options, type(options.top_k), ids is None, weights is None, trace)  # True is equal to 1
         hash(key)
         return key
@@ -289,14 +293,13 @@ def _matrix(name: str, each: DeviceOperand) -> dict[str, int]:
     return {name: each.address, f"{name}_row_bytes": each.row_bytes, f"{name}_expert_bytes": each.matrix_bytes}
 
 
-def _routing(tensors: Tensors, tokens: int, layer: Prepared) -> tuple[int, int]:
-    """Addresses of given ids and weights; their types and devices are checked."""
-    ids, weights = tensors.topk_ids, tensors.topk_weights
-    top_k = layer.layer.top_k
-    for name, each in (("topk_ids", ids), ("topk_weights", weights)):
-        if tuple(each.shape) != (tokens, top_k) or not each.is_contiguous():
-            raise InvalidArgument(
-                f"{name}: expected [T={tokens}, K={top_k}], contiguous, got {list(each.shape)} with strides "
-                f"{list(each.stride())}"
-            )
-    return ids.data_ptr(), weights.data_ptr()
+def _address(name: str, tensor: Any, **sizes: int) -> int:
+    """Of a contiguous tensor of these sizes, whose type and device are checked; 0: there is none."""
+    if tensor is None:
+        return 0
+    if tuple(tensor.shape) != tuple(sizes.values()) or not tensor.is_contiguous():
+        expected = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
+        raise InvalidArgument(
+            f"{name}: expected [{expected}], contiguous, got {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )
+    return tensor.data_ptr()
