@@ -79,7 +79,8 @@ const Placement& Context::placement(const Layer& layer, DriverStream stream) {
   if (const auto it = placements_.find(key); it != placements_.end()) return it->second;
   device_.refuse_capture(stream, "uploading a placement, as the first call with it does,");
   const uint32_t rank = common_.call.rank;
-  Placement uploaded(device_, host::placement_tables(layer.placement, common_.limits, rank, layer.spec.shared != 0), rank);
+  Placement uploaded(device_, host::placement_tables(layer.placement, common_.limits, rank, layer.spec.shared != 0),
+                     rank);
   return placements_.emplace(key, std::move(uploaded)).first->second;
 }
 

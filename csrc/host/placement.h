@@ -17,7 +17,6 @@ struct PlacementTables {
 
 // As `rank` looks it up, which behind its own experts has a shared one, if there is one. Throws Error where an owner is no
 // rank, or one holds more experts than other ranks' heaps have room for.
-PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limits& limits, uint32_t rank,
-                                 bool shared);
+PlacementTables placement_tables(const std::vector<uint32_t>& owners, const Limits& limits, uint32_t rank, bool shared);
 
 }  // namespace flashmoe::host

@@ -47,11 +47,11 @@ struct Limits {
   uint32_t experts = 0;            // E
   uint32_t max_local_experts = 0;  // the most any rank holds
   uint32_t top_k = 0;              // K
-  uint32_t shared = 0;             // width of the shared expert in I; 0: none. Each rank has one, for its own tokens alone
-  uint32_t x_bytes = 0;            // of an element of a dispatched row
-  uint32_t return_bytes = 0;       // of an element of a row on its way home
-  uint32_t return_slots = 0;       // return rows per token: K (direct), R (reduced), the larger where both may occur
-  uint32_t capacity = 0;           // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
+  uint32_t shared = 0;        // width of the shared expert in I; 0: none. Each rank has one, for its own tokens alone
+  uint32_t x_bytes = 0;       // of an element of a dispatched row
+  uint32_t return_bytes = 0;  // of an element of a row on its way home
+  uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
+  uint32_t capacity = 0;      // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
   // May differ from rank to rank: they size the workspace, which no peer addresses.
   uint32_t intermediate = 0;        // I
   uint32_t intermediate_bytes = 0;  // of an element of an intermediate row
@@ -68,7 +68,9 @@ struct Limits {
   FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared_experts(); }
   FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared_experts(); }
   // The most entries that a token has on one rank: its experts are distinct.
-  FLASHMOE_HD constexpr uint32_t entries_per_token() const { return min_of(top_k, max_local_experts) + shared_experts(); }
+  FLASHMOE_HD constexpr uint32_t entries_per_token() const {
+    return min_of(top_k, max_local_experts) + shared_experts();
+  }
   // The most rows that one rank's tokens have with the experts of one rank, but for the shared one. With a capacity C,
   // El * C: a call of other sizes may have a larger C, and is refused unless its own El * C is within this one
   // (arguments.py).

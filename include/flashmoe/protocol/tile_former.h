@@ -157,9 +157,7 @@ class TileFormer {
 
   // Whether the expert's tiles are not to be announced yet, see OrderPolicy::own_first. A shared expert's, which have no
   // rows to wait for, fill the time until other ranks' rows are here.
-  FLASHMOE_FN bool waits(uint32_t i) const {
-    return expert(i) >= first_experts_ && !c_.shape.is_shared(expert(i));
-  }
+  FLASHMOE_FN bool waits(uint32_t i) const { return expert(i) >= first_experts_ && !c_.shape.is_shared(expert(i)); }
 
   // Whether an expert's first tile is announced by itself, see kFirstTasks.
   FLASHMOE_FN bool announces_first() const {
@@ -319,8 +317,7 @@ class TileFormer {
       }
       FLASHMOE_NO_UNROLL
       for (uint32_t s = 0; s < c_.shape.shared; ++s) {
-        push_ready<P>(c_, has,
-                      {Product<kFirst>::kKind, ReadyTile::column(l + s, 0), TileIndex::of_slice(tile, s)});
+        push_ready<P>(c_, has, {Product<kFirst>::kKind, ReadyTile::column(l + s, 0), TileIndex::of_slice(tile, s)});
       }
     }
     P::sync();
