@@ -456,7 +456,9 @@ def test_ranks_that_start_do_not_hear_an_interrupt(capfd):
 @pytest.mark.parametrize("started", [2, 5])
 def test_an_interrupt_of_the_command_while_ranks_start(tmp_path, started):
     """As some of the ranks (and multiprocessing's own process) are there, but none is through with its imports."""
-    command = "import sys; from flashmoe.cli import main; sys.exit(main(sys.argv[1:]))"
+    # What runs in a shell's background ignores interrupts, and so would this.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = f"{heard}; import sys; from flashmoe.cli import main; sys.exit(main(sys.argv[1:]))"
     parent = subprocess.Popen(
         [sys.executable, "-c", command, "run", "--engine", "cpu", "--ranks", "4", "--out", str(tmp_path)],
         stdout=subprocess.DEVNULL,
