@@ -68,7 +68,7 @@ class Context {
   bool broken_ = false;
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
   // By owners and slices of the shared expert. Never shrinks: captured graphs have pointers to the tables.
-  std::map<std::pair<std::vector<uint32_t>, uint32_t>, Placement> placements_;
+  std::map<std::pair<host::Holders, uint32_t>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;
   int64_t last_plan_ = 0;  // number
 };

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -99,7 +99,7 @@ class Options(NamedTuple):
     top_k: int | None = None
     activation: str = "swiglu"
     renormalize: bool = True
-    placement: Sequence[int] | None = None
+    placement: placements.Placement | None = None
     capacity_factor: float | None = None
     return_mode: str | None = None
     exact: bool = False
@@ -125,8 +125,7 @@ class Arguments:
     tokens: int
     """T."""
     layer: LayerSpec
-    owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    placement: placements.Placed
 
 
 def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options) -> Arguments:
@@ -136,31 +135,32 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
     operands |= _given_routing(as_operand, tensors, operands["x"].dtype)
     layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
-    owners = owners_of(room, options.placement, layer.experts)
-    _check_shapes(operands, layer, tokens, owners.count(room.rank))
-    return Arguments(operands, tokens, resolved(room, layer, options, owners, tokens), owners)
+    placement = placement_of(room, options.placement, layer.experts)
+    _check_shapes(operands, layer, tokens, len(placements.local_experts(placement, room.rank)))
+    return Arguments(operands, tokens, resolved(room, layer, options, placement, tokens), placement)
 
 
-def resolved(room: Room, layer: LayerSpec, options: Options, owners: Sequence[int], tokens: int) -> LayerSpec:
+def resolved(room: Room, layer: LayerSpec, options: Options, placement: placements.Placement, tokens: int) -> LayerSpec:
     """The layer with the return mode and the capacity factor that its calls have, once they are known to fit.
 
     Raises `InvalidArgument` and `HeapError`.
     """
     mode = resolved_return_mode(room, options.return_mode, layer.top_k)
-    check_limits(room, layer, mode, owners, tokens)
-    factor = checked_capacity(room, options.capacity_factor, layer, owners)
+    check_limits(room, layer, mode, placement, tokens)
+    factor = checked_capacity(room, options.capacity_factor, layer, placement)
     return replace(layer, return_mode=mode, capacity_factor=factor)
 
 
 def as_plain_values(options: Options) -> Options:
-    """`options` with values of the types that PyTorch's operator takes. Raises `InvalidArgument`."""
+    """`options` with values of the types that PyTorch's operator takes, and the placement as it does. Raises
+    `InvalidArgument`."""
     options = checked_values(options)
     top_k, mode, factor, placement = options.top_k, options.return_mode, options.capacity_factor, options.placement
     if mode is not None:
         one_of("return_mode", mode, RETURN_CHOICES)
     return options._replace(
         top_k=None if top_k is None else bounded("top_k", top_k, 1, MAX_EXPERTS),
-        placement=None if placement is None else placements.as_ints(placement),
+        placement=None if placement is None else placements.flat(placements.as_placed(placement)),
         capacity_factor=None if factor is None else checked_capacity_factor(factor, None),
     )
 
@@ -194,7 +194,7 @@ def checked_values(options: Options) -> Options:
     return checked
 
 
-def owners_of(room: Room, placement: Sequence[int] | None, experts: int) -> tuple[int, ...]:
+def placement_of(room: Room, placement: placements.Placement | None, experts: int) -> placements.Placed:
     """The call's placement: the given one, else the context's where it fits, else the default."""
     if placement is None and experts == len(room.placement):
         return room.placement
@@ -217,7 +217,7 @@ def resolved_return_mode(room: Room, return_mode: str | None, top_k: int) -> str
     return mode
 
 
-def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int], tokens: int) -> None:
+def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.Placement, tokens: int) -> None:
     """A call with that return mode against what the memory of the ranks' contexts was made for. Alike on all ranks but
     for T, H to K."""
     limits = room.limits
@@ -241,7 +241,7 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
             f"x: expected at most {ELEMENT_BYTES[widest]} bytes an element (the context's dtype is {widest}), "
             f"got {layer.x_type}"
         )
-    most = placements.most_local(owners, room.ranks)
+    most = placements.most_local(placement, room.ranks)
     if most > limits["max_local_experts"]:
         raise HeapError(
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
@@ -255,16 +255,16 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
         )
 
 
-def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, owners: Sequence[int]) -> float:
+def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, placement: placements.Placement) -> float:
     """The capacity factor as the engines take it: 0 for None."""
     most = room.layer.capacity_factor or None
     value = checked_capacity_factor(factor, most)
     if most is not None:
-        _check_rows(room, value, layer, owners)
+        _check_rows(room, value, layer, placement)
     return value
 
 
-def _check_rows(room: Room, factor: float, layer: LayerSpec, owners: Sequence[int]) -> None:
+def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placements.Placement) -> None:
     """The rows that the call may keep against what the context has room for, on any rank.
 
     Of one rank's tokens an expert keeps at most C = ceil(f T K / E) rows, and a rank's El experts El C; the context has
@@ -275,7 +275,7 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, owners: Sequence[in
     """
     library, limits = _ffi.library(), room.limits
     experts, top_k = layer.experts, layer.top_k
-    local = placements.most_local(owners, room.ranks)
+    local = placements.most_local(placement, room.ranks)
     capacity = library.expert_capacity(factor, limits["max_tokens"], top_k, experts)
     rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": top_k, "capacity": capacity})
     most = library.rows_of_rank(limits)

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from . import placement as placements
@@ -44,7 +44,7 @@ def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     """`flashmoe.moe`, where PyTorch has no part in it."""
     engine = _checked(ctx)._engine
     if options.placement is not None:
-        options = options._replace(placement=placements.as_ints(options.placement))
+        options = options._replace(placement=placements.as_placed(options.placement))
     with Call():
         return engine.call(tensors, options, trace)
 
@@ -116,7 +116,8 @@ class Context:
     dtype:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
     placement:
-        E ranks: who holds expert 0, 1, ... Default: contiguous shares, as even as possible.
+        Who holds expert 0, 1, ...: E entries, each a rank, or several that have a copy (see `flashmoe.placement`).
+        Default: contiguous shares, as even as possible.
     return_mode:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
         travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: the stored one (see
@@ -183,7 +184,7 @@ class Context:
         experts: int,
         top_k: int,
         dtype: str = "bfloat16",
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         return_mode: str = "auto",
         processors: int | None = None,
         capacity_factor: float | None = None,
@@ -272,13 +273,13 @@ class Context:
         dist.broadcast_object_list(names, group=group, group_src=0)
         return cls(rank=dist.get_rank(group), ranks=dist.get_world_size(group), name=names[0], **sizes)
 
-    def local_experts(self, placement: Sequence[int] | None = None) -> list[int]:
+    def local_experts(self, placement: placements.Placement | None = None) -> list[int]:
         """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement.
 
         Raises `InvalidArgument` for a placement that is none of ranks of the group.
         """
-        owners = self.placement if placement is None else placements.as_ints(placement)
-        return placements.local_experts(placements.checked(owners, len(owners), self.ranks), self.rank)
+        placed = self.placement if placement is None else placements.as_placed(placement)
+        return placements.local_experts(placements.checked(placed, len(placed), self.ranks), self.rank)
 
     @property
     def last_call(self) -> CallReport | None:

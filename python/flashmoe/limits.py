@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +49,8 @@ class ContextSpec:
     layer: LayerSpec
     """The largest H, I, E, K and shared expert, the widest element types, the return mode asked for (``auto``: any) and
     the largest capacity factor (0: dropless)."""
-    placement: tuple[int, ...]
-    """Owner rank of each of E experts."""
+    placement: placements.Placed
+    """Of each of E experts."""
     processors: int
     """Threads or thread blocks; 0: CUDA engine, as many as the device has."""
     transport: str
@@ -96,7 +95,7 @@ class Room:
     rank: int
     layer: LayerSpec
     """The largest; ``auto`` where calls may return either way."""
-    placement: tuple[int, ...]
+    placement: placements.Placed
     """Of the layer's E experts; calls with as many take it unless they have one of their own."""
     limits: dict[str, int]
     """What the ranks' memory was made from."""
@@ -123,7 +122,7 @@ def checked_context(
     experts: int,
     top_k: int,
     dtype: str,
-    placement: Sequence[int] | None,
+    placement: placements.Placement | None,
     return_mode: str,
     processors: int | None,
     capacity_factor: float | None,
@@ -160,8 +159,8 @@ def checked_context(
         capacity_factor=factor,
         **of_one_type(dtype),
     )
-    owners = placements.checked(placement, experts, ranks)
-    return ContextSpec(engine, ranks, max_tokens, layer, owners, processors, transport)
+    placed = placements.checked(placement, experts, ranks)
+    return ContextSpec(engine, ranks, max_tokens, layer, placed, processors, transport)
 
 
 def _checked_slices(shared_intermediate: int, intermediate: int, experts: int, top_k: int, cuda: bool) -> int:

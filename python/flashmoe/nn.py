@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import LayerOptions, Options, checked_values, layer_of, owners_of, resolved
+from .arguments import LayerOptions, Options, checked_values, layer_of, placement_of, resolved
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
@@ -200,7 +200,7 @@ class MoE(torch.nn.Module):
         *,
         activation: str = "swiglu",
         renormalize: bool = True,
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         router_bias: bool = False,
         choice_bias: bool = False,
         expert_bias: bool = False,
@@ -249,10 +249,14 @@ class MoE(torch.nn.Module):
             **of_one_type(dtype_name),
         )
         room = room_of(ctx)
-        owners = owners_of(room, self.placement, experts)
-        mine = ctx.local_experts(owners)
-        layer = resolved(room, layer, chosen, owners, tokens=0)
-        self._options = chosen._replace(top_k=layer.top_k, capacity_factor=layer.capacity_factor or None)
+        placed = placement_of(room, self.placement, experts)
+        mine = ctx.local_experts(placed)
+        layer = resolved(room, layer, chosen, placed, tokens=0)
+        self._options = chosen._replace(
+            top_k=layer.top_k,
+            capacity_factor=layer.capacity_factor or None,
+            placement=None if self.placement is None else placements.flat(self.placement),  # as the operator takes it
+        )
 
         self.gate = Router(layer.hidden, experts, bias=layer.router_bias, choice_bias=layer.choice_bias, dtype=dtype)
         self.experts = Experts(mine, layer, bias=layer.down_bias, dtype=dtype)
@@ -291,7 +295,7 @@ class MoE(torch.nn.Module):
         ctx: Context,
         layer: MoELayer,
         *,
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         capacity_factor: float | None = None,
         return_mode: str | None = None,
         exact: bool = False,

@@ -141,8 +141,9 @@ def traffic(
 ) -> dict[str, int]:
     """The fields of a rank's `CallReport` about what crosses to other ranks.
 
-    `ids`: its routing, int [T, K]; `owners`: the rank of each expert. What it sent them: `rows` of tokens and
-    `returned` ones of results, the entries of `pairs` (token, k), and `packets`, each with its signal.
+    `ids`: its routing, int [T, K]; `owners`: for each expert, the rank to which it sends its tokens. What it sent them:
+    `rows` of tokens and `returned` ones of results, the entries of `pairs` (token, k), and `packets`, each with its
+    signal.
     """
     # An all-to-all pads every expert to the largest share that one of them gets of this rank's tokens, there and back:
     # what a capacity-based layer needs in order to drop nothing.

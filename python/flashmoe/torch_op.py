@@ -1,8 +1,8 @@
 """``torch.ops.flashmoe.moe``: `flashmoe.moe` as a PyTorch operator, for `flashmoe.nn` and ``torch.compile``.
 
 Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, by name, but
-for two: the context is the integer that `context_id` gives, since an operator takes tensors and plain values;
-and there is no ``trace``.
+for three, since an operator takes tensors and plain values: the context is the integer that `context_id` gives, the
+placement what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies), and there is no ``trace``.
 
 The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the
 ranks must make the same calls in the same order, so that a compiler may neither drop a call whose result this
@@ -24,6 +24,7 @@ from .arguments import Options, Tensors
 from .context import Context, context_id, contexts, run
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext
+from .placement import from_flat
 
 __all__ = ["check_tensors", "context_id", "moe", "moe_backward"]
 
@@ -76,6 +77,8 @@ def _moe(
     given = locals()
     tensors = Tensors(**{name: given[name] for name in Tensors._fields})
     options = Options(**{name: given[name] for name in Options._fields})
+    if placement is not None:
+        options = options._replace(placement=from_flat(placement))
     return run(_context(context, x.shape[0]), tensors, options, False)
 
 

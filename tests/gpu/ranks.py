@@ -182,7 +182,7 @@ def compare(
     return differing
 
 
-def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str, torch.Tensor]:
+def results_alone(own: Problem, rank: int, placement: flashmoe.placement.Placement) -> dict[str, torch.Tensor]:
     """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for a few
     tokens, which go another way there; with a shared expert `direct` alone. `reduced`: each choice's rows come from a
     call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
@@ -201,9 +201,10 @@ def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str
             chosen = ids[:, k : k + 1].clamp(min=0).contiguous(), weights[:, k : k + 1].contiguous()
             one = replace(own, topk_ids=chosen[0], topk_weights=chosen[1], top_k=1, options=options)
             rows.append(call(single, one)[0].float())
-    owners = torch.tensor([*placement, -1], device=own.x.device)[ids.long()]
+    destinations = flashmoe.placement.owners(placement, rank)
+    owners = torch.tensor([*destinations, -1], device=own.x.device)[ids.long()]
     total = torch.zeros_like(rows[0])
-    for q in range(max(placement) + 1):
+    for q in range(max(destinations) + 1):
         part = torch.zeros_like(total)
         for k, each in enumerate(rows):
             part += torch.where(owners[:, k : k + 1] == q, each, 0.0)

@@ -58,11 +58,16 @@ struct CallPolicy {
   uint64_t timeout_ns = 0;  // 0: none
 };
 
-// Owner rank and local index of each expert, and the experts each rank owns, this one's slices of the shared expert among
-// them. (Every rank has slices of its own, which no other knows of.)
+// In CallPlacement::by_owner: a local expert of another rank to which this one sends no token, but to another copy.
+inline constexpr uint32_t kElsewhere = 0xffffffffu;
+
+// Where the experts are, as this rank looks it up: each rank sends all of its tokens of an expert to one owner, even if
+// others have copies of it, which yet other ranks send theirs to. This rank's slices of the shared expert are among the
+// experts. (Every rank has slices of its own, which no other knows of.)
 struct CallPlacement {
-  const uint32_t* owner = nullptr;       // [experts]
-  const uint32_t* by_owner = nullptr;    // [experts], ascending by (owner, expert)
+  const uint32_t* owner = nullptr;  // [experts] rank to which this one sends the expert's tokens
+  const uint32_t* by_owner =
+      nullptr;  // [owner_base[R]] local experts of every rank, each rank's ascending; or kElsewhere
   const uint32_t* owner_base = nullptr;  // [R + 1] where each rank's experts begin in by_owner
 };
 

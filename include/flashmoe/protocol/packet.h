@@ -12,7 +12,7 @@
 
 namespace flashmoe {
 
-// A choice (token, k): its expert and the rank that owns it, in one word.
+// A choice (token, k): its expert and the rank that is to compute it, in one word.
 struct Choice {
   static constexpr uint32_t kDropped = 0xffffffffu;
   FLASHMOE_HD static constexpr uint32_t make(uint32_t expert, uint32_t owner) { return owner << 16 | expert; }
@@ -188,17 +188,16 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
       FLASHMOE_UNROLL
       for (uint32_t i = 0; i < kAhead; ++i) {
         const uint32_t l = base + i * P::kLanes + P::lane();
-        expert[i] = l < owned ? experts[l] : 0;
+        expert[i] = l < owned ? experts[l] : kElsewhere;
       }
       FLASHMOE_UNROLL
       for (uint32_t i = 0; i < kAhead; ++i) {
         const uint32_t l = base + i * P::kLanes + P::lane();
         uint32_t total;
-        const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[expert[i]] : 0u, total);
-        if (l < owned) {
-          s.start[expert[i]] = static_cast<uint16_t>(start);
-          offsets[l] = static_cast<uint16_t>(start);
-        }
+        const bool here = expert[i] != kElsewhere;
+        const uint32_t start = entries + P::exclusive_scan(here ? s.count[expert[i]] : 0u, total);
+        if (here) s.start[expert[i]] = static_cast<uint16_t>(start);
+        if (l < owned) offsets[l] = static_cast<uint16_t>(start);
         entries += total;
       }
     }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _ffi
+from .. import placement as placements
 from ..arguments import Options, Tensors, check
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
@@ -28,7 +29,7 @@ class Prepared(NamedTuple):
     """The library's: it knows the layer, where its experts are and the order of tasks."""
     layer: LayerSpec
     owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    """For each expert, the rank to which this one sends its tokens."""
 
 
 class Ended(NamedTuple):
@@ -123,8 +124,8 @@ class CpuEngine(Engine):
         }
         # Return groups (as many as there are columns for): the first columns travel while the last are computed.
         groups = 8 if args.layer.return_mode == "reduced" else 1
-        call = _ffi.library().context_layer(handle, args.layer.to_map(), list(args.owners), order, groups)
-        prepared = Prepared(call, args.layer, args.owners)
+        call = _ffi.library().context_layer(handle, args.layer.to_map(), placements.flat(args.placement), order, groups)
+        prepared = Prepared(call, args.layer, placements.owners(args.placement, self.room.rank))
         if key is not None:
             if len(self._layers) >= _MOST_LAYERS:
                 del self._layers[next(iter(self._layers))]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import _ffi, jit, nvshmem
+from .. import placement as placements
 from ..arguments import Options, Tensors, check
 from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
@@ -39,7 +40,9 @@ class Prepared:
     number: int
     layer: LayerSpec
     owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    """For each expert, the rank to which this one sends its tokens."""
+    local: int
+    """El."""
     x_bytes: int
     """Of an element of x."""
     given_routing: bool
@@ -142,14 +145,22 @@ class CudaEngine(Engine):
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),
             layer.to_map(),
-            list(args.owners),
+            placements.flat(args.placement),
             _addresses(args.operands),
             str(jit.kernel(variant)),
             bool(trace),
             current_stream(self.device),
         )
         x_bytes = ELEMENT_BYTES[layer.x_type]
-        return Prepared(number, layer, args.owners, x_bytes, given_routing=layer.routing == "given")
+        rank = self.room.rank
+        return Prepared(
+            number,
+            layer,
+            placements.owners(args.placement, rank),
+            len(placements.local_experts(args.placement, rank)),
+            x_bytes,
+            given_routing=layer.routing == "given",
+        )
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
         """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
@@ -176,7 +187,7 @@ class CudaEngine(Engine):
         if room.ranks == 1:
             load, returned = expert_load([ids], layer.experts), 0
         else:
-            received = np.zeros((room.ranks, prepared.owners.count(room.rank)), np.int32)
+            received = np.zeros((room.ranks, prepared.local), np.int32)
             returned = library.cuda_read_received(handle, prepared.number, as_view(received))
             load = received.sum(axis=0)
         ended = Ended(

@@ -21,7 +21,7 @@ class Ended:
 
     layer: LayerSpec
     owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    """For each expert, the rank to which this one sends its tokens."""
     rank: int
     ranks: int
     processors: int
