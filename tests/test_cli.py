@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from flashmoe import memory, models
 from flashmoe.cli import device, main, render, run, verify
-from flashmoe.placement import contiguous, local_experts
+from flashmoe.placement import balanced, contiguous, local_experts, most_local
 from flashmoe.report import CallReport, summarize
 
 RANDOM = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
@@ -560,6 +560,20 @@ def test_memory_of_given_sizes(capsys):
     assert "hidden 64, intermediate 32, experts 4, top k 2" in capsys.readouterr().out
 
 
+def test_memory_of_copies(capsys):
+    """That of a context with such a placement: 10 experts on the fullest of 4 ranks, of 36 in all."""
+    sizes = {"hidden": 64, "intermediate": 32, "experts": 32, "top_k": 2, "ranks": 4, "max_tokens": 16}
+    options = [f"--{name.replace('_', '-').replace('max-', '')}={size}" for name, size in sizes.items()]
+    assert main(["memory", *options, "--copies", "5"]) == 0
+    assert "experts 32, top k 2, copies 5" in capsys.readouterr().out
+    placement = balanced(np.ones(32), 4, 5)
+    assert most_local(placement, 4) == 10
+    plan, default = (memory.plan_memory(**sizes, placement=each) for each in (placement, None))
+    (offsets,) = (term for term in plan.terms if term.name == "packet_offsets")
+    assert offsets.shape[-1] == 10 + 1
+    assert plan.total_bytes > default.total_bytes
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -570,6 +584,7 @@ def test_memory_of_given_sizes(capsys):
         (["--model", "olmoe", "--tokens", "-1"], "max_tokens: expected an integer in [1, "),
         (["--model", "olmoe", "--budget", "much"], "expected a size such as 512MiB or 2G, got 'much'"),
         (["--model", "olmoe", "--dtype", "fp8"], "dtype: expected one of"),
+        (["--model", "olmoe", "--copies", "-1"], "copies: expected an integer in [0, "),
         (["--table", "--tokens", "8"], "--table: expected no other option but --ranks, got --tokens"),
         (["--table", "--return", "direct"], "--table: expected no other option but --ranks, got --return"),
         (["--model", "olmoe", "--engine", "tpu"], "engine: expected one of cpu, cuda, got 'tpu'"),
