@@ -88,6 +88,10 @@ class LayerOptions(TypedDict, total=False):
     """gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H]."""
     weights_on_input: bool
     """A token's weights scale its row before the experts, instead of the experts' results."""
+    slices: int
+    """Into how many slices each expert is cut, which may be on different ranks (see `flashmoe.slices`); default 1. I is
+    a slice's, El counts slices, and a placement has an entry for each: those of expert 0, of expert 1, ... Returns are
+    ``"reduced"``. Of `down_bias` all rows must be 0 but those of first slices, since each slice adds its own."""
 
 
 class Options(NamedTuple):
@@ -114,6 +118,7 @@ class Options(NamedTuple):
     interleaved: bool = False
     transposed: bool = False
     weights_on_input: bool = False
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
     operands |= _given_routing(as_operand, tensors, operands["x"].dtype)
     layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
-    placement = placement_of(room, options.placement, layer.experts)
+    placement = placement_of(room, options.placement, layer.parts)
     _check_shapes(operands, layer, tokens, len(placements.local_experts(placement, room.rank)))
     return Arguments(operands, tokens, resolved(room, layer, options, placement, tokens), placement)
 
@@ -145,7 +150,7 @@ def resolved(room: Room, layer: LayerSpec, options: Options, placement: placemen
 
     Raises `InvalidArgument` and `HeapError`.
     """
-    mode = resolved_return_mode(room, options.return_mode, layer.top_k)
+    mode = resolved_return_mode(room, options.return_mode, layer.top_k, layer.slices)
     check_limits(room, layer, mode, placement, tokens)
     factor = checked_capacity(room, options.capacity_factor, layer, placement)
     return replace(layer, return_mode=mode, capacity_factor=factor)
@@ -176,6 +181,7 @@ def checked_values(options: Options) -> Options:
         up_offset=finite("up_offset", options.up_offset),
         routed_scale=finite("routed_scale", options.routed_scale),
         groups=bounded("groups", options.groups, 1, MAX_GROUPS),
+        slices=bounded("slices", options.slices, 1, MAX_EXPERTS),
         top_groups=None if options.top_groups is None else bounded("top_groups", options.top_groups, 1, MAX_GROUPS),
         **{
             name: truth(name, getattr(options, name))
@@ -195,23 +201,28 @@ def checked_values(options: Options) -> Options:
 
 
 def placement_of(room: Room, placement: placements.Placement | None, experts: int) -> placements.Placed:
-    """The call's placement: the given one, else the context's where it fits, else the default."""
+    """The call's placement of E experts, or of all their slices: the given one, else the context's where it fits, else
+    the default."""
     if placement is None and experts == len(room.placement):
         return room.placement
     return placements.checked(placement, experts, room.ranks)
 
 
-def resolved_return_mode(room: Room, return_mode: str | None, top_k: int) -> str:
+def resolved_return_mode(room: Room, return_mode: str | None, top_k: int, slices: int = 1) -> str:
     """Resolves the default and ``auto``: the context's mode, if it has one (that of the CUDA engine always has), else
     the one that sends fewer rows. A token's rows number K with `direct`, and at most min(K, R) with `reduced`, which
     costs one more pass over them."""
     has = room.layer.return_mode
     mode = has if return_mode is None else return_mode
     one_of("return_mode", mode, RETURN_CHOICES)
+    if slices > 1 and room.ranks == 1:
+        raise InvalidArgument(f"slices: expected 1 with one rank, got {slices}")
+    if slices > 1 and "direct" in (has, mode):
+        raise InvalidArgument("return_mode: expected 'reduced' with slices, got 'direct'")
     if mode == "auto":
         if has != "auto":
             return has
-        return "reduced" if 1 < room.ranks < top_k else "direct"
+        return "reduced" if slices > 1 or 1 < room.ranks < top_k else "direct"
     if has not in ("auto", mode):
         raise InvalidArgument(f"return_mode: expected {has!r}, the context's, got {mode!r}")
     return mode
@@ -225,8 +236,8 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.
         ("max_tokens", tokens),
         ("hidden", layer.hidden),
         ("intermediate", layer.intermediate),
-        ("experts", layer.experts),
-        ("top_k", layer.top_k),
+        ("experts", layer.parts),
+        ("top_k", layer.choices),
     ):
         if size > limits[name]:
             raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {size}")
@@ -247,7 +258,7 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
-    slots = layer.top_k + layer.shared if mode == "direct" else room.ranks
+    slots = layer.choices + layer.shared if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
         raise HeapError(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
@@ -277,7 +288,7 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placemen
     experts, top_k = layer.experts, layer.top_k
     local = placements.most_local(placement, room.ranks)
     capacity = library.expert_capacity(factor, limits["max_tokens"], top_k, experts)
-    rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": top_k, "capacity": capacity})
+    rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": layer.choices, "capacity": capacity})
     most = library.rows_of_rank(limits)
     if rows > most:
         raise HeapError(
@@ -349,11 +360,16 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
             raise InvalidArgument("top_k: expected an integer with router, got None")
         return experts, bounded("top_k", top_k, 1, experts, "E=")
     if options.placement is not None:
-        experts = len(options.placement)
+        parts = len(options.placement)
     elif room.ranks == 1:
-        experts = operands["gate_up_proj"].shape[0]
+        parts = operands["gate_up_proj"].shape[0]
     else:
-        experts = len(room.placement)
+        parts = len(room.placement)
+    experts, left = divmod(parts, options.slices)
+    if left:
+        raise InvalidArgument(
+            f"placement: expected entries for slices={options.slices} slices of each expert, got {parts} entries"
+        )
     columns = operands["topk_ids"].shape[1]
     if top_k is not None and bounded("top_k", top_k, 1, experts, "E=") != columns:
         raise InvalidArgument(f"top_k: expected {columns}, the columns of topk_ids, got {top_k!r}")
@@ -399,6 +415,7 @@ def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpe
     but for the return mode and the capacity factor."""
     _check_shared(given, options)
     same = ("activation", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input", "exact", "renormalize")
+    same += ("slices",)
     return LayerSpec(
         **fields,
         **{name: getattr(options, name) for name in same},

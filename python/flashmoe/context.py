@@ -113,6 +113,9 @@ class Context:
     shared_intermediate:
         Largest Is of a shared expert; 0: none. It is computed as Is / I experts that every token chooses, so that with
         the CUDA engine K + Is / I is at most 32.
+    slices:
+        Into how many slices calls may cut each expert (see `flashmoe.slices`). I is then a slice's, and a placement has
+        an entry for each. CUDA engine: E times this at most 1024, and K times this at most 32.
     dtype:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
     placement:
@@ -194,6 +197,7 @@ class Context:
         profile: Mapping[str, int] | None = None,
         transport: str = "auto",
         shared_intermediate: int = 0,
+        slices: int = 1,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -215,6 +219,7 @@ class Context:
             capacity_factor=capacity_factor,
             transport=transport,
             shared_intermediate=shared_intermediate,
+            slices=slices,
         )
         self.engine = engine
         self.ranks = asked.ranks

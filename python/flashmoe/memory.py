@@ -119,6 +119,7 @@ def plan_memory(
     transport: str = "auto",
     shared_intermediate: int = 0,
     placement: Placement | None = None,
+    slices: int = 1,
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`). ``"auto"``: of ranks that have each
     other's memory mapped.
@@ -145,6 +146,7 @@ def plan_memory(
         capacity_factor=capacity_factor,
         transport=transport,
         shared_intermediate=shared_intermediate,
+        slices=slices,
     )
     fields = _ffi.layout_fields(engine, made_for.limits())
     return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in fields))

@@ -30,6 +30,17 @@ def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(ranks) for _ in range(share + (rank < more)))
 
 
+def hybrid(experts: int, ranks: int, tensor: int) -> tuple[int, ...]:
+    """A placement of experts cut into `tensor` slices (see `flashmoe.slices`): expert times tensor parallelism.
+
+    Each `tensor` ranks that follow one another are a group. Groups have contiguous shares of the experts, and the ranks
+    of a group a slice each of every expert that is the group's. Raises `InvalidArgument` unless `tensor` divides R.
+    """
+    if bounded("tensor", tensor, 1, ranks) and ranks % tensor:
+        raise InvalidArgument(f"tensor: expected a divisor of R={ranks}, got {tensor}")
+    return tuple(group * tensor + i for group in contiguous(experts, ranks // tensor) for i in range(tensor))
+
+
 def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) -> Placed:
     """A placement that gives the ranks as much to compute as one another, as nearly as a search finds.
 

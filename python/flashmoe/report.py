@@ -128,6 +128,11 @@ def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
     return load
 
 
+def chosen_experts(ids: np.ndarray, weights: np.ndarray, slices: int) -> dict[str, np.ndarray]:
+    """The routing of a `CallReport` [T, K], from that of slices [T, K slices]."""
+    return {"topk_ids": ids[:, ::slices] // slices, "topk_weights": weights[:, ::slices]}
+
+
 def traffic(
     ids: np.ndarray,
     owners: Sequence[int],

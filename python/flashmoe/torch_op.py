@@ -73,6 +73,7 @@ def _moe(
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    slices: int = 1,
 ) -> Tensor:
     given = locals()
     tensors = Tensors(**{name: given[name] for name in Tensors._fields})

@@ -191,6 +191,26 @@ def test_copies_of_other_layers(pool, ways, layer):
     assert everywhere(pool, on_rank.compare, ways, spec, [300] * pool.ranks, 5) == [0] * pool.ranks
 
 
+SLICED = {
+    "a router": {},
+    "biases": {"biases": True},
+    "given routing": {"ids": "int64"},
+    "float16, no gate": {"dtype": "float16", "activation": "gelu"},
+    "interleaved, DeepSeek-V3's router": {"interleaved": True, "score": "sigmoid", "groups": 4, "top_groups": 2},
+}
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("layer", SLICED.values(), ids=SLICED)
+def test_slices(pool, layer, tensor):
+    """Of K = 2 experts a token has the slices of each as choices."""
+    if pool.ranks % tensor:
+        pytest.skip(f"{tensor} slices of an expert: as many ranks, or a multiple of them")
+    spec = {"seed": 17, "hidden": 512, "intermediate": 256, "experts": 16, "top_k": 2, **layer}
+    tokens = [300 + 40 * rank for rank in range(pool.ranks)]
+    assert everywhere(pool, on_rank.compare_slices, ["reduced", "rdma"], spec, tokens, tensor) == [0] * pool.ranks
+
+
 def test_skewed_routing(pool, ways):
     spec = {"seed": 6, "hidden": 1024, "intermediate": 512, "experts": 64, "top_k": 4, "skew": 50.0}
     assert everywhere(pool, on_rank.compare, ways, spec, [2048] * pool.ranks, 5) == [0] * pool.ranks

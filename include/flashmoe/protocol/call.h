@@ -31,10 +31,13 @@ struct CallShape {
   // experts. They are the last experts, E + 0, E + 1, .., and the last local ones.
   uint32_t experts = 0, top_k = 0, local_experts = 0;
   uint32_t shared = 0;
+  // What a router chooses from, and how many it chooses. Its experts may be cut into slices, which to all that follows are
+  // experts: choice k then is choices k slices, .., of experts e slices, e slices + 1, .. (choose_slices).
+  uint32_t gate_experts = 0, gate_top_k = 0, slices = 1;
   uint32_t capacity = 0;  // per expert and source rank; 0: dropless
   ReturnMode return_mode = ReturnMode::kDirect;
 
-  // E and K: what a router, a capacity and other ranks have to do with.
+  // Without the shared expert: what a capacity and other ranks have to do with.
   FLASHMOE_HD uint32_t routed_experts() const { return experts - shared; }
   FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared; }
   FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared; }
@@ -110,8 +113,11 @@ struct Call {
   void set_layer(const LayerSpec& layer) {
     shape.hidden = layer.hidden;
     shape.intermediate = layer.intermediate;
-    shape.experts = layer.experts + layer.shared;
-    shape.top_k = layer.top_k + layer.shared;
+    shape.gate_experts = layer.experts;
+    shape.gate_top_k = layer.top_k;
+    shape.slices = layer.slices;
+    shape.experts = layer.experts * layer.slices + layer.shared;
+    shape.top_k = layer.top_k * layer.slices + layer.shared;
     shape.shared = layer.shared;
     memory.token_row_bytes = layer.token_row_bytes();
     memory.intermediate_row_bytes = layer.intermediate_row_bytes();

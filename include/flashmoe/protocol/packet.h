@@ -74,7 +74,7 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
                     .awaited = c.rank,
                     .culprit = c.rank,
                     .index = token,
-                    .expected = c.shape.routed_experts(),
+                    .expected = c.shape.routed_experts() / c.shape.slices,
                     .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
 }
 
@@ -108,7 +108,7 @@ FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& rang
     bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.shape.top_k, bad_id);
   } else if (twice < none) {
     bad_routing<P>(c, FaultKind::kDuplicateExpert, first + twice / c.shape.top_k,
-                   static_cast<int32_t>(Choice::expert(s.choices[twice])));
+                   static_cast<int32_t>(Choice::expert(s.choices[twice]) / c.shape.slices));
   }
   if (bad < none || twice < none) P::store_relaxed(s.bad, 1u);
 }
@@ -251,6 +251,22 @@ FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, floa
   for (uint32_t n = P::lane(); n < c.shape.shared; n += P::kLanes) {
     ids[c.shape.routed_top_k() + n] = static_cast<int32_t>(c.shape.routed_experts() + n);
     weights[c.shape.routed_top_k() + n] = weight;
+  }
+}
+
+// A token's K choices as those of its experts' slices, each with the expert's weight: `ids` and `weights` are the token's, and
+// have room for them. An expert that there is not is reported here, where its number is known. One lane.
+template <class P>
+FLASHMOE_FN void choose_slices(const Call& c, uint32_t token, int32_t* ids, float* weights) {
+  for (uint32_t k = c.shape.gate_top_k; k-- != 0;) {  // from behind: what is written has been read
+    const int32_t id = ids[k];
+    const float weight = weights[k];
+    const bool exists = id >= 0 && static_cast<uint32_t>(id) < c.shape.gate_experts;
+    if (!exists) bad_routing<P>(c, FaultKind::kExpertRange, token, id);
+    for (uint32_t n = k * c.shape.slices; n < (k + 1) * c.shape.slices; ++n) {
+      ids[n] = exists ? static_cast<int32_t>(static_cast<uint32_t>(id) * c.shape.slices + n % c.shape.slices) : -1;
+      weights[n] = weight;
+    }
   }
 }
 

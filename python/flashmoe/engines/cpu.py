@@ -12,7 +12,7 @@ from .. import placement as placements
 from ..arguments import Options, Tensors, check
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
-from ..report import TASK_KINDS, CallReport, traffic
+from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
 from ..tensors import as_view, believed, empty_like, host_view, operand, signature
 from ..trace import PHASES, Event
@@ -38,9 +38,9 @@ class Ended(NamedTuple):
     prepared: Prepared
     raw: Mapping[str, Any]
     topk_ids: np.ndarray
-    """int32 [T, K], -1 where dropped."""
+    """Slices of experts, int32 [T, K slices], -1 where dropped."""
     topk_weights: np.ndarray
-    """float32 [T, K]."""
+    """float32 [T, K slices]."""
 
 
 class CpuEngine(Engine):
@@ -64,7 +64,7 @@ class CpuEngine(Engine):
         self._report = self._unread = None
         given = Tensors(*map(believed, Tensors._fields, tensors))
         prepared = self._prepared(handle, given, options)
-        tokens, top_k = given.x.shape[0], prepared.layer.top_k
+        tokens, choices = given.x.shape[0], prepared.layer.choices
         views = [None if each is None else host_view(each) for each in given.floats]
         ids = weights = None
         if given.topk_ids is not None:
@@ -74,7 +74,7 @@ class CpuEngine(Engine):
         results = believed("out", out)
         if tuple(results.shape) != tuple(given.x.shape):  # of x's attributes, which may say what its memory is not
             raise InvalidArgument(f"x: expected {list(given.x.shape)}, as its memory is, got {list(results.shape)}")
-        chosen, weighted = np.empty((tokens, top_k), np.int32), np.empty((tokens, top_k), np.float32)
+        chosen, weighted = np.empty((tokens, choices), np.int32), np.empty((tokens, choices), np.float32)
         raw = prepared.call(
             tokens,
             bool(trace),
@@ -164,8 +164,7 @@ class CpuEngine(Engine):
         return CallReport(
             tokens=len(ids),
             return_mode=layer.return_mode,
-            topk_ids=ids,
-            topk_weights=ended.topk_weights,
+            **chosen_experts(ids, ended.topk_weights, layer.slices),
             dropped=int(raw["dropped"]),
             tasks=tasks,
             tiles=int(raw["tiles"]),

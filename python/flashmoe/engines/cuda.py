@@ -58,7 +58,8 @@ class CudaEngine(Engine):
         self.profile, mode = _chosen_profile(asked, profile, ordinal)
         """In what the order of tasks differs from the built-in one."""
         made_for = asked
-        if asked.layer.return_mode == "auto" and mode is not None and asked.transport != "rdma":
+        free = asked.layer.return_mode == "auto" and asked.layer.slices == 1 and asked.transport != "rdma"
+        if free and mode is not None:
             made_for = replace(asked, layer=replace(asked.layer, return_mode=mode))
         library = _ffi.library()
         nvshmem_path = nvshmem.library() if asked.ranks > 1 else ""
@@ -180,8 +181,8 @@ class CudaEngine(Engine):
         """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows."""
         self.synchronize()
         layer, room = prepared.layer, self.room
-        ids = np.empty((tokens, layer.top_k), np.int32)
-        weights = np.empty((tokens, layer.top_k), np.float32)
+        ids = np.empty((tokens, layer.choices), np.int32)
+        weights = np.empty((tokens, layer.choices), np.float32)
         library, handle = _ffi.library(), self.checked_handle()
         library.cuda_read_routing(handle, as_view(ids), as_view(weights))
         if room.ranks == 1:
@@ -201,7 +202,7 @@ class CudaEngine(Engine):
             load=np.append(load, [tokens] * layer.shared),
             returned=returned,
             block_tokens=library.cuda_token_block(
-                tokens, layer.experts + layer.shared, layer.top_k + layer.shared, self.processors
+                tokens, layer.parts + layer.shared, layer.choices + layer.shared, self.processors
             ),
             tile_rows=self._tile_rows,
             task_features=self._features,

@@ -231,6 +231,8 @@ def _join(
     modules: list[torch.nn.Module], group: Any, max_tokens: int, top_k: int, return_mode: str, options: dict[str, Any]
 ) -> Context:
     """A context for these modules, whose tensors may be of all experts or of this rank's."""
+    if options.get("slices", 1) != 1:
+        raise InvalidArgument(f"slices: expected 1, since these models' experts are not cut, got {options['slices']}")
     weights = modules[0].down_proj
     hidden, intermediate = recognise(modules[0]).sizes(modules[0])
     return Context.from_torch(
