@@ -36,7 +36,8 @@ struct CallReport {
   std::vector<Event> events;
 };
 
-// Where a call leaves the chosen experts, or slices of them, (-1: dropped) and their weights, [T, K] each. Null: nowhere.
+// Where a call leaves the chosen experts (-1: dropped) and their weights, [T, K] each, or [T, K slices] of their slices.
+// Null: nowhere.
 struct RoutingOut {
   int32_t* ids = nullptr;
   float* weights = nullptr;

@@ -22,8 +22,8 @@ class Holders {
 
   uint32_t experts() const { return static_cast<uint32_t>(begin_.size()); }
   std::span<const uint32_t> of(uint32_t expert) const;
-  // That of the copies to which `rank` sends all its tokens of the expert: its own, if it has one. The ranks that have none
-  // are dealt out, ascending, to the holders in turn.
+  // That of the copies to which `rank` sends all its tokens of the expert: its own, if it has one. The ranks that have
+  // none are dealt out, ascending, to the holders in turn.
   uint32_t for_rank(uint32_t expert, uint32_t rank) const;
   bool operator==(const Holders&) const = default;
   auto operator<=>(const Holders&) const = default;

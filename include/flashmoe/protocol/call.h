@@ -31,8 +31,8 @@ struct CallShape {
   // experts. They are the last experts, E + 0, E + 1, .., and the last local ones.
   uint32_t experts = 0, top_k = 0, local_experts = 0;
   uint32_t shared = 0;
-  // What a router chooses from, and how many it chooses. Its experts may be cut into slices, which to all that follows are
-  // experts: choice k then is choices k slices, .., of experts e slices, e slices + 1, .. (choose_slices).
+  // E and K of the gate. Its experts may be cut into slices, which are experts to all that follows: choice k of expert e
+  // then is choices k slices, k slices + 1, .., of experts e slices, e slices + 1, .. (choose_slices).
   uint32_t gate_experts = 0, gate_top_k = 0, slices = 1;
   uint32_t capacity = 0;  // per expert and source rank; 0: dropless
   ReturnMode return_mode = ReturnMode::kDirect;

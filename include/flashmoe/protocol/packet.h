@@ -254,8 +254,8 @@ FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, floa
   }
 }
 
-// A token's K choices as those of its experts' slices, each with the expert's weight: `ids` and `weights` are the token's, and
-// have room for them. An expert that there is not is reported here, where its number is known. One lane.
+// Puts the slices of a token's K experts in place of them, each with the expert's weight: `ids` and `weights` are the
+// token's, and have room for that. An expert that does not exist is reported here, where its number is known. One lane.
 template <class P>
 FLASHMOE_FN void choose_slices(const Call& c, uint32_t token, int32_t* ids, float* weights) {
   for (uint32_t k = c.shape.gate_top_k; k-- != 0;) {  // from behind: what is written has been read
