@@ -1,9 +1,10 @@
 """What a run of tests that CI does not run leaves: how many of each file passed, failed or were skipped, on what, of
 which sources.
 
-`make test-gpu` and `make test-integrations` name the folder in FLASHMOE_EVIDENCE. A run of some whole files
-(`PYTEST_FLAGS=tests/gpu/test_few.py`) adds to what is there, if that is of the same sources on the same machine; a run
-of less than whole files is not recorded.
+`make test-gpu` and `make test-integrations` name the folder in FLASHMOE_EVIDENCE. A file is recorded as soon as all its
+tests are over, so that a run which is stopped, or killed, leaves those that it came to the end of. A run of some whole
+files (`PYTEST_FLAGS=tests/gpu/test_few.py`) adds to what is there, if that is of the same sources on the same machine;
+less than a whole file is not recorded.
 """
 
 from __future__ import annotations
@@ -44,33 +45,57 @@ INTEGRATIONS = Suite("tests in frameworks", "integrations", "integrations", ("in
 
 
 class Evidence:
-    """A plugin of pytest that counts, and writes `path` at the end. `origin`: what it says besides, as the device."""
+    """A plugin of pytest that counts, and writes `path`. `origin`: what it says besides, as the device."""
 
     def __init__(self, suite: Suite, path: Path, origin: dict[str, Any]) -> None:
-        self._suite, self._path, self._origin = suite, path, origin
+        sources = {"sources": list(suite.sources), "sources_sha256": digest_of(ROOT, *suite.sources)}
+        self._path, self._origin = path, {**origin, **sources}
         self._start = time.monotonic()
-        self._outcomes: dict[str, str] = {}  # by the test's id
+        self._seconds, self._files = recorded(path, self._origin)
+        self._reason: str | None = "the run was stopped"
+        self._in_part: set[str] = set()  # files
+        self._left: Counter[str] = Counter()  # tests of a file that are not over
+        self._outcomes: dict[str, dict[str, str]] = {}  # by the file, and the test's id
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        self._reason = partial(session)
+        self._in_part = selected_in_part(session)
+        self._left = Counter(map(file_of, session.items))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test has three parts; it failed if one of them did, and was skipped before it or in it."""
-        parts = {self._outcomes.get(report.nodeid, "passed"), report.outcome}
-        self._outcomes[report.nodeid] = next(each for each in ("failed", "skipped", "passed") if each in parts)
+        file = report.nodeid.partition("::")[0]
+        outcomes = self._outcomes.setdefault(file, {})
+        parts = {outcomes.get(report.nodeid, "passed"), report.outcome}
+        outcomes[report.nodeid] = next(each for each in ("failed", "skipped", "passed") if each in parts)
+        if report.when == "teardown":
+            self._left[file] -= 1
+            if self._left[file] == 0 and self._reason is None and file not in self._in_part:
+                self._record(file)
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         say = session.config.pluginmanager.get_plugin("terminalreporter").write_line
-        if reason := partial(session, exitstatus):
-            say(f"\nnot recorded in {self._path}: {reason}")
+        if self._reason is not None:
+            say(f"\nnot recorded in {self._path}: {self._reason}")
             return
-        by_file: dict[str, Counter[str]] = {}
-        for test, outcome in self._outcomes.items():
-            by_file.setdefault(test.partition("::")[0], Counter())[outcome] += 1
-        sources = self._suite.sources
-        origin = {**self._origin, "sources": list(sources), "sources_sha256": digest_of(ROOT, *sources)}
-        seconds, files = recorded(self._path, origin)
-        files |= {file: {each: counts[each] for each in OUTCOMES} for file, counts in by_file.items()}
-        seconds += round(time.monotonic() - self._start)
-        write(self._path, {**origin, "seconds": seconds, "files": dict(sorted(files.items()))})
-        say(f"\nrecorded in {self._path}")
+        stopped = [file for file, left in self._left.items() if left and file not in self._in_part]
+        whole = [file for file in self._left if file not in self._in_part and file not in stopped]
+        if whole:
+            say(f"\nrecorded in {self._path}: {', '.join(whole)}")
+        for files, reason in ((stopped, "the run was stopped"), (sorted(self._in_part), "only a part was selected")):
+            if files:
+                say(f"\nnot recorded in {self._path}: {reason}: {', '.join(files)}")
+
+    def _record(self, file: str) -> None:
+        counts = Counter(self._outcomes[file].values())
+        self._files[file] = {each: counts[each] for each in OUTCOMES}
+        seconds = self._seconds + round(time.monotonic() - self._start)
+        write(self._path, {**self._origin, "seconds": seconds, "files": dict(sorted(self._files.items()))})
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def recorded(path: Path, origin: dict[str, Any]) -> tuple[int, dict[str, dict[str, int]]]:
@@ -81,16 +106,23 @@ def recorded(path: Path, origin: dict[str, Any]) -> tuple[int, dict[str, dict[st
     return said["seconds"], said["files"]
 
 
-def partial(session: pytest.Session, exitstatus: int) -> str | None:
-    """Why this is not a run of whole files to their end; None if it is."""
-    option, config = session.config.option, session.config
-    if session.shouldstop or session.shouldfail or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        return "the run was stopped"
+def partial(session: pytest.Session) -> str | None:
+    """Why no file's tests are known to be all there; None if they are."""
+    option = session.config.option
+    if session.testsfailed:
+        return "some files could not be collected"
     if option.keyword:
         return f"-k {option.keyword} selects"
     if getattr(option, "lf", False) or option.deselect or option.ignore or option.ignore_glob:
         return "an option leaves tests out"
-    return next((f"{each} is not a whole file" for each in config.args if "::" in each), None)
+    return None
+
+
+def selected_in_part(session: pytest.Session) -> set[str]:
+    """The files that the command line names tests of."""
+    start = session.config.invocation_params.dir
+    named = {(start / each.partition("::")[0]).resolve() for each in session.config.args if "::" in each}
+    return {file_of(item) for item in session.items if item.path in named}
 
 
 def committed(suite: Suite) -> list[Path]:

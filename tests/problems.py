@@ -207,7 +207,7 @@ def random_problem(
         if choice_bias:
             problem.choice_bias = rng.uniform(0.0, 0.3, experts).astype(np.float32)
         if options.get("capacity_factor") is not None:
-            problem.x = [tokens_of_rank[_is_certain(problem, tokens_of_rank)] for tokens_of_rank in x]
+            problem.x = [tokens_of_rank[is_certain(problem, tokens_of_rank)] for tokens_of_rank in x]
     else:
         logits = [preference + rng.gumbel(size=(count, experts)) for count in tokens]
         problem.topk_ids = [choose(of_rank, top_k).astype(np.int32) for of_rank in logits]
@@ -215,14 +215,14 @@ def random_problem(
     return problem
 
 
-def _is_certain(problem: Problem, x: np.ndarray) -> np.ndarray:
+def is_certain(problem: Problem, x: np.ndarray) -> np.ndarray:
     """bool [T]: what the k-th and the next expert are chosen by differs by more than float32 may misjudge."""
-    _, values, _, slack, _ = _routed(problem, x)
+    _, values, _, slack, _ = routed(problem, x)
     falling = np.concatenate([-np.sort(-values, axis=1), np.full((len(x), 1), -np.inf)], axis=1)
     return falling[:, problem.top_k - 1] - falling[:, problem.top_k] > 2.0 * slack
 
 
-def _routed(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, ...]:
+def routed(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, ...]:
     """By a float64 router: logits and what experts are chosen by, [T, E], ids [T, K], the slack of the choice [T], the
     weights' variance [T, K]."""
     options = {name: problem.options[name] for name in ROUTER_OPTIONS if name in problem.options}
@@ -288,7 +288,7 @@ def _fused_routing(problem: Problem, x: np.ndarray, report: CallReport) -> tuple
 
     Where two experts are too close for float32 to tell apart, in the order that the engine reports.
     """
-    logits, values, ids, slack, variance = _routed(problem, x)
+    logits, values, ids, slack, variance = routed(problem, x)
     assert check_topk(values, report.topk_ids, slack).all()
     for t in np.nonzero(((report.topk_ids != ids) & (report.topk_ids >= 0)).any(axis=1))[0]:
         dropped = [expert for expert in ids[t] if expert not in report.topk_ids[t]]

@@ -21,9 +21,20 @@ def test_a_call_is_timed(monkeypatch):
     calls = []
     moe = flashmoe.moe
     monkeypatch.setattr(flashmoe, "moe", lambda *args, **kinds: calls.append(args) or moe(*args, **kinds))
-    figures = call_overhead.timed("cpu", call_overhead.tensors())
+    figures = call_overhead.timed(call_overhead.function_case("cpu", "numpy", call_overhead.tensors()))
     assert len(calls) == 7
     assert 0 < figures["host_us"] <= figures["call_us"] < 1e7
+
+
+def test_blocks_of_transformers_are_timed():
+    """Each case is one call of the operator's context, of the size that the function's cases have."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    with torch.no_grad():
+        found = {case.tensors: case.call() for case in call_overhead.block_cases("cpu")}
+    assert list(found) == ["torch, experts", "torch, fused", "torch, fused, shared"]
+    shapes = [tuple(y.shape) for y in found.values()]
+    assert shapes == [(1, 64), (1, 1, 64), (1, 1, 64)]
 
 
 def test_rounds_are_summed_up_by_case():

@@ -58,7 +58,8 @@ def fake(pytester) -> pytest.Pytester:
 
 def test_a_run_is_counted_by_file(fake):
     done = fake.runpytest_inprocess()
-    done.stdout.fnmatch_lines(["recorded in results/fakex2.json"])
+    done.stdout.fnmatch_lines(["recorded in results/fakex2.json: test_first.py, test_second.py"])
+    done.stdout.no_fnmatch_line("not recorded*")
     result = json.loads((fake.path / "results" / "fakex2.json").read_text())
     assert result.pop("seconds") >= 0
     assert result == {
@@ -77,8 +78,8 @@ def test_a_run_is_counted_by_file(fake):
     ("arguments", "reason"),
     [
         (["-k", "right"], "-k right selects"),
-        (["test_first.py::test_right"], "*test_first.py::test_right is not a whole file"),
-        (["-x"], "the run was stopped"),
+        (["test_first.py::test_right"], "only a part was selected: test_first.py"),
+        (["-x"], "the run was stopped: test_first.py, test_second.py"),
         (["--deselect", "test_first.py::test_wrong"], "an option leaves tests out"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -86,6 +87,60 @@ def test_a_run_is_counted_by_file(fake):
 def test_a_part_of_the_tests_is_not_recorded(fake, arguments, reason):
     done = fake.runpytest_inprocess(*arguments)
     done.stdout.fnmatch_lines([f"not recorded in results/fakex2.json: {reason}"])
+    assert not (fake.path / "results").exists()
+
+
+ENDS = {
+    "interrupted": "raise KeyboardInterrupt",
+    "ended": "import pytest; pytest.exit('no time left')",
+    "stopped after a failure": "assert False",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_that_is_stopped_leaves_the_files_that_it_ended(fake, end):
+    """Whatever stops it, in the third of four files."""
+    fake.makepyfile(
+        test_third=f"def test_last():\n    {ENDS[end]}\ndef test_behind(): pass\n", test_what="def test(): pass\n"
+    )
+    done = fake.runpytest_subprocess("--maxfail", "4")  # three fail in the first
+    files = json.loads((fake.path / "results" / "fakex2.json").read_text())["files"]
+    assert files == {
+        "test_first.py": {"passed": 3, "failed": 3, "skipped": 2},
+        "test_second.py": {"passed": 1, "failed": 0, "skipped": 0},
+    }
+    if end != "killed":
+        done.stdout.fnmatch_lines(
+            [
+                "recorded in results/fakex2.json: test_first.py, test_second.py",
+                "not recorded in results/fakex2.json: the run was stopped: test_third.py, test_what.py",
+            ]
+        )
+
+
+def test_a_file_whose_last_test_stops_the_run_is_whole(fake):
+    fake.makepyfile(test_first="def test_wrong(): assert False\n")
+    done = fake.runpytest_inprocess("-x")
+    done.stdout.fnmatch_lines(
+        ["recorded in *: test_first.py", "not recorded in *: the run was stopped: test_second.py"]
+    )
+    files = json.loads((fake.path / "results" / "fakex2.json").read_text())["files"]
+    assert files == {"test_first.py": {"passed": 0, "failed": 1, "skipped": 0}}
+
+
+def test_a_part_of_one_file_does_not_keep_others_from_being_recorded(fake):
+    done = fake.runpytest_inprocess("test_first.py::test_right", "test_second.py")
+    done.stdout.fnmatch_lines(
+        ["recorded in *: test_second.py", "not recorded in *: only a part was selected: test_first.py"]
+    )
+    assert json.loads((fake.path / "results" / "fakex2.json").read_text())["files"].keys() == {"test_second.py"}
+
+
+def test_files_that_cannot_be_collected_are_no_run(fake):
+    fake.makepyfile(test_third="raise ValueError\n")
+    done = fake.runpytest_inprocess("--continue-on-collection-errors")
+    done.stdout.fnmatch_lines(["not recorded in results/fakex2.json: some files could not be collected"])
     assert not (fake.path / "results").exists()
 
 

@@ -326,7 +326,7 @@ def stop_while_it_answers(rank: int, ranks: int, name: str) -> bytes:
 
     if rank == 1:
         threading.Thread(target=watch, daemon=True).start()
-    return bytes(512 << 20 if rank == 1 else 0)
+    return bytes(128 << 20 if rank == 1 else 0)
 
 
 @pytest.mark.timeout(90)
@@ -334,7 +334,7 @@ def test_a_rank_that_is_stopped_while_it_sends_its_answer():
     with at_most(60), RankPool(2) as pool:
         pool.call(describe, [(), ()])
         said = overdue(pool, stop_while_it_answers, [(), ()])
-        where = r"while it sent its answer \([0-9,]+ of 536,\d{3},\d{3} bytes\)"
+        where = r"while it sent its answer \([0-9,]+ of 134,\d{3},\d{3} bytes\)"
         assert re.search(where + "; its process, which was stopped, was killed$", said)
 
 

@@ -17,7 +17,7 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 import pytest
-from flashmoe.arguments import LayerOptions
+from flashmoe.arguments import CallOptions, LayerOptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import random_problem
@@ -104,9 +104,8 @@ examples = settings(
 
 def keywords(function: Callable[..., Any]) -> list[str]:
     named = [name for name in inspect.signature(function).parameters if name not in ("self", "options")]
-    return named + [
-        name for name in LayerOptions.__annotations__ if "options" in inspect.signature(function).parameters
-    ]
+    options = {flashmoe.moe: CallOptions, MoE.__init__: LayerOptions}.get(function)
+    return named + list(options.__annotations__ if options else ())
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_the_routed_part_keeps_its_routing_and_its_report(ranks: Ranks):
         np.testing.assert_array_equal(before.report.topk_weights, after.report.topk_weights)
         assert before.report.rows_sent == after.report.rows_sent
         assert before.report.dropped == after.report.dropped == 0
-        assert after.report.tile_rows == before.report.tile_rows + 2 * before.report.tokens
+        assert after.report.tile_rows == before.report.tile_rows + before.report.tokens
 
 
 def test_a_context_serves_layers_with_and_without(ranks: Ranks):

@@ -24,6 +24,8 @@ from problems import DTYPES, PATIENCE, Outcome, check, random_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 
 SIZES = {"hidden": 40, "intermediate": 24, "experts": 8, "top_k": 3}
 QWEN3_MOE_BLOCK = {  # Qwen3MoeSparseMoeBlock.state_dict() in Transformers 5
@@ -519,6 +521,33 @@ def test_the_function_on_tensors_without_values(ctx, counted, problem):
     y = flashmoe.moe(ctx, **fake)
     assert y.shape == arguments["x"].shape and type(y) is type(fake["x"])
     assert counted == []
+
+
+class SeenFunctions(TorchFunctionMode):
+    """Names of the functions that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("which", ["function", "module"])
+def test_a_mode_sees_the_operator(ctx, layer, problem, which):
+    """But one that only says where tensors are made is no reason to take PyTorch's longer way."""
+    arguments = as_tensors(problem.arguments(0))
+    call = {"function": lambda: flashmoe.moe(ctx, **arguments), "module": lambda: layer(arguments["x"])}[which]
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        expected = bits(call())
+        with torch.device("cpu"):
+            assert bits(call()) == expected
+    assert not any("flashmoe" in event.name for event in profiled.events())
+    with torch.no_grad(), SeenFunctions() as mode:
+        assert bits(call()) == expected
+    assert sum("flashmoe" in name for name in mode.names) == 1
 
 
 def test_a_compiler_in_another_thread_is_none_of_its_business(ctx, problem, monkeypatch):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import flashmoe
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -161,6 +165,8 @@ def test_a_fused_block_compiles_whole(name):
     x = torch.randn(1, 6, router.weight.shape[1])
     with torch.no_grad():
         expected = block(x)
+        explained = torch._dynamo.explain(block)(x)
+        assert (explained.graph_break_count, explained.graph_count) == (0, 1), explained
         got = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
     # What is compiled has a shared expert's own module behind the call, whose sums have another order.
     shared = hasattr(block, "shared_expert") or hasattr(block, "shared_experts")
@@ -233,3 +239,131 @@ def test_a_router_of_another_kind_is_refused():
     block.gate = torch.nn.Linear(32, 6)
     with pytest.raises(flashmoe.InvalidArgument, match=r"^Qwen3MoeSparseMoeBlock\.gate: expected Qwen3MoeTopKRouter"):
         fuse(model)
+
+
+def set_on(module, **attributes):
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+def replaced(block):
+    block.experts.down_proj = torch.nn.Parameter(block.experts.down_proj.detach() * 2.0)
+
+
+def assigned(block):
+    state = {name: value + 0.1 for name, value in block.state_dict().items()}
+    block.load_state_dict(state, assign=True)
+
+
+def other_storage(block):
+    for weight in (block.experts.gate_up_proj, block.gate.weight):
+        weight.data = weight.data * 2.0
+
+
+def other_modules(block):
+    block.gate = copy.deepcopy(block.gate)
+    block.experts = copy.deepcopy(block.experts)
+    other_storage(block)
+
+
+LATER = {
+    "norm_topk_prob": ("Qwen3Moe", lambda block: set_on(block.gate, norm_topk_prob=not block.gate.norm_topk_prob)),
+    "top_k": ("Qwen3Moe", lambda block: set_on(block.gate, top_k=3)),
+    "routed_scaling_factor": ("DeepseekV3", lambda block: set_on(block.gate, routed_scaling_factor=0.3)),
+    "groups": ("DeepseekV3", lambda block: set_on(block.gate, topk_group=1)),
+    "choice bias": ("DeepseekV3", lambda block: block.gate.e_score_correction_bias.copy_(torch.arange(8.0))),
+    "activation": ("Mixtral", lambda block: set_on(block.experts, act_fn=transformers.activations.ACT2FN["gelu"])),
+    "replaced": ("Qwen3Moe", replaced),
+    "assigned": ("Qwen2Moe", assigned),
+    "other storage": ("Qwen2Moe", other_storage),
+    "other modules": ("Qwen2Moe", other_modules),
+    "other shared expert": ("Qwen2Moe", lambda block: set_on(block.shared_expert, act_fn=torch.nn.GELU())),
+    "another type": ("DeepseekV3", lambda block: block.to(torch.bfloat16)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", LATER)
+def test_what_is_changed_after_a_call_is_seen(case):
+    """A fused block that was called before the change is as one that was not."""
+    name, change = LATER[case]
+    plain, fused = model_of(name), fuse(model_of(name))
+    block = block_of(fused)[0]
+    x = torch.randn(1, 9, fused.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    before = block(x)
+    change(block), change(block_of(plain)[0])
+    x = x.to(block.experts.down_proj.dtype)
+    expected = block_of(fuse(plain))[0](x)
+    for each in (block, copy.deepcopy(block)):
+        assert torch.equal(each(x), expected)
+    assert not torch.equal(before.to(x.dtype), expected)
+
+
+@torch.no_grad()
+def test_what_is_changed_after_a_call_is_refused():
+    block = block_of(fuse(model_of("Qwen3Moe")))[0]
+    x = torch.randn(1, 9, 32)
+    expected = block(x)
+    for name, value in (("has_post_expert_norm", True), ("num_experts", 4), ("is_concatenated", False)):
+        usual = getattr(block.experts, name, False)  # not every release has each
+        setattr(block.experts, name, value)
+        with pytest.raises(flashmoe.InvalidArgument, match=r"^Qwen3MoeExperts"):
+            block(x)
+        setattr(block.experts, name, usual)
+        assert torch.equal(block(x), expected)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(flashmoe.InvalidArgument, match="without autocast"):
+        block(x)
+
+
+@torch.no_grad()
+def test_old_weights_are_not_kept():
+    block = block_of(fuse(model_of("Qwen2Moe")))[0]
+    x = torch.randn(1, 9, 32)
+    memory = torch.ones(6, 32, 24).numpy().copy()
+    block.experts.down_proj = torch.nn.Parameter(torch.from_numpy(memory))
+    memory = weakref.ref(memory)
+    block(x)
+    block.experts.down_proj.data = block.experts.down_proj * 2.0
+    gc.collect()
+    assert memory() is None
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that PyTorch's dispatcher is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["block", "experts"])
+def test_the_dispatcher_is_asked_where_pytorch_has_a_part(kind):
+    """A mode sees the operator, and gradients are recorded of it; else the call goes past it, which is quicker."""
+    model = model_of("Qwen3Moe")
+    block = block_of(fuse(model))[0]
+    x = torch.randn(7, 32)
+    if kind == "block":
+        call = lambda: block(x[None])[0]  # noqa: E731
+    else:
+        routing = block.gate(x)[1:][::-1]
+        call = lambda: block.experts(x, routing[0], routing[1].detach())  # noqa: E731
+
+    def dispatched():
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            y = call()
+        return sum(event.name == "flashmoe::moe" for event in seen.events()), y
+
+    with torch.no_grad():
+        count, expected = dispatched()
+        assert count == 0
+        with Seen() as mode:
+            assert torch.equal(call(), expected)
+        assert sum("flashmoe.moe" in name for name in mode.names) == 1
+    count, y = dispatched()
+    assert count == 1 and y.requires_grad and torch.equal(y, expected)
+    model.requires_grad_(False)
+    assert dispatched()[0] == 0

@@ -124,6 +124,16 @@ inline Limits limits_of(Map map) {
   f.done();
   return l;
 }
+// Those of a context, whose tasks name its tiles.
+inline Limits context_limits_of(Map map) {
+  const Limits l = limits_of(std::move(map));
+  if (l.max_tiles() > TileIndex::kMostTiles) {
+    throw host::Error(host::Error::Kind::kInvalidArgument,
+                      host::concat("max_tokens: expected calls of at most ", TileIndex::kMostTiles, " tiles of ",
+                                   l.tile_rows, " rows, got up to ", l.max_tiles()));
+  }
+  return l;
+}
 
 // Refuses element types that there is no engine for.
 inline LayerSpec layer_of(Map map) {

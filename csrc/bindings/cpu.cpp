@@ -121,7 +121,7 @@ void end_if_interrupted() {
 
 ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {
-    const Limits limits = limits_of(map);
+    const Limits limits = context_limits_of(map);
     const uint64_t heap_bytes = make_heap_layout(limits).bytes;
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
@@ -211,7 +211,8 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
                     const Given& down_proj, const Given& router, const Given& router_bias, const Given& choice_bias,
                     const Given& gate_up_bias, const Given& down_bias, const Given& shared_gate_up,
                     const Given& shared_down, const Given& shared_gate, const Given& topk_ids,
-                    const Given& topk_weights, const Given& out, const Given& chosen, const Given& weights) {
+                    const Given& topk_weights, const Given& load, const Given& router_logits, const Given& out,
+                    const Given& chosen, const Given& weights) {
       return guarded([&] {
         const auto context = registry<Context>().get(handle);
         const bool routed = spec.routing != Routing::kGiven;
@@ -230,7 +231,9 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
                       .topk_ids = memory_of<int32_t>("topk_ids", topk_ids, !routed),
                       .topk_weights = memory_of<void>("topk_weights", topk_weights, !routed),
                       .topk_weight_type = routed || (*topk_weights).dtype().bits == 32 ? DType::kFloat32 : spec.x_type,
-                      .out = memory_of<void>("out", out)};
+                      .out = memory_of<void>("out", out),
+                      .load = memory_of<uint64_t>("load", load, load.has_value()),
+                      .router_logits = memory_of<float>("router_logits", router_logits, router_logits.has_value())};
         CallOptions o = options;
         o.tokens = static_cast<uint32_t>(tokens);
         o.record_events = trace;

@@ -36,7 +36,7 @@ ffi::Optional<ffi::Function> create(Map limits, Map order, int64_t rank, ffi::St
   return guarded([&]() -> ffi::Optional<ffi::Function> {
     const Membership who{static_cast<uint32_t>(rank), name, nvshmem};
     try {
-      return owned(std::make_shared<Context>(static_cast<int>(device), who, limits_of(limits), order_of(order),
+      return owned(std::make_shared<Context>(static_cast<int>(device), who, context_limits_of(limits), order_of(order),
                                              static_cast<uint64_t>(timeout_ns)));
     } catch (const NotMapped&) {
       return std::nullopt;
@@ -105,14 +105,16 @@ void remove_layer(int64_t handle, int64_t layer) {
 }
 
 void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t x, int64_t x_row_bytes, int64_t out,
-          int64_t topk_ids, int64_t topk_weights) {
+          int64_t topk_ids, int64_t topk_weights, int64_t load, int64_t router_logits) {
   guarded([&] {
     const TokenSpec t{.tokens = static_cast<uint32_t>(tokens),
                       .x = static_cast<uint64_t>(x),
                       .x_row_bytes = static_cast<uint64_t>(x_row_bytes),
                       .out = static_cast<uint64_t>(out),
                       .topk_ids = static_cast<uint64_t>(topk_ids),
-                      .topk_weights = static_cast<uint64_t>(topk_weights)};
+                      .topk_weights = static_cast<uint64_t>(topk_weights),
+                      .load = static_cast<uint64_t>(load),
+                      .router_logits = static_cast<uint64_t>(router_logits)};
     context(handle)->call(layer, t, stream_of(stream));
   });
 }

@@ -147,7 +147,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
   const DefaultFloats here;  // the caller computes nothing else
-  placement_ = host::placement_tables(o.placement, limits_, call_.rank, layer.spec.shared);
+  placement_ = host::placement_tables(o.placement, limits_, call_.rank, layer.spec.shared != 0);
   layer_ = layer;
   const LayerSpec& spec = layer_.spec;
   perturbation_ = o.perturbation;
@@ -284,7 +284,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   // Joined rows were counted one by one, or, with one row a token, not at all: reported are all token blocks.
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
-  r.tiles = r.count[static_cast<uint32_t>(phase_of(kFirst))] / call_.policy.columns[kFirst];
+  r.tiles = r.count[static_cast<uint32_t>(phase_of(kReturning))] / call_.policy.columns[kReturning];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
   r.return_rows_sent = host::rows_returned(call_);
   return r;

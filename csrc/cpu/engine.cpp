@@ -60,7 +60,7 @@ bool Engine::dispatch(uint32_t b) {
     add_shared(b, s);
   }
   const Timed timed(trace_, Phase::kDispatch, b);
-  if (!build_packets<CpuPlatform>(c_, b, s)) return false;
+  if (!build_packets<CpuPlatform>(c_, b, s, layer_.load)) return false;
   signal_own_packet<CpuPlatform>(c_, b, s);
   for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
     if (q != c_.rank) trace_.entries_sent += s.entries[q];
@@ -88,6 +88,9 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
   float* logits = room(out_, size_t{rows} * experts);
   gemm(logits, a, tokens, layer_.router, c_.shape.hidden, spec().weight_type, experts, c_.shape.hidden, gemm_);
   add_bias(logits, tokens, layer_.router_bias, 0, experts);
+  const uint64_t count = uint64_t{tokens} * experts;
+  if (spec().round_logits) round_to(logits, spec().x_type, count);
+  if (layer_.router_logits != nullptr) std::copy_n(logits, count, layer_.router_logits + uint64_t{first} * experts);
   for (uint32_t t = 0; t < tokens; ++t) {
     if (choose_experts(spec(), layer_.choice_bias, logits + size_t{t} * experts, s.ids + t * c_.shape.top_k,
                        s.weights + t * c_.shape.top_k, router_)) {
@@ -116,7 +119,7 @@ void Engine::add_shared(uint32_t b, const PacketScratch& s) {
       widen(x, token_row(c_.rank, first + t), spec().x_type, hidden);
       weight = 1.0f / (1.0f + std::exp(-std::inner_product(x, x + hidden, gate, 0.0f)));
     }
-    choose_shared<CpuPlatform>(c_, s.ids + t * c_.shape.top_k, s.weights + t * c_.shape.top_k, weight);
+    choose_shared(c_, s.ids + t * c_.shape.top_k, s.weights + t * c_.shape.top_k, weight);
   }
 }
 
@@ -154,50 +157,63 @@ void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
   }
 }
 
-// The tile's rows of the product's left operand, in fp32, with room for the rows that gemm() reads beyond them when it
-// makes `columns` columns.
+// Where the rows between the products lie that a slice of the tile has.
+uint8_t* Engine::intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) const {
+  return c_.intermediate_row(c_.inner_tile(tile, c_.tile_row(tile, 0)->token, slice), row);
+}
+
+// The tile's rows of the product's left operand, of all slices over which it contracts, in fp32, with room for the rows
+// that gemm() reads beyond them when it makes `columns` columns.
 float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
-  const uint32_t length = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
+  const uint32_t width = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
+  const uint32_t length = contracted(product, c_.tile(tile)->shape.expert);
   float* a = room(a_, size_t{padded_rows(count, columns, length)} * length);
   const Row* row_of = c_.tile_row(tile, 0);
   for (uint32_t r = 0; r < count; ++r) {
-    const bool tokens = product.left == Operand::kTokens;
-    const uint8_t* from = tokens ? token_row(row_of[r].source, row_of[r].token) : c_.intermediate_row(tile, r);
     float* to = a + size_t{r} * length;
-    widen(to, from, tokens ? spec().x_type : spec().intermediate_type, length);
-    if (!tokens || !spec().weights_on_input) continue;
+    if (product.left != Operand::kTokens) {
+      for (uint32_t s = 0; s < length / width; ++s) {
+        widen(to + size_t{s} * width, intermediate_row(tile, s, r), spec().intermediate_type, width);
+      }
+      continue;
+    }
+    widen(to, token_row(row_of[r].source, row_of[r].token), spec().x_type, length);
+    if (!spec().weights_on_input) continue;
     for (uint32_t i = 0; i < length; ++i) to[i] *= row_of[r].weight;
   }
   return a;
 }
 
-Engine::Weights Engine::weights_of(const TaskRow& product, uint32_t expert) const {
+// Elements over which the product contracts: all of the shared expert's width, or as many as other experts have.
+uint32_t Engine::contracted(const TaskRow& product, uint32_t expert) const {
+  const bool all = product.over == Axis::kIntermediate && c_.shape.is_shared(expert);
+  return c_.shape.extent(product.over) * (all ? c_.shape.shared : 1);
+}
+
+Engine::Weights Engine::weights_of(const TaskRow& product, uint32_t expert, uint32_t slice) const {
   const LayerSpec& l = spec();
-  const bool up = product.right == Operand::kGateUp;
-  const uint64_t width = l.intermediate, hidden = l.hidden, halves = l.gated() ? 2 : 1;
-  const uint64_t rows = up ? halves * width : hidden, length = up ? hidden : width;  // of a matrix
-  if (expert < c_.shape.routed_local_experts()) {
-    return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), l.transposed ? rows : length,
-            l.interleaved ? 1 : l.intermediate};
+  const bool up = product.right == Operand::kGateUp, shared = c_.shape.is_shared(expert);
+  const uint64_t width = uint64_t{l.intermediate} * (shared ? l.shared : 1), hidden = l.hidden;
+  const uint64_t rows = up ? (l.gated() ? 2 : 1) * width : hidden, length = up ? hidden : width;  // of the matrix
+  const uint64_t pitch = l.transposed ? rows : length;
+  const uint32_t to_up = l.interleaved ? 1 : static_cast<uint32_t>(width);
+  if (!shared) {
+    return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), pitch, to_up};
   }
-  // A slice: rows of gate_up, columns of down, or the other way round.
-  const uint64_t all = l.shared * width, first = (expert - c_.shape.routed_local_experts()) * width;
-  const uint64_t all_rows = up ? halves * all : hidden, all_length = up ? hidden : all;
-  const uint64_t pitch = l.transposed ? all_rows : all_length;
-  const uint64_t begin = up && l.interleaved ? 2 * first : first;
-  return {
-      at(up ? layer_.shared_gate_up : layer_.shared_down, l.weight_type, up == l.transposed ? begin : begin * pitch),
-      pitch, l.interleaved ? 1 : static_cast<uint32_t>(all)};
+  // Of gate_up a slice's rows, or with transposed matrices columns.
+  const uint64_t first = uint64_t{slice} * l.intermediate * (up && l.interleaved ? 2 : 1);
+  return {at(up ? layer_.shared_gate_up : layer_.shared_down, l.weight_type, l.transposed ? first : first * pitch),
+          pitch, to_up};
 }
 
 // rows * weights^T + bias, with `columns` rows of weights.
 float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                        uint32_t columns) {
-  const uint32_t length = c_.shape.extent(product.over);
+  const uint32_t length = contracted(product, of.expert);
   const bool up = product.right == Operand::kGateUp;
   const uint64_t all = up ? spec().gate_up_rows() : c_.shape.hidden;  // rows of the expert's matrix
   DType type = spec().weight_type;
-  const Weights from = weights_of(product, of.expert);
+  const Weights from = weights_of(product, of.expert, of.slice);
   const void* weights = nullptr;
   uint64_t stride = of.step * from.pitch;
   if (!spec().transposed) {
@@ -217,22 +233,25 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
   return out;
 }
 
-void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of) {
+void Engine::activate_columns(const TaskRow& product, uint32_t index, Columns of) {
+  const uint32_t tile = TileIndex::tile(index), slice = TileIndex::slice(index);
   const Tile::Shape& t = c_.tile(tile)->shape;
   const bool gated = spec().gated();
-  const uint32_t step = spec().interleaved ? 2 : 1, to_up = weights_of(product, t.expert).to_up;
+  const uint32_t step = spec().interleaved ? 2 : 1, to_up = weights_of(product, t.expert, slice).to_up;
   // Where one block of columns has all of I, the gate rows and the up rows are neighbours: one GEMM.
   const bool together = gated && of.count == to_up && !spec().interleaved;
   const uint32_t pitch = together ? 2 * of.count : of.count;
   const float* rows = load_rows(product, tile, pitch);
-  float* gate = project(out_, product, rows, t.rows, {t.expert, of.first * step, step}, pitch);
+  float* gate = project(out_, product, rows, t.rows, {t.expert, slice, of.first * step, step}, pitch);
   const float* up = nullptr;
   if (together) up = gate + of.count;
-  if (gated && !together) up = project(up_, product, rows, t.rows, {t.expert, of.first * step + to_up, step}, pitch);
+  if (gated && !together) {
+    up = project(up_, product, rows, t.rows, {t.expert, slice, of.first * step + to_up, step}, pitch);
+  }
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
     activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec(), of.count);
-    narrow(at(c_.intermediate_row(tile, r), spec().intermediate_type, of.first), row, spec().intermediate_type,
+    narrow(at(intermediate_row(tile, slice, r), spec().intermediate_type, of.first), row, spec().intermediate_type,
            of.count);
   }
 }
@@ -240,7 +259,7 @@ void Engine::activate_columns(const TaskRow& product, uint32_t tile, Columns of)
 void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
   const Tile::Shape& t = c_.tile(tile)->shape;
   const float* rows = load_rows(product, tile, of.count);
-  const float* out = project(out_, product, rows, t.rows, {t.expert, of.first, 1}, of.count);
+  const float* out = project(out_, product, rows, t.rows, {t.expert, 0, of.first, 1}, of.count);
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Row row = *c_.tile_row(tile, r);
     uint8_t* to =

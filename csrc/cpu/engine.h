@@ -75,9 +75,9 @@ class Engine {
   void reduce(const Piece& piece);
   void combine(const Piece& piece);
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
-  // Rows first, first + step, ... of an expert's matrix: those that make neighbouring results.
+  // Rows first, first + step, ... of an expert's matrix, or of a slice's: those that make neighbouring results.
   struct Features {
-    uint32_t expert, first, step;
+    uint32_t expert, slice, first, step;
   };
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns, uint32_t step = 1);
   // Columns [first, first + count), those of blocks of columns [begin, end) of the results of product n.
@@ -91,18 +91,20 @@ class Engine {
   // out[token, columns] = sum of its return rows, in ascending order
   void combine(uint32_t token, Columns of);
   void multiply(uint32_t n, uint32_t index, uint32_t block);
-  // The right operand's rows for an expert, or for a slice of the shared one.
+  // The right operand's rows for an expert; of the shared one's gate_up, for a slice.
   struct Weights {
     const void* data;
     uint64_t pitch;  // elements from one row to the next, as they are stored
     uint32_t to_up;  // with a gate: rows from a column's gate to its up
   };
-  Weights weights_of(const TaskRow& product, uint32_t expert) const;
+  Weights weights_of(const TaskRow& product, uint32_t expert, uint32_t slice) const;
+  uint32_t contracted(const TaskRow& product, uint32_t expert) const;
+  uint8_t* intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) const;
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                  uint32_t columns);
   // intermediate[tile, :, columns] = activation(rows * weights^T + bias)
-  void activate_columns(const TaskRow& product, uint32_t tile, Columns of);
+  void activate_columns(const TaskRow& product, uint32_t index, Columns of);
   // row's home = weight * (rows * weights^T + bias), columns
   void return_columns(const TaskRow& product, uint32_t tile, Columns of);
   // kept[expert, :, columns] = sum over the expert's rows of intermediate^T x

@@ -23,8 +23,10 @@ struct Layer {
   const int32_t* topk_ids = nullptr;     // [T, K]; null where the router decides
   const void* topk_weights = nullptr;    // [T, K]
   DType topk_weight_type = DType::kFloat32;
-  void* out = nullptr;    // [T, H]
-  float* kept = nullptr;  // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
+  void* out = nullptr;             // [T, H]
+  uint64_t* load = nullptr;        // [E], to which each expert's choices are added, of all tokens; may be null
+  float* router_logits = nullptr;  // [T, E], written: the logits as they are scored; may be null
+  float* kept = nullptr;           // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 };
 
 }  // namespace flashmoe::cpu

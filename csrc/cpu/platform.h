@@ -83,6 +83,7 @@ struct CpuMemory {
     Perturbation::point();
     return std::atomic_ref(*p).fetch_add(v, std::memory_order_relaxed);
   }
+  static void add(uint64_t* p, uint64_t v) { fetch_add(p, v); }
   template <class T>
   static T fetch_add_acq_rel(T* p, T v) {
     Perturbation::point();

@@ -50,7 +50,6 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   const uint32_t experts = layer.experts;
   std::vector<float>&choice = buffers.choice, &scores = buffers.scores;
   choice.assign(logits, logits + experts);
-  if (layer.round_logits) round_to(choice.data(), layer.x_type, experts);
   if (!std::all_of(choice.begin(), choice.end(), [](float v) { return std::isfinite(v); })) return false;
   scores = choice;
   score(layer, scores);

@@ -13,8 +13,9 @@ struct RouterBuffers {
   std::vector<float> scores, choice, group;
 };
 
-// The experts of one token, from its logits [E]: the K largest (ties: the lower expert), of those of the best groups, in
-// falling order. `choice_bias`: [E]; null: none. False if a logit, or a score with its bias, is not finite.
+// The experts of one token, from its logits [E], rounded where the layer rounds them: the K largest (ties: the lower
+// expert), of those of the best groups, in falling order. `choice_bias`: [E]; null: none. False if a logit, or a score with
+// its bias, is not finite.
 bool choose_experts(const LayerSpec& layer, const float* choice_bias, const float* logits, int32_t* ids, float* weights,
                     RouterBuffers& buffers);
 

@@ -75,11 +75,12 @@ const Kernels& Context::kernels(const std::string& cubin, DriverStream stream) {
 }
 
 const Placement& Context::placement(const Layer& layer, DriverStream stream) {
-  const auto key = std::make_pair(layer.placement, layer.spec.shared);
+  const auto key = std::make_pair(layer.placement, layer.spec.shared != 0);
   if (const auto it = placements_.find(key); it != placements_.end()) return it->second;
   device_.refuse_capture(stream, "uploading a placement, as the first call with it does,");
   const uint32_t rank = common_.call.rank;
-  Placement uploaded(device_, host::placement_tables(layer.placement, common_.limits, rank, layer.spec.shared), rank);
+  Placement uploaded(device_, host::placement_tables(layer.placement, common_.limits, rank, layer.spec.shared != 0),
+                     rank);
   return placements_.emplace(key, std::move(uploaded)).first->second;
 }
 

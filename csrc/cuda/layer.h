@@ -32,6 +32,7 @@ struct TokenSpec {
   uint64_t x = 0, x_row_bytes = 0;
   uint64_t out = 0;
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
+  uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not asked for
 };
 
 }  // namespace flashmoe::cuda

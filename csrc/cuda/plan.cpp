@@ -112,7 +112,7 @@ void set_intermediate_rows(sm90::KernelArgs& a, const LayerSpec& spec, const Lim
   const auto rows = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 0));
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 1)) - rows;
   a.intermediate = encode(rows_shape(pitch, element_bytes(spec.intermediate_type), spec.intermediate,
-                                     limits.max_tiles() * limits.tile_rows),
+                                     (limits.max_tiles() + limits.max_later_slices()) * limits.tile_rows),
                           rows, spec.intermediate_type, "the intermediate rows");
 }
 
@@ -136,6 +136,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.call = call_of(common, layer, where);
   args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
   args.clamped = {spec.limit, spec.alpha, spec.up_offset};
+  args.few_choices = spec.top_k + spec.shared;
   args.weights_on_input = spec.weights_on_input ? 1 : 0;
   args.rule = rule_of(layer);
   set_weights(args, layer);
@@ -169,6 +170,8 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.out = reinterpret_cast<uint8_t*>(t.out);
   args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);
+  args.load = reinterpret_cast<uint64_t*>(t.load);
+  args.router_logits = reinterpret_cast<float*>(t.router_logits);
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
   if (t.topk_ids == 0 && t.tokens != 0 && !few()) {
     args.tokens =

@@ -36,7 +36,7 @@ uint32_t Holders::for_rank(uint32_t expert, uint32_t rank) const {
   return holders[(rank - static_cast<size_t>(before)) % holders.size()];
 }
 
-PlacementTables placement_tables(const Holders& holders, const Limits& limits, uint32_t rank, uint32_t shared) {
+PlacementTables placement_tables(const Holders& holders, const Limits& limits, uint32_t rank, bool shared) {
   PlacementTables t;
   t.owner_base.assign(limits.ranks + 1, 0);
   for (uint32_t e = 0; e < holders.experts(); ++e) {
@@ -50,15 +50,15 @@ PlacementTables placement_tables(const Holders& holders, const Limits& limits, u
                   concat("placement: expected at most ", limits.max_local_experts,
                          " experts on a rank, the context's limit, got ", t.owner_base[q + 1], " on rank ", q));
     }
-    t.owner_base[q + 1] += t.owner_base[q] + (q == rank ? shared : 0);
+    t.owner_base[q + 1] += t.owner_base[q] + (q == rank && shared ? 1 : 0);
   }
   t.by_owner.resize(t.owner_base.back());
   std::vector<uint32_t> next(t.owner_base.begin(), t.owner_base.end() - 1);
   for (uint32_t e = 0; e < holders.experts(); ++e) {
     for (const uint32_t q : holders.of(e)) t.by_owner[next[q]++] = t.owner[e] == q ? e : kElsewhere;
   }
-  for (uint32_t n = 0; n < shared; ++n) {
-    t.by_owner[next[rank]++] = static_cast<uint32_t>(t.owner.size());
+  if (shared) {
+    t.by_owner[next[rank]] = static_cast<uint32_t>(t.owner.size());
     t.owner.push_back(rank);
   }
   return t;

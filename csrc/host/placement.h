@@ -34,15 +34,15 @@ class Holders {
 };
 
 struct PlacementTables {
-  std::vector<uint32_t> owner;       // [E + slices of the shared expert]
+  std::vector<uint32_t> owner;       // [E, and the shared expert]
   std::vector<uint32_t> by_owner;    // each rank's local experts, see CallPlacement
   std::vector<uint32_t> owner_base;  // [R + 1] where each rank's experts begin in by_owner
 
   uint32_t local_experts(uint32_t rank) const { return owner_base[rank + 1] - owner_base[rank]; }
 };
 
-// As `rank` looks it up, which holds `shared` slices of the shared expert behind its own experts. Throws Error where a
-// holder is no rank, or has an expert twice, or more experts than other ranks' heaps have room for.
-PlacementTables placement_tables(const Holders& holders, const Limits& limits, uint32_t rank, uint32_t shared);
+// As `rank` looks it up, which behind its own experts has a shared one, if there is one. Throws Error where a holder is no
+// rank, or has an expert twice, or more experts than other ranks' heaps have room for.
+PlacementTables placement_tables(const Holders& holders, const Limits& limits, uint32_t rank, bool shared);
 
 }  // namespace flashmoe::host

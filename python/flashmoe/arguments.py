@@ -49,16 +49,27 @@ class Tensors(NamedTuple):
     shared_gate: Any = None
     topk_ids: Any = None
     topk_weights: Any = None
+    load: Any = None
+    router_logits: Any = None
 
     @property
     def floats(self) -> tuple[Any, ...]:
-        """All but the given routing."""
-        return self[:-2]
+        """x, weights and biases."""
+        return self[:-4]
 
     @property
     def of_layer(self) -> tuple[Any, ...]:
         """Weights and biases, which stay the same from call to call."""
-        return self[1:-2]
+        return self[1:-4]
+
+    @property
+    def written(self) -> tuple[Any, Any]:
+        """What the call writes to: `load` and `router_logits`."""
+        return self[-2:]
+
+
+WRITTEN = {"load": ("[E] int64", "int64"), "router_logits": ("[T, E] float32", "float32")}
+"""What `Tensors.written` are, in words, and their element types."""
 
 
 class LayerOptions(TypedDict, total=False):
@@ -92,6 +103,19 @@ class LayerOptions(TypedDict, total=False):
     """Into how many slices each expert is cut, which may be on different ranks (see `flashmoe.slices`); default 1. I is
     a slice's, El counts slices, and a placement has an entry for each: those of expert 0, of expert 1, ... Returns are
     ``"reduced"``. Of `down_bias` all rows must be 0 but those of first slices, since each slice adds its own."""
+
+
+class CallOptions(LayerOptions, total=False):
+    """What `flashmoe.moe` takes besides: options of the layer, and contiguous tensors, where x is, that the call writes
+    to. On a GPU the launch does that, also in a replayed graph; where PyTorch is given an operator, what comes behind
+    it. What a call that fails leaves in them is undefined."""
+
+    load: Any
+    """[E] int64. The call adds to it how many of this rank's (token, k) chose each expert, those that a capacity then
+    drops among them; a shared expert has no place in it. A group's load is the sum of its ranks'."""
+    router_logits: Any
+    """[T, E] float32. With a router: the logits that scores are made of, with `router_bias`, rounded where
+    `round_logits` says so."""
 
 
 class Options(NamedTuple):
@@ -138,6 +162,9 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
     options = checked_values(options)
     operands = _float_operands(as_operand, tensors, options.transposed)
     operands |= _given_routing(as_operand, tensors, operands["x"].dtype)
+    for name, (expected, dtype) in WRITTEN.items():
+        if (tensor := getattr(tensors, name)) is not None:
+            operands[name] = as_operand(name, tensor, expected, (dtype,))
     layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
     placement = placement_of(room, options.placement, layer.parts)
@@ -258,7 +285,7 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
-    slots = layer.choices + layer.shared if mode == "direct" else room.ranks
+    slots = layer.choices + min(layer.shared, 1) if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
         raise HeapError(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
@@ -303,7 +330,11 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
     wanted = f"a {', '.join(DTYPES)} tensor"
     operands: dict[str, Described] = {}
     for name, tensor in tensors._asdict().items():
-        if name.startswith("topk_") or (tensor is None and name not in ("x", "gate_up_proj", "down_proj")):
+        if (
+            name.startswith("topk_")
+            or name in WRITTEN
+            or (tensor is None and name not in ("x", "gate_up_proj", "down_proj"))
+        ):
             continue
         if name == "choice_bias":
             operands[name] = as_operand(name, tensor, "[E] float32", ("float32",))
@@ -494,10 +525,12 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
         "down_bias": (f"El={local}, H={hidden}", (local, hidden)),
         "topk_ids": (f"T={tokens}, K={layer.top_k}", (tokens, layer.top_k)),
         "topk_weights": (f"T={tokens}, K={layer.top_k}", (tokens, layer.top_k)),
+        "load": (f"E={experts}", (experts,)),
+        "router_logits": (f"T={tokens}, E={experts}", (tokens, experts)),
     }
     for name, (symbols, shape) in expected.items():
         if name in operands:
             _expect(name, operands[name], symbols, shape)
-    for name in ("router_bias", "choice_bias"):
+    for name in ("router_bias", "choice_bias", "router_logits"):
         if name in operands and "router" not in operands:
             raise InvalidArgument(f"{name}: expected router with it, got None")

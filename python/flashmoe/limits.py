@@ -23,6 +23,7 @@ from .spec import (
     MAX_CUDA_TOP_K,
     MAX_EXPERTS,
     MAX_RANKS,
+    MAX_SLICES,
     MAX_TOKENS,
     MAX_WIDTH,
     RETURN_CHOICES,
@@ -66,7 +67,7 @@ class ContextSpec:
     def limits(self) -> dict[str, int]:
         """The C++ ``Limits`` (heap_layout.h) that a context asks its engine for, by the names of the codec."""
         layer, mode = self.layer, self.return_mode
-        rows = layer.choices + layer.shared
+        rows = layer.choices + min(layer.shared, 1)
         slots = {"direct": rows, "reduced": self.ranks, "auto": max(rows, self.ranks)}
         capacity = _ffi.library().expert_capacity(layer.capacity_factor, self.max_tokens, layer.top_k, layer.experts)
         return {
@@ -183,11 +184,11 @@ def checked_slices(slices: Any, experts: int, top_k: int, ranks: int, cuda: bool
 
 
 def _slices_of_shared(shared_intermediate: int, intermediate: int, experts: int, top_k: int, cuda: bool) -> int:
-    """Into how many slices of width I a shared expert of that width is cut: a token chooses all of them besides its K
-    experts. Raises `InvalidArgument`."""
+    """Into how many slices of width I a shared expert of that width is cut: in a GPU's kernel of few tokens a
+    token chooses all of them besides its K experts. Raises `InvalidArgument`."""
     width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
     slices = -(-width // intermediate)
-    most = min(MAX_CUDA_EXPERTS - experts, MAX_CUDA_TOP_K - top_k) if cuda else MAX_EXPERTS
+    most = min(MAX_CUDA_EXPERTS - experts, MAX_CUDA_TOP_K - top_k) if cuda else MAX_SLICES
     if slices > most:
         raise InvalidArgument(
             f"shared_intermediate: expected at most {most} times I={intermediate}, got {width}, {slices} times I"

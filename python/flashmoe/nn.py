@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import LayerOptions, Options, checked_values, layer_of, placement_of, resolved
+from .arguments import LayerOptions, Options, Tensors, checked_values, layer_of, placement_of, resolved
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
 from .slices import cut
 from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, truth
-from .torch_op import check_tensors, context_id
+from .torch_op import call, check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert"]
 
@@ -164,8 +164,10 @@ class MoE(torch.nn.Module):
     that has not been frozen, but a backward pass that reaches the layer raises `NotImplementedError`, as does a
     call with forward-mode derivatives.
 
-    The layer runs `flashmoe.moe`, which see, as ``torch.ops.flashmoe.moe``, also under
-    ``torch.compile(fullgraph=True)``. ``ctx.last_call`` is the report of the last call.
+    The layer runs `flashmoe.moe`, which see; under ``torch.compile(fullgraph=True)``, too, it is one
+    ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call. With `count_load`, `load` [E] int64 is
+    how many of this rank's (token, k) have chosen each expert in all calls since it was last cleared, by
+    ``load.zero_()``; it is no part of the ``state_dict``.
 
     Parameters are named and shaped as in ``Qwen3MoeSparseMoeBlock`` of Transformers 5, so that such a block's
     ``state_dict()`` loads as it is. That holds all E experts; each rank keeps its own El (see `Experts`):
@@ -206,6 +208,8 @@ class MoE(torch.nn.Module):
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     dtype:
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's.
+    count_load:
+        Whether there is a buffer `load`; else it is None.
 
     Raises
     ------
@@ -235,6 +239,7 @@ class MoE(torch.nn.Module):
         dtype: torch.dtype | None = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
+        count_load: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -283,7 +288,7 @@ class MoE(torch.nn.Module):
         self._options = chosen._replace(
             top_k=layer.top_k,
             capacity_factor=layer.capacity_factor or None,
-            placement=None if self.placement is None else placements.flat(self.placement),  # as the operator takes it
+            placement=self.placement,
         )
 
         self.gate = Router(layer.hidden, experts, bias=layer.router_bias, choice_bias=layer.choice_bias, dtype=dtype)
@@ -291,6 +296,8 @@ class MoE(torch.nn.Module):
         self.shared_expert = SharedExpert(layer, dtype=dtype) if layer.shared else None
         gated = layer.shared_gate
         self.shared_expert_gate = torch.nn.Linear(layer.hidden, 1, bias=False, dtype=dtype) if gated else None
+        load = torch.zeros(experts, dtype=torch.int64) if truth("count_load", count_load) else None
+        self.register_buffer("load", load, persistent=False)
 
     @property
     def top_k(self) -> int:
@@ -327,6 +334,7 @@ class MoE(torch.nn.Module):
         capacity_factor: float | None = None,
         return_mode: str | None = None,
         exact: bool = False,
+        count_load: bool = False,
         slices: int = 1,
     ) -> MoE:
         """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
@@ -354,6 +362,7 @@ class MoE(torch.nn.Module):
                 dtype=getattr(torch, layer.dtype.name),
                 shared_intermediate=layer.shared_intermediate,
                 shared_gate=layer.shared_gate is not None,
+                count_load=count_load,
                 slices=slices,
                 **layer.rule(),
             )
@@ -370,9 +379,11 @@ class MoE(torch.nn.Module):
         device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
         state = {name: _tensor(array).to(device) for name, array in weights.items()}
         module.load_state_dict(state, assign=True)
+        if module.load is not None:
+            module.load = torch.zeros_like(module.load, device=device)
         return module
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for this rank's tokens.
 
         Parameters
@@ -380,10 +391,12 @@ class MoE(torch.nn.Module):
         x: [..., H]
             Of the parameters' dtype; like them in host memory, or on the GPU of a context with the CUDA engine, or on
             the device meta, where there is nothing to compute. Copied if the tokens do not lie one after the other.
+        return_router_logits:
+            Whether to return the router's logits too, as `flashmoe.moe` writes them.
 
         Returns
         -------
-        [..., H], contiguous.
+        [..., H], contiguous; or that and the logits, [..., E] float32.
 
         Raises
         ------
@@ -395,22 +408,29 @@ class MoE(torch.nn.Module):
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
         gate, experts, shared, shared_gate = self.gate, self.experts, self.shared_expert, self.shared_expert_gate
-        tensors = {
-            "x": x.reshape(-1, hidden).contiguous(),
-            "gate_up_proj": experts.gate_up_proj,
-            "down_proj": experts.down_proj,
-            "router": gate.weight,
-            "router_bias": gate.bias,
-            "choice_bias": gate.choice_bias,
-            "gate_up_bias": experts.gate_up_proj_bias,
-            "down_bias": experts.down_proj_bias,
-            "shared_gate_up": None if shared is None else shared.gate_up_proj,
-            "shared_down": None if shared is None else shared.down_proj,
-            "shared_gate": None if shared_gate is None else shared_gate.weight,
-        }
-        check_tensors(tensors)
-        y = torch.ops.flashmoe.moe(self._context_id, **tensors, **self._options._asdict())
-        return y.reshape(x.shape)
+        tokens = x.reshape(-1, hidden).contiguous()
+        logits = None
+        if truth("return_router_logits", return_router_logits):
+            logits = tokens.new_empty((tokens.shape[0], gate.weight.shape[0]), dtype=torch.float32)
+        tensors = Tensors(
+            tokens,
+            experts.gate_up_proj,
+            experts.down_proj,
+            router=gate.weight,
+            router_bias=gate.bias,
+            choice_bias=gate.choice_bias,
+            gate_up_bias=experts.gate_up_proj_bias,
+            down_bias=experts.down_proj_bias,
+            shared_gate_up=None if shared is None else shared.gate_up_proj,
+            shared_down=None if shared is None else shared.down_proj,
+            shared_gate=None if shared_gate is None else shared_gate.weight,
+            load=self.load,
+            router_logits=logits,
+        )
+        y = call(self._context_id, tensors, self._options)
+        if logits is None:
+            return y.reshape(x.shape)
+        return y.reshape(x.shape), logits.reshape(*x.shape[:-1], gate.weight.shape[0])
 
     def extra_repr(self) -> str:
         return (

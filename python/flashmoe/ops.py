@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from .arguments import LayerOptions, Options, Tensors, as_plain_values
+from .arguments import WRITTEN, CallOptions, Options, Tensors, as_plain_values
 from .context import Context, context_id, run
 from .placement import Placement
 from .spec import truth
+from .through_torch import goes_through_torch
 
 
 def moe(
@@ -36,7 +36,7 @@ def moe(
     shared_gate_up: Any = None,
     shared_down: Any = None,
     shared_gate: Any = None,
-    **options: Unpack[LayerOptions],
+    **options: Unpack[CallOptions],
 ) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
 
@@ -45,7 +45,7 @@ def moe(
     halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
-    rank to rank and may be 0. What else the engine asks, and when a call is over: `Context`. Options: `LayerOptions`.
+    rank to rank and may be 0. What else the engine asks, and when a call is over: `Context`. Options: `CallOptions`.
 
     Parameters
     ----------
@@ -103,33 +103,12 @@ def moe(
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
-    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights)
+    written = [options.pop(name, None) for name in WRITTEN]
+    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights, *written)
     chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
-    if not truth("trace", trace) and _goes_through_torch(x, (*tensors.floats, topk_weights)):
+    if not truth("trace", trace) and goes_through_torch(x, tensors):
         from . import torch_op
 
         torch_op.check_tensors(tensors._asdict())
-        plain = as_plain_values(chosen)
-        return torch_op.moe(context_id(ctx), **tensors._asdict(), **plain._asdict())
+        return torch_op.by_operator(context_id(ctx), tensors, as_plain_values(chosen))
     return run(ctx, tensors, chosen, trace)
-
-
-def _goes_through_torch(x: Any, others: Sequence[Any]) -> bool:
-    """Whether PyTorch is to see one operator: where it compiles, traces or transforms calls, it cannot look into this;
-    where it records what gradients need, it must learn that there are none."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(x, torch.Tensor):
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    recorded, plain = torch.is_grad_enabled(), torch.Tensor.__torch_dispatch__
-    for each in others:
-        if each is None or not isinstance(each, torch.Tensor):
-            continue
-        # A subclass that dispatches wraps tensors, or has no data at all.
-        if (recorded and each.requires_grad) or type(each).__torch_dispatch__ is not plain:
-            return True
-    traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    derived = torch.autograd.forward_ad._current_level >= 0
-    return traced or transformed or derived

@@ -40,6 +40,7 @@ MAX_TOKENS = 2**20 - 1
 MAX_RANKS = 1024
 MAX_EXPERTS = 8192
 MAX_WIDTH = 2**20  # H and I
+MAX_SLICES = 1023  # width of a shared expert, in I (protocol/task.h)
 MAX_GROUPS = 32  # of experts: a lane of a warp each
 # What the CUDA kernel's shared memory holds.
 MAX_CUDA_TOKENS = 65536

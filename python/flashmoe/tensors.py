@@ -101,6 +101,15 @@ def refuse_hollow(name: str, tensor: Any) -> None:
         raise InvalidArgument(f"{name}: expected a dense tensor, got a nested one")
 
 
+def refuse_unwritable(name: str, tensor: Any) -> None:
+    """Raises `InvalidArgument` for an array that must not be written to and for a view that negates what memory has."""
+    if isinstance(tensor, np.ndarray) and not tensor.flags.behaved:
+        raise InvalidArgument(f"{name}: expected an array that can be written to, got a read-only or misaligned one")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor) and tensor.is_neg():
+        raise InvalidArgument(f"{name}: expected a tensor that can be written to, got a view that negates its values")
+
+
 def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> Operand:
     """`tensor` as an operand. Raises `InvalidArgument` if it is no tensor, elsewhere than in host memory, not
     contiguous, or of none of `dtypes`; `expected` words the expectation. Its attributes are `believed`."""
@@ -124,7 +133,10 @@ def host_view(tensor: Any) -> tvm_ffi.Tensor:
             tensor = tensor.view(np.uint16)
         return as_view(_writeable(tensor))
     if hasattr(tensor, "detach"):
-        tensor = tensor.detach().resolve_neg()  # DLPack knows no views that are negated as they are read
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.is_neg():  # DLPack knows no views that are negated as they are read
+            tensor = tensor.resolve_neg()
     return as_view(tensor)
 
 
@@ -153,7 +165,7 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     if tensor.is_neg():
         raise InvalidArgument(f"{name}: expected values in memory, got a view that negates them; resolve_neg()")
     address = tensor.data_ptr()
-    if len(shape) < 2 or name.startswith("topk_") or name.endswith("_bias"):
+    if len(shape) < 2 or name.startswith("topk_") or name.endswith(("_bias", "_logits")):
         if not tensor.is_contiguous():
             raise InvalidArgument(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
         return DeviceOperand(address, shape, dtype, 0, 0)

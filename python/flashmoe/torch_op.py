@@ -1,8 +1,10 @@
 """``torch.ops.flashmoe.moe``: `flashmoe.moe` as a PyTorch operator, for `flashmoe.nn` and ``torch.compile``.
 
 Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, by name, but
-for three, since an operator takes tensors and plain values: the context is the integer that `context_id` gives, the
-placement what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies), and there is no ``trace``.
+for these: since an operator takes tensors and plain values, the context is the integer that `context_id` gives, and the
+placement what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies); there is no ``trace``; and
+instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which returns what they get.
+(PyTorch has neither effects nor gradients for operators that write to an argument.)
 
 The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the
 ranks must make the same calls in the same order, so that a compiler may neither drop a call whose result this
@@ -20,13 +22,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import tensors as operands
-from .arguments import Options, Tensors
+from .arguments import WRITTEN, Options, Tensors, as_plain_values
 from .context import Context, context_id, contexts, run
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext
 from .placement import from_flat
+from .through_torch import goes_through_torch
 
-__all__ = ["check_tensors", "context_id", "moe", "moe_backward"]
+__all__ = ["by_operator", "call", "check_tensors", "context_id", "moe", "moe_backward", "moe_observed"]
 
 
 def _context(number: int, tokens: int) -> Context:
@@ -75,12 +78,73 @@ def _moe(
     shared_gate: Tensor | None = None,
     slices: int = 1,
 ) -> Tensor:
-    given = locals()
-    tensors = Tensors(**{name: given[name] for name in Tensors._fields})
+    return _run(locals())
+
+
+def _run(given: Mapping[str, Any], load: Tensor | None = None, router_logits: Tensor | None = None) -> Tensor:
+    """The call of `_moe`'s arguments."""
+    tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
     options = Options(**{name: given[name] for name in Options._fields})
-    if placement is not None:
-        options = options._replace(placement=from_flat(placement))
-    return run(_context(context, x.shape[0]), tensors, options, False)
+    if options.placement is not None:
+        options = options._replace(placement=from_flat(options.placement))
+    return run(_context(given["context"], tensors.x.shape[0]), tensors, options, False)
+
+
+def _tensors_of(given: Mapping[str, Any]) -> Tensors:
+    return Tensors(**{name: given.get(name) for name in Tensors._fields})
+
+
+def _moe_observed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`_moe` with `load_size`, E or 0 for none, and `with_logits`: y, what each expert's load grows by [load_size], and
+    the router's logits [T, E], or [0, 0] if they are not asked for."""
+    bound = _OBSERVED.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    load, logits = _observations(given)
+    asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
+    return _run(given, **asked), load, logits
+
+
+def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Zeros for a call's load, memory for its logits."""
+    x, router = given["x"], given.get("router")
+    experts = 0 if router is None else router.shape[0]
+    load = x.new_zeros(given.get("load_size", 0), dtype=torch.int64)
+    return load, x.new_empty((x.shape[0], experts) if given.get("with_logits") else (0, 0), dtype=torch.float32)
+
+
+def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
+    """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there."""
+    load, logits = tensors.written
+    given = {name: each for name, each in tensors._asdict().items() if name not in WRITTEN} | options._asdict()
+    if load is None and logits is None:
+        return moe(context, **given)
+    _check_written(tensors)
+    size = 0 if load is None else load.shape[0]
+    y, chosen, made = moe_observed(context, **given, load_size=size, with_logits=logits is not None)
+    if load is not None:
+        load.add_(chosen)
+    if logits is not None:
+        logits.copy_(made)
+    return y
+
+
+def _check_written(tensors: Tensors) -> None:
+    """What `flashmoe.arguments.check` is not shown of `load` and `router_logits`."""
+    x, router = tensors.x, tensors.router
+    if tensors.router_logits is not None and router is None:
+        raise InvalidArgument("router_logits: expected router with it, got None")
+    for (name, (expected, dtype)), tensor in zip(WRITTEN.items(), tensors.written, strict=True):
+        if tensor is None:
+            continue
+        fits = tensor.ndim == 1 if name == "load" else tensor.shape == (*x.shape[:1], *router.shape[:1])
+        if not (
+            fits and tensor.dtype == getattr(torch, dtype) and tensor.device == x.device and tensor.is_contiguous()
+        ):
+            raise InvalidArgument(
+                f"{name}: expected {expected} on {x.device}, contiguous, got {list(tensor.shape)} "
+                f"{operands.dtype_name(tensor)} on {tensor.device} with strides {list(tensor.stride())}"
+            )
 
 
 def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -93,9 +157,38 @@ def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
 _SIGNATURE = inspect.signature(_moe)
 
+_SCHEMA = torch.library.infer_schema(_moe, mutates_args=()).removesuffix(") -> Tensor")
+_OBSERVED = _SIGNATURE.replace(
+    parameters=[
+        *_SIGNATURE.parameters.values(),
+        inspect.Parameter("load_size", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0),
+        inspect.Parameter("with_logits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
+    ]
+)
+moe_observed = torch.library.custom_op(
+    "flashmoe::moe_observed",
+    _moe_observed,
+    mutates_args=(),
+    schema=f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False) -> (Tensor, Tensor, Tensor)",
+)
+
 # The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
 # formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
 moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
+
+
+def call(number: int, tensors: Tensors, options: Options) -> Tensor:
+    """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
+    an operator takes the host as long as the call itself (docs/measured.md)."""
+    if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
+        check_tensors(tensors._asdict())
+        return by_operator(number, tensors, as_plain_values(options))
+    return run(_context(number, tensors.x.shape[0]), tensors, options, False)
+
+
+def _is_on_meta(tensors: Tensors) -> bool:
+    """Whether one is on the device ``meta``, of which the operator makes what has no values either."""
+    return any(each.is_meta for each in tensors if each is not None)
 
 
 _REQUIRED = ("x", "gate_up_proj", "down_proj")
@@ -127,10 +220,19 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
 def _(*args: Any, **kwargs: Any) -> Tensor:
     """y, [T, H], contiguous, of x's dtype: the checks of the arguments are left to the call. But there is none where a
     tensor is on the device ``meta``: then all must be, or y would be memory that nobody has written to."""
-    given = _SIGNATURE.bind(*args, **kwargs).arguments
-    tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})
+    return _fake(_SIGNATURE.bind(*args, **kwargs).arguments)
+
+
+def _fake(given: Mapping[str, Any]) -> Tensor:
+    tensors = _tensors_of(given)
     _refuse_meta_beside_others(tensors)
     return torch.empty_like(tensors.x, memory_format=torch.contiguous_format)
+
+
+@moe_observed.register_fake
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = _OBSERVED.bind(*args, **kwargs).arguments
+    return _fake(given), *_observations(given)
 
 
 def _refuse_meta_beside_others(tensors: Tensors) -> None:
@@ -153,7 +255,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*(inputs[position] for position in ctx.positions))
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     """One gradient per argument of the call, None for those that need none."""
     needed = ctx.needs_input_grad
     saved = zip(ctx.positions, ctx.saved_tensors, strict=True)
@@ -162,7 +264,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(gradients.get(position) for position in range(len(needed)))
 
 
-moe.register_autograd(_gradients, setup_context=_save_inputs)
-
-if hasattr(moe, "register_effect"):  # not in older PyTorch
-    moe.register_effect(torch.library.EffectType.ORDERED)
+for _operator in (moe, moe_observed):
+    _operator.register_autograd(_gradients, setup_context=_save_inputs)
+    if hasattr(_operator, "register_effect"):  # not in older PyTorch
+        _operator.register_effect(torch.library.EffectType.ORDERED)

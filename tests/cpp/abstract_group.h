@@ -61,13 +61,15 @@ struct Ledger {
         combined(l.max_tokens),
         joined(l.max_tokens),
         activated(l.max_tiles()),
-        kept(l.max_local_experts) {}
-  Once contributed;  // [token, k] at the token's home: columns that its expert wrote
-  Once reduced;      // [token, rank] at the token's home: return groups that the rank has summed
-  Once combined;     // [token]: return groups
-  Once joined;       // [token]: columns, of a joined call
-  Once activated;    // [tile]: columns of its intermediate rows
-  Once kept;         // [local expert]: columns of what is kept of it
+        kept(l.max_local_experts),
+        load(l.experts) {}
+  Once contributed;            // [token, k] at the token's home: columns that its expert wrote
+  Once reduced;                // [token, rank] at the token's home: return groups that the rank has summed
+  Once combined;               // [token]: return groups
+  Once joined;                 // [token]: columns, of a joined call
+  Once activated;              // [tile]: columns of its intermediate rows
+  Once kept;                   // [local expert]: columns of what is kept of it
+  std::vector<uint64_t> load;  // [expert]: choices of the rank's tokens, in all calls
 };
 
 // What build_packets works in.
@@ -119,7 +121,7 @@ class AbstractEngine {
       s.weights[i] = mine.weights[first * c_.shape.top_k + i];
     }
     P::team_sync();
-    if (!build_packets<P>(c_, b, s)) return false;
+    if (!build_packets<P>(c_, b, s, ledgers_[c_.rank].load.data())) return false;
     signal_own_packet<P>(c_, b, s);
     return true;
   }
@@ -346,6 +348,7 @@ class Rank {
         formers_(helpers.formers),
         senders_(helpers.senders),
         ledger_(ledgers[rank]),
+        chosen_(limits.experts),
         heaps_(heaps),
         mapped_(heaps, heaps + limits.ranks),
         work_(work_bytes(limits)),
@@ -508,6 +511,8 @@ class Rank {
         CHECK(ledger_.contributed.whole(t * call.shape.top_k + k, kept ? call.policy.columns[kReturning] : 0));
       }
     }
+    for (const int32_t expert : x.of[call.rank].ids) ++chosen_[static_cast<size_t>(expert)];
+    CHECK(ledger_.load == chosen_);
     // Tiles are numbered from 0, and all but one per expert are full.
     const uint32_t tiles = expected_tiles(x);
     for (uint32_t tile = 0; tile < ledger_.activated.size(); ++tile) {
@@ -543,6 +548,7 @@ class Rank {
   const Limits limits_;
   const uint32_t formers_, senders_;
   Ledger& ledger_;
+  std::vector<uint64_t> chosen_;  // [expert], in all calls
   uint8_t* const* heaps_;         // the group's, which the network reaches
   std::vector<uint8_t*> mapped_;  // those that this rank's actors reach
   Region work_;

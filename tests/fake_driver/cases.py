@@ -444,6 +444,59 @@ def test_given_routing(ctx):
         assert seen["topk_weights"] == args["topk_weights"].data_ptr()
 
 
+@pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
+def test_what_a_call_writes_to(ctx, tokens):
+    """It changes from call to call, and is asked of that call alone."""
+    args = arguments(tokens)
+    for _ in range(2):
+        load, logits = on_gpu(E, dtype=torch.int64), on_gpu(tokens, E, dtype=torch.float32)
+        for asked in ({"load": load}, {"router_logits": logits}, {"load": load, "router_logits": logits}, {}):
+            flashmoe.moe(ctx, **args, **asked)
+            written = {name: asked[name].data_ptr() if name in asked else 0 for name in ("load", "router_logits")}
+            seen = launched()
+            assert {name: seen[name] for name in written} == written
+    flashmoe.moe(ctx, **given(tokens), load=load)
+    assert launched()["load"] == load.data_ptr()
+    flashmoe.moe(ctx, **arguments(tokens + 1), router_logits=on_gpu(tokens + 1, E, dtype=torch.float32))
+
+
+WRONG_TO_WRITE_TO = [
+    (lambda: {"load": on_gpu(E, dtype=torch.int32)}, r"load: expected \[E\] int64, got \[16\] int32"),
+    (lambda: {"load": on_gpu(E + 1, dtype=torch.int64)}, r"load: expected \[E=16\].*, got \[17\]"),
+    (lambda: {"load": on_gpu(2 * E, dtype=torch.int64)[::2]}, "load: expected .*contiguous.*, got .*strides"),
+    (lambda: {"load": torch.zeros(E, dtype=torch.int64)}, "load: expected a tensor of cuda:0, .* got cpu"),
+    (lambda: {"load": np.zeros(E, np.int64)}, r"load: expected \[E\] int64, a PyTorch one, got ndarray"),
+    (lambda: {"router_logits": on_gpu(100, E)}, r"router_logits: expected \[T, E\] float32, got \[100, 16\] bfloat16"),
+    (
+        lambda: {"router_logits": on_gpu(99, E, dtype=torch.float32)},
+        r"router_logits: expected \[T=100, E=16\].*, got \[99, 16\]",
+    ),
+    (
+        lambda: {"router_logits": on_gpu(E, 100, dtype=torch.float32).T},
+        "router_logits: expected .*contiguous.*, got .*strides",
+    ),
+    (lambda: {"router_logits": sparse(100, E)}, "router_logits: expected a dense tensor, got one of layout"),
+]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["another layer", "a known layer"])
+@pytest.mark.parametrize(("wrong", "message"), WRONG_TO_WRITE_TO)
+def test_what_cannot_be_written_to_is_refused_before_the_launch(ctx, wrong, message, known):
+    args, asked = arguments(100), wrong()
+    if known:
+        good = {"load": on_gpu(E, dtype=torch.int64), "router_logits": on_gpu(100, E, dtype=torch.float32)}
+        flashmoe.moe(ctx, **args, **{name: good[name] for name in asked})
+    before = driver.fake_last_launch()
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        flashmoe.moe(ctx, **args, **asked)
+    assert driver.fake_last_launch() == before
+
+
+def test_given_routing_has_no_logits(ctx):
+    with pytest.raises(flashmoe.InvalidArgument, match="router_logits: expected router with it, got None"):
+        flashmoe.moe(ctx, **given(100), router_logits=on_gpu(100, E, dtype=torch.float32))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

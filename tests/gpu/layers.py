@@ -235,11 +235,45 @@ def call(context: flashmoe.Context, problem: Problem, **how: Any) -> tuple[Tenso
     return y, context.last_call
 
 
-def module_of(context: flashmoe.Context, problem: Problem) -> MoE:
+@dataclass(eq=False)
+class Observed:
+    """Memory for what a call counts and writes, with a row of other memory before and behind each."""
+
+    _load: Tensor
+    _logits: Tensor
+    has_router: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> Observed:
+        device, experts = problem.x.device, problem.experts
+        load = torch.full((3, experts), -7, dtype=torch.int64, device=device)
+        load[1] = 2**40 + torch.arange(experts, device=device)  # what is there stays, and is added to
+        logits = torch.full((len(problem.x) + 2, experts), -math.inf, device=device)
+        logits[1:-1] = math.nan
+        return cls(load, logits, problem.topk_ids is None)
+
+    def arguments(self) -> dict[str, Tensor]:
+        """Of `flashmoe.moe`."""
+        return {"load": self._load[1]} | ({"router_logits": self._logits[1:-1]} if self.has_router else {})
+
+    @property
+    def load(self) -> Tensor:
+        """What was added, [E]."""
+        assert (self._load[0::2] == -7).all(), "load: memory beside it was written to"
+        return self._load[1] - 2**40 - torch.arange(len(self._load[1]), device=self._load.device)
+
+    @property
+    def logits(self) -> Tensor:
+        """[T, E]"""
+        assert self._logits[:: len(self._logits) - 1].isneginf().all(), "router_logits: memory beside it was written to"
+        return self._logits[1:-1]
+
+
+def module_of(context: flashmoe.Context, problem: Problem, **further: Any) -> MoE:
     """A module with the problem's options and parameters, which are those of all experts: it keeps this rank's."""
     sizes = problem.sizes
     biases = {"router_bias": problem.router_bias is not None, "expert_bias": problem.down_bias is not None}
-    options = {**biases, **problem.options, "dtype": problem.x.dtype}
+    options = {**biases, **problem.options, "dtype": problem.x.dtype, **further}
     module = MoE(context, *sizes.values(), **options).to(problem.x.device)
     state = {
         "gate.weight": problem.router,

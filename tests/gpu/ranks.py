@@ -21,6 +21,7 @@ import torch.distributed
 from layers import (
     EXPERT_OPTIONS,
     PATIENCE,
+    Observed,
     Problem,
     call,
     capture,
@@ -152,6 +153,24 @@ def in_own_group(
             alone, report = call(single, own)
             check(own, alone, report)
     return torch.equal(y, alone)
+
+
+@starting_anew
+def observe(rank: int, ranks: int, name: str, way: str, spec: dict[str, Any], tokens: list[int]) -> bool:
+    """Whether load and logits of two calls on the group are those of this rank's tokens on its GPU alone."""
+    context = shared_context(rank, ranks, name, way)
+    whole = random_problem(9, sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
+    own = share_of(whole, rank, tokens)
+    placement = flashmoe.placement.contiguous(own.experts, ranks)
+    local = with_experts(own, flashmoe.placement.local_experts(placement, rank))
+    here, alone = Observed.of(own), Observed.of(own)
+    for _ in range(2):
+        call(context, local, placement=placement, **here.arguments())
+    with alone_on(rank, own) as single:
+        for _ in range(2):
+            call(single, own, **alone.arguments())
+    assert alone.load.sum() == 2 * own.top_k * tokens[rank]
+    return torch.equal(here.load, alone.load) and (own.router is None or torch.equal(here.logits, alone.logits))
 
 
 @starting_anew

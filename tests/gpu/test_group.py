@@ -112,6 +112,22 @@ def test_memory_for_what_a_capacity_keeps(pool, top_k, skew):
     assert all(everywhere(pool, on_rank.in_own_group, capacity, spec | capacity, [1500] * pool.ranks))
 
 
+OBSERVED = {
+    "router": {},
+    "given": {"ids": "int64"},
+    "shared": {"shared": 2, "shared_gate": True},
+    "drops": {"ids": "int32", "capacity_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", OBSERVED)
+def test_every_rank_counts_its_own_choices(pool, ways, case):
+    """Of more tokens than go through another kernel where a rank is alone, or none."""
+    spec = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "skew": 3.0, **OBSERVED[case]}
+    tokens = [700, 0, 300, 9][: pool.ranks]
+    assert all(all(everywhere(pool, on_rank.observe, way, spec, tokens)) for way in ways)
+
+
 ORDERS = [
     {"senders": 1, "gemm1_lists": 1},
     {"senders": 60, "gemm1_lists": 2, "own_first": 2},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import flashmoe
 import pytest
 import torch
-from layers import call, context_of, gpu_operations, random_problem
+from layers import Observed, call, context_of, gpu_operations, random_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -14,9 +14,11 @@ CALLS = 10
 
 @pytest.mark.parametrize("tokens", [1, 100, 5000])
 @pytest.mark.parametrize("ids", [None, "int32", "int64"], ids=["router", "int32", "int64"])
-def test_one_operation_per_call(tokens, ids):
+@pytest.mark.parametrize("observed", [False, True], ids=["", "load and logits"])
+def test_one_operation_per_call(observed, tokens, ids):
+    """Also where it counts choices and writes logits."""
     problem = random_problem(1, tokens, hidden=512, intermediate=256, experts=32, top_k=4, ids=ids, biases=True)
-    arguments = problem.arguments()
+    arguments = problem.arguments() | (Observed.of(problem).arguments() if observed else {})
     ones = torch.ones(8, device="cuda")
     with context_of(problem) as context:
         call(context, problem)

@@ -17,12 +17,14 @@ namespace flashmoe {
 // The retire functions: called by all lanes of one warp of the processor, after all writes of the task. retire()
 // chooses among them.
 
-// Product n has done one more block of the tile's columns; with the last one, what follows is ready.
+// Product n has done one more block of the tile's columns, of all its slices; with the last one, what follows is ready.
 template <uint32_t n, class P>
-FLASHMOE_FN void retire_column(const Call& c, uint32_t tile) {
+FLASHMOE_FN void retire_column(const Call& c, uint32_t index) {
+  const uint32_t tile = TileIndex::tile(index);
   bool last = false;
   if (P::lane() == 0) {
-    last = P::fetch_add_acq_rel(&c.tile(tile)->done[n], 1u) + 1 == c.policy.columns[n];
+    const uint32_t columns = c.policy.columns[n] * (TileIndex::has_slice(index) ? c.shape.shared : 1);
+    last = P::fetch_add_acq_rel(&c.tile(tile)->done[n], 1u) + 1 == columns;
     if (last) P::store_relaxed(&c.tile(tile)->done[n], 0u);
   }
   const Tile::Shape shape = c.tile(tile)->shape;

@@ -84,6 +84,10 @@ class Scheduler {
     for_each_product([&]<uint32_t n>() {
       tasks += (Product<n>::kOfExpert ? c_.shape.local_experts : tiles_) * c_.policy.columns[n];
     });
+    // GEMM0 takes the shared expert's tiles slice by slice.
+    if (c_.shape.shared > 1) {
+      tasks += (c_.shape.shared - 1) * ceil_div(c_.shape.tokens, c_.policy.tile_rows) * c_.policy.columns[kFirst];
+    }
     return tasks;
   }
 

@@ -27,8 +27,9 @@
 
 namespace flashmoe::gpu {
 
-// What a block knows of the call once the experts are chosen. Choice p is (token p / top_k, k = p % top_k), the shared
-// expert's slices among them. A unit is an expert that has tokens; units are numbered in the order of their first choices.
+// What a block knows of the call once the experts are chosen. Choice p is (token p / n, k = p % n), where n is few_choices:
+// the shared expert's slices are choices here. A unit is an expert that has tokens; units are numbered in the order of their
+// first choices.
 struct FewShared {
   int32_t ids[kFewChoices];  // -1: dropped
   float weights[kFewChoices];
@@ -67,7 +68,7 @@ struct Block {
   FewShared& s;
   uint64_t epoch;
 
-  __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * c.shape.top_k; }
+  __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * args.few_choices; }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
   __device__ __forceinline__ bool is_shared(uint32_t expert) const { return expert >= c.shape.routed_experts(); }
   // Where a token's row begins, in units of 16 bytes behind x.
@@ -144,9 +145,14 @@ __device__ __forceinline__ void collect_logits(const Block& b) {
 
 __device__ __forceinline__ void choose(const Block& b) {
   const uint32_t experts = b.c.shape.routed_experts(), top_k = b.c.shape.routed_top_k();
+  if (b.args.router_logits != nullptr) {  // every block has them all, and writes a part
+    write_logits(b.args.rule, b.args.router_logits, b.s.logits, b.c.shape.tokens * experts,
+                 blockIdx.x * kFewThreads + threadIdx.x, gridDim.x * kFewThreads);
+    __syncthreads();
+  }
   for (uint32_t t = b.warp(); t < b.c.shape.tokens; t += kFewWarps) {
     const TokenChoice choice[1] = {
-        {b.s.logits + t * experts, b.s.ids + t * b.c.shape.top_k, b.s.weights + t * b.c.shape.top_k}};
+        {b.s.logits + t * experts, b.s.ids + t * b.args.few_choices, b.s.weights + t * b.args.few_choices}};
     const RouterRule& rule = b.args.rule;
     const bool good = rule.plain() ? choose_experts(choice, experts, top_k, rule.renormalize != 0) == 0
                                    : choose_by_rule(rule, choice[0], experts, top_k);
@@ -165,7 +171,7 @@ __device__ __forceinline__ void take_given(const Block& b) {
     return id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
   };
   const int32_t id = id_of(p);
-  const uint32_t choice = p + p / top_k * b.c.shape.shared;
+  const uint32_t choice = p + p / top_k * b.c.shape.shared;  // the token's slices lie between
   b.s.ids[choice] = id;
   b.s.weights[choice] = given_weight<Dtype>(b.args, p);
   const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.shape.routed_experts();
@@ -178,13 +184,17 @@ __device__ __forceinline__ void take_given(const Block& b) {
                       .seen = static_cast<uint32_t>(id)});
 }
 
-// The shared expert among the choices of every token. A warp for each.
+// The shared expert's slices among the choices of every token, as experts behind the routed ones. A warp for each.
 template <class Dtype>
 __device__ __forceinline__ void add_shared(const Block& b) {
   for (uint32_t t = b.warp(); t < b.c.shape.tokens; t += kFewWarps) {
     const uint8_t* const row = b.args.x + uint64_t{b.token_at(t)} * 16;
     const float weight = shared_weight<Dtype>(b.args, row, b.c.shape.hidden);
-    choose_shared<P>(b.c, b.s.ids + t * b.c.shape.top_k, b.s.weights + t * b.c.shape.top_k, weight);
+    for (uint32_t n = P::lane(); n < b.c.shape.shared; n += P::kLanes) {
+      const uint32_t choice = t * b.args.few_choices + b.c.shape.routed_top_k() + n;
+      b.s.ids[choice] = static_cast<int32_t>(b.c.shape.routed_experts() + n);
+      b.s.weights[choice] = weight;
+    }
   }
 }
 
@@ -197,7 +207,7 @@ __device__ __forceinline__ void group_choices(const Block& b) {
     const bool exists = p < b.choices();
     const int32_t expert = exists ? s.ids[p] : -1;
     uint32_t earlier = 0, first = p;  // choices of the same expert, all of earlier tokens
-    for (uint32_t i = exists ? p - p % b.c.shape.top_k : 0; i-- != 0;) {
+    for (uint32_t i = exists ? p - p % b.args.few_choices : 0; i-- != 0;) {
       if (s.ids[i] != expert) continue;
       first = i;
       ++earlier;
@@ -239,10 +249,13 @@ __device__ __forceinline__ bool route(const Block& b) {
   __syncthreads();
   const uint32_t p = threadIdx.x;
   if (p < b.choices()) {
+    const int32_t expert = b.s.ids[p];
+    if (b.args.load != nullptr && blockIdx.x == 0 && !b.is_shared(expert)) P::add(&b.args.load[expert], uint64_t{1});
     if (b.s.unit[p] == kNoUnit) b.s.ids[p] = -1;
-    if (blockIdx.x == 0) {  // for the report
-      b.c.routing(p / b.c.shape.top_k)[p % b.c.shape.top_k] = b.s.ids[p];
-      b.c.weights(p / b.c.shape.top_k)[p % b.c.shape.top_k] = b.s.weights[p];
+    const uint32_t token = p / b.args.few_choices, k = p % b.args.few_choices;
+    if (blockIdx.x == 0 && k < b.c.shape.routed_top_k()) {  // for the report
+      b.c.routing(token)[k] = b.s.ids[p];
+      b.c.weights(token)[k] = b.s.weights[p];
     }
   }
   return true;
@@ -251,7 +264,7 @@ __device__ __forceinline__ bool route(const Block& b) {
 // ---- GEMM0 ----------------------------------------------------------------------------------------------------------
 
 // A job of GEMM0 or GEMM1: two rows of the weights of a unit's expert, or of its slice of the shared expert. In both,
-// kShared says whether the layer has one: a call of one token is 5 % slower where every row's address is a choice.
+// kShared says whether the layer has one: a call of one token is 1 % slower where every row's address is a choice.
 struct TwoRows {
   uint32_t unit, expert;
   uint32_t first, second;
@@ -287,7 +300,7 @@ struct Gemm0Jobs {
   }
   __device__ __forceinline__ const uint8_t* operands() const { return b.args.x; }
   __device__ __forceinline__ uint32_t operand(const TwoRows& job, uint32_t token) const {
-    return b.token_at(b.s.choice[job.unit][token] / b.c.shape.top_k);
+    return b.token_at(b.s.choice[job.unit][token] / b.args.few_choices);
   }
   __device__ __forceinline__ void finish(const TwoRows& job, uint32_t token, const float (&sum)[2]) const {
     const uint32_t biases = job.expert * b.c.shape.intermediate * (kGated ? 2 : 1);
@@ -361,7 +374,7 @@ struct Gemm1Jobs {
     for (uint32_t i = threadIdx.x; i < 2 * twos * b.c.shape.tokens; i += kFewThreads) {
       const uint32_t token = i / (2 * twos), column = i % (2 * twos);
       float sum = 0.0f;
-      for (uint32_t p = token * b.c.shape.top_k; p < (token + 1) * b.c.shape.top_k; ++p) {
+      for (uint32_t p = token * b.args.few_choices; p < (token + 1) * b.args.few_choices; ++p) {
         if (b.s.ids[p] >= 0) sum += b.s.results[column * b.choices() + p];
       }
       out[uint64_t{token} * b.c.shape.hidden + first + column] = Dtype::narrow(sum);

@@ -96,7 +96,7 @@ struct KernelArgs {
   //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router
   TensorMap gate_up, down, router, intermediate, tokens;
-  // The shared expert's, cut into slices: as gate_up and down, of so many experts.
+  // The shared expert's, slice by slice: as gate_up and down, of so many experts.
   TensorMap shared_gate_up, shared_down;
   // The same weights without TMA, but transposed ones: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router
   // [1][E] of H.
@@ -111,11 +111,14 @@ struct KernelArgs {
   const void* shared_gate;     // [H]; null: the shared expert's weight is 1
   const void* topk_ids;        // [T, K] int32 or int64; null: the router decides
   const void* topk_weights;    // [T, K] float32, or of x's type
+  uint64_t* load;              // [E], to which each expert's choices are added, of all tokens; may be null
+  float* router_logits;        // [T, E], written: the logits as they are scored; may be null
   uint32_t topk_ids_64;        // 1: int64
   uint32_t topk_weights_as_x;  // 1: of x's type
   RouterRule rule;
   ClampedShape clamped;
   GatedRows gated, shared_gated;  // of gate_up and of shared_gate_up
+  uint32_t few_choices;           // of a token in gpu/few.cuh: its K, and each slice of the shared expert
   uint32_t weights_on_input;      // 1: a row's weight scales its products with gate_up, and not its result
   HostFault* host_fault;          // in mapped host memory: written when the call failed
   uint8_t* trace;                 // [blocks] of kTraceBytesPerBlock; null: not traced

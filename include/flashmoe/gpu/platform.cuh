@@ -95,6 +95,11 @@ struct Platform {
   FLASHMOE_ADD(fetch_add_acq_rel, "atom.acq_rel.gpu.add")
   FLASHMOE_ADD(post_add, "atom.relaxed.gpu.add")
 
+  // Of global memory.
+  static __device__ __forceinline__ void add(uint64_t* p, uint64_t v) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
+  }
+
   static __device__ __forceinline__ uint32_t fetch_add_nearby(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
   static __device__ __forceinline__ uint32_t look_nearby(uint32_t* p) { return atomicOr(p, 0u); }
   static __device__ __forceinline__ void set_nearby(uint32_t* p, uint32_t v) { atomicExch(p, v); }

@@ -32,6 +32,21 @@ struct TokenChoice {
   float* weights;  // [K]
 };
 
+// A logit as scores are made of it.
+__device__ __forceinline__ float rounded_logit(const RouterRule& rule, float v) {
+  if (rule.rounded_to == DType::kBFloat16) return Bf16::widen(Bf16::narrow(v));
+  if (rule.rounded_to == DType::kFloat16) return Fp16::widen(Fp16::narrow(v));
+  return v;
+}
+
+// Writes out logits that lie one behind the other: logit `first`, and every step-th after it. To be done before experts
+// are chosen, since some rules put scores in their place.
+__device__ __forceinline__ void write_logits(const RouterRule& rule, float* to, const float* logits, uint32_t count,
+                                             uint32_t first, uint32_t step) {
+#pragma unroll 1
+  for (uint32_t i = first; i < count; i += step) to[i] = rounded_logit(rule, logits[i]);
+}
+
 // ---- by any rule: one token of a warp after the other --------------------------------------------------------------
 
 __device__ __forceinline__ float sigmoid(float logit) {
@@ -44,9 +59,7 @@ __device__ __forceinline__ bool prepare_token(const RouterRule& rule, float* log
   float largest = -INFINITY, sum = 0.0f;
   bool finite = true;
   for (uint32_t e = P::lane(); e < experts; e += P::kLanes) {
-    float v = logits[e];
-    if (rule.rounded_to == DType::kBFloat16) v = Bf16::widen(Bf16::narrow(v));
-    if (rule.rounded_to == DType::kFloat16) v = Fp16::widen(Fp16::narrow(v));
+    const float v = rounded_logit(rule, logits[e]);
     finite &= isfinite(v);
     largest = max_of(largest, v);
     logits[e] = rule.by_scores() && rule.sigmoid != 0 ? sigmoid(v) : v;

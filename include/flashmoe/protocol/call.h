@@ -27,9 +27,11 @@ inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
 struct CallShape {
   uint32_t ranks = 1;
   uint32_t tokens = 0, hidden = 0, intermediate = 0;
-  // With the slices of the shared expert, `shared` in number, which every token of this rank chooses behind its K
-  // experts. They are the last experts, E + 0, E + 1, .., and the last local ones.
+  // With the shared expert, if there is one: every token of this rank chooses it behind its K experts. It is the last
+  // expert, E, and the last local one.
   uint32_t experts = 0, top_k = 0, local_experts = 0;
+  // Its width in I; 0: there is none. GEMM0 has its tiles slice by slice of I columns, as tiles of an expert; GEMM1
+  // contracts over all slices at once.
   uint32_t shared = 0;
   // E and K of the gate. Its experts may be cut into slices, which are experts to all that follows: choice k of expert e
   // then is choices k slices, k slices + 1, .., of experts e slices, e slices + 1, .. (choose_slices).
@@ -38,9 +40,11 @@ struct CallShape {
   ReturnMode return_mode = ReturnMode::kDirect;
 
   // Without the shared expert: what a capacity and other ranks have to do with.
-  FLASHMOE_HD uint32_t routed_experts() const { return experts - shared; }
-  FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared; }
-  FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared; }
+  FLASHMOE_HD uint32_t routed_experts() const { return experts - shared_experts(); }
+  FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared_experts(); }
+  FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared_experts(); }
+  FLASHMOE_HD uint32_t shared_experts() const { return shared != 0 ? 1 : 0; }
+  FLASHMOE_HD bool is_shared(uint32_t local_expert) const { return local_expert >= routed_local_experts(); }
   // The elements along an axis of matrices, kHidden or kIntermediate.
   uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
 };
@@ -65,8 +69,8 @@ struct CallPolicy {
 inline constexpr uint32_t kElsewhere = 0xffffffffu;
 
 // Where the experts are, as this rank looks it up: each rank sends all of its tokens of an expert to one owner, even if
-// others have copies of it, which yet other ranks send theirs to. This rank's slices of the shared expert are among the
-// experts. (Every rank has slices of its own, which no other knows of.)
+// others have copies of it, which yet other ranks send theirs to. This rank's shared expert is among the experts. (Every
+// rank has one of its own, which no other knows of.)
 struct CallPlacement {
   const uint32_t* owner = nullptr;  // [experts] rank to which this one sends the expert's tokens
   const uint32_t* by_owner =
@@ -82,6 +86,7 @@ struct CallMemory {
   WorkLayout work_layout;
   uint64_t put_offset[static_cast<uint32_t>(PutField::kCount)] = {};  // behind the workspace
   uint32_t max_blocks = 0;
+  uint32_t slice_tiles = 0;  // see Call::inner_tile
   // Bytes of a token's H elements, of an intermediate row's I, and of the H elements of a row on its way home.
   uint32_t token_row_bytes = 0, intermediate_row_bytes = 0, return_row_bytes = 0;
   uint64_t queue_mask = 0, list_mask = 0;
@@ -95,6 +100,7 @@ inline CallMemory make_call_memory(const Limits& limits) {
   const PutLayout puts = make_put_layout(limits);
   std::copy(std::begin(puts.offset), std::end(puts.offset), m.put_offset);
   m.max_blocks = limits.max_blocks();
+  m.slice_tiles = static_cast<uint32_t>(limits.max_tiles());
   m.queue_mask = limits.queue_capacity() - 1;
   m.list_mask = limits.list_capacity() - 1;
   return m;
@@ -116,9 +122,9 @@ struct Call {
     shape.gate_experts = layer.experts;
     shape.gate_top_k = layer.top_k;
     shape.slices = layer.slices;
-    shape.experts = layer.experts * layer.slices + layer.shared;
-    shape.top_k = layer.top_k * layer.slices + layer.shared;
     shape.shared = layer.shared;
+    shape.experts = layer.experts * layer.slices + shape.shared_experts();
+    shape.top_k = layer.top_k * layer.slices + shape.shared_experts();
     memory.token_row_bytes = layer.token_row_bytes();
     memory.intermediate_row_bytes = layer.intermediate_row_bytes();
     memory.return_row_bytes = layer.return_row_bytes();
@@ -254,6 +260,13 @@ struct Call {
   }
   FLASHMOE_HD uint32_t* joint_word(uint32_t column, uint32_t token) const {
     return workspace<uint32_t>(WorkField::kJoints, column, token);
+  }
+  // Whose place the intermediate rows of a tile's slice have (intermediate_row): the tile's own, but for slices behind
+  // the shared expert's first. These lie behind all tiles', its n-th tile's together; its tiles take the tokens in
+  // order, so the first one's number is n.
+  FLASHMOE_HD uint32_t inner_tile(uint32_t t, uint32_t first_token, uint32_t slice) const {
+    if (slice == 0) return t;
+    return memory.slice_tiles + first_token / policy.tile_rows * (shape.shared - 1) + slice - 1;
   }
   FLASHMOE_HD uint8_t* intermediate_row(uint32_t t, uint32_t row) const {
     return workspace<uint8_t>(WorkField::kIntermediate, t, row);

@@ -47,11 +47,11 @@ struct Limits {
   uint32_t experts = 0;            // E
   uint32_t max_local_experts = 0;  // the most any rank holds
   uint32_t top_k = 0;              // K
-  uint32_t shared = 0;             // slices of the shared expert, local experts of every rank for its own tokens alone
-  uint32_t x_bytes = 0;            // of an element of a dispatched row
-  uint32_t return_bytes = 0;       // of an element of a row on its way home
-  uint32_t return_slots = 0;       // return rows per token: K (direct), R (reduced), the larger where both may occur
-  uint32_t capacity = 0;           // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
+  uint32_t shared = 0;        // width of the shared expert in I; 0: none. Each rank has one, for its own tokens alone
+  uint32_t x_bytes = 0;       // of an element of a dispatched row
+  uint32_t return_bytes = 0;  // of an element of a row on its way home
+  uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
+  uint32_t capacity = 0;      // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
   // May differ from rank to rank: they size the workspace, which no peer addresses.
   uint32_t intermediate = 0;        // I
   uint32_t intermediate_bytes = 0;  // of an element of an intermediate row
@@ -62,12 +62,15 @@ struct Limits {
   uint32_t processors = 1;
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
-  // With the slices of the shared expert.
-  FLASHMOE_HD constexpr uint32_t all_experts() const { return experts + shared; }
-  FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared; }
-  FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared; }
+  // With the shared expert.
+  FLASHMOE_HD constexpr uint32_t shared_experts() const { return min_of(shared, 1u); }
+  FLASHMOE_HD constexpr uint32_t all_experts() const { return experts + shared_experts(); }
+  FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared_experts(); }
+  FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared_experts(); }
   // The most entries that a token has on one rank: its experts are distinct.
-  FLASHMOE_HD constexpr uint32_t entries_per_token() const { return min_of(top_k, max_local_experts) + shared; }
+  FLASHMOE_HD constexpr uint32_t entries_per_token() const {
+    return min_of(top_k, max_local_experts) + shared_experts();
+  }
   // The most rows that one rank's tokens have with the experts of one rank, but for the shared one. With a capacity C,
   // El * C: a call of other sizes may have a larger C, and is refused unless its own El * C is within this one
   // (arguments.py).
@@ -75,10 +78,16 @@ struct Limits {
     const uint64_t dropless = uint64_t{max_tokens} * min_of(top_k, max_local_experts);
     return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);
   }
-  FLASHMOE_HD constexpr uint64_t max_rows() const { return ranks * rows_of_rank() + uint64_t{max_tokens} * shared; }
+  FLASHMOE_HD constexpr uint64_t max_rows() const {
+    return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts();
+  }
   // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(all_local_experts(), max_rows());
+  }
+  // Slices behind the first that tiles of the shared expert have.
+  FLASHMOE_HD constexpr uint64_t max_later_slices() const {
+    return shared == 0 ? 0 : uint64_t{shared - 1} * ceil_div(max_tokens, tile_rows);
   }
   // A token chooses an expert at most once.
   FLASHMOE_HD constexpr uint64_t max_tiles_per_expert() const {
@@ -97,18 +106,19 @@ struct Limits {
   }
   // The most tiles, or experts, that one product's list of ready ones may have.
   constexpr uint64_t max_ready() const {
-    return kExpertProducts == 0 ? max_tiles() : max_of<uint64_t>(max_tiles(), all_local_experts());
+    const uint64_t tiles = max_tiles() + max_later_slices();
+    return kExpertProducts == 0 ? tiles : max_of<uint64_t>(tiles, all_local_experts());
   }
   // Ranks whose packets are built in the workspace and sent from there.
   FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
   // Items of the ready list in a call: a tile for each of its products; an expert for each of its own, and in kFormed.
   constexpr uint64_t list_capacity() const {
-    return next_power_of_two((kProducts - kExpertProducts) * max_tiles() +
+    return next_power_of_two((kProducts - kExpertProducts) * max_tiles() + max_later_slices() +
                              (kExpertProducts + 1) * uint64_t{all_local_experts()} + 1);
   }
   constexpr uint64_t queue_capacity() const {
-    return next_power_of_two(max_tiles() * tasks_of(Unit::kTile) + all_local_experts() * tasks_of(Unit::kExpert) +
-                             processors + 1);
+    return next_power_of_two(max_tiles() * tasks_of(Unit::kTile) + max_later_slices() * columns(kFirst) +
+                             all_local_experts() * tasks_of(Unit::kExpert) + processors + 1);
   }
 };
 
@@ -301,9 +311,10 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[q][b] parts of packet b's rows that have gone to rank q; zero between calls"},
     {WorkField::kIntermediate, "intermediate", Writer::kSelf,
      [](const Limits& l) {
-       return FieldShape{{l.max_tiles(), l.tile_rows, row_pitch(l.intermediate, l.intermediate_bytes), 1}, 1};
+       return FieldShape{
+           {l.max_tiles() + l.max_later_slices(), l.tile_rows, row_pitch(l.intermediate, l.intermediate_bytes), 1}, 1};
      },
-     "[tile][row][I] activations between the products"},
+     "[tile][row][I] activations between the products; behind them those of the shared expert's later slices"},
     {WorkField::kStaging, "staging", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{

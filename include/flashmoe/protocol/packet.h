@@ -79,8 +79,8 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
 }
 
 // Turns the worker's ids into choices. Given routing is not trusted: an expert out of range, or twice in one token, would
-// write outside its packet. Reports such a choice, and marks the token block as bad. (Behind a token's K ids are those of the
-// shared expert's slices, which are out of range among the K.)
+// write outside its packet. Reports such a choice, and marks the token block as bad. (Behind a token's K ids is the shared
+// expert's, which is out of range among the K.)
 template <class P>
 FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
   const uint32_t first = b << c.policy.log2_block;
@@ -134,9 +134,10 @@ FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& abo
 // For each expert: turns the workers' counts into the places of their first choices among the token block's choices of
 // the expert (counts 3, 0, 2: places 0, 3, 3), and their sum into how many the expert keeps. Capacity (GShard section
 // 2.2): of the choices this rank routes to an expert, the first `capacity` in token order stay; token blocks hand on
-// the count so far.
+// the count so far. All choices, kept or not, are added to `load` [E], unless that is null.
 template <class P>
-FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before) {
+FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before,
+                              uint64_t* load) {
   for (uint32_t e = P::worker() * P::kLanes + P::lane(); e < c.shape.experts; e += P::workers() * P::kLanes) {
     uint32_t sum = 0;
     FLASHMOE_NO_UNROLL
@@ -145,6 +146,10 @@ FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s,
       const uint32_t n = *place;
       *place = static_cast<uint16_t>(sum);
       sum += n;
+    }
+    // Of an expert in slices, once: all of them are chosen together.
+    if (load != nullptr && sum != 0 && e < c.shape.routed_experts() && e % c.shape.slices == 0) {
+      P::add(&load[e / c.shape.slices], uint64_t{sum});
     }
     uint32_t kept = sum;
     if (c.shape.capacity != 0 && e < c.shape.routed_experts()) {
@@ -244,14 +249,10 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& ran
   }
 }
 
-// The shared expert's slices, with one weight for all, behind a token's K choices: `ids` and `weights` are the token's.
-// Lanes share them out.
-template <class P>
+// The shared expert behind a token's K choices: `ids` and `weights` are the token's. One lane.
 FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, float weight) {
-  for (uint32_t n = P::lane(); n < c.shape.shared; n += P::kLanes) {
-    ids[c.shape.routed_top_k() + n] = static_cast<int32_t>(c.shape.routed_experts() + n);
-    weights[c.shape.routed_top_k() + n] = weight;
-  }
+  ids[c.shape.routed_top_k()] = static_cast<int32_t>(c.shape.routed_experts());
+  weights[c.shape.routed_top_k()] = weight;
 }
 
 // Puts the slices of a token's K experts in place of them, each with the expert's weight: `ids` and `weights` are the
@@ -271,9 +272,9 @@ FLASHMOE_FN void choose_slices(const Call& c, uint32_t token, int32_t* ids, floa
 }
 
 // Makes all packets of token block b, but for rows and signals, from the ids and weights of its gate. The whole team
-// calls it, after a team_sync; false if the call is over (bad routing, abort).
+// calls it, after a team_sync; false if the call is over (bad routing, abort). load: see scan_workers().
 template <class P>
-FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s) {
+FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load = nullptr) {
   const ChoiceRange range = own_choices<P>(c, b);
   uint16_t* const place = s.place + P::worker() * c.shape.experts;
   if (P::worker() == 0 && P::lane() == 0) P::store_relaxed(s.bad, 0u);
@@ -287,7 +288,7 @@ FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s
   if (aborted && P::lane() == 0) P::store_relaxed(s.bad, 1u);
   P::team_sync();
   if (P::load_relaxed(s.bad) != 0) return false;
-  scan_workers<P>(c, b, s, before);
+  scan_workers<P>(c, b, s, before, load);
   P::team_sync();
   if (c.shape.capacity != 0) {
     if (P::worker() == 0 && P::lane() == 0) {

@@ -7,7 +7,7 @@
 namespace flashmoe {
 
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-//   index   the tile, or local expert
+//   index   the tile (TileIndex), or local expert
 //   column  the block of columns
 // In the ready list the word says what has become ready: tile (or expert) `index` for a product (column: see
 // ReadyTile); or, of kind kFormed, that `column` more local experts have all their tiles, which are `index` in all.
@@ -23,6 +23,22 @@ struct Task {
   FLASHMOE_HD static constexpr Task unpack(uint64_t word) {
     return {static_cast<TaskKind>(word >> 56), static_cast<uint32_t>(word >> 32) & 0xffffffu,
             static_cast<uint32_t>(word)};
+  }
+};
+
+// A tile as a task names it. In GEMM0 a tile of the shared expert is worked on slice by slice (CallShape::shared): the upper
+// bits then say of which slice the task is, counted from 1.
+struct TileIndex {
+  static constexpr uint32_t kTileBits = 22, kMostTiles = 1u << kTileBits, kMostSlices = (1u << (32 - kTileBits)) - 1;
+
+  FLASHMOE_HD static constexpr uint32_t of_slice(uint32_t tile, uint32_t slice) {
+    return tile | (slice + 1) << kTileBits;
+  }
+  FLASHMOE_HD static constexpr uint32_t tile(uint32_t index) { return index & (kMostTiles - 1); }
+  FLASHMOE_HD static constexpr bool has_slice(uint32_t index) { return index >= kMostTiles; }
+  // 0 where it says none.
+  FLASHMOE_HD static constexpr uint32_t slice(uint32_t index) {
+    return has_slice(index) ? (index >> kTileBits) - 1 : 0;
   }
 };
 
@@ -63,8 +79,8 @@ FLASHMOE_FN void for_each_product(F&& f) {
   }
 }
 
-// What a word of the ready list has in place of a task's column: the tile's local expert, whose weights its tasks read,
-// and whether it has rows of another rank.
+// What a word of the ready list has in place of a task's column: the tile's local expert, whose weights its tasks read (the
+// shared expert's slices count as experts here), and whether it has rows of another rank.
 struct ReadyTile {
   FLASHMOE_HD static constexpr uint32_t column(uint32_t expert, uint32_t remote) { return expert << 1 | remote; }
   FLASHMOE_HD static constexpr uint32_t expert(const Task& task) { return task.column >> 1; }

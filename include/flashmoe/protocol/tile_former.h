@@ -117,8 +117,8 @@ class TileFormer {
 
   FLASHMOE_FN void consume_expert(uint32_t i, uint32_t p, uint32_t b, uint32_t n) {
     const uint32_t l = expert(i);
-    if (p != c_.rank && l >= c_.shape.routed_local_experts()) return;  // other ranks have shared experts of their own
-    Span span[kDepth];                                                 // of the packets lane(), lane() + kLanes, ...
+    if (p != c_.rank && c_.shape.is_shared(l)) return;  // other ranks have shared experts of their own
+    Span span[kDepth];                                  // of the packets lane(), lane() + kLanes, ...
     FLASHMOE_UNROLL
     for (uint32_t d = 0; d < kDepth; ++d) {
       if (P::lane() + d * P::kLanes < n) {
@@ -157,9 +157,7 @@ class TileFormer {
 
   // Whether the expert's tiles are not to be announced yet, see OrderPolicy::own_first. A shared expert's, which have no
   // rows to wait for, fill the time until other ranks' rows are here.
-  FLASHMOE_FN bool waits(uint32_t i) const {
-    return expert(i) >= first_experts_ && expert(i) < c_.shape.routed_local_experts();
-  }
+  FLASHMOE_FN bool waits(uint32_t i) const { return expert(i) >= first_experts_ && !c_.shape.is_shared(expert(i)); }
 
   // Whether an expert's first tile is announced by itself, see kFirstTasks.
   FLASHMOE_FN bool announces_first() const {
@@ -301,7 +299,8 @@ class TileFormer {
     *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) = tile;
   }
 
-  // Tells the scheduler of the expert's closed tiles, unless they are to wait. All lanes.
+  // Tells the scheduler of the expert's closed tiles, those of the shared one once for each slice, unless they are to wait.
+  // All lanes.
   FLASHMOE_FN void announce(uint32_t i) {
     const FormedExpert x = m_.experts[i];
     const uint32_t l = expert(i);
@@ -312,7 +311,14 @@ class TileFormer {
       // The last tile's id is at hand: an expert with one tile need not wait for memory.
       const bool last = nth + 1 == x.closed;
       const uint32_t tile = has && !last ? *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) : x.last_closed;
-      push_ready<P>(c_, has, {Product<kFirst>::kKind, ReadyTile::column(l, 0), tile});
+      if (!c_.shape.is_shared(l)) {
+        push_ready<P>(c_, has, {Product<kFirst>::kKind, ReadyTile::column(l, 0), tile});
+        continue;
+      }
+      FLASHMOE_NO_UNROLL
+      for (uint32_t s = 0; s < c_.shape.shared; ++s) {
+        push_ready<P>(c_, has, {Product<kFirst>::kKind, ReadyTile::column(l + s, 0), TileIndex::of_slice(tile, s)});
+      }
     }
     P::sync();
     if (P::lane() == 0) m_.experts[i].announced = x.closed;

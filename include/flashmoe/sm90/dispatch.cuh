@@ -74,8 +74,9 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
     for (uint32_t e = 0; e < c.shape.gate_experts; e += Stage::kFeatures) {
-      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false}, &args.tokens,
-                                       (b << c.policy.log2_block) + first, rows, c.shape.hidden * Dtype::kBytes, [] {});
+      const BoxRows tokens_of_pass{&args.tokens, (b << c.policy.log2_block) + first, rows};
+      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false}, tokens_of_pass,
+                                       c.shape.hidden * Dtype::kBytes, [] {});
     }
   }
 }
@@ -98,7 +99,8 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
   for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
     FeatureBias bias[Shape::kMs];
     load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
-    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, c.shape.hidden * Dtype::kBytes, false, acc);
+    const uint32_t stages = Shape::Stage::stages(c.shape.hidden * Dtype::kBytes);
+    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, stages, false, acc);
     if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
     const Lane at = Lane::of_thread(group);  // anew: else addresses are computed before the products
     const uint32_t token = first + skipped + at.token();
@@ -207,6 +209,12 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     }
   });
   Team::team_sync();
+  if (args.router_logits != nullptr) {
+    const uint32_t experts = c.shape.gate_experts;
+    write_logits(args.rule, args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
+                 scratch.logits(experts, 0), c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
+    Team::team_sync();
+  }
   choose_block(args, c, s, scratch, b);
   Team::team_sync();
   return s.router_bad == 0;
@@ -229,7 +237,7 @@ __device__ __forceinline__ void add_shared(const KernelArgs& args, const Call& c
 #pragma unroll 1
   for (uint32_t t = Team::worker(); t < c.tokens_in_block(b); t += kTeamWarps) {
     const float weight = shared_weight<Dtype>(args, rows + t * args.x_row_bytes, c.shape.hidden);
-    choose_shared<Team>(c, s.ids + t * c.shape.top_k, s.weights + t * c.shape.top_k, weight);
+    if (Team::lane() == 0) choose_shared(c, s.ids + t * c.shape.top_k, s.weights + t * c.shape.top_k, weight);
   }
 }
 
@@ -248,7 +256,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
-  if (!build_packets<Team>(c, b, packets)) {
+  if (!build_packets<Team>(c, b, packets, args.load)) {
     Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
   }

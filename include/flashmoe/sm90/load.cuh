@@ -9,7 +9,7 @@ namespace flashmoe::sm90 {
 // The weight rows that a block loads: TMA boxes at these coordinates; the innermost, c0, goes along K.
 struct FeatureBox {
   const TensorMap* map;
-  uint32_t c1, c2, c3, c4;
+  uint32_t c1, c2, c3, expert;
   bool read_once;  // no other cluster is about to load them: see reads_weights_once()
 
   template <class Dtype, class Stage>
@@ -17,12 +17,12 @@ struct FeatureBox {
     const uint32_t k = k_byte / Dtype::kBytes;
     const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
     if constexpr (Stage::kFeatures == kClusterBlocks * kBoxFeatures) {
-      tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, c4, hint);
+      tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, expert, hint);
     } else {
 #pragma unroll
       for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
-        tma_load(ring.data() + Stage::features(b), map, ring.full(), k + b * kRowBytes / Dtype::kBytes, c1, c2, c3, c4,
-                 hint);
+        tma_load(ring.data() + Stage::features(b), map, ring.full(), k + b * kRowBytes / Dtype::kBytes, c1, c2, c3,
+                 expert, hint);
       }
     }
   }
@@ -65,6 +65,19 @@ struct TokenRows {
   const uint8_t* remote;
   const uint32_t* offsets;  // [rows] in shared memory; not read any more once the first stage of the task is loaded
   uint32_t rows;
+};
+
+// Rows that lie one behind the other, `rows` of them from row `first` of the map's matrix on. Intermediate rows of the shared
+// expert go on, column by column, as as many rows elsewhere for each further slice.
+struct BoxRows {
+  const TensorMap* map;
+  uint32_t first, rows;
+  uint32_t slices = 1;
+  uint32_t second = 0;  // row, of the second slice; later ones follow a tile apart
+
+  __device__ __forceinline__ uint32_t row(uint32_t slice) const {
+    return slice == 0 ? first : second + (slice - 1) * kTileTokens;
+  }
 };
 
 // Which of the loaders' threads this is. In programs with products of experts tasks are loaded in three ways, and no
@@ -140,19 +153,25 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
   }
 }
 
-// Token rows that lie one behind the other, rows first_row .. first_row + rows - 1 of `map`, by the copy engine. The
-// first loader thread does it all, and arrives for the others too, so that the second warp may do something else.
+// Rows by the copy engine, `k_bytes` of each slice. The first loader thread does it all, and arrives for the others too, so
+// that the second warp may do something else.
 template <class Dtype, class Stage, class Features, class Count>
-__device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const Features& features, const TensorMap* map,
-                                           uint32_t first_row, uint32_t rows, uint32_t k_bytes, Count&& count) {
+__device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features features, const BoxRows& from,
+                                           uint32_t k_bytes, Count&& count) {
   const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
     typename Stage::Ring at = ring;
     // Other blocks stored the intermediate rows through the generic proxy; the clerk acquired them with the task.
     fence_proxy_async_global();
-    const uint32_t boxes = ceil_div(rows, kRowBox);
+    const uint32_t boxes = ceil_div(from.rows, kRowBox);
+    uint32_t s = 0, slice = 0, row = from.row(0);
 #pragma unroll 1
-    for (uint32_t s = 0; s < stages; ++s, at.advance()) {
+    for (uint32_t left = from.slices * stages; left != 0; --left, ++s, at.advance()) {
+      if (s == stages) {
+        s = 0;
+        row = from.row(++slice);
+        ++features.expert;
+      }
       wait(at.empty(), at.parity);
       arrive(at.full(), kLoaders);
       arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kRowBox * kRowBytes);
@@ -164,14 +183,14 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, const Fea
         const uint32_t to = at.data() + Stage::tokens(b);
 #pragma unroll 1
         for (uint32_t i = 0; i < boxes; ++i) {
-          tma_load(to + i * kRowBox * kRowBytes, map, at.full(), (k_byte + b * kRowBytes) / Dtype::kBytes,
-                   first_row + i * kRowBox);
+          tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), (k_byte + b * kRowBytes) / Dtype::kBytes,
+                   row + i * kRowBox);
         }
       }
     }
   }
   __syncwarp();
-  ring.advance(stages);
+  ring.advance(from.slices * stages);
 }
 
 }  // namespace detail
@@ -188,15 +207,14 @@ __device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const Fea
   }
 }
 
-// Operand::kIntermediate: all stages of a task whose tokens are rows first_row .. first_row + rows - 1 of the tiles' matrix.
+// Operand::kIntermediate: all stages of a task whose tokens are these rows, `k_bytes` of each slice.
 template <class Dtype, class Features, class Count>
 __device__ __forceinline__ void intermediate_load(Pipeline& ring, bool wide, const Features& features,
-                                                  const TensorMap* tiles, uint32_t first_row, uint32_t rows,
-                                                  uint32_t k_bytes, Count&& count) {
+                                                  const BoxRows& rows, uint32_t k_bytes, Count&& count) {
   if (wide) {
-    detail::box_stages<Dtype, Wide>(ring, features, tiles, first_row, rows, k_bytes, count);
+    detail::box_stages<Dtype, Wide>(ring, features, rows, k_bytes, count);
   } else {
-    detail::box_stages<Dtype, Narrow>(ring, features, tiles, first_row, rows, k_bytes, count);
+    detail::box_stages<Dtype, Narrow>(ring, features, rows, k_bytes, count);
   }
 }
 

@@ -185,14 +185,13 @@ __device__ __forceinline__ void multiply_exactly(typename Shape::Stage::Ring& ri
 
 }  // namespace detail
 
-// acc = A * B^T over all K, of the shape's operands. `group` is 0 or 1: which of the shape's halves. `gathered`:
+// acc = A * B^T over the K of so many stages, of the shape's operands. `group` is 0 or 1: which of the shape's halves. `gathered`:
 // the tokens were written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight
 // while the next is issued: a stage is released when the one after it is under way.
 template <class Dtype, class Shape>
-__device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint32_t group, uint32_t k_bytes,
+__device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint32_t group, uint32_t stages,
                                          bool gathered, Accumulators<Shape>& acc) {
   using Stage = typename Shape::Stage;
-  const uint32_t stages = Stage::stages(k_bytes);
   if constexpr (Dtype::kTensorCores) {
     const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
     const uint64_t b = Shape::kMajorB == Major::kK ? matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes)
@@ -219,9 +218,9 @@ __device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint
 
 // Instead of multiply(), by a warpgroup that has no tokens: stages wait to be released by both.
 template <class Dtype, class Stage>
-__device__ __forceinline__ void keep_pace(typename Stage::Ring& ring, uint32_t k_bytes) {
+__device__ __forceinline__ void keep_pace(typename Stage::Ring& ring, uint32_t stages) {
 #pragma unroll 1
-  for (uint32_t s = 0; s < Stage::stages(k_bytes); ++s) {
+  for (uint32_t s = 0; s < stages; ++s) {
     wait(ring.full(), ring.parity);
     release_stage<Dtype, Stage>(ring.empty());
     ring.advance();

@@ -24,8 +24,12 @@ inline constexpr uint32_t kMaxRanks = 32;
 // A task as the clerk hands it on: looked up, with the offsets of the rows that this block multiplies.
 struct TaskSlot {
   TaskKind kind;
-  uint32_t tile, column, expert;
-  uint32_t k_bytes;  // of a row of either operand
+  uint32_t index;  // the task's
+  uint32_t tile, column;
+  uint32_t expert;         // whose weights it reads; slices of the shared one follow the local experts, one by one
+  uint32_t inner;          // where the tile's intermediate rows lie, see Call::inner_tile
+  uint32_t k_bytes;        // of a row of either operand,
+  uint32_t slices, later;  // of which so many follow: GEMM1 of the shared expert; the second slice's `inner`
   Share share;
   uint32_t stored;  // of tasks whose rows return: how many of these the ring has had before, see TaskRing::stored
   union {

@@ -26,15 +26,28 @@ __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call
   return reinterpret_cast<uint64_t>(to);
 }
 
+// Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
+__device__ __forceinline__ void look_up_slices(const Call& c, uint32_t first_token, TaskSlot& slot) {
+  if (TileIndex::has_slice(slot.index)) {
+    const uint32_t slice = TileIndex::slice(slot.index);
+    slot.inner = c.inner_tile(slot.tile, first_token, slice);
+    slot.expert += slice;
+  } else {
+    slot.slices = c.shape.shared;
+    slot.later = c.inner_tile(slot.tile, first_token, 1);
+  }
+}
+
 // Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
   // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
-  const Tile::Shape shape = c.tile(task.index)->shape;
+  const uint32_t tile = TileIndex::tile(task.index);
+  const Tile::Shape shape = c.tile(tile)->shape;
   constexpr uint32_t kEach = kTileTokens / P::kLanes;
   Row row[kEach];
 #pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(task.index, P::lane() + i * P::kLanes);
+  for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(tile, P::lane() + i * P::kLanes);
   const Share share = share_of(shape.rows, cluster_rank());
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) {
@@ -50,11 +63,14 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     }
   }
   if (P::lane() == 0) {
-    slot.tile = task.index;
+    slot.index = task.index;
+    slot.tile = slot.inner = tile;
     slot.column = task.column;
     slot.expert = shape.expert;
     slot.k_bytes = is_one_of<kOverHidden>(task.kind) ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
+    slot.slices = 1;
     slot.share = share;
+    if (c.shape.is_shared(shape.expert)) look_up_slices(c, row[0].token, slot);
   }
 }
 
@@ -62,8 +78,9 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
 __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, TaskSlot& slot) {
   const uint32_t stages = stages_of_expert<Platform>(c, task.index) * column_passes(c);
   if (Platform::lane() != 0) return;
-  slot.tile = slot.expert = task.index;
+  slot.index = slot.tile = slot.expert = task.index;
   slot.column = task.column;
+  slot.slices = 1;
   slot.k_bytes = stages * kRowBytes;  // so that Wide::stages(k_bytes) is `stages`
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
 }
@@ -99,10 +116,11 @@ __device__ __forceinline__ Task rehearsal(uint32_t n) {
 // multiplies what lies there. Nothing is stored, so the slot's offsets, addresses and weights are left as they are.
 __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
   if (Platform::lane() != 0) return;
-  slot.tile = kNoTile;
+  slot.index = slot.tile = kNoTile;
   slot.column = 0;
   slot.expert = 0;
   slot.k_bytes = kRowBytes;
+  slot.slices = 1;
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
 }
 
@@ -132,7 +150,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
 
 // Stages that a task goes through.
 __device__ __forceinline__ uint32_t stages_of(const TaskSlot& slot) {
-  return slot.share.wide ? Wide::stages(slot.k_bytes) : Narrow::stages(slot.k_bytes);
+  return slot.slices * (slot.share.wide ? Wide::stages(slot.k_bytes) : Narrow::stages(slot.k_bytes));
 }
 
 // The leader's clerk, one warp: takes tasks from the ready queue to both blocks' rings, behind the rehearsals.
@@ -181,7 +199,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
-    if (slot.tile != kNoTile) retire<P>(c, {slot.kind, slot.column, slot.tile});
+    if (slot.index != kNoTile) retire<P>(c, {slot.kind, slot.column, slot.index});
     P::sync();
     if (P::lane() == 0) ring.put_free(retired);
     ++retired;
@@ -258,9 +276,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       apart = false;
     }
     const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
-    const uint32_t routed = c.shape.routed_local_experts();
-    const bool wide = slot.share.wide, shared = slot.expert >= routed;
-    const uint32_t expert = shared ? slot.expert - routed : slot.expert;
+    const bool wide = slot.share.wide, shared = c.shape.is_shared(slot.expert);
+    const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
     with_product(slot.kind, [&]<uint32_t p>() {
       constexpr uint32_t kColumns = kColumnsPerTask<p, kGated> / kClusterBlocks;  // of results, that a box makes
       const auto features = [&] {
@@ -282,8 +299,9 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.offsets, slot.share.rows};
         gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
       } else {
-        intermediate_load<Dtype>(ring, wide, features, &args.intermediate, slot.tile * kTileTokens + slot.share.first,
-                                 slot.share.rows, slot.k_bytes, count);
+        const BoxRows rows{&args.intermediate, slot.inner * kTileTokens + slot.share.first, slot.share.rows,
+                           slot.slices, slot.later * kTileTokens + slot.share.first};
+        intermediate_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
         apart = true;
       }
       if constexpr (p == kReturning) {
@@ -337,7 +355,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
   if constexpr (Shape::kMajorB == Major::kMn) {
-    if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, slot.k_bytes);
+    if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
   }
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
   if constexpr (!kRows) {
@@ -350,13 +368,13 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     }
   }
   Accumulators<Shape> acc;
-  multiply<Dtype, Shape>(ring, group, slot.k_bytes, is_one_of<kGathering>(kind), acc);
+  multiply<Dtype, Shape>(ring, group, slot.slices * Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
   trace.begin(1);
   const Lane at = Lane::of_thread(group);
   const uint32_t rows = slot.share.rows;
   if (activates) {
     const uint64_t pitch = c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][1];
-    uint8_t* const tile = c.intermediate_row(slot.tile, slot.share.first);
+    uint8_t* const tile = c.intermediate_row(slot.inner, slot.share.first);
     if constexpr (kRows) {
       if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {

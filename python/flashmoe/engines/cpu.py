@@ -9,12 +9,12 @@ import numpy as np
 
 from .. import _ffi
 from .. import placement as placements
-from ..arguments import Options, Tensors, check
+from ..arguments import WRITTEN, Options, Tensors, check
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
-from ..tensors import as_view, believed, empty_like, host_view, operand, signature
+from ..tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
 from ..trace import PHASES, Event
 from .base import Engine, Membership
 
@@ -62,6 +62,8 @@ class CpuEngine(Engine):
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         handle = self.checked_handle()
         self._report = self._unread = None
+        for name, each in zip(WRITTEN, tensors.written, strict=True):
+            refuse_unwritable(name, each)
         given = Tensors(*map(believed, Tensors._fields, tensors))
         prepared = self._prepared(handle, given, options)
         tokens, choices = given.x.shape[0], prepared.layer.choices
@@ -82,6 +84,7 @@ class CpuEngine(Engine):
             *views,
             ids,
             weights,
+            *[None if each is None else host_view(each) for each in given.written],
             host_view(results),
             as_view(chosen),
             as_view(weighted),
@@ -135,7 +138,7 @@ class CpuEngine(Engine):
     def _has_room(self, tensors: Tensors) -> bool:
         """Whether T, of which `_key` says nothing, is as it must be."""
         tokens = tensors.x.shape[0]
-        given = (tensors.topk_ids, tensors.topk_weights)
+        given = (tensors.topk_ids, tensors.topk_weights, tensors.router_logits)
         return tokens <= self.room.limits["max_tokens"] and all(
             each is None or each.shape[0] == tokens for each in given
         )
@@ -197,11 +200,11 @@ def _events(flat: Sequence[int]) -> list[Event]:
 def _key(tensors: Tensors, options: Options) -> Hashable:
     """Equal for calls that `check` treats alike but for their T; None where something is no dense tensor of NumPy or
     PyTorch, or an option has no hash."""
-    given = (tensors.topk_ids, tensors.topk_weights)
+    given = (tensors.topk_ids, tensors.topk_weights, tensors.router_logits)
     try:
         key = (
             signature(tensors.x, 1),
-            *[None if each is None else signature(each) for each in tensors.of_layer],
+            *[None if each is None else signature(each) for each in (*tensors.of_layer, tensors.load)],
             *[None if each is None else signature(each, 1) for each in given],
             options,
             type(options.top_k),  # True is equal to 1, and 2.0 to 2

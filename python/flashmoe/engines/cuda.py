@@ -45,7 +45,6 @@ class Prepared:
     """El."""
     x_bytes: int
     """Of an element of x."""
-    given_routing: bool
 
 
 class CudaEngine(Engine):
@@ -101,12 +100,16 @@ class CudaEngine(Engine):
         if tokens > most:
             raise HeapError(f"max_tokens: expected at most {most}, the context's limit, got {tokens}")
         address, row_bytes = self._rows(x, layer)
-        ids = weights = 0
-        if layer.given_routing:
-            ids, weights = _routing(tensors, tokens, layer)
+        experts, top_k = layer.layer.experts, layer.layer.top_k
+        ids = _address("topk_ids", tensors.topk_ids, T=tokens, K=top_k)
+        weights = _address("topk_weights", tensors.topk_weights, T=tokens, K=top_k)
+        load = _address("load", tensors.load, E=experts)
+        logits = _address("router_logits", tensors.router_logits, T=tokens, E=experts)
         out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
         stream = current_stream(self.device)
-        _ffi.library().cuda_call(handle, layer.number, stream, tokens, address, row_bytes, out.data_ptr(), ids, weights)
+        _ffi.library().cuda_call(
+            handle, layer.number, stream, tokens, address, row_bytes, out.data_ptr(), ids, weights, load, logits
+        )
         self._unread = layer, tokens
         if trace:
             self._report = self._traced(self.last_call())
@@ -152,16 +155,10 @@ class CudaEngine(Engine):
             bool(trace),
             current_stream(self.device),
         )
-        x_bytes = ELEMENT_BYTES[layer.x_type]
         rank = self.room.rank
-        return Prepared(
-            number,
-            layer,
-            placements.owners(args.placement, rank),
-            len(placements.local_experts(args.placement, rank)),
-            x_bytes,
-            given_routing=layer.routing == "given",
-        )
+        owners = placements.owners(args.placement, rank)
+        local = len(placements.local_experts(args.placement, rank))
+        return Prepared(number, layer, owners, local, ELEMENT_BYTES[layer.x_type])
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
         """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
@@ -181,6 +178,7 @@ class CudaEngine(Engine):
         """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows."""
         self.synchronize()
         layer, room = prepared.layer, self.room
+        shared = min(layer.shared, 1)
         ids = np.empty((tokens, layer.choices), np.int32)
         weights = np.empty((tokens, layer.choices), np.float32)
         library, handle = _ffi.library(), self.checked_handle()
@@ -199,10 +197,10 @@ class CudaEngine(Engine):
             processors=self.processors,
             topk_ids=ids,
             topk_weights=weights,
-            load=np.append(load, [tokens] * layer.shared),
+            load=np.append(load, [tokens] * shared),
             returned=returned,
             block_tokens=library.cuda_token_block(
-                tokens, layer.parts + layer.shared, layer.choices + layer.shared, self.processors
+                tokens, layer.parts + shared, layer.choices + shared, self.processors
             ),
             tile_rows=self._tile_rows,
             task_features=self._features,
@@ -223,7 +221,7 @@ def current_stream(device: int) -> int:
     """PyTorch's current stream of the device, as the driver's handle."""
     import torch
 
-    return torch.cuda.current_stream(device).cuda_stream
+    return torch._C._cuda_getCurrentRawStream(device)  # without the object that torch.cuda.current_stream makes
 
 
 def _chosen_profile(
@@ -258,6 +256,8 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
         parts += (x.shape[1:], x.dtype, x.device, x.layout)
         if ids is not None:
             parts += (ids.shape[1:], ids.dtype, ids.device, ids.layout, weights.dtype, weights.device, weights.layout)
+        for each in tensors.written:
+            parts += (each.shape[1:], each.dtype, each.device, each.layout) if each is not None else (None,)
         key = (*parts, options, type(options.top_k), ids is None, weights is None, trace)  # True is equal to 1
         hash(key)
         return key
@@ -300,14 +300,13 @@ def _matrix(name: str, each: DeviceOperand) -> dict[str, int]:
     return {name: each.address, f"{name}_row_bytes": each.row_bytes, f"{name}_expert_bytes": each.matrix_bytes}
 
 
-def _routing(tensors: Tensors, tokens: int, layer: Prepared) -> tuple[int, int]:
-    """Addresses of given ids and weights; their types and devices are checked."""
-    ids, weights = tensors.topk_ids, tensors.topk_weights
-    top_k = layer.layer.top_k
-    for name, each in (("topk_ids", ids), ("topk_weights", weights)):
-        if tuple(each.shape) != (tokens, top_k) or not each.is_contiguous():
-            raise InvalidArgument(
-                f"{name}: expected [T={tokens}, K={top_k}], contiguous, got {list(each.shape)} with strides "
-                f"{list(each.stride())}"
-            )
-    return ids.data_ptr(), weights.data_ptr()
+def _address(name: str, tensor: Any, **sizes: int) -> int:
+    """Of a contiguous tensor of these sizes, whose type and device are checked; 0: there is none."""
+    if tensor is None:
+        return 0
+    if tuple(tensor.shape) != tuple(sizes.values()) or not tensor.is_contiguous():
+        expected = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
+        raise InvalidArgument(
+            f"{name}: expected [{expected}], contiguous, got {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )
+    return tensor.data_ptr()

@@ -31,7 +31,7 @@ class Ended:
     topk_weights: np.ndarray
     """float32 [T, K slices]."""
     load: np.ndarray
-    """[E], or [El] of this rank's experts, and behind them the shared expert's slices: rows that each computed."""
+    """[E], or [El] of this rank's experts, and behind them the shared expert: rows that each computed."""
     returned: int
     """Rows that went to other ranks as results."""
     block_tokens: int
@@ -46,11 +46,13 @@ def counted(call: Ended) -> CallReport:
     layer, ids = call.layer, call.topk_ids
     # Every tile of an expert but the last is full.
     tiles = int((-(-call.load // call.tile_rows)).sum())
+    # GEMM0 has the shared expert's tiles slice by slice.
+    sliced = tiles + max(0, layer.shared - 1) * -(-len(ids) // call.tile_rows)
     blocks = -(-len(ids) // call.block_tokens)
     features = call.task_features
     columns0 = -(-layer.intermediate // (features // 2 if layer.gated else features))
     columns1 = -(-layer.hidden // features)
-    counts = {"gate": blocks, "gemm0": tiles * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
+    counts = {"gate": blocks, "gemm0": sliced * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
     owners = np.array([*call.owners, call.rank])[ids]  # a dropped pair, -1, goes nowhere
     others = [q for q in range(call.ranks) if q != call.rank]
     return CallReport(

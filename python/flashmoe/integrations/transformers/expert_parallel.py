@@ -16,7 +16,8 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from ...context import Context, context_id
 from ...growing import Shape, rounded_tokens
-from .experts import NAME, mark_as_share, routed_operands
+from ...torch_op import call
+from .experts import NAME, mark_as_share, options_of, routed_operands
 from .recognise import recognise
 
 
@@ -53,7 +54,7 @@ class ExpertParallel(EPImplementation):
         options = recognise(self._experts, is_share=True)
         tensors = routed_operands(self._experts, options, *mine)
         context = self._context(options.sizes(self._experts), mine, rows)
-        y = torch.ops.flashmoe.moe(context_id(context), **tensors, **options.of_operator())
+        y = call(context_id(context), tensors, options_of(self._experts, options))
         return _Gathered.apply(y, self.tp_mesh.get_group(), tokens, first, rows) if sharing > 1 else y
 
     def _context(self, sizes: tuple[int, int], mine: list[Tensor], rows: int) -> Context:

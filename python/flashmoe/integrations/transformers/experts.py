@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +12,21 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
+from ...arguments import Options, Tensors
 from ...context import Context, context_id
 from ...errors import InvalidArgument
 from ...growing import GrowingContext, growing_context
 from ...spec import DTYPES
-from ...torch_op import check_tensors
+from ...torch_op import call
 from ..operands import as_taken, shape_of
+from .attributes import remembered, tensor_of
 from .recognise import ExpertsOptions, is_of_llama4, recognise
 
 NAME = "flashmoe"
 
 _DEVICES = ("cpu", "cuda", "meta")
 _TYPES = tuple(getattr(torch, name) for name in DTYPES)
+_PLAIN = (torch.nn.Parameter, type(None), Tensor)
 
 _CONTEXT = "_flashmoe_context"
 """The attribute of an experts module that holds what its calls take their context from: a `GrowingContext`, or the
@@ -67,20 +71,23 @@ def experts_forward(
     """
     options = recognise(module)
     tensors = routed_operands(module, options, hidden_states, top_k_index, top_k_weights)
-    number = number_of(module, options, top_k_index.shape[1])
-    return torch.ops.flashmoe.moe(number, **tensors, **options.of_operator())
+    return call(number_of(module, options, top_k_index.shape[1]), tensors, options_of(module, options))
 
 
 def routed_operands(
     module: torch.nn.Module, options: ExpertsOptions, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> dict[str, Tensor | None]:
+) -> Tensors:
     """`operands_of`, and the choices and weights of a router."""
-    tensors = operands_of(module, options, x) | {
-        "topk_ids": top_k_index.contiguous(),
-        "topk_weights": as_taken(top_k_weights, x.dtype).contiguous(),
-    }
-    check_tensors(tensors)
-    return tensors
+    weights = as_taken(top_k_weights, x.dtype).contiguous()
+    return operands_of(module, options, x, topk_ids=top_k_index.contiguous(), topk_weights=weights)
+
+
+def options_of(module: torch.nn.Module, options: ExpertsOptions, **routing: Any) -> Options:
+    """Those of the operator for a call of the experts module, with what `routing` says of the router, plain values."""
+    if torch.compiler.is_compiling():
+        return Options(**options.of_operator(), **routing)
+    made_of = (options, *routing.items())
+    return remembered(module, "_flashmoe_options", made_of, lambda: Options(**options.of_operator(), **routing))
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
@@ -135,44 +142,54 @@ def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) ->
     )
 
 
-def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor) -> dict[str, Tensor | None]:
-    """x and the experts' tensors, by the operator's names, checked as far as the operator does not."""
-    tensors = {
-        "x": x.contiguous(),
-        "gate_up_proj": getattr(module, options.gate_up),
-        "down_proj": getattr(module, options.down),
-        "gate_up_bias": getattr(module, options.gate_up_bias) if options.gate_up_bias else None,
-        "down_bias": getattr(module, options.down_bias) if options.down_bias else None,
-    }
+def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor, **others: Tensor | None) -> Tensors:
+    """x, the experts' tensors, and `others`, checked as far as the operator does not."""
+    tensors = Tensors(
+        x.contiguous(),
+        tensor_of(module, options.gate_up),
+        tensor_of(module, options.down),
+        gate_up_bias=tensor_of(module, options.gate_up_bias) if options.gate_up_bias else None,
+        down_bias=tensor_of(module, options.down_bias) if options.down_bias else None,
+        **others,
+    )
     _check(module, tensors)
     return tensors
 
 
-def _check(module: torch.nn.Module, tensors: dict[str, Tensor | None]) -> None:
+def _check(module: torch.nn.Module, tensors: Tensors) -> None:
     """Raises `InvalidArgument` for weights that are no plain tensors of a type and a place that an engine takes, or not
     of all experts, and where autocast would compute in another type. What else tensors must be, the operator checks."""
-    kind = type(module).__name__
-    device = tensors["x"].device.type
+    device = tensors.x.device.type
     if device not in _DEVICES:
         raise InvalidArgument(f"hidden_states: expected a tensor on one of {', '.join(_DEVICES)}, got one on {device}")
     if device != "meta" and torch.is_autocast_enabled(device):
         raise InvalidArgument(
-            f"{kind}: expected to be called without autocast, which rounds to "
+            f"{type(module).__name__}: expected to be called without autocast, which rounds to "
             f"{torch.get_autocast_dtype(device)} where FlashMoE does not; load the model in that type instead"
         )
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            raise InvalidArgument(f"{kind}: expected {name} as a tensor of this rank alone, got a DTensor")
-    for name in ("gate_up_proj", "down_proj"):
-        weight = tensors[name]
+    experts = vars(module).get(_LOCAL, module.num_experts)
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            _refuse_distributed(module, tensors)
+    for name, weight in (("gate_up_proj", tensors.gate_up_proj), ("down_proj", tensors.down_proj)):
         if weight.ndim != 3 or weight.dtype not in _TYPES:
             types = ", ".join(map(str, _TYPES))
             raise InvalidArgument(
-                f"{kind}: expected {name} [E, ., .] of {types}, got {list(weight.shape)} {weight.dtype} (quantised?)"
+                f"{type(module).__name__}: expected {name} [E, ., .] of {types}, got {list(weight.shape)} "
+                f"{weight.dtype} (quantised?)"
             )
-        experts = getattr(module, _LOCAL, module.num_experts)
         if weight.shape[0] != experts:
-            raise InvalidArgument(f"{kind}: expected {name} of {experts} experts, got {weight.shape[0]}")
+            raise InvalidArgument(
+                f"{type(module).__name__}: expected {name} of {experts} experts, got {weight.shape[0]}"
+            )
+
+
+def _refuse_distributed(module: torch.nn.Module, tensors: Tensors) -> None:
+    for name, tensor in zip(Tensors._fields, tensors, strict=True):
+        if isinstance(tensor, DTensor):
+            raise InvalidArgument(
+                f"{type(module).__name__}: expected {name} as a tensor of this rank alone, got a DTensor"
+            )
 
 
 def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
@@ -180,10 +197,16 @@ def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared
     module holds it, so that it lives no longer than the last of the modules that share it; one for calls with a shared
     expert apart, since calls of both kinds may take turns."""
     attribute = _CONTEXT if shared_intermediate == 0 else _CONTEXT_WITH_SHARED
-    shape = shape_of(module.down_proj, *options.sizes(module), top_k, shared_intermediate)
     held: GrowingContext | Context | None = vars(module).get(attribute)
     if isinstance(held, Context):
         return context_id(held)
+    down = tensor_of(module, options.down)
+    shape = remembered(
+        module,
+        "_flashmoe_shape",
+        (down.device, down.dtype, down.shape, options, top_k, shared_intermediate),
+        lambda: shape_of(down, *options.sizes(module), top_k, shared_intermediate),
+    )
     if held is None or held.shape != shape:
         held = vars(module)[attribute] = growing_context(shape)
     return held.number

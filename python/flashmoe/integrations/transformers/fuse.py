@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidArgument
-from ...torch_op import check_tensors
-from .experts import NAME, experts_modules, number_of, operands_of
+from ...torch_op import call
+from .attributes import tensor_of
+from .experts import NAME, experts_modules, number_of, operands_of, options_of
 from .llama4 import block_forward
 from .recognise import recognise
 from .shared import shared_operands
@@ -22,8 +23,8 @@ Rule = Callable[[torch.nn.Module], dict[str, Any]]
 
 def _softmax(gate: torch.nn.Module) -> dict[str, Any]:
     """A linear layer of the model's type, the largest of a float32 softmax, divided by their sum or not."""
-    rounded = gate.weight.dtype != torch.float32
-    return {"renormalize": getattr(gate, "norm_topk_prob", True), "round_logits": rounded}
+    rounded = tensor_of(gate, "weight").dtype != torch.float32
+    return {"renormalize": vars(gate).get("norm_topk_prob", True), "round_logits": rounded}
 
 
 def _grouped_sigmoid(gate: torch.nn.Module) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def _one_call(rule: Rule) -> Forward:
     """A block with such a router as a call of the operator."""
 
     def forward(block: Any, hidden_states: Tensor) -> Tensor:
-        if block.training or _is_watched(block.gate):
+        if block.training or _is_watched(block._modules["gate"]):
             return block._flashmoe_unfused.forward(block, hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         return _one_call_of(block, x, rule).reshape(hidden_states.shape)
@@ -133,24 +134,22 @@ def _fused(kind: type, forward: Forward) -> type:
 
 def _one_call_of(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
     """[T, H]: what the block makes of x [T, H]."""
-    experts, gate = block.experts, block.gate
-    options = recognise(experts)
-    routing = rule(gate)
-    tensors = operands_of(experts, options, x)
-    tensors |= {"router": gate.weight, "choice_bias": routing.pop("choice_bias", None)}
-    shared = shared_operands(block, options, tensors["x"], gate.top_k)
-    tensors |= shared
-    check_tensors(tensors)
-    number = number_of(experts, options, gate.top_k, shared["shared_down"].shape[1] if shared else 0)
-    y = torch.ops.flashmoe.moe(number, **tensors, **options.of_operator(), **routing, top_k=gate.top_k)
+    experts, gate = block._modules["experts"], block._modules["gate"]  # as attributes, PyTorch looks for them last
+    options, routing, top_k = recognise(experts), rule(gate), gate.top_k
+    router = {"router": tensor_of(gate, "weight"), "choice_bias": routing.pop("choice_bias", None)}
+    shared = shared_operands(block, options, x, top_k)
+    tensors = operands_of(experts, options, x, **router, **shared)
+    number = number_of(experts, options, top_k, shared["shared_down"].shape[1] if shared else 0)
+    y = call(number, tensors, options_of(experts, options, top_k=top_k, **routing))
     return y if shared else _with_shared(block, x, y)
 
 
 def _with_shared(block: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """y with the results of the shared expert, where the block has one."""
-    if hasattr(block, "shared_expert"):
+    modules = block._modules
+    if "shared_expert" in modules:
         return y + torch.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
-    if hasattr(block, "shared_experts"):
+    if "shared_experts" in modules:
         return y + block.shared_experts(x)
     return y
 
@@ -158,11 +157,13 @@ def _with_shared(block: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def _is_watched(gate: torch.nn.Module) -> bool:
     """Whether somebody waits for the router's own results: a hook, or a model's caller who has asked for its logits.
     (Transformers leaves its hooks in place, idle, once they were needed; what is compiled cannot tell.)"""
-    hooks = [*gate._forward_hooks.values(), *gate._forward_pre_hooks.values()]
-    if not hooks or torch.compiler.is_compiling():
-        return bool(hooks)
+    if not gate._forward_hooks and not gate._forward_pre_hooks:
+        return False
+    if torch.compiler.is_compiling():
+        return True
     from transformers.utils import output_capturing  # such hooks are its
 
     collected = output_capturing._active_collector.get()
     idle = collected is None or "router_logits" not in collected
+    hooks = (*gate._forward_hooks.values(), *gate._forward_pre_hooks.values())
     return not (idle and all(hook.__module__ == output_capturing.__name__ for hook in hooks))

@@ -18,6 +18,7 @@ from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLU
 from transformers.integrations import moe as interface
 
 from ...errors import InvalidArgument
+from .attributes import remembered, tensor_of
 
 _SILU = (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu)
 _GELU = (GELUActivation, torch.nn.functional.gelu)  # by erf; torch.nn.GELU may be another
@@ -74,13 +75,27 @@ class ExpertsOptions:
 
     def sizes(self, module: torch.nn.Module) -> tuple[int, int]:
         """H and I."""
-        _, first, second = getattr(module, self.down).shape
+        _, first, second = tensor_of(module, self.down).shape
         return (second, first) if self.transposed else (first, second)
+
+
+_READ = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "limit", "alpha", "_apply_gate", *FLAGS)
+"""Attributes of a module that its recognition reads, but for `act_fn`, which may be a module."""
 
 
 def recognise(module: torch.nn.Module, *, is_share: bool = False) -> ExpertsOptions:
     """Raises `InvalidArgument` for a module that computes what the operator does not. `is_share`: the caller knows that
     its tensors are of this rank's experts, and calls it with the ids of all."""
+    if torch.compiler.is_compiling():
+        return _recognised(module, is_share)
+    kind, own, act = type(module), module.__dict__, module._modules.get("act_fn")
+    approximate = None if act is None else act.__dict__.get("approximate")
+    gate = getattr(kind, "_apply_gate", None)
+    made_of = (is_share, kind, gate, own.get("act_fn"), act, approximate, *map(own.get, _READ))
+    return remembered(module, "_flashmoe_recognised", made_of, lambda: _recognised(module, is_share))
+
+
+def _recognised(module: torch.nn.Module, is_share: bool) -> ExpertsOptions:
     for name, (value, expected) in FLAGS.items():
         got = getattr(module, name, value)
         if got is not value and not (is_share and name == "_is_expert_parallel"):

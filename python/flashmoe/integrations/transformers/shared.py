@@ -13,7 +13,6 @@ from .recognise import GATED, ExpertsOptions
 
 MODULES = ("Qwen2MoeMLP", "Qwen3NextMLP", "DeepseekV3MLP", "Glm4MoeMLP")
 """Classes that compute ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
-_LINEAR = ("gate_proj", "up_proj", "down_proj")
 
 
 def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, top_k: int) -> dict[str, Tensor | None]:
@@ -23,57 +22,62 @@ def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, 
 
     Gate and up become views of one matrix when this is first asked for, and again if something has moved them since.
     """
-    shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
-    if shared is None or torch.compiler.is_compiling() or is_of_group(block.experts) or not _is_plain(shared, x):
+    if torch.compiler.is_compiling():
         return {}
-    gate = getattr(block, "shared_expert_gate", None)
-    if gate is not None and not _is_linear(gate, x):
+    of_block = block._modules
+    shared = of_block.get("shared_expert") or of_block.get("shared_experts")
+    if shared is None or is_of_group(of_block["experts"]):
         return {}
-    width, (_, intermediate) = shared.down_proj.weight.shape[1], options.sizes(block.experts)
+    kind = type(shared)
+    if kind.__name__ not in MODULES or not kind.__module__.startswith("transformers.models.") or _is_watched(shared):
+        return {}
+    gate, up, down = (_weight_of(shared._modules.get(name), x) for name in ("gate_proj", "up_proj", "down_proj"))
+    if gate is None or up is None or down is None:
+        return {}
+    of_gate = of_block.get("shared_expert_gate")
+    shared_gate = None if of_gate is None else _weight_of(of_gate, x)
+    if of_gate is not None and shared_gate is None:
+        return {}
+    if not _go_together(of_block["experts"], options, shared.act_fn, down.shape[1], x, top_k):
+        return {}
+    return {"shared_gate_up": _merged(gate, up), "shared_down": down, "shared_gate": shared_gate}
+
+
+def _go_together(
+    experts: torch.nn.Module, options: ExpertsOptions, act_fn: Any, width: int, x: Tensor, top_k: int
+) -> bool:
+    """Whether the operator computes a shared expert of that activation and width beside the block's experts."""
+    _, intermediate = options.sizes(experts)
     slices = width // intermediate
-    alike = GATED.get(shared.act_fn) or GATED.get(type(shared.act_fn))
+    alike = GATED.get(act_fn) or GATED.get(type(act_fn))
     biased = options.gate_up_bias or options.down_bias
     if width % intermediate or biased or options.transposed or options.interleaved or alike != options.activation:
-        return {}
-    on_gpu = x.device.type == "cuda"
-    if on_gpu and (top_k + slices > MAX_CUDA_TOP_K or block.experts.num_experts + slices > MAX_CUDA_EXPERTS):
-        return {}
-    return {
-        "shared_gate_up": _merged(shared.gate_proj, shared.up_proj),
-        "shared_down": shared.down_proj.weight,
-        "shared_gate": None if gate is None else gate.weight,
-    }
-
-
-def _is_plain(shared: torch.nn.Module, x: Tensor) -> bool:
-    """Whether it computes what its class says, of tensors where x is."""
-    return (
-        type(shared).__name__ in MODULES
-        and type(shared).__module__.startswith("transformers.models.")
-        and not _is_watched(shared)
-        and all(_is_linear(getattr(shared, name), x) for name in _LINEAR)
-    )
-
-
-def _is_linear(module: Any, x: Tensor) -> bool:
-    """Whether it is a linear layer as it comes, without a bias, of x's type and place."""
-    if type(module) is not torch.nn.Linear or module.bias is not None or _is_watched(module):
         return False
-    weight = module.weight
-    return type(weight) is torch.nn.Parameter and (weight.dtype, weight.device) == (x.dtype, x.device)
+    on_gpu = x.device.type == "cuda"
+    return not on_gpu or (top_k + slices <= MAX_CUDA_TOP_K and experts.num_experts + slices <= MAX_CUDA_EXPERTS)
+
+
+def _weight_of(module: Any, x: Tensor) -> torch.nn.Parameter | None:
+    """That of a linear layer as it comes, without a bias, of x's type and place; None of anything else."""
+    if type(module) is not torch.nn.Linear or module._parameters.get("bias") is not None or _is_watched(module):
+        return None
+    weight = module._parameters.get("weight")
+    if type(weight) is not torch.nn.Parameter or weight.dtype is not x.dtype or weight.device != x.device:
+        return None
+    return weight
 
 
 def _is_watched(module: torch.nn.Module) -> bool:
-    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+    return bool("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
 
 
-def _merged(gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
+def _merged(gate: torch.nn.Parameter, up: torch.nn.Parameter) -> Tensor:
     """[2Is, H]: both weights in one matrix, of which they are the halves."""
-    rows, hidden = gate.weight.shape
-    behind = gate.weight.data_ptr() + gate.weight.numel() * gate.weight.element_size()
-    same = gate.weight.untyped_storage().data_ptr() == up.weight.untyped_storage().data_ptr()
-    if not (same and up.weight.data_ptr() == behind and gate.weight.is_contiguous() and up.weight.is_contiguous()):
+    rows, hidden = gate.shape
+    behind = gate.data_ptr() + gate.nbytes
+    same = gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+    if not (same and up.data_ptr() == behind and gate.is_contiguous() and up.is_contiguous()):
         with torch.no_grad():
-            both = torch.cat([gate.weight, up.weight])
-        gate.weight.data, up.weight.data = both[:rows], both[rows:]
-    return gate.weight.detach().as_strided((2 * rows, hidden), (hidden, 1))
+            both = torch.cat([gate, up])
+        gate.data, up.data = both[:rows], both[rows:]
+    return gate.detach().as_strided((2 * rows, hidden), (hidden, 1))

@@ -11,8 +11,9 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import Pa
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from ... import torch_op  # which registers the operator
+from ...arguments import Options, Tensors
 from ...growing import GrowingContext
+from ...torch_op import call  # which registers the operator
 from ..operands import as_taken
 from . import recognise
 
@@ -62,19 +63,17 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
             raise recognise.refusal("expert_map", "None", "a map of experts to ranks")
         if activation is not self.moe_config.activation:
             raise recognise.refusal("activation", self.moe_config.activation.value, activation)
-        y = torch_op.moe(
-            self._context.number,
+        tensors = Tensors(
             hidden_states.contiguous(),
             w1,
             w2,
-            topk_ids=topk_ids.contiguous(),
-            topk_weights=as_taken(topk_weights, hidden_states.dtype).contiguous(),
             gate_up_bias=self.w1_bias,
             down_bias=self.w2_bias,
-            weights_on_input=apply_router_weight_on_input,
-            **self._options,
+            topk_ids=topk_ids.contiguous(),
+            topk_weights=as_taken(topk_weights, hidden_states.dtype).contiguous(),
         )
-        output.copy_(y)
+        options = Options(weights_on_input=apply_router_weight_on_input, **self._options)
+        output.copy_(call(self._context.number, tensors, options))
 
     def workspace_shapes(self, M: int, N: int, K: int, *others: Any) -> tuple[tuple[int, ...], ...]:
         """None for the products: the context has memory of its own."""

@@ -1,0 +1,40 @@
+"""Whether PyTorch is to see a call as one operator, or nothing of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+
+def goes_through_torch(x: Any, others: Iterable[Any]) -> bool:
+    """Whether PyTorch is to see one operator: where it compiles, traces or transforms calls, it cannot look into this;
+    where it records what gradients need, it must learn that there are none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return False
+    if torch.compiler.is_compiling() or x.is_meta:
+        return True
+    recorded, usual = torch.is_grad_enabled(), (torch.Tensor, torch.nn.Parameter)
+    for each in others:
+        kind = type(each)
+        if kind not in usual and (each is None or not isinstance(each, torch.Tensor)):
+            continue
+        if recorded and each.requires_grad:
+            return True
+        # A subclass that dispatches wraps tensors, or has no data at all.
+        if kind not in usual and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return True
+    traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0 or _in_mode_of_functions(torch)
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    derived = torch.autograd.forward_ad._current_level >= 0
+    return traced or transformed or derived
+
+
+def _in_mode_of_functions(torch: Any) -> bool:
+    """Whether a mode looks at calls of PyTorch's functions, other than one that says where tensors are made."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    from torch.utils._device import DeviceContext
+
+    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())

@@ -1,0 +1,147 @@
+"""Blocks of Transformers on a GPU: a kernel each, which the host does not wait for, and nothing goes back to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+import pytest
+import torch
+from layers import compiled, gpu_operations
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+CALLS = 10
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts_per_tok": 4}
+GROUPED = {"n_routed_experts": 32, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}
+LONG = 1_000_000_000
+"""Cycles: about half a second."""
+
+Made = tuple[torch.nn.Module, Callable[[Tensor], Tensor]]
+"""A block, and what is called."""
+
+
+@pytest.fixture
+def transformers(exact_references: None) -> Any:
+    """The package; here and not above, so that each test says that it is missing."""
+    found = pytest.importorskip("transformers")
+    pytest.importorskip("flashmoe.integrations.transformers", exc_type=ImportError)
+    return found
+
+
+def block_of(transformers: Any, folder: str, block: str, **sizes: Any) -> torch.nn.Module:
+    """One of random weights in bf16, buffers in float32."""
+    prefix = block.removesuffix("SparseMoeBlock").removesuffix("MoE")
+    config = getattr(transformers, f"{prefix}Config")(**SIZES, **sizes)
+    config._experts_implementation = "flashmoe"
+    modules = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[block])
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        made = getattr(modules, block)(config).eval()
+    for parameter in made.parameters():
+        parameter.data = torch.randn_like(parameter).mul_(parameter.shape[-1] ** -0.5).bfloat16()
+    return made
+
+
+def fused(transformers: Any, *names: str, **sizes: Any) -> Made:
+    from flashmoe.integrations.transformers import fuse
+
+    block = fuse(block_of(transformers, *names, **sizes))
+    return block, lambda x: block(x[None])[0]
+
+
+def experts(transformers: Any) -> Made:
+    """An experts module alone, with ids and weights as a router gives them."""
+    block = block_of(transformers, "qwen3_moe", "Qwen3MoeSparseMoeBlock", num_experts=32)
+    index = torch.arange(4, device="cuda").repeat(200, 1)
+    weights = torch.full((200, 4), 0.25, device="cuda", dtype=torch.bfloat16)
+    return block, lambda x: block.experts(x, index[: len(x)], weights[: len(x)])
+
+
+MODULES: dict[str, Callable[[Any], Made]] = {
+    "experts": experts,
+    "fused": lambda t: fused(t, "qwen3_moe", "Qwen3MoeSparseMoeBlock", num_experts=32),
+    "fused, shared expert with a gate": lambda t: fused(
+        t, "qwen2_moe", "Qwen2MoeSparseMoeBlock", num_experts=32, shared_expert_intermediate_size=512
+    ),
+    "fused, groups and a shared expert": lambda t: fused(t, "deepseek_v3", "DeepseekV3MoE", **GROUPED),
+}
+
+
+@pytest.fixture(params=MODULES)
+def made(request: pytest.FixtureRequest, transformers: Any) -> Made:
+    """One that has been called, so that kernels are loaded and contexts made."""
+    block, call = MODULES[request.param](transformers)
+    with torch.no_grad():
+        for tokens in (100, 1):
+            call(tokens_of(tokens))
+    torch.cuda.synchronize()
+    return block, call
+
+
+def tokens_of(count: int) -> Tensor:
+    return torch.randn(count, SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Meanwhile PyTorch raises an error where it waits for the GPU, as it does to copy from it."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_a_block_is_one_kernel(made, tokens):
+    """No copy and no fill either."""
+    call, x = made[1], tokens_of(tokens)
+    gpu_operations(lambda: x + 1)  # the profiler's own first time
+    assert len(gpu_operations(lambda: x + 1)) == 1, "the profiler does not see a kernel of PyTorch's"
+    seen = gpu_operations(lambda: [call(x) for _ in range(CALLS)])
+    assert len(seen) == CALLS, seen
+    assert all("flashmoe_" in name for name in seen), seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_the_host_does_not_wait(made, tokens):
+    """Neither by PyTorch, which would say so, nor by this package: calls return while what was there before runs."""
+    call, x = made[1], tokens_of(tokens)
+    expected = call(x)
+    torch.cuda.synchronize()
+    with no_waiting():
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            expected.sum().item()
+        torch.cuda._sleep(LONG)
+        before = torch.cuda.Event()
+        before.record()
+        results = [call(x) for _ in range(CALLS)]
+        waited = before.query()
+    torch.cuda.synchronize()
+    assert not waited
+    assert all(torch.equal(y, expected) for y in results)
+
+
+@torch.no_grad()
+def test_what_is_compiled_has_no_break(made):
+    block, call = made
+    x = tokens_of(100)
+    expected = call(x)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(call)(x)
+    assert (explained.graph_break_count, explained.graph_count) == (0, 1), explained
+    got = compiled(call, "aot_eager")(x)
+    shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+    if shared is None:
+        assert torch.equal(got, expected)
+    else:  # compiled, the shared expert's own module is behind the call, and rounds three times more
+        off = (got - expected).float().norm() / expected.float().norm()
+        assert float(off) < 4 * 2.0**-8
