@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 from .arguments import WRITTEN, CallOptions, Options, Tensors, as_plain_values
