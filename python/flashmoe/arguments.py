@@ -274,7 +274,7 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
-    slots = layer.top_k + min(layer.shared, 1) if mode == "direct" else room.ranks
+    slots = layer.top_k + layer.shared_experts if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
         raise HeapError(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
@@ -318,12 +318,8 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
     is of scores, and these are float32."""
     wanted = f"a {', '.join(DTYPES)} tensor"
     operands: dict[str, Described] = {}
-    for name, tensor in tensors._asdict().items():
-        if (
-            name.startswith("topk_")
-            or name in WRITTEN
-            or (tensor is None and name not in ("x", "gate_up_proj", "down_proj"))
-        ):
+    for name, tensor in zip(Tensors._fields, tensors.floats, strict=False):  # they come first
+        if tensor is None and name not in ("x", "gate_up_proj", "down_proj"):
             continue
         if name == "choice_bias":
             operands[name] = as_operand(name, tensor, "[E] float32", ("float32",))

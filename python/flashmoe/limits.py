@@ -67,7 +67,7 @@ class ContextSpec:
     def limits(self) -> dict[str, int]:
         """The C++ ``Limits`` (heap_layout.h) that a context asks its engine for, by the names of the codec."""
         layer, mode = self.layer, self.return_mode
-        rows = layer.top_k + min(layer.shared, 1)
+        rows = layer.top_k + layer.shared_experts
         slots = {"direct": rows, "reduced": self.ranks, "auto": max(rows, self.ranks)}
         capacity = _ffi.library().expert_capacity(layer.capacity_factor, self.max_tokens, layer.top_k, layer.experts)
         return {

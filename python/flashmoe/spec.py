@@ -129,6 +129,11 @@ class LayerSpec:
         return 2 * self.intermediate if self.gated else self.intermediate
 
     @property
+    def shared_experts(self) -> int:
+        """1 if there is a shared expert, which is one more choice of every token; else 0."""
+        return min(self.shared, 1)
+
+    @property
     def token_row_bytes(self) -> int:
         """Bytes of a token's row."""
         return self.hidden * ELEMENT_BYTES[self.x_type]

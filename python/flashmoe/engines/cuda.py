@@ -171,7 +171,7 @@ class CudaEngine(Engine):
         """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows."""
         self.synchronize()
         layer, room = prepared.layer, self.room
-        shared = min(layer.shared, 1)
+        shared = layer.shared_experts
         ids = np.empty((tokens, layer.top_k), np.int32)
         weights = np.empty((tokens, layer.top_k), np.float32)
         library, handle = _ffi.library(), self.checked_handle()
