@@ -147,7 +147,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   layer.out = out.data();
   CallOptions options;
   options.tokens = p.tokens;
-  options.placement.assign(p.experts, 0);
+  for (uint32_t e = 0; e < p.experts; ++e) options.placement.expert(0);
   options.order = {.raster = 4, .window = 16 * processors};  // as python/flashmoe/engines/cpu.py has it
 
   // The plain loops need its routing.

@@ -53,7 +53,7 @@ class Problem:
     shared_gate_up: np.ndarray | None = None
     shared_down: np.ndarray | None = None
     shared_gate: np.ndarray | None = None
-    placement: list[int] | None = None
+    placement: list[int | list[int]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Further ones of `flashmoe.moe`, such as activation, renormalize, capacity_factor, return_mode."""
 
@@ -70,12 +70,24 @@ class Problem:
         """The shared expert's tensors."""
         return {name: getattr(self, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
 
-    def owners(self) -> list[int]:
-        """The rank of each expert; by default contiguous shares, the first ones larger by one."""
+    def owners(self) -> list[int | list[int]]:
+        """The rank or ranks of each expert; by default contiguous shares, the first ones larger by one."""
         if self.placement is not None:
             return self.placement
         share, rest = divmod(len(self.down_proj), self.ranks)
         return [rank for rank in range(self.ranks) for _ in range(share + (rank < rest))]
+
+    def held_by(self, rank: int) -> list[int]:
+        """The experts whose weights the rank has."""
+        return [expert for expert, entry in enumerate(self.owners()) if rank in _several(entry)]
+
+    def destinations(self, rank: int) -> list[int]:
+        """Of each expert, the rank that computes it for this one's tokens: this one, else by turns."""
+        chosen = []
+        for holders in map(_several, self.owners()):
+            without = [q for q in range(self.ranks) if q not in holders]
+            chosen.append(rank if rank in holders else holders[without.index(rank) % len(holders)])
+        return chosen
 
     def limits(self) -> dict[str, Any]:
         """A context's sizes, as small as this call allows."""
@@ -99,7 +111,7 @@ class Problem:
 
     def arguments(self, rank: int) -> dict[str, Any]:
         """Rank's arguments of `flashmoe.moe`."""
-        mine = [expert for expert, owner in enumerate(self.owners()) if owner == rank]
+        mine = self.held_by(rank)
         arguments = {"x": self.x[rank], **self.options, **self.shared}
         for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
             array = getattr(self, name)
@@ -112,6 +124,10 @@ class Problem:
             arguments |= {"topk_ids": self.topk_ids[rank], "topk_weights": self.topk_weights[rank]}
             arguments["placement"] = self.owners()  # it says how many experts there are
         return arguments
+
+
+def _several(entry: int | list[int]) -> list[int]:
+    return [entry] if isinstance(entry, int) else entry
 
 
 @dataclass(eq=False)
@@ -138,7 +154,7 @@ def random_problem(
     scale: float = 1.0,
     biases: tuple[bool, bool, bool] = (False, False, False),
     choice_bias: bool = False,
-    placement: list[int] | None = None,
+    placement: list[int | list[int]] | None = None,
     shared: int = 0,
     shared_gate: bool = False,
     **options: Any,
@@ -258,7 +274,7 @@ def check(problem: Problem, outcomes: list[Outcome]) -> None:
             weights,
             weight_variance=variance,
             return_mode=report.return_mode,
-            placement=problem.owners(),
+            placement=problem.destinations(rank),
             rank=rank,
             **experts,
         )

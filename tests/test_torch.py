@@ -400,7 +400,7 @@ def test_a_context_stays_in_its_process(ctx, layer):
         ({"hidden": 0}, flashmoe.InvalidArgument, "hidden: expected an integer in .*, got 0"),
         ({"top_k": 9}, flashmoe.InvalidArgument, "top_k: expected an integer in .1, 8., got 9"),
         ({"activation": "tanh"}, flashmoe.InvalidArgument, "activation: expected one of .*, got 'tanh'"),
-        ({"placement": [0] * 7}, flashmoe.InvalidArgument, "placement: expected one rank for each of E=8"),
+        ({"placement": [0] * 7}, flashmoe.InvalidArgument, "placement: expected one rank or more for each of E=8"),
         ({"capacity_factor": 0}, flashmoe.InvalidArgument, "capacity_factor: expected a number > 0"),
         ({"return_mode": "fast"}, flashmoe.InvalidArgument, "return_mode: expected one of .*, got 'fast'"),
         ({"dtype": torch.float64}, flashmoe.InvalidArgument, "dtype: expected one of .*, got torch.float64"),
@@ -664,7 +664,14 @@ def _load_and_run(rank, ranks, name, limits, options, states, x):
     return results
 
 
-@pytest.mark.parametrize("placement", [None, [1, 0, 0, 1, 1, 0, 1, 1]], ids=["contiguous", "given"])
+PLACED = {
+    "contiguous": None,
+    "given": [1, 0, 0, 1, 1, 0, 1, 1],
+    "copies": [[1, 0], 0, [0, 1], 1, 1, 0, [0, 1], 1],
+}
+
+
+@pytest.mark.parametrize("placement", PLACED.values(), ids=PLACED)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_state_dict_of_all_experts_is_sliced(pool, ranks, placement):
     tokens = [13, 0, 21][:ranks]
@@ -678,7 +685,7 @@ def test_state_dict_of_all_experts_is_sliced(pool, ranks, placement):
         expected = flashmoe.moe(ctx, **whole.arguments(0))
     assert bits(np.concatenate([each[1][0] for each in results])) == bits(expected)
     for rank, (error, (_, shapes)) in enumerate(results):
-        local = problem.owners().count(rank)
+        local = len(problem.held_by(rank))
         message = rf"experts.down_proj: expected El={local} or E=8 experts, got [7, 40, 24]"
         assert error == message
         assert shapes["gate.weight"] == (8, 40)

@@ -78,12 +78,12 @@ def results_of(model, rank, **options):
     return [*logits, bits_of(greedy(model, batch_of(rank), **options))]
 
 
-def _compare(rank, ranks, name, dtype):
+def _compare(rank, ranks, name, dtype, **options):
     """Whether the model gives the same bits before and after it is spread, and how many experts are left."""
     model = with_experts(model_of(name, dtype), NAME)
     expected = results_of(model, rank)
     whole = [module.down_proj.untyped_storage().nbytes() for module in experts_modules(model)]
-    context = parallelize(model, **ROOM)
+    context = parallelize(model, **ROOM, **options)
     got = results_of(model, rank, synced_gpus=True)
     with_experts(model, "eager")  # has no effect on what is spread
     again = results_of(model, rank, synced_gpus=True)
@@ -103,14 +103,25 @@ def test_a_model_that_is_spread_gives_the_same_bits(on_ranks, ranks, name, dtype
         assert shares == [pytest.approx(1 / experts)] * len(shares)
 
 
+def _compare_with_copies(rank, ranks, placement):
+    return _compare(rank, ranks, "Mixtral", torch.bfloat16, placement=placement)
+
+
+def test_a_model_whose_experts_have_copies_gives_the_same_bits(on_ranks):
+    for same, again, shares, mode in on_ranks(4, _compare_with_copies, [[3, 0], 1, [2, 0, 1], 3]):
+        assert same and again and mode == "direct"
+        assert shares == [pytest.approx(1 / 4)] * len(shares)
+
+
 # Loading
 
 
-def _load(rank, ranks, folders, options):
+def _load(rank, ranks, folders, options, placement=None):
     """What a model loaded in parts computes, compared with the whole one, from the rank's own folder."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(folders[-1], experts_implementation=NAME, **options)
     expected = results_of(whole.eval(), rank)
-    model = load_parallel(folders[rank], **LOAD, **options)
+    load = {**LOAD, "context_options": LOAD["context_options"] | {"placement": placement}}
+    model = load_parallel(folders[rank], **load, **options)
     assert type(model) is type(whole) and not model.training
     elements = sum(module.gate_up_proj.numel() for module in experts_modules(model))
     assert elements < sum(module.gate_up_proj.numel() for module in experts_modules(whole)) or ranks == 1
@@ -156,17 +167,19 @@ def test_of_tensors_of_all_experts_a_rank_reads_its_rows(on_ranks, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]}))
     save_file({name: each.contiguous() for name, each in model.state_dict().items()}, tmp_path / "model.safetensors")
-    assert on_ranks(2, _load, [str(tmp_path)] * 3, {"dtype": torch.bfloat16}) == [True] * 2
+    for placement in (None, [[0, 1], 1, 0, 1, [1, 0], 0]):  # with copies, of rows that lie apart
+        assert on_ranks(2, _load, [str(tmp_path)] * 3, {"dtype": torch.bfloat16}, placement) == [True] * 2
 
 
-def _load_shipped(rank, ranks):
+def _load_shipped(rank, ranks, placement):
     with resources.as_file(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe") as folder:
-        return _load(rank, ranks, [str(folder)] * (ranks + 1), {})
+        return _load(rank, ranks, [str(folder)] * (ranks + 1), {}, placement)
 
 
-def test_the_shipped_model_on_two_ranks(on_ranks):
+@pytest.mark.parametrize("placement", [None, [0, [1, 0], 1, 0] * 4], ids=["contiguous", "copies"])
+def test_the_shipped_model_on_two_ranks(on_ranks, placement):
     """Tied embeddings, and the type that the configuration names."""
-    assert on_ranks(2, _load_shipped) == [True] * 2
+    assert on_ranks(2, _load_shipped, placement) == [True] * 2
 
 
 def _load_and_say(rank, ranks, folders):
@@ -255,14 +268,19 @@ def test_without_a_process_group():
         load_parallel("/nowhere", **LOAD)
 
 
-def _load_of_few_experts(rank, ranks, folder):
-    load_parallel(folder, **LOAD)
+def _load_of_few_experts(rank, ranks, folder, placement=None):
+    torch.distributed.barrier()  # one that leaves would be missed by those that are still being connected
+    load_parallel(folder, max_tokens=200, context_options={"placement": placement})
 
 
 def test_more_ranks_than_experts(on_ranks, tmp_path):
     model_of("Mixtral", num_local_experts=3).save_pretrained(tmp_path)
     with pytest.raises(RankFailed, match=r"all 4 ranks: InvalidArgument: group: expected at most E=3 ranks, .*, got 4"):
         on_ranks(4, _load_of_few_experts, str(tmp_path))
+    with pytest.raises(
+        RankFailed, match=r"all 2 ranks: InvalidArgument: placement: .* to have an expert, got none on 1"
+    ):
+        on_ranks(2, _load_of_few_experts, str(tmp_path), [0, 0, 0])
 
 
 def test_the_example_writes_the_same_on_every_rank():

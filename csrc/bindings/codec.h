@@ -18,6 +18,7 @@
 #include "flashmoe/protocol/order.h"
 #include "flashmoe/spec/layer.h"
 #include "host/error.h"
+#include "host/placement.h"
 #include "host/text.h"
 
 namespace flashmoe {
@@ -168,9 +169,16 @@ inline OrderPolicy order_of(Map map) {
   return o;
 }
 
-inline std::vector<uint32_t> ranks_of(const ffi::Array<int64_t>& owners) {
-  std::vector<uint32_t> out;
-  for (const int64_t q : owners) out.push_back(static_cast<uint32_t>(q));
+// A placement in one list: of each expert a rank that holds it, and behind it ~q for each further one, q.
+inline host::Holders holders_of(const ffi::Array<int64_t>& placement) {
+  host::Holders out;
+  for (const int64_t q : placement) {
+    if (q >= 0 || out.experts() == 0) {
+      out.expert(static_cast<uint32_t>(q));
+    } else {
+      out.copy(static_cast<uint32_t>(~q));
+    }
+  }
   return out;
 }
 

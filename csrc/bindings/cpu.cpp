@@ -187,13 +187,23 @@ Map as_map(const CallReport& r) {
   return out;
 }
 
+// For each expert, the rank to which `rank` sends its tokens.
+ffi::Array<int64_t> placement_owners(ffi::Array<int64_t> placement, int64_t rank) {
+  return guarded([&] {
+    const host::Holders holders = holders_of(placement);
+    ffi::Array<int64_t> owners;
+    for (uint32_t e = 0; e < holders.experts(); ++e) owners.push_back(holders.for_rank(e, static_cast<uint32_t>(rank)));
+    return owners;
+  });
+}
+
 // The calls of one layer by a context, which it does not keep alive. A call takes T, whether it is traced, the seed of
 // its perturbation, its tensors in host memory, and [T, K] for the routing that it has chosen. It returns its report:
 // times and counts of each phase, events as rows of six.
-ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map order, int64_t groups) {
+ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map order, int64_t groups) {
   return guarded([&] {
     CallOptions options;
-    options.placement = ranks_of(owners);
+    options.placement = holders_of(placement);
     options.groups = static_cast<uint32_t>(groups);
     options.order = order_of(std::move(order));
     auto call = [handle, options, spec = layer_of(std::move(layer))](
@@ -243,6 +253,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(option_names, flashmoe::cpu::option_names)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(placement_owners, flashmoe::cpu::placement_owners)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(end_calls, flashmoe::cpu::end_calls)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_create, flashmoe::cpu::context_create)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)

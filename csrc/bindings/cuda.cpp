@@ -74,12 +74,12 @@ Matrix matrix(Fields& f, const std::string& name) {
 }
 
 // tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts.
-int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map tensors, ffi::String cubin, bool traced,
+int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin, bool traced,
                   int64_t stream) {
   return guarded([&] {
     Layer l;
     l.spec = layer_of(layer);
-    l.placement = ranks_of(owners);
+    l.placement = holders_of(placement);
     Fields f("tensors", tensors);
     l.gate_up = matrix(f, "gate_up_proj");
     l.down = matrix(f, "down_proj");

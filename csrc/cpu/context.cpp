@@ -242,8 +242,9 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   const uint64_t end = monotonic_ns();
   check_outcome();
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
-    std::copy_n(call_.routing(t), layer.spec.top_k, routing.ids + uint64_t{t} * layer.spec.top_k);
-    std::copy_n(call_.weights(t), layer.spec.top_k, routing.weights + uint64_t{t} * layer.spec.top_k);
+    const uint32_t choices = call_.shape.routed_top_k();
+    std::copy_n(call_.routing(t), choices, routing.ids + uint64_t{t} * choices);
+    std::copy_n(call_.weights(t), choices, routing.weights + uint64_t{t} * choices);
   }
   return report(options, start, end);
 }
@@ -279,7 +280,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   for (uint32_t t = 0; t < o.tokens; ++t) {
     const int32_t* ids = call_.routing(t);
-    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1));
+    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1)) / call_.shape.slices;
   }
   // Joined rows were counted one by one, or, with one row a token, not at all: reported are all token blocks.
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();

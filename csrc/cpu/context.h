@@ -18,8 +18,8 @@ namespace flashmoe::cpu {
 // What a call adds to its layer.
 struct CallOptions {
   uint32_t tokens = 0;
-  std::vector<uint32_t> placement;  // [E] owner rank of each expert
-  uint32_t groups = 1;              // return groups, as far as GEMM1 has columns for them
+  host::Holders placement;  // of each of E experts
+  uint32_t groups = 1;      // return groups, as far as GEMM1 has columns for them
   OrderPolicy order;
   bool record_events = false;
   uint64_t perturbation = 0;  // seed of schedule perturbation, 0: none
@@ -36,7 +36,8 @@ struct CallReport {
   std::vector<Event> events;
 };
 
-// Where a call leaves the chosen experts (-1: dropped) and their weights, [T, K] each. Null: nowhere.
+// Where a call leaves the chosen experts (-1: dropped) and their weights, [T, K] each, or [T, K slices] of their slices.
+// Null: nowhere.
 struct RoutingOut {
   int32_t* ids = nullptr;
   float* weights = nullptr;

@@ -53,6 +53,10 @@ bool Engine::dispatch(uint32_t b) {
   {
     const Timed timed(trace_, Phase::kGate, b);
     if (!route(b, s)) return false;
+    for (uint32_t t = 0; c_.shape.slices != 1 && t < c_.tokens_in_block(b); ++t) {
+      choose_slices<CpuPlatform>(c_, (b << c_.policy.log2_block) + t, s.ids + t * c_.shape.top_k,
+                                 s.weights + t * c_.shape.top_k);
+    }
     add_shared(b, s);
   }
   const Timed timed(trace_, Phase::kDispatch, b);

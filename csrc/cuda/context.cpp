@@ -89,9 +89,10 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   const Device::Use use(device_);
   const Limits& l = common_.limits;
   const LayerSpec& spec = layer.spec;
-  if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts > l.experts ||
-      spec.top_k > l.top_k || spec.shared > l.shared || layer.placement.size() != spec.experts ||
-      element_bytes(spec.x_type) > l.x_bytes || element_bytes(spec.intermediate_type) > l.intermediate_bytes ||
+  if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts * spec.slices > l.experts ||
+      spec.top_k * spec.slices > l.top_k || spec.shared > l.shared ||
+      layer.placement.experts() != spec.experts * spec.slices || element_bytes(spec.x_type) > l.x_bytes ||
+      element_bytes(spec.intermediate_type) > l.intermediate_bytes ||
       element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }

@@ -3,18 +3,18 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "cuda/tensor_map.h"
 #include "flashmoe/protocol/call.h"
 #include "flashmoe/spec/layer.h"
+#include "host/placement.h"
 
 namespace flashmoe::cuda {
 
 // A layer as calls share it: what it is, and where everything but its tokens lies.
 struct Layer {
   LayerSpec spec;
-  std::vector<uint32_t> placement;                                             // [E] owner rank of each expert
+  host::Holders placement;                                                     // of each of E experts
   Matrix gate_up, down, router;                                                // router.data 0: routing is given
   Matrix shared_gate_up, shared_down;                                          // one matrix each; data 0: none
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0, choice_bias = 0;  // 0: none

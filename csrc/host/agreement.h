@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "flashmoe/protocol/call.h"
+#include "host/placement.h"
 
 namespace flashmoe::host {
 
@@ -12,7 +13,6 @@ namespace flashmoe::host {
 std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, uint32_t peer);
 
 // The configuration of a call of `layer` whose return groups are set. columns_per_task: of GEMM1.
-CallConfig make_config(const Call& call, const LayerSpec& layer, const std::vector<uint32_t>& placement,
-                       uint32_t columns_per_task);
+CallConfig make_config(const Call& call, const LayerSpec& layer, const Holders& placement, uint32_t columns_per_task);
 
 }  // namespace flashmoe::host

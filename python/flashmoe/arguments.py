@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -99,6 +99,10 @@ class LayerOptions(TypedDict, total=False):
     """gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H]."""
     weights_on_input: bool
     """A token's weights scale its row before the experts, instead of the experts' results."""
+    slices: int
+    """Into how many slices each expert is cut, which may be on different ranks (see `flashmoe.slices`); default 1. I is
+    a slice's, El counts slices, and a placement has an entry for each: those of expert 0, of expert 1, ... Returns are
+    ``"reduced"``. Of `down_bias` all rows must be 0 but those of first slices, since each slice adds its own."""
 
 
 class CallOptions(LayerOptions, total=False):
@@ -123,7 +127,7 @@ class Options(NamedTuple):
     top_k: int | None = None
     activation: str = "swiglu"
     renormalize: bool = True
-    placement: Sequence[int] | None = None
+    placement: placements.Placement | None = None
     capacity_factor: float | None = None
     return_mode: str | None = None
     exact: bool = False
@@ -138,6 +142,7 @@ class Options(NamedTuple):
     interleaved: bool = False
     transposed: bool = False
     weights_on_input: bool = False
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,7 @@ class Arguments:
     tokens: int
     """T."""
     layer: LayerSpec
-    owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    placement: placements.Placed
 
 
 def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options) -> Arguments:
@@ -163,31 +167,32 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
             operands[name] = as_operand(name, tensor, expected, (dtype,))
     layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
-    owners = owners_of(room, options.placement, layer.experts)
-    _check_shapes(operands, layer, tokens, owners.count(room.rank))
-    return Arguments(operands, tokens, resolved(room, layer, options, owners, tokens), owners)
+    placement = placement_of(room, options.placement, layer.parts)
+    _check_shapes(operands, layer, tokens, len(placements.local_experts(placement, room.rank)))
+    return Arguments(operands, tokens, resolved(room, layer, options, placement, tokens), placement)
 
 
-def resolved(room: Room, layer: LayerSpec, options: Options, owners: Sequence[int], tokens: int) -> LayerSpec:
+def resolved(room: Room, layer: LayerSpec, options: Options, placement: placements.Placement, tokens: int) -> LayerSpec:
     """The layer with the return mode and the capacity factor that its calls have, once they are known to fit.
 
     Raises `InvalidArgument` and `HeapError`.
     """
-    mode = resolved_return_mode(room, options.return_mode, layer.top_k)
-    check_limits(room, layer, mode, owners, tokens)
-    factor = checked_capacity(room, options.capacity_factor, layer, owners)
+    mode = resolved_return_mode(room, options.return_mode, layer.top_k, layer.slices)
+    check_limits(room, layer, mode, placement, tokens)
+    factor = checked_capacity(room, options.capacity_factor, layer, placement)
     return replace(layer, return_mode=mode, capacity_factor=factor)
 
 
 def as_plain_values(options: Options) -> Options:
-    """`options` with values of the types that PyTorch's operator takes. Raises `InvalidArgument`."""
+    """`options` with values of the types that PyTorch's operator takes, and the placement as it does. Raises
+    `InvalidArgument`."""
     options = checked_values(options)
     top_k, mode, factor, placement = options.top_k, options.return_mode, options.capacity_factor, options.placement
     if mode is not None:
         one_of("return_mode", mode, RETURN_CHOICES)
     return options._replace(
         top_k=None if top_k is None else bounded("top_k", top_k, 1, MAX_EXPERTS),
-        placement=None if placement is None else placements.as_ints(placement),
+        placement=None if placement is None else placements.flat(placements.as_placed(placement)),
         capacity_factor=None if factor is None else checked_capacity_factor(factor, None),
     )
 
@@ -203,6 +208,7 @@ def checked_values(options: Options) -> Options:
         up_offset=finite("up_offset", options.up_offset),
         routed_scale=finite("routed_scale", options.routed_scale),
         groups=bounded("groups", options.groups, 1, MAX_GROUPS),
+        slices=bounded("slices", options.slices, 1, MAX_EXPERTS),
         top_groups=None if options.top_groups is None else bounded("top_groups", options.top_groups, 1, MAX_GROUPS),
         **{
             name: truth(name, getattr(options, name))
@@ -221,30 +227,35 @@ def checked_values(options: Options) -> Options:
     return checked
 
 
-def owners_of(room: Room, placement: Sequence[int] | None, experts: int) -> tuple[int, ...]:
-    """The call's placement: the given one, else the context's where it fits, else the default."""
+def placement_of(room: Room, placement: placements.Placement | None, experts: int) -> placements.Placed:
+    """The call's placement of E experts, or of all their slices: the given one, else the context's where it fits, else
+    the default."""
     if placement is None and experts == len(room.placement):
         return room.placement
     return placements.checked(placement, experts, room.ranks)
 
 
-def resolved_return_mode(room: Room, return_mode: str | None, top_k: int) -> str:
+def resolved_return_mode(room: Room, return_mode: str | None, top_k: int, slices: int = 1) -> str:
     """Resolves the default and ``auto``: the context's mode, if it has one (that of the CUDA engine always has), else
     the one that sends fewer rows. A token's rows number K with `direct`, and at most min(K, R) with `reduced`, which
     costs one more pass over them."""
     has = room.layer.return_mode
     mode = has if return_mode is None else return_mode
     one_of("return_mode", mode, RETURN_CHOICES)
+    if slices > 1 and room.ranks == 1:
+        raise InvalidArgument(f"slices: expected 1 with one rank, got {slices}")
+    if slices > 1 and "direct" in (has, mode):
+        raise InvalidArgument("return_mode: expected 'reduced' with slices, got 'direct'")
     if mode == "auto":
         if has != "auto":
             return has
-        return "reduced" if 1 < room.ranks < top_k else "direct"
+        return "reduced" if slices > 1 or 1 < room.ranks < top_k else "direct"
     if has not in ("auto", mode):
         raise InvalidArgument(f"return_mode: expected {has!r}, the context's, got {mode!r}")
     return mode
 
 
-def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int], tokens: int) -> None:
+def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.Placement, tokens: int) -> None:
     """A call with that return mode against what the memory of the ranks' contexts was made for. Alike on all ranks but
     for T, H to K."""
     limits = room.limits
@@ -252,8 +263,8 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
         ("max_tokens", tokens),
         ("hidden", layer.hidden),
         ("intermediate", layer.intermediate),
-        ("experts", layer.experts),
-        ("top_k", layer.top_k),
+        ("experts", layer.parts),
+        ("top_k", layer.choices),
     ):
         if size > limits[name]:
             raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {size}")
@@ -268,13 +279,13 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
             f"x: expected at most {ELEMENT_BYTES[widest]} bytes an element (the context's dtype is {widest}), "
             f"got {layer.x_type}"
         )
-    most = placements.most_local(owners, room.ranks)
+    most = placements.most_local(placement, room.ranks)
     if most > limits["max_local_experts"]:
         raise HeapError(
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
-    slots = layer.top_k + layer.shared_experts if mode == "direct" else room.ranks
+    slots = layer.choices + layer.shared_experts if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
         raise HeapError(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
@@ -282,16 +293,16 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
         )
 
 
-def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, owners: Sequence[int]) -> float:
+def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, placement: placements.Placement) -> float:
     """The capacity factor as the engines take it: 0 for None."""
     most = room.layer.capacity_factor or None
     value = checked_capacity_factor(factor, most)
     if most is not None:
-        _check_rows(room, value, layer, owners)
+        _check_rows(room, value, layer, placement)
     return value
 
 
-def _check_rows(room: Room, factor: float, layer: LayerSpec, owners: Sequence[int]) -> None:
+def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placements.Placement) -> None:
     """The rows that the call may keep against what the context has room for, on any rank.
 
     Of one rank's tokens an expert keeps at most C = ceil(f T K / E) rows, and a rank's El experts El C; the context has
@@ -302,9 +313,9 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, owners: Sequence[in
     """
     library, limits = _ffi.library(), room.limits
     experts, top_k = layer.experts, layer.top_k
-    local = placements.most_local(owners, room.ranks)
+    local = placements.most_local(placement, room.ranks)
     capacity = library.expert_capacity(factor, limits["max_tokens"], top_k, experts)
-    rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": top_k, "capacity": capacity})
+    rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": layer.choices, "capacity": capacity})
     most = library.rows_of_rank(limits)
     if rows > most:
         raise HeapError(
@@ -376,11 +387,16 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
             raise InvalidArgument("top_k: expected an integer with router, got None")
         return experts, bounded("top_k", top_k, 1, experts, "E=")
     if options.placement is not None:
-        experts = len(options.placement)
+        parts = len(options.placement)
     elif room.ranks == 1:
-        experts = operands["gate_up_proj"].shape[0]
+        parts = operands["gate_up_proj"].shape[0]
     else:
-        experts = len(room.placement)
+        parts = len(room.placement)
+    experts, left = divmod(parts, options.slices)
+    if left:
+        raise InvalidArgument(
+            f"placement: expected entries for slices={options.slices} slices of each expert, got {parts} entries"
+        )
     columns = operands["topk_ids"].shape[1]
     if top_k is not None and bounded("top_k", top_k, 1, experts, "E=") != columns:
         raise InvalidArgument(f"top_k: expected {columns}, the columns of topk_ids, got {top_k!r}")
@@ -426,6 +442,7 @@ def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpe
     but for the return mode and the capacity factor."""
     _check_shared(given, options)
     same = ("activation", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input", "exact", "renormalize")
+    same += ("slices",)
     return LayerSpec(
         **fields,
         **{name: getattr(options, name) for name in same},

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from . import placement as placements
@@ -44,7 +44,7 @@ def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     """`flashmoe.moe`, where PyTorch has no part in it."""
     engine = _checked(ctx)._engine
     if options.placement is not None:
-        options = options._replace(placement=placements.as_ints(options.placement))
+        options = options._replace(placement=placements.as_placed(options.placement))
     with Call():
         return engine.call(tensors, options, trace)
 
@@ -113,10 +113,14 @@ class Context:
     shared_intermediate:
         Largest Is of a shared expert; 0: none. It is computed as Is / I experts that every token chooses, so that with
         the CUDA engine K + Is / I is at most 32.
+    slices:
+        Into how many slices calls may cut each expert (see `flashmoe.slices`). I is then a slice's, and a placement has
+        an entry for each. CUDA engine: E times this at most 1024, and K times this at most 32.
     dtype:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
     placement:
-        E ranks: who holds expert 0, 1, ... Default: contiguous shares, as even as possible.
+        Who holds expert 0, 1, ...: E entries, each a rank, or several that have a copy (see `flashmoe.placement`).
+        Default: contiguous shares, as even as possible.
     return_mode:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
         travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: the stored one (see
@@ -183,7 +187,7 @@ class Context:
         experts: int,
         top_k: int,
         dtype: str = "bfloat16",
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         return_mode: str = "auto",
         processors: int | None = None,
         capacity_factor: float | None = None,
@@ -193,6 +197,7 @@ class Context:
         profile: Mapping[str, int] | None = None,
         transport: str = "auto",
         shared_intermediate: int = 0,
+        slices: int = 1,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -214,6 +219,7 @@ class Context:
             capacity_factor=capacity_factor,
             transport=transport,
             shared_intermediate=shared_intermediate,
+            slices=slices,
         )
         self.engine = engine
         self.ranks = asked.ranks
@@ -272,13 +278,13 @@ class Context:
         dist.broadcast_object_list(names, group=group, group_src=0)
         return cls(rank=dist.get_rank(group), ranks=dist.get_world_size(group), name=names[0], **sizes)
 
-    def local_experts(self, placement: Sequence[int] | None = None) -> list[int]:
+    def local_experts(self, placement: placements.Placement | None = None) -> list[int]:
         """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement.
 
         Raises `InvalidArgument` for a placement that is none of ranks of the group.
         """
-        owners = self.placement if placement is None else placements.as_ints(placement)
-        return placements.local_experts(placements.checked(owners, len(owners), self.ranks), self.rank)
+        placed = self.placement if placement is None else placements.as_placed(placement)
+        return placements.local_experts(placements.checked(placed, len(placed), self.ranks), self.rank)
 
     @property
     def last_call(self) -> CallReport | None:

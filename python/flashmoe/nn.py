@@ -11,14 +11,24 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import LayerOptions, Options, Tensors, checked_values, layer_of, owners_of, resolved
+from .arguments import LayerOptions, Options, Tensors, checked_values, layer_of, placement_of, resolved
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
+from .slices import cut
 from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, truth
 from .torch_op import call, check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert"]
+
+
+_OF_EXPERTS = {
+    "gate_up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+    "gate_up_bias": "gate_up_proj_bias",
+    "down_bias": "down_proj_bias",
+}
+"""The names of experts' tensors: of `flashmoe.moe`, and of parameters."""
 
 
 class Router(torch.nn.Module):
@@ -48,15 +58,19 @@ class Experts(torch.nn.Module):
     `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H].
 
     ``load_state_dict`` takes each of them for these El experts, as ``state_dict`` gives it, or for all E, as
-    a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`.
+    a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`. Of a layer whose
+    experts are cut into slices, experts here are slices; whole experts are cut as they are loaded.
     """
 
     def __init__(self, ids: Sequence[int], layer: LayerSpec, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.ids = list(ids)
         """Ids of this rank's experts, ascending."""
-        self.total = layer.experts
+        self.total = layer.parts
         """E: the experts of all ranks."""
+        self._slices = layer.slices
+        self.form = {name: getattr(layer, name) for name in ("activation", "interleaved", "transposed")}
+        """What decides how their tensors are stored."""
         local = len(self.ids)
 
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -82,6 +96,7 @@ class Experts(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # `state_dict` is load_state_dict's own copy: entries may be replaced.
         local = len(self.ids)
+        state_dict |= self._cut({name: state_dict.get(prefix + name) for name in _OF_EXPERTS.values()}, prefix)
         for name, parameter in self.named_parameters(recurse=False):
             given = state_dict.get(prefix + name)
             if given is None or given.ndim != parameter.ndim:
@@ -92,6 +107,16 @@ class Experts(torch.nn.Module):
             if len(given) != local:
                 state_dict[prefix + name] = given[self.ids]
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _cut(self, given: dict[str, Tensor | None], prefix: str) -> dict[str, Tensor]:
+        """The entries for slices in place of those for whole experts; none if that is not what is given."""
+        up, down, *biases = given.values()
+        axis = 1 if self.form["transposed"] else 2
+        matrices = up is not None and down is not None and up.ndim == down.ndim == 3
+        if self._slices == 1 or not matrices or down.shape[axis] != self._slices * self.down_proj.shape[axis]:
+            return {}
+        parts = cut(self._slices, up, down, *biases, **self.form)
+        return {prefix + _OF_EXPERTS[name]: part for name, part in parts.items()}
 
 
 class SharedExpert(torch.nn.Module):
@@ -172,7 +197,7 @@ class MoE(torch.nn.Module):
         The context; it must outlive the calls. Any number of layers may share one. Parameters are made on PyTorch's
         default device: with a context of the CUDA engine, move the module to its GPU.
     hidden, intermediate, experts, top_k:
-        H, I, E and K of this layer, within the context's limits.
+        H, I, E and K of this layer, within the context's limits. With the option `slices`, I is a whole expert's.
     activation, renormalize, placement, capacity_factor, return_mode, exact, options:
         As in `flashmoe.moe`, with all of its further options.
     router_bias, choice_bias:
@@ -204,7 +229,7 @@ class MoE(torch.nn.Module):
         *,
         activation: str = "swiglu",
         renormalize: bool = True,
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         router_bias: bool = False,
         choice_bias: bool = False,
         expert_bias: bool = False,
@@ -226,7 +251,8 @@ class MoE(torch.nn.Module):
             known = ", ".join(f"torch.{name}" for name in DTYPES)
             raise InvalidArgument(f"dtype: expected one of {known}, got {dtype!r}")
         experts = bounded("experts", experts, 1, MAX_EXPERTS)
-        self.placement = None if placement is None else placements.checked(placement, experts, ctx.ranks)
+        slices = bounded("slices", options.get("slices", 1), 1, MAX_EXPERTS)
+        self.placement = None if placement is None else placements.checked(placement, experts * slices, ctx.ranks)
         of_call = {"placement": self.placement, "capacity_factor": capacity_factor, "return_mode": return_mode}
         chosen = checked_values(
             Options(top_k=top_k, activation=activation, renormalize=renormalize, exact=exact, **of_call, **options)
@@ -235,7 +261,9 @@ class MoE(torch.nn.Module):
         given = {"router"} | {name for name, wanted in biases.items() if truth(name, wanted)}
         if truth("expert_bias", expert_bias):
             given |= {"gate_up_bias", "down_bias"}
-        intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
+        intermediate, left = divmod(bounded("intermediate", intermediate, 1, MAX_WIDTH), slices)
+        if left:
+            raise InvalidArgument(f"slices: expected a divisor of I={intermediate * slices + left}, got {slices}")
         width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
         if width % intermediate:
             raise InvalidArgument(f"shared_intermediate: expected a multiple of I={intermediate}, got {width}")
@@ -254,10 +282,14 @@ class MoE(torch.nn.Module):
             **of_one_type(dtype_name),
         )
         room = room_of(ctx)
-        owners = owners_of(room, self.placement, experts)
-        mine = ctx.local_experts(owners)
-        layer = resolved(room, layer, chosen, owners, tokens=0)
-        self._options = chosen._replace(top_k=layer.top_k, capacity_factor=layer.capacity_factor or None)
+        placed = placement_of(room, self.placement, layer.parts)
+        mine = ctx.local_experts(placed)
+        layer = resolved(room, layer, chosen, placed, tokens=0)
+        self._options = chosen._replace(
+            top_k=layer.top_k,
+            capacity_factor=layer.capacity_factor or None,
+            placement=self.placement,
+        )
 
         self.gate = Router(layer.hidden, experts, bias=layer.router_bias, choice_bias=layer.choice_bias, dtype=dtype)
         self.experts = Experts(mine, layer, bias=layer.down_bias, dtype=dtype)
@@ -298,11 +330,12 @@ class MoE(torch.nn.Module):
         ctx: Context,
         layer: MoELayer,
         *,
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         capacity_factor: float | None = None,
         return_mode: str | None = None,
         exact: bool = False,
         count_load: bool = False,
+        slices: int = 1,
     ) -> MoE:
         """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
         context's engine computes: in host memory or on its GPU.
@@ -330,18 +363,16 @@ class MoE(torch.nn.Module):
                 shared_intermediate=layer.shared_intermediate,
                 shared_gate=layer.shared_gate is not None,
                 count_load=count_load,
+                slices=slices,
                 **layer.rule(),
             )
         mine = module.experts.ids
         of_router = {"weight": layer.router, "bias": layer.router_bias, "choice_bias": layer.choice_bias}
-        of_experts = {
-            "gate_up_proj": layer.gate_up_proj,
-            "down_proj": layer.down_proj,
-            "gate_up_proj_bias": layer.gate_up_bias,
-            "down_proj_bias": layer.down_bias,
-        }
+        of_experts = {name: getattr(layer, name) for name in _OF_EXPERTS}
+        if slices > 1:
+            of_experts = cut(slices, *of_experts.values(), **module.experts.form)
         weights = {f"gate.{name}": each.copy() for name, each in of_router.items() if each is not None}
-        weights |= {f"experts.{name}": each[mine] for name, each in of_experts.items() if each is not None}
+        weights |= {f"experts.{_OF_EXPERTS[name]}": each[mine] for name, each in of_experts.items() if each is not None}
         names = ("shared_expert.gate_up_proj", "shared_expert.down_proj", "shared_expert_gate.weight")
         shared = zip(names, layer.shared().values(), strict=True)
         weights |= {name: each.copy() for name, each in shared if each is not None}

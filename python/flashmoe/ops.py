@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 from .arguments import WRITTEN, CallOptions, Options, Tensors, as_plain_values
 from .context import Context, context_id, run
+from .placement import Placement
 from .spec import truth
 from .through_torch import goes_through_torch
 
@@ -26,7 +26,7 @@ def moe(
     router_bias: Any = None,
     gate_up_bias: Any = None,
     down_bias: Any = None,
-    placement: Sequence[int] | None = None,
+    placement: Placement | None = None,
     capacity_factor: float | None = None,
     return_mode: str | None = None,
     trace: bool = False,
@@ -67,7 +67,7 @@ def moe(
         The shared expert, whole on every rank: an FFN of width Is, a multiple of I, added to each of this rank's
         tokens, times ``sigmoid(shared_gate @ x[t])`` where there is a gate.
     placement, capacity_factor:
-        E ranks: who holds which expert; default: the context's for its E, else contiguous shares.
+        Who holds which expert, as for a `Context`; default: the context's for its E, else contiguous shares.
         None: dropless. Else each rank keeps, per expert, the first ``ceil(capacity_factor * (T * K) / E)`` of its
         (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and at most that.
     return_mode, trace:

@@ -128,6 +128,11 @@ def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
     return load
 
 
+def chosen_experts(ids: np.ndarray, weights: np.ndarray, slices: int) -> dict[str, np.ndarray]:
+    """The routing of a `CallReport` [T, K], from that of slices [T, K slices]."""
+    return {"topk_ids": ids[:, ::slices] // slices, "topk_weights": weights[:, ::slices]}
+
+
 def traffic(
     ids: np.ndarray,
     owners: Sequence[int],
@@ -141,8 +146,9 @@ def traffic(
 ) -> dict[str, int]:
     """The fields of a rank's `CallReport` about what crosses to other ranks.
 
-    `ids`: its routing, int [T, K]; `owners`: the rank of each expert. What it sent them: `rows` of tokens and
-    `returned` ones of results, the entries of `pairs` (token, k), and `packets`, each with its signal.
+    `ids`: its routing, int [T, K]; `owners`: for each expert, the rank to which it sends its tokens. What it sent them:
+    `rows` of tokens and `returned` ones of results, the entries of `pairs` (token, k), and `packets`, each with its
+    signal.
     """
     # An all-to-all pads every expert to the largest share that one of them gets of this rank's tokens, there and back:
     # what a capacity-based layer needs in order to drop nothing.

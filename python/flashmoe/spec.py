@@ -64,6 +64,8 @@ class LayerSpec:
     """E, of all ranks."""
     top_k: int
     """K: experts of a token."""
+    slices: int = 1
+    """Into how many slices an expert is cut, each of width I and with a place of its own."""
     activation: str = "swiglu"
     """One of `ACTIVATIONS`."""
     limit: float = math.inf
@@ -117,6 +119,16 @@ class LayerSpec:
     made for also ``auto``."""
     capacity_factor: float = 0.0
     """An expert keeps ceil(capacity_factor * (T * K) / E) of each rank's (token, k) pairs; 0: all of them."""
+
+    @property
+    def parts(self) -> int:
+        """The slices of all experts: what a placement has entries for."""
+        return self.experts * self.slices
+
+    @property
+    def choices(self) -> int:
+        """The slices of a token's experts: what is computed for it."""
+        return self.top_k * self.slices
 
     @property
     def gated(self) -> bool:

@@ -125,8 +125,8 @@ def call_error(
 
     The dtype is that of `x`. `topk_ids` and `topk_weights` [T, K] are the reference's (-1: a dropped pair).
     `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement` maps
-    each expert to its rank; `rank` is the call's own, where the shared expert is computed, slice by slice. `shape`: the
-    further options of `reference.activate`.
+    each expert to the rank that computes it for these tokens; `rank` is the call's own, where the shared expert is
+    computed, slice by slice. `shape`: the further options of `reference.activate`.
     """
     dtype = x.dtype.name
     x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))

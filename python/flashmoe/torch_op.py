@@ -1,9 +1,10 @@
 """``torch.ops.flashmoe.moe``: `flashmoe.moe` as a PyTorch operator, for `flashmoe.nn` and ``torch.compile``.
 
 Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, by name, but
-for these: the context is the integer that `context_id` gives, since an operator takes tensors and plain values;
-there is no ``trace``; and instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which
-returns what they get. (PyTorch has neither effects nor gradients for operators that write to an argument.)
+for these: since an operator takes tensors and plain values, the context is the integer that `context_id` gives, and the
+placement what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies); there is no ``trace``; and
+instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which returns what they get.
+(PyTorch has neither effects nor gradients for operators that write to an argument.)
 
 The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the
 ranks must make the same calls in the same order, so that a compiler may neither drop a call whose result this
@@ -21,10 +22,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import tensors as operands
-from .arguments import WRITTEN, Options, Tensors
+from .arguments import WRITTEN, Options, Tensors, as_plain_values
 from .context import Context, context_id, contexts, run
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext
+from .placement import from_flat
 from .through_torch import goes_through_torch
 
 __all__ = ["by_operator", "call", "check_tensors", "context_id", "moe", "moe_backward", "moe_observed"]
@@ -74,6 +76,7 @@ def _moe(
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    slices: int = 1,
 ) -> Tensor:
     return _run(locals())
 
@@ -82,6 +85,8 @@ def _run(given: Mapping[str, Any], load: Tensor | None = None, router_logits: Te
     """The call of `_moe`'s arguments."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
     options = Options(**{name: given[name] for name in Options._fields})
+    if options.placement is not None:
+        options = options._replace(placement=from_flat(options.placement))
     return run(_context(given["context"], tensors.x.shape[0]), tensors, options, False)
 
 
@@ -177,7 +182,7 @@ def call(number: int, tensors: Tensors, options: Options) -> Tensor:
     an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
         check_tensors(tensors._asdict())
-        return by_operator(number, tensors, options)
+        return by_operator(number, tensors, as_plain_values(options))
     return run(_context(number, tensors.x.shape[0]), tensors, options, False)
 
 

@@ -413,9 +413,9 @@ class Rank {
     for (uint32_t g = 0; g <= call.policy.groups; ++g) {
       call.policy.group_first[g] = static_cast<uint16_t>(call.policy.columns[kReturning] * g / call.policy.groups);
     }
-    call.placement.owner = x.owner.data();
-    call.placement.by_owner = x.by_owner.data();
-    call.placement.owner_base = x.owner_base.data();
+    const host::PlacementTables& tables = x.placement[call.rank];
+    call.placement = {
+        .owner = tables.owner.data(), .by_owner = tables.by_owner.data(), .owner_base = tables.owner_base.data()};
     call.shape.local_experts = call.owned(call.rank);
     call.config.hash =
         mix(x.epoch, x.belief);  // another one in every call: a configuration of an earlier call disagrees
@@ -529,9 +529,9 @@ class Rank {
 
   uint32_t expected_tiles(const Problem& x) const {
     std::vector<uint32_t> rows(x.experts);
-    for (const Problem::OfRank& source : x.of) {
-      for (const int32_t expert : source.routed) {
-        if (expert >= 0 && x.owner[expert] == call.rank) ++rows[expert];
+    for (uint32_t p = 0; p < x.of.size(); ++p) {
+      for (const int32_t expert : x.of[p].routed) {
+        if (expert >= 0 && x.placement[p].owner[expert] == call.rank) ++rows[expert];
       }
     }
     uint32_t tiles = 0;

@@ -133,7 +133,7 @@ std::vector<Results> run(const Work& work, uint32_t ranks, uint32_t tile_rows, u
       CallOptions o;
       o.tokens = kTokens * (p + 1) / ranks - first;
       o.order = {.gemm1_lag = 3, .raster = 2, .window = 1};
-      for (uint32_t e = 0; e < kExperts; ++e) o.placement.push_back(e / (kExperts / ranks));
+      for (uint32_t e = 0; e < kExperts; ++e) o.placement.expert(e / (kExperts / ranks));
       for (uint32_t i = 0; i < calls; ++i) {
         o.perturbation = i;
         layer.out = &all[i].out[first * kHidden * bytes];

@@ -28,6 +28,7 @@ from flashmoe.cli import device as cli_device
 from flashmoe.engines import base, cuda
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
+from flashmoe.placement import hybrid, local_experts, owners
 from flashmoe.trace import PHASES
 from flashmoe.tuning import profiles
 
@@ -1078,10 +1079,42 @@ def groups_of(rank, ranks, name, changes, cubin, environment):
         return launched()["groups"]
 
 
+def test_slices_are_experts_behind_the_gate(tmp_path):
+    """What the kernel is told of a layer of 16 experts in slices of two ranks, and what it refuses of others."""
+    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
+    with fake_world() as world, RankPool(2) as pool:
+        each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world})
+        for told, mode in pool.call(sliced_launch, [each] * 2, timeout=90):
+            assert (told["experts"], told["top_k"], told["local_experts"]) == (2 * E, 2 * K, E)
+            assert (told["intermediate"], told["return_mode"], mode) == (I // 2, 1, "reduced")
+            assert told["router"] == told["router_of_experts"]
+    for changes, message in (
+        ({"top_k": 9, "slices": 4}, "slices: expected at most 3 with K=9, got 4"),
+        ({"experts": 600}, "slices: expected at most 1 with E=600, got 2"),
+        ({"return_mode": "direct"}, "return_mode: expected 'reduced' or 'auto' with slices, got 'direct'"),
+    ):
+        with pytest.raises(flashmoe.InvalidArgument, match=message):
+            flashmoe.Context(engine="cuda", rank=0, ranks=2, name="sliced", **SIZES | {"slices": 2} | changes)
+
+
+def sliced_launch(rank, ranks, name, cubin, environment):
+    """What the kernel is told of a call with slices, and of the router of a call without; the context's mode."""
+    pretend([rank], cubin, environment)
+    settings = {"timeout": 20.0, **SIZES, "slices": 2}
+    with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
+        tensors = {"x": on_gpu(10, H), "router": on_gpu(E, H)}
+        whole = {"gate_up_proj": on_gpu(E // 2, 2 * I, H), "down_proj": on_gpu(E // 2, H, I)}
+        parts = {"gate_up_proj": on_gpu(E, I, H), "down_proj": on_gpu(E, H, I // 2)}
+        flashmoe.moe(made, **arguments(**tensors, **whole))
+        router = launched()["router"]
+        flashmoe.moe(made, **arguments(**tensors, **parts), slices=2, placement=hybrid(E, 2, 2))
+        return launched() | {"router_of_experts": router}, made.return_mode
+
+
 def account(rank, ranks, name, settings, calls, placement, folder, environment):
     """Reports of calls of so many tokens (by call, by rank), each read when all ranks have made it."""
     pretend([rank], folder / "kernel.cubin", environment)
-    held = placement.count(rank)
+    held = len(local_experts(placement, rank))
     local = {"gate_up_proj": on_gpu(held, 2 * I, H), "down_proj": on_gpu(held, H, I), "placement": placement}
     reports = []
     with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
@@ -1096,7 +1129,9 @@ def account(rank, ranks, name, settings, calls, placement, folder, environment):
 
 
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
-@pytest.mark.parametrize("placement", [[0] * 6 + [1] * 5 + [2] * 5, [2, 0, 0, 1] * 4, [0, 1] * 8])
+@pytest.mark.parametrize(
+    "placement", [[0] * 6 + [1] * 5 + [2] * 5, [2, 0, 0, 1] * 4, [0, 1] * 8, [[2, 1], 0, [1, 0, 2], 2] * 4]
+)
 def test_reports_of_several_ranks(tmp_path, mode, placement):
     calls = [(2500, 1300, 901), (0, 40, 4096), (64, 64, 64)]
     settings = {"timeout": 20.0, **SIZES, "placement": placement, "return_mode": mode}
@@ -1104,22 +1139,24 @@ def test_reports_of_several_ranks(tmp_path, mode, placement):
     with fake_world() as world, RankPool(3) as pool:
         each = (settings, calls, placement, tmp_path, {"FAKE_NVSHMEM_WORLD": world})
         told = pool.call(account, [each] * 3, timeout=90)
-    owners = np.array(placement)
+    owners_for = [np.array(owners(placement, p)) for p in range(3)]
     for i, tokens in enumerate(calls):
         ids = [(np.arange(n)[:, None] + np.arange(K)) % E for n in tokens]  # as the fake driver routes
         for rank, reports in enumerate(told):
             report, others = flashmoe.CallReport.from_dict(reports[i]), [q for q in range(3) if q != rank]
             np.testing.assert_array_equal(report.topk_ids, ids[rank])
-            load = [sum(int((each == e).sum()) for each in ids) for e in np.flatnonzero(owners == rank)]
-            tiles = sum(-(-rows // 256) for rows in load)
-            assert (report.tiles, report.tile_rows) == (tiles, sum(load))
+            here = [owners_for[p][each] == rank for p, each in enumerate(ids)]
+            mine = np.concatenate([each[where] for each, where in zip(ids, here, strict=True)])
+            load = np.bincount(mine, minlength=E)
+            tiles = int((-(-load // 256)).sum())
+            assert (report.tiles, report.tile_rows) == (tiles, len(mine))
             assert (report.tasks["gemm0"], report.tasks["gemm1"]) == (tiles, tiles)  # of one column each
-            here = [owners[each] == rank for each in ids]
             back = sum(int(here[p].sum() if mode == "direct" else here[p].any(axis=1).sum()) for p in others)
             assert report.return_rows_sent == back
-            sent = sum(int((owners[ids[rank]] == q).any(axis=1).sum()) for q in others)
+            to = owners_for[rank][ids[rank]]
+            sent = sum(int((to == q).any(axis=1).sum()) for q in others)
             assert report.rows_sent == sent
-            pairs, packets = int((owners[ids[rank]] != rank).sum()), 2 * report.tasks["gate"]
+            pairs, packets = int((to != rank).sum()), 2 * report.tasks["gate"]
             assert report.bytes_sent == (sent + back) * H * 2 + pairs * 12 + packets * 8
 
 

@@ -33,10 +33,13 @@ struct CallShape {
   // Its width in I; 0: there is none. GEMM0 has its tiles slice by slice of I columns, as tiles of an expert; GEMM1
   // contracts over all slices at once.
   uint32_t shared = 0;
+  // E and K of the gate. Its experts may be cut into slices, which are experts to all that follows: choice k of expert e
+  // then is choices k slices, k slices + 1, .., of experts e slices, e slices + 1, .. (choose_slices).
+  uint32_t gate_experts = 0, gate_top_k = 0, slices = 1;
   uint32_t capacity = 0;  // per expert and source rank; 0: dropless
   ReturnMode return_mode = ReturnMode::kDirect;
 
-  // E and K: what a router, a capacity and other ranks have to do with.
+  // Without the shared expert: what a capacity and other ranks have to do with.
   FLASHMOE_HD uint32_t routed_experts() const { return experts - shared_experts(); }
   FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared_experts(); }
   FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared_experts(); }
@@ -62,11 +65,16 @@ struct CallPolicy {
   uint64_t timeout_ns = 0;  // 0: none
 };
 
-// Owner rank and local index of each expert, and the experts each rank owns, this one's shared expert among them. (Every
+// In CallPlacement::by_owner: a local expert of another rank to which this one sends no token, but to another copy.
+inline constexpr uint32_t kElsewhere = 0xffffffffu;
+
+// Where the experts are, as this rank looks it up: each rank sends all of its tokens of an expert to one owner, even if
+// others have copies of it, which yet other ranks send theirs to. This rank's shared expert is among the experts. (Every
 // rank has one of its own, which no other knows of.)
 struct CallPlacement {
-  const uint32_t* owner = nullptr;       // [experts]
-  const uint32_t* by_owner = nullptr;    // [experts], ascending by (owner, expert)
+  const uint32_t* owner = nullptr;  // [experts] rank to which this one sends the expert's tokens
+  const uint32_t* by_owner =
+      nullptr;  // [owner_base[R]] local experts of every rank, each rank's ascending; or kElsewhere
   const uint32_t* owner_base = nullptr;  // [R + 1] where each rank's experts begin in by_owner
 };
 
@@ -111,9 +119,12 @@ struct Call {
   void set_layer(const LayerSpec& layer) {
     shape.hidden = layer.hidden;
     shape.intermediate = layer.intermediate;
+    shape.gate_experts = layer.experts;
+    shape.gate_top_k = layer.top_k;
+    shape.slices = layer.slices;
     shape.shared = layer.shared;
-    shape.experts = layer.experts + shape.shared_experts();
-    shape.top_k = layer.top_k + shape.shared_experts();
+    shape.experts = layer.experts * layer.slices + shape.shared_experts();
+    shape.top_k = layer.top_k * layer.slices + shape.shared_experts();
     memory.token_row_bytes = layer.token_row_bytes();
     memory.intermediate_row_bytes = layer.intermediate_row_bytes();
     memory.return_row_bytes = layer.return_row_bytes();

@@ -62,7 +62,7 @@ inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kI
 // Stages that the gate of a whole token block goes through.
 template <class Dtype, class Stage>
 __device__ __forceinline__ uint32_t gate_stages(const Call& c) {
-  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.routed_experts(), Stage::kFeatures) *
+  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.gate_experts, Stage::kFeatures) *
          Stage::stages(c.shape.hidden * Dtype::kBytes);
 }
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   const uint32_t tokens = c.tokens_in_block(b);
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
-    for (uint32_t e = 0; e < c.shape.routed_experts(); e += Stage::kFeatures) {
+    for (uint32_t e = 0; e < c.shape.gate_experts; e += Stage::kFeatures) {
       const BoxRows tokens_of_pass{&args.tokens, (b << c.policy.log2_block) + first, rows};
       detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false}, tokens_of_pass,
                                        c.shape.hidden * Dtype::kBytes, [] {});
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
                                               typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
                                               uint32_t tokens) {
   Accumulators<Shape> acc;
-  const uint32_t experts = c.shape.routed_experts();  // read once: to the compiler, the stores may change shared memory
+  const uint32_t experts = c.shape.gate_experts;  // read once: to the compiler, the stores may change shared memory
   const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
   for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
     FeatureBias bias[Shape::kMs];
@@ -131,10 +131,10 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
 // Every warp of the team: copies the given ids and weights to where packets are built from.
 template <class Dtype>
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
-  const uint32_t top_k = c.shape.routed_top_k();
+  const uint32_t top_k = c.shape.gate_top_k;
   const uint64_t first = uint64_t{b << c.policy.log2_block} * top_k;
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
-    const uint32_t to = i + i / top_k * c.shape.shared_experts();
+    const uint32_t to = i + i / top_k * (c.shape.top_k - top_k);
     if (args.topk_ids_64) {
       const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
       s.ids[to] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void post_bad_logits(const Call& c, Shared& s, uint32
 __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, Shared& s,
                                              const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
-  const uint32_t tokens = c.tokens_in_block(b), experts = c.shape.routed_experts(), top_k = c.shape.routed_top_k();
+  const uint32_t tokens = c.tokens_in_block(b), experts = c.shape.gate_experts, top_k = c.shape.gate_top_k;
   auto choice = [&](uint32_t t) -> TokenChoice {
     return {scratch.logits(experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
   };
@@ -196,7 +196,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     copy_given<Dtype>(args, c, b, packets);
     return true;
   }
-  with_gate<Dtype>(c.shape.routed_experts(), [&]<class Stage>() {
+  with_gate<Dtype>(c.shape.gate_experts, [&]<class Stage>() {
     // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
     const bool loads = threadIdx.x >= kFirstLoader;
     typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
@@ -210,7 +210,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
   });
   Team::team_sync();
   if (args.router_logits != nullptr) {
-    const uint32_t experts = c.shape.routed_experts();
+    const uint32_t experts = c.shape.gate_experts;
     write_logits(args.rule, args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
                  scratch.logits(experts, 0), c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
     Team::team_sync();
@@ -218,6 +218,16 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
   choose_block(args, c, s, scratch, b);
   Team::team_sync();
   return s.router_bad == 0;
+}
+
+// Every warp of the team: slices in place of the experts that the token block's tokens have chosen.
+__device__ __forceinline__ void slice_block(const Call& c, uint32_t b, const PacketScratch& s) {
+  Team::team_sync();
+#pragma unroll 1
+  for (uint32_t t = threadIdx.x; t < c.tokens_in_block(b); t += kTeamWarps * 32) {
+    const uint32_t token = (b << c.policy.log2_block) + t;
+    choose_slices<Platform>(c, token, s.ids + t * c.shape.top_k, s.weights + t * c.shape.top_k);
+  }
 }
 
 // Every warp of the team: the shared expert among the choices of the token block's tokens.
@@ -239,6 +249,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const PacketScratch packets = scratch.packets();
   trace.begin();
   if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
+  if (c.shape.slices != 1) slice_block(c, b, packets);
   if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
   trace.end(Phase::kGate, b, 0);
   trace.begin();

@@ -37,6 +37,7 @@ struct LayerSpec : AgreedLayer {
   bool transposed = false;    // the experts' matrices are [El, H, 2I or I] and [El, I, H]
   bool exact = false;         // GPU, float32: products in float32, without the tensor cores
   bool shared_gate = false;   // the shared expert's result is multiplied by the sigmoid of a row's product with x
+  uint32_t slices = 1;        // an expert is cut into so many, each of width I and with a holder of its own
   uint32_t shared = 0;        // slices of width I that the shared expert, an FFN of every token, is cut into; 0: none
   uint32_t groups = 1;        // with a router: of E / groups neighbouring experts
   uint32_t top_groups = 1;    // only these best groups' experts are chosen from
@@ -90,6 +91,7 @@ constexpr void for_each_field(LayerSpec& l, F&& f) {
   f("interleaved", l.interleaved);
   f("transposed", l.transposed);
   f("exact", l.exact);
+  f("slices", l.slices);
   f("shared", l.shared);
   f("shared_gate", l.shared_gate);
 }

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _ffi
+from .. import placement as placements
 from ..arguments import WRITTEN, Options, Tensors, check
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
-from ..report import TASK_KINDS, CallReport, traffic
+from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
 from ..tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
 from ..trace import PHASES, Event
@@ -28,7 +29,7 @@ class Prepared(NamedTuple):
     """The library's: it knows the layer, where its experts are and the order of tasks."""
     layer: LayerSpec
     owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    """For each expert, the rank to which this one sends its tokens."""
 
 
 class Ended(NamedTuple):
@@ -37,9 +38,9 @@ class Ended(NamedTuple):
     prepared: Prepared
     raw: Mapping[str, Any]
     topk_ids: np.ndarray
-    """int32 [T, K], -1 where dropped."""
+    """Slices of experts, int32 [T, K slices], -1 where dropped."""
     topk_weights: np.ndarray
-    """float32 [T, K]."""
+    """float32 [T, K slices]."""
 
 
 class CpuEngine(Engine):
@@ -65,7 +66,7 @@ class CpuEngine(Engine):
             refuse_unwritable(name, each)
         given = Tensors(*map(believed, Tensors._fields, tensors))
         prepared = self._prepared(handle, given, options)
-        tokens, top_k = given.x.shape[0], prepared.layer.top_k
+        tokens, choices = given.x.shape[0], prepared.layer.choices
         views = [None if each is None else host_view(each) for each in given.floats]
         ids = weights = None
         if given.topk_ids is not None:
@@ -75,7 +76,7 @@ class CpuEngine(Engine):
         results = believed("out", out)
         if tuple(results.shape) != tuple(given.x.shape):  # of x's attributes, which may say what its memory is not
             raise InvalidArgument(f"x: expected {list(given.x.shape)}, as its memory is, got {list(results.shape)}")
-        chosen, weighted = np.empty((tokens, top_k), np.int32), np.empty((tokens, top_k), np.float32)
+        chosen, weighted = np.empty((tokens, choices), np.int32), np.empty((tokens, choices), np.float32)
         raw = prepared.call(
             tokens,
             bool(trace),
@@ -126,8 +127,8 @@ class CpuEngine(Engine):
         }
         # Return groups (as many as there are columns for): the first columns travel while the last are computed.
         groups = 8 if args.layer.return_mode == "reduced" else 1
-        call = _ffi.library().context_layer(handle, args.layer.to_map(), list(args.owners), order, groups)
-        prepared = Prepared(call, args.layer, args.owners)
+        call = _ffi.library().context_layer(handle, args.layer.to_map(), placements.flat(args.placement), order, groups)
+        prepared = Prepared(call, args.layer, placements.owners(args.placement, self.room.rank))
         if key is not None:
             if len(self._layers) >= _MOST_LAYERS:
                 del self._layers[next(iter(self._layers))]
@@ -166,8 +167,7 @@ class CpuEngine(Engine):
         return CallReport(
             tokens=len(ids),
             return_mode=layer.return_mode,
-            topk_ids=ids,
-            topk_weights=ended.topk_weights,
+            **chosen_experts(ids, ended.topk_weights, layer.slices),
             dropped=int(raw["dropped"]),
             tasks=tasks,
             tiles=int(raw["tiles"]),

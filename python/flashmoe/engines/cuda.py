@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import _ffi, jit, nvshmem
+from .. import placement as placements
 from ..arguments import Options, Tensors, check
 from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
@@ -39,7 +40,9 @@ class Prepared:
     number: int
     layer: LayerSpec
     owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    """For each expert, the rank to which this one sends its tokens."""
+    local: int
+    """El."""
     x_bytes: int
     """Of an element of x."""
 
@@ -54,7 +57,8 @@ class CudaEngine(Engine):
         self.profile, mode = _chosen_profile(asked, profile, ordinal)
         """In what the order of tasks differs from the built-in one."""
         made_for = asked
-        if asked.layer.return_mode == "auto" and mode is not None and asked.transport != "rdma":
+        free = asked.layer.return_mode == "auto" and asked.layer.slices == 1 and asked.transport != "rdma"
+        if free and mode is not None:
             made_for = replace(asked, layer=replace(asked.layer, return_mode=mode))
         library = _ffi.library()
         nvshmem_path = nvshmem.library() if asked.ranks > 1 else ""
@@ -145,13 +149,16 @@ class CudaEngine(Engine):
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),
             layer.to_map(),
-            list(args.owners),
+            placements.flat(args.placement),
             _addresses(args.operands),
             str(jit.kernel(variant)),
             bool(trace),
             current_stream(self.device),
         )
-        return Prepared(number, layer, args.owners, ELEMENT_BYTES[layer.x_type])
+        rank = self.room.rank
+        owners = placements.owners(args.placement, rank)
+        local = len(placements.local_experts(args.placement, rank))
+        return Prepared(number, layer, owners, local, ELEMENT_BYTES[layer.x_type])
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
         """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
@@ -172,14 +179,14 @@ class CudaEngine(Engine):
         self.synchronize()
         layer, room = prepared.layer, self.room
         shared = layer.shared_experts
-        ids = np.empty((tokens, layer.top_k), np.int32)
-        weights = np.empty((tokens, layer.top_k), np.float32)
+        ids = np.empty((tokens, layer.choices), np.int32)
+        weights = np.empty((tokens, layer.choices), np.float32)
         library, handle = _ffi.library(), self.checked_handle()
         library.cuda_read_routing(handle, as_view(ids), as_view(weights))
         if room.ranks == 1:
             load, returned = expert_load([ids], layer.experts), 0
         else:
-            received = np.zeros((room.ranks, prepared.owners.count(room.rank)), np.int32)
+            received = np.zeros((room.ranks, prepared.local), np.int32)
             returned = library.cuda_read_received(handle, prepared.number, as_view(received))
             load = received.sum(axis=0)
         ended = Ended(
@@ -193,7 +200,7 @@ class CudaEngine(Engine):
             load=np.append(load, [tokens] * shared),
             returned=returned,
             block_tokens=library.cuda_token_block(
-                tokens, layer.experts + shared, layer.top_k + shared, self.processors
+                tokens, layer.parts + shared, layer.choices + shared, self.processors
             ),
             tile_rows=self._tile_rows,
             task_features=self._features,

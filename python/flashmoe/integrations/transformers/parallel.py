@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from ...checkpoint import tensor_files
 from ...context import Context
 from ...errors import CheckpointError, GroupError, InvalidArgument
-from ...placement import contiguous, local_experts
+from ...placement import checked, holders, local_experts
 from .experts import experts_modules, of_group
 from .llama4 import patch_blocks
 from .recognise import recognise
@@ -127,7 +128,10 @@ def load_parallel(
         experts = checked_modules(kind(config))[0].num_experts
     if experts < ranks:
         raise InvalidArgument(f"group: expected at most E={experts} ranks, so that each has an expert, got {ranks}")
-    mine = tuple(local_experts(contiguous(experts, ranks), rank))
+    placement = checked((context_options or {}).get("placement"), experts, ranks)
+    if idle := set(range(ranks)) - {each for entry in placement for each in holders(entry)}:
+        raise InvalidArgument(f"placement: expected each rank to have an expert, got none on {min(idle)}")
+    mine = tuple(local_experts(placement, rank))
     if options.get("dtype", config.dtype) is None:
         raise InvalidArgument(f"dtype: expected a torch.dtype, since {path}/config.json names none, got None")
     model = _together(group, lambda: _load(kind, Path(path), config, experts, mine, options).to(device))
@@ -227,6 +231,8 @@ def _join(
     modules: list[torch.nn.Module], group: Any, max_tokens: int, top_k: int, return_mode: str, options: dict[str, Any]
 ) -> Context:
     """A context for these modules, whose tensors may be of all experts or of this rank's."""
+    if options.get("slices", 1) != 1:
+        raise InvalidArgument(f"slices: expected 1, since these models' experts are not cut, got {options['slices']}")
     weights = modules[0].down_proj
     hidden, intermediate = recognise(modules[0]).sizes(modules[0])
     return Context.from_torch(
@@ -244,14 +250,13 @@ def _join(
 
 
 def _shrink(module: torch.nn.Module, mine: list[int]) -> None:
-    """Leaves an experts module the rows of its tensors that are of these experts, which follow one another."""
+    """Leaves an experts module the rows of its tensors that are of these experts."""
     named = recognise(module)
-    rows = slice(mine[0], mine[-1] + 1) if mine else slice(0)
     for name in (named.gate_up, named.down, named.gate_up_bias, named.down_bias):
         if name is not None:
             whole = getattr(module, name)
-            # A copy: a view would keep the memory of all.
-            setattr(module, name, torch.nn.Parameter(whole.detach()[rows].clone(), requires_grad=whole.requires_grad))
+            # By numbers, which copies: a view would keep the memory of all.
+            setattr(module, name, torch.nn.Parameter(whole.detach()[mine], requires_grad=whole.requires_grad))
 
 
 @cache
@@ -270,12 +275,15 @@ def _with_share(kind: type, mine: tuple[int, ...]) -> type:
 class _Rows:
     """Some rows of a tensor in a file, as the loader takes it: ``[...]`` reads them."""
 
-    def __init__(self, tensor: Any, rows: slice) -> None:
+    def __init__(self, tensor: Any, rows: tuple[int, ...]) -> None:
         self._tensor = tensor
-        self._rows = rows
+        # Those that follow one another are read at once. (Of one run all numbers are equally far from their positions.)
+        runs = [list(run) for _, run in groupby(enumerate(rows), lambda at: at[1] - at[0])]
+        self._runs = [slice(run[0][1], run[-1][1] + 1) for run in runs]
 
     def __getitem__(self, everything: Any) -> Tensor:
-        return self._tensor[self._rows]
+        parts = [self._tensor[run] for run in self._runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _share_of(path: Path, experts: int, mine: tuple[int, ...], files: ExitStack) -> Iterator[tuple[str, Any]]:
@@ -295,4 +303,4 @@ def _share_of(path: Path, experts: int, mine: tuple[int, ...], files: ExitStack)
                 f"path: expected {name} in a complete safetensors file at {file}, got {error}"
             ) from error
         of_all = _ALL_EXPERTS.search(name) and tensor.get_shape()[:1] == [experts]
-        yield name, _Rows(tensor, slice(mine[0], mine[-1] + 1)) if of_all else tensor
+        yield name, _Rows(tensor, mine) if of_all else tensor

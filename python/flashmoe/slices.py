@@ -1,0 +1,65 @@
+"""Experts that are cut into slices, which different ranks may hold: tensor parallelism within expert parallelism.
+
+An expert of width I is ``sum over n of down[:, n] @ act(gate_up[n] @ x)``, where slice n has I / slices of the columns
+of its intermediate row. So a slice is an expert of that width, and what a router chooses for a token are all slices of
+an expert, with the expert's weight. ``flashmoe.moe(..., slices=n)`` takes the tensors of slices as it takes those of
+experts: of this rank's, ascending. Slice i of expert e has the number ``e * slices + i``, and of slices is the
+placement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .errors import InvalidArgument
+from .spec import GATED, bounded
+
+
+def cut(
+    slices: int,
+    gate_up_proj: Any,
+    down_proj: Any,
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> dict[str, Any]:
+    """The tensors of experts [E, ...] as those of their slices [E slices, ...], by the names of `flashmoe.moe`.
+
+    Of NumPy or PyTorch, and as the options say. The bias of the second product is the first slice's; the others' is 0.
+    Raises `InvalidArgument` unless `slices` divides I.
+    """
+    experts, width = len(down_proj), down_proj.shape[1 if transposed else 2]
+    if width % bounded("slices", slices, 1, width):
+        raise InvalidArgument(f"slices: expected a divisor of I={width}, got {slices}")
+    halves = 2 if activation in GATED and not interleaved else 1
+
+    def columns(tensor: Any, axis: int, of: int) -> Any:
+        """`tensor` whose axis of intermediate columns, in `of` parts one behind the other, is cut."""
+        shape = tuple(tensor.shape)
+        apart = tensor.reshape(*shape[:axis], of, slices, shape[axis] // (of * slices), *shape[axis + 1 :])
+        in_front = _moved(apart, axis + 1)
+        return in_front.reshape(experts * slices, *shape[1:axis], shape[axis] // slices, *shape[axis + 1 :])
+
+    parts = {
+        "gate_up_proj": columns(gate_up_proj, 2 if transposed else 1, halves),
+        "down_proj": columns(down_proj, 1 if transposed else 2, 1),
+    }
+    if gate_up_bias is not None:
+        parts["gate_up_bias"] = columns(gate_up_bias, 1, halves)
+    if down_bias is not None:
+        shape = experts, slices, down_bias.shape[1]
+        in_parts = np.zeros(shape, down_bias.dtype) if isinstance(down_bias, np.ndarray) else down_bias.new_zeros(shape)
+        in_parts[:, 0] = down_bias
+        parts["down_bias"] = in_parts.reshape(experts * slices, -1)
+    return parts
+
+
+def _moved(tensor: Any, axis: int) -> Any:
+    """`tensor` with this axis behind the first."""
+    order = [0, axis, *(each for each in range(1, tensor.ndim) if each != axis)]
+    return tensor.permute(order) if hasattr(tensor, "permute") else tensor.transpose(order)
