@@ -149,7 +149,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 }
 
 bool Plan::few() const {
-  return is_few(args.call.shape.ranks, args.call.shape.tokens, spec.transposed);
+  return is_few(args.call.shape, element_bytes(spec.x_type), spec.transposed);
 }
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {

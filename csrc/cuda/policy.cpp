@@ -43,8 +43,12 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
   return block;
 }
 
-bool is_few(uint32_t ranks, uint32_t tokens, bool transposed) {
-  return kExpertProducts == 0 && !transposed && ranks == 1 && tokens <= kFewTokens;
+bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
+  constexpr uint32_t kMostRows = 32;  // of an expert, on average
+  const uint32_t top_k = s.routed_top_k();
+  return kExpertProducts == 0 && !transposed && s.ranks == 1 &&
+         s.tokens <= (element_bytes == 2 ? kFewTokens : kFewExactTokens) &&
+         s.tokens * (top_k + s.shared) <= kFewChoices && s.tokens * top_k <= kMostRows * s.routed_experts();
 }
 
 bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {

@@ -582,7 +582,7 @@ def test_a_sparse_tensor_is_no_layer_found_again(name):
 
 def test_layers_are_found_again(ctx, device):
     args = arguments()
-    for tokens in (1, 8, 9, 4096):
+    for tokens in (1, 8, 9, 256, 257, 4096):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(tokens, H)})
         assert (launched()["tokens"], launched()["block"]) == (tokens, 32 if tokens == 4096 else 8)
         assert (launched()["few"], launched()["geometry"]) == (tokens <= 8, 1)

@@ -5,7 +5,7 @@
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
-#include "flashmoe/gpu/few.cuh"
+#include "flashmoe/sm90/few.cuh"
 #include "flashmoe/sm90/kernel.cuh"
 
 #ifndef FLASHMOE_DTYPE
@@ -58,9 +58,10 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
 
-extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kFewThreads, 1)
+extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
     flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
-  gpu::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, *reinterpret_cast<gpu::FewShared*>(memory));
+  auto& shared = *reinterpret_cast<sm90::FewShared*>(memory);
+  sm90::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared);
 }

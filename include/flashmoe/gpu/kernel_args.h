@@ -16,14 +16,6 @@ inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may ha
 // Experts that a kernel has room for.
 inline constexpr uint32_t kMaxExperts = 1024;
 
-// The kernel of a few tokens.
-inline constexpr uint32_t kFewWarps = 12;
-inline constexpr uint32_t kFewThreads = kFewWarps * 32;
-inline constexpr uint32_t kFewChoices = kFewTokens * 32;  // K is at most 32
-inline constexpr uint32_t kFewResults = 8192;             // columns times choices: results that a block keeps at a time
-inline constexpr uint32_t kFewSharedBytes = 48 * 1024;
-static_assert(kFewChoices <= kFewThreads);
-
 // CUtensorMap, which only the host's driver calls look into.
 struct alignas(64) TensorMap {
   uint64_t words[16];
@@ -118,7 +110,7 @@ struct KernelArgs {
   RouterRule rule;
   ClampedShape clamped;
   GatedRows gated, shared_gated;  // of gate_up and of shared_gate_up
-  uint32_t few_choices;           // of a token in gpu/few.cuh: its K, and each slice of the shared expert
+  uint32_t few_choices;           // of a token in sm90/few.cuh: its K, and each slice of the shared expert
   uint32_t weights_on_input;      // 1: a row's weight scales its products with gate_up, and not its result
   HostFault* host_fault;          // in mapped host memory: written when the call failed
   uint8_t* trace;                 // [blocks] of kTraceBytesPerBlock; null: not traced

@@ -258,6 +258,9 @@ struct Call {
   FLASHMOE_HD uint64_t* logit(uint32_t token, uint32_t expert) const {
     return workspace<uint64_t>(WorkField::kLogits, token, expert);
   }
+  // Of a call of few tokens (sm90/few.cuh).
+  FLASHMOE_HD uint32_t* few_done(uint32_t unit) const { return workspace<uint32_t>(WorkField::kFewDone, unit); }
+  FLASHMOE_HD uint8_t* few_row(uint32_t row) const { return workspace<uint8_t>(WorkField::kFewRows, row); }
   FLASHMOE_HD uint32_t* joint_word(uint32_t column, uint32_t token) const {
     return workspace<uint32_t>(WorkField::kJoints, column, token);
   }

@@ -13,8 +13,12 @@ namespace flashmoe {
 
 inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
-// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: gpu/few.cuh).
-inline constexpr uint32_t kFewTokens = 8;
+// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: sm90/few.cuh).
+inline constexpr uint32_t kFewTokens = 256;
+// The most choices that they have there, those of the shared expert's slices too.
+inline constexpr uint32_t kFewChoices = 2048;
+// fp32's products there are made without the tensor cores: beyond so many tokens, more slowly than weights arrive.
+inline constexpr uint32_t kFewExactTokens = 8;
 // The columns of results are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
 
@@ -81,6 +85,11 @@ struct Limits {
   FLASHMOE_HD constexpr uint64_t max_rows() const {
     return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts();
   }
+  // Of a call of few tokens: its rows, and units of them, each some rows of an expert or of a slice of the shared one.
+  FLASHMOE_HD constexpr uint32_t few_rows() const {
+    return min_of(min_of(max_tokens, kFewTokens) * (top_k + shared), kFewChoices);
+  }
+  FLASHMOE_HD constexpr uint32_t few_units() const { return min_of(few_rows(), experts + shared + few_rows() / 64); }
   // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(all_local_experts(), max_rows());
@@ -169,6 +178,8 @@ enum class WorkField : uint32_t {
   kExpertStates,
   kReadyTiles,
   kLogits,
+  kFewDone,
+  kFewRows,
   kJoints,
   kOutOffsets,
   kOutCounts,
@@ -289,8 +300,17 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
      "[list] tiles ready for a product; what the next band leaves moves back (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
-     "[token][expert] router logits of a few tokens, each with the epoch it is of (used on a GPU)"},
+     [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts + 1, 1, 1}, 8}; },
+     "[token][expert] router logits of a few tokens, each with the epoch it is of; [token][E] the epoch in which the "
+     "token's experts are chosen (used on a GPU)"},
+    {WorkField::kFewDone, "few_done", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.ranks == 1 ? l.few_units() : 0, 1, 1, 1}, 4}; },
+     "[unit] of few tokens: warps whose part of the unit's GEMM0 is done; zero between calls (used on a GPU)"},
+    {WorkField::kFewRows, "few_rows", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{l.ranks == 1 ? l.few_rows() : 0, row_pitch(l.hidden, l.return_bytes), 1, 1}, 1};
+     },
+     "[row][H] weighted expert rows of few tokens (used on a GPU)"},
     {WorkField::kJoints, "joints", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.ranks == 1 && l.choices_per_token() > 1 ? l.columns(kReturning) : 0, l.max_tokens, 1, 1},

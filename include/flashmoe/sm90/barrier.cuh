@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
+#include "flashmoe/gpu/memory.cuh"
+
 namespace flashmoe::sm90 {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+using gpu::shared_address;
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

@@ -69,7 +69,10 @@ FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_exper
   return ceil_div(service, kClusterBlocks) * kClusterBlocks;
 }
 
-static_assert(kFewChoices <= kTileTokens);  // a few tokens' intermediate rows are the first tile's (gpu/few.cuh)
+// The kernel of a few tokens (sm90/few.cuh).
+inline constexpr uint32_t kFewWarps = 12;
+inline constexpr uint32_t kFewThreads = kFewWarps * 32;
+inline constexpr uint32_t kFewSharedBytes = kSharedBytes;
 
 // Columns of results that a task of each product has. With a gate, an intermediate column takes two rows of weights.
 constexpr std::array<uint32_t, kProducts> columns_per_task(bool gated) {

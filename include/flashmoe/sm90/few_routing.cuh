@@ -1,0 +1,328 @@
+// The routing of a few tokens (sm90/few.cuh): from logits, which blocks compute in parts, to units of rows, which every
+// block knows.
+#pragma once
+
+#include "flashmoe/sm90/few_block.cuh"
+#include "flashmoe/gpu/route.cuh"
+#include "flashmoe/gpu/shared_expert.cuh"
+
+namespace flashmoe::sm90::few {
+
+// ---- gate -----------------------------------------------------------------------------------------------------------
+
+// The products of eight experts' rows with some tokens', of which each warp has a part along H. That is the same part in
+// every call, and so are the sums' bits.
+template <class Dtype>
+__device__ __forceinline__ void gate_products(const Block& b, uint32_t expert, uint32_t token, uint32_t tokens) {
+  constexpr uint32_t kChunks = 4;  // of a lane, at a time
+  const uint32_t experts = b.c.shape.routed_experts(), chunks = b.c.shape.hidden * Dtype::kBytes / 16;
+  const uint32_t fours = ceil_div(chunks, 4u);
+  const uint32_t begin = begin_of_part(fours, b.warp(), kFewWarps) * 4;
+  const uint32_t end = min_of(begin_of_part(fours, b.warp() + 1, kFewWarps) * 4, chunks);
+  const uint8_t* const row = b.args.router_rows.row(0, min_of(expert + P::lane() / 4, experts - 1));
+  Products<Dtype, 1> sums;
+#pragma unroll 1
+  for (uint32_t first = begin + P::lane() % 4; P::ballot(first < end) != 0; first += kChunks * 4) {
+    uint4 weights[1][kChunks];
+#pragma unroll
+    for (uint32_t j = 0; j < kChunks; ++j) {
+      const uint32_t chunk = first + 4 * j;
+      weights[0][j] = chunk < end ? load_weights16(row + chunk * 16) : uint4{};
+    }
+    sums.add(weights, tokens, [&](uint32_t t, uint32_t j) {
+      const uint32_t chunk = first + 4 * j;
+      if (chunk >= end) return uint4{};
+      return load_row16(b.args.x + uint64_t{b.token_at(token + min_of(t, tokens - 1)) + chunk} * 16);
+    });
+  }
+  float* const partial = b.s.scratch.partial[b.warp()];
+  sums.finish(tokens, [&](uint32_t t, const float (&sum)[1][2]) {
+    const uint32_t at = t * kProductRows + P::lane() % 4 * 2;
+    partial[at] = sum[0][0];
+    partial[at + 1] = sum[0][1];
+  });
+}
+
+// Eight experts and some tokens are a job of a block. A logit and its call's epoch are one word, its own signal.
+template <class Dtype>
+__device__ __forceinline__ void compute_logits(const Block& b) {
+  const uint32_t experts = b.c.shape.routed_experts(), all = b.c.shape.tokens;
+  const uint32_t eights = ceil_div(experts, kProductRows);
+  // Of so many tokens that there is about one job for each block.
+  const uint32_t each =
+      min_of(Products<Dtype, 1>::kMostTokens, 16 * ceil_div(eights * ceil_div(all, 16u), gridDim.x));
+  for (uint32_t job = blockIdx.x; job < eights * ceil_div(all, each); job += gridDim.x) {
+    const uint32_t expert = job % eights * kProductRows, token = job / eights * each;
+    const uint32_t tokens = min_of(each, all - token);
+    gate_products<Dtype>(b, expert, token, tokens);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < tokens * kProductRows; i += kFewThreads) {
+      const uint32_t e = expert + i % kProductRows;
+      if (e >= experts) continue;
+      float logit = bias_at<Dtype>(b.args.router_bias, e, true);
+      for (uint32_t w = 0; w < kFewWarps; ++w) logit += b.s.scratch.partial[w][i];
+      P::store_relaxed(b.c.logit(token + i / kProductRows, e), b.epoch << 32 | __float_as_uint(logit));
+    }
+    __syncthreads();
+  }
+}
+
+// ---- choice ---------------------------------------------------------------------------------------------------------
+
+// A block decides for all tokens where they are few: cheaper than to choose once and pass it on. Else for those that are
+// its own, every gridDim-th.
+inline constexpr uint32_t kMostForAll = 8;
+
+struct Tokens {
+  uint32_t first, step, count;
+
+  __device__ __forceinline__ uint32_t operator[](uint32_t i) const { return first + i * step; }
+};
+__device__ __forceinline__ Tokens own_tokens(const Block& b) {
+  const uint32_t all = b.c.shape.tokens;
+  return {blockIdx.x, gridDim.x, blockIdx.x < all ? ceil_div(all - blockIdx.x, gridDim.x) : 0};
+}
+// Whether the choice of others' tokens is theirs.
+__device__ __forceinline__ bool shares_choices(const Block& b) {
+  return b.c.shape.tokens > kMostForAll && (b.args.topk_ids == nullptr || b.args.shared_gate != nullptr);
+}
+__device__ __forceinline__ Tokens tokens_to_decide(const Block& b) {
+  return shares_choices(b) ? own_tokens(b) : Tokens{0, 1, b.c.shape.tokens};
+}
+
+// A warp: the logits of one token, from all blocks.
+__device__ __forceinline__ void collect_logits(const Block& b, uint32_t token, float* to) {
+  constexpr uint32_t kAtOnce = 4;  // of a lane: a round trip each would take longer than all else
+  const uint32_t experts = b.c.shape.routed_experts();
+  const uint64_t* const from = b.c.logit(token, 0);
+  for (uint32_t base = P::lane(); P::ballot(base < experts) != 0; base += kAtOnce * P::kLanes) {
+    uint64_t words[kAtOnce];
+    wait_for_blocks(b, [&] {
+      bool here = true;
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) words[i] = P::load_relaxed(from + min_of(base + i * P::kLanes, experts - 1));
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) here &= words[i] >> 32 == (b.epoch & 0xffffffffu);
+      return P::ballot(!here) == 0 ? Step::kDone : Step::kIdle;
+    });
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (base + i * P::kLanes < experts) to[base + i * P::kLanes] = __uint_as_float(static_cast<uint32_t>(words[i]));
+    }
+  }
+  P::sync();
+}
+
+// Each warp for some of the tokens.
+__device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
+  const uint32_t experts = b.c.shape.routed_experts(), top_k = b.c.shape.routed_top_k();
+  const RouterRule& rule = b.args.rule;
+  float* const logits = b.s.scratch.logits + b.warp() * experts;
+  for (uint32_t i = b.warp(); i < tokens.count && b.s.failed == 0; i += kFewWarps) {
+    const uint32_t t = tokens[i];
+    collect_logits(b, t, logits);
+    if (b.args.router_logits != nullptr && t % gridDim.x == blockIdx.x) {
+      write_logits(rule, b.args.router_logits + uint64_t{t} * experts, logits, experts, P::lane(), P::kLanes);
+      P::sync();
+    }
+    const TokenChoice choice[1] = {
+        {logits, b.routing.ids + t * b.args.few_choices, b.routing.weights + t * b.args.few_choices}};
+    const bool good = rule.plain() ? choose_experts(choice, experts, top_k, rule.renormalize != 0) == 0
+                                   : choose_by_rule(rule, choice[0], experts, top_k);
+    if (good || P::lane() != 0) continue;
+    const Fault fault{.kind = FaultKind::kRouterValue, .index = t};
+    shares_choices(b) ? fail(b, fault) : fail_everywhere(b, fault);
+  }
+}
+
+// Given routing is not trusted: every block finds what is wrong with it, and block 0 posts that.
+template <class Dtype>
+__device__ __forceinline__ void take_given(const Block& b) {
+  const uint32_t top_k = b.c.shape.routed_top_k();
+  auto id_of = [&](uint32_t i) {
+    if (b.args.topk_ids_64 == 0) return static_cast<const int32_t*>(b.args.topk_ids)[i];
+    const int64_t id = static_cast<const int64_t*>(b.args.topk_ids)[i];
+    return id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
+  };
+  for (uint32_t p = threadIdx.x; p < b.c.shape.tokens * top_k; p += kFewThreads) {
+    const int32_t id = id_of(p);
+    const uint32_t choice = p + p / top_k * b.c.shape.shared;  // the token's slices lie between
+    b.routing.ids[choice] = id;
+    b.routing.weights[choice] = given_weight<Dtype>(b.args, p);
+    const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.shape.routed_experts();
+    bool twice = false;
+    for (uint32_t i = p - p % top_k; i < p; ++i) twice |= id_of(i) == id;
+    if (exists && !twice) continue;
+    fail_everywhere(b, {.kind = exists ? FaultKind::kDuplicateExpert : FaultKind::kExpertRange,
+                        .index = p / top_k,
+                        .expected = b.c.shape.routed_experts(),
+                        .seen = static_cast<uint32_t>(id)});
+  }
+}
+
+// The shared expert's slices among the choices of a token, as experts behind the routed ones. One warp.
+__device__ __forceinline__ void add_slices(const Block& b, uint32_t token, float weight) {
+  for (uint32_t n = P::lane(); n < b.c.shape.shared; n += P::kLanes) {
+    const uint32_t choice = token * b.args.few_choices + b.c.shape.routed_top_k() + n;
+    b.routing.ids[choice] = static_cast<int32_t>(b.c.shape.routed_experts() + n);
+    b.routing.weights[choice] = weight;
+  }
+}
+template <class Dtype>
+__device__ __forceinline__ void add_shared(const Block& b, const Tokens& tokens) {
+  for (uint32_t i = b.warp(); i < tokens.count; i += kFewWarps) {
+    const uint8_t* const row = b.args.x + uint64_t{b.token_at(tokens[i])} * 16;
+    add_slices(b, tokens[i], shared_weight<Dtype>(b.args, row, b.c.shape.hidden));
+  }
+}
+
+// The block's own tokens' choices, for all blocks; then those of all tokens, here. A token's are followed by its signal.
+// False if the call is over.
+__device__ __forceinline__ bool share_choices(const Block& b) {
+  const uint32_t n = b.args.few_choices, top_k = b.c.shape.routed_top_k(), experts = b.c.shape.routed_experts();
+  const Tokens own = own_tokens(b);
+  for (uint32_t i = b.warp(); i < own.count; i += kFewWarps) {
+    const uint32_t t = own[i];
+    for (uint32_t k = P::lane(); k < top_k + b.c.shape.shared_experts(); k += P::kLanes) {
+      b.c.routing(t)[k] = b.routing.ids[t * n + k];
+      b.c.weights(t)[k] = b.routing.weights[t * n + k];
+    }
+    P::sync();
+    if (P::lane() == 0) P::store_release(b.c.logit(t, experts), b.epoch, kDevice);
+  }
+  for (uint32_t base = b.warp() * P::kLanes; base < b.c.shape.tokens; base += kFewThreads) {
+    const uint32_t t = base + P::lane();
+    const uint64_t* const from = b.c.logit(t < b.c.shape.tokens ? t : base, experts);
+    wait_for_blocks(b, [&] {
+      return P::ballot(P::load_acquire(from, kDevice) != b.epoch) == 0 ? Step::kDone : Step::kIdle;
+    });
+  }
+  if (!all_well(b)) return false;
+  for (uint32_t p = threadIdx.x; p < b.choices(); p += kFewThreads) {
+    const uint32_t t = p / n, k = p % n, from = min_of(k, top_k);  // slices have one weight
+    b.routing.ids[p] = k < top_k ? b.c.routing(t)[k] : static_cast<int32_t>(experts + k - top_k);
+    b.routing.weights[p] = b.c.weights(t)[from];
+  }
+  __syncthreads();
+  return true;
+}
+
+// ---- units ----------------------------------------------------------------------------------------------------------
+
+// One warp: counts the choices of its segment for each expert. A choice's row is, for now, which of them it is.
+__device__ __forceinline__ void count_segment(const Block& b, uint32_t segment) {
+  FewRouting& s = b.routing;
+  uint16_t* const count = b.s.scratch.groups.count + segment * b.experts();
+  const uint32_t end = min_of((segment + 1) * FewScratch::kSegment, b.choices());
+  for (uint32_t base = segment * FewScratch::kSegment; base < end; base += P::kLanes) {
+    const uint32_t p = base + P::lane();
+    const bool exists = p < end;
+    const int32_t expert = exists ? s.ids[p] : -1;
+    bool last;
+    const uint32_t rank = P::rank_among_equal(static_cast<uint32_t>(expert), exists, last);
+    const uint32_t position = exists ? count[expert] + rank : 0;
+    if (exists) s.row[p] = static_cast<uint16_t>(position);
+    P::sync();
+    if (exists && last) count[expert] = static_cast<uint16_t>(position + 1);
+    P::sync();
+  }
+}
+
+__device__ __forceinline__ uint32_t kept(const Block& b, uint32_t expert, uint32_t choices) {
+  return b.c.shape.capacity == 0 || b.is_shared(expert) ? choices : min_of(choices, b.c.shape.capacity);
+}
+
+// One warp: where each expert's rows begin, and its units.
+template <class Dtype>
+__device__ __forceinline__ void number_units(const Block& b, uint32_t segments) {
+  constexpr uint32_t kMost = Products<Dtype, 1>::kMostTokens;
+  FewRouting& s = b.routing;
+  auto& groups = b.s.scratch.groups;
+  uint32_t rows = 0, units = 0, most = 0;
+  for (uint32_t base = 0; base < b.experts(); base += P::kLanes) {
+    const uint32_t e = base + P::lane();
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < segments && e < b.experts(); ++i) {
+      uint16_t& of_segment = groups.count[i * b.experts() + e];
+      const uint32_t more = of_segment;
+      of_segment = static_cast<uint16_t>(count);
+      count += more;
+    }
+    count = kept(b, e, count);
+    uint32_t total, total_units;
+    uint32_t row = rows + P::exclusive_scan(count, total);
+    uint32_t unit = units + P::exclusive_scan(ceil_div(count, kMost), total_units);
+    if (e < b.experts()) groups.first[e] = static_cast<uint16_t>(row);
+    most = max_of(most, min_of(count, kMost));
+    for (; count != 0; ++unit) {
+      const uint32_t n = min_of(count, kMost);
+      s.unit_expert[unit] = static_cast<uint16_t>(e);
+      s.unit_first[unit] = static_cast<uint16_t>(row);
+      s.unit_rows[unit] = static_cast<uint16_t>(n);
+      row += n;
+      count -= n;
+    }
+    rows += total;
+    units += total_units;
+  }
+  most = __reduce_max_sync(kFullWarp, most);
+  if (P::lane() == 0) {
+    s.rows = rows;
+    s.units = units;
+    s.most = most;
+  }
+}
+
+// All threads: gives choices their rows, but for those beyond their expert's capacity, the last in token order.
+template <class Dtype>
+__device__ __forceinline__ void group_choices(const Block& b) {
+  FewRouting& s = b.routing;
+  auto& groups = b.s.scratch.groups;
+  const uint32_t segments = ceil_div(b.choices(), FewScratch::kSegment);
+  for (uint32_t i = threadIdx.x; i < segments * b.experts(); i += kFewThreads) groups.count[i] = 0;
+  __syncthreads();
+  if (b.warp() < segments) count_segment(b, b.warp());
+  __syncthreads();
+  if (b.warp() == 0) number_units<Dtype>(b, segments);
+  __syncthreads();
+  for (uint32_t p = threadIdx.x; p < b.choices(); p += kFewThreads) {
+    const uint32_t expert = static_cast<uint32_t>(s.ids[p]);
+    const uint32_t position = s.row[p] + groups.count[p / FewScratch::kSegment * b.experts() + expert];
+    const uint32_t row = groups.first[expert] + position;
+    const bool exists = position < kept(b, expert, position + 1);
+    s.row[p] = exists ? static_cast<uint16_t>(row) : kDropped;
+    if (exists) s.choice[row] = static_cast<uint16_t>(p);
+  }
+}
+
+// All threads, when no block still reads others' choices: what the host reads of the block's own tokens.
+__device__ __forceinline__ void report_routing(const Block& b) {
+  const uint32_t top_k = b.c.shape.routed_top_k();
+  const Tokens own = own_tokens(b);
+  for (uint32_t i = threadIdx.x; i < own.count * top_k; i += kFewThreads) {
+    const uint32_t t = own[i / top_k], k = i % top_k, p = t * b.args.few_choices + k;
+    const int32_t expert = b.routing.ids[p];
+    if (b.args.load != nullptr) P::add(&b.args.load[expert], uint64_t{1});
+    b.c.routing(t)[k] = b.routing.row[p] == kDropped ? -1 : expert;
+    b.c.weights(t)[k] = b.routing.weights[p];
+  }
+}
+
+// Fills ids, weights, rows and units. False if the call is over.
+template <class Dtype>
+__device__ __forceinline__ bool route(const Block& b) {
+  const Tokens tokens = tokens_to_decide(b);
+  if (b.args.topk_ids != nullptr) {
+    take_given<Dtype>(b);
+  } else {
+    choose(b, tokens);
+  }
+  if (b.c.shape.shared != 0) add_shared<Dtype>(b, tokens);
+  if (!all_well(b)) return false;
+  if (shares_choices(b) && !share_choices(b)) return false;
+  group_choices<Dtype>(b);
+  __syncthreads();
+  return true;
+}
+
+}  // namespace flashmoe::sm90::few
