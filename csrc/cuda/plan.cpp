@@ -71,8 +71,6 @@ void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   a.shared_gate_up =
       encode(gate_up_map(spec, gate_up, spec.shared, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
   a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
-  a.shared_gate_up_rows = rows_of(gate_up);
-  a.shared_down_rows = rows_of(down);
   a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);
 }
 
@@ -85,8 +83,6 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
     a.down = encode(down_map(spec, layer.down, experts), layer.down.data, type, "down_proj");
   }
   if (spec.shared != 0) set_shared(a, layer);
-  a.gate_up_rows = rows_of(layer.gate_up);
-  a.down_rows = rows_of(layer.down);
   a.router_rows = rows_of(layer.router);
   if (layer.router.data != 0) {
     a.router = encode(router_shape(layer.router, bytes, spec.hidden, spec.experts), layer.router.data, type, "router");

@@ -44,7 +44,7 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 }
 
 bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
-  constexpr uint32_t kMostRows = 32;  // of an expert, on average
+  constexpr uint32_t kMostRows = 16;  // of an expert, on average
   const uint32_t top_k = s.routed_top_k();
   return kExpertProducts == 0 && !transposed && s.ranks == 1 &&
          s.tokens <= (element_bytes == 2 ? kFewTokens : kFewExactTokens) &&

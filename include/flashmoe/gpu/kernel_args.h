@@ -90,9 +90,8 @@ struct KernelArgs {
   TensorMap gate_up, down, router, intermediate, tokens;
   // The shared expert's, slice by slice: as gate_up and down, of so many experts.
   TensorMap shared_gate_up, shared_down;
-  // The same weights without TMA, but transposed ones: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router
-  // [1][E] of H.
-  WeightRows gate_up_rows, down_rows, router_rows, shared_gate_up_rows, shared_down_rows;
+  // The router without TMA: [1][E] rows of H.
+  WeightRows router_rows;
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)
   uint64_t x_row_bytes;

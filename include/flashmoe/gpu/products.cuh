@@ -41,7 +41,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 template <class Dtype, uint32_t kBlocks>
 class TensorProducts {
  public:
-  static constexpr uint32_t kMostTokens = 64;
+  static constexpr uint32_t kMostTokens = 32;
 
   // Adds the products with kChunks chunks of the weights; load(t, j) is chunk j of token t.
   template <uint32_t kChunks, class Load>
@@ -60,8 +60,8 @@ class TensorProducts {
 #pragma unroll
         for (uint32_t i = 0; i < kBlocks; ++i) {
           const uint4 &a = low[j], &b = high[j], &w = weights[i][j];
-          detail::mma<Dtype>(sum_[m][i], a.x, b.x, a.y, b.y, w.x, w.y);
-          detail::mma<Dtype>(sum_[m][i], a.z, b.z, a.w, b.w, w.z, w.w);
+          detail::mma<Dtype>(sum_[m][i][0], a.x, b.x, a.y, b.y, w.x, w.y);
+          detail::mma<Dtype>(sum_[m][i][1], a.z, b.z, a.w, b.w, w.z, w.w);
         }
       }
     }
@@ -77,15 +77,17 @@ class TensorProducts {
       float sums[kBlocks][2];
 #pragma unroll
       for (uint32_t i = 0; i < kBlocks; ++i) {
-        sums[i][0] = sum_[h / 2][i][h % 2 * 2];
-        sums[i][1] = sum_[h / 2][i][h % 2 * 2 + 1];
+        const auto& sum = sum_[h / 2][i];
+        sums[i][0] = sum[0][h % 2 * 2] + sum[1][h % 2 * 2];
+        sums[i][1] = sum[0][h % 2 * 2 + 1] + sum[1][h % 2 * 2 + 1];
       }
       if (token < tokens) store(token, sums);
     }
   }
 
  private:
-  float sum_[kMostTokens / 16][kBlocks][4] = {};
+  // Of each chunk's first half and of its second: half as long a chain of products that wait for one another.
+  float sum_[kMostTokens / 16][kBlocks][2][4] = {};
 };
 
 // The same of fp32, multiplied as fp32 on the CUDA cores: at 19 bytes of weights a clock and SM, a lane has 26

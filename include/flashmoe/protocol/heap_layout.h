@@ -89,7 +89,7 @@ struct Limits {
   FLASHMOE_HD constexpr uint32_t few_rows() const {
     return min_of(min_of(max_tokens, kFewTokens) * (top_k + shared), kFewChoices);
   }
-  FLASHMOE_HD constexpr uint32_t few_units() const { return min_of(few_rows(), experts + shared + few_rows() / 64); }
+  FLASHMOE_HD constexpr uint32_t few_units() const { return min_of(few_rows(), experts + shared + few_rows() / 32); }
   // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(all_local_experts(), max_rows());

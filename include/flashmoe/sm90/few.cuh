@@ -75,6 +75,8 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
     s.failed = 0;
     s.trace_events = 0;
     few::init_pipeline(s.pipeline);
+    prefetch_map(&args.gate_up);
+    prefetch_map(&args.down);
   }
   __syncthreads();
   trace.begin();

@@ -11,7 +11,7 @@
 namespace flashmoe::sm90 {
 
 // The most units of a call, and their experts with the slices of the shared one.
-inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 64;
+inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 32;
 
 // The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices: the shared expert's
 // slices are choices here. Choices that are not dropped have rows: an expert's follow one another, in token order, and so
@@ -30,7 +30,7 @@ struct FewRouting {
 struct FewScratch {
   static constexpr uint32_t kSegment = 256, kSegments = kFewChoices / kSegment;  // of choices, for a warp each
   union {
-    float partial[kFewWarps][64 * kProductRows];  // [warp][token][expert] sums of the gate's products
+    float partial[kFewWarps][32 * kProductRows];  // [warp][token][expert] sums of the gate's products
     float logits[kFewWarps * kMaxExperts];        // [token][expert]
     struct {
       uint16_t count[kSegments * kFewExperts];  // [segment][expert], choices; then those of the segments before

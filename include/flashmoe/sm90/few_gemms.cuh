@@ -16,39 +16,56 @@ struct alignas(2 * Dtype::kBytes) Pair {
 inline constexpr uint32_t kBlocks = 2;
 
 // The two chunks of a stage's k-block that a lane has, of a row: swizzled so that lanes that read together meet in no bank.
+inline constexpr uint32_t kChunks = 2;
 __device__ __forceinline__ uint4 load_chunk(uint32_t stage, uint32_t row, uint32_t j) {
-  const uint32_t chunk = P::lane() % 4 * 2 + j;
+  const uint32_t chunk = P::lane() % 4 * kChunks + j;
   return load_shared16(stage + row * kRowBytes + (chunk ^ row % 8) * 16);
 }
 
-template <class Dtype, class TheTasks>
-__device__ __forceinline__ void multiply(const Block& b, const TheTasks& tasks, const Task& task, Slot& weights_stage,
-                                         Slot& rows_stage, Products<Dtype, kBlocks>& sums) {
-  constexpr uint32_t kChunks = 2;
+// Where a consumer warp is in the two rings.
+struct Place {
+  Slot weights{kFewStages}, rows;
+};
+
+// kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied.
+template <class Dtype, uint32_t kStages>
+__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, Place& at,
+                                                Products<Dtype, kBlocks>& sums) {
   FewPipeline& p = b.s.pipeline;
-  const uint32_t rows = b.routing.unit_rows[task.unit], stage_bytes = stage_rows(b) * kRowBytes;
-  const uint32_t feature = b.warp() * kBlocks * kProductRows + P::lane() / 4;
-#pragma unroll 1
-  for (uint32_t left = tasks.stages(task.product); left != 0; --left) {
-    wait(barrier_of(p.weights_full, weights_stage), weights_stage.parity);
-    const uint32_t stage = shared_address(b.s.weights) + weights_stage.at * kFewStageBytes;
-    uint4 weights[kBlocks][kChunks];
+  const uint32_t feature = b.warp() * kBlocks * kProductRows + P::lane() / 4, stage_bytes = stage_rows(b) * kRowBytes;
+  uint4 weights[kBlocks][kStages * kChunks];
+  uint32_t from[kStages];
+  Place next = at;
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s, next.weights.advance(), next.rows.advance()) {
+    wait(barrier_of(p.weights_full, next.weights), next.weights.parity);
+    const uint32_t stage = shared_address(b.s.weights) + next.weights.at * kFewStageBytes;
 #pragma unroll
     for (uint32_t i = 0; i < kBlocks; ++i) {
 #pragma unroll
-      for (uint32_t j = 0; j < kChunks; ++j) weights[i][j] = load_chunk(stage, feature + i * kProductRows, j);
+      for (uint32_t j = 0; j < kChunks; ++j) {
+        weights[i][s * kChunks + j] = load_chunk(stage, feature + i * kProductRows, j);
+      }
     }
-    wait(barrier_of(p.rows_full, rows_stage), rows_stage.parity);
-    const uint32_t from = shared_address(b.s.rows) + rows_stage.at * stage_bytes;
-    sums.add(weights, rows, [&](uint32_t t, uint32_t j) { return load_chunk(from, t, j); });
-    P::sync();
-    if (P::lane() == 0) {
-      arrive(barrier_of(p.weights_empty, weights_stage));
-      arrive(barrier_of(p.rows_empty, rows_stage));
-    }
-    weights_stage.advance();
-    rows_stage.advance();
+    wait(barrier_of(p.rows_full, next.rows), next.rows.parity);
+    from[s] = shared_address(b.s.rows) + next.rows.at * stage_bytes;
   }
+  sums.add(weights, rows, [&](uint32_t t, uint32_t j) { return load_chunk(from[j / kChunks], t, j % kChunks); });
+  P::sync();
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s, at.weights.advance(), at.rows.advance()) {
+    if (P::lane() != 0) continue;
+    arrive(barrier_of(p.weights_empty, at.weights));
+    arrive(barrier_of(p.rows_empty, at.rows));
+  }
+}
+
+template <class Dtype>
+__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, Place& at,
+                                         Products<Dtype, kBlocks>& sums) {
+#pragma unroll 1
+  for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, rows, at, sums);
+  if (stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
 }
 
 // ---- GEMM0: intermediate rows ---------------------------------------------------------------------------------------
@@ -116,7 +133,8 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
   using TheTasks = Tasks<Dtype, is_gated(kActivation)>;
   const TheTasks tasks{b};
   FewPipeline& p = b.s.pipeline;
-  Slot handed{kFewTasks}, weights_stage{kFewStages}, rows_stage = first_rows(b);
+  Slot handed{kFewTasks};
+  Place at{.rows = first_rows(b)};
   const uint32_t q = P::lane() % 4;
   while (true) {
     const uint32_t word = next_task(b, handed);
@@ -126,10 +144,10 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
     trace.begin();
-    Products<Dtype, kBlocks> sums;
-    multiply<Dtype>(b, tasks, task, weights_stage, rows_stage, sums);
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
+    Products<Dtype, kBlocks> sums;
+    multiply<Dtype>(b, rows, tasks.stages(task.product), at, sums);
     if (task.product == 0) {
       const uint32_t column = task.tile * TheTasks::kFeatures + b.warp() * (TheTasks::kFeatures / kFewConsumers) + 2 * q;
       sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
@@ -152,7 +170,7 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
 // All warps of all blocks, when all weighted rows are stored: 16 bytes of an output row are a lane's job.
 template <class Dtype>
 __device__ __forceinline__ void sum_rows(const Block& b) {
-  constexpr uint32_t kElements = 16 / Dtype::kBytes;
+  constexpr uint32_t kElements = 16 / Dtype::kBytes, kAtOnce = 8;
   const uint32_t chunks = b.c.shape.hidden / kElements, n = b.args.few_choices;
   const uint64_t pitch = b.c.few_row(1) - b.c.few_row(0);
   const uint32_t first = (blockIdx.x + gridDim.x * b.warp()) * P::kLanes + P::lane();
@@ -160,10 +178,17 @@ __device__ __forceinline__ void sum_rows(const Block& b) {
     const uint32_t token = i / chunks, chunk = i % chunks;
     const uint8_t* const rows = b.c.few_row(0) + chunk * 16;
     float sum[kElements] = {};
-#pragma unroll 8
-    for (uint32_t p = token * n; p < (token + 1) * n; ++p) {
-      const uint32_t row = b.routing.row[p];
-      if (row != kDropped) Dtype::accumulate(sum, load_once(rows + row * pitch));
+#pragma unroll 1
+    for (uint32_t p = token * n; p < (token + 1) * n; p += kAtOnce) {
+      uint4 pieces[kAtOnce];
+#pragma unroll
+      for (uint32_t k = 0; k < kAtOnce; ++k) {
+        const uint32_t row = p + k < (token + 1) * n ? b.routing.row[p + k] : kDropped;
+        pieces[k] = uint4{};
+        if (row != kDropped) pieces[k] = load_once(rows + row * pitch);
+      }
+#pragma unroll
+      for (uint32_t k = 0; k < kAtOnce; ++k) Dtype::accumulate(sum, pieces[k]);
     }
     reinterpret_cast<uint4*>(b.args.out)[i] = Dtype::round(sum);
   }

@@ -117,15 +117,15 @@ __device__ __forceinline__ void load_weights(const Block& b) {
   Slot handed{kFewTasks}, stage{kFewStages};
   for (uint32_t i = blockIdx.x;; handed.advance()) {
     const bool exists = i < tasks.count();
-    // Taken early: the answer comes while this task is loaded.
-    const uint64_t taken = exists ? P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}) : 0;
     wait(barrier_of(p.task_empty, handed), handed.parity ^ 1);
     const Task task = tasks.task(i);
     p.task[handed.at] = exists ? task.pack() : kNoTask;
     arrive(barrier_of(p.task_full, handed));
     if (!exists) return;
     load_task_weights<Tasks<Dtype, kGated>, Dtype>(b, tasks, task, stage);
-    i = gridDim.x + static_cast<uint32_t>(taken);
+    // Not before: while the answer comes, a ring of stages is on its way, and a block that has not loaded its task should
+    // leave the next to another.
+    i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}));
   }
 }
 

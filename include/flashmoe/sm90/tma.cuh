@@ -44,6 +44,11 @@ __device__ __forceinline__ void tma_load_to_cluster(uint32_t to, const TensorMap
       : "memory");
 }
 
+// Has the copy engine fetch a map, which else its first load waits for.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // `bytes` bytes, a multiple of 16 as both addresses are, to shared memory; they complete transactions of `barrier`.
 __device__ __forceinline__ void bulk_load(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
