@@ -57,7 +57,7 @@ void check_one_gpu() {
   } expected[] = {
       {kPaper64, 16384, 128, 8, 8, false, true, {0, 8}},   {kPaper8, 16384, 128, 8, 8, false, true, {0, 8}},
       {kPaper128, 16384, 128, 8, 8, false, true, {0, 8}},  {kQwen3, 8192, 64, 6, 8, false, false, {0, 4, 8}},
-      {kQwen3, 1024, 8, 6, 8, false, false, {0, 4, 8}},    {kQwen3, 64, 8, 6, 8, false, false, {0, 8}},
+      {kQwen3, 1024, 8, 6, 8, false, false, {0, 4, 8}},    {kQwen3, 64, 8, 6, 8, true, false, {0, 8}},
       {kQwen3, 8, 8, 6, 8, true, false, {0, 8}},           {kQwen3, 1, 8, 6, 8, true, false, {0, 8}},
       {kMixtral, 8192, 64, 112, 16, false, true, {0, 16}}, {kQwen2, 8192, 64, 11, 8, false, false, {0, 4, 8}},
       {kPhi, 8192, 64, 50, 16, false, true, {0, 16}},

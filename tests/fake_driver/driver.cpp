@@ -112,7 +112,6 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"by_owner\": " << list(c.placement.by_owner, c.shape.experts)
       << ", \"owner_base\": " << list(c.placement.owner_base, 2) << ", \"gate_up\": " << described(a.gate_up)
       << ", \"down\": " << described(a.down) << ", \"router\": " << described(a.router)
-      << ", \"gate_up_rows\": " << described(a.gate_up_rows) << ", \"down_rows\": " << described(a.down_rows)
       << ", \"router_rows\": " << described(a.router_rows) << ", \"intermediate_rows\": " << described(a.intermediate)
       << ", \"token_rows\": " << described(a.tokens) << "}";
   last_launch = out.str();

@@ -22,10 +22,11 @@ namespace detail {
 template <class Dtype>
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {
-#define FLASHMOE_MMA(type)                                                                               \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
-      "{%0,%1,%2,%3};"                                                                                   \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
+#define FLASHMOE_MMA(type)                                   \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "         \
+      "{%0,%1,%2,%3};"                                       \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])       \
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
   if constexpr (std::is_same_v<Dtype, Bf16>) {
     FLASHMOE_MMA("bf16");
@@ -142,7 +143,6 @@ class ExactProducts {
 };
 
 template <class Dtype, uint32_t kBlocks>
-using Products =
-    std::conditional_t<Dtype::kBytes == 2, TensorProducts<Dtype, kBlocks>, ExactProducts<Dtype, kBlocks>>;
+using Products = std::conditional_t<Dtype::kBytes == 2, TensorProducts<Dtype, kBlocks>, ExactProducts<Dtype, kBlocks>>;
 
 }  // namespace flashmoe::gpu

@@ -19,10 +19,10 @@ inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExpert
 struct FewRouting {
   int32_t ids[kFewChoices];
   float weights[kFewChoices];
-  uint16_t row[kFewChoices];      // of a choice; kDropped
-  uint16_t choice[kFewChoices];   // of a row
-  uint32_t rows, units;           // their numbers
-  uint32_t most;                  // rows of a unit
+  uint16_t row[kFewChoices];     // of a choice; kDropped
+  uint16_t choice[kFewChoices];  // of a row
+  uint32_t rows, units;          // their numbers
+  uint32_t most;                 // rows of a unit
   uint16_t unit_expert[kFewUnits], unit_first[kFewUnits], unit_rows[kFewUnits];
 };
 

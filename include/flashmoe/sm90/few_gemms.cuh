@@ -149,7 +149,8 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     Products<Dtype, kBlocks> sums;
     multiply<Dtype>(b, rows, tasks.stages(task.product), at, sums);
     if (task.product == 0) {
-      const uint32_t column = task.tile * TheTasks::kFeatures + b.warp() * (TheTasks::kFeatures / kFewConsumers) + 2 * q;
+      const uint32_t column =
+          task.tile * TheTasks::kFeatures + b.warp() * (TheTasks::kFeatures / kFewConsumers) + 2 * q;
       sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
         store_intermediate<Dtype, kActivation>(b, expert, column, first + t, sum);
       });

@@ -2,9 +2,9 @@
 // block knows.
 #pragma once
 
-#include "flashmoe/sm90/few_block.cuh"
 #include "flashmoe/gpu/route.cuh"
 #include "flashmoe/gpu/shared_expert.cuh"
+#include "flashmoe/sm90/few_block.cuh"
 
 namespace flashmoe::sm90::few {
 
@@ -49,8 +49,7 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
   const uint32_t experts = b.c.shape.routed_experts(), all = b.c.shape.tokens;
   const uint32_t eights = ceil_div(experts, kProductRows);
   // Of so many tokens that there is about one job for each block.
-  const uint32_t each =
-      min_of(Products<Dtype, 1>::kMostTokens, 16 * ceil_div(eights * ceil_div(all, 16u), gridDim.x));
+  const uint32_t each = min_of(Products<Dtype, 1>::kMostTokens, 16 * ceil_div(eights * ceil_div(all, 16u), gridDim.x));
   for (uint32_t job = blockIdx.x; job < eights * ceil_div(all, each); job += gridDim.x) {
     const uint32_t expert = job % eights * kProductRows, token = job / eights * each;
     const uint32_t tokens = min_of(each, all - token);
@@ -100,7 +99,8 @@ __device__ __forceinline__ void collect_logits(const Block& b, uint32_t token, f
     wait_for_blocks(b, [&] {
       bool here = true;
 #pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) words[i] = P::load_relaxed(from + min_of(base + i * P::kLanes, experts - 1));
+      for (uint32_t i = 0; i < kAtOnce; ++i)
+        words[i] = P::load_relaxed(from + min_of(base + i * P::kLanes, experts - 1));
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) here &= words[i] >> 32 == (b.epoch & 0xffffffffu);
       return P::ballot(!here) == 0 ? Step::kDone : Step::kIdle;
@@ -193,9 +193,8 @@ __device__ __forceinline__ bool share_choices(const Block& b) {
   for (uint32_t base = b.warp() * P::kLanes; base < b.c.shape.tokens; base += kFewThreads) {
     const uint32_t t = base + P::lane();
     const uint64_t* const from = b.c.logit(t < b.c.shape.tokens ? t : base, experts);
-    wait_for_blocks(b, [&] {
-      return P::ballot(P::load_acquire(from, kDevice) != b.epoch) == 0 ? Step::kDone : Step::kIdle;
-    });
+    wait_for_blocks(
+        b, [&] { return P::ballot(P::load_acquire(from, kDevice) != b.epoch) == 0 ? Step::kDone : Step::kIdle; });
   }
   if (!all_well(b)) return false;
   for (uint32_t p = threadIdx.x; p < b.choices(); p += kFewThreads) {

@@ -40,7 +40,9 @@ struct Tasks {
   __device__ __forceinline__ uint32_t chunks(uint32_t product) const {
     return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * Dtype::kBytes / 16;
   }
-  __device__ __forceinline__ uint32_t stages(uint32_t product) const { return ceil_div(chunks(product), kRowBytes / 16); }
+  __device__ __forceinline__ uint32_t stages(uint32_t product) const {
+    return ceil_div(chunks(product), kRowBytes / 16);
+  }
   // Arrivals at a unit's word when all of its intermediate rows are stored.
   __device__ __forceinline__ uint32_t arrivals() const { return tiles(0) * kFewConsumers; }
 };
@@ -91,13 +93,14 @@ __device__ __forceinline__ uint32_t next_task(const Block& b, const Slot& slot) 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
 template <class TheTasks, class Dtype>
-__device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks& tasks, const Task& task, Slot& stage) {
+__device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks& tasks, const Task& task,
+                                                  Slot& stage) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t expert = b.routing.unit_expert[task.unit];
   const bool shared = b.is_shared(expert);
   const KernelArgs& a = b.args;
-  const TensorMap* const map = task.product == 0 ? (shared ? &a.shared_gate_up : &a.gate_up)
-                                                 : (shared ? &a.shared_down : &a.down);
+  const TensorMap* const map =
+      task.product == 0 ? (shared ? &a.shared_gate_up : &a.gate_up) : (shared ? &a.shared_down : &a.down);
   const uint32_t matrix = shared ? expert - b.c.shape.routed_experts() : expert;
   const uint32_t group = task.tile * (task.product == 0 ? TheTasks::kFeatures : kBoxFeatures) / kProductRows;
   for (uint32_t s = 0; s < tasks.stages(task.product); ++s, stage.advance()) {
@@ -136,9 +139,8 @@ __device__ __forceinline__ void load_weights(const Block& b) {
 __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uint32_t arrivals) {
   if (P::ballot(b.s.failed != 0) != 0) return;
   const uint32_t* const done = b.c.few_done(unit);
-  wait_for_blocks(b, [&] {
-    return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle;
-  });
+  wait_for_blocks(
+      b, [&] { return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle; });
 }
 
 // One warp: the rows of every task, each as soon as it is there. A lane has a chunk of every fourth row.
@@ -163,9 +165,8 @@ __device__ __forceinline__ void load_rows(const Block& b) {
 #pragma unroll
     for (uint32_t i = 0; i < kMost; ++i) {
       const uint32_t r = row + min_of(first + i * kRowsApart, rows - 1);
-      from[i] = task.product != 0
-                    ? b.c.intermediate_row(0, 0) + r * pitch
-                    : b.args.x + b.routing.choice[r] / b.args.few_choices * uint64_t{b.args.x_row_bytes};
+      from[i] = task.product != 0 ? b.c.intermediate_row(0, 0) + r * pitch
+                                  : b.args.x + b.routing.choice[r] / b.args.few_choices * uint64_t{b.args.x_row_bytes};
     }
     for (uint32_t s = 0; s < tasks.stages(task.product); ++s, stage.advance()) {
       const uint32_t at = s * (kRowBytes / 16) + chunk, valid = at < tasks.chunks(task.product) ? 16 : 0;
@@ -175,7 +176,8 @@ __device__ __forceinline__ void load_rows(const Block& b) {
       for (uint32_t i = 0; i < kMost; ++i) {
         if (i * kRowsApart >= rows) break;
         const uint32_t swizzled = chunk ^ (first + i * kRowsApart) % 8;
-        cp_async16_or_zero(to + i * kRowsApart * kRowBytes + swizzled * 16, from[i] + (valid != 0 ? at * 16 : 0), valid);
+        cp_async16_or_zero(to + i * kRowsApart * kRowBytes + swizzled * 16, from[i] + (valid != 0 ? at * 16 : 0),
+                           valid);
       }
       cp_async_arrive_noinc(barrier_of(p.rows_full, stage));
     }
