@@ -46,8 +46,9 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
   constexpr uint32_t kMostRows = 16;  // of an expert, on average
   const uint32_t top_k = s.routed_top_k();
-  return kExpertProducts == 0 && !transposed && s.ranks == 1 &&
-         s.tokens <= (element_bytes == 2 ? kFewTokens : kFewExactTokens) &&
+  // Several slices are choices there, in the general kernel one: more tokens are to have the bits of that.
+  const uint32_t most = element_bytes == 2 && s.shared <= 1 ? kFewTokens : kFewExactTokens;
+  return kExpertProducts == 0 && !transposed && s.ranks == 1 && s.tokens <= most &&
          s.tokens * (top_k + s.shared) <= kFewChoices && s.tokens * top_k <= kMostRows * s.routed_experts();
 }
 

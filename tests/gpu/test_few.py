@@ -73,12 +73,40 @@ def test_a_tokens_bits_do_not_depend_on_the_others(dtype):
     problem = random_problem(43, MOST[dtype], dtype=dtype, skew=3.0, **USUAL)
     with context_of(problem) as context:
         together, _ = call(context, problem)
-        for begin in (0, 3, 7, MOST[dtype] - 1):
-            for tokens in (1, 8, 40):
+        apart = torch.cat([call(context, first_tokens(problem, 1, token))[0] for token in range(MOST[dtype])])
+        for begin in (0, 3, 7, max(MOST[dtype] - 9, 0)):
+            for tokens in (7, 8, 9, 40):
                 part, _ = call(context, first_tokens(problem, tokens, begin))
-                assert torch.equal(part, together[begin : begin + tokens]), (begin, tokens)
+                expected = together if len(part) > 8 else apart
+                assert torch.equal(part, expected[begin : begin + len(part)]), (begin, tokens)
         for _ in range(100):
             assert torch.equal(call(context, problem)[0], together)
+
+
+LAYERS = {
+    "usual": USUAL,
+    "biases, GELU": {"biases": True, "activation": "gelu", **USUAL},
+    "weights on the input": {"weights_on_input": True, **USUAL},
+    "one expert a token": {**USUAL, "top_k": 1},
+    "two experts a token": {**USUAL, "top_k": 2},
+    "Qwen3-30B-A3B": SHAPES["Qwen3-30B-A3B"],
+    "odd sizes": SHAPES["odd sizes"],
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_more_than_eight_tokens_have_the_bits_of_larger_calls(dtype, layer):
+    """And fewer have them if their routing is given."""
+    problem = random_problem(52, 700, dtype=dtype, **LAYERS[layer])
+    given = random_problem(53, 700, dtype=dtype, ids="int32", **LAYERS[layer])
+    with context_of(problem) as context:
+        large = call(context, problem)[0].clone()
+        for tokens in (9, 17, 36):
+            assert torch.equal(call(context, first_tokens(problem, tokens))[0], large[:tokens]), tokens
+        large = call(context, given)[0].clone()
+        for tokens in (1, 8, 33):
+            assert torch.equal(call(context, first_tokens(given, tokens))[0], large[:tokens]), tokens
 
 
 def nan_in_x(problem: Problem) -> None:

@@ -1,9 +1,6 @@
-// Some blocks of eight rows of weights times some tokens' rows, by one warp: for calls whose time is that of reading the
-// weights.
-//
-// A lane (g, q) = (lane / 4, lane % 4) has row g of each block and, of each eight tokens, the g-th. Of either it has 16 bytes
-// of every 64, a chunk. What the tensor cores take as a fragment's k-indices are eight elements of a row in memory here: any
-// order does, as long as both operands have the same, and with this one every load is of 16 bytes and nothing is rearranged.
+// Sums of products of a few rows of weights with some tokens' rows, by one warp: for calls whose time is that of reading the
+// weights. Weights come in blocks of eight rows; a lane (g, q) = (lane / 4, lane % 4) ends with the sums of rows 2 q and
+// 2 q + 1 of each block with the g-th of each eight tokens.
 #pragma once
 
 #include <type_traits>
@@ -15,6 +12,14 @@
 namespace flashmoe::gpu {
 
 inline constexpr uint32_t kProductRows = 8;  // of a block of weights
+
+// Four 8x8 matrices of 16-bit elements, as fragments: the l-th address is that of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
 
 namespace detail {
 
@@ -38,37 +43,19 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 
 }  // namespace detail
 
-// Of 16-bit types, in fp32, by the tensor cores. A token's bits do not depend on the others.
+// By the tensor cores, in fp32. A step is 16 elements of K, in the order in which memory has them: as in the general
+// kernel, so that a row has the same bits there and here.
 template <class Dtype, uint32_t kBlocks>
-class TensorProducts {
+class TensorSums {
  public:
   static constexpr uint32_t kMostTokens = 32;
 
-  // Adds the products with kChunks chunks of the weights; load(t, j) is chunk j of token t.
-  template <uint32_t kChunks, class Load>
-  __device__ __forceinline__ void add(const uint4 (&weights)[kBlocks][kChunks], uint32_t tokens, Load&& load) {
-#pragma unroll
-    for (uint32_t m = 0; m < kMostTokens / 16; ++m) {
-      if (16 * m >= tokens) break;
-      const uint32_t token = 16 * m + Platform::lane() / 4;
-      uint4 low[kChunks], high[kChunks];
-#pragma unroll
-      for (uint32_t j = 0; j < kChunks; ++j) low[j] = load(token, j);
-#pragma unroll
-      for (uint32_t j = 0; j < kChunks; ++j) high[j] = 16 * m + 8 < tokens ? load(token + 8, j) : uint4{};
-#pragma unroll
-      for (uint32_t j = 0; j < kChunks; ++j) {
-#pragma unroll
-        for (uint32_t i = 0; i < kBlocks; ++i) {
-          const uint4 &a = low[j], &b = high[j], &w = weights[i][j];
-          detail::mma<Dtype>(sum_[m][i][0], a.x, b.x, a.y, b.y, w.x, w.y);
-          detail::mma<Dtype>(sum_[m][i][1], a.z, b.z, a.w, b.w, w.z, w.w);
-        }
-      }
-    }
+  // Adds a step's products of 16 tokens, from the m-th 16 on, with block i: fragments of mma's m16n8k16.
+  __device__ __forceinline__ void add(uint32_t m, uint32_t i, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    detail::mma<Dtype>(sum_[m][i], a[0], a[1], a[2], a[3], b0, b1);
   }
 
-  // Calls store(token, sums) for what the lane has: of each block, a token's sums with rows 2 q and 2 q + 1.
+  // Calls store(token, sums) for what the lane has.
   template <class Store>
   __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
 #pragma unroll
@@ -78,42 +65,43 @@ class TensorProducts {
       float sums[kBlocks][2];
 #pragma unroll
       for (uint32_t i = 0; i < kBlocks; ++i) {
-        const auto& sum = sum_[h / 2][i];
-        sums[i][0] = sum[0][h % 2 * 2] + sum[1][h % 2 * 2];
-        sums[i][1] = sum[0][h % 2 * 2 + 1] + sum[1][h % 2 * 2 + 1];
+        sums[i][0] = sum_[h / 2][i][h % 2 * 2];
+        sums[i][1] = sum_[h / 2][i][h % 2 * 2 + 1];
       }
       if (token < tokens) store(token, sums);
     }
   }
 
  private:
-  // Of each chunk's first half and of its second: half as long a chain of products that wait for one another.
-  float sum_[kMostTokens / 16][kBlocks][2][4] = {};
+  float sum_[kMostTokens / 16][kBlocks][4] = {};
 };
 
-// The same of fp32, multiplied as fp32 on the CUDA cores: at 19 bytes of weights a clock and SM, a lane has 26
-// instructions for each element, so that a few tokens take no longer than reading the weights.
+// By the CUDA cores, as fp32: at 19 bytes of weights a clock and SM, a lane has 26 instructions for each element of fp32, so
+// that a few tokens take no longer than reading the weights. A lane has row g of each block, and of all rows 16 bytes of
+// every 64, the q-th.
 template <class Dtype, uint32_t kBlocks>
-class ExactProducts {
+class ExactSums {
  public:
   static constexpr uint32_t kMostTokens = 8;
 
+  // Adds the products with kChunks of the lane's chunks of the weights; load(t, j) is the same chunk of token t.
   template <uint32_t kChunks, class Load>
   __device__ __forceinline__ void add(const uint4 (&weights)[kBlocks][kChunks], uint32_t tokens, Load&& load) {
+    constexpr uint32_t kElements = 16 / Dtype::kBytes;
 #pragma unroll
     for (uint32_t j = 0; j < kChunks; ++j) {
-      float w[kBlocks][4];
+      float w[kBlocks][kElements];
 #pragma unroll
       for (uint32_t i = 0; i < kBlocks; ++i) Dtype::spread(w[i], weights[i][j]);
 #pragma unroll
       for (uint32_t n = 0; n < kMostTokens; ++n) {
         if (n >= tokens) break;
-        float v[4];
+        float v[kElements];
         Dtype::spread(v, load(n, j));
 #pragma unroll
         for (uint32_t i = 0; i < kBlocks; ++i) {
 #pragma unroll
-          for (uint32_t k = 0; k < 4; ++k) sum_[i][n] = fmaf(w[i][k], v[k], sum_[i][n]);
+          for (uint32_t k = 0; k < kElements; ++k) sum_[i][n] = fmaf(w[i][k], v[k], sum_[i][n]);
         }
       }
     }
@@ -141,8 +129,5 @@ class ExactProducts {
  private:
   float sum_[kBlocks][kMostTokens] = {};
 };
-
-template <class Dtype, uint32_t kBlocks>
-using Products = std::conditional_t<Dtype::kBytes == 2, TensorProducts<Dtype, kBlocks>, ExactProducts<Dtype, kBlocks>>;
 
 }  // namespace flashmoe::gpu

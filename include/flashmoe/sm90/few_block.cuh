@@ -30,7 +30,7 @@ struct FewRouting {
 struct FewScratch {
   static constexpr uint32_t kSegment = 256, kSegments = kFewChoices / kSegment;  // of choices, for a warp each
   union {
-    float partial[kFewWarps][32 * kProductRows];  // [warp][token][expert] sums of the gate's products
+    float partial[kFewWarps][8 * kProductRows];   // [warp][token][expert] sums of the gate's products
     float logits[kFewWarps * kMaxExperts];        // [token][expert]
     struct {
       uint16_t count[kSegments * kFewExperts];  // [segment][expert], choices; then those of the segments before
@@ -77,6 +77,14 @@ namespace few {
 using P = Platform;
 
 inline constexpr uint16_t kDropped = 0xffff;
+
+// A warp has 16 of a task's 128 rows of weights, two blocks of eight.
+inline constexpr uint32_t kBlocks = 2;
+template <class Dtype>
+using Sums = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype, kBlocks>, ExactSums<Dtype, kBlocks>>;
+// Most rows of a unit.
+template <class Dtype>
+inline constexpr uint32_t kUnitRows = Sums<Dtype>::kMostTokens;
 
 // Liveness where a rank is alone and its blocks wait for one another: there is nobody else whose progress counts.
 struct NoOthers {

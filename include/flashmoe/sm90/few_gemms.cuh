@@ -12,15 +12,83 @@ struct alignas(2 * Dtype::kBytes) Pair {
   typename Dtype::Element low, high;
 };
 
-// A warp has 16 of a task's 128 rows of weights, two blocks of eight.
-inline constexpr uint32_t kBlocks = 2;
-
-// The two chunks of a stage's k-block that a lane has, of a row: swizzled so that lanes that read together meet in no bank.
-inline constexpr uint32_t kChunks = 2;
-__device__ __forceinline__ uint4 load_chunk(uint32_t stage, uint32_t row, uint32_t j) {
-  const uint32_t chunk = P::lane() % 4 * kChunks + j;
-  return load_shared16(stage + row * kRowBytes + (chunk ^ row % 8) * 16);
+// A chunk of a row of a stage: swizzled so that lanes that read together meet in no bank.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t stage, uint32_t row, uint32_t chunk) {
+  return stage + row * kRowBytes + (chunk ^ row % 8) * 16;
 }
+
+// ---- a stage's products ---------------------------------------------------------------------------------------------
+
+// What a warp has of a stage's weights; feature: its first.
+template <class Dtype>
+struct StageWeights {
+  static constexpr uint32_t kSteps = kRowBytes / 32;  // of 16 elements
+  uint32_t fragments[kBlocks][kSteps / 2][4];
+
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t feature) {
+    const uint32_t matrix = P::lane() / 8, row = P::lane() % 8;
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (uint32_t h = 0; h < kSteps / 2; ++h) {
+        load_matrices(fragments[i][h], chunk_address(stage, feature + i * kProductRows + row, 4 * h + matrix));
+      }
+    }
+  }
+  // Adds the products with the stage's rows.
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, TensorSums<Dtype, kBlocks>& sums) const {
+    const uint32_t matrix = P::lane() / 8, row = P::lane() % 8;
+#pragma unroll
+    for (uint32_t m = 0; m < kUnitRows<Dtype> / 16; ++m) {
+      if (16 * m >= rows) break;
+      const bool both = 16 * m + 8 < rows;  // eights of rows
+#pragma unroll
+      for (uint32_t h = 0; h < kSteps / 2; ++h) {
+        uint32_t a[2][4] = {};  // of two steps
+        if (both) {
+#pragma unroll
+          for (uint32_t s = 0; s < 2; ++s) {
+            load_matrices(a[s], chunk_address(stage, 16 * m + matrix % 2 * 8 + row, 4 * h + 2 * s + matrix / 2));
+          }
+        } else {
+          uint32_t all[4];
+          load_matrices(all, chunk_address(stage, 16 * m + row, 4 * h + matrix));
+          a[0][0] = all[0], a[0][2] = all[1], a[1][0] = all[2], a[1][2] = all[3];
+        }
+#pragma unroll
+        for (uint32_t s = 0; s < 2; ++s) {
+#pragma unroll
+          for (uint32_t i = 0; i < kBlocks; ++i) {
+            sums.add(m, i, a[s], fragments[i][h][2 * s], fragments[i][h][2 * s + 1]);
+          }
+        }
+      }
+    }
+  }
+};
+
+template <class Dtype>
+  requires(Dtype::kBytes == 4)  // multiplied as fp32
+struct StageWeights<Dtype> {
+  static constexpr uint32_t kChunks = kRowBytes / 64;  // of a lane
+  uint4 chunks[kBlocks][kChunks];
+
+  static __device__ __forceinline__ uint4 load_chunk(uint32_t stage, uint32_t row, uint32_t j) {
+    return load_shared16(chunk_address(stage, row, P::lane() % 4 * kChunks + j));
+  }
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t feature) {
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (uint32_t j = 0; j < kChunks; ++j) {
+        chunks[i][j] = load_chunk(stage, feature + i * kProductRows + P::lane() / 4, j);
+      }
+    }
+  }
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, ExactSums<Dtype, kBlocks>& sums) const {
+    sums.add(chunks, rows, [&](uint32_t t, uint32_t j) { return load_chunk(stage, t, j); });
+  }
+};
 
 // Where a consumer warp is in the two rings.
 struct Place {
@@ -29,28 +97,21 @@ struct Place {
 
 // kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied.
 template <class Dtype, uint32_t kStages>
-__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, Place& at,
-                                                Products<Dtype, kBlocks>& sums) {
+__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, Place& at, Sums<Dtype>& sums) {
   FewPipeline& p = b.s.pipeline;
-  const uint32_t feature = b.warp() * kBlocks * kProductRows + P::lane() / 4, stage_bytes = stage_rows(b) * kRowBytes;
-  uint4 weights[kBlocks][kStages * kChunks];
+  const uint32_t feature = b.warp() * kBlocks * kProductRows, stage_bytes = stage_rows(b) * kRowBytes;
+  StageWeights<Dtype> weights[kStages];
   uint32_t from[kStages];
   Place next = at;
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s, next.weights.advance(), next.rows.advance()) {
     wait(barrier_of(p.weights_full, next.weights), next.weights.parity);
-    const uint32_t stage = shared_address(b.s.weights) + next.weights.at * kFewStageBytes;
-#pragma unroll
-    for (uint32_t i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (uint32_t j = 0; j < kChunks; ++j) {
-        weights[i][s * kChunks + j] = load_chunk(stage, feature + i * kProductRows, j);
-      }
-    }
+    weights[s].load(shared_address(b.s.weights) + next.weights.at * kFewStageBytes, feature);
     wait(barrier_of(p.rows_full, next.rows), next.rows.parity);
     from[s] = shared_address(b.s.rows) + next.rows.at * stage_bytes;
   }
-  sums.add(weights, rows, [&](uint32_t t, uint32_t j) { return load_chunk(from[j / kChunks], t, j % kChunks); });
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s) weights[s].multiply(from[s], rows, sums);
   P::sync();
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s, at.weights.advance(), at.rows.advance()) {
@@ -61,8 +122,7 @@ __device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, P
 }
 
 template <class Dtype>
-__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, Place& at,
-                                         Products<Dtype, kBlocks>& sums) {
+__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, Place& at, Sums<Dtype>& sums) {
 #pragma unroll 1
   for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, rows, at, sums);
   if (stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
@@ -74,8 +134,8 @@ __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t
 template <class Dtype>
 __device__ __forceinline__ void scale_and_bias(const KernelArgs& args, float scale, uint32_t first, uint32_t second,
                                                float& a, float& b) {
-  a = a * scale + bias_at<Dtype>(args.gate_up_bias, first, true);
-  b = b * scale + bias_at<Dtype>(args.gate_up_bias, second, true);
+  a = __fmul_rn(a, scale) + bias_at<Dtype>(args.gate_up_bias, first, true);
+  b = __fmul_rn(b, scale) + bias_at<Dtype>(args.gate_up_bias, second, true);
 }
 
 // A block's two sums of a row: gates and ups are different blocks, else blocks are of different columns.
@@ -146,7 +206,7 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     trace.begin();
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
-    Products<Dtype, kBlocks> sums;
+    Sums<Dtype> sums;
     multiply<Dtype>(b, rows, tasks.stages(task.product), at, sums);
     if (task.product == 0) {
       const uint32_t column =

@@ -5,73 +5,177 @@
 #include "flashmoe/gpu/route.cuh"
 #include "flashmoe/gpu/shared_expert.cuh"
 #include "flashmoe/sm90/few_block.cuh"
+#include "flashmoe/sm90/tma.cuh"
 
 namespace flashmoe::sm90::few {
 
+// With so many tokens every block decides for all: cheaper than to choose once and pass it on.
+inline constexpr uint32_t kMostForAll = 8;
+static_assert(kMostForAll <= kFewExactTokens);
+
 // ---- gate -----------------------------------------------------------------------------------------------------------
 
-// The products of eight experts' rows with some tokens', of which each warp has a part along H. That is the same part in
-// every call, and so are the sums' bits.
+// A logit and its call's epoch are one word, its own signal.
+__device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint32_t expert, float logit) {
+  P::store_relaxed(b.c.logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
+}
+
+// A warp's sums of eight experts' rows, from `row` on, with at most eight tokens' over chunks [begin, end).
 template <class Dtype>
-__device__ __forceinline__ void gate_products(const Block& b, uint32_t expert, uint32_t token, uint32_t tokens) {
+  requires(Dtype::kBytes == 2)
+__device__ __forceinline__ TensorSums<Dtype, 1> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
+                                                           uint32_t end) {
   constexpr uint32_t kChunks = 4;  // of a lane, at a time
-  const uint32_t experts = b.c.shape.routed_experts(), chunks = b.c.shape.hidden * Dtype::kBytes / 16;
-  const uint32_t fours = ceil_div(chunks, 4u);
-  const uint32_t begin = begin_of_part(fours, b.warp(), kFewWarps) * 4;
-  const uint32_t end = min_of(begin_of_part(fours, b.warp() + 1, kFewWarps) * 4, chunks);
-  const uint8_t* const row = b.args.router_rows.row(0, min_of(expert + P::lane() / 4, experts - 1));
-  Products<Dtype, 1> sums;
+  const uint8_t* const x = b.args.x + uint64_t{b.token_at(min_of(P::lane() / 4, b.c.shape.tokens - 1))} * 16;
+  TensorSums<Dtype, 1> sums;
 #pragma unroll 1
   for (uint32_t first = begin + P::lane() % 4; P::ballot(first < end) != 0; first += kChunks * 4) {
-    uint4 weights[1][kChunks];
+    uint4 w[kChunks], v[kChunks];
 #pragma unroll
     for (uint32_t j = 0; j < kChunks; ++j) {
       const uint32_t chunk = first + 4 * j;
-      weights[0][j] = chunk < end ? load_weights16(row + chunk * 16) : uint4{};
+      w[j] = v[j] = uint4{};
+      if (chunk < end) w[j] = load_weights16(row + chunk * 16), v[j] = load_row16(x + chunk * 16);
     }
-    sums.add(weights, tokens, [&](uint32_t t, uint32_t j) {
-      const uint32_t chunk = first + 4 * j;
-      if (chunk >= end) return uint4{};
-      return load_row16(b.args.x + uint64_t{b.token_at(token + min_of(t, tokens - 1)) + chunk} * 16);
+#pragma unroll
+    for (uint32_t j = 0; j < kChunks; ++j) {
+      sums.add(0, 0, {v[j].x, 0, v[j].y, 0}, w[j].x, w[j].y);
+      sums.add(0, 0, {v[j].z, 0, v[j].w, 0}, w[j].z, w[j].w);
+    }
+  }
+  return sums;
+}
+template <class Dtype>
+  requires(Dtype::kBytes == 4)
+__device__ __forceinline__ ExactSums<Dtype, 1> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
+                                                          uint32_t end) {
+  ExactSums<Dtype, 1> sums;
+#pragma unroll 2
+  for (uint32_t chunk = begin + P::lane() % 4; chunk < end; chunk += 4) {
+    const uint4 weights[1][1] = {{load_weights16(row + chunk * 16)}};
+    sums.add(weights, b.c.shape.tokens, [&](uint32_t t, uint32_t) {
+      return load_row16(b.args.x + uint64_t{b.token_at(t) + chunk} * 16);
     });
   }
+  return sums;
+}
+
+// Where every block decides for all tokens, time is that of a round trip: the warps of a block have parts of H each of eight
+// experts' rows, and add up what they have in a fixed order.
+template <class Dtype>
+__device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expert) {
+  const uint32_t experts = b.c.shape.routed_experts(), tokens = b.c.shape.tokens;
+  const uint32_t chunks = b.c.shape.hidden * Dtype::kBytes / 16, fours = ceil_div(chunks, 4u);
+  const uint32_t begin = begin_of_part(fours, b.warp(), kFewWarps) * 4;
+  const uint32_t end = min_of(begin_of_part(fours, b.warp() + 1, kFewWarps) * 4, chunks);
+  const auto sums =
+      sum_chunks<Dtype>(b, b.args.router_rows.row(0, min_of(expert + P::lane() / 4, experts - 1)), begin, end);
   float* const partial = b.s.scratch.partial[b.warp()];
   sums.finish(tokens, [&](uint32_t t, const float (&sum)[1][2]) {
     const uint32_t at = t * kProductRows + P::lane() % 4 * 2;
     partial[at] = sum[0][0];
     partial[at + 1] = sum[0][1];
   });
+  __syncthreads();
+  const uint32_t i = threadIdx.x, e = expert + i % kProductRows;
+  if (i < tokens * kProductRows && e < experts) {
+    float logit = bias_at<Dtype>(b.args.router_bias, e, true);
+    for (uint32_t w = 0; w < kFewWarps; ++w) logit += b.s.scratch.partial[w][i];
+    store_logit(b, i / kProductRows, e, logit);
+  }
+  __syncthreads();
 }
 
-// Eight experts and some tokens are a job of a block. A logit and its call's epoch are one word, its own signal.
+// What a block computes at a time of more tokens' logits: those of eight experts for some tokens, a warp for each 16. Their
+// rows lie in shared memory, as many bytes of each as there is room for, swizzled like a stage's.
+struct LogitJob {
+  uint32_t expert, token, tokens;
+
+  __device__ __forceinline__ uint32_t rows() const { return kProductRows + tokens; }
+};
+inline constexpr uint32_t kLogitTokens = 16;  // of a warp
+
+// All threads: the rows' bytes from `first` on, `bytes` of each, `pitch` apart. Experts' rows, then tokens'.
 template <class Dtype>
-__device__ __forceinline__ void compute_logits(const Block& b) {
-  const uint32_t experts = b.c.shape.routed_experts(), all = b.c.shape.tokens;
-  const uint32_t eights = ceil_div(experts, kProductRows);
-  // Of so many tokens that there is about one job for each block.
-  const uint32_t each = min_of(Products<Dtype, 1>::kMostTokens, 16 * ceil_div(eights * ceil_div(all, 16u), gridDim.x));
-  for (uint32_t job = blockIdx.x; job < eights * ceil_div(all, each); job += gridDim.x) {
-    const uint32_t expert = job % eights * kProductRows, token = job / eights * each;
-    const uint32_t tokens = min_of(each, all - token);
-    gate_products<Dtype>(b, expert, token, tokens);
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < tokens * kProductRows; i += kFewThreads) {
-      const uint32_t e = expert + i % kProductRows;
-      if (e >= experts) continue;
-      float logit = bias_at<Dtype>(b.args.router_bias, e, true);
-      for (uint32_t w = 0; w < kFewWarps; ++w) logit += b.s.scratch.partial[w][i];
-      P::store_relaxed(b.c.logit(token + i / kProductRows, e), b.epoch << 32 | __float_as_uint(logit));
+__device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& job, uint32_t first, uint32_t bytes,
+                                                uint32_t pitch) {
+  const uint32_t chunks = pitch / 16;
+  for (uint32_t i = threadIdx.x; i < job.rows() * chunks; i += kFewThreads) {
+    const uint32_t r = i / chunks, chunk = i % chunks;
+    const uint8_t* const row =
+        r < kProductRows
+            ? b.args.router_rows.row(0, min_of(job.expert + r, b.c.shape.routed_experts() - 1))
+            : b.args.x + uint64_t{b.token_at(job.token + r - kProductRows)} * 16;
+    const bool exists = chunk * 16 < bytes;
+    cp_async16_or_zero(shared_address(b.s.weights) + r * pitch + (chunk ^ r % 8) * 16,
+                       row + (exists ? first + chunk * 16 : 0), exists ? 16 : 0);
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+}
+
+// All threads. Steps of 16 elements of H in their order: the bits of the general kernel.
+template <class Dtype>
+__device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob& job) {
+  const uint32_t all = b.c.shape.hidden * Dtype::kBytes;
+  constexpr uint32_t kRoom = sizeof(FewShared::weights);
+  const uint32_t pitch = min_of(align_up(all, kRowBytes), kRoom / job.rows() / kRowBytes * kRowBytes);
+  const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, first_token = b.warp() * kLogitTokens;
+  const uint32_t weights = shared_address(b.s.weights) + row * pitch;
+  // Where a token does not exist, another one's row: no sum but its own has it.
+  const uint32_t x_row = min_of(kProductRows + first_token + matrix % 2 * 8 + row, job.rows() - 1);
+  const uint32_t x = shared_address(b.s.weights) + x_row * pitch;
+  TensorSums<Dtype, 1> sums;
+#pragma unroll 1
+  for (uint32_t first = 0; first < all; first += pitch) {
+    load_logit_rows<Dtype>(b, job, first, min_of(pitch, all - first), pitch);
+    if (first_token < job.tokens) {
+#pragma unroll 4
+      for (uint32_t chunk = 0; chunk < pitch / 16; chunk += 4) {  // two steps
+        uint32_t w[4], a[2][4];
+        load_matrices(w, weights + ((chunk + matrix) ^ row) * 16);
+#pragma unroll
+        for (uint32_t s = 0; s < 2; ++s) {
+          load_matrices(a[s], x + ((chunk + 2 * s + matrix / 2) ^ x_row % 8) * 16);
+          sums.add(0, 0, a[s], w[2 * s], w[2 * s + 1]);
+        }
+      }
     }
     __syncthreads();
+  }
+  if (first_token >= job.tokens) return;
+  sums.finish(min_of(kLogitTokens, job.tokens - first_token), [&](uint32_t t, const float (&sum)[1][2]) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t e = job.expert + P::lane() % 4 * 2 + i;
+      if (e >= b.c.shape.routed_experts()) continue;
+      store_logit(b, job.token + first_token + t, e, sum[0][i] + bias_at<Dtype>(b.args.router_bias, e, true));
+    }
+  });
+}
+
+// All of the call's logits, by all blocks together.
+template <class Dtype>
+__device__ __forceinline__ void compute_logits(const Block& b) {
+  const uint32_t all = b.c.shape.tokens, eights = ceil_div(b.c.shape.routed_experts(), kProductRows);
+  if (all <= kMostForAll) {
+    for (uint32_t i = blockIdx.x; i < eights; i += gridDim.x) compute_few_logits<Dtype>(b, i * kProductRows);
+    return;
+  }
+  if constexpr (Dtype::kBytes == 2) {  // of fp32 there are no more tokens
+    // Of so many tokens that there is about one job for each block.
+    const uint32_t each = kLogitTokens * min_of(kFewWarps, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x));
+    for (uint32_t i = blockIdx.x; i < eights * ceil_div(all, each); i += gridDim.x) {
+      const uint32_t token = i / eights * each;
+      compute_logits_of<Dtype>(b, {i % eights * kProductRows, token, min_of(each, all - token)});
+    }
+    fence_proxy_async_shared();  // the copy engine writes there next
   }
 }
 
 // ---- choice ---------------------------------------------------------------------------------------------------------
 
-// A block decides for all tokens where they are few: cheaper than to choose once and pass it on. Else for those that are
-// its own, every gridDim-th.
-inline constexpr uint32_t kMostForAll = 8;
-
+// A block decides for all tokens where they are at most kMostForAll, else for those that are its own, every gridDim-th.
 struct Tokens {
   uint32_t first, step, count;
 
@@ -234,7 +338,7 @@ __device__ __forceinline__ uint32_t kept(const Block& b, uint32_t expert, uint32
 // One warp: where each expert's rows begin, and its units.
 template <class Dtype>
 __device__ __forceinline__ void number_units(const Block& b, uint32_t segments) {
-  constexpr uint32_t kMost = Products<Dtype, 1>::kMostTokens;
+  constexpr uint32_t kMost = kUnitRows<Dtype>;
   FewRouting& s = b.routing;
   auto& groups = b.s.scratch.groups;
   uint32_t rows = 0, units = 0, most = 0;

@@ -146,7 +146,7 @@ __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uin
 // One warp: the rows of every task, each as soon as it is there. A lane has a chunk of every fourth row.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_rows(const Block& b) {
-  constexpr uint32_t kRowsApart = 4, kMost = Products<Dtype, 1>::kMostTokens / kRowsApart;
+  constexpr uint32_t kRowsApart = 4, kMost = kUnitRows<Dtype> / kRowsApart;
   const Tasks<Dtype, kGated> tasks{b};
   FewPipeline& p = b.s.pipeline;
   const uint32_t first = P::lane() / 8, chunk = P::lane() % 8, stage_bytes = stage_rows(b) * kRowBytes;
