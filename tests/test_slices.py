@@ -187,6 +187,16 @@ def _module(
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **sliced.limits()) as context, torch.no_grad():
         if how == "a layer":
             module = MoE.from_layer(context, layer, **placed)
+        elif how == "its part of a layer":
+            cut_up = replace(layer, slices=sliced.slices, **{name: getattr(sliced, name) for name in OF_EXPERTS})
+            part = cut_up.with_experts(local_experts(sliced.placement, rank))
+            module = MoE.from_layer(context, part, placement=sliced.placement)
+            others = cut_up.with_experts(local_experts(sliced.placement, 1 - rank))
+            for refused, slices in ((others, 1), (part, 3), (layer.with_experts([0, 1, 2, 3, 4, 5]), 2)):
+                with pytest.raises(
+                    InvalidArgument, match=r"^(layer: expected one of slices|slices: expected 2, as the)"
+                ):
+                    MoE.from_layer(context, refused, placement=sliced.placement, slices=slices)
         else:
             module = MoE(context, **sizes, **placed, expert_bias=True, router_bias=True)
             missing = module.load_state_dict(state)
@@ -199,7 +209,7 @@ def _module(
         return module(torch.from_numpy(sliced.x[rank])).numpy()
 
 
-@pytest.mark.parametrize("how", ["a layer", "a state dict", "its own state"])
+@pytest.mark.parametrize("how", ["a layer", "its part of a layer", "a state dict", "its own state"])
 def test_a_module_cuts_what_it_loads(how: str):
     """Of two ranks each has as many slices as there are experts."""
     whole = random_problem(12, [30, 20], **SIZES, biases=(True, True, True))
@@ -277,6 +287,32 @@ def test_bad_routing_is_named_as_the_caller_has_it(ranks: Ranks, id: int, messag
     whole.topk_ids[1][3] = [id, 2, 1]
     with pytest.raises(RankFailed, match=f"topk_ids: expected .*{message} for token 3 of rank 1"):
         ranks.call(Sliced.of(whole, 2, hybrid(6, 2, 2)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_later_slice_brings_no_bias_of_the_second_product(dtype: str):
+    whole = random_problem(10, [5, 5], **SIZES, biases=(False, False, True), dtype=dtype)
+    sliced = Sliced.of(whole, 2, hybrid(6, 2, 2))
+    good = sliced.down_bias.copy()
+    sliced.down_bias[7, 3] = -0.5  # slice 1 of expert 3, the fourth of rank 1
+    with RankPool(2) as pool:
+        messages, *results = zip(*pool.call(_call_again, [(sliced, good)] * 2, timeout=6 * PATIENCE), strict=True)
+    assert messages[0] == ""
+    assert messages[1] == "down_bias: expected 0 but for first slices, got -0.5 in row 3, of slice 1 of expert 3"
+    sliced.down_bias = good
+    check(whole, sliced, [Outcome(y, report) for y, report in zip(*results, strict=True)])
+
+
+def _call_again(rank: int, ranks: int, name: str, sliced: Sliced, bias: np.ndarray) -> tuple[str, Any, Any]:
+    """A rank that is refused calls again, as it should have; the other waits for that."""
+    message = ""
+    with flashmoe.Context(rank=rank, ranks=ranks, name=name, **sliced.limits()) as context:
+        if rank == 1:
+            with pytest.raises(InvalidArgument) as caught:
+                flashmoe.moe(context, **sliced.arguments(rank))
+            message = str(caught.value)
+        sliced.down_bias = bias
+        return message, flashmoe.moe(context, **sliced.arguments(rank)), context.last_call
 
 
 # ---- Cutting -------------------------------------------------------------------------------------------------

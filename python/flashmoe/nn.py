@@ -341,16 +341,21 @@ class MoE(torch.nn.Module):
         context's engine computes: in host memory or on its GPU.
 
         `layer` comes from `flashmoe.checkpoint.load_layer` and decides the sizes, the rule of its router, what its
-        experts compute, and the dtype. What the layer has `left_out` the module has not. The other parameters and the
-        errors are those of the class.
+        experts compute, and the dtype. What the layer has `left_out` the module has not. It may be this rank's part
+        alone, or cut into slices already, which then need not be said once more. The other parameters and the errors
+        are those of the class.
         """
         if layer.own_router:
             raise InvalidArgument(f"layer: expected a router that flashmoe.moe computes, got {layer.own_router}")
+        is_cut = layer.slices != 1
+        if is_cut and slices not in (1, layer.slices):
+            raise InvalidArgument(f"slices: expected {layer.slices}, as the layer is cut, got {slices!r}")
+        how = layer.rule() if is_cut else layer.rule() | {"slices": slices}
         with torch.device("meta"):  # the parameters are about to be replaced
             module = cls(
                 ctx,
                 layer.hidden,
-                layer.intermediate,
+                layer.intermediate * layer.slices,
                 layer.experts,
                 placement=placement,
                 router_bias=layer.router_bias is not None,
@@ -363,13 +368,20 @@ class MoE(torch.nn.Module):
                 shared_intermediate=layer.shared_intermediate,
                 shared_gate=layer.shared_gate is not None,
                 count_load=count_load,
-                slices=slices,
-                **layer.rule(),
+                **how,
             )
         mine = module.experts.ids
         of_router = {"weight": layer.router, "bias": layer.router_bias, "choice_bias": layer.choice_bias}
         of_experts = {name: getattr(layer, name) for name in _OF_EXPERTS}
-        if slices > 1:
+        if layer.held is not None:
+            if list(layer.held) != mine or (slices > 1 and not is_cut):
+                what = "slices" if module.experts.total > layer.experts else "experts"
+                raise InvalidArgument(
+                    f"layer: expected one of {what} {mine}, this rank's, got one of {list(layer.held)}"
+                    + (", which are not cut" if slices > 1 and not is_cut else "")
+                )
+            mine = list(range(len(mine)))
+        if slices > 1 and not is_cut:
             of_experts = cut(slices, *of_experts.values(), **module.experts.form)
         weights = {f"gate.{name}": each.copy() for name, each in of_router.items() if each is not None}
         weights |= {f"experts.{_OF_EXPERTS[name]}": each[mine] for name, each in of_experts.items() if each is not None}
