@@ -284,7 +284,7 @@ class MoE(torch.nn.Module):
         room = room_of(ctx)
         placed = placement_of(room, self.placement, layer.parts)
         mine = ctx.local_experts(placed)
-        layer = resolved(room, layer, chosen, placed, tokens=0)
+        self._layer = layer = resolved(room, layer, chosen, placed, tokens=0)
         self._options = chosen._replace(
             top_k=layer.top_k,
             capacity_factor=layer.capacity_factor or None,
@@ -394,6 +394,23 @@ class MoE(torch.nn.Module):
         if module.load is not None:
             module.load = torch.zeros_like(module.load, device=device)
         return module
+
+    def move(self, placement: placements.Placement | None, group: Any = None) -> None:
+        """Moves the experts, or their slices, to where `placement` wants them (None: to where the context's has them),
+        and calls them there from then on. Collective: see `flashmoe.placement.move`, with the same `group` and errors.
+
+        Parameters are new ones. Raises `HeapError`, before anything is moved, where the context has no room for it.
+        """
+        experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
+        chosen = None if placement is None else placements.checked(placement, parts, room.ranks)
+        before, after = (placement_of(room, each, parts) for each in (self.placement, chosen))
+        resolved(room, self._layer, self._options, after, tokens=0)
+        held = dict(experts.named_parameters(recurse=False))
+        for name, tensor in placements.move(held, before, after, group).items():
+            setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=held[name].requires_grad))
+        experts.ids = self.ctx.local_experts(after)
+        self.placement = chosen
+        self._options = self._options._replace(placement=chosen)
 
     def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for this rank's tokens.

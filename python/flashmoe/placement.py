@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _ffi
 from .errors import InvalidArgument
 from .spec import MAX_EXPERTS, MAX_RANKS, bounded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Placement = Sequence[int | Sequence[int]]
 """An entry for each expert: a rank, or several."""
@@ -93,6 +96,40 @@ def rank_loads(placement: Placement, load: Sequence[float] | np.ndarray, ranks: 
     for rank, of_rank in enumerate(by_source):
         np.add.at(total, list(owners(placement, rank)), of_rank)
     return total
+
+
+def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, group: Any = None) -> dict[str, Tensor]:
+    """This rank's tensors of experts for the placement `after`, from those that the ranks have by `before`.
+
+    Collective over `group`. An expert comes from a rank that has it, from its holders in turn where several need it;
+    what a rank keeps is copied. It takes the memory of both shares, and of nothing else: 64 experts of one tensor are
+    on their way at a time, straight to their places.
+
+    Parameters
+    ----------
+    tensors:
+        By any names, the same on every rank: PyTorch tensors [El, ...], where El are this rank's experts by `before`,
+        ascending, such as weights and biases of `flashmoe.moe`. Of experts in slices they are the slices'.
+    before, after:
+        Placements of the same experts, or of the same slices.
+    group:
+        A ``torch.distributed`` process group whose backend sends tensors of this device, and whose timeout is for how
+        long ranks wait for one another; default: all ranks. Its ranks are those of the placements.
+
+    Returns
+    -------
+    New tensors [El, ...] by the same names, of this rank's experts by `after`.
+
+    Raises
+    ------
+    InvalidArgument
+        A placement or a tensor of this rank is not as above. The other ranks raise `GroupError`, which names it.
+    GroupError
+        The ranks disagree on placements, names, shapes or types. Nothing is sent then.
+    """
+    from .moving import move as over_torch
+
+    return over_torch(tensors, before, after, group)
 
 
 def owners(placement: Placement, rank: int) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ...checkpoint import tensor_files
 from ...context import Context
-from ...errors import CheckpointError, GroupError, InvalidArgument
+from ...errors import CheckpointError, InvalidArgument
 from ...limits import checked_slices
+from ...moving import together
 from ...placement import checked, holders, local_experts
 from ...shares import Cut, Share
 from .experts import experts_modules, of_group
@@ -177,21 +178,10 @@ def _load(
 
 
 def _together(group: Any, load: Callable[[], Any]) -> Any:
-    """What `load` returns, once all ranks have loaded: they take their time, and one that fails must not be waited for
-    as one that is late. Raises its error, or `GroupError` where it is another rank's."""
-    result = error = None
-    try:
-        result = load()
-    except Exception as raised:
-        error = raised
-    errors: list[str | None] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", group)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(errors):
-        if other is not None:
-            raise GroupError(f"rank {rank}: expected it to load its share of the model, got {other}")
-    return result
+    """What `load` returns, once all ranks have loaded: they take their time."""
+    loaded = []
+    together(group, lambda: loaded.append(load()), "load its share of the model")
+    return loaded[0]
 
 
 def checked_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
