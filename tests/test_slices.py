@@ -20,7 +20,17 @@ from flashmoe.tolerance import call_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layer_options import EXPERTS, WITH_SHARED
-from problems import DTYPES, PATIENCE, SHAPE_OPTIONS, Outcome, Problem, Ranks, _fused_routing, random_problem
+from problems import (
+    DEFAULT_TILE,
+    DTYPES,
+    PATIENCE,
+    SHAPE_OPTIONS,
+    Outcome,
+    Problem,
+    Ranks,
+    _fused_routing,
+    random_problem,
+)
 from test_properties import EXAMPLES
 
 SIZES = {"hidden": 48, "intermediate": 24, "experts": 6, "top_k": 3}
@@ -112,44 +122,96 @@ def test_layers(ranks: Ranks, layer: dict[str, Any], count: int, tensor: int):
     check(whole, sliced, ranks.call(sliced, tile=(16, 8)))
 
 
+SPLITS = [(count, tensor) for count in (2, 4, 8) for tensor in (1, 2, 4, 8) if tensor <= count]
+"""Ranks, and how many of them share an expert."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "tensor"), SPLITS)
+def test_every_split(ranks: Ranks, count: int, tensor: int, dtype: str):
+    """Expert times tensor parallelism: with biases and a capacity, uneven batches, and ranks that have none."""
+    tokens = [40, 0, 7, 33, 1, 0, 19, 150][:count]
+    sizes = {"hidden": 40, "intermediate": 32, "experts": 8, "top_k": 3, "skew": 3.0}
+    for options in ({"biases": (True, True, True)}, {"capacity_factor": 0.5}):
+        whole = random_problem(count * tensor, tokens, **sizes, **options, dtype=dtype)
+        sliced = Sliced.of(whole, tensor, hybrid(8, count, tensor))
+        outcomes = ranks.call(sliced, tile=(16, 8))
+        check(whole, sliced, outcomes)
+        check_traffic(sliced, outcomes)
+
+
 @st.composite
-def sliced_problems(draw) -> tuple[Problem, Sliced, int]:
-    """Any placement of slices, with copies."""
-    count, slices = draw(st.integers(2, 8)), draw(st.integers(2, 4))
+def sliced_problems(draw) -> tuple[Problem, Sliced, dict[str, Any]]:
+    """Any split and any placement of slices, with copies: uneven, and with ranks that hold nothing."""
+    count = draw(st.sampled_from([2, 4, 8]) | st.integers(2, 8))
+    slices = draw(st.sampled_from([n for n in range(2, count + 1) if count % n == 0]) | st.integers(2, 8))
     experts = draw(st.integers(1, 12))
     rank = st.integers(0, count - 1)
     entry = rank | st.lists(rank, min_size=1, max_size=count, unique=True)
     whole = random_problem(
         draw(st.integers(0, 2**32 - 1)),
-        draw(st.lists(st.integers(0, 150), min_size=count, max_size=count)),
+        draw(st.lists(st.just(0) | st.integers(0, 150), min_size=count, max_size=count)),
         hidden=draw(st.integers(1, 96)),
-        intermediate=slices * draw(st.integers(1, 32)),
+        intermediate=slices * draw(st.integers(1, 24)),
         experts=experts,
         top_k=draw(st.integers(1, experts)),
         dtype=draw(st.sampled_from(list(DTYPES))),
         fused=draw(st.booleans()),
-        skew=draw(st.sampled_from([0.0, 3.0])),
+        skew=draw(st.sampled_from([0.0, 3.0, 50.0])),
         biases=draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
         capacity_factor=draw(st.none() | st.floats(0.1, 2.0)),
         activation=draw(st.sampled_from(["swiglu", "gelu"])),
+        transposed=draw(st.booleans()),
     )
-    placement = draw(st.lists(entry, min_size=experts * slices, max_size=experts * slices))
-    return whole, Sliced.of(whole, slices, placement), draw(st.just(0) | st.integers(1, 2**31 - 1))
+    anywhere = st.lists(entry, min_size=experts * slices, max_size=experts * slices)
+    if count % slices == 0:
+        anywhere |= st.just(list(hybrid(experts, count, slices)))
+    how = {
+        "perturb": [draw(st.just(0) | st.integers(1, 2**31 - 1))],
+        "tile": draw(st.sampled_from([DEFAULT_TILE, (8, 16)]) | st.tuples(st.integers(4, 128), st.integers(4, 200))),
+    }
+    return whole, Sliced.of(whole, slices, draw(anywhere)), how
 
 
 @pytest.mark.timeout(0)
-@settings(max_examples=max(1, EXAMPLES // 5), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(sliced_problems())
-def test_any_placement_of_slices(ranks: Ranks, drawn: tuple[Problem, Sliced, int]):
-    whole, sliced, perturb = drawn
-    check(whole, sliced, ranks.call(sliced, perturb=[perturb]))
+def test_any_placement_of_slices(ranks: Ranks, drawn: tuple[Problem, Sliced, dict[str, Any]]):
+    whole, sliced, how = drawn
+    outcomes = ranks.call(sliced, **how)
+    check(whole, sliced, outcomes)
+    check_traffic(sliced, outcomes)
+
+
+def check_traffic(sliced: Sliced, outcomes: list[Outcome]) -> None:
+    """What crossed between ranks, by definition: a token's row goes once to each other rank that holds any slice of any
+    of its experts, and one row comes back from there; besides, 12 bytes for each slice, and a signal a packet."""
+    n, row = sliced.slices, sliced.x[0].shape[1] * sliced.x[0].itemsize
+    sent = np.zeros((len(outcomes), len(outcomes)), np.int64)  # [from, to] tokens
+    entries = np.zeros_like(sent)
+    for rank, outcome in enumerate(outcomes):
+        holder = np.array(sliced.destinations(rank))
+        for chosen in outcome.report.topk_ids:
+            kept = chosen[chosen >= 0]
+            to = np.concatenate([holder[kept * n + i] for i in range(n)])
+            np.add.at(entries[rank], to, 1)
+            sent[rank, np.unique(to)] += 1
+    for each in (sent, entries):
+        np.fill_diagonal(each, 0)
+    for rank, outcome in enumerate(outcomes):
+        report = outcome.report
+        assert report.rows_sent == sent[rank].sum()
+        assert report.return_rows_sent == sent[:, rank].sum()
+        packets = report.tasks["gate"] * (len(outcomes) - 1)
+        rows = report.rows_sent + report.return_rows_sent
+        assert report.bytes_sent == rows * row + 12 * entries[rank].sum() + 8 * packets
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_whatever_the_schedule(ranks: Ranks, dtype: str):
     whole = random_problem(5, TOKENS, **SIZES, dtype=dtype)
     sliced = Sliced.of(whole, 2, hybrid(6, 4, 2))
-    runs = ranks.calls([sliced] * 12, perturb=list(range(12)), tile=(8, 16))
+    runs = ranks.calls([sliced] * 50, perturb=list(range(50)), tile=(8, 16))
     check(whole, sliced, runs[0])
     assert len({tuple(outcome.y.tobytes() for outcome in run) for run in runs}) == 1
 

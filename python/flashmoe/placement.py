@@ -55,7 +55,8 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
     ranks:
         R.
     copies:
-        How many experts there may be besides the E: the busiest get copies. Each takes an expert's weights on a rank.
+        How many experts there may be besides the E: the busiest get copies, as far as that helps. Each takes an
+        expert's weights on a rank.
 
     Returns
     -------
@@ -68,21 +69,34 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
     """
     loads = _checked_load(load)
     ranks = bounded("ranks", ranks, 1, MAX_RANKS)
-    counts = _copies_of(loads, ranks, bounded("copies", copies, 0, len(loads) * (ranks - 1)))
+    left = bounded("copies", copies, 0, len(loads) * (ranks - 1))
+    # A copy takes a place: where loads are even, more of them may leave the ranks less alike.
+    default = contiguous(len(loads), ranks)
+    found = [(float(np.bincount(default, loads, ranks).max()), 0, default)]
+    while True:
+        found.append(_placed_with(loads, ranks, left))
+        if left == 0:
+            return min(found, key=lambda each: each[:2])[2]
+        left //= 2
+
+
+def _placed_with(loads: np.ndarray, ranks: int, copies: int) -> tuple[float, int, Placed]:
+    """What the fullest rank has, how many copies there are, and the placement."""
+    counts = _copies_of(loads, ranks, copies)
     # In parts of 1 / R of a load: the holder serves itself, and its share of the ranks that have no copy.
     parts = [(e, ranks // n + (i < ranks % n)) for e, n in enumerate(counts) for i in range(n)]
     slots = -(-len(parts) // ranks)
     # Empty slots are copies of one more expert, that nobody chooses: thus no rank has two.
     parts += [(len(loads), 0)] * (slots * ranks - len(parts))
     expert = np.array([e for e, _ in parts])
-    weight = np.append(loads, 0.0)[expert] * [share for _, share in parts]
-    order = np.lexsort(
-        (expert, -np.append(loads, 0.0)[expert])
-    )  # an expert's follow one another: on ranks of their own
+    all_loads = np.append(loads, 0.0)[expert]
+    weight = all_loads * [share for _, share in parts]
+    order = np.lexsort((expert, -all_loads))  # an expert's follow one another: on ranks of their own
     rank = np.empty(len(parts), np.int64)
     rank[order] = np.arange(len(parts)) % ranks
     _exchange(expert, weight, rank, ranks)
-    return as_placed(rank[expert == e].tolist() for e in range(len(loads)))
+    placed = as_placed(rank[expert == e].tolist() for e in range(len(loads)))
+    return float(np.bincount(rank, weight, ranks).max()) / ranks, sum(counts) - len(counts), placed
 
 
 def rank_loads(placement: Placement, load: Sequence[float] | np.ndarray, ranks: int) -> np.ndarray:
