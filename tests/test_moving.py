@@ -17,9 +17,10 @@ from flashmoe.launch import RankPool
 from flashmoe.moving import moves
 from flashmoe.nn import MoE
 from flashmoe.placement import balanced, contiguous, holders, hybrid, local_experts, move
+from gloo import Gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import PATIENCE, random_problem
+from problems import random_problem
 from test_slices import Sliced
 
 RANKS, E = 4, 10
@@ -36,24 +37,8 @@ def pool():
 
 @pytest.fixture
 def on_ranks(pool, tmp_path):
-    """Call ``fn(rank, *args)`` in ranks of torch.distributed, over gloo; by rank what they return."""
-    calls = []
-
-    def call(fn, *args):
-        calls.append(None)
-        store = f"file://{tmp_path}/rendezvous-{len(calls)}"
-        return pool.call(_as_rank, [(store, fn, args)] * RANKS, timeout=6 * PATIENCE)
-
-    return call
-
-
-def _as_rank(rank: int, ranks: int, name: str, store: str, fn: Any, args: Any) -> Any:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    try:
-        return fn(rank, *args)
-    finally:
-        dist.destroy_process_group()
+    """Call ``fn(rank, *args)`` in ranks of torch.distributed; by rank what they return."""
+    return lambda fn, *args: Gloo(pool, tmp_path)(RANKS, fn, *args)
 
 
 def _whole() -> dict[str, torch.Tensor]:

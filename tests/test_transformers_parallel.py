@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import transformers
 from flashmoe.integrations.transformers import load_parallel, parallelize
 from flashmoe.integrations.transformers.experts import NAME, experts_modules
 from flashmoe.launch import RankFailed, RankPool
+from gloo import Gloo
 from problems import PATIENCE
 from safetensors.torch import load_file, save_file
 from test_transformers import VOCABULARY, model_of, with_experts
@@ -38,23 +38,7 @@ def pool():
 def on_ranks(pool, tmp_path):
     """Call ``fn(rank, ranks, *args)`` in so many processes, which are ranks of torch.distributed; by rank what they
     return."""
-    calls = []
-
-    def call(ranks, fn, *args):
-        calls.append(None)
-        store = f"file://{tmp_path}/rendezvous-{len(calls)}"
-        return pool.call(_as_rank, [(store, fn, args)] * ranks, ranks=ranks, timeout=6 * PATIENCE)
-
-    return call
-
-
-def _as_rank(rank, ranks, _, store, fn, args):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    try:
-        return fn(rank, ranks, *args)
-    finally:
-        torch.distributed.destroy_process_group()
+    return lambda ranks, fn, *args: Gloo(pool, tmp_path)(ranks, fn, ranks, *args)
 
 
 def batch_of(rank, seed=0):

@@ -15,8 +15,9 @@ from .arguments import LayerOptions, Options, Tensors, checked_values, layer_of,
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
+from .replicated import Replicas
 from .slices import cut
-from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, truth
+from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, one_of, truth
 from .torch_op import call, check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert"]
@@ -29,6 +30,8 @@ _OF_EXPERTS = {
     "down_bias": "down_proj_bias",
 }
 """The names of experts' tensors: of `flashmoe.moe`, and of parameters."""
+TOKENS = ("own", "replicated")
+"""Whose tokens a rank has."""
 
 
 class Router(torch.nn.Module):
@@ -210,6 +213,11 @@ class MoE(torch.nn.Module):
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's.
     count_load:
         Whether there is a buffer `load`; else it is None.
+    tokens, token_group:
+        ``"own"``: each rank has tokens of its own. ``"replicated"``: the ranks of `token_group`, a process group of
+        ``torch.distributed`` (default: all), have the same tokens, as between layers that are cut by tensor
+        parallelism: each brings its share of them to the call, T / n of n ranks, and all get all results, by an
+        all-gather of the group.
 
     Raises
     ------
@@ -240,9 +248,14 @@ class MoE(torch.nn.Module):
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         count_load: bool = False,
+        tokens: str = "own",
+        token_group: Any = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        if one_of("tokens", tokens, TOKENS) == "own" and token_group is not None:
+            raise InvalidArgument("token_group: expected none with tokens='own', got one")
+        self._replicas = None if tokens == "own" else Replicas(token_group)
         self.ctx = ctx
         self._context_id = context_id(ctx)
         dtype = getattr(torch, ctx.dtype) if dtype is None else dtype
@@ -336,6 +349,8 @@ class MoE(torch.nn.Module):
         exact: bool = False,
         count_load: bool = False,
         slices: int = 1,
+        tokens: str = "own",
+        token_group: Any = None,
     ) -> MoE:
         """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
         context's engine computes: in host memory or on its GPU.
@@ -368,6 +383,8 @@ class MoE(torch.nn.Module):
                 shared_intermediate=layer.shared_intermediate,
                 shared_gate=layer.shared_gate is not None,
                 count_load=count_load,
+                tokens=tokens,
+                token_group=token_group,
                 **how,
             )
         mine = module.experts.ids
@@ -437,7 +454,9 @@ class MoE(torch.nn.Module):
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
         gate, experts, shared, shared_gate = self.gate, self.experts, self.shared_expert, self.shared_expert_gate
-        tokens = x.reshape(-1, hidden).contiguous()
+        tokens, replicas = x.reshape(-1, hidden).contiguous(), self._replicas
+        if replicas is not None:
+            tokens = tokens[replicas.share(len(tokens))]
         logits = None
         if truth("return_router_logits", return_router_logits):
             logits = tokens.new_empty((tokens.shape[0], gate.weight.shape[0]), dtype=torch.float32)
@@ -457,6 +476,10 @@ class MoE(torch.nn.Module):
             router_logits=logits,
         )
         y = call(self._context_id, tensors, self._options)
+        if replicas is not None:
+            of_all = x.numel() // hidden
+            y = replicas.gathered(y, of_all)
+            logits = None if logits is None else replicas.gathered(logits, of_all)
         if logits is None:
             return y.reshape(x.shape)
         return y.reshape(x.shape), logits.reshape(*x.shape[:-1], gate.weight.shape[0])
