@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from flashmoe.errors import HeapError, InvalidArgument
 from flashmoe.launch import RankPool
-from flashmoe.moving import moves
 from flashmoe.nn import MoE
-from flashmoe.placement import balanced, contiguous, holders, hybrid, local_experts, move
+from flashmoe.placement import balanced, contiguous, holders, hybrid, local_experts, move, moves
 from gloo import Gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st

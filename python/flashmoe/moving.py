@@ -1,71 +1,28 @@
-"""Experts on their way from one placement to another, over ``torch.distributed``."""
+"""Rows of tensors on their way between ranks, over ``torch.distributed``: what `flashmoe.placement.move` moves with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import placement as placements
 from .errors import GroupError, InvalidArgument
 
 _AT_ONCE = 64
-"""Experts between whose first and last message all ranks wait: so many rows of a tensor are on their way at most."""
+"""Rows of a tensor that are on their way between all ranks, at most."""
+
+Moves = Sequence[tuple[int, int, int]]
+"""Rows by their ids, each with the rank that has it and the one that it goes to."""
 
 
-class Move(NamedTuple):
-    """An expert that a rank needs and has not got."""
-
-    expert: int
-    source: int
-    target: int
-
-
-def moves(before: placements.Placement, after: placements.Placement) -> list[Move]:
-    """What must be sent for experts placed as in `before` to be as in `after`, by ascending expert and target.
-
-    A rank that has an expert keeps it. The ranks that an expert comes to get it from those that have it, in turn.
-    """
-    found = []
-    for expert, (has, wants) in enumerate(zip(before, after, strict=True)):
-        sources = placements.holders(has)
-        targets = sorted(set(placements.holders(wants)) - set(sources))
-        found += [Move(expert, sources[i % len(sources)], target) for i, target in enumerate(targets)]
-    return found
-
-
-def move(
-    tensors: Mapping[str, Tensor], before: placements.Placement, after: placements.Placement, group: Any = None
-) -> dict[str, Tensor]:
-    """See `flashmoe.placement.move`."""
+def place_in(group: Any) -> tuple[int, int]:
+    """This process's rank in `group`, and how many there are. Raises `InvalidArgument`."""
     if not dist.is_initialized():
         raise InvalidArgument("group: expected torch.distributed to be initialised, got no process group")
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    facts = together(group, lambda: _facts(tensors, before, after, rank, ranks), "bring its experts")
-    for other, theirs in enumerate(facts):
-        for what, mine, their in zip(("before", "after", "tensors"), facts[0], theirs, strict=True):
-            if mine != their:
-                raise GroupError(
-                    f"{what}: expected all ranks to have the same, got {their} on rank {other}, {mine} on 0"
-                )
-    before, after = (placements.as_placed(each) for each in facts[rank][:2])
-    mine, wanted = (placements.local_experts(each, rank) for each in (before, after))
-    place, to = ({expert: at for at, expert in enumerate(experts)} for experts in (mine, wanted))
-    made = {}
-    todo = moves(before, after)
-    for name, old in sorted(tensors.items()):
-        old = old.detach().contiguous()
-        new = made[name] = old.new_empty((len(wanted), *old.shape[1:]))
-        for expert in wanted:
-            if expert in place:
-                new[to[expert]] = old[place[expert]]
-        for first in range(0, len(todo), _AT_ONCE):
-            part = todo[first : first + _AT_ONCE]
-            _exchange(list(_messages(part, rank, old, place, new, to)), group)
-    return {name: made[name] for name in tensors}
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def together(group: Any, act: Callable[[], Any], what: str) -> list[Any]:
@@ -87,13 +44,20 @@ def together(group: Any, act: Callable[[], Any], what: str) -> list[Any]:
     return [result for _, result in outcomes]
 
 
-def _facts(
-    tensors: Any, before: Any, after: Any, rank: int, ranks: int
-) -> tuple[placements.Placed, placements.Placed, dict[str, tuple[tuple[int, ...], str]]]:
-    """What all ranks must have in common, once this one's tensors are those of its experts."""
-    experts = len(placements.as_placed(before))
-    placed = placements.checked(before, experts, ranks), placements.checked(after, experts, ranks)
-    local = len(placements.local_experts(placed[0], rank))
+def agreed(group: Any, facts: Callable[[], tuple[Any, ...]], names: Sequence[str]) -> tuple[Any, ...]:
+    """What `facts` returns, by `names`, once it is known to be the same on all ranks. Raises `GroupError`."""
+    first, *others = together(group, facts, "bring its experts")
+    for rank, theirs in enumerate(others, 1):
+        for name, expected, got in zip(names, first, theirs, strict=True):
+            if got != expected:
+                raise GroupError(
+                    f"{name}: expected all ranks to have the same, got {got} on rank {rank}, {expected} on 0"
+                )
+    return first
+
+
+def rows_of(tensors: Any, local: int, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of a row of each tensor, by its name, once all have `local` rows. Raises `InvalidArgument`."""
     if not isinstance(tensors, Mapping) or not tensors:
         raise InvalidArgument(f"tensors: expected tensors by name, got {type(tensors).__name__}")
     rows = {}
@@ -105,18 +69,36 @@ def _facts(
                 f"{name}: expected El={local} experts, those of rank {rank}, got {list(tensor.shape)}"
             )
         rows[name] = tuple(tensor.shape[1:]), str(tensor.dtype)
-    return *placed, dict(sorted(rows.items()))
+    return dict(sorted(rows.items()))
+
+
+def moved(
+    tensors: Mapping[str, Tensor], mine: Sequence[int], wanted: Sequence[int], todo: Moves, rank: int, group: Any
+) -> dict[str, Tensor]:
+    """The tensors whose rows are the `wanted` ones, from those of the ids `mine` and what other ranks send."""
+    at, to = ({id: row for row, id in enumerate(ids)} for ids in (mine, wanted))
+    made = {}
+    for name, tensor in sorted(tensors.items()):
+        old = tensor.detach().contiguous()
+        new = made[name] = old.new_empty((len(wanted), *old.shape[1:]))
+        for id in wanted:
+            if id in at:
+                new[to[id]] = old[at[id]]
+        for first in range(0, len(todo), _AT_ONCE):
+            messages = _messages(todo[first : first + _AT_ONCE], rank, old, at, new, to)
+            _exchange([each for each in messages if each[1].numel()], group)
+    return {name: made[name] for name in tensors}
 
 
 def _messages(
-    todo: list[Move], rank: int, old: Tensor, place: dict[int, int], new: Tensor, to: dict[int, int]
+    todo: Moves, rank: int, old: Tensor, at: dict[int, int], new: Tensor, to: dict[int, int]
 ) -> Iterator[tuple[Any, Tensor, int]]:
     """This rank's part in the moves: each an operation, the bytes of a row, and the other rank."""
-    for expert, source, target in todo:
+    for id, source, target in todo:
         if source == rank:
-            yield dist.isend, _bytes(old[place[expert]]), target
+            yield dist.isend, _bytes(old[at[id]]), target
         elif target == rank:
-            yield dist.irecv, _bytes(new[to[expert]]), source
+            yield dist.irecv, _bytes(new[to[id]]), source
 
 
 def _bytes(row: Tensor) -> Tensor:
@@ -125,7 +107,7 @@ def _bytes(row: Tensor) -> Tensor:
 
 
 def _exchange(messages: list[tuple[Any, Tensor, int]], group: Any) -> None:
-    at = dist.get_global_rank if group is not None else lambda _, peer: peer
-    operations = [dist.P2POp(act, row, at(group, peer), group) for act, row, peer in messages if row.numel()]
+    peer = dist.get_global_rank if group is not None else lambda _, rank: rank
+    operations = [dist.P2POp(act, row, peer(group, other), group) for act, row, other in messages]
     for request in dist.batch_isend_irecv(operations) if operations else ():
         request.wait()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -141,9 +141,37 @@ def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, gro
     GroupError
         The ranks disagree on placements, names, shapes or types. Nothing is sent then.
     """
-    from .moving import move as over_torch
+    from . import moving  # needs PyTorch
 
-    return over_torch(tensors, before, after, group)
+    rank, ranks = moving.place_in(group)
+
+    def facts() -> tuple[Placed, Placed, Any]:
+        experts = len(as_placed(before))
+        placed = checked(before, experts, ranks), checked(after, experts, ranks)
+        return *placed, moving.rows_of(tensors, len(local_experts(placed[0], rank)), rank)
+
+    was, wanted, _ = moving.agreed(group, facts, ("before", "after", "tensors"))
+    mine, to_be = local_experts(was, rank), local_experts(wanted, rank)
+    return moving.moved(tensors, mine, to_be, moves(was, wanted), rank, group)
+
+
+class Move(NamedTuple):
+    """An expert that a rank needs and has not got."""
+
+    expert: int
+    source: int
+    target: int
+
+
+def moves(before: Placement, after: Placement) -> list[Move]:
+    """What `move` sends, by ascending expert and target. A rank that has an expert keeps it; those that it comes to get
+    it from those that have it, in turn."""
+    found = []
+    for expert, (has, wants) in enumerate(zip(before, after, strict=True)):
+        sources = holders(has)
+        targets = sorted(set(holders(wants)) - set(sources))
+        found += [Move(expert, sources[i % len(sources)], target) for i, target in enumerate(targets)]
+    return found
 
 
 def owners(placement: Placement, rank: int) -> tuple[int, ...]:

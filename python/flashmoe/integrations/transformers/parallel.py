@@ -19,7 +19,7 @@ from ...checkpoint import tensor_files
 from ...context import Context
 from ...errors import CheckpointError, InvalidArgument
 from ...limits import checked_slices
-from ...moving import together
+from ...moving import place_in, together
 from ...placement import checked, holders, local_experts
 from ...shares import Cut, Share
 from .experts import experts_modules, of_group
@@ -127,7 +127,7 @@ def load_parallel(
     InvalidArgument, GroupError, HeapError, PeerTimeout, FlashMoEError
         As `parallelize`.
     """
-    rank, ranks = _place_in(group)
+    rank, ranks = place_in(group)
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     kind = model_class or _class_of(config)
     _top_k_of(config, top_k)  # before anything is read
@@ -218,13 +218,6 @@ def _class_of(config: Any) -> type[transformers.PreTrainedModel]:
     return kind
 
 
-def _place_in(group: Any) -> tuple[int, int]:
-    """This process's rank in `group`, and how many there are."""
-    if not torch.distributed.is_initialized():
-        raise InvalidArgument("group: expected torch.distributed to be initialised, got no process group")
-    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-
-
 def _join(
     module: torch.nn.Module,
     sizes: tuple[int, int],
@@ -236,7 +229,7 @@ def _join(
 ) -> Context:
     """A context for modules like this one, whose whole experts have H and I of `sizes`."""
     weights, slices = module.down_proj, options.get("slices", 1)
-    ranks = _place_in(group)[1]
+    ranks = place_in(group)[1]
     _check_divisor(checked_slices(slices, module.num_experts, 1, ranks, False), sizes[1])
     return Context.from_torch(
         group,
