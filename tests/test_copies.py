@@ -21,6 +21,7 @@ from flashmoe.placement import (
     most_local,
     owners,
     rank_loads,
+    roomy,
 )
 from layer_options import EXPERTS, WITH_SHARED
 from problems import DTYPES, PATIENCE, Problem, Ranks, check, random_problem
@@ -199,6 +200,15 @@ def test_the_busiest_expert_is_what_gets_copies():
     placement = balanced([100, 1, 1, 1, 1, 1, 1, 1], 4, 3)
     assert sorted(placement[0]) == [0, 1, 2, 3]
     assert rank_loads(placement, [100, 1, 1, 1, 1, 1, 1, 1], 4).max() <= 27
+
+
+def test_a_roomy_placement_is_as_large_as_any_balanced_one():
+    for experts, count, copies in ((16, 8, 2), (16, 1, 0), (3, 4, 9), (32, 4, 5), (7, 3, 0), (5, 2, 5)):
+        most = most_local(roomy(experts, count, copies), count)
+        assert len(roomy(experts, count, copies)) == experts and most == -(-(experts + copies) // count)
+        for seed in range(10):
+            load = np.random.default_rng(seed).pareto(1.0, experts)
+            assert most_local(balanced(load, count, copies), count) <= most
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2, 5])

@@ -80,6 +80,15 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
         left //= 2
 
 
+def roomy(experts: int, ranks: int, copies: int) -> tuple[int, ...]:
+    """A placement for a `Context` that is to have room for all that `balanced` makes with so many copies: one rank has
+    as many experts as any has there. Raises `InvalidArgument`."""
+    experts, ranks = bounded("experts", experts, 1, MAX_EXPERTS), bounded("ranks", ranks, 1, MAX_RANKS)
+    copies = bounded("copies", copies, 0, experts * (ranks - 1))
+    most = -(-(experts + copies) // ranks)
+    return (0,) * most + tuple(1 + i % (ranks - 1) for i in range(experts - most))
+
+
 def _placed_with(loads: np.ndarray, ranks: int, copies: int) -> tuple[float, int, Placed]:
     """What the fullest rank has, how many copies there are, and the placement."""
     counts = _copies_of(loads, ranks, copies)
