@@ -115,6 +115,8 @@ def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
     """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there."""
+    check_tensors(tensors._asdict())
+    options = as_plain_values(options)
     load, logits = tensors.written
     given = {name: each for name, each in tensors._asdict().items() if name not in WRITTEN} | options._asdict()
     if load is None and logits is None:
@@ -181,8 +183,7 @@ def call(number: int, tensors: Tensors, options: Options) -> Tensor:
     """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
     an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
-        check_tensors(tensors._asdict())
-        return by_operator(number, tensors, as_plain_values(options))
+        return by_operator(number, tensors, options)
     return run(_context(number, tensors.x.shape[0]), tensors, options, False)
 
 
