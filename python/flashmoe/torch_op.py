@@ -151,7 +151,7 @@ def _check_written(tensors: Tensors) -> None:
 
 def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     raise NotImplementedError(
-        "flashmoe.moe: FlashMoE 0.1 has no backward pass; call the layer under torch.no_grad(), "
+        "flashmoe.moe: FlashMoE has no backward pass; call the layer under torch.no_grad(), "
         "or detach its input and freeze its weights"
     )
 
@@ -212,7 +212,7 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
         return
     if any(each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors.values()):
         raise NotImplementedError(
-            "flashmoe.moe: FlashMoE 0.1 has no forward-mode derivatives; detach its inputs, or call the layer outside "
+            "flashmoe.moe: FlashMoE has no forward-mode derivatives; detach its inputs, or call the layer outside "
             "of torch.func.jvp and torch.autograd.forward_ad"
         )
 
