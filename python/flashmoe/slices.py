@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .errors import InvalidArgument
-from .spec import GATED, bounded
+from .scales import kinds
+from .spec import GATED, SCALE_BLOCK, bounded
 
 
 def cut(
@@ -23,6 +24,8 @@ def cut(
     down_proj: Any,
     gate_up_bias: Any = None,
     down_bias: Any = None,
+    gate_up_scale: Any = None,
+    down_scale: Any = None,
     *,
     activation: str = "swiglu",
     interleaved: bool = False,
@@ -31,7 +34,7 @@ def cut(
     """The tensors of experts [E, ...] as those of their slices [E slices, ...], by the names of `flashmoe.moe`.
 
     Of NumPy or PyTorch, and as the options say. The bias of the second product is the first slice's; the others' is 0.
-    Raises `InvalidArgument` unless `slices` divides I.
+    Raises `InvalidArgument` unless `slices` divides I, into whole blocks of 128 where matrices have scales.
     """
     experts, width = len(down_proj), down_proj.shape[1 if transposed else 2]
     if width % bounded("slices", slices, 1, width):
@@ -56,7 +59,25 @@ def cut(
         in_parts = np.zeros(shape, down_bias.dtype) if isinstance(down_bias, np.ndarray) else down_bias.new_zeros(shape)
         in_parts[:, 0] = down_bias
         parts["down_bias"] = in_parts.reshape(experts * slices, -1)
+    if gate_up_scale is not None:
+        if width // slices % SCALE_BLOCK:
+            raise InvalidArgument(
+                f"slices: expected slices of a multiple of {SCALE_BLOCK} columns, whose blocks are not cut, got "
+                f"{slices} of I={width}"
+            )
+        shapes = (gate_up_scale, gate_up_proj, halves), (down_scale, down_proj, 1)
+        found = [kinds("scale", tuple(scale.shape), (experts,), *matrix.shape[1:], of) for scale, matrix, of in shapes]
+        kind = max(found[0] & found[1])  # those of one matrix, a row and a block are cut alike, if they are the same
+        parts["gate_up_scale"] = (
+            _repeated(gate_up_scale, slices) if kind == "tensor" else columns(gate_up_scale, 1, halves)
+        )
+        parts["down_scale"] = columns(down_scale, 2, 1) if kind == "block" else _repeated(down_scale, slices)
     return parts
+
+
+def _repeated(tensor: Any, times: int) -> Any:
+    """`tensor` with each entry of its first axis so many times."""
+    return tensor.repeat_interleave(times, 0) if hasattr(tensor, "repeat_interleave") else tensor.repeat(times, 0)
 
 
 def _moved(tensor: Any, axis: int) -> Any:
