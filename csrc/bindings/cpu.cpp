@@ -93,6 +93,16 @@ Map option_names() {
           {"phase", names<Phase>()}};
 }
 
+// For tests: rows of float32 [T, n] as the engine quantises them, to e4m3 [T, n] and scales [T, ceil(n / 128)].
+void quantise_rows(const ffi::Tensor& values, const ffi::Tensor& elements, const ffi::Tensor& scales) {
+  const auto n = static_cast<uint32_t>(values.shape()[1]);
+  for (int64_t t = 0; t < values.shape()[0]; ++t) {
+    quantise(static_cast<uint8_t*>(elements.data_ptr()) + t * n,
+             static_cast<float*>(scales.data_ptr()) + t * scale_blocks(n),
+             static_cast<const float*>(values.data_ptr()) + t * n, n);
+  }
+}
+
 int64_t capacity_of(double factor, int64_t tokens, int64_t top_k, int64_t experts) {
   return expert_capacity(factor, static_cast<uint32_t>(tokens), static_cast<uint32_t>(top_k),
                          static_cast<uint32_t>(experts));
@@ -261,6 +271,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(option_names, flashmoe::cpu::option_names)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantise_rows, flashmoe::cpu::quantise_rows)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(placement_owners, flashmoe::cpu::placement_owners)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(end_calls, flashmoe::cpu::end_calls)

@@ -49,12 +49,13 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     x = np.asarray(x, np.float32)
     *lead, width = x.shape
-    blocks = np.zeros((*lead, scale_blocks(width), SCALE_BLOCK), np.float32)
-    blocks.reshape(*lead, -1)[..., :width] = x
+    padded = np.zeros((*lead, scale_blocks(width) * SCALE_BLOCK), np.float32)
+    padded[..., :width] = x
+    blocks = padded.reshape(*lead, scale_blocks(width), SCALE_BLOCK)
     with np.errstate(invalid="ignore"):  # an infinity times 0
         scale = np.maximum(np.fmax.reduce(np.abs(blocks), axis=-1, initial=np.float32(0.0)) / LARGEST, _LEAST_SCALE)
         elements = _as_e4m3(blocks * (np.float32(1.0) / scale)[..., None])
-    return np.ascontiguousarray(elements.reshape(*lead, -1)[..., :width]), scale
+    return np.ascontiguousarray(elements.reshape(padded.shape)[..., :width]), scale
 
 
 def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -37,9 +37,12 @@ one of IEEE's. Of an intermediate row they do not start from the same numbers. S
 
 - The scale of 128 elements is the largest of them, which has a variance, / 448: all 128 are off by one factor. What
   they contribute to a result, their part of the dot product, is off by it, too.
-- An element p, in units of its scale, is known within 8 standard deviations. Unless numbers on both sides of a middle
-  of two of e4m3 lie there, it is rounded alike. Else engine and reference may differ by that step of e4m3, which is
-  then taken for the deviation. That is rare, since p is known to some 1e-6 and steps are 6 to 12 % of it.
+- An element p, in units of its scale, is known within 8 standard deviations d. Unless a middle of two numbers of e4m3
+  lies there, it is rounded alike. Else engine and reference may differ by that step, with a probability q of at most
+  exp(-z^2 / 2) / 2 for a middle z d away. What is then one step with probability q is sub-Gaussian about its mean, with
+  (1 - 2q) / (2 log((1 - q) / q)) squared steps for a variance (Kearns and Saul, 1998), to which the mean's q^2 are
+  added. That is rare, since p is known to some 1e-6 and steps are 6 to 12 % of it. Should two middles lie there, the
+  whole distance of the numbers beyond them is taken for the deviation.
 - A product of 128 is multiplied by two scales before it is added: two more roundings of float32.
 
 What is quantised is not in the bound: it is a property of the format, and the same in the reference.
@@ -336,8 +339,12 @@ def _quantised(a: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndar
     of_scale = of_scale + _VARIANCE32
     p = a / scale[:, each]
     reach = 8.0 * np.sqrt(variance / scale[:, each] ** 2 + p**2 * (of_scale[:, each] + 2.0 * _VARIANCE32))
-    step = (rounded(p + reach) - rounded(p - reach)) * scale[:, each]
-    return rounded(p) * scale[:, each], step**2, of_scale
+    low, high = rounded(p - reach), rounded(p + reach)
+    step, z = high - low, 16.0 * np.abs(p - (low + high) / 2.0) / np.maximum(2.0 * reach, 1e-300)
+    q = np.clip(np.exp(-0.5 * z**2) / 2.0, 1e-300, 0.499)
+    proxy = (1.0 - 2.0 * q) / (2.0 * np.log((1.0 - q) / q)) + q**2
+    own = np.where(2.0 * reach < step, proxy, 1.0) * (step * scale[:, each]) ** 2
+    return rounded(p) * scale[:, each], own, of_scale
 
 
 def _scaled_linear(

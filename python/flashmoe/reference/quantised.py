@@ -40,7 +40,8 @@ def quantised_rows(rows: np.ndarray) -> np.ndarray:
     of them, in float32; of float64 ones, what that approximates."""
     scale = row_scales(rows)
     scaled = _in_blocks(rows) * (rows.dtype.type(1.0) / scale)[..., None]
-    return (rounded(scaled) * np.asarray(scale, np.float64)[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
+    numbers = rounded(scaled) * np.asarray(scale, np.float64)[..., None]
+    return numbers.reshape(len(rows), numbers.shape[1] * BLOCK)[:, : rows.shape[1]]
 
 
 def scaled_rows(elements: np.ndarray, scale: np.ndarray) -> np.ndarray:
