@@ -332,3 +332,74 @@ def test_the_shipped_model_foretells_as_well_in_fp8(quantised: Path):
         assert losses_of(model, windows()) == losses  # the same bits
     assert perplexity(losses) == pytest.approx(expected, rel=MOST_WORSE)
     assert perplexity(losses) != expected
+
+
+# ---- Transformers' experts in FP8 ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_transformers():
+    """The shipped model with experts in FP8, as Transformers makes them where there is a GPU: here it would load such a
+    checkpoint in bfloat16."""
+    pytest.importorskip("transformers")
+    from flashmoe.integrations.transformers.experts import NAME, register
+    from shipped import loaded
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import FP8Experts, replace_with_fp8_linear
+
+    register()
+    model = loaded(dtype=torch.bfloat16, experts_implementation="eager")
+    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    model.set_experts_implementation(NAME)
+    replace_with_fp8_linear(model, linear, FineGrainedFP8Config(), pre_quantized=True)
+    for number, layer in enumerate(model.model.layers):
+        weights, experts = quantize_layer(load_layer(FOLDER, number)), layer.mlp.experts
+        assert isinstance(experts, FP8Experts)
+        with flashmoe.Context(max_tokens=1, weight_dtype=FP8, **SHIPPED) as context:
+            state = MoE.from_layer(context, weights).experts.state_dict()
+        experts.load_state_dict(state, assign=True)
+    return model
+
+
+def test_transformers_experts_in_fp8(of_transformers, quantised: Path):
+    """By Transformers' own table of implementations for them: what a module of ours computes in their place."""
+    x = torch.randn(2, 20, 256, dtype=torch.bfloat16)
+    for number, layer in enumerate(of_transformers.model.layers):
+        with torch.no_grad(), flashmoe.Context(max_tokens=64, weight_dtype=FP8, **SHIPPED) as context:
+            module = MoE.from_layer(context, load_layer(quantised, number))
+            _, weights, index = layer.mlp.gate(x.reshape(-1, 256))
+            theirs = layer.mlp.experts(x.reshape(-1, 256), index, weights)
+            arguments = {"topk_ids": index, "topk_weights": weights.float(), "activation": "swiglu"}
+            experts = module.experts
+            scales = {"gate_up_scale": experts.gate_up_proj_scale_inv, "down_scale": experts.down_proj_scale_inv}
+            ours = flashmoe.moe(
+                context, x.reshape(-1, 256), experts.gate_up_proj, experts.down_proj, **arguments, **scales
+            )
+            assert torch.equal(theirs, ours)
+
+
+def test_what_experts_in_fp8_may_be_besides_is_recognised(of_transformers):
+    from flashmoe.integrations.transformers.recognise import recognise
+
+    experts = of_transformers.model.layers[0].mlp.experts
+    options = recognise(experts)
+    assert (options.activation, options.gate_up_scale) == ("swiglu", "gate_up_proj_scale_inv")
+    experts.limit = 7.0
+    assert recognise(experts).of_operator()["limit"] == 7.0
+    experts.swiglu_alpha = 1.702
+    assert recognise(experts).of_operator()["alpha"] == 1.702
+    for name, value in (("activation_scheme", "static"), ("gate_softcap", 5.0)):
+        setattr(experts, name, value)
+        with pytest.raises(flashmoe.InvalidArgument, match=rf"\.{name}: expected (dynamic|None), got {value}"):
+            recognise(experts)
+        setattr(experts, name, {"activation_scheme": "dynamic"}.get(name))
+
+
+def test_the_model_of_transformers_in_fp8_foretells_as_well(of_transformers):
+    from flashmoe.integrations.transformers import fuse
+    from shipped import loaded, losses_of, perplexity, windows
+
+    torch.set_num_threads(1)
+    expected = perplexity(losses_of(loaded(dtype=torch.bfloat16, experts_implementation="eager"), windows()))
+    assert perplexity(losses_of(of_transformers, windows())) == pytest.approx(expected, rel=MOST_WORSE)
+    assert perplexity(losses_of(fuse(of_transformers), windows())) == pytest.approx(expected, rel=MOST_WORSE)
