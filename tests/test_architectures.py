@@ -12,6 +12,7 @@ from flashmoe.architectures import ARCHITECTURES as ROWS
 from flashmoe.checkpoint import load_layer
 from flashmoe.cli import main
 from flashmoe.errors import CheckpointError
+from flashmoe.quantize import quantize_checkpoint, quantize_layer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -208,6 +209,26 @@ def test_dense_layers_are_said_to_be(tmp_path, name):
         load_layer(tmp_path, 0)
     with pytest.raises(CheckpointError, match=r"^layer: expected one of the MoE layers \[1\], got 9$"):
         load_layer(tmp_path, 9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_in_fp8(tmp_path, name):
+    """A model's layer once its checkpoint is quantised: the same as quantised once it is read."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    model_of(name).save_pretrained(source)
+    layer = load_layer(source, LAYER)
+    if layer.options.get("transposed"):
+        with pytest.raises(
+            CheckpointError, match=r"^path: expected a model whose experts are not stored transposed, got"
+        ):
+            quantize_checkpoint(source, target)
+        return
+    quantize_checkpoint(source, target)
+    expected, read = quantize_layer(layer), load_layer(target, LAYER)
+    assert read.tensors().keys() == expected.tensors().keys()
+    for tensor, array in expected.tensors().items():
+        np.testing.assert_array_equal(read.tensors()[tensor], array)
+    assert (read.rule(), read.left_out) == (layer.rule(), layer.left_out)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flashmoe.checkpoint import load_layer, shipped_layer
 from flashmoe.errors import CheckpointError
+from flashmoe.launch import run_ranks
 from flashmoe.quantize import dequantize, quantize_checkpoint, quantize_layer, quantize_weights
 from flashmoe.reference import moe_reference
 from flashmoe.spec import FP8
@@ -309,6 +310,29 @@ def test_a_module_takes_the_state_of_transformers_blocks():
             module.shared_expert.gate_up_proj_scale_inv[1], state["shared_expert.up_proj.weight_scale_inv"][0]
         )
         assert torch.isfinite(module(torch.randn(9, 256, dtype=torch.bfloat16))).all()
+
+
+def _module_in_slices(rank: int, ranks: int, name: str, _: Any) -> tuple[float, list[int]]:
+    """How far a module whose experts are cut into slices is from a whole one, relatively; its scales' shape."""
+    torch.manual_seed(0)
+    sizes = {"max_tokens": 16, "hidden": 256, "experts": 4, "top_k": 2, "weight_dtype": FP8, "processors": 1}
+    group = {"rank": rank, "ranks": ranks, "name": name, "slices": 2}
+    with (
+        torch.no_grad(),
+        flashmoe.Context(intermediate=256, **sizes) as alone,
+        flashmoe.Context(intermediate=128, **group, **sizes) as context,
+    ):
+        whole, sliced = MoE(alone, 256, 256, 4, 2), MoE(context, 256, 256, 4, 2, slices=2)
+        sliced.load_state_dict(whole.state_dict())
+        x = torch.randn(16, 256, dtype=torch.bfloat16)
+        ours, theirs = sliced(x).float(), whole(x).float()
+        return float((ours - theirs).norm() / theirs.norm()), list(sliced.experts.down_proj_scale_inv.shape)
+
+
+def test_a_module_cuts_experts_and_scales_as_they_are_loaded():
+    for error, shape in run_ranks(2, _module_in_slices, [(None,), (None,)]):
+        assert error < 2.0**-7  # rows and sums of bfloat16
+        assert shape == [4, 2, 1]  # of 4 of 8 slices
 
 
 # ---- The shipped model ---------------------------------------------------------------------------------------
