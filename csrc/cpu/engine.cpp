@@ -214,8 +214,8 @@ uint32_t Engine::most_padded(uint32_t rows, uint32_t columns, uint32_t length) c
   return std::max(padded_rows(rows, columns, std::min(kScaleBlock, length)), padded_rows(rows, columns, last));
 }
 
-// The same of quantised rows: block of 128 columns by block, each with its rows one behind the other, without the scales.
-// These go to row_scales_, row by row.
+// The same of quantised rows: block of 128 columns by block, each with its rows one behind the other, without the
+// scales. These go to row_scales_, row by row.
 float* Engine::load_quantised_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
   const uint32_t width = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
   const uint32_t length = contracted(product, c_.tile(tile)->shape.expert), each = scale_blocks(width);
@@ -277,8 +277,8 @@ Engine::RowScales Engine::scales_of(const TaskRow& product, uint32_t expert, uin
   return {data + (before * parts * scale_blocks(part_rows) + block) * scale_blocks(length), 1};
 }
 
-// out = 0 + for each block of 128 columns, ascending: (rows * weights^T) * (scale of the rows * scale of the weights). `rows`
-// and the rows' scales are load_quantised_rows()'s.
+// rows * weights^T of what load_quantised_rows() has loaded: the sum over blocks of 128 columns, ascending, of their
+// products * (scale of the row * scale of the weights).
 float* Engine::multiply_quantised(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
                                   const Weights& from, Features of, uint32_t columns) {
   const uint32_t length = contracted(product, of.expert), blocks = scale_blocks(length);

@@ -15,7 +15,8 @@
 
 namespace flashmoe::cpu {
 
-// One per processor thread, kept from call to call for its buffers; call, layer and columns of tasks change between calls.
+// One per processor thread, kept from call to call for its buffers; call, layer and columns of tasks change between
+// calls.
 class Engine {
  public:
   Engine(const Call& call, const Layer& layer, const std::array<uint32_t, kProducts>& task_columns, ActorTrace& trace)

@@ -43,9 +43,8 @@ def moe(
     with ``e = topk_ids[t, k]`` (FlashDMoE, equations 5.1 to 5.3). With a gate, ``act`` is ``act(gate) * up`` of the two
     halves of ``gate_up_proj[e] @ x[t]``.
 
-    Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16; experts' matrices,
-    and x, may be in float8_e4m3fn with scales. T may differ from rank to rank and may be 0. What else the engine asks,
-    and when a call is over: `Context`. Options: `CallOptions`.
+    Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16; experts' matrices may
+    be in FP8. T may differ by rank, and be 0. What engines ask, when a call is over: `Context`. Scales: `CallOptions`.
 
     Parameters
     ----------

@@ -180,8 +180,8 @@ enum class WorkField : uint32_t {
   kCount
 };
 
-// Fields that lie behind the workspace where peers are reached by puts alone, or rows are quantised. They have a table of
-// their own since the two layouts above are a part of every kernel.
+// Fields that lie behind the workspace where peers are reached by puts alone, or rows are quantised. They have a table
+// of their own since the two layouts above are a part of every kernel.
 enum class PutField : uint32_t { kReturnsReady, kReturnsSent, kRows, kCount };
 
 template <class Field>

@@ -107,9 +107,9 @@ constexpr void for_each_field(LayerSpec& l, F&& f) {
   f("shared_gate", l.shared_gate);
 }
 
-// The name of an element type's field that is not as it must be beside the others, and in `expected` what would be; null
-// if there is none. All are one type; or y_type is one, and what is multiplied is in e4m3. This is where further products
-// of mixed types would be let in.
+// The name of an element type's field that is not as it must be beside the others, and in `expected` what would be;
+// null if there is none. All are one type; or y_type is one, and what is multiplied is in e4m3. This is where further
+// products of mixed types would be let in.
 constexpr const char* differing_type(const LayerSpec& l, DType& expected) {
   const bool quantised = l.weight_type == DType::kFloat8E4M3;
   expected = l.y_type;

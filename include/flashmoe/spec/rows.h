@@ -1,8 +1,8 @@
 // The bytes of rows as they are stored and sent: one definition for host, device and peers.
 //
 // A row of float32, bfloat16 or float16 is its elements. A row of e4m3 is quantised: behind its elements, from the next
-// multiple of 16 bytes on, it has a scale in fp32 for each 128 of them, by which they are multiplied; the last one may be
-// of fewer. It ends at a multiple of 16 bytes, as bulk copies need.
+// multiple of 16 bytes on, it has a scale in fp32 for each 128 of them, by which they are multiplied; the last one may
+// be of fewer. It ends at a multiple of 16 bytes, as bulk copies need.
 #pragma once
 
 #include <cstdint>

@@ -114,25 +114,18 @@ def moe_reference(
     weights = np.asarray(topk_weights, np.float64)
     kept = _kept(np.array(topk_ids, np.int64), capacity_factor, experts)
 
-    y = np.zeros(x.shape)
-    squares = 0.0
+    y, squares = np.zeros(x.shape), 0.0
     for expert in range(experts):
         tokens, choices = np.nonzero(kept == expert)
         weight = weights[tokens, choices, None]
         z = (weight * rows[tokens] if weights_on_input else rows[tokens]) @ gate_up_proj[expert].T
-        if gate_up_bias is not None:
-            z += np.asarray(gate_up_bias[expert], np.float64)
-        a = activate(z, activation, **shape)
-        a = quantised_rows(a) if quantised else a
-        f = a @ down_proj[expert].T
-        if down_bias is not None:
-            f += np.asarray(down_bias[expert], np.float64)
+        a = _intermediate(z + _bias(gate_up_bias, expert), activation, quantised, **shape)
+        f = a @ down_proj[expert].T + _bias(down_bias, expert)
         terms = f if weights_on_input else weight * f
         y[tokens] += terms
         squares += np.square(terms).sum()
     if down is not None:
-        a = activate(rows @ up.T, activation, **shape)
-        a = quantised_rows(a) if quantised else a
+        a = _intermediate(rows @ up.T, activation, quantised, **shape)
         terms = _shared_weights(x, shared_gate) * (a @ down.T)
         y += terms
         squares += np.square(terms).sum()
@@ -160,6 +153,16 @@ def _numbers(
         x = tensors[0]
         rows = quantised_rows(np.asarray(x, np.float32)) if x_scale is None else scaled_rows(x, x_scale)
     return [rows, *(each.swapaxes(-2, -1) if transposed and each is not None else each for each in matrices)]
+
+
+def _bias(bias: np.ndarray | None, expert: int) -> np.ndarray | float:
+    return 0.0 if bias is None else np.asarray(bias[expert], np.float64)
+
+
+def _intermediate(z: np.ndarray, activation: str, quantised: bool, **shape: Any) -> np.ndarray:
+    """What the second product sees of pre-activations."""
+    a = activate(z, activation, **shape)
+    return quantised_rows(a) if quantised else a
 
 
 def _shared_weights(x: np.ndarray, gate: np.ndarray | None) -> np.ndarray:
