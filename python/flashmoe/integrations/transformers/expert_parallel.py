@@ -16,7 +16,6 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from ...context import Context, context_id
 from ...growing import Shape, rounded_tokens
-from ...spec import FP8
 from ...torch_op import call
 from .experts import NAME, mark_as_share, options_of, routed_operands
 from .recognise import recognise
@@ -54,12 +53,11 @@ class ExpertParallel(EPImplementation):
         mine = [each[first : first + rows] for each in (hidden_states, top_k_index, top_k_weights)]
         options = recognise(self._experts, is_share=True)
         tensors = routed_operands(self._experts, options, *mine)
-        weight_dtype = FP8 if options.gate_up_scale else None
-        context = self._context(options.sizes(self._experts), weight_dtype, mine, rows)
+        context = self._context(options.sizes(self._experts), mine, rows)
         y = call(context_id(context), tensors, options_of(self._experts, options))
         return _Gathered.apply(y, self.tp_mesh.get_group(), tokens, first, rows) if sharing > 1 else y
 
-    def _context(self, sizes: tuple[int, int], weight_dtype: str | None, mine: list[Tensor], rows: int) -> Context:
+    def _context(self, sizes: tuple[int, int], mine: list[Tensor], rows: int) -> Context:
         """The group's context, with room for what any rank brings to this call."""
         x, index, _ = mine
         if not self.shares_batch:  # else all know it
@@ -68,8 +66,7 @@ class ExpertParallel(EPImplementation):
             rows = int(most)
         device = x.device.index if x.device.type == "cuda" else None
         experts = self.num_local_experts * self.ep_mesh.size()
-        dtype = str(x.dtype).removeprefix("torch.")
-        shape = Shape(device, dtype, *sizes, experts, index.shape[1], weight_dtype=weight_dtype)
+        shape = Shape(device, str(x.dtype).removeprefix("torch."), *sizes, experts, index.shape[1])
         if self._room is None or self._room.shape != shape:
             self._room = _room_of(self.ep_mesh.get_group(), shape)
         return self._room.context(rows)
