@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from flashmoe import memory, models
 from flashmoe.cli import device, main, render, run, verify
-from flashmoe.placement import balanced, contiguous, local_experts, most_local
+from flashmoe.placement import contiguous, local_experts, most_local, roomy
 from flashmoe.report import CallReport, summarize
 
 RANDOM = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
@@ -566,7 +566,7 @@ def test_memory_of_copies(capsys):
     options = [f"--{name.replace('_', '-').replace('max-', '')}={size}" for name, size in sizes.items()]
     assert main(["memory", *options, "--copies", "5"]) == 0
     assert "experts 32, top k 2, copies 5" in capsys.readouterr().out
-    placement = balanced(np.ones(32), 4, 5)
+    placement = roomy(32, 4, 5)
     assert most_local(placement, 4) == 10
     plan, default = (memory.plan_memory(**sizes, placement=each) for each in (placement, None))
     (offsets,) = (term for term in plan.terms if term.name == "packet_offsets")

@@ -21,6 +21,7 @@ from flashmoe.placement import (
     most_local,
     owners,
     rank_loads,
+    roomy,
 )
 from layer_options import EXPERTS, WITH_SHARED
 from problems import DTYPES, PATIENCE, Problem, Ranks, check, random_problem
@@ -81,7 +82,7 @@ def test_direct_gives_the_bits_of_one_holder(ranks: Ranks, dtype: str, capacity_
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reduced_gives_the_same_bits_whatever_the_schedule(ranks: Ranks, dtype: str):
     problem = random_problem(5, TOKENS, **SIZES, dtype=dtype, return_mode="reduced", placement=COPIES)
-    runs = ranks.calls([problem] * 12, perturb=list(range(12)), tile=(8, 16))
+    runs = ranks.calls([problem] * 50, perturb=list(range(50)), tile=(8, 16))
     check(problem, runs[0])
     assert len({tuple(results_of(each)) for each in runs}) == 1
 
@@ -199,6 +200,26 @@ def test_the_busiest_expert_is_what_gets_copies():
     placement = balanced([100, 1, 1, 1, 1, 1, 1, 1], 4, 3)
     assert sorted(placement[0]) == [0, 1, 2, 3]
     assert rank_loads(placement, [100, 1, 1, 1, 1, 1, 1, 1], 4).max() <= 27
+
+
+def test_a_roomy_placement_is_as_large_as_any_balanced_one():
+    for experts, count, copies in ((16, 8, 2), (16, 1, 0), (3, 4, 9), (32, 4, 5), (7, 3, 0), (5, 2, 5)):
+        most = most_local(roomy(experts, count, copies), count)
+        assert len(roomy(experts, count, copies)) == experts and most == -(-(experts + copies) // count)
+        for seed in range(10):
+            load = np.random.default_rng(seed).pareto(1.0, experts)
+            assert most_local(balanced(load, count, copies), count) <= most
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2, 5])
+def test_copies_that_would_make_ranks_less_alike_are_left_out(copies: int):
+    """Even loads lie best in even shares."""
+    for count in (2, 4, 8):
+        for seed in range(20):
+            load = 100.0 + np.random.default_rng(seed).integers(0, 8, 16)
+            fullest = rank_loads(balanced(load, count, copies), load, count).max()
+            assert fullest <= rank_loads(contiguous(16, count), load, count).max()
+            assert fullest <= rank_loads(balanced(load, count, 0), load, count).max()
 
 
 @pytest.mark.parametrize("load", [[], [[1, 2], [3, 4]], [1, -1], [1, float("nan")], ["a", 2], None], ids=str)

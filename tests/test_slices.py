@@ -20,7 +20,17 @@ from flashmoe.tolerance import call_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layer_options import EXPERTS, WITH_SHARED
-from problems import DTYPES, PATIENCE, SHAPE_OPTIONS, Outcome, Problem, Ranks, _fused_routing, random_problem
+from problems import (
+    DEFAULT_TILE,
+    DTYPES,
+    PATIENCE,
+    SHAPE_OPTIONS,
+    Outcome,
+    Problem,
+    Ranks,
+    _fused_routing,
+    random_problem,
+)
 from test_properties import EXAMPLES
 
 SIZES = {"hidden": 48, "intermediate": 24, "experts": 6, "top_k": 3}
@@ -112,44 +122,96 @@ def test_layers(ranks: Ranks, layer: dict[str, Any], count: int, tensor: int):
     check(whole, sliced, ranks.call(sliced, tile=(16, 8)))
 
 
+SPLITS = [(count, tensor) for count in (2, 4, 8) for tensor in (1, 2, 4, 8) if tensor <= count]
+"""Ranks, and how many of them share an expert."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "tensor"), SPLITS)
+def test_every_split(ranks: Ranks, count: int, tensor: int, dtype: str):
+    """Expert times tensor parallelism: with biases and a capacity, uneven batches, and ranks that have none."""
+    tokens = [40, 0, 7, 33, 1, 0, 19, 150][:count]
+    sizes = {"hidden": 40, "intermediate": 32, "experts": 8, "top_k": 3, "skew": 3.0}
+    for options in ({"biases": (True, True, True)}, {"capacity_factor": 0.5}):
+        whole = random_problem(count * tensor, tokens, **sizes, **options, dtype=dtype)
+        sliced = Sliced.of(whole, tensor, hybrid(8, count, tensor))
+        outcomes = ranks.call(sliced, tile=(16, 8))
+        check(whole, sliced, outcomes)
+        check_traffic(sliced, outcomes)
+
+
 @st.composite
-def sliced_problems(draw) -> tuple[Problem, Sliced, int]:
-    """Any placement of slices, with copies."""
-    count, slices = draw(st.integers(2, 8)), draw(st.integers(2, 4))
+def sliced_problems(draw) -> tuple[Problem, Sliced, dict[str, Any]]:
+    """Any split and any placement of slices, with copies: uneven, and with ranks that hold nothing."""
+    count = draw(st.sampled_from([2, 4, 8]) | st.integers(2, 8))
+    slices = draw(st.sampled_from([n for n in range(2, count + 1) if count % n == 0]) | st.integers(2, 8))
     experts = draw(st.integers(1, 12))
     rank = st.integers(0, count - 1)
     entry = rank | st.lists(rank, min_size=1, max_size=count, unique=True)
     whole = random_problem(
         draw(st.integers(0, 2**32 - 1)),
-        draw(st.lists(st.integers(0, 150), min_size=count, max_size=count)),
+        draw(st.lists(st.just(0) | st.integers(0, 150), min_size=count, max_size=count)),
         hidden=draw(st.integers(1, 96)),
-        intermediate=slices * draw(st.integers(1, 32)),
+        intermediate=slices * draw(st.integers(1, 24)),
         experts=experts,
         top_k=draw(st.integers(1, experts)),
         dtype=draw(st.sampled_from(list(DTYPES))),
         fused=draw(st.booleans()),
-        skew=draw(st.sampled_from([0.0, 3.0])),
+        skew=draw(st.sampled_from([0.0, 3.0, 50.0])),
         biases=draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
         capacity_factor=draw(st.none() | st.floats(0.1, 2.0)),
         activation=draw(st.sampled_from(["swiglu", "gelu"])),
+        transposed=draw(st.booleans()),
     )
-    placement = draw(st.lists(entry, min_size=experts * slices, max_size=experts * slices))
-    return whole, Sliced.of(whole, slices, placement), draw(st.just(0) | st.integers(1, 2**31 - 1))
+    anywhere = st.lists(entry, min_size=experts * slices, max_size=experts * slices)
+    if count % slices == 0:
+        anywhere |= st.just(list(hybrid(experts, count, slices)))
+    how = {
+        "perturb": [draw(st.just(0) | st.integers(1, 2**31 - 1))],
+        "tile": draw(st.sampled_from([DEFAULT_TILE, (8, 16)]) | st.tuples(st.integers(4, 128), st.integers(4, 200))),
+    }
+    return whole, Sliced.of(whole, slices, draw(anywhere)), how
 
 
 @pytest.mark.timeout(0)
-@settings(max_examples=max(1, EXAMPLES // 5), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(sliced_problems())
-def test_any_placement_of_slices(ranks: Ranks, drawn: tuple[Problem, Sliced, int]):
-    whole, sliced, perturb = drawn
-    check(whole, sliced, ranks.call(sliced, perturb=[perturb]))
+def test_any_placement_of_slices(ranks: Ranks, drawn: tuple[Problem, Sliced, dict[str, Any]]):
+    whole, sliced, how = drawn
+    outcomes = ranks.call(sliced, **how)
+    check(whole, sliced, outcomes)
+    check_traffic(sliced, outcomes)
+
+
+def check_traffic(sliced: Sliced, outcomes: list[Outcome]) -> None:
+    """What crossed between ranks, by definition: a token's row goes once to each other rank that holds any slice of any
+    of its experts, and one row comes back from there; besides, 12 bytes for each slice, and a signal a packet."""
+    n, row = sliced.slices, sliced.x[0].shape[1] * sliced.x[0].itemsize
+    sent = np.zeros((len(outcomes), len(outcomes)), np.int64)  # [from, to] tokens
+    entries = np.zeros_like(sent)
+    for rank, outcome in enumerate(outcomes):
+        holder = np.array(sliced.destinations(rank))
+        for chosen in outcome.report.topk_ids:
+            kept = chosen[chosen >= 0]
+            to = np.concatenate([holder[kept * n + i] for i in range(n)])
+            np.add.at(entries[rank], to, 1)
+            sent[rank, np.unique(to)] += 1
+    for each in (sent, entries):
+        np.fill_diagonal(each, 0)
+    for rank, outcome in enumerate(outcomes):
+        report = outcome.report
+        assert report.rows_sent == sent[rank].sum()
+        assert report.return_rows_sent == sent[:, rank].sum()
+        packets = report.tasks["gate"] * (len(outcomes) - 1)
+        rows = report.rows_sent + report.return_rows_sent
+        assert report.bytes_sent == rows * row + 12 * entries[rank].sum() + 8 * packets
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_whatever_the_schedule(ranks: Ranks, dtype: str):
     whole = random_problem(5, TOKENS, **SIZES, dtype=dtype)
     sliced = Sliced.of(whole, 2, hybrid(6, 4, 2))
-    runs = ranks.calls([sliced] * 12, perturb=list(range(12)), tile=(8, 16))
+    runs = ranks.calls([sliced] * 50, perturb=list(range(50)), tile=(8, 16))
     check(whole, sliced, runs[0])
     assert len({tuple(outcome.y.tobytes() for outcome in run) for run in runs}) == 1
 
@@ -187,6 +249,16 @@ def _module(
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **sliced.limits()) as context, torch.no_grad():
         if how == "a layer":
             module = MoE.from_layer(context, layer, **placed)
+        elif how == "its part of a layer":
+            cut_up = replace(layer, slices=sliced.slices, **{name: getattr(sliced, name) for name in OF_EXPERTS})
+            part = cut_up.with_experts(local_experts(sliced.placement, rank))
+            module = MoE.from_layer(context, part, placement=sliced.placement)
+            others = cut_up.with_experts(local_experts(sliced.placement, 1 - rank))
+            for refused, slices in ((others, 1), (part, 3), (layer.with_experts([0, 1, 2, 3, 4, 5]), 2)):
+                with pytest.raises(
+                    InvalidArgument, match=r"^(layer: expected one of slices|slices: expected 2, as the)"
+                ):
+                    MoE.from_layer(context, refused, placement=sliced.placement, slices=slices)
         else:
             module = MoE(context, **sizes, **placed, expert_bias=True, router_bias=True)
             missing = module.load_state_dict(state)
@@ -199,7 +271,7 @@ def _module(
         return module(torch.from_numpy(sliced.x[rank])).numpy()
 
 
-@pytest.mark.parametrize("how", ["a layer", "a state dict", "its own state"])
+@pytest.mark.parametrize("how", ["a layer", "its part of a layer", "a state dict", "its own state"])
 def test_a_module_cuts_what_it_loads(how: str):
     """Of two ranks each has as many slices as there are experts."""
     whole = random_problem(12, [30, 20], **SIZES, biases=(True, True, True))
@@ -277,6 +349,32 @@ def test_bad_routing_is_named_as_the_caller_has_it(ranks: Ranks, id: int, messag
     whole.topk_ids[1][3] = [id, 2, 1]
     with pytest.raises(RankFailed, match=f"topk_ids: expected .*{message} for token 3 of rank 1"):
         ranks.call(Sliced.of(whole, 2, hybrid(6, 2, 2)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_later_slice_brings_no_bias_of_the_second_product(dtype: str):
+    whole = random_problem(10, [5, 5], **SIZES, biases=(False, False, True), dtype=dtype)
+    sliced = Sliced.of(whole, 2, hybrid(6, 2, 2))
+    good = sliced.down_bias.copy()
+    sliced.down_bias[7, 3] = -0.5  # slice 1 of expert 3, the fourth of rank 1
+    with RankPool(2) as pool:
+        messages, *results = zip(*pool.call(_call_again, [(sliced, good)] * 2, timeout=6 * PATIENCE), strict=True)
+    assert messages[0] == ""
+    assert messages[1] == "down_bias: expected 0 but for first slices, got -0.5 in row 3, of slice 1 of expert 3"
+    sliced.down_bias = good
+    check(whole, sliced, [Outcome(y, report) for y, report in zip(*results, strict=True)])
+
+
+def _call_again(rank: int, ranks: int, name: str, sliced: Sliced, bias: np.ndarray) -> tuple[str, Any, Any]:
+    """A rank that is refused calls again, as it should have; the other waits for that."""
+    message = ""
+    with flashmoe.Context(rank=rank, ranks=ranks, name=name, **sliced.limits()) as context:
+        if rank == 1:
+            with pytest.raises(InvalidArgument) as caught:
+                flashmoe.moe(context, **sliced.arguments(rank))
+            message = str(caught.value)
+        sliced.down_bias = bias
+        return message, flashmoe.moe(context, **sliced.arguments(rank)), context.last_call
 
 
 # ---- Cutting -------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import transformers
 from flashmoe.integrations.transformers import load_parallel, parallelize
 from flashmoe.integrations.transformers.experts import NAME, experts_modules
 from flashmoe.launch import RankFailed, RankPool
+from gloo import Gloo
 from problems import PATIENCE
 from safetensors.torch import load_file, save_file
 from test_transformers import VOCABULARY, model_of, with_experts
@@ -38,23 +38,7 @@ def pool():
 def on_ranks(pool, tmp_path):
     """Call ``fn(rank, ranks, *args)`` in so many processes, which are ranks of torch.distributed; by rank what they
     return."""
-    calls = []
-
-    def call(ranks, fn, *args):
-        calls.append(None)
-        store = f"file://{tmp_path}/rendezvous-{len(calls)}"
-        return pool.call(_as_rank, [(store, fn, args)] * ranks, ranks=ranks, timeout=6 * PATIENCE)
-
-    return call
-
-
-def _as_rank(rank, ranks, _, store, fn, args):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    try:
-        return fn(rank, ranks, *args)
-    finally:
-        torch.distributed.destroy_process_group()
+    return lambda ranks, fn, *args: Gloo(pool, tmp_path)(ranks, fn, ranks, *args)
 
 
 def batch_of(rank, seed=0):
@@ -292,3 +276,58 @@ def test_the_example_writes_the_same_on_every_rank():
     texts = [text.strip() for text in re.split(r"^rank \d: ", ended.stdout, flags=re.MULTILINE)[1:]]
     assert len(texts) == 2 and texts[0] == texts[1]
     assert texts[0].startswith("It was a truth") and len(texts[0]) > 100
+
+
+# Experts in slices
+
+
+def _sliced(rank, ranks, folder, name, placement, how, slices):
+    """How far a model's logits are from those of the whole one, in units of these, how often the experts' tensors of
+    one expert a rank has, and whether 12 greedy tokens are equal."""
+    whole = with_experts(model_of(name), "eager")
+    of_context = {"slices": slices, "placement": placement, "timeout": PATIENCE}
+    with torch.no_grad():
+        expected = [whole(batch_of(rank, seed)).logits for seed in range(3)]
+        tokens = greedy(whole, batch_of(rank))
+        elements = sum(module.down_proj.numel() / module.num_experts for module in experts_modules(whole))
+        if how == "loaded":
+            model = load_parallel(folder, max_tokens=200, context_options=of_context, dtype=torch.float32)
+        else:
+            parallelize(whole, max_tokens=200, **of_context)
+            model = whole
+        got = [model(batch_of(rank, seed)).logits for seed in range(3)]
+        same = torch.equal(greedy(model, batch_of(rank), synced_gpus=True), tokens)
+    with pytest.raises(flashmoe.InvalidArgument, match="slices of this rank; save the model before"):
+        model.state_dict()
+    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True))
+    return error, sum(module.down_proj.numel() for module in experts_modules(model)) / elements, same
+
+
+@pytest.mark.parametrize("how", ["loaded", "cut in memory"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Glm4Moe", "Phimoe", "Llama4", "GptOss"])
+def test_experts_in_slices(on_ranks, tmp_path, name, how):
+    """Of a rank's own slices: tensors of one expert, or of all, transposed, interleaved and with biases."""
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    experts = experts_modules(model)[0].num_experts
+    placement = list(flashmoe.placement.hybrid(experts, 4, 2))
+    for error, held, same in on_ranks(4, _sliced, str(tmp_path), name, placement, how, 2):
+        assert error <= 1e-5 and same
+        assert held == pytest.approx(experts / 4)
+
+
+def test_a_rank_with_two_slices_of_an_expert(on_ranks, tmp_path):
+    model_of("Mixtral").save_pretrained(tmp_path)
+    placement = [0, 0, 1, 0, 1, 1, [1, 0], 1]
+    shares = []
+    for error, held, same in on_ranks(2, _sliced, str(tmp_path), "Mixtral", placement, "loaded", 2):
+        assert error <= 1e-5 and same
+        shares.append(held)
+    assert shares == [2.0, 2.5]
+
+
+def test_slices_that_a_model_cannot_be_cut_into(on_ranks, tmp_path):
+    model_of("Mixtral").save_pretrained(tmp_path)
+    for how in ("loaded", "cut in memory"):
+        with pytest.raises(RankFailed, match=r"all 2 ranks: InvalidArgument: slices: expected a divisor of I=\d+, got"):
+            on_ranks(2, _sliced, str(tmp_path), "Mixtral", None, how, 1023)

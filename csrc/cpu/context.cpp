@@ -46,6 +46,25 @@ class DefaultFloats {
   std::fenv_t before_;
 };
 
+// Throws Error where a slice behind an expert's first has a bias of the second product: the sum of the slices would have
+// that once more. (On a GPU nobody looks at values.)
+void check_later_slices(const Layer& layer, const host::PlacementTables& placement, uint32_t rank) {
+  const LayerSpec& l = layer.spec;
+  if (l.slices == 1 || layer.down_bias == nullptr) return;
+  std::vector<float> row(l.hidden);
+  const uint32_t* slices = placement.by_owner.data() + placement.owner_base[rank];
+  for (uint32_t i = 0; i < placement.local_experts(rank); ++i) {
+    if (slices[i] % l.slices == 0) continue;
+    const uint64_t at = uint64_t{i} * l.hidden * element_bytes(l.weight_type);
+    widen(row.data(), static_cast<const uint8_t*>(layer.down_bias) + at, l.weight_type, l.hidden);
+    const auto bias = std::find_if(row.begin(), row.end(), [](float v) { return v != 0.0f; });
+    if (bias == row.end()) continue;
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("down_bias: expected 0 but for first slices, got ", *bias, " in row ", i, ", of slice ",
+                       slices[i] % l.slices, " of expert ", slices[i] / l.slices));
+  }
+}
+
 // How often a thread that waits asks whether it is interrupted.
 constexpr auto kRarely = std::chrono::milliseconds(50);
 
@@ -148,6 +167,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 void Context::prepare(const Layer& layer, const CallOptions& o) {
   const DefaultFloats here;  // the caller computes nothing else
   placement_ = host::placement_tables(o.placement, limits_, call_.rank, layer.spec.shared != 0);
+  check_later_slices(layer, placement_, call_.rank);
   layer_ = layer;
   const LayerSpec& spec = layer_.spec;
   perturbation_ = o.perturbation;

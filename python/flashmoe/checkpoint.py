@@ -18,6 +18,7 @@ left out, and named.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ from .architectures import Architecture, architecture_of, rule_of
 from .errors import CheckpointError
 from .foreign import REFUSALS, checkpoint_error, is_count, parsed, read, reason, shown
 from .memory import format_bytes, machine_bytes
+from .shares import Box, Cut, checked_ids
 from .tensor_file import DTYPES, MOST_HEADER_BYTES, Stored, TensorFile, read_header
 
 Weights = TypeVar("Weights")
@@ -57,6 +59,8 @@ _QUANTISED = {
     "qweight": "packed integers",
 }
 """How weights of fewer bits are stored, by the end of the name of a tensor that they have."""
+OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+"""The tensors of experts, by the names of `flashmoe.moe`."""
 SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 """The tensors of a shared expert, by the names of `flashmoe.moe`."""
 _MOST_LAYER_DIGITS = 9
@@ -110,6 +114,11 @@ class MoELayerOf(Generic[Weights]):
     left_out: tuple[str, ...] = ()
     """Names of what else the model's block has: a shared expert whose width is no multiple of I, and whose results the
     model adds to the layer's."""
+    slices: int = 1
+    """Into how many slices the experts are cut (see `flashmoe.slices`): their tensors then are those of slices, and I
+    is a slice's."""
+    held: tuple[int, ...] | None = None
+    """Ids of the experts, or of their slices, whose tensors these are; None: all."""
 
     @property
     def experts(self) -> int:
@@ -138,7 +147,8 @@ class MoELayerOf(Generic[Weights]):
 
     def with_experts(self, experts: Sequence[int]) -> Self:
         """The layer with the weights of these experts alone, in this order; its router remains [E, H]."""
-        return replace(self, **{name: each[experts] for name, each in self._of_experts().items()})
+        held = tuple(experts if self.held is None else (self.held[each] for each in experts))
+        return replace(self, held=held, **{name: each[experts] for name, each in self._of_experts().items()})
 
     def tensors(self) -> dict[str, Any]:
         """The layer's tensors, by the names of `flashmoe.moe`; without the router where it is the model's own."""
@@ -154,11 +164,12 @@ class MoELayerOf(Generic[Weights]):
     def rule(self) -> dict[str, Any]:
         """The other arguments of `flashmoe.moe` that the layer decides on."""
         routing = {} if self.own_router else {"top_k": self.top_k, "renormalize": self.renormalize}
-        return {"activation": self.activation, **routing, **self.options}
+        sliced = {} if self.slices == 1 else {"slices": self.slices}
+        return {"activation": self.activation, **routing, **self.options, **sliced}
 
     def _of_experts(self) -> dict[str, Weights]:
         """The tensors whose first axis are the experts, by the names of `flashmoe.moe`."""
-        named = {name: getattr(self, name) for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")}
+        named = {name: getattr(self, name) for name in OF_EXPERTS}
         return {name: each for name, each in named.items() if each is not None}
 
 
@@ -173,8 +184,10 @@ def load_layer(
     top_k: int | None = None,
     renormalize: bool | None = None,
     activation: str | None = None,
+    slices: int = 1,
+    held: Sequence[int] | None = None,
 ) -> MoELayer:
-    """Read one MoE layer.
+    """Read one MoE layer, or a rank's part of it.
 
     Args:
         path: a ``.safetensors`` file, or a checkpoint folder holding ``model.safetensors``, or
@@ -186,8 +199,12 @@ def load_layer(
             ``config.json``, `top_k` is required and `renormalize` is True if not given.
         activation: overrides the config's ``hidden_act``: ``swiglu`` or ``geglu`` for gated experts, else ``silu``,
             ``gelu``, ``relu`` or ``relu2``. Without a ``config.json``, gated experts are taken to be ``swiglu``.
+        slices: into how many slices experts are cut (see `flashmoe.slices`).
+        held: ids of the experts, or with `slices` of their slices, whose tensors are read, ascending; default: all. Of
+            the others no byte is. `flashmoe.placement.local_experts` has those of a rank.
 
     Raises:
+        InvalidArgument: `slices` is no divisor of I, or `held` no such ids.
         CheckpointError: a file is missing, truncated or not what its name says; the layer is absent or lacks
             a tensor; the block holds a tensor that `MoELayer` has no place for, or quantised weights; shapes or
             dtypes disagree with each other or with the config; or the model or its routing rule is unknown.
@@ -207,6 +224,11 @@ def load_layer(
     overrides = {"top_k": top_k, "renormalize": renormalize, "activation": activation}
     rule = rule_of(row, config, gated=gated, experts=sizes["experts"], **overrides)
     fields = {name: rule.pop(name, True) for name in overrides}  # a router of the model's own has no renormalize
+    ids = checked_ids(held, sizes["experts"], slices)
+    if slices != 1 or held is not None:
+        how = Cut(slices, fields["activation"], bool(row.options.get("interleaved")), transposed)
+        plan = {name: planned.share(name, how, ids) for name, planned in plan.items()}
+        fields |= {"slices": slices, "held": None if held is None else ids}
     arrays = _read_planned(plan)
     if "choice_bias" in arrays:
         arrays["choice_bias"] = arrays["choice_bias"].astype(np.float32)
@@ -372,17 +394,38 @@ class _Planned:
 
     dtype: np.dtype
     shape: tuple[int, ...]
-    parts: list[tuple[tuple[int | slice, ...], Stored]]
-    """The tensors that make it, each with its place in the array."""
+    parts: list[tuple[tuple[int | slice, ...], Stored, Box | None]]
+    """The tensors that make it, each with its place in the array, and which part of it is read; None: all."""
 
     @classmethod
     def of(cls, stored: Stored) -> _Planned:
         """A tensor as it is."""
-        return cls(DTYPES[stored.dtype], stored.shape, [((), stored)])
+        return cls(DTYPES[stored.dtype], stored.shape, [((), stored, None)])
 
     @property
     def bytes(self) -> int:
-        return sum(stored.bytes for _, stored in self.parts)
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def share(self, name: str, how: Cut, ids: Sequence[int]) -> _Planned:
+        """Of the field `name` of a layer, that of these experts or slices; itself, if it is not of experts."""
+        if name not in OF_EXPERTS:
+            return self
+        share = how.share(name, self.shape, ids)
+        by_expert: dict[int | None, list[tuple[tuple[int | slice, ...], Stored]]] = {}
+        for place, stored, _ in self.parts:
+            by_expert.setdefault(place[0] if place else None, []).append((place, stored))
+        parts = []
+        for to, box in share.parts:
+            for place, stored in by_expert.get(None) or by_expert[box[0].start]:
+                if place:  # a tensor of one expert, whose rows are some of the array's
+                    first = place[1].start if len(place) > 1 else 0
+                    if not first <= box[1].start < first + stored.shape[0]:
+                        continue
+                    mine = (slice(box[1].start - first, box[1].stop - first), *box[2:])
+                    parts.append(((to[0].start, *to[1:]), stored, mine))
+                else:
+                    parts.append((to, stored, box))
+        return _Planned(self.dtype, share.shape, parts)
 
 
 def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[str, _Planned], bool, tuple[str, ...]]:
@@ -437,7 +480,7 @@ def _plan_shared(tensors: _Tensors, block: str, shared: dict[str, str]) -> dict[
     if len(first.shape) != 2 or second.shape != first.shape or down.shape != (hidden, rows) or 0 in first.shape:
         got = ", ".join(shown(list(each.shape)) for each in (first, second, down))
         raise checkpoint_error(f"{block}.{module}", "gate and up [Is, H] and down [H, Is]", f"shapes {got}")
-    halves = [((slice(0, rows),), first), ((slice(rows, 2 * rows),), second)]
+    halves = [((slice(0, rows),), first, None), ((slice(rows, 2 * rows),), second, None)]
     plan = {
         "shared_gate_up": _Planned(DTYPES[first.dtype], (2 * rows, hidden), halves),
         "shared_down": _Planned.of(down),
@@ -483,10 +526,12 @@ def _plan_experts(block: str, experts: list[list[Stored]]) -> dict[str, _Planned
             raise checkpoint_error(f"{block}.experts", f"{what} projections that are matrices of one shape", got)
     inner, hidden = first[0][0].shape
     rows = [slice(k * inner, (k + 1) * inner) for k in range(len(first))]
-    gate_up = [((i, rows[k]), expert[k]) for i, expert in enumerate(experts) for k in range(len(first))]
+    gate_up = [((i, rows[k]), expert[k], None) for i, expert in enumerate(experts) for k in range(len(first))]
     return {
         "gate_up_proj": _Planned(dtype, (len(experts), len(first) * inner, hidden), gate_up),
-        "down_proj": _Planned(dtype, (len(experts), *down[0].shape), [((i,), each) for i, each in enumerate(down)]),
+        "down_proj": _Planned(
+            dtype, (len(experts), *down[0].shape), [((i,), each, None) for i, each in enumerate(down)]
+        ),
     }
 
 
@@ -554,21 +599,24 @@ def _read_planned(plan: dict[str, _Planned]) -> dict[str, np.ndarray]:
         raise _no_memory(largest, f"the {format_bytes(has)} that this machine has, of {format_bytes(needed)} in all")
     arrays = {name: _allocated(planned) for name, planned in plan.items()}
     for name, planned in plan.items():
-        for place, stored in planned.parts:
+        for place, stored, box in planned.parts:
             with _expecting(f"a complete safetensors file at {stored.path}"):
-                stored.read_into(arrays[name][place])
+                if box is None:
+                    stored.read_into(arrays[name][place])
+                else:
+                    stored.read_box_into(arrays[name][place], box)
     return arrays
 
 
 def _allocated(planned: _Planned) -> np.ndarray:
     try:
-        return np.empty(planned.shape, planned.dtype)
+        return np.zeros(planned.shape, planned.dtype)  # of a bias a share may have less than its shape
     except (MemoryError, ValueError) as error:  # ValueError: more than there are addresses for
         raise _no_memory(planned, "none") from error
 
 
 def _no_memory(planned: _Planned, got: str) -> CheckpointError:
-    _, first = planned.parts[0]
+    _, first, _ = planned.parts[0]
     many = f" and {len(planned.parts) - 1} more" if len(planned.parts) > 1 else ""
     size = f"{format_bytes(planned.bytes)} ({planned.bytes} bytes)"
     return checkpoint_error(f"{first.name}{many}", f"memory for {size} of {first.path}", got)

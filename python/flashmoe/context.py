@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from . import placement as placements
 from .arguments import Options, Tensors
 from .ending import Call
@@ -18,7 +20,7 @@ from .engines.cuda import CudaEngine
 from .errors import FlashMoEError, InvalidArgument
 from .limits import ENGINES, Room, checked_context
 from .report import CallReport
-from .spec import bounded, one_of
+from .spec import bounded, one_of, truth
 
 MAX_SECONDS = 1e9  # nanoseconds in 63 bits
 
@@ -43,15 +45,38 @@ def context_id(ctx: Context) -> int:
 def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     """`flashmoe.moe`, where PyTorch has no part in it."""
     engine = _checked(ctx)._engine
+    if ctx._load is not None and tensors.load is None and _experts_of(ctx, tensors, options) == ctx.experts:
+        tensors = tensors._replace(load=ctx._load)
     if options.placement is not None:
         options = options._replace(placement=placements.as_placed(options.placement))
     with Call():
         return engine.call(tensors, options, trace)
 
 
+def _experts_of(ctx: Context, tensors: Tensors, options: Options) -> int | None:
+    """E of a call that is as it must be."""
+    if tensors.router is not None:
+        return next(iter(getattr(tensors.router, "shape", ())), None)
+    try:
+        if ctx.ranks > 1 or options.placement is not None:
+            return len(ctx.placement if options.placement is None else options.placement) // options.slices
+        return tensors.gate_up_proj.shape[0]
+    except (AttributeError, TypeError, IndexError, ZeroDivisionError):  # the engine says what is wrong
+        return None
+
+
 def room_of(ctx: Context) -> Room:
     """What the context's calls may be. Raises `InvalidArgument` for what is no context."""
     return _checked(ctx)._engine.room
+
+
+def _zeros(experts: int, device: int | None) -> Any:
+    """Counters where the engine can write to them."""
+    if device is None:
+        return np.zeros(experts, np.int64)
+    import torch
+
+    return torch.zeros(experts, dtype=torch.int64, device=f"cuda:{device}")
 
 
 def _checked(ctx: Any) -> Context:
@@ -152,6 +177,8 @@ class Context:
         Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E and K, with the
         number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``); ``{}``: the built-in order,
         whatever is stored.
+    count_load:
+        Whether calls count for `load` which experts are chosen.
     transport:
         CUDA engine, several ranks: how rows get to other GPUs. ``"auto"``: they are stored to mapped memory; where some
         rank cannot map another's, all take what follows. ``"rdma"``: by NVSHMEM's puts, mapped or not; returns are then
@@ -198,6 +225,7 @@ class Context:
         transport: str = "auto",
         shared_intermediate: int = 0,
         slices: int = 1,
+        count_load: bool = False,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -258,6 +286,7 @@ class Context:
         """Bytes of this rank's symmetric heap."""
         self.workspace_bytes = self._engine.workspace_bytes
         """Bytes of this rank's private workspace; with the CPU engine, taken from the system as they are first used."""
+        self._load = _zeros(self.experts, self.device) if truth("count_load", count_load) else None
         self._number = next_number()
         contexts[self._number] = self
 
@@ -294,6 +323,24 @@ class Context:
         a capture. It has times of traced calls only. After the replay of a graph: of the last call that was made.
         """
         return self._engine.last_call()
+
+    def load(self, *, clear: bool = False) -> Any:
+        """How often this rank's tokens have chosen each expert, [E] int64, in all calls of layers with as many experts
+        as the context; with `clear`, the next one begins at 0. A group's load is the sum of its ranks'; of that
+        `flashmoe.placement.balanced` makes a placement.
+
+        Calls count by themselves, also replays of a graph, but for those that are given a `load` of their own: the
+        layers of a model, which have one each, are told apart by that. What a call that fails has counted is undefined.
+
+        Returns a NumPy array, or with the CUDA engine a tensor of its device, which PyTorch's current stream copies
+        behind the calls that it has got: nobody waits. Raises `InvalidArgument` without `count_load`.
+        """
+        if self._load is None:
+            raise InvalidArgument("count_load: expected a context made with count_load=True, got one without")
+        load = self._load.copy() if isinstance(self._load, np.ndarray) else self._load.clone()
+        if clear:
+            self._load[:] = 0
+        return load
 
     def synchronize(self) -> None:
         """Waits until all calls are over, and raises what the last of them ran into. The CPU engine's have done so."""

@@ -15,8 +15,9 @@ from .arguments import LayerOptions, Options, Tensors, checked_values, layer_of,
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
+from .replicated import Replicas
 from .slices import cut
-from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, truth
+from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, one_of, truth
 from .torch_op import call, check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert"]
@@ -29,6 +30,8 @@ _OF_EXPERTS = {
     "down_bias": "down_proj_bias",
 }
 """The names of experts' tensors: of `flashmoe.moe`, and of parameters."""
+TOKENS = ("own", "replicated")
+"""Whose tokens a rank has."""
 
 
 class Router(torch.nn.Module):
@@ -210,6 +213,11 @@ class MoE(torch.nn.Module):
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's.
     count_load:
         Whether there is a buffer `load`; else it is None.
+    tokens, token_group:
+        ``"own"``: each rank has tokens of its own. ``"replicated"``: the ranks of `token_group`, a process group of
+        ``torch.distributed`` (default: all), have the same tokens, as between layers that are cut by tensor
+        parallelism: each brings its share of them to the call, T / n of n ranks, and all get all results, by an
+        all-gather of the group.
 
     Raises
     ------
@@ -240,9 +248,14 @@ class MoE(torch.nn.Module):
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         count_load: bool = False,
+        tokens: str = "own",
+        token_group: Any = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        if one_of("tokens", tokens, TOKENS) == "own" and token_group is not None:
+            raise InvalidArgument("token_group: expected none with tokens='own', got one")
+        self._replicas = None if tokens == "own" else Replicas(token_group)
         self.ctx = ctx
         self._context_id = context_id(ctx)
         dtype = getattr(torch, ctx.dtype) if dtype is None else dtype
@@ -284,7 +297,7 @@ class MoE(torch.nn.Module):
         room = room_of(ctx)
         placed = placement_of(room, self.placement, layer.parts)
         mine = ctx.local_experts(placed)
-        layer = resolved(room, layer, chosen, placed, tokens=0)
+        self._layer = layer = resolved(room, layer, chosen, placed, tokens=0)
         self._options = chosen._replace(
             top_k=layer.top_k,
             capacity_factor=layer.capacity_factor or None,
@@ -336,21 +349,28 @@ class MoE(torch.nn.Module):
         exact: bool = False,
         count_load: bool = False,
         slices: int = 1,
+        tokens: str = "own",
+        token_group: Any = None,
     ) -> MoE:
         """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
         context's engine computes: in host memory or on its GPU.
 
         `layer` comes from `flashmoe.checkpoint.load_layer` and decides the sizes, the rule of its router, what its
-        experts compute, and the dtype. What the layer has `left_out` the module has not. The other parameters and the
-        errors are those of the class.
+        experts compute, and the dtype. What the layer has `left_out` the module has not. It may be this rank's part
+        alone, or cut into slices already, which then need not be said once more. The other parameters and the errors
+        are those of the class.
         """
         if layer.own_router:
             raise InvalidArgument(f"layer: expected a router that flashmoe.moe computes, got {layer.own_router}")
+        is_cut = layer.slices != 1
+        if is_cut and slices not in (1, layer.slices):
+            raise InvalidArgument(f"slices: expected {layer.slices}, as the layer is cut, got {slices!r}")
+        how = layer.rule() if is_cut else layer.rule() | {"slices": slices}
         with torch.device("meta"):  # the parameters are about to be replaced
             module = cls(
                 ctx,
                 layer.hidden,
-                layer.intermediate,
+                layer.intermediate * layer.slices,
                 layer.experts,
                 placement=placement,
                 router_bias=layer.router_bias is not None,
@@ -363,13 +383,22 @@ class MoE(torch.nn.Module):
                 shared_intermediate=layer.shared_intermediate,
                 shared_gate=layer.shared_gate is not None,
                 count_load=count_load,
-                slices=slices,
-                **layer.rule(),
+                tokens=tokens,
+                token_group=token_group,
+                **how,
             )
         mine = module.experts.ids
         of_router = {"weight": layer.router, "bias": layer.router_bias, "choice_bias": layer.choice_bias}
         of_experts = {name: getattr(layer, name) for name in _OF_EXPERTS}
-        if slices > 1:
+        if layer.held is not None:
+            if list(layer.held) != mine or (slices > 1 and not is_cut):
+                what = "slices" if module.experts.total > layer.experts else "experts"
+                raise InvalidArgument(
+                    f"layer: expected one of {what} {mine}, this rank's, got one of {list(layer.held)}"
+                    + (", which are not cut" if slices > 1 and not is_cut else "")
+                )
+            mine = list(range(len(mine)))
+        if slices > 1 and not is_cut:
             of_experts = cut(slices, *of_experts.values(), **module.experts.form)
         weights = {f"gate.{name}": each.copy() for name, each in of_router.items() if each is not None}
         weights |= {f"experts.{_OF_EXPERTS[name]}": each[mine] for name, each in of_experts.items() if each is not None}
@@ -382,6 +411,23 @@ class MoE(torch.nn.Module):
         if module.load is not None:
             module.load = torch.zeros_like(module.load, device=device)
         return module
+
+    def move(self, placement: placements.Placement | None, group: Any = None) -> None:
+        """Moves the experts, or their slices, to where `placement` wants them (None: to where the context's has them),
+        and calls them there from then on. Collective: see `flashmoe.placement.move`, with the same `group` and errors.
+
+        Parameters are new ones. Raises `HeapError`, before anything is moved, where the context has no room for it.
+        """
+        experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
+        chosen = None if placement is None else placements.checked(placement, parts, room.ranks)
+        before, after = (placement_of(room, each, parts) for each in (self.placement, chosen))
+        resolved(room, self._layer, self._options, after, tokens=0)
+        held = dict(experts.named_parameters(recurse=False))
+        for name, tensor in placements.move(held, before, after, group).items():
+            setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=held[name].requires_grad))
+        experts.ids = self.ctx.local_experts(after)
+        self.placement = chosen
+        self._options = self._options._replace(placement=chosen)
 
     def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for this rank's tokens.
@@ -408,7 +454,9 @@ class MoE(torch.nn.Module):
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
         gate, experts, shared, shared_gate = self.gate, self.experts, self.shared_expert, self.shared_expert_gate
-        tokens = x.reshape(-1, hidden).contiguous()
+        tokens, replicas = x.reshape(-1, hidden).contiguous(), self._replicas
+        if replicas is not None:
+            tokens = tokens[replicas.share(len(tokens))]
         logits = None
         if truth("return_router_logits", return_router_logits):
             logits = tokens.new_empty((tokens.shape[0], gate.weight.shape[0]), dtype=torch.float32)
@@ -428,6 +476,10 @@ class MoE(torch.nn.Module):
             router_logits=logits,
         )
         y = call(self._context_id, tensors, self._options)
+        if replicas is not None:
+            of_all = x.numel() // hidden
+            y = replicas.gathered(y, of_all)
+            logits = None if logits is None else replicas.gathered(logits, of_all)
         if logits is None:
             return y.reshape(x.shape)
         return y.reshape(x.shape), logits.reshape(*x.shape[:-1], gate.weight.shape[0])

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import _ffi
 from .errors import InvalidArgument
 from .spec import MAX_EXPERTS, MAX_RANKS, bounded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Placement = Sequence[int | Sequence[int]]
 """An entry for each expert: a rank, or several."""
@@ -52,7 +55,8 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
     ranks:
         R.
     copies:
-        How many experts there may be besides the E: the busiest get copies. Each takes an expert's weights on a rank.
+        How many experts there may be besides the E: the busiest get copies, as far as that helps. Each takes an
+        expert's weights on a rank.
 
     Returns
     -------
@@ -65,21 +69,43 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
     """
     loads = _checked_load(load)
     ranks = bounded("ranks", ranks, 1, MAX_RANKS)
-    counts = _copies_of(loads, ranks, bounded("copies", copies, 0, len(loads) * (ranks - 1)))
+    left = bounded("copies", copies, 0, len(loads) * (ranks - 1))
+    # A copy takes a place: where loads are even, more of them may leave the ranks less alike.
+    default = contiguous(len(loads), ranks)
+    found = [(float(np.bincount(default, loads, ranks).max()), 0, default)]
+    while True:
+        found.append(_placed_with(loads, ranks, left))
+        if left == 0:
+            return min(found, key=lambda each: each[:2])[2]
+        left //= 2
+
+
+def roomy(experts: int, ranks: int, copies: int) -> tuple[int, ...]:
+    """A placement for a `Context` that is to have room for all that `balanced` makes with so many copies: one rank has
+    as many experts as any has there. Raises `InvalidArgument`."""
+    experts, ranks = bounded("experts", experts, 1, MAX_EXPERTS), bounded("ranks", ranks, 1, MAX_RANKS)
+    copies = bounded("copies", copies, 0, experts * (ranks - 1))
+    most = -(-(experts + copies) // ranks)
+    return (0,) * most + tuple(1 + i % (ranks - 1) for i in range(experts - most))
+
+
+def _placed_with(loads: np.ndarray, ranks: int, copies: int) -> tuple[float, int, Placed]:
+    """What the fullest rank has, how many copies there are, and the placement."""
+    counts = _copies_of(loads, ranks, copies)
     # In parts of 1 / R of a load: the holder serves itself, and its share of the ranks that have no copy.
     parts = [(e, ranks // n + (i < ranks % n)) for e, n in enumerate(counts) for i in range(n)]
     slots = -(-len(parts) // ranks)
     # Empty slots are copies of one more expert, that nobody chooses: thus no rank has two.
     parts += [(len(loads), 0)] * (slots * ranks - len(parts))
     expert = np.array([e for e, _ in parts])
-    weight = np.append(loads, 0.0)[expert] * [share for _, share in parts]
-    order = np.lexsort(
-        (expert, -np.append(loads, 0.0)[expert])
-    )  # an expert's follow one another: on ranks of their own
+    all_loads = np.append(loads, 0.0)[expert]
+    weight = all_loads * [share for _, share in parts]
+    order = np.lexsort((expert, -all_loads))  # an expert's follow one another: on ranks of their own
     rank = np.empty(len(parts), np.int64)
     rank[order] = np.arange(len(parts)) % ranks
     _exchange(expert, weight, rank, ranks)
-    return as_placed(rank[expert == e].tolist() for e in range(len(loads)))
+    placed = as_placed(rank[expert == e].tolist() for e in range(len(loads)))
+    return float(np.bincount(rank, weight, ranks).max()) / ranks, sum(counts) - len(counts), placed
 
 
 def rank_loads(placement: Placement, load: Sequence[float] | np.ndarray, ranks: int) -> np.ndarray:
@@ -93,6 +119,68 @@ def rank_loads(placement: Placement, load: Sequence[float] | np.ndarray, ranks: 
     for rank, of_rank in enumerate(by_source):
         np.add.at(total, list(owners(placement, rank)), of_rank)
     return total
+
+
+def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, group: Any = None) -> dict[str, Tensor]:
+    """This rank's tensors of experts for the placement `after`, from those that the ranks have by `before`.
+
+    Collective over `group`. An expert comes from a rank that has it, from its holders in turn where several need it;
+    what a rank keeps is copied. It takes the memory of both shares, and of nothing else: 64 experts of one tensor are
+    on their way at a time, straight to their places.
+
+    Parameters
+    ----------
+    tensors:
+        By any names, the same on every rank: PyTorch tensors [El, ...], where El are this rank's experts by `before`,
+        ascending, such as weights and biases of `flashmoe.moe`. Of experts in slices they are the slices'.
+    before, after:
+        Placements of the same experts, or of the same slices.
+    group:
+        A ``torch.distributed`` process group whose backend sends tensors of this device, and whose timeout is for how
+        long ranks wait for one another; default: all ranks. Its ranks are those of the placements.
+
+    Returns
+    -------
+    New tensors [El, ...] by the same names, of this rank's experts by `after`.
+
+    Raises
+    ------
+    InvalidArgument
+        A placement or a tensor of this rank is not as above. The other ranks raise `GroupError`, which names it.
+    GroupError
+        The ranks disagree on placements, names, shapes or types. Nothing is sent then.
+    """
+    from . import moving  # needs PyTorch
+
+    rank, ranks = moving.place_in(group)
+
+    def facts() -> tuple[Placed, Placed, Any]:
+        experts = len(as_placed(before))
+        placed = checked(before, experts, ranks), checked(after, experts, ranks)
+        return *placed, moving.rows_of(tensors, len(local_experts(placed[0], rank)), rank)
+
+    was, wanted, _ = moving.agreed(group, facts, ("before", "after", "tensors"))
+    mine, to_be = local_experts(was, rank), local_experts(wanted, rank)
+    return moving.moved(tensors, mine, to_be, moves(was, wanted), rank, group)
+
+
+class Move(NamedTuple):
+    """An expert that a rank needs and has not got."""
+
+    expert: int
+    source: int
+    target: int
+
+
+def moves(before: Placement, after: Placement) -> list[Move]:
+    """What `move` sends, by ascending expert and target. A rank that has an expert keeps it; those that it comes to get
+    it from those that have it, in turn."""
+    found = []
+    for expert, (has, wants) in enumerate(zip(before, after, strict=True)):
+        sources = holders(has)
+        targets = sorted(set(holders(wants)) - set(sources))
+        found += [Move(expert, sources[i % len(sources)], target) for i, target in enumerate(targets)]
+    return found
 
 
 def owners(placement: Placement, rank: int) -> tuple[int, ...]:

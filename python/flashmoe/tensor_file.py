@@ -6,6 +6,9 @@ the process where another one shortens the file (it maps it), and takes the last
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -42,7 +45,39 @@ class Stored(NamedTuple):
         with opened(self.path) as file:
             file.seek(self.offset)
             if file.readinto(array.reshape(-1).view(np.uint8)) != self.bytes:
-                raise ValueError(f"a file that ends within {shown(self.name)}")
+                raise self._too_short()
+
+    def read_box_into(self, array: np.ndarray, box: tuple[slice, ...]) -> None:
+        """Read the part of it that has these elements of each axis, and no other byte, to an array of its dtype and of
+        that part's shape. Raises `foreign.REFUSALS`."""
+        size = DTYPES[self.dtype].itemsize
+        shape = [each.stop - each.start for each in box]
+        whole = len(box)  # axes from here on are all there: their elements follow one another
+        while whole > 0 and shape[whole - 1] == self.shape[whole - 1]:
+            whole -= 1
+        apart = max(whole - 1, 0)  # those before: each combination is a run of its own
+        strides = [size * math.prod(self.shape[axis + 1 :]) for axis in range(len(box))]
+        inner = sum(each.start * stride for each, stride in zip(box[apart:], strides[apart:], strict=True))
+        part = array if array.flags.c_contiguous else np.empty(shape, array.dtype)
+        runs = memoryview(part.reshape(-1).view(np.uint8))
+        length, to = size * math.prod(shape[apart:]), 0
+        with opened(self.path) as file:
+            for at in itertools.product(*(range(each.start, each.stop) for each in box[:apart])):
+                outer = sum(index * stride for index, stride in zip(at, strides, strict=False))
+                self._read(file, self.offset + outer + inner, runs[to : to + length])
+                to += length
+        if part is not array:
+            array[...] = part
+
+    def _read(self, file: BinaryIO, offset: int, to: memoryview) -> None:
+        while len(to):
+            got = os.preadv(file.fileno(), [to], offset)
+            if got == 0:
+                raise self._too_short()
+            offset, to = offset + got, to[got:]
+
+    def _too_short(self) -> ValueError:
+        return ValueError(f"a file that ends within {shown(self.name)}")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ struct Problem {
   Epoch epoch = 0;
   uint64_t belief = 0;  // ranks that run problems of different beliefs disagree about the call
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  uint32_t slices = 1;  // the gate chooses top_k / slices of experts / slices; ids are those of their slices
   uint32_t groups = 1;  // return groups, as far as there are columns for them
   ReturnMode return_mode = ReturnMode::kDirect;
   std::vector<host::PlacementTables> placement;  // as each rank looks it up
@@ -117,14 +118,13 @@ class Problems {
     x.epoch = epoch;
     x.hidden = 1 + below(l_.hidden);
     x.intermediate = 1 + below(l_.intermediate);
-    x.experts = l_.experts;
-    x.top_k = 1 + below(l_.top_k);
+    if (l_.top_k > 1 && below(3) == 0) x.slices = 2 + below(min_of(l_.top_k, 3u) - 1);
+    x.experts = l_.experts - l_.experts % x.slices;
+    x.top_k = x.slices * (1 + below(l_.top_k / x.slices));
     x.groups = 1 + below(kMaxGroups);
     x.return_mode = one_of({ReturnMode::kDirect, ReturnMode::kReduced});
-    if (l_.rdma != 0) {  // the one way home that puts know
-      x.groups = 1;
-      x.return_mode = ReturnMode::kReduced;
-    }
+    if (l_.rdma != 0) x.groups = 1;  // the one way home that puts know
+    if (l_.rdma != 0 || x.slices != 1) x.return_mode = ReturnMode::kReduced;
     const bool uneven = below(3) == 0;  // then ranks without any expert occur
     const bool copies = below(3) == 0;
     host::Holders holders;
@@ -135,7 +135,8 @@ class Problems {
       for (uint32_t i = 1; i <= more; ++i) holders.copy((first + i) % l_.ranks);
     }
     x.place(holders, l_.ranks);
-    const uint32_t popular = below(3) == 0 ? x.top_k : x.experts;  // all tokens want the same few experts
+    // All tokens want the same few experts.
+    const uint32_t popular = (below(3) == 0 ? x.top_k : x.experts) / x.slices;
     const bool capacity = below(3) == 0;
     for (uint32_t p = 0; p < l_.ranks; ++p) {
       Problem::OfRank r;
@@ -148,8 +149,12 @@ class Problems {
       std::iota(choice.begin(), choice.end(), 0);
       for (uint32_t t = 0; t < r.tokens; ++t) {
         std::shuffle(choice.begin(), choice.end(), random_);
-        r.ids.insert(r.ids.end(), choice.begin(), choice.begin() + x.top_k);
-        for (uint32_t k = 0; k < x.top_k; ++k) r.weights.push_back(static_cast<float>(1 + below(1000)) / 1000.0f);
+        for (uint32_t k = 0; k < x.top_k / x.slices; ++k) {
+          const float weight = static_cast<float>(1 + below(1000)) / 1000.0f;
+          r.weights.insert(r.weights.end(), x.slices, weight);
+          for (uint32_t n = 0; n < x.slices; ++n)
+            r.ids.push_back(choice[k] * static_cast<int32_t>(x.slices) + static_cast<int32_t>(n));
+        }
       }
       x.of.push_back(std::move(r));
       x.drop(p);

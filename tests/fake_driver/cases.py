@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from flashmoe import _ffi, jit, models
+from flashmoe import context as contexts
 from flashmoe import nvshmem as nvshmem_files
 from flashmoe.arguments import Options, Tensors
 from flashmoe.cli import bench, run, workload
@@ -456,6 +457,24 @@ def test_what_a_call_writes_to(ctx, tokens):
     flashmoe.moe(ctx, **given(tokens), load=load)
     assert launched()["load"] == load.data_ptr()
     flashmoe.moe(ctx, **arguments(tokens + 1), router_logits=on_gpu(tokens + 1, E, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
+def test_calls_write_to_the_load_of_their_context(monkeypatch, tokens):
+    """Unless they have one of their own; nobody waits for it to be read."""
+    made = on_gpu(E, dtype=torch.int64)
+    monkeypatch.setattr(contexts, "_zeros", lambda experts, device: made if (experts, device) == (E, 0) else None)
+    monkeypatch.setattr(cuda.CudaEngine, "synchronize", None)
+    with flashmoe.Context(engine="cuda", **SIZES, count_load=True) as ctx:
+        for args in (arguments(tokens), given(tokens)):
+            flashmoe.moe(ctx, **args)
+            assert launched()["load"] == made.data_ptr()
+        own = on_gpu(E, dtype=torch.int64)
+        flashmoe.moe(ctx, **arguments(tokens), load=own)
+        assert launched()["load"] == own.data_ptr()
+        made[:] = 3
+        load = ctx.load(clear=True)
+        assert load.data_ptr() != made.data_ptr() and (load == 3).all() and not made.any()
 
 
 WRONG_TO_WRITE_TO = [

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import numpy as np
 import typer
 
 from .. import memory, models
 from ..errors import HeapError, InvalidArgument
 from ..limits import engine_return_mode
-from ..placement import balanced
+from ..placement import roomy
 from .console import console, print_error
 from .render import show_comparisons, show_memory_plan
 
@@ -75,7 +74,7 @@ def command(
         capacity_factor=capacity_factor,
         transport=transport,
         shared_intermediate=shared_intermediate,
-        placement=balanced(np.ones(sizes["experts"]), ranks, copies) if copies else None,
+        placement=roomy(sizes["experts"], ranks, copies) if copies else None,
         **sizes,
     )
     further = {"copies": copies, "shared_intermediate": shared_intermediate}

@@ -35,6 +35,8 @@ _CONTEXT_WITH_SHARED = "_flashmoe_context_with_shared"
 """The same for calls that have the block's shared expert too."""
 _LOCAL = "_flashmoe_local_experts"
 """The attribute of an experts module that says how many experts its tensors are of, where others are on other ranks."""
+_SLICES = "_flashmoe_slices"
+"""The attribute of an experts module that says into how many slices its experts are cut."""
 
 
 def register() -> None:
@@ -84,10 +86,13 @@ def routed_operands(
 
 def options_of(module: torch.nn.Module, options: ExpertsOptions, **routing: Any) -> Options:
     """Those of the operator for a call of the experts module, with what `routing` says of the router, plain values."""
+    slices = vars(module).get(_SLICES, 1)
     if torch.compiler.is_compiling():
-        return Options(**options.of_operator(), **routing)
-    made_of = (options, *routing.items())
-    return remembered(module, "_flashmoe_options", made_of, lambda: Options(**options.of_operator(), **routing))
+        return Options(**options.of_operator(), slices=slices, **routing)
+    made_of = (options, slices, *routing.items())
+    return remembered(
+        module, "_flashmoe_options", made_of, lambda: Options(**options.of_operator(), slices=slices, **routing)
+    )
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
@@ -119,6 +124,7 @@ def of_group(module: torch.nn.Module, context: Context) -> None:
     nor is a share a state to be saved under the names of all.
     """
     vars(module)[_CONTEXT] = context
+    vars(module)[_SLICES] = len(context.placement) // module.num_experts
     mark_as_share(module, len(context.local_experts()))
     module.__class__ = _always(type(module))
     module.register_state_dict_pre_hook(_refuse_state_dict)
@@ -136,9 +142,10 @@ def _always(kind: type) -> type:
 
 
 def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    kind = "" if vars(module).get(_SLICES, 1) == 1 else " slices"
     raise InvalidArgument(
         f"state_dict: expected {prefix.removesuffix('.')} to have all E={module.num_experts} experts, got the "
-        f"{getattr(module, _LOCAL)} of this rank; save the model before it is spread over ranks"
+        f"{getattr(module, _LOCAL)}{kind} of this rank; save the model before it is spread over ranks"
     )
 
 
