@@ -104,7 +104,7 @@ def test_where_gradients_are_recorded(ctx, problem):
     assert torch.equal(load, 5 + expected[1]) and not load.requires_grad
     assert bits(logits) == bits(expected[2])
     for result in (y, logits):
-        with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
+        with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE has no backward pass"):
             result.sum().backward()
 
 

@@ -432,7 +432,7 @@ def test_gradients_are_asked_for_in_vain(layer, problem, wanted, backend):
     x.requires_grad_(wanted != "parameters")
     y = (layer if backend is None else compiled(layer, backend))(x)
     assert y.requires_grad and bits(y) == bits(expected)
-    with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
+    with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE has no backward pass"):
         y.sum().backward()
     assert x.grad is None and all(each.grad is None for each in layer.parameters())
 
@@ -461,7 +461,7 @@ def test_there_are_no_forward_mode_derivatives(ctx, layer, problem, of, derive):
         else lambda each: torch.func.functional_call(layer, {"experts.down_proj": each}, (arguments["x"],)),
     }
     for call in calls.values():
-        with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no forward-mode derivatives"):
+        with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE has no forward-mode derivatives"):
             derive(call, arguments[of])
 
 
@@ -592,7 +592,7 @@ def test_the_function_gives_no_gradients_either(ctx, problem, wanted):
         assert not flashmoe.moe(ctx, **arguments).requires_grad
     y = flashmoe.moe(ctx, **arguments)
     assert y.requires_grad and bits(y) == bits(expected)
-    with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
+    with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE has no backward pass"):
         y.sum().backward()
 
 

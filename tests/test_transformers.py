@@ -449,7 +449,7 @@ def test_training_mode_and_gradients():
     y = experts(*some_routing(experts))
     with torch.no_grad():
         assert torch.equal(experts(*some_routing(experts)), y)
-    with pytest.raises(NotImplementedError, match=r"FlashMoE 0\.1 has no backward pass"):
+    with pytest.raises(NotImplementedError, match=r"FlashMoE has no backward pass"):
         y.sum().backward()
 
 

@@ -133,7 +133,7 @@ def _train(rank, ranks, layout):
 @pytest.mark.parametrize("layout", ["2 share a batch", "2 batches"])
 def test_there_are_no_gradients(on_ranks, layout):  # noqa: F811
     ranks, layout = LAYOUTS[layout]
-    with pytest.raises(RankFailed, match=r"NotImplementedError: .*FlashMoE 0\.1 has no backward pass"):
+    with pytest.raises(RankFailed, match=r"NotImplementedError: .*FlashMoE has no backward pass"):
         on_ranks(ranks, _train, layout)
 
 

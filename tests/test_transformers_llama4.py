@@ -59,7 +59,7 @@ def test_the_block_returns_what_transformers_block_returns():
 def test_a_block_has_no_gradients():
     model = fuse(model_of("Llama4")).train()
     loss = model(torch.tensor(PROMPT)).logits.sum()
-    with pytest.raises(NotImplementedError, match=r"FlashMoE 0\.1 has no backward pass"):
+    with pytest.raises(NotImplementedError, match=r"FlashMoE has no backward pass"):
         loss.backward()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from .arguments import WRITTEN, CallOptions, Options, Tensors, as_plain_values
+from .arguments import WRITTEN, CallOptions, Options, Tensors
 from .context import Context, context_id, run
 from .placement import Placement
 from .spec import truth
@@ -108,6 +108,5 @@ def moe(
     if not truth("trace", trace) and goes_through_torch(x, tensors):
         from . import torch_op
 
-        torch_op.check_tensors(tensors._asdict())
-        return torch_op.by_operator(context_id(ctx), tensors, as_plain_values(chosen))
+        return torch_op.by_operator(context_id(ctx), tensors, chosen)
     return run(ctx, tensors, chosen, trace)

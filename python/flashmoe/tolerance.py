@@ -8,6 +8,11 @@ The operator rounds to its dtype (unit roundoff u) in four places, and computes 
 3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
 4. the output, where it is the sum of at least two terms.
 
+A shared expert is one further choice of every token: one row, rounded once, whose dot products are over all of its
+width Is. The GPU's kernel of few tokens has a choice instead for each of its Is / I slices: as many rows, each rounded.
+Neither bound contains the other. Of slices that cancel, the rounded rows err by more than their sum; n of one sign have
+n roundings of a share of 1/n, whose variance is 1/n of the whole row's. So what computed the call says which is right.
+
 **One rounding.** Round-to-nearest errs by a value uniform on +-ulp/2: variance ulp^2 / 12. Relative to the
 squared value that is at most u^2 / 3, whatever the mantissa.
 
@@ -118,6 +123,7 @@ def call_error(
     shared_gate_up: np.ndarray | None = None,
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
+    shared_in_slices: bool = False,
     rank: int = 0,
     **shape: Any,
 ) -> CallError:
@@ -126,7 +132,8 @@ def call_error(
     The dtype is that of `x`. `topk_ids` and `topk_weights` [T, K] are the reference's (-1: a dropped pair).
     `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement` maps
     each expert to the rank that computes it for these tokens; `rank` is the call's own, where the shared expert is
-    computed, slice by slice. `shape`: the further options of `reference.activate`.
+    computed: as one choice or, as the GPU's kernel of few tokens does, with `shared_in_slices`, as one for each of its
+    slices. `shape`: the further options of `reference.activate`.
     """
     dtype = x.dtype.name
     x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
@@ -134,15 +141,18 @@ def call_error(
         gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
     biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
     weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
-    if shared_down is not None:  # its slices are experts that every token chooses
+    matrices = [*zip(gate_up_proj, down_proj, strict=True)]
+    if shared_down is not None:  # what every token chooses besides
+        up, down = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
+        up, down = (up.T, down.T) if transposed else (up, down)
+        width = down_proj.shape[2] if shared_in_slices else down.shape[1]
+        shared = [*zip(*_slices(up, down, width, activation, **shape), strict=True)]
         routed = topk_ids, topk_weights, weight_variance
-        shared = [np.asarray(each, np.float64) for each in (shared_gate_up, shared_down)]
-        up, down = _slices(*[each.T if transposed else each for each in shared], down_proj, activation, **shape)
-        chosen = np.tile(len(down_proj) + np.arange(len(down)), (len(x), 1))
-        added = chosen, *(np.repeat(each, len(down), axis=1) for each in _gate(x, shared_gate))
+        chosen = np.tile(len(matrices) + np.arange(len(shared)), (len(x), 1))
+        added = chosen, *(np.repeat(each, len(shared), axis=1) for each in _gate(x, shared_gate))
         topk_ids, topk_weights, weight_variance = map(np.hstack, zip(routed, added, strict=True))
-        gate_up_proj, down_proj = np.concatenate([gate_up_proj, up]), np.concatenate([down_proj, down])
-        placement = [*placement, *[rank] * len(down)]
+        matrices += shared
+        placement = [*placement, *[rank] * len(shared)]
     owners = np.where(topk_ids >= 0, np.asarray(placement)[topk_ids], -1)
     variance = np.zeros(x.shape)
     squares = np.zeros(x.shape)
@@ -150,15 +160,16 @@ def call_error(
 
     for expert in np.unique(topk_ids[topk_ids >= 0]):
         t, k = np.nonzero(topk_ids == expert)
+        up, down = matrices[expert]
         b0, b1 = (0.0 if bias is None else bias[expert] for bias in biases)
         w, w_variance = topk_weights[t, k, None], weight_variance[t, k, None]
         if weights_on_input:
-            z, z_variance = _scaled_linear(x[t], w, w_variance, gate_up_proj[expert], b0)
+            z, z_variance = _scaled_linear(x[t], w, w_variance, up, b0)
             w, w_variance = np.ones_like(w), np.zeros_like(w)
         else:
-            z, z_variance = _linear(x[t], 0.0, gate_up_proj[expert], b0)
+            z, z_variance = _linear(x[t], 0.0, up, b0)
         a, a_variance = _activated(z, z_variance, activation, **shape)
-        f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down_proj[expert], b1)
+        f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down, b1)
         row = w * f
         variance[t] += w**2 * f_variance + w_variance * f**2 + _rounding(row, dtype)
         if dtype != "float32":
@@ -240,14 +251,13 @@ def router_error(
 
 
 def _slices(
-    up: np.ndarray, down: np.ndarray, down_proj: np.ndarray, activation: str, *, interleaved: bool = False, **_: Any
+    up: np.ndarray, down: np.ndarray, width: int, activation: str, *, interleaved: bool = False, **_: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The matrices [n, 2I or I, H] and [n, H, I] of a shared expert's slices, as wide as the experts."""
-    _, hidden, intermediate = down_proj.shape
-    n = down.shape[1] // intermediate
+    """The matrices [n, 2I or I, H] and [n, H, I] of a shared expert's slices of this width I."""
+    hidden, n = len(down), down.shape[1] // width
     if activation in GATED and not interleaved:  # of the gate rows and of the up rows
-        up = up.reshape(2, n, intermediate, hidden).swapaxes(0, 1)
-    return up.reshape(n, -1, hidden), down.reshape(hidden, n, intermediate).swapaxes(0, 1)
+        up = up.reshape(2, n, width, hidden).swapaxes(0, 1)
+    return up.reshape(n, -1, hidden), down.reshape(hidden, n, width).swapaxes(0, 1)
 
 
 def _gate(x: np.ndarray, gate: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

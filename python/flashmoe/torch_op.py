@@ -115,6 +115,8 @@ def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
     """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there."""
+    check_tensors(tensors._asdict())
+    options = as_plain_values(options)
     load, logits = tensors.written
     given = {name: each for name, each in tensors._asdict().items() if name not in WRITTEN} | options._asdict()
     if load is None and logits is None:
@@ -149,7 +151,7 @@ def _check_written(tensors: Tensors) -> None:
 
 def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     raise NotImplementedError(
-        "flashmoe.moe: FlashMoE 0.1 has no backward pass; call the layer under torch.no_grad(), "
+        "flashmoe.moe: FlashMoE has no backward pass; call the layer under torch.no_grad(), "
         "or detach its input and freeze its weights"
     )
 
@@ -181,8 +183,7 @@ def call(number: int, tensors: Tensors, options: Options) -> Tensor:
     """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
     an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
-        check_tensors(tensors._asdict())
-        return by_operator(number, tensors, as_plain_values(options))
+        return by_operator(number, tensors, options)
     return run(_context(number, tensors.x.shape[0]), tensors, options, False)
 
 
@@ -211,7 +212,7 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
         return
     if any(each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors.values()):
         raise NotImplementedError(
-            "flashmoe.moe: FlashMoE 0.1 has no forward-mode derivatives; detach its inputs, or call the layer outside "
+            "flashmoe.moe: FlashMoE has no forward-mode derivatives; detach its inputs, or call the layer outside "
             "of torch.func.jvp and torch.autograd.forward_ad"
         )
 

@@ -40,10 +40,9 @@ struct CallShape {
   ReturnMode return_mode = ReturnMode::kDirect;
 
   // Without the shared expert: what a capacity and other ranks have to do with.
-  FLASHMOE_HD uint32_t routed_experts() const { return experts - shared_experts(); }
-  FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared_experts(); }
-  FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared_experts(); }
-  FLASHMOE_HD uint32_t shared_experts() const { return shared != 0 ? 1 : 0; }
+  FLASHMOE_HD uint32_t routed_experts() const { return experts - shared_experts(shared); }
+  FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared_experts(shared); }
+  FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared_experts(shared); }
   FLASHMOE_HD bool is_shared(uint32_t local_expert) const { return local_expert >= routed_local_experts(); }
   // The elements along an axis of matrices, kHidden or kIntermediate.
   uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
@@ -123,8 +122,8 @@ struct Call {
     shape.gate_top_k = layer.top_k;
     shape.slices = layer.slices;
     shape.shared = layer.shared;
-    shape.experts = layer.experts * layer.slices + shape.shared_experts();
-    shape.top_k = layer.top_k * layer.slices + shape.shared_experts();
+    shape.experts = layer.experts * layer.slices + shared_experts(layer.shared);
+    shape.top_k = layer.top_k * layer.slices + shared_experts(layer.shared);
     memory.token_row_bytes = layer.token_row_bytes();
     memory.intermediate_row_bytes = layer.intermediate_row_bytes();
     memory.return_row_bytes = layer.return_row_bytes();

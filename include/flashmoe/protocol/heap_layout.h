@@ -8,6 +8,7 @@
 #include "flashmoe/protocol/signal.h"
 #include "flashmoe/protocol/status.h"
 #include "flashmoe/protocol/task.h"
+#include "flashmoe/spec/layer.h"
 
 namespace flashmoe {
 
@@ -67,13 +68,12 @@ struct Limits {
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
   // With the shared expert.
-  FLASHMOE_HD constexpr uint32_t shared_experts() const { return min_of(shared, 1u); }
-  FLASHMOE_HD constexpr uint32_t all_experts() const { return experts + shared_experts(); }
-  FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared_experts(); }
-  FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared_experts(); }
+  FLASHMOE_HD constexpr uint32_t all_experts() const { return experts + shared_experts(shared); }
+  FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared_experts(shared); }
+  FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared_experts(shared); }
   // The most entries that a token has on one rank: its experts are distinct.
   FLASHMOE_HD constexpr uint32_t entries_per_token() const {
-    return min_of(top_k, max_local_experts) + shared_experts();
+    return min_of(top_k, max_local_experts) + shared_experts(shared);
   }
   // The most rows that one rank's tokens have with the experts of one rank, but for the shared one. With a capacity C,
   // El * C: a call of other sizes may have a larger C, and is refused unless its own El * C is within this one
@@ -83,7 +83,7 @@ struct Limits {
     return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);
   }
   FLASHMOE_HD constexpr uint64_t max_rows() const {
-    return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts();
+    return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts(shared);
   }
   // Of a call of few tokens: its rows, and units of them, each some rows of an expert or of a slice of the shared one.
   FLASHMOE_HD constexpr uint32_t few_rows() const {

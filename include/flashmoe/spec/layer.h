@@ -53,6 +53,11 @@ struct LayerSpec : AgreedLayer {
   FLASHMOE_HD constexpr uint32_t return_row_bytes() const { return hidden * element_bytes(return_type); }
 };
 
+// How many shared experts there are, given the width of it in I: one or none.
+FLASHMOE_HD constexpr uint32_t shared_experts(uint32_t width) {
+  return width != 0 ? 1 : 0;
+}
+
 // What is added to the sum of sigmoids that divides them: all may vanish.
 inline constexpr float kLeastSum = 1e-20f;
 
