@@ -138,8 +138,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   layer.spec.intermediate = p.intermediate;
   layer.spec.experts = p.experts;
   layer.spec.top_k = p.top_k;
-  layer.spec.x_type = layer.spec.weight_type = DType::kFloat32;
-  layer.spec.intermediate_type = layer.spec.return_type = DType::kFloat32;
+  layer.spec.set_types(DType::kFloat32);
   layer.x = p.x.data();
   layer.router = p.router.data();
   layer.gate_up = p.gate_up.data();

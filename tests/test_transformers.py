@@ -31,7 +31,6 @@ from flashmoe.reference import moe_reference  # noqa: E402
 from flashmoe.tolerance import call_error, relative_error  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from torch.distributed.tensor import DTensor, init_device_mesh  # noqa: E402
-from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface  # noqa: E402
 from transformers.integrations.moe import batched_mm_experts_forward, use_experts_implementation  # noqa: E402
 
 SMALL = {
@@ -357,12 +356,6 @@ def test_the_gate_of_gpt_oss_is_that_of_its_class():
     experts.is_concatenated = True
     with pytest.raises(flashmoe.InvalidArgument, match=r"^GptOssExperts\.is_concatenated: expected False, got True;"):
         logits_of(model, PROMPT)
-
-
-def test_fp8_experts_are_refused():
-    forward = FP8ExpertsInterface().get_interface(NAME, None)
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^SomeExperts: expected experts in float32, .*, got FP8 ones;"):
-        forward(some_experts(), None, None, None)
 
 
 # Tensors

@@ -141,8 +141,8 @@ inline LayerSpec layer_of(Map map) {
   LayerSpec l;
   for_each_field(l, f);
   f.done();
-  if (const char* const name = differing_type(l)) {
-    DType other{};
+  DType expected{}, other{};
+  if (const char* const name = differing_type(l, expected)) {
     for_each_field(l, [&](const char* each, auto& field) {
       if constexpr (std::is_same_v<decltype(field), DType&>) {
         if (std::string_view(each) == name) other = field;
@@ -150,7 +150,13 @@ inline LayerSpec layer_of(Map map) {
     });
     throw host::Error(
         host::Error::Kind::kInvalidArgument,
-        host::concat(name, ": expected ", name_of(l.x_type), ", the element type of x, got ", name_of(other)));
+        host::concat(name, ": expected ", name_of(expected), " beside weights of ", name_of(l.weight_type),
+                     " and a y of ", name_of(l.y_type), ", got ", name_of(other)));
+  }
+  if (l.quantised() != (l.weight_scales != WeightScales::kNone)) {
+    throw host::Error(host::Error::Kind::kInvalidArgument,
+                      host::concat("weight_scales: expected ", l.quantised() ? "some" : "none", " with weights of ",
+                                   name_of(l.weight_type), ", got ", name_of(l.weight_scales)));
   }
   return l;
 }

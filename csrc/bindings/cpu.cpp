@@ -59,7 +59,7 @@ FieldRows field_rows(const Limits& limits) {
   FieldRows rows;
   append_fields(rows, kHeapTable, limits, "heap");
   append_fields(rows, kWorkTable, limits, "workspace");
-  if (limits.rdma != 0) append_fields(rows, kPutTable, limits, "workspace");
+  if (make_put_layout(limits).bytes != 0) append_fields(rows, kPutTable, limits, "workspace");
   return rows;
 }
 
@@ -89,7 +89,18 @@ Map option_names() {
           {"activation", names<Activation>()},
           {"routing", names<Routing>()},
           {"return_mode", names<ReturnMode>()},
+          {"weight_scales", names<WeightScales>()},
           {"phase", names<Phase>()}};
+}
+
+// For tests: rows of float32 [T, n] as the engine quantises them, to e4m3 [T, n] and scales [T, ceil(n / 128)].
+void quantise_rows(const ffi::Tensor& values, const ffi::Tensor& elements, const ffi::Tensor& scales) {
+  const auto n = static_cast<uint32_t>(values.shape()[1]);
+  for (int64_t t = 0; t < values.shape()[0]; ++t) {
+    quantise(static_cast<uint8_t*>(elements.data_ptr()) + t * n,
+             static_cast<float*>(scales.data_ptr()) + t * scale_blocks(n),
+             static_cast<const float*>(values.data_ptr()) + t * n, n);
+  }
 }
 
 int64_t capacity_of(double factor, int64_t tokens, int64_t top_k, int64_t experts) {
@@ -210,30 +221,38 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
                     int64_t tokens, bool trace, int64_t perturbation, const Given& x, const Given& gate_up_proj,
                     const Given& down_proj, const Given& router, const Given& router_bias, const Given& choice_bias,
                     const Given& gate_up_bias, const Given& down_bias, const Given& shared_gate_up,
-                    const Given& shared_down, const Given& shared_gate, const Given& topk_ids,
-                    const Given& topk_weights, const Given& load, const Given& router_logits, const Given& out,
-                    const Given& chosen, const Given& weights) {
+                    const Given& shared_down, const Given& shared_gate, const Given& gate_up_scale,
+                    const Given& down_scale, const Given& shared_gate_up_scale, const Given& shared_down_scale,
+                    const Given& x_scale, const Given& topk_ids, const Given& topk_weights, const Given& load,
+                    const Given& router_logits, const Given& out, const Given& chosen, const Given& weights) {
       return guarded([&] {
         const auto context = registry<Context>().get(handle);
         const bool routed = spec.routing != Routing::kGiven;
-        const Layer l{.spec = spec,
-                      .x = memory_of<void>("x", x),
-                      .gate_up = memory_of<void>("gate_up_proj", gate_up_proj),
-                      .gate_up_bias = memory_of<void>("gate_up_bias", gate_up_bias, spec.gate_up_bias),
-                      .down = memory_of<void>("down_proj", down_proj),
-                      .down_bias = memory_of<void>("down_bias", down_bias, spec.down_bias),
-                      .router = memory_of<void>("router", router, routed),
-                      .router_bias = memory_of<void>("router_bias", router_bias, spec.router_bias),
-                      .choice_bias = memory_of<float>("choice_bias", choice_bias, spec.choice_bias),
-                      .shared_gate_up = memory_of<void>("shared_gate_up", shared_gate_up, spec.shared != 0),
-                      .shared_down = memory_of<void>("shared_down", shared_down, spec.shared != 0),
-                      .shared_gate = memory_of<void>("shared_gate", shared_gate, spec.shared_gate),
-                      .topk_ids = memory_of<int32_t>("topk_ids", topk_ids, !routed),
-                      .topk_weights = memory_of<void>("topk_weights", topk_weights, !routed),
-                      .topk_weight_type = routed || (*topk_weights).dtype().bits == 32 ? DType::kFloat32 : spec.x_type,
-                      .out = memory_of<void>("out", out),
-                      .load = memory_of<uint64_t>("load", load, load.has_value()),
-                      .router_logits = memory_of<float>("router_logits", router_logits, router_logits.has_value())};
+        const bool scaled = spec.weight_scales != WeightScales::kNone, scaled_shared = scaled && spec.shared != 0;
+        const Layer l{
+            .spec = spec,
+            .x = memory_of<void>("x", x),
+            .x_scale = memory_of<float>("x_scale", x_scale, spec.x_type == DType::kFloat8E4M3),
+            .gate_up = memory_of<void>("gate_up_proj", gate_up_proj),
+            .gate_up_bias = memory_of<void>("gate_up_bias", gate_up_bias, spec.gate_up_bias),
+            .down = memory_of<void>("down_proj", down_proj),
+            .down_bias = memory_of<void>("down_bias", down_bias, spec.down_bias),
+            .router = memory_of<void>("router", router, routed),
+            .router_bias = memory_of<void>("router_bias", router_bias, spec.router_bias),
+            .choice_bias = memory_of<float>("choice_bias", choice_bias, spec.choice_bias),
+            .shared_gate_up = memory_of<void>("shared_gate_up", shared_gate_up, spec.shared != 0),
+            .shared_down = memory_of<void>("shared_down", shared_down, spec.shared != 0),
+            .shared_gate = memory_of<void>("shared_gate", shared_gate, spec.shared_gate),
+            .gate_up_scale = memory_of<float>("gate_up_scale", gate_up_scale, scaled),
+            .down_scale = memory_of<float>("down_scale", down_scale, scaled),
+            .shared_gate_up_scale = memory_of<float>("shared_gate_up_scale", shared_gate_up_scale, scaled_shared),
+            .shared_down_scale = memory_of<float>("shared_down_scale", shared_down_scale, scaled_shared),
+            .topk_ids = memory_of<int32_t>("topk_ids", topk_ids, !routed),
+            .topk_weights = memory_of<void>("topk_weights", topk_weights, !routed),
+            .topk_weight_type = routed || (*topk_weights).dtype().bits == 32 ? DType::kFloat32 : spec.y_type,
+            .out = memory_of<void>("out", out),
+            .load = memory_of<uint64_t>("load", load, load.has_value()),
+            .router_logits = memory_of<float>("router_logits", router_logits, router_logits.has_value())};
         CallOptions o = options;
         o.tokens = static_cast<uint32_t>(tokens);
         o.record_events = trace;
@@ -252,6 +271,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(option_names, flashmoe::cpu::option_names)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantise_rows, flashmoe::cpu::quantise_rows)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(placement_owners, flashmoe::cpu::placement_owners)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(end_calls, flashmoe::cpu::end_calls)

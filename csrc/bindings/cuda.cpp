@@ -79,6 +79,11 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map 
   return guarded([&] {
     Layer l;
     l.spec = layer_of(layer);
+    if (l.spec.quantised()) {
+      throw host::Error(host::Error::Kind::kInvalidArgument,
+                        host::concat("CUDA engine: weights: expected float32, bfloat16 or float16, got ",
+                                     name_of(l.spec.weight_type)));
+    }
     l.placement = holders_of(placement);
     Fields f("tensors", tensors);
     l.gate_up = matrix(f, "gate_up_proj");

@@ -115,7 +115,7 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
   make_workspace();
   for (uint32_t id = 0; id < limits.processors; ++id) {
     traces_[id + 1].actor = id + 1;
-    engines_.push_back(std::make_unique<Engine>(call_, layer_, limits_, traces_[id + 1]));
+    engines_.push_back(std::make_unique<Engine>(call_, layer_, task_columns_, traces_[id + 1]));
   }
   start_actors();
 }
@@ -149,7 +149,7 @@ void Context::stop_actors() {
 void Context::make_workspace() {
   call_.memory = make_call_memory(limits_);
   call_.memory.heaps = group_->heaps();
-  workspace_ = host::make_single_rank_group(call_.memory.work_layout.bytes);  // zeroed on first touch
+  workspace_ = host::make_single_rank_group(work_bytes(limits_));  // zeroed on first touch
   call_.memory.work = workspace_->heaps()[0];
 }
 
@@ -182,11 +182,12 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.shape.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
   call_.shape.return_mode = spec.return_mode;
   call_.policy.tile_rows = limits_.tile_rows;
-  call_.cut_columns(limits_.columns_per_task);
+  task_columns_ = task_columns(spec, limits_.columns_per_task);
+  call_.cut_columns(task_columns_);
   call_.policy.joined = joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
   call_.policy.groups = return_groups(call_.policy.columns[kReturning], o.groups, call_.policy.group_first);
   call_.policy.order = o.order;
-  call_.config = host::make_config(call_, spec, o.placement, limits_.columns_per_task[kReturning]);
+  call_.config = host::make_config(call_, spec, o.placement, task_columns_[kReturning]);
   experts_.resize(std::max(call_.shape.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }

@@ -58,7 +58,7 @@ class Context {
   CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
   uint64_t heap_bytes() const { return call_.memory.heap_layout.bytes; }
-  uint64_t workspace_bytes() const { return call_.memory.work_layout.bytes; }
+  uint64_t workspace_bytes() const { return work_bytes(limits_); }
 
   // For tests: tiles of another shape, so that small problems have many.
   void set_tile(uint32_t rows, uint32_t columns);
@@ -81,7 +81,8 @@ class Context {
   Limits limits_;
   Call call_;
   Layer layer_;
-  std::unique_ptr<host::Group> workspace_;  // private memory of this rank
+  std::array<uint32_t, kProducts> task_columns_{};  // of the call
+  std::unique_ptr<host::Group> workspace_;          // private memory of this rank
   bool broken_ = false;
   uint64_t perturbation_ = 0;
 

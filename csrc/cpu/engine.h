@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "cpu/gemm.h"
@@ -14,11 +15,12 @@
 
 namespace flashmoe::cpu {
 
-// One per processor thread, kept from call to call for its buffers; call, layer and limits change between calls.
+// One per processor thread, kept from call to call for its buffers; call, layer and columns of tasks change between
+// calls.
 class Engine {
  public:
-  Engine(const Call& call, const Layer& layer, const Limits& limits, ActorTrace& trace)
-      : c_(call), layer_(layer), limits_(limits), trace_(trace) {}
+  Engine(const Call& call, const Layer& layer, const std::array<uint32_t, kProducts>& task_columns, ActorTrace& trace)
+      : c_(call), layer_(layer), task_columns_(task_columns), trace_(trace) {}
 
   // Gate and dispatch of token block b; false if the call is over.
   bool dispatch(uint32_t b);
@@ -74,6 +76,8 @@ class Engine {
   void add_shared(uint32_t b, const PacketScratch& s);
   void reduce(const Piece& piece);
   void combine(const Piece& piece);
+  void quantise_rows(uint32_t b);
+  const uint8_t* input_row(uint32_t token) const;
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
   // Rows first, first + step, ... of an expert's matrix, or of a slice's: those that make neighbouring results.
   struct Features {
@@ -85,7 +89,7 @@ class Engine {
     uint32_t first, count;
   };
   Columns columns(uint32_t n, uint32_t begin, uint32_t end) const {
-    const uint32_t each = limits_.columns_per_task[n], all = c_.shape.extent(kProgram[n].columns);
+    const uint32_t each = task_columns_[n], all = c_.shape.extent(kProgram[n].columns);
     return {begin * each, min_of(end * each, all) - begin * each};
   }
   // out[token, columns] = sum of its return rows, in ascending order
@@ -96,11 +100,24 @@ class Engine {
     const void* data;
     uint64_t pitch;  // elements from one row to the next, as they are stored
     uint32_t to_up;  // with a gate: rows from a column's gate to its up
+    uint64_t row;    // of the matrix: its number
   };
   Weights weights_of(const TaskRow& product, uint32_t expert, uint32_t slice) const;
   uint32_t contracted(const TaskRow& product, uint32_t expert) const;
+  // Of weights in FP8: a row's scales, for each block of columns.
+  struct RowScales {
+    const float* data;
+    uint32_t step;  // from one to the next
+  };
+  RowScales scales_of(const TaskRow& product, uint32_t expert, uint64_t row) const;
   uint8_t* intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) const;
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
+  float* load_quantised_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
+  uint32_t most_padded(uint32_t rows, uint32_t columns, uint32_t length) const;
+  float* multiply_rows(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
+                       const Weights& from, Features of, uint32_t columns);
+  float* multiply_quantised(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
+                            const Weights& from, Features of, uint32_t columns);
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                  uint32_t columns);
   // intermediate[tile, :, columns] = activation(rows * weights^T + bias)
@@ -114,12 +131,12 @@ class Engine {
 
   const Call& c_;
   const Layer& layer_;
-  const Limits& limits_;
+  const std::array<uint32_t, kProducts>& task_columns_;
   ActorTrace& trace_;
   uint64_t begun_ns_ = 0;
   // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a transposed matrix,
-  // packet scratch.
-  std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_;
+  // packet scratch; of quantised rows their scales, and the products of a block of 128.
+  std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_, row_scales_, block_;
   RouterBuffers router_;
   std::vector<TileRow> rows_;  // of an expert
   GemmBuffers gemm_;

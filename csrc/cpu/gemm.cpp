@@ -112,7 +112,8 @@ void gemm(float* out, const float* a, uint32_t rows, const void* w, uint64_t w_s
   if (t != DType::kFloat32) {
     buffers.weights.resize(size_t{n} * k);
     for (uint32_t i = 0; i < n; ++i) {
-      widen(buffers.weights.data() + size_t{i} * k, static_cast<const uint16_t*>(w) + i * w_stride, t, k);
+      widen(buffers.weights.data() + size_t{i} * k, static_cast<const uint8_t*>(w) + i * w_stride * element_bytes(t), t,
+            k);
     }
     weights = buffers.weights.data();
     w_stride = k;

@@ -91,7 +91,7 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   const LayerSpec& spec = layer.spec;
   if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts * spec.slices > l.experts ||
       spec.top_k * spec.slices > l.top_k || spec.shared > l.shared ||
-      layer.placement.experts() != spec.experts * spec.slices || element_bytes(spec.x_type) > l.x_bytes ||
+      layer.placement.experts() != spec.experts * spec.slices || element_bytes(spec.token_type) > l.x_bytes ||
       element_bytes(spec.intermediate_type) > l.intermediate_bytes ||
       element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");

@@ -14,7 +14,7 @@ Shape shape_of(const Call& c, const LayerSpec& spec) {
           .hidden = c.shape.hidden,
           .intermediate = c.shape.intermediate,
           .top_k = c.shape.top_k,
-          .x_bytes = element_bytes(spec.x_type),
+          .x_bytes = element_bytes(spec.token_type),
           .intermediate_bytes = element_bytes(spec.intermediate_type),
           .return_bytes = element_bytes(spec.return_type)};
 }
@@ -96,7 +96,7 @@ sm90::RouterRule rule_of(const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   return {.sigmoid = spec.routing == Routing::kSigmoid ? 1u : 0u,
           .renormalize = spec.renormalize ? 1u : 0u,
-          .rounded_to = spec.round_logits ? spec.x_type : DType::kFloat32,
+          .rounded_to = spec.round_logits ? spec.y_type : DType::kFloat32,
           .groups = spec.groups,
           .top_groups = spec.top_groups,
           .routed_scale = spec.routed_scale,

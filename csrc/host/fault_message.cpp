@@ -50,7 +50,11 @@ Error disagreement_error(const HostFault& record) {
   number("intermediate size I", mine.intermediate, theirs.intermediate);
   number("experts E", mine.experts, theirs.experts);
   number("top_k K", mine.top_k, theirs.top_k);
-  option("dtype", mine.x_type, theirs.x_type);  // the other element types are that of x (differing_type)
+  option("dtype", mine.x_type, theirs.x_type);
+  if (mine.x_type == theirs.x_type) {  // else the others differ, too (differing_type)
+    option("dtype of weights", mine.weight_type, theirs.weight_type);
+    option("dtype of y", mine.y_type, theirs.y_type);
+  }
   option("activation", mine.activation, theirs.activation);
   number("limit", mine.limit, theirs.limit);
   number("alpha", mine.alpha, theirs.alpha);

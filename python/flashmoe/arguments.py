@@ -11,20 +11,26 @@ from . import _ffi
 from . import placement as placements
 from .errors import HeapError, InvalidArgument
 from .limits import Room, checked_capacity_factor
+from .scales import kinds
 from .spec import (
     ACTIVATIONS,
     DTYPES,
     ELEMENT_BYTES,
+    FP8,
     GATED,
     MAX_EXPERTS,
     MAX_GROUPS,
     RETURN_CHOICES,
+    SCALE_BLOCK,
     SCORES,
+    WEIGHT_SCALES,
     LayerSpec,
     bounded,
+    element_types,
     finite,
     one_of,
     positive,
+    scale_blocks,
     truth,
 )
 from .tensors import Described
@@ -47,6 +53,11 @@ class Tensors(NamedTuple):
     shared_gate_up: Any = None
     shared_down: Any = None
     shared_gate: Any = None
+    gate_up_scale: Any = None
+    down_scale: Any = None
+    shared_gate_up_scale: Any = None
+    shared_down_scale: Any = None
+    x_scale: Any = None
     topk_ids: Any = None
     topk_weights: Any = None
     load: Any = None
@@ -54,19 +65,22 @@ class Tensors(NamedTuple):
 
     @property
     def floats(self) -> tuple[Any, ...]:
-        """x, weights and biases."""
+        """x, weights and biases, and scales."""
         return self[:-4]
 
     @property
     def of_layer(self) -> tuple[Any, ...]:
-        """Weights and biases, which stay the same from call to call."""
-        return self[1:-4]
+        """Weights, their scales and biases, which stay the same from call to call."""
+        return self[1:-5]
 
     @property
     def written(self) -> tuple[Any, Any]:
         """What the call writes to: `load` and `router_logits`."""
         return self[-2:]
 
+
+SCALES = ("gate_up_scale", "down_scale", "shared_gate_up_scale", "shared_down_scale", "x_scale")
+"""The scales among `Tensors`, in their order."""
 
 WRITTEN = {"load": ("[E] int64", "int64"), "router_logits": ("[T, E] float32", "float32")}
 """What `Tensors.written` are, in words, and their element types."""
@@ -106,10 +120,23 @@ class LayerOptions(TypedDict, total=False):
 
 
 class CallOptions(LayerOptions, total=False):
-    """What `flashmoe.moe` takes besides: options of the layer, and contiguous tensors, where x is, that the call writes
-    to. On a GPU the launch does that, also in a replayed graph; where PyTorch is given an operator, what comes behind
-    it. What a call that fails leaves in them is undefined."""
+    """What `flashmoe.moe` takes besides: options of the layer; scales of what is in FP8, float32, contiguous
+    (docs/fp8.md); and contiguous tensors, where x is, that the call writes to. On a GPU the launch does that, also in a
+    replayed graph; where PyTorch is given an operator, what comes behind it. What a call that fails leaves in them is
+    undefined."""
 
+    gate_up_scale: Any
+    """Of gate_up_proj in float8_e4m3fn, and so are the other matrices: what its elements are multiplied by. One for
+    each block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)], or ceil(I / 128) without a gate, as
+    ``_scale_inv`` of checkpoints; or for each row, [El, 2I or I, 1]; or each matrix, [El, 1, 1]. All of a layer are of
+    one kind."""
+    down_scale: Any
+    """The same of down_proj: [El, ceil(H / 128), ceil(I / 128)], [El, H, 1] or [El, 1, 1]."""
+    shared_gate_up_scale: Any
+    """Of the shared expert's matrices: without El, of its width Is."""
+    shared_down_scale: Any
+    x_scale: Any
+    """[T, ceil(H / 128)]. Of x in float8_e4m3fn, with such weights and given routing; y is then bfloat16."""
     load: Any
     """[E] int64. The call adds to it how many of this rank's (token, k) chose each expert, those that a capacity then
     drops among them; a shared expert has no place in it. A group's load is the sum of its ranks'."""
@@ -161,14 +188,16 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
     """Everything that can be told without looking at a value."""
     options = checked_values(options)
     operands = _float_operands(as_operand, tensors, options.transposed)
-    operands |= _given_routing(as_operand, tensors, operands["x"].dtype)
+    operands |= _given_routing(as_operand, tensors, y_type(operands["x"].dtype))
     for name, (expected, dtype) in WRITTEN.items():
         if (tensor := getattr(tensors, name)) is not None:
             operands[name] = as_operand(name, tensor, expected, (dtype,))
     layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
     placement = placement_of(room, options.placement, layer.parts)
-    _check_shapes(operands, layer, tokens, len(placements.local_experts(placement, room.rank)))
+    local = len(placements.local_experts(placement, room.rank))
+    _check_shapes(operands, layer, tokens, local)
+    layer = replace(layer, weight_scales=_weight_scales(operands, layer, local))
     return Arguments(operands, tokens, resolved(room, layer, options, placement, tokens), placement)
 
 
@@ -273,11 +302,17 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.
             f"shared_down: expected an Is of at most {limits['shared']} I={layer.intermediate}, as the context's "
             f"shared_intermediate allows, got {layer.shared} I"
         )
-    widest = room.layer.x_type
-    if ELEMENT_BYTES[layer.x_type] > ELEMENT_BYTES[widest]:
+    widest = room.layer.y_type
+    if ELEMENT_BYTES[layer.y_type] > ELEMENT_BYTES[widest]:
         raise HeapError(
             f"x: expected at most {ELEMENT_BYTES[widest]} bytes an element (the context's dtype is {widest}), "
-            f"got {layer.x_type}"
+            f"got {layer.y_type}"
+        )
+    if layer.quantised != room.layer.quantised:
+        expected = FP8 if room.layer.quantised else ", ".join(DTYPES)
+        raise HeapError(
+            f"gate_up_proj: expected {expected}, which the context's memory is made for (see its weight_dtype), got "
+            f"{layer.weight_type}"
         )
     most = placements.most_local(placement, room.ranks)
     if most > limits["max_local_experts"]:
@@ -324,10 +359,20 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placemen
         )
 
 
+_MATRICES = ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
+"""The tensors that may be in FP8, each with a scale."""
+_SCALES = {name: f"{name.removesuffix('_proj')}_scale" for name in _MATRICES}
+
+
+def y_type(x_type: str) -> str:
+    """The element type of y, and of all that is not quantised."""
+    return "bfloat16" if x_type == FP8 else x_type
+
+
 def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -> dict[str, Described]:
     """The float tensors that are given, checked to be of one element type: that of x. But for the choice's bias, which
-    is of scores, and these are float32."""
-    wanted = f"a {', '.join(DTYPES)} tensor"
+    is of scores, and these are float32; and for what is quantised."""
+    known = (*DTYPES, FP8)
     operands: dict[str, Described] = {}
     for name, tensor in zip(Tensors._fields, tensors.floats, strict=False):  # they come first
         if tensor is None and name not in ("x", "gate_up_proj", "down_proj"):
@@ -335,11 +380,16 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
         if name == "choice_bias":
             operands[name] = as_operand(name, tensor, "[E] float32", ("float32",))
             continue
-        each = operands[name] = as_operand(name, tensor, wanted, DTYPES)
-        if each.dtype != operands["x"].dtype:
-            raise InvalidArgument(
-                f"{name}: expected {operands['x'].dtype}, the type of x, got {list(each.shape)} {each.dtype}"
-            )
+        if name.endswith("_scale"):
+            operands[name] = as_operand(name, tensor, "float32 scales", ("float32",))
+            continue
+        each = operands[name] = as_operand(name, tensor, f"a {', '.join(known)} tensor", known)
+        expected, of = y_type(operands["x"].dtype), "the type of " + ("y" if operands["x"].dtype == FP8 else "x")
+        if name in _MATRICES and operands["gate_up_proj"].dtype == FP8:
+            expected, of = FP8, "the type of gate_up_proj"
+        if name != "x" and each.dtype != expected:
+            raise InvalidArgument(f"{name}: expected {expected}, {of}, got {list(each.shape)} {each.dtype}")
+    _check_scales_given(operands)
     for name, symbols in (
         ("x", "T, H"),
         ("down_proj", "El, H, I" if not transposed else "El, I, H"),
@@ -352,6 +402,24 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
         if name in operands and len(operands[name].shape) != symbols.count(",") + 1:
             raise InvalidArgument(f"{name}: expected [{symbols}], got {list(operands[name].shape)}")
     return operands
+
+
+def _check_scales_given(operands: dict[str, Described]) -> None:
+    """What is in FP8 has scales, nothing else has any, and of x the router sees what it was before."""
+    for name, scale in ({"x": "x_scale"} | _SCALES).items():
+        quantised = name in operands and operands[name].dtype == FP8
+        if quantised and scale not in operands:
+            raise InvalidArgument(f"{scale}: expected a tensor with {name} of {FP8}, got None")
+        if scale in operands and not quantised:
+            got = operands[name].dtype if name in operands else "None"
+            raise InvalidArgument(f"{scale}: expected {name} of {FP8} with it, got {got}")
+    if "x_scale" not in operands:
+        return
+    if operands["gate_up_proj"].dtype != FP8:
+        raise InvalidArgument(f"x: expected {', '.join(DTYPES)} with weights of these, got {FP8}")
+    for name in ("router", "shared_gate"):
+        if name in operands:
+            raise InvalidArgument(f"{name}: expected none with x of {FP8}, of which it would see what is left, got one")
 
 
 def _expect(name: str, each: Described, symbols: str, shape: tuple[int, ...]) -> None:
@@ -405,10 +473,10 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
 
 def _layer(operands: dict[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
     """The layer that the operands and options are of, but for the return mode and the capacity factor."""
-    x_type = operands["x"].dtype
+    x_type, weight_type = operands["x"].dtype, operands["gate_up_proj"].dtype
     inner = -2 if options.transposed else -1
     intermediate = operands["down_proj"].shape[inner]
-    return layer_of(
+    layer = layer_of(
         options,
         operands,
         hidden=operands["x"].shape[1],
@@ -416,11 +484,24 @@ def _layer(operands: dict[str, Described], options: Options, experts: int, top_k
         experts=experts,
         top_k=top_k,
         shared=_slices(operands, intermediate, inner),
-        x_type=x_type,
-        weight_type=operands["gate_up_proj"].dtype,
-        intermediate_type=x_type,
-        return_type=x_type,
+        **element_types(y_type(x_type), weight_type, x_type),
     )
+    check_quantised(layer)
+    return layer
+
+
+def check_quantised(layer: LayerSpec) -> None:
+    """Refuses what layers of weights in FP8 cannot be."""
+    if not layer.quantised:
+        return
+    if layer.transposed:
+        raise InvalidArgument(f"transposed: expected False with weights of {FP8}, got True")
+    for name, count in (("slices", layer.slices), ("shared_down", layer.shared)):
+        if count > 1 and layer.intermediate % SCALE_BLOCK:
+            raise InvalidArgument(
+                f"{name}: expected slices of a multiple of {SCALE_BLOCK} columns with weights of {FP8}, whose blocks "
+                f"are not cut, got {count} slices of I={layer.intermediate}"
+            )
 
 
 def _slices(operands: dict[str, Described], intermediate: int, inner: int) -> int:
@@ -523,6 +604,7 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
         "topk_weights": (f"T={tokens}, K={layer.top_k}", (tokens, layer.top_k)),
         "load": (f"E={experts}", (experts,)),
         "router_logits": (f"T={tokens}, E={experts}", (tokens, experts)),
+        "x_scale": (f"T={tokens}, H/{SCALE_BLOCK}={scale_blocks(hidden)}", (tokens, scale_blocks(hidden))),
     }
     for name, (symbols, shape) in expected.items():
         if name in operands:
@@ -530,3 +612,22 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
     for name in ("router_bias", "choice_bias", "router_logits"):
         if name in operands and "router" not in operands:
             raise InvalidArgument(f"{name}: expected router with it, got None")
+
+
+def _weight_scales(operands: dict[str, Described], layer: LayerSpec, local: int) -> str:
+    """What shares a scale in all quantised matrices, of which the shapes are known to be the layer's."""
+    halves = 2 if layer.gated and not layer.interleaved else 1
+    found, first = set(WEIGHT_SCALES), ""
+    for name, scale in _SCALES.items():
+        if scale not in operands:
+            continue
+        *lead, rows, columns = operands[name].shape
+        up = halves if name in ("gate_up_proj", "shared_gate_up") else 1
+        of_this = kinds(scale, operands[scale].shape, tuple(lead), rows, columns, up)
+        if not found & of_this:
+            raise InvalidArgument(
+                f"{scale}: expected a scale for each {' or '.join(sorted(found))}, as {first} has, got "
+                f"{list(operands[scale].shape)}"
+            )
+        found, first = found & of_this, first or scale
+    return min(found, key=WEIGHT_SCALES.index) if first else "none"

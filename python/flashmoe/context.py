@@ -143,6 +143,9 @@ class Context:
         an entry for each. CUDA engine: E times this at most 1024, and K times this at most 32.
     dtype:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    weight_dtype:
+        Element type of the experts' weights in calls: `dtype`, the default, or ``"float8_e4m3fn"``, with which rows go
+        to other ranks in that type, too (docs/fp8.md). CPU engine; its memory is made for the one or the other.
     placement:
         Who holds expert 0, 1, ...: E entries, each a rank, or several that have a copy (see `flashmoe.placement`).
         Default: contiguous shares, as even as possible.
@@ -226,6 +229,7 @@ class Context:
         shared_intermediate: int = 0,
         slices: int = 1,
         count_load: bool = False,
+        weight_dtype: str | None = None,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -248,6 +252,7 @@ class Context:
             transport=transport,
             shared_intermediate=shared_intermediate,
             slices=slices,
+            weight_dtype=weight_dtype,
         )
         self.engine = engine
         self.ranks = asked.ranks
@@ -274,6 +279,7 @@ class Context:
         room = self._engine.room
         self.limits = room.limits
         self.dtype = dtype
+        self.weight_dtype = room.layer.weight_type
         self.experts = room.layer.experts
         self.placement = room.placement
         self.return_mode = room.layer.return_mode

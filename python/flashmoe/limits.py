@@ -17,6 +17,7 @@ from .errors import InvalidArgument
 from .spec import (
     DTYPES,
     ELEMENT_BYTES,
+    FP8,
     MAX_CUDA_EXPERTS,
     MAX_CUDA_RANKS,
     MAX_CUDA_TOKENS,
@@ -29,7 +30,7 @@ from .spec import (
     RETURN_CHOICES,
     LayerSpec,
     bounded,
-    of_one_type,
+    element_types,
     one_of,
 )
 
@@ -79,7 +80,7 @@ class ContextSpec:
             "max_local_experts": max(1, placements.most_local(self.placement, self.ranks)),
             "top_k": layer.choices,
             "shared": layer.shared,
-            "x_bytes": ELEMENT_BYTES[layer.x_type],
+            "x_bytes": ELEMENT_BYTES[layer.token_type],
             "intermediate_bytes": ELEMENT_BYTES[layer.intermediate_type],
             "return_bytes": ELEMENT_BYTES[layer.return_type],
             "return_slots": slots[mode],
@@ -131,6 +132,7 @@ def checked_context(
     transport: str,
     shared_intermediate: int = 0,
     slices: int = 1,
+    weight_dtype: str | None = None,
 ) -> ContextSpec:
     """What a context with these arguments is made for; see `flashmoe.Context`.
 
@@ -143,6 +145,7 @@ def checked_context(
     experts = bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
     top_k = bounded("top_k", top_k, 1, min(experts, MAX_CUDA_TOP_K) if cuda else experts)
     dtype = one_of("dtype", dtype, DTYPES)
+    weights = dtype if weight_dtype is None else one_of("weight_dtype", weight_dtype, (dtype, FP8))
     intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
     rdma = checked_transport(transport, engine, ranks) == "rdma"
     slices = checked_slices(slices, experts, top_k, ranks, cuda)
@@ -163,7 +166,7 @@ def checked_context(
         shared=_slices_of_shared(shared_intermediate, intermediate, experts * slices, top_k * slices, cuda),
         return_mode=return_mode,
         capacity_factor=factor,
-        **of_one_type(dtype),
+        **element_types(dtype, weights),
     )
     placed = placements.checked(placement, layer.parts, ranks)
     return ContextSpec(engine, ranks, max_tokens, layer, placed, processors, transport)

@@ -120,6 +120,7 @@ def plan_memory(
     shared_intermediate: int = 0,
     placement: Placement | None = None,
     slices: int = 1,
+    weight_dtype: str | None = None,
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`). ``"auto"``: of ranks that have each
     other's memory mapped.
@@ -147,6 +148,7 @@ def plan_memory(
         transport=transport,
         shared_intermediate=shared_intermediate,
         slices=slices,
+        weight_dtype=weight_dtype,
     )
     fields = _ffi.layout_fields(engine, made_for.limits())
     return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in fields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import ml_dtypes
@@ -11,13 +12,35 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import LayerOptions, Options, Tensors, checked_values, layer_of, placement_of, resolved
+from .arguments import (
+    LayerOptions,
+    Options,
+    Tensors,
+    check_quantised,
+    checked_values,
+    layer_of,
+    placement_of,
+    resolved,
+)
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
 from .replicated import Replicas
+from .scales import block_rows
 from .slices import cut
-from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, one_of, truth
+from .spec import (
+    DTYPES,
+    FP8,
+    MAX_EXPERTS,
+    MAX_WIDTH,
+    WEIGHT_SCALES,
+    LayerSpec,
+    bounded,
+    element_types,
+    one_of,
+    scale_blocks,
+    truth,
+)
 from .torch_op import call, check_tensors, context_id
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert"]
@@ -28,6 +51,8 @@ _OF_EXPERTS = {
     "down_proj": "down_proj",
     "gate_up_bias": "gate_up_proj_bias",
     "down_bias": "down_proj_bias",
+    "gate_up_scale": "gate_up_proj_scale_inv",
+    "down_scale": "down_proj_scale_inv",
 }
 """The names of experts' tensors: of `flashmoe.moe`, and of parameters."""
 TOKENS = ("own", "replicated")
@@ -58,7 +83,8 @@ class Experts(torch.nn.Module):
 
     `gate_up_proj` [El, 2I, H], an expert's gate rows before its up rows, or [El, I, H] where the activation
     has no gate; `down_proj` [El, H, I]; of a transposed layer [El, H, 2I or I] and [El, I, H]; with biases
-    `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H].
+    `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H]; with weights in FP8 `gate_up_proj_scale_inv` and
+    `down_proj_scale_inv`, float32, which see in `flashmoe.moe` by their names there.
 
     ``load_state_dict`` takes each of them for these El experts, as ``state_dict`` gives it, or for all E, as
     a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`. Of a layer whose
@@ -76,21 +102,17 @@ class Experts(torch.nn.Module):
         """What decides how their tensors are stored."""
         local = len(self.ids)
 
-        def parameter(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(local, *shape, dtype=dtype))
-
         up, down = (layer.gate_up_rows, layer.hidden), (layer.hidden, layer.intermediate)
-        self.gate_up_proj = parameter(*(reversed(up) if layer.transposed else up))
-        self.down_proj = parameter(*(reversed(down) if layer.transposed else down))
-        self.gate_up_proj_bias = parameter(layer.gate_up_rows) if bias else None
-        self.down_proj_bias = parameter(layer.hidden) if bias else None
+        _add_matrices(self, layer, (local,), up, down, dtype)
+        self.gate_up_proj_bias = _parameter(local, layer.gate_up_rows, dtype=dtype) if bias else None
+        self.down_proj_bias = _parameter(local, layer.hidden, dtype=dtype) if bias else None
         self._inputs = layer.hidden, layer.intermediate
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new random weights and clears the biases."""
-        _reset(self.gate_up_proj, self.gate_up_proj_bias, self._inputs[0])
-        _reset(self.down_proj, self.down_proj_bias, self._inputs[1])
+        _reset(self.gate_up_proj, self.gate_up_proj_bias, self._inputs[0], self.gate_up_proj_scale_inv)
+        _reset(self.down_proj, self.down_proj_bias, self._inputs[1], self.down_proj_scale_inv)
 
     def extra_repr(self) -> str:
         shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
@@ -113,37 +135,36 @@ class Experts(torch.nn.Module):
 
     def _cut(self, given: dict[str, Tensor | None], prefix: str) -> dict[str, Tensor]:
         """The entries for slices in place of those for whole experts; none if that is not what is given."""
-        up, down, *biases = given.values()
+        up, down, *others = given.values()
         axis = 1 if self.form["transposed"] else 2
         matrices = up is not None and down is not None and up.ndim == down.ndim == 3
         if self._slices == 1 or not matrices or down.shape[axis] != self._slices * self.down_proj.shape[axis]:
             return {}
-        parts = cut(self._slices, up, down, *biases, **self.form)
+        parts = cut(self._slices, up, down, *others, **self.form)
         return {prefix + _OF_EXPERTS[name]: part for name, part in parts.items()}
 
 
 class SharedExpert(torch.nn.Module):
     """The parameters of a shared expert, whole on every rank: `gate_up_proj` [2Is, H], gate rows first, or [Is, H]
-    where the activation has no gate; `down_proj` [H, Is]; of a transposed layer [H, 2Is or Is] and [Is, H].
+    where the activation has no gate; `down_proj` [H, Is]; of a transposed layer [H, 2Is or Is] and [Is, H]. With
+    weights in FP8 `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as the experts'.
 
     ``load_state_dict`` also takes ``gate_proj.weight``, ``up_proj.weight`` and ``down_proj.weight``, as blocks of
-    Transformers have them.
+    Transformers have them, each perhaps with a ``weight_scale_inv``.
     """
 
     def __init__(self, layer: LayerSpec, *, dtype: torch.dtype) -> None:
         super().__init__()
         width = layer.shared * layer.intermediate
         up, down = (layer.shared * layer.gate_up_rows, layer.hidden), (layer.hidden, width)
-        order = reversed if layer.transposed else tuple
-        self.gate_up_proj = torch.nn.Parameter(torch.empty(*order(up), dtype=dtype))
-        self.down_proj = torch.nn.Parameter(torch.empty(*order(down), dtype=dtype))
+        _add_matrices(self, layer, (), up, down, dtype)
         self._inputs = layer.hidden, width
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new random weights."""
-        _reset(self.gate_up_proj, None, self._inputs[0])
-        _reset(self.down_proj, None, self._inputs[1])
+        _reset(self.gate_up_proj, None, self._inputs[0], self.gate_up_proj_scale_inv)
+        _reset(self.down_proj, None, self._inputs[1], self.down_proj_scale_inv)
 
     def extra_repr(self) -> str:
         shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
@@ -151,12 +172,13 @@ class SharedExpert(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # `state_dict` is load_state_dict's own copy: entries may be replaced.
-        parts = [state_dict.pop(f"{prefix}{name}.weight", None) for name in ("gate_proj", "up_proj", "down_proj")]
-        given = [part for part in parts[:2] if part is not None]
-        if given:
-            state_dict[f"{prefix}gate_up_proj"] = torch.cat(given)
-        if parts[2] is not None:
-            state_dict[f"{prefix}down_proj"] = parts[2]
+        for theirs, own in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+            parts = [state_dict.pop(f"{prefix}{name}.{theirs}", None) for name in ("gate_proj", "up_proj", "down_proj")]
+            given = [part for part in parts[:2] if part is not None]
+            if given:
+                state_dict[f"{prefix}gate_up_proj{own}"] = torch.cat(given)
+            if parts[2] is not None:
+                state_dict[f"{prefix}down_proj{own}"] = parts[2]
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -186,6 +208,8 @@ class MoE(torch.nn.Module):
     ``shared_expert.gate_up_proj`` [2Is, H], with `shared_intermediate`; see `SharedExpert`
     ``shared_expert.down_proj``    [H, Is]
     ``shared_expert_gate.weight``  [1, H], with `shared_gate`
+    ``….gate_up_proj_scale_inv``   float32, of experts in FP8; see `Experts`
+    ``….down_proj_scale_inv``      float32, likewise
     ============================== ======================================================================
 
     Initial values are random, also the router's, and differ from rank to rank: load weights before use. Where
@@ -210,7 +234,10 @@ class MoE(torch.nn.Module):
     shared_intermediate, shared_gate:
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     dtype:
-        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's.
+        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are in
+        FP8 where those of the context are (its `weight_dtype`).
+    weight_scales:
+        Of weights in FP8: a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
     count_load:
         Whether there is a buffer `load`; else it is None.
     tokens, token_group:
@@ -250,6 +277,7 @@ class MoE(torch.nn.Module):
         count_load: bool = False,
         tokens: str = "own",
         token_group: Any = None,
+        weight_scales: str = "block",
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -292,8 +320,11 @@ class MoE(torch.nn.Module):
             shared=width // intermediate,
             experts=experts,
             top_k=bounded("top_k", top_k, 1, experts),
-            **of_one_type(dtype_name),
+            **element_types(dtype_name, FP8 if ctx.weight_dtype == FP8 else ""),
         )
+        check_quantised(layer)
+        if layer.quantised:
+            layer = replace(layer, weight_scales=one_of("weight_scales", weight_scales, WEIGHT_SCALES[1:]))
         room = room_of(ctx)
         placed = placement_of(room, self.placement, layer.parts)
         mine = ctx.local_experts(placed)
@@ -385,6 +416,7 @@ class MoE(torch.nn.Module):
                 count_load=count_load,
                 tokens=tokens,
                 token_group=token_group,
+                weight_scales=layer.weight_scales,
                 **how,
             )
         mine = module.experts.ids
@@ -403,6 +435,7 @@ class MoE(torch.nn.Module):
         weights = {f"gate.{name}": each.copy() for name, each in of_router.items() if each is not None}
         weights |= {f"experts.{_OF_EXPERTS[name]}": each[mine] for name, each in of_experts.items() if each is not None}
         names = ("shared_expert.gate_up_proj", "shared_expert.down_proj", "shared_expert_gate.weight")
+        names += ("shared_expert.gate_up_proj_scale_inv", "shared_expert.down_proj_scale_inv")
         shared = zip(names, layer.shared().values(), strict=True)
         weights |= {name: each.copy() for name, each in shared if each is not None}
         device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
@@ -472,6 +505,10 @@ class MoE(torch.nn.Module):
             shared_gate_up=None if shared is None else shared.gate_up_proj,
             shared_down=None if shared is None else shared.down_proj,
             shared_gate=None if shared_gate is None else shared_gate.weight,
+            gate_up_scale=experts.gate_up_proj_scale_inv,
+            down_scale=experts.down_proj_scale_inv,
+            shared_gate_up_scale=None if shared is None else shared.gate_up_proj_scale_inv,
+            shared_down_scale=None if shared is None else shared.down_proj_scale_inv,
             load=self.load,
             router_logits=logits,
         )
@@ -491,16 +528,59 @@ class MoE(torch.nn.Module):
         )
 
 
-def _reset(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, inputs: int) -> None:
+def _parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+def _add_matrices(
+    module: Experts | SharedExpert,
+    layer: LayerSpec,
+    lead: tuple[int, ...],
+    up: tuple[int, int],
+    down: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """The parameters of matrices [*lead, *up] and [*lead, *down], and of their scales: no gradient leads to them where
+    they are quantised."""
+    order = reversed if layer.transposed else tuple
+    halves = 2 if layer.gated and not layer.interleaved else 1
+    for name, shape, parts in (("gate_up_proj", up, halves), ("down_proj", down, 1)):
+        scale = None
+        if layer.quantised:
+            rows, columns = shape
+            of_block = block_rows(rows, parts), scale_blocks(columns)
+            shapes = {"block": of_block, "row": (rows, 1), "tensor": (1, 1)}
+            weight = _parameter(*lead, *shape, dtype=torch.float8_e4m3fn).requires_grad_(False)
+            scale = _parameter(*lead, *shapes[layer.weight_scales], dtype=torch.float32).requires_grad_(False)
+        else:
+            weight = _parameter(*lead, *order(shape), dtype=dtype)
+        module.register_parameter(name, weight)
+        module.register_parameter(f"{name}_scale_inv", scale)
+
+
+def _reset(
+    weight: torch.nn.Parameter,
+    bias: torch.nn.Parameter | None,
+    inputs: int,
+    scale: torch.nn.Parameter | None = None,
+) -> None:
     """Weights as `torch.nn.Linear` draws them, uniform within 1 / sqrt(inputs); a bias of zeros."""
     bound = inputs**-0.5
-    torch.nn.init.uniform_(weight, -bound, bound)
+    if scale is None:
+        torch.nn.init.uniform_(weight, -bound, bound)
+    else:
+        largest = torch.finfo(weight.dtype).max
+        with torch.no_grad():
+            weight.copy_(torch.empty(weight.shape, device=weight.device).uniform_(-largest, largest))
+        torch.nn.init.constant_(scale, bound / largest)
     if bias is not None:
         torch.nn.init.zeros_(bias)
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    """The same memory as a tensor, also of bfloat16, which torch does not take from NumPy."""
+    """The same memory as a tensor, also of bfloat16 and FP8, which torch does not take from NumPy."""
+    if array.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from .arguments import WRITTEN, CallOptions, Options, Tensors
+from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
 from .context import Context, context_id, run
 from .placement import Placement
 from .spec import truth
@@ -43,8 +43,8 @@ def moe(
     with ``e = topk_ids[t, k]`` (FlashDMoE, equations 5.1 to 5.3). With a gate, ``act`` is ``act(gate) * up`` of the two
     halves of ``gate_up_proj[e] @ x[t]``.
 
-    Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
-    rank to rank and may be 0. What else the engine asks, and when a call is over: `Context`. Options: `CallOptions`.
+    Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16; experts' matrices may
+    be in FP8. T may differ by rank, and be 0. What engines ask, when a call is over: `Context`. Scales: `CallOptions`.
 
     Parameters
     ----------
@@ -102,8 +102,8 @@ def moe(
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
-    written = [options.pop(name, None) for name in WRITTEN]
-    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights, *written)
+    scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
+    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
     chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
     if not truth("trace", trace) and goes_through_torch(x, tensors):
         from . import torch_op

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .errors import InvalidArgument
-from .spec import GATED, bounded
+from .scales import kinds
+from .spec import GATED, SCALE_BLOCK, bounded
 
 
 def cut(
@@ -23,6 +24,8 @@ def cut(
     down_proj: Any,
     gate_up_bias: Any = None,
     down_bias: Any = None,
+    gate_up_scale: Any = None,
+    down_scale: Any = None,
     *,
     activation: str = "swiglu",
     interleaved: bool = False,
@@ -31,32 +34,60 @@ def cut(
     """The tensors of experts [E, ...] as those of their slices [E slices, ...], by the names of `flashmoe.moe`.
 
     Of NumPy or PyTorch, and as the options say. The bias of the second product is the first slice's; the others' is 0.
-    Raises `InvalidArgument` unless `slices` divides I.
+    Raises `InvalidArgument` unless `slices` divides I, into whole blocks of 128 where matrices have scales.
     """
     experts, width = len(down_proj), down_proj.shape[1 if transposed else 2]
     if width % bounded("slices", slices, 1, width):
         raise InvalidArgument(f"slices: expected a divisor of I={width}, got {slices}")
     halves = 2 if activation in GATED and not interleaved else 1
-
-    def columns(tensor: Any, axis: int, of: int) -> Any:
-        """`tensor` whose axis of intermediate columns, in `of` parts one behind the other, is cut."""
-        shape = tuple(tensor.shape)
-        apart = tensor.reshape(*shape[:axis], of, slices, shape[axis] // (of * slices), *shape[axis + 1 :])
-        in_front = _moved(apart, axis + 1)
-        return in_front.reshape(experts * slices, *shape[1:axis], shape[axis] // slices, *shape[axis + 1 :])
-
     parts = {
-        "gate_up_proj": columns(gate_up_proj, 2 if transposed else 1, halves),
-        "down_proj": columns(down_proj, 1 if transposed else 2, 1),
+        "gate_up_proj": _columns(slices, gate_up_proj, 2 if transposed else 1, halves),
+        "down_proj": _columns(slices, down_proj, 1 if transposed else 2, 1),
     }
     if gate_up_bias is not None:
-        parts["gate_up_bias"] = columns(gate_up_bias, 1, halves)
+        parts["gate_up_bias"] = _columns(slices, gate_up_bias, 1, halves)
     if down_bias is not None:
         shape = experts, slices, down_bias.shape[1]
         in_parts = np.zeros(shape, down_bias.dtype) if isinstance(down_bias, np.ndarray) else down_bias.new_zeros(shape)
         in_parts[:, 0] = down_bias
         parts["down_bias"] = in_parts.reshape(experts * slices, -1)
+    if gate_up_scale is not None:
+        matrices = tuple(gate_up_proj.shape[1:]), tuple(down_proj.shape[1:])
+        parts |= cut_scales(slices, gate_up_scale, down_scale, *matrices, halves)
     return parts
+
+
+def cut_scales(
+    slices: int, gate_up_scale: Any, down_scale: Any, first: tuple[int, ...], down: tuple[int, ...], halves: int
+) -> dict[str, Any]:
+    """The same of scales alone, of experts' matrices of shapes `first` and `down`; the first has so many halves."""
+    experts, width = len(down_scale), down[1]
+    if width // slices % SCALE_BLOCK:
+        raise InvalidArgument(
+            f"slices: expected slices of a multiple of {SCALE_BLOCK} columns, whose blocks are not cut, got "
+            f"{slices} of I={width}"
+        )
+    shapes = (gate_up_scale, first, halves), (down_scale, down, 1)
+    found = [kinds("scale", tuple(scale.shape), (experts,), *matrix, of) for scale, matrix, of in shapes]
+    kind = max(found[0] & found[1])  # those of one matrix, a row and a block are cut alike, if they are the same
+    repeated, of_down = _repeated(gate_up_scale, slices), _repeated(down_scale, slices)
+    return {
+        "gate_up_scale": repeated if kind == "tensor" else _columns(slices, gate_up_scale, 1, halves),
+        "down_scale": _columns(slices, down_scale, 2, 1) if kind == "block" else of_down,
+    }
+
+
+def _columns(slices: int, tensor: Any, axis: int, of: int) -> Any:
+    """`tensor` [E, ...] whose axis of intermediate columns, in `of` parts one behind the other, is cut."""
+    shape = tuple(tensor.shape)
+    apart = tensor.reshape(*shape[:axis], of, slices, shape[axis] // (of * slices), *shape[axis + 1 :])
+    in_front = _moved(apart, axis + 1)
+    return in_front.reshape(shape[0] * slices, *shape[1:axis], shape[axis] // slices, *shape[axis + 1 :])
+
+
+def _repeated(tensor: Any, times: int) -> Any:
+    """`tensor` with each entry of its first axis so many times."""
+    return tensor.repeat_interleave(times, 0) if hasattr(tensor, "repeat_interleave") else tensor.repeat(times, 0)
 
 
 def _moved(tensor: Any, axis: int) -> Any:

@@ -21,6 +21,12 @@ from .foreign import is_count, length, opened, parsed, shown
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The dtypes that are read, by their names in a safetensors file."""
 
+QUANTISED = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+"""Those of weights that have scales."""
+
+WEIGHTS = DTYPES | QUANTISED
+"""Those of weights."""
+
 MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -33,7 +39,7 @@ class Stored(NamedTuple):
 
     name: str
     dtype: str
-    """As the file names it: one of `DTYPES`, or another."""
+    """As the file names it: one of `WEIGHTS`, or another."""
     shape: tuple[int, ...]
     path: Path
     offset: int
@@ -89,7 +95,7 @@ class TensorFile:
 
 
 def read_header(path: Path) -> TensorFile:
-    """What a file holds, once that is known to be consistent: each tensor of `DTYPES` has the bytes of its shape, and
+    """What a file holds, once that is known to be consistent: each tensor of `WEIGHTS` has the bytes of its shape, and
     together they fill the file, without gaps, and without a byte that two share. Raises `foreign.REFUSALS`."""
     with opened(path) as file:
         begin, header = _header(file)
@@ -129,7 +135,7 @@ def _stored(path: Path, begin: int, name: str, said: Any) -> Stored:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)) or offsets[0] > offsets[1]:
         raise ValueError(f"{shown(name)} with data_offsets {shown(offsets)}")
     size = offsets[1] - offsets[0]
-    if dtype in DTYPES and size != _count(shape, size) * DTYPES[dtype].itemsize:
+    if dtype in WEIGHTS and size != _count(shape, size) * WEIGHTS[dtype].itemsize:
         raise ValueError(f"{shown(name)} of {dtype} {shown(shape)} in {size} bytes")
     return Stored(name, dtype, tuple(shape), path, begin + offsets[0], size)
 

@@ -36,6 +36,22 @@ is strictly sub-Gaussian), with nothing assumed about correlation inside a token
 in 10^10 checks, the bound is 7.5 rms for one token, 1.5 for 128 equal ones and 1.1 for 2048: tight enough to
 notice one more rounding of the pre-activations to bfloat16.
 
+**FP8** (`docs/fp8.md`). The reference is of the dequantised weights and of quantised rows, so that quantising is no
+error as long as engine and reference quantise alike. Of x they do: both start from the same numbers, and every step is
+one of IEEE's. Of an intermediate row they do not start from the same numbers. So, instead of rounding 1:
+
+- The scale of 128 elements is the largest of them, which has a variance, / 448: all 128 are off by one factor. What
+  they contribute to a result, their part of the dot product, is off by it, too.
+- An element p, in units of its scale, is known within 8 standard deviations d. Unless a middle of two numbers of e4m3
+  lies there, it is rounded alike. Else engine and reference may differ by that step, with a probability q of at most
+  exp(-z^2 / 2) / 2 for a middle z d away. What is then one step with probability q is sub-Gaussian about its mean, with
+  (1 - 2q) / (2 log((1 - q) / q)) squared steps for a variance (Kearns and Saul, 1998), to which the mean's q^2 are
+  added. That is rare, since p is known to some 1e-6 and steps are 6 to 12 % of it. Should two middles lie there, the
+  whole distance of the numbers beyond them is taken for the deviation.
+- A product of 128 is multiplied by two scales before it is added: two more roundings of float32.
+
+What is quantised is not in the bound: it is a property of the format, and the same in the reference.
+
 **Domain.** Nothing may overflow; for float16 the limit is 65504, for the activated intermediate too. Values
 below the smallest normal number are in the domain of float16 (their ulp is fixed), but not of bfloat16 and
 float32, where engines may flush them to zero.
@@ -50,7 +66,8 @@ from typing import Any
 
 import numpy as np
 
-from .reference import activate, scores
+from .reference import activate, dequantised, quantised_rows, rounded, row_scales, scaled_rows, scores
+from .reference.quantised import BLOCK
 from .spec import GATED
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -125,27 +142,42 @@ def call_error(
     shared_gate: np.ndarray | None = None,
     shared_in_slices: bool = False,
     rank: int = 0,
+    gate_up_scale: np.ndarray | None = None,
+    down_scale: np.ndarray | None = None,
+    shared_gate_up_scale: np.ndarray | None = None,
+    shared_down_scale: np.ndarray | None = None,
+    x_scale: np.ndarray | None = None,
     **shape: Any,
 ) -> CallError:
     """The error of one rank's y, from the values of the call, as the module's text derives it.
 
-    The dtype is that of `x`. `topk_ids` and `topk_weights` [T, K] are the reference's (-1: a dropped pair).
-    `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement` maps
-    each expert to the rank that computes it for these tokens; `rank` is the call's own, where the shared expert is
+    The dtype is that of `x`, or with `x_scale` bfloat16. `topk_ids` and `topk_weights` [T, K] are the reference's (-1:
+    a dropped pair). `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement`
+    maps each expert to the rank that computes it for these tokens; `rank` is the call's own, where the shared expert is
     computed: as one choice or, as the GPU's kernel of few tokens does, with `shared_in_slices`, as one for each of its
     slices. `shape`: the further options of `reference.activate`.
     """
-    dtype = x.dtype.name
-    x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
+    dtype, quantised = "bfloat16" if x_scale is not None else x.dtype.name, gate_up_scale is not None
+    given, x = x, np.asarray(x, np.float64)
+    gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (gate_up_proj, down_proj))
     if transposed:
         gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
+    rows = x
+    if quantised:
+        halves = 2 if activation in GATED and not shape.get("interleaved") else 1
+        gate_up_proj, down_proj = dequantised(gate_up_proj, gate_up_scale, halves), dequantised(down_proj, down_scale)
+        rows = quantised_rows(given.astype(np.float32)) if x_scale is None else scaled_rows(given, x_scale)
+        if shared_down is not None:
+            shared_gate_up = dequantised(shared_gate_up, shared_gate_up_scale, halves)
+            shared_down = dequantised(shared_down, shared_down_scale)
     biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
     weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
     matrices = [*zip(gate_up_proj, down_proj, strict=True)]
     if shared_down is not None:  # what every token chooses besides
         up, down = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
         up, down = (up.T, down.T) if transposed else (up, down)
-        width = down_proj.shape[2] if shared_in_slices else down.shape[1]
+        apart = shared_in_slices or (quantised and down_proj.shape[2] % BLOCK)  # their blocks begin anew
+        width = down_proj.shape[2] if apart else down.shape[1]
         shared = [*zip(*_slices(up, down, width, activation, **shape), strict=True)]
         routed = topk_ids, topk_weights, weight_variance
         chosen = np.tile(len(matrices) + np.arange(len(shared)), (len(x), 1))
@@ -164,12 +196,19 @@ def call_error(
         b0, b1 = (0.0 if bias is None else bias[expert] for bias in biases)
         w, w_variance = topk_weights[t, k, None], weight_variance[t, k, None]
         if weights_on_input:
-            z, z_variance = _scaled_linear(x[t], w, w_variance, up, b0)
+            z, z_variance = _scaled_linear(rows[t], w, w_variance, up, b0)
             w, w_variance = np.ones_like(w), np.zeros_like(w)
         else:
-            z, z_variance = _linear(x[t], 0.0, up, b0)
+            z, z_variance = _linear(rows[t], 0.0, up, b0)
+        if quantised:
+            z_variance += _promoted(rows[t], 2.0 * _VARIANCE32, up)
         a, a_variance = _activated(z, z_variance, activation, **shape)
-        f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down, b1)
+        if quantised:
+            a, a_variance, of_scale = _quantised(a, a_variance)
+            f, f_variance = _linear(a, a_variance, down, b1)
+            f_variance += _promoted(a, of_scale + 2.0 * _VARIANCE32, down)
+        else:
+            f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down, b1)
         row = w * f
         variance[t] += w**2 * f_variance + w_variance * f**2 + _rounding(row, dtype)
         if dtype != "float32":
@@ -285,6 +324,38 @@ def _linear(
     of_sum = _VARIANCE32 * (x.shape[1] + 2)  # the bias is one more number to add
     carried = (variance + of_sum / 6.0 * x**2) @ (matrix**2).T
     return values, carried + of_sum / 6.0 * np.square(bias) + of_sum / 3.0 * values**2
+
+
+def _promoted(x: np.ndarray, relative: np.ndarray | float, matrix: np.ndarray) -> np.ndarray:
+    """The variance of ``matrix @ x[t]`` where what each 128 columns add to it has the relative variance `relative`, a
+    number or [T, blocks]."""
+    relative = np.broadcast_to(relative, (len(x), -(-x.shape[1] // BLOCK)))
+    total = np.zeros((len(x), len(matrix)))
+    for block, of_block in enumerate(relative.T):
+        columns = slice(block * BLOCK, (block + 1) * BLOCK)
+        total += of_block[:, None] * (x[:, columns] @ matrix[:, columns].T) ** 2
+    return total
+
+
+def _quantised(a: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """a [T, n] of the given variance once it is quantised: values, the variance of each by itself, and the relative
+    variance of each scale, [T, blocks]."""
+    scale = row_scales(a)
+    each = np.arange(a.shape[1]) // BLOCK
+    reach = np.abs(a) + 8.0 * np.sqrt(variance)
+    first = np.arange(0, a.shape[1], BLOCK)
+    largest = np.maximum.reduceat(np.abs(a), first, axis=1)
+    may_be_largest = np.where(reach >= largest[:, each], variance, 0.0)
+    of_scale = np.maximum.reduceat(may_be_largest, first, axis=1) / np.maximum(448.0 * scale, 1e-300) ** 2
+    of_scale = of_scale + _VARIANCE32
+    p = a / scale[:, each]
+    reach = 8.0 * np.sqrt(variance / scale[:, each] ** 2 + p**2 * (of_scale[:, each] + 2.0 * _VARIANCE32))
+    low, high = rounded(p - reach), rounded(p + reach)
+    step, z = high - low, 16.0 * np.abs(p - (low + high) / 2.0) / np.maximum(2.0 * reach, 1e-300)
+    q = np.clip(np.exp(-0.5 * z**2) / 2.0, 1e-300, 0.499)
+    proxy = (1.0 - 2.0 * q) / (2.0 * np.log((1.0 - q) / q)) + q**2
+    own = np.where(2.0 * reach < step, proxy, 1.0) * (step * scale[:, each]) ** 2
+    return rounded(p) * scale[:, each], own, of_scale
 
 
 def _scaled_linear(

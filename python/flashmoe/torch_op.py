@@ -77,6 +77,11 @@ def _moe(
     shared_down: Tensor | None = None,
     shared_gate: Tensor | None = None,
     slices: int = 1,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared_gate_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     return _run(locals())
 
@@ -219,15 +224,16 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
 
 @moe.register_fake
 def _(*args: Any, **kwargs: Any) -> Tensor:
-    """y, [T, H], contiguous, of x's dtype: the checks of the arguments are left to the call. But there is none where a
-    tensor is on the device ``meta``: then all must be, or y would be memory that nobody has written to."""
+    """y, [T, H], contiguous, of x's dtype or, of x in FP8, bfloat16: the checks of the arguments are left to the call.
+    But there is none where a tensor is on the device ``meta``: then all must be, or y would be memory that nobody has
+    written to."""
     return _fake(_SIGNATURE.bind(*args, **kwargs).arguments)
 
 
 def _fake(given: Mapping[str, Any]) -> Tensor:
     tensors = _tensors_of(given)
     _refuse_meta_beside_others(tensors)
-    return torch.empty_like(tensors.x, memory_format=torch.contiguous_format)
+    return operands.empty_like(tensors.x)
 
 
 @moe_observed.register_fake

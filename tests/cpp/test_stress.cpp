@@ -85,7 +85,7 @@ struct Work {
     spec.activation = layer.activation;
     spec.renormalize = layer.renormalize;
     spec.routing = routed() ? Routing::kSoftmax : Routing::kGiven;
-    spec.x_type = spec.weight_type = spec.intermediate_type = spec.return_type = dtype;
+    spec.set_types(dtype);
     spec.return_mode = below(2) == 0 ? ReturnMode::kDirect : ReturnMode::kReduced;
     spec.capacity_factor = below(3) == 0 ? 0.25f * static_cast<float>(1 + below(6)) : 0.0f;
     options.groups = 1 + below(kMaxGroups);

@@ -86,7 +86,7 @@ struct CallMemory {
   uint64_t put_offset[static_cast<uint32_t>(PutField::kCount)] = {};  // behind the workspace
   uint32_t max_blocks = 0;
   uint32_t slice_tiles = 0;  // see Call::inner_tile
-  // Bytes of a token's H elements, of an intermediate row's I, and of the H elements of a row on its way home.
+  // Bytes of a token's row, of an intermediate one, and of one on its way home (spec/rows.h).
   uint32_t token_row_bytes = 0, intermediate_row_bytes = 0, return_row_bytes = 0;
   uint64_t queue_mask = 0, list_mask = 0;
 };
@@ -277,7 +277,7 @@ struct Call {
     return workspace<uint8_t>(WorkField::kStaging, p, token, ordinal);
   }
 
-  // ---- behind the workspace, where peers are not mapped (PutField) -----------------------------------------------
+  // ---- behind the workspace, where peers are not mapped or rows are quantised (PutField) -------------------------
   template <class T>
   FLASHMOE_HD T* for_puts(PutField f) const {
     return reinterpret_cast<T*>(memory.work + memory.work_layout.bytes + memory.put_offset[static_cast<uint32_t>(f)]);

@@ -9,6 +9,7 @@
 #include "flashmoe/protocol/status.h"
 #include "flashmoe/protocol/task.h"
 #include "flashmoe/spec/layer.h"
+#include "flashmoe/spec/rows.h"
 
 namespace flashmoe {
 
@@ -53,7 +54,7 @@ struct Limits {
   uint32_t max_local_experts = 0;  // the most any rank holds
   uint32_t top_k = 0;              // K
   uint32_t shared = 0;        // width of the shared expert in I; 0: none. Each rank has one, for its own tokens alone
-  uint32_t x_bytes = 0;       // of an element of a dispatched row
+  uint32_t x_bytes = 0;       // of an element of a dispatched row; 1: rows are quantised (spec/rows.h)
   uint32_t return_bytes = 0;  // of an element of a row on its way home
   uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
   uint32_t capacity = 0;      // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
@@ -190,8 +191,8 @@ enum class WorkField : uint32_t {
   kCount
 };
 
-// Fields that lie behind the workspace where peers are reached by puts alone. They have a table of their own since the
-// two layouts above are a part of every kernel.
+// Fields that lie behind the workspace where peers are reached by puts alone, or rows are quantised. They have a table
+// of their own since the two layouts above are a part of every kernel.
 enum class PutField : uint32_t { kReturnsReady, kReturnsSent, kRows, kCount };
 
 template <class Field>
@@ -204,8 +205,8 @@ struct FieldSpec {
 };
 
 // A row of H (or I) elements starts 16-byte aligned, as bulk copies need.
-FLASHMOE_HD constexpr uint64_t row_pitch(uint64_t elements, uint32_t elem_bytes) {
-  return align_up<uint64_t>(elements * elem_bytes, 16);
+FLASHMOE_HD constexpr uint64_t row_pitch(uint32_t elements, uint32_t elem_bytes) {
+  return align_up<uint64_t>(row_bytes(elements, elem_bytes), kRowAlign);
 }
 
 inline constexpr FieldSpec<HeapField> kHeapTable[] = {
@@ -346,14 +347,14 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
 
 inline constexpr FieldSpec<PutField> kPutTable[] = {
     {PutField::kReturnsReady, "returns_ready", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, 8}; },
+     [](const Limits& l) { return FieldShape{{l.rdma * l.ranks, 1, 1, 1}, 8}; },
      "[p] the rows that rank p gets back lie summed in the staging area"},
     {PutField::kReturnsSent, "returns_sent", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, 4}; },
+     [](const Limits& l) { return FieldShape{{l.rdma * l.ranks, 1, 1, 1}, 4}; },
      "[p] senders that have put their share of them; zero between calls"},
     {PutField::kRows, "out_rows", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1, 1}, 1}; },
-     "[token][H] own rows on their way to other ranks: a network reads memory that is registered, as the input is not"},
+     "[token][H] own rows as other ranks get them: quantised, or where a network reads (memory that is registered)"},
 };
 
 static_assert(sizeof(kHeapTable) / sizeof(kHeapTable[0]) == static_cast<size_t>(HeapField::kCount));
@@ -405,9 +406,9 @@ inline HeapLayout make_heap_layout(const Limits& limits) {
 inline WorkLayout make_work_layout(const Limits& limits) {
   return make_layout(kWorkTable, limits);
 }
-// What lies behind the workspace where peers are reached by puts alone; nothing elsewhere.
+// What lies behind the workspace where peers are reached by puts alone, or rows are quantised; nothing elsewhere.
 inline PutLayout make_put_layout(const Limits& limits) {
-  return limits.rdma != 0 ? make_layout(kPutTable, limits) : PutLayout{};
+  return limits.rdma != 0 || is_quantised(limits.x_bytes) ? make_layout(kPutTable, limits) : PutLayout{};
 }
 // Workspace and what lies behind it.
 inline uint64_t work_bytes(const Limits& limits) {

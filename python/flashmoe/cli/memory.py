@@ -29,6 +29,9 @@ def command(
     ] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    weight_dtype: Annotated[
+        str | None, typer.Option(help="Of the experts' weights: dtype, or float8_e4m3fn.  [default: dtype]")
+    ] = None,
     return_: Annotated[
         str, typer.Option("--return", help="direct, reduced or auto: room for both; cuda: the one it takes untuned.")
     ] = "auto",
@@ -74,6 +77,7 @@ def command(
         capacity_factor=capacity_factor,
         transport=transport,
         shared_intermediate=shared_intermediate,
+        weight_dtype=weight_dtype,
         placement=roomy(sizes["experts"], ranks, copies) if copies else None,
         **sizes,
     )
@@ -82,7 +86,8 @@ def command(
     described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in shown.items())
     mode = engine_return_mode(engine, return_, ranks, sizes["top_k"], sizes["intermediate"], transport == "rdma")
     drops = "dropless" if capacity_factor is None else f"capacity factor {capacity_factor:g}"
-    show_memory_plan(plan, f"{described}, {dtype}, return {mode}, {drops}, {engine} engine")
+    types = dtype if weight_dtype in (None, dtype) else f"{dtype}, weights {weight_dtype}"
+    show_memory_plan(plan, f"{described}, {types}, return {mode}, {drops}, {engine} engine")
     if engine == "cuda" and limit is None:
         console.print("not compared with what a GPU has: its context does that, or --budget here")
         return 0

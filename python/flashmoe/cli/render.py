@@ -30,10 +30,12 @@ def show_workload(workload: Workload) -> None:
     mode = workload.limits["return_mode"]
     tokens = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     normalised = "renormalized" if layer.renormalize else "not renormalized"
+    weights = workload.limits["weight_dtype"]
+    types = layer.dtype.name if weights == layer.dtype.name else f"{layer.dtype.name}, experts {weights}"
     rows = {
         "layer": workload.title,
         "sizes": f"H {layer.hidden}, I {layer.intermediate}, E {layer.experts}, K {layer.top_k} "
-        f"({normalised}), {layer.activation}, {layer.dtype.name}",
+        f"({normalised}), {layer.activation}, {types}",
         "group": f"{count(len(counts), 'rank')} of {tokens} tokens, {workload.engine} engine, return {mode}",
         "data": "; ".join(workload.notes),
     }

@@ -159,6 +159,7 @@ def _judge(
     arrays, local_ids = (x, layer.gate_up_proj, layer.down_proj), np.searchsorted(experts, topk_ids)
     how = {"activation": layer.activation, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
     how |= {name: layer.options[name] for name in _OF_EXPERTS if name in layer.options} | layer.shared()
+    how |= {name: getattr(layer, name) for name in ("gate_up_scale", "down_scale")}
     reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, **how)
     bound = 0.0
     if layer.shared_down is None or return_mode == "direct":  # no sum is of rows that depend on whose token it is

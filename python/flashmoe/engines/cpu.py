@@ -138,9 +138,8 @@ class CpuEngine(Engine):
     def _has_room(self, tensors: Tensors) -> bool:
         """Whether T, of which `_key` says nothing, is as it must be."""
         tokens = tensors.x.shape[0]
-        given = (tensors.topk_ids, tensors.topk_weights, tensors.router_logits)
         return tokens <= self.room.limits["max_tokens"] and all(
-            each is None or each.shape[0] == tokens for each in given
+            each is None or each.shape[0] == tokens for each in _of_tokens(tensors)
         )
 
     def _expert_ids(self, ids: Any, experts: int) -> Any:
@@ -197,15 +196,19 @@ def _events(flat: Sequence[int]) -> list[Event]:
     ]
 
 
+def _of_tokens(tensors: Tensors) -> tuple[Any, ...]:
+    """The tensors besides x whose first dimension is T."""
+    return tensors.x_scale, tensors.topk_ids, tensors.topk_weights, tensors.router_logits
+
+
 def _key(tensors: Tensors, options: Options) -> Hashable:
     """Equal for calls that `check` treats alike but for their T; None where something is no dense tensor of NumPy or
     PyTorch, or an option has no hash."""
-    given = (tensors.topk_ids, tensors.topk_weights, tensors.router_logits)
     try:
         key = (
             signature(tensors.x, 1),
             *[None if each is None else signature(each) for each in (*tensors.of_layer, tensors.load)],
-            *[None if each is None else signature(each, 1) for each in given],
+            *[None if each is None else signature(each, 1) for each in _of_tokens(tensors)],
             options,
             type(options.top_k),  # True is equal to 1, and 2.0 to 2
         )

@@ -20,8 +20,8 @@ from ..arguments import Options, Tensors, check
 from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
-from ..spec import DTYPES, ELEMENT_BYTES, LayerSpec, bounded
-from ..tensors import DeviceOperand, as_view, device_operand
+from ..spec import DTYPES, ELEMENT_BYTES, FP8, LayerSpec, bounded
+from ..tensors import DeviceOperand, as_view, device_operand, dtype_name
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
 from .base import Engine, Membership
@@ -53,6 +53,7 @@ class CudaEngine(Engine):
     def __init__(
         self, asked: ContextSpec, who: Membership, device: int | None, profile: Mapping[str, int] | None
     ) -> None:
+        _refuse_quantised(asked.layer.weight_type)
         ordinal = -1 if device is None else bounded("device", device, 0, 2**15)
         self.profile, mode = _chosen_profile(asked, profile, ordinal)
         """In what the order of tasks differs from the built-in one."""
@@ -132,6 +133,7 @@ class CudaEngine(Engine):
 
     def _prepare(self, tensors: Tensors, options: Options, trace: bool) -> Prepared:
         """Checks everything that `_key` looks at, and tells the library of the layer."""
+        _refuse_quantised(dtype_name(tensors.gate_up_proj))
         args = check(self.room, partial(device_operand, device=self.device), tensors, options)
         layer = args.layer
         for name, symbol, value in (("x", "H", layer.hidden), ("down_proj", "I", layer.intermediate)):
@@ -222,6 +224,12 @@ def current_stream(device: int) -> int:
     import torch
 
     return torch._C._cuda_getCurrentRawStream(device)  # without the object that torch.cuda.current_stream makes
+
+
+def _refuse_quantised(weights: str) -> None:
+    """Raises `InvalidArgument` for the element type of weights that this engine has no products of."""
+    if weights == FP8:
+        raise InvalidArgument(f"CUDA engine: weights: expected {', '.join(DTYPES)}, got {weights}")
 
 
 def _chosen_profile(

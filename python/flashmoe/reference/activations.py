@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+GATED = ("swiglu", "geglu", "clamped_swiglu")
+
 
 def activate(
     z: np.ndarray,
@@ -27,7 +29,7 @@ def activate(
     if activation == "silu":
         with np.errstate(over="ignore"):
             return z / (1.0 + np.exp(-z))
-    if activation not in ("swiglu", "geglu", "clamped_swiglu"):
+    if activation not in GATED:
         known = "relu, relu2, gelu, silu, swiglu, geglu or clamped_swiglu"
         raise ValueError(f"activation: expected {known}, got {activation!r}")
     gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else np.split(z, 2, axis=-1)

@@ -42,7 +42,7 @@ _SLICES = "_flashmoe_slices"
 def register() -> None:
     """Makes the implementation known to Transformers. Idempotent."""
     ExpertsInterface.register(NAME, experts_forward)
-    FP8ExpertsInterface.register(NAME, _refuse_fp8)
+    FP8ExpertsInterface.register(NAME, experts_forward)
 
 
 def experts_forward(
@@ -53,7 +53,7 @@ def experts_forward(
     Parameters
     ----------
     module:
-        Its weights are of `hidden_states`' dtype and on its device.
+        Its weights are of `hidden_states`' dtype, or in FP8 with scales (CPU engine), and on its device.
     hidden_states: [T, H]
     top_k_index: [T, K] int32 or int64
         A token's experts; they are distinct.
@@ -157,6 +157,8 @@ def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor, **o
         tensor_of(module, options.down),
         gate_up_bias=tensor_of(module, options.gate_up_bias) if options.gate_up_bias else None,
         down_bias=tensor_of(module, options.down_bias) if options.down_bias else None,
+        gate_up_scale=tensor_of(module, options.gate_up_scale) if options.gate_up_scale else None,
+        down_scale=tensor_of(module, options.down_scale) if options.down_scale else None,
         **others,
     )
     _check(module, tensors)
@@ -179,8 +181,9 @@ def _check(module: torch.nn.Module, tensors: Tensors) -> None:
         if type(tensor) not in _PLAIN:
             _refuse_distributed(module, tensors)
     for name, weight in (("gate_up_proj", tensors.gate_up_proj), ("down_proj", tensors.down_proj)):
-        if weight.ndim != 3 or weight.dtype not in _TYPES:
-            types = ", ".join(map(str, _TYPES))
+        allowed = _TYPES if tensors.gate_up_scale is None else (torch.float8_e4m3fn,)
+        if weight.ndim != 3 or weight.dtype not in allowed:
+            types = ", ".join(map(str, allowed))
             raise InvalidArgument(
                 f"{type(module).__name__}: expected {name} [E, ., .] of {types}, got {list(weight.shape)} "
                 f"{weight.dtype} (quantised?)"
@@ -225,10 +228,3 @@ def _number_while_compiling(identity: int, top_k: int) -> int:
     function, but its identity, and uses what it compiles with no other module. This one lives: it is being called."""
     module = ctypes.cast(identity, ctypes.py_object).value
     return _number(module, recognise(module), top_k)
-
-
-def _refuse_fp8(module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    raise InvalidArgument(
-        f"{type(module).__name__}: expected experts in float32, bfloat16 or float16, got FP8 ones; FlashMoE does not "
-        "compute these experts, choose another experts_implementation"
-    )
