@@ -153,7 +153,7 @@ void check_few_and_joined() {
   CHECK(!cuda::is_few(few(257, 128, 1), 2, false));
   CHECK(cuda::is_few(few(64, 8, 2), 2, false) && !cuda::is_few(few(65, 8, 2), 2, false));  // 16 rows an expert
   CHECK(cuda::is_few(few(227, 256, 8, 1), 2, false) && !cuda::is_few(few(228, 256, 8, 1), 2, false));  // 2048 choices
-  CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));  // slices
+  CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));        // slices
   CHECK(cuda::is_few(few(8, 128, 8), 4, false) && !cuda::is_few(few(9, 128, 8), 4, false));
   CallShape two_ranks = few(1, 128, 8);
   two_ranks.ranks = 2;

@@ -30,8 +30,8 @@ struct FewRouting {
 struct FewScratch {
   static constexpr uint32_t kSegment = 256, kSegments = kFewChoices / kSegment;  // of choices, for a warp each
   union {
-    float partial[kFewWarps][8 * kProductRows];   // [warp][token][expert] sums of the gate's products
-    float logits[kFewWarps * kMaxExperts];        // [token][expert]
+    float partial[kFewWarps][8 * kProductRows];  // [warp][token][expert] sums of the gate's products
+    float logits[kFewWarps * kMaxExperts];       // [token][expert]
     struct {
       uint16_t count[kSegments * kFewExperts];  // [segment][expert], choices; then those of the segments before
       uint16_t first[kFewExperts];              // row of an expert

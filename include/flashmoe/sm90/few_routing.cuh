@@ -53,9 +53,8 @@ __device__ __forceinline__ ExactSums<Dtype, 1> sum_chunks(const Block& b, const 
 #pragma unroll 2
   for (uint32_t chunk = begin + P::lane() % 4; chunk < end; chunk += 4) {
     const uint4 weights[1][1] = {{load_weights16(row + chunk * 16)}};
-    sums.add(weights, b.c.shape.tokens, [&](uint32_t t, uint32_t) {
-      return load_row16(b.args.x + uint64_t{b.token_at(t) + chunk} * 16);
-    });
+    sums.add(weights, b.c.shape.tokens,
+             [&](uint32_t t, uint32_t) { return load_row16(b.args.x + uint64_t{b.token_at(t) + chunk} * 16); });
   }
   return sums;
 }
@@ -102,10 +101,9 @@ __device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& 
   const uint32_t chunks = pitch / 16;
   for (uint32_t i = threadIdx.x; i < job.rows() * chunks; i += kFewThreads) {
     const uint32_t r = i / chunks, chunk = i % chunks;
-    const uint8_t* const row =
-        r < kProductRows
-            ? b.args.router_rows.row(0, min_of(job.expert + r, b.c.shape.routed_experts() - 1))
-            : b.args.x + uint64_t{b.token_at(job.token + r - kProductRows)} * 16;
+    const uint8_t* const row = r < kProductRows
+                                   ? b.args.router_rows.row(0, min_of(job.expert + r, b.c.shape.routed_experts() - 1))
+                                   : b.args.x + uint64_t{b.token_at(job.token + r - kProductRows)} * 16;
     const bool exists = chunk * 16 < bytes;
     cp_async16_or_zero(shared_address(b.s.weights) + r * pitch + (chunk ^ r % 8) * 16,
                        row + (exists ? first + chunk * 16 : 0), exists ? 16 : 0);
@@ -287,7 +285,7 @@ __device__ __forceinline__ bool share_choices(const Block& b) {
   const Tokens own = own_tokens(b);
   for (uint32_t i = b.warp(); i < own.count; i += kFewWarps) {
     const uint32_t t = own[i];
-    for (uint32_t k = P::lane(); k < top_k + b.c.shape.shared_experts(); k += P::kLanes) {
+    for (uint32_t k = P::lane(); k < b.c.shape.top_k; k += P::kLanes) {
       b.c.routing(t)[k] = b.routing.ids[t * n + k];
       b.c.weights(t)[k] = b.routing.weights[t * n + k];
     }
