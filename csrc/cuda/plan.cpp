@@ -152,6 +152,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
   const Shape shape = shape_of(c, spec);
   c.shape.tokens = t.tokens;
+  args.few_parts = few_parts(c.shape, element_bytes(spec.x_type));
   c.policy.log2_block = static_cast<uint32_t>(
       std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
   c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, spec.top_k, spec.experts);

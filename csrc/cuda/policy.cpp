@@ -52,6 +52,16 @@ bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
          s.tokens * (top_k + s.shared) <= kFewChoices && s.tokens * top_k <= kMostRows * s.routed_experts();
 }
 
+uint32_t few_parts(const CallShape& s, uint32_t element_bytes) {
+  // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
+  // token has 64 tasks of 224 stages.
+  constexpr uint32_t kLeastStages = 16;
+  if (s.tokens > kFewExactTokens) return 1;
+  const uint32_t stages = ceil_div(s.intermediate * element_bytes, sm90::kRowBytes);
+  const uint32_t columns = (s.routed_top_k() + s.shared) * align_up(s.hidden, sm90::kBoxFeatures);
+  return std::clamp(min_of(kFewPartColumns / columns, stages / kLeastStages), 1u, kMostFewParts);
+}
+
 bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {
   if (s.ranks != 1 || capacity != 0 || tokens > kMaxJoinedTokens) return false;
   return s.top_k == 1 || (s.top_k == 2 && tokens * 2 >= sm90::kTileTokens * s.local_experts);

@@ -155,6 +155,18 @@ void check_few_and_joined() {
   CHECK(cuda::is_few(few(227, 256, 8, 1), 2, false) && !cuda::is_few(few(228, 256, 8, 1), 2, false));  // 2048 choices
   CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));        // slices
   CHECK(cuda::is_few(few(8, 128, 8), 4, false) && !cuda::is_few(few(9, 128, 8), 4, false));
+  // Parts of GEMM1: of a token there are to be 256 tasks, of 16 stages at least.
+  auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate) {
+    shape.hidden = hidden;
+    shape.intermediate = intermediate;
+    return cuda::few_parts(shape, 2);
+  };
+  CHECK_EQ(parts(few(1, 128, 8), 2048, 768), 1u);
+  CHECK_EQ(parts(few(1, 8, 2), 4096, 14336), 4u);
+  CHECK_EQ(parts(few(8, 8, 2), 4096, 14336), 4u);
+  CHECK_EQ(parts(few(9, 8, 2), 4096, 14336), 1u);
+  CHECK_EQ(parts(few(1, 8, 1), 128, 65536), kMostFewParts);
+  CHECK_EQ(parts(few(1, 64, 8), 32768, 65536), 1u);
   CallShape two_ranks = few(1, 128, 8);
   two_ranks.ranks = 2;
   CHECK(!cuda::is_few(two_ranks, 2, false) && !cuda::is_few(few(1, 128, 8), 2, true));

@@ -105,7 +105,7 @@ def test_more_than_eight_tokens_have_the_bits_of_larger_calls(dtype, layer):
         for tokens in (9, 17, 36):
             assert torch.equal(call(context, first_tokens(problem, tokens))[0], large[:tokens]), tokens
         large = call(context, given)[0].clone()
-        for tokens in (1, 8, 33):
+        for tokens in (9, 33):
             assert torch.equal(call(context, first_tokens(given, tokens))[0], large[:tokens]), tokens
 
 

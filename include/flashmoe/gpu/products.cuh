@@ -1,6 +1,6 @@
 // Sums of products of a few rows of weights with some tokens' rows, by one warp: for calls whose time is that of reading the
-// weights. Weights come in blocks of eight rows; a lane (g, q) = (lane / 4, lane % 4) ends with the sums of rows 2 q and
-// 2 q + 1 of each block with the g-th of each eight tokens.
+// weights. Weights come in blocks of eight rows; a lane ends with the sums of two neighbouring rows of each block,
+// first_row() and the next, with one of each eight tokens.
 #pragma once
 
 #include <type_traits>
@@ -43,37 +43,72 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 
 }  // namespace detail
 
-// By the tensor cores, in fp32. A step is 16 elements of K, in the order in which memory has them: as in the general
-// kernel, so that a row has the same bits there and here.
-template <class Dtype, uint32_t kBlocks>
-class TensorSums {
+// Of one block with at most 16 tokens, by the tensor cores, in fp32. A step is 16 elements of K, in the order in which
+// memory has them: as in the general kernel, so that a logit has the same bits there and here.
+template <class Dtype>
+class BlockSums {
  public:
-  static constexpr uint32_t kMostTokens = 32;
-
-  // Adds a step's products of 16 tokens, from the m-th 16 on, with block i: fragments of mma's m16n8k16.
-  __device__ __forceinline__ void add(uint32_t m, uint32_t i, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    detail::mma<Dtype>(sum_[m][i], a[0], a[1], a[2], a[3], b0, b1);
+  // Adds a step's products: fragments of mma's m16n8k16, tokens by weights.
+  __device__ __forceinline__ void add(const uint32_t (&tokens)[4], uint32_t b0, uint32_t b1) {
+    detail::mma<Dtype>(sum_, tokens[0], tokens[1], tokens[2], tokens[3], b0, b1);
   }
-
   // Calls store(token, sums) for what the lane has.
   template <class Store>
   __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
 #pragma unroll
-    for (uint32_t h = 0; h < kMostTokens / 8; ++h) {
-      if (8 * h >= tokens) break;
+    for (uint32_t h = 0; h < 2; ++h) {
+      const float sums[1][2] = {{sum_[2 * h], sum_[2 * h + 1]}};
       const uint32_t token = 8 * h + Platform::lane() / 4;
-      float sums[kBlocks][2];
-#pragma unroll
-      for (uint32_t i = 0; i < kBlocks; ++i) {
-        sums[i][0] = sum_[h / 2][i][h % 2 * 2];
-        sums[i][1] = sum_[h / 2][i][h % 2 * 2 + 1];
-      }
       if (token < tokens) store(token, sums);
     }
   }
+  static __device__ __forceinline__ uint32_t first_row() { return Platform::lane() % 4 * 2; }
 
  private:
-  float sum_[kMostTokens / 16][kBlocks][4] = {};
+  float sum_[4] = {};
+};
+
+// Of two blocks with at most 32 tokens, likewise: weights by eights of tokens, for there are seldom more than eight.
+template <class Dtype>
+class TensorSums {
+ public:
+  static constexpr uint32_t kMostTokens = 32, kSums = kMostTokens / 8;
+
+  // Adds a step's products to sum n: fragments of mma's m16n8k16, both blocks by eight tokens.
+  __device__ __forceinline__ void add(uint32_t n, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                      uint32_t b1) {
+    detail::mma<Dtype>(sum_[n], a0, a1, a2, a3, b0, b1);
+  }
+  // Where all sums are parts of those of the same eight tokens: makes them one.
+  __device__ __forceinline__ void join() {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) sum_[0][i] = (sum_[0][i] + sum_[1][i]) + (sum_[2][i] + sum_[3][i]);
+  }
+  // Calls store(token, sums) for what the lane has.
+  template <class Store>
+  __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
+    const bool odd = Platform::lane() / 4 % 2 != 0;
+#pragma unroll
+    for (uint32_t h = 0; h < kSums; ++h) {
+      if (8 * h >= tokens) break;
+      // Of row lane / 4 of each block the lane has two tokens. With the next lane that has these it changes to both rows
+      // of one token.
+      float sums[2][2];
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        const float even_token = sum_[h][2 * i], odd_token = sum_[h][2 * i + 1];
+        const float theirs = __shfl_xor_sync(kFullWarp, odd ? even_token : odd_token, 4);
+        sums[i][0] = odd ? theirs : even_token;
+        sums[i][1] = odd ? odd_token : theirs;
+      }
+      const uint32_t token = 8 * h + Platform::lane() % 4 * 2 + (odd ? 1 : 0);
+      if (token < tokens) store(token, sums);
+    }
+  }
+  static __device__ __forceinline__ uint32_t first_row() { return Platform::lane() / 8 * 2; }
+
+ private:
+  float sum_[kSums][4] = {};
 };
 
 // By the CUDA cores, as fp32: at 19 bytes of weights a clock and SM, a lane has 26 instructions for each element of fp32, so
@@ -125,6 +160,7 @@ class ExactSums {
     }
     if (g < tokens) store(g, sums);
   }
+  static __device__ __forceinline__ uint32_t first_row() { return Platform::lane() % 4 * 2; }
 
  private:
   float sum_[kBlocks][kMostTokens] = {};

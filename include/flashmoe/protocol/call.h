@@ -260,6 +260,10 @@ struct Call {
   // Of a call of few tokens (sm90/few.cuh).
   FLASHMOE_HD uint32_t* few_done(uint32_t unit) const { return workspace<uint32_t>(WorkField::kFewDone, unit); }
   FLASHMOE_HD uint8_t* few_row(uint32_t row) const { return workspace<uint8_t>(WorkField::kFewRows, row); }
+  // A row of H is `part` times `rows` and more behind the first.
+  FLASHMOE_HD float* few_part(uint32_t part, uint32_t rows, uint32_t row) const {
+    return workspace<float>(WorkField::kFewParts) + (uint64_t{part} * rows + row) * shape.hidden;
+  }
   FLASHMOE_HD uint32_t* joint_word(uint32_t column, uint32_t token) const {
     return workspace<uint32_t>(WorkField::kJoints, column, token);
   }

@@ -21,6 +21,8 @@ inline constexpr uint32_t kFewTokens = 256;
 inline constexpr uint32_t kFewChoices = 2048;
 // fp32's products there are made without the tensor cores: beyond so many tokens, more slowly than weights arrive.
 inline constexpr uint32_t kFewExactTokens = 8;
+// So many tokens' rows may be sums of parts, kMostFewParts at most: of a token, all rows' parts have so many columns.
+inline constexpr uint32_t kMostFewParts = 8, kFewPartColumns = 32768;
 // The columns of results are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
 
@@ -181,6 +183,7 @@ enum class WorkField : uint32_t {
   kLogits,
   kFewDone,
   kFewRows,
+  kFewParts,
   kJoints,
   kOutOffsets,
   kOutCounts,
@@ -312,6 +315,13 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
        return FieldShape{{l.ranks == 1 ? l.few_rows() : 0, row_pitch(l.hidden, l.return_bytes), 1, 1}, 1};
      },
      "[row][H] weighted expert rows of few tokens (used on a GPU)"},
+    {WorkField::kFewParts, "few_parts", Writer::kSelf,
+     [](const Limits& l) {
+       const uint32_t tokens = l.ranks == 1 ? min_of(l.max_tokens, kFewExactTokens) : 0;
+       return FieldShape{{tokens, kFewPartColumns, 1, 1}, 4};
+     },
+     "[part][row][H] sums of parts of the intermediate columns, where few tokens' rows are made of such (used on a "
+     "GPU)"},
     {WorkField::kJoints, "joints", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.ranks == 1 && l.choices_per_token() > 1 ? l.columns(kReturning) : 0, l.max_tokens, 1, 1},

@@ -4,18 +4,19 @@
 // Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
 // Through the actors of sm90/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out by
 // one scheduler. Here each block works out for itself which experts have which rows, and takes tasks by itself; weights are
-// on their way from the moment the experts are known to the end, 144 KiB a multiprocessor, whatever their rows wait for.
+// on their way from the moment the experts are known to the end, some 170 KB a multiprocessor, whatever their rows wait for.
 //
 //   gate    eight experts and some tokens are a job of a block, whose warps have parts of H (sm90/few_routing.cuh)
-//   choose  every block for itself, or, where tokens are more than eight, each for some tokens; and all pass them on
+//   choose  every block for itself, or, where tokens are many, each for some tokens; and all pass them on
 //   then, by a block's warps (sm90/few_tasks.cuh, sm90/few_gemms.cuh):
 //   0-7     consumers: GEMM0's tasks, then GEMM1's; intermediate and weighted rows to device memory
 //   8       takes tasks, and loads their weights (one thread)
 //   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
-// Bits: a token's row is the same in every call of so few tokens, whatever the others are. Products are summed in fp32
-// along K in another order than in the general kernel: the same row in a larger call may differ in the last place.
+// Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
+// in several sums side by side, and of few rows' long ones parts are tasks of their own. In calls of more tokens they are
+// summed along K as in the general kernel, and have its bits.
 //
 // Waits: for logits, choices, a unit's rows and at the meeting, all bounded (wait_until). The protocol's queues and signals
 // are left alone.

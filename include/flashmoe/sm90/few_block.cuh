@@ -28,39 +28,42 @@ struct FewRouting {
 
 // What only the routing needs.
 struct FewScratch {
-  static constexpr uint32_t kSegment = 256, kSegments = kFewChoices / kSegment;  // of choices, for a warp each
+  static constexpr uint32_t kSegments = kFewWarps;  // of choices, for a warp each
   union {
     float partial[kFewWarps][8 * kProductRows];  // [warp][token][expert] sums of the gate's products
     float logits[kFewWarps * kMaxExperts];       // [token][expert]
     struct {
       uint16_t count[kSegments * kFewExperts];  // [segment][expert], choices; then those of the segments before
-      uint16_t first[kFewExperts];              // row of an expert
+      uint16_t rows[kFewExperts];               // of an expert, and the first of them
+      uint16_t first[kFewExperts];
     } groups;
   };
 };
 
-// The pipeline: stages of weights and of rows, each with rings of barriers of their own, and tasks.
+// The pipeline: a ring of stages, each of weights and of rows, and tasks. There are as many stages as there is room for,
+// with the rows of the unit that has the most: 9 with 32, 11 with 8.
 //   weights  a k-block of 128 bytes of 128 features, 128-byte swizzled, by the copy engine; full: one arrival, and the bytes
 //   rows     the same k-block of a unit's rows, swizzled likewise, 16 bytes at a time; full: the warp's 32 lanes
 //            empty, of both: an arrival of each consumer warp
 //   tasks    handed on by the warp that loads weights; full: one arrival; empty: the consumers' and the other loader's
-inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
-inline constexpr uint32_t kFewStages = 9;     // of weights, and the most of rows
-inline constexpr uint32_t kFewStageBytes = kBoxFeatures * kRowBytes;
-inline constexpr uint32_t kFewRowBytes = 48 * 1024;  // of all stages of rows
-inline constexpr uint32_t kFewTasks = 8;             // handed on, and not yet begun by all
+inline constexpr uint32_t kFewConsumers = 8;                           // warps, of 16 features each
+inline constexpr uint32_t kFewWeightBytes = kBoxFeatures * kRowBytes;  // of a stage
+inline constexpr uint32_t kFewStageBytes = 192 * 1024;                 // of all stages
+inline constexpr uint32_t kFewStages = kFewStageBytes / (kFewWeightBytes + 8 * kRowBytes);  // the most
+inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
 struct FewPipeline {
-  uint64_t weights_full[kFewStages], weights_empty[kFewStages];
-  uint64_t rows_full[kFewStages], rows_empty[kFewStages];
+  uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
   uint64_t task_full[kFewTasks], task_empty[kFewTasks];
   uint32_t task[kFewTasks];
 };
 
 struct FewShared {
-  uint8_t weights[kFewStages * kFewStageBytes];  // swizzled: aligned to 1024 bytes
   union {
-    uint8_t rows[kFewRowBytes];
-    FewScratch scratch;
+    uint8_t stages[kFewStageBytes];  // of weights, then of rows; swizzled: aligned to 1024 bytes
+    struct {
+      uint8_t logit_rows[kFewStageBytes - 48 * 1024];
+      FewScratch scratch;
+    };
   };
   FewRouting routing;
   FewPipeline pipeline;
@@ -70,7 +73,7 @@ struct FewShared {
   uint32_t trace_events;
   TraceStarts trace_starts;
 };
-static_assert(sizeof(FewScratch) <= kFewRowBytes && sizeof(FewShared) <= kFewSharedBytes);
+static_assert(sizeof(FewScratch) <= 48 * 1024 && sizeof(FewShared) <= kFewSharedBytes);
 
 namespace few {
 
@@ -81,7 +84,7 @@ inline constexpr uint16_t kDropped = 0xffff;
 // A warp has 16 of a task's 128 rows of weights, two blocks of eight.
 inline constexpr uint32_t kBlocks = 2;
 template <class Dtype>
-using Sums = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype, kBlocks>, ExactSums<Dtype, kBlocks>>;
+using Sums = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype>, ExactSums<Dtype, kBlocks>>;
 // Most rows of a unit.
 template <class Dtype>
 inline constexpr uint32_t kUnitRows = Sums<Dtype>::kMostTokens;
@@ -99,6 +102,8 @@ struct Block {
   FewRouting& routing;
   uint64_t epoch;
 
+  // Whether products are summed in parts: as many tokens as have the same bits, whatever they are.
+  __device__ __forceinline__ bool in_parts() const { return c.shape.tokens <= kFewExactTokens; }
   __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * args.few_choices; }
   // The slices of the shared expert are the last experts.
   __device__ __forceinline__ uint32_t experts() const { return c.shape.routed_experts() + c.shape.shared; }

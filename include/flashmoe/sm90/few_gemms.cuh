@@ -35,32 +35,45 @@ struct StageWeights {
       }
     }
   }
-  // Adds the products with the stage's rows.
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, TensorSums<Dtype, kBlocks>& sums) const {
+  // Adds the products with the stage's rows. Apart: there are at most eight of them, and the steps have a sum each, for
+  // one alone would make each wait for the one before.
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool apart, TensorSums<Dtype>& sums) const {
+    if (apart) {
+      multiply_eights<1>(stage, 0, [&](uint32_t step, uint32_t) { return step; }, sums);
+      return;
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < kUnitRows<Dtype> / 8; n += 2) {
+      if (8 * n >= rows) break;
+      auto sum_of = [&](uint32_t, uint32_t eight) { return n + eight; };
+      if (8 * n + 8 < rows) {
+        multiply_eights<2>(stage, n, sum_of, sums);
+      } else {
+        multiply_eights<1>(stage, n, sum_of, sums);
+      }
+    }
+  }
+
+ private:
+  // With kEights eights of rows, side by side.
+  template <uint32_t kEights, class SumOf>
+  __device__ __forceinline__ void multiply_eights(uint32_t stage, uint32_t first, SumOf&& sum_of,
+                                                  TensorSums<Dtype>& sums) const {
+    static_assert(kBlocks == 2 && kSteps == TensorSums<Dtype>::kSums);
     const uint32_t matrix = P::lane() / 8, row = P::lane() % 8;
 #pragma unroll
-    for (uint32_t m = 0; m < kUnitRows<Dtype> / 16; ++m) {
-      if (16 * m >= rows) break;
-      const bool both = 16 * m + 8 < rows;  // eights of rows
+    for (uint32_t h = 0; h < kSteps / 2; ++h) {
+      const uint32_t (&low)[4] = fragments[0][h], (&high)[4] = fragments[1][h];
+      uint32_t rows[kEights][4];  // of two steps
 #pragma unroll
-      for (uint32_t h = 0; h < kSteps / 2; ++h) {
-        uint32_t a[2][4] = {};  // of two steps
-        if (both) {
+      for (uint32_t n = 0; n < kEights; ++n) {
+        load_matrices(rows[n], chunk_address(stage, 8 * (first + n) + row, 4 * h + matrix));
+      }
 #pragma unroll
-          for (uint32_t s = 0; s < 2; ++s) {
-            load_matrices(a[s], chunk_address(stage, 16 * m + matrix % 2 * 8 + row, 4 * h + 2 * s + matrix / 2));
-          }
-        } else {
-          uint32_t all[4];
-          load_matrices(all, chunk_address(stage, 16 * m + row, 4 * h + matrix));
-          a[0][0] = all[0], a[0][2] = all[1], a[1][0] = all[2], a[1][2] = all[3];
-        }
+      for (uint32_t i = 0; i < 4; i += 2) {
 #pragma unroll
-        for (uint32_t s = 0; s < 2; ++s) {
-#pragma unroll
-          for (uint32_t i = 0; i < kBlocks; ++i) {
-            sums.add(m, i, a[s], fragments[i][h][2 * s], fragments[i][h][2 * s + 1]);
-          }
+        for (uint32_t n = 0; n < kEights; ++n) {
+          sums.add(sum_of(2 * h + i / 2, n), low[i], high[i], low[i + 1], high[i + 1], rows[n][i], rows[n][i + 1]);
         }
       }
     }
@@ -85,47 +98,45 @@ struct StageWeights<Dtype> {
       }
     }
   }
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, ExactSums<Dtype, kBlocks>& sums) const {
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool, ExactSums<Dtype, kBlocks>& sums) const {
     sums.add(chunks, rows, [&](uint32_t t, uint32_t j) { return load_chunk(stage, t, j); });
   }
 };
 
-// Where a consumer warp is in the two rings.
-struct Place {
-  Slot weights{kFewStages}, rows;
-};
-
 // kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied.
 template <class Dtype, uint32_t kStages>
-__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, Place& at, Sums<Dtype>& sums) {
+__device__ __forceinline__ void multiply_stages(const Block& b, const Ring& ring, uint32_t rows, Slot& at,
+                                                Sums<Dtype>& sums) {
   FewPipeline& p = b.s.pipeline;
-  const uint32_t feature = b.warp() * kBlocks * kProductRows, stage_bytes = stage_rows(b) * kRowBytes;
+  const uint32_t feature = b.warp() * kBlocks * kProductRows;
   StageWeights<Dtype> weights[kStages];
   uint32_t from[kStages];
-  Place next = at;
+  Slot next = at;
 #pragma unroll
-  for (uint32_t s = 0; s < kStages; ++s, next.weights.advance(), next.rows.advance()) {
-    wait(barrier_of(p.weights_full, next.weights), next.weights.parity);
-    weights[s].load(shared_address(b.s.weights) + next.weights.at * kFewStageBytes, feature);
-    wait(barrier_of(p.rows_full, next.rows), next.rows.parity);
-    from[s] = shared_address(b.s.rows) + next.rows.at * stage_bytes;
+  for (uint32_t s = 0; s < kStages; ++s, next.advance()) {
+    wait(barrier_of(p.weights_full, next), next.parity);
+    weights[s].load(ring.weights_of(next), feature);
+    wait(barrier_of(p.rows_full, next), next.parity);
+    from[s] = ring.rows_of(next);
   }
 #pragma unroll
-  for (uint32_t s = 0; s < kStages; ++s) weights[s].multiply(from[s], rows, sums);
+  for (uint32_t s = 0; s < kStages; ++s) weights[s].multiply(from[s], rows, b.in_parts(), sums);
   P::sync();
 #pragma unroll
-  for (uint32_t s = 0; s < kStages; ++s, at.weights.advance(), at.rows.advance()) {
-    if (P::lane() != 0) continue;
-    arrive(barrier_of(p.weights_empty, at.weights));
-    arrive(barrier_of(p.rows_empty, at.rows));
+  for (uint32_t s = 0; s < kStages; ++s, at.advance()) {
+    if (P::lane() == 0) arrive(barrier_of(p.empty, at));
   }
 }
 
 template <class Dtype>
-__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, Place& at, Sums<Dtype>& sums) {
+__device__ __forceinline__ void multiply(const Block& b, const Ring& ring, uint32_t rows, uint32_t stages, Slot& at,
+                                         Sums<Dtype>& sums) {
 #pragma unroll 1
-  for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, rows, at, sums);
-  if (stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
+  for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, ring, rows, at, sums);
+  if (stages != 0) multiply_stages<Dtype, 1>(b, ring, rows, at, sums);
+  if constexpr (Dtype::kBytes == 2) {
+    if (b.in_parts()) sums.join();
+  }
 }
 
 // ---- GEMM0: intermediate rows ---------------------------------------------------------------------------------------
@@ -187,15 +198,24 @@ __device__ __forceinline__ void store_weighted(const Block& b, uint32_t expert, 
   }
 }
 
+// Sums of a part of the intermediate columns, as they are.
+__device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32_t column, uint32_t row,
+                                           const float (&sums)[kBlocks][2]) {
+  float* const to = b.c.few_part(part, b.routing.rows, row);
+#pragma unroll
+  for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
+    if (column < b.c.shape.hidden) *reinterpret_cast<float2*>(to + column) = {sums[i][0], sums[i][1]};
+  }
+}
+
 // The consumer warps, each its features of every task.
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   using TheTasks = Tasks<Dtype, is_gated(kActivation)>;
   const TheTasks tasks{b};
   FewPipeline& p = b.s.pipeline;
-  Slot handed{kFewTasks};
-  Place at{.rows = first_rows(b)};
-  const uint32_t q = P::lane() % 4;
+  const Ring ring{b};
+  Slot handed{kFewTasks}, at{ring.stages};
   while (true) {
     const uint32_t word = next_task(b, handed);
     P::sync();
@@ -207,19 +227,23 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;
-    multiply<Dtype>(b, rows, tasks.stages(task.product), at, sums);
+    multiply<Dtype>(b, ring, rows, tasks.stages(task).count, at, sums);
     if (task.product == 0) {
       const uint32_t column =
-          task.tile * TheTasks::kFeatures + b.warp() * (TheTasks::kFeatures / kFewConsumers) + 2 * q;
+          task.tile * TheTasks::kFeatures + b.warp() * (TheTasks::kFeatures / kFewConsumers) + sums.first_row();
       sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
         store_intermediate<Dtype, kActivation>(b, expert, column, first + t, sum);
       });
       P::sync();
       if (P::lane() == 0) P::fetch_add_acq_rel(b.c.few_done(task.unit), 1u);
     } else {
-      const uint32_t column = task.tile * kBoxFeatures + b.warp() * kBlocks * kProductRows + 2 * q;
+      const uint32_t column = task.tile * kBoxFeatures + b.warp() * kBlocks * kProductRows + sums.first_row();
       sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
-        store_weighted<Dtype>(b, expert, column, first + t, sum);
+        if (tasks.parts(1) > 1) {
+          store_part(b, task.part, column, first + t, sum);
+        } else {
+          store_weighted<Dtype>(b, expert, column, first + t, sum);
+        }
       });
     }
     trace.end(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile);
@@ -228,28 +252,68 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
 
 // ---- the sums over k ------------------------------------------------------------------------------------------------
 
-// All warps of all blocks, when all weighted rows are stored: 16 bytes of an output row are a lane's job.
+// Adds a token's row of this choice to 16 bytes of the output row, from its parts: what store_weighted does, in its order.
+template <class Dtype>
+__device__ __forceinline__ void add_parts(const Block& b, uint32_t choice, uint32_t chunk,
+                                          float (&sum)[16 / Dtype::kBytes]) {
+  constexpr uint32_t kElements = 16 / Dtype::kBytes;
+  const uint32_t row = b.routing.row[choice];
+  if (row == kDropped) return;
+  float of_row[kElements] = {};
+#pragma unroll 4
+  for (uint32_t part = 0; part < b.args.few_parts; ++part) {
+    const auto* const from = reinterpret_cast<const uint8_t*>(b.c.few_part(part, b.routing.rows, row));
+#pragma unroll
+    for (uint32_t j = 0; j < kElements / 4; ++j) {
+      const uint4 piece = load_once(from + (chunk * (kElements / 4) + j) * 16);
+      of_row[4 * j] += __uint_as_float(piece.x);
+      of_row[4 * j + 1] += __uint_as_float(piece.y);
+      of_row[4 * j + 2] += __uint_as_float(piece.z);
+      of_row[4 * j + 3] += __uint_as_float(piece.w);
+    }
+  }
+  const float weight = b.args.weights_on_input != 0 ? 1.0f : b.routing.weights[choice];
+  const uint32_t bias = static_cast<uint32_t>(b.routing.ids[choice]) * b.c.shape.hidden + chunk * kElements;
+#pragma unroll
+  for (uint32_t k = 0; k < kElements; ++k) {
+    sum[k] += Dtype::widen(Dtype::narrow((of_row[k] + bias_at<Dtype>(b.args.down_bias, bias + k, true)) * weight));
+  }
+}
+
+template <class Dtype>
+__device__ __forceinline__ void add_rows(const Block& b, uint32_t token, uint32_t chunk,
+                                         float (&sum)[16 / Dtype::kBytes]) {
+  constexpr uint32_t kAtOnce = 8;
+  const uint32_t n = b.args.few_choices;
+  const uint64_t pitch = b.c.few_row(1) - b.c.few_row(0);
+  const uint8_t* const rows = b.c.few_row(0) + chunk * 16;
+#pragma unroll 1
+  for (uint32_t p = token * n; p < (token + 1) * n; p += kAtOnce) {
+    uint4 pieces[kAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const uint32_t row = p + k < (token + 1) * n ? b.routing.row[p + k] : kDropped;
+      pieces[k] = uint4{};
+      if (row != kDropped) pieces[k] = load_once(rows + row * pitch);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) Dtype::accumulate(sum, pieces[k]);
+  }
+}
+
+// All warps of all blocks, when all rows are stored: 16 bytes of an output row are a lane's job.
 template <class Dtype>
 __device__ __forceinline__ void sum_rows(const Block& b) {
-  constexpr uint32_t kElements = 16 / Dtype::kBytes, kAtOnce = 8;
+  constexpr uint32_t kElements = 16 / Dtype::kBytes;
   const uint32_t chunks = b.c.shape.hidden / kElements, n = b.args.few_choices;
-  const uint64_t pitch = b.c.few_row(1) - b.c.few_row(0);
   const uint32_t first = (blockIdx.x + gridDim.x * b.warp()) * P::kLanes + P::lane();
   for (uint32_t i = first; i < chunks * b.c.shape.tokens; i += gridDim.x * kFewThreads) {
     const uint32_t token = i / chunks, chunk = i % chunks;
-    const uint8_t* const rows = b.c.few_row(0) + chunk * 16;
     float sum[kElements] = {};
-#pragma unroll 1
-    for (uint32_t p = token * n; p < (token + 1) * n; p += kAtOnce) {
-      uint4 pieces[kAtOnce];
-#pragma unroll
-      for (uint32_t k = 0; k < kAtOnce; ++k) {
-        const uint32_t row = p + k < (token + 1) * n ? b.routing.row[p + k] : kDropped;
-        pieces[k] = uint4{};
-        if (row != kDropped) pieces[k] = load_once(rows + row * pitch);
-      }
-#pragma unroll
-      for (uint32_t k = 0; k < kAtOnce; ++k) Dtype::accumulate(sum, pieces[k]);
+    if (b.args.few_parts == 1) {
+      add_rows<Dtype>(b, token, chunk, sum);
+    } else {
+      for (uint32_t p = token * n; p < (token + 1) * n; ++p) add_parts<Dtype>(b, p, chunk, sum);
     }
     reinterpret_cast<uint4*>(b.args.out)[i] = Dtype::round(sum);
   }

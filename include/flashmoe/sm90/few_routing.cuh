@@ -9,9 +9,8 @@
 
 namespace flashmoe::sm90::few {
 
-// With so many tokens every block decides for all: cheaper than to choose once and pass it on.
-inline constexpr uint32_t kMostForAll = 8;
-static_assert(kMostForAll <= kFewExactTokens);
+// With so many tokens every block chooses for all: cheaper, in two turns of its warps, than to choose once and pass it on.
+inline constexpr uint32_t kMostChosenByAll = 2 * kFewWarps;
 
 // ---- gate -----------------------------------------------------------------------------------------------------------
 
@@ -23,11 +22,11 @@ __device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint
 // A warp's sums of eight experts' rows, from `row` on, with at most eight tokens' over chunks [begin, end).
 template <class Dtype>
   requires(Dtype::kBytes == 2)
-__device__ __forceinline__ TensorSums<Dtype, 1> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
-                                                           uint32_t end) {
+__device__ __forceinline__ BlockSums<Dtype> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
+                                                       uint32_t end) {
   constexpr uint32_t kChunks = 4;  // of a lane, at a time
   const uint8_t* const x = b.args.x + uint64_t{b.token_at(min_of(P::lane() / 4, b.c.shape.tokens - 1))} * 16;
-  TensorSums<Dtype, 1> sums;
+  BlockSums<Dtype> sums;
 #pragma unroll 1
   for (uint32_t first = begin + P::lane() % 4; P::ballot(first < end) != 0; first += kChunks * 4) {
     uint4 w[kChunks], v[kChunks];
@@ -39,8 +38,8 @@ __device__ __forceinline__ TensorSums<Dtype, 1> sum_chunks(const Block& b, const
     }
 #pragma unroll
     for (uint32_t j = 0; j < kChunks; ++j) {
-      sums.add(0, 0, {v[j].x, 0, v[j].y, 0}, w[j].x, w[j].y);
-      sums.add(0, 0, {v[j].z, 0, v[j].w, 0}, w[j].z, w[j].w);
+      sums.add({v[j].x, 0, v[j].y, 0}, w[j].x, w[j].y);
+      sums.add({v[j].z, 0, v[j].w, 0}, w[j].z, w[j].w);
     }
   }
   return sums;
@@ -59,8 +58,8 @@ __device__ __forceinline__ ExactSums<Dtype, 1> sum_chunks(const Block& b, const 
   return sums;
 }
 
-// Where every block decides for all tokens, time is that of a round trip: the warps of a block have parts of H each of eight
-// experts' rows, and add up what they have in a fixed order.
+// Of so few tokens that all bits may be of sums in parts, time is that of a round trip: the warps of a block have parts of H
+// each of eight experts' rows, and add up what they have in a fixed order.
 template <class Dtype>
 __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expert) {
   const uint32_t experts = b.c.shape.routed_experts(), tokens = b.c.shape.tokens;
@@ -71,7 +70,7 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
       sum_chunks<Dtype>(b, b.args.router_rows.row(0, min_of(expert + P::lane() / 4, experts - 1)), begin, end);
   float* const partial = b.s.scratch.partial[b.warp()];
   sums.finish(tokens, [&](uint32_t t, const float (&sum)[1][2]) {
-    const uint32_t at = t * kProductRows + P::lane() % 4 * 2;
+    const uint32_t at = t * kProductRows + sums.first_row();
     partial[at] = sum[0][0];
     partial[at + 1] = sum[0][1];
   });
@@ -86,66 +85,75 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
 }
 
 // What a block computes at a time of more tokens' logits: those of eight experts for some tokens, a warp for each 16. Their
-// rows lie in shared memory, as many bytes of each as there is room for, swizzled like a stage's.
+// rows come to shared memory in parts, swizzled like a stage's, some of which are on their way while one is multiplied.
 struct LogitJob {
+  static constexpr uint32_t kParts = 4, kMostPartBytes = 1024;  // in shared memory, and of a row
+
   uint32_t expert, token, tokens;
 
   __device__ __forceinline__ uint32_t rows() const { return kProductRows + tokens; }
+  __device__ __forceinline__ uint32_t part_bytes() const {
+    return min_of(kMostPartBytes, uint32_t{sizeof(FewShared::logit_rows)} / kParts / rows() / kRowBytes * kRowBytes);
+  }
 };
 inline constexpr uint32_t kLogitTokens = 16;  // of a warp
+static_assert(sizeof(FewShared::logit_rows) / LogitJob::kParts / (kProductRows + kFewWarps * kLogitTokens) >=
+              kRowBytes);
 
-// All threads: the rows' bytes from `first` on, `bytes` of each, `pitch` apart. Experts' rows, then tokens'.
+// All threads: part `part` of the rows, as a group of copies. Experts' rows, then tokens'.
 template <class Dtype>
-__device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& job, uint32_t first, uint32_t bytes,
-                                                uint32_t pitch) {
-  const uint32_t chunks = pitch / 16;
-  for (uint32_t i = threadIdx.x; i < job.rows() * chunks; i += kFewThreads) {
+__device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& job, uint32_t part) {
+  const uint32_t pitch = job.part_bytes(), chunks = pitch / 16, all = b.c.shape.hidden * Dtype::kBytes;
+  const uint32_t first = part * pitch,
+                 to = shared_address(b.s.logit_rows) + part % LogitJob::kParts * job.rows() * pitch;
+  for (uint32_t i = threadIdx.x; first < all && i < job.rows() * chunks; i += kFewThreads) {
     const uint32_t r = i / chunks, chunk = i % chunks;
     const uint8_t* const row = r < kProductRows
                                    ? b.args.router_rows.row(0, min_of(job.expert + r, b.c.shape.routed_experts() - 1))
                                    : b.args.x + uint64_t{b.token_at(job.token + r - kProductRows)} * 16;
-    const bool exists = chunk * 16 < bytes;
-    cp_async16_or_zero(shared_address(b.s.weights) + r * pitch + (chunk ^ r % 8) * 16,
-                       row + (exists ? first + chunk * 16 : 0), exists ? 16 : 0);
+    const bool exists = first + chunk * 16 < all;
+    cp_async16_or_zero(to + r * pitch + (chunk ^ r % 8) * 16, row + (exists ? first + chunk * 16 : 0), exists ? 16 : 0);
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncthreads();
+  asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // All threads. Steps of 16 elements of H in their order: the bits of the general kernel.
 template <class Dtype>
 __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob& job) {
-  const uint32_t all = b.c.shape.hidden * Dtype::kBytes;
-  constexpr uint32_t kRoom = sizeof(FewShared::weights);
-  const uint32_t pitch = min_of(align_up(all, kRowBytes), kRoom / job.rows() / kRowBytes * kRowBytes);
+  const uint32_t pitch = job.part_bytes(), parts = ceil_div(b.c.shape.hidden * Dtype::kBytes, pitch);
   const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, first_token = b.warp() * kLogitTokens;
-  const uint32_t weights = shared_address(b.s.weights) + row * pitch;
   // Where a token does not exist, another one's row: no sum but its own has it.
   const uint32_t x_row = min_of(kProductRows + first_token + matrix % 2 * 8 + row, job.rows() - 1);
-  const uint32_t x = shared_address(b.s.weights) + x_row * pitch;
-  TensorSums<Dtype, 1> sums;
+  BlockSums<Dtype> sums;
+  for (uint32_t part = 0; part + 1 < LogitJob::kParts; ++part) load_logit_rows<Dtype>(b, job, part);
 #pragma unroll 1
-  for (uint32_t first = 0; first < all; first += pitch) {
-    load_logit_rows<Dtype>(b, job, first, min_of(pitch, all - first), pitch);
-    if (first_token < job.tokens) {
-#pragma unroll 4
-      for (uint32_t chunk = 0; chunk < pitch / 16; chunk += 4) {  // two steps
-        uint32_t w[4], a[2][4];
-        load_matrices(w, weights + ((chunk + matrix) ^ row) * 16);
+  for (uint32_t part = 0; part < parts; ++part) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LogitJob::kParts - 2) : "memory");
+    __syncthreads();  // all have their copies of this part, and have read the one before
+    load_logit_rows<Dtype>(b, job, part + LogitJob::kParts - 1);
+    if (first_token >= job.tokens) continue;
+    const uint32_t from = shared_address(b.s.logit_rows) + part % LogitJob::kParts * job.rows() * pitch;
+#pragma unroll 2
+    for (uint32_t block = 0; block < pitch / kRowBytes; ++block) {  // loaded as a whole: a sum waits for the one before
+      uint32_t w[2][4], a[4][4];
 #pragma unroll
-        for (uint32_t s = 0; s < 2; ++s) {
-          load_matrices(a[s], x + ((chunk + 2 * s + matrix / 2) ^ x_row % 8) * 16);
-          sums.add(0, 0, a[s], w[2 * s], w[2 * s + 1]);
-        }
+      for (uint32_t h = 0; h < 2; ++h) {
+        load_matrices(w[h], from + row * pitch + block * kRowBytes + ((4 * h + matrix) ^ row) * 16);
       }
+#pragma unroll
+      for (uint32_t s = 0; s < 4; ++s) {
+        load_matrices(a[s], from + x_row * pitch + block * kRowBytes + ((2 * s + matrix / 2) ^ x_row % 8) * 16);
+      }
+#pragma unroll
+      for (uint32_t s = 0; s < 4; ++s) sums.add(a[s], w[s / 2][s % 2 * 2], w[s / 2][s % 2 * 2 + 1]);
     }
-    __syncthreads();
   }
+  __syncthreads();  // another job's rows may come
   if (first_token >= job.tokens) return;
   sums.finish(min_of(kLogitTokens, job.tokens - first_token), [&](uint32_t t, const float (&sum)[1][2]) {
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      const uint32_t e = job.expert + P::lane() % 4 * 2 + i;
+      const uint32_t e = job.expert + sums.first_row() + i;
       if (e >= b.c.shape.routed_experts()) continue;
       store_logit(b, job.token + first_token + t, e, sum[0][i] + bias_at<Dtype>(b.args.router_bias, e, true));
     }
@@ -156,7 +164,7 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
 template <class Dtype>
 __device__ __forceinline__ void compute_logits(const Block& b) {
   const uint32_t all = b.c.shape.tokens, eights = ceil_div(b.c.shape.routed_experts(), kProductRows);
-  if (all <= kMostForAll) {
+  if (b.in_parts()) {
     for (uint32_t i = blockIdx.x; i < eights; i += gridDim.x) compute_few_logits<Dtype>(b, i * kProductRows);
     return;
   }
@@ -167,13 +175,12 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
       const uint32_t token = i / eights * each;
       compute_logits_of<Dtype>(b, {i % eights * kProductRows, token, min_of(each, all - token)});
     }
-    fence_proxy_async_shared();  // the copy engine writes there next
   }
 }
 
 // ---- choice ---------------------------------------------------------------------------------------------------------
 
-// A block decides for all tokens where they are at most kMostForAll, else for those that are its own, every gridDim-th.
+// A block chooses for all tokens where they are at most kMostChosenByAll, else for those that are its own, every gridDim-th.
 struct Tokens {
   uint32_t first, step, count;
 
@@ -185,7 +192,7 @@ __device__ __forceinline__ Tokens own_tokens(const Block& b) {
 }
 // Whether the choice of others' tokens is theirs.
 __device__ __forceinline__ bool shares_choices(const Block& b) {
-  return b.c.shape.tokens > kMostForAll && (b.args.topk_ids == nullptr || b.args.shared_gate != nullptr);
+  return b.c.shape.tokens > kMostChosenByAll && (b.args.topk_ids == nullptr || b.args.shared_gate != nullptr);
 }
 __device__ __forceinline__ Tokens tokens_to_decide(const Block& b) {
   return shares_choices(b) ? own_tokens(b) : Tokens{0, 1, b.c.shape.tokens};
@@ -310,12 +317,17 @@ __device__ __forceinline__ bool share_choices(const Block& b) {
 
 // ---- units ----------------------------------------------------------------------------------------------------------
 
+// Choices of a segment.
+__device__ __forceinline__ uint32_t segment_length(const Block& b) {
+  return align_up(ceil_div(b.choices(), FewScratch::kSegments), P::kLanes);
+}
+
 // One warp: counts the choices of its segment for each expert. A choice's row is, for now, which of them it is.
 __device__ __forceinline__ void count_segment(const Block& b, uint32_t segment) {
   FewRouting& s = b.routing;
   uint16_t* const count = b.s.scratch.groups.count + segment * b.experts();
-  const uint32_t end = min_of((segment + 1) * FewScratch::kSegment, b.choices());
-  for (uint32_t base = segment * FewScratch::kSegment; base < end; base += P::kLanes) {
+  const uint32_t length = segment_length(b), end = min_of((segment + 1) * length, b.choices());
+  for (uint32_t base = segment * length; base < end; base += P::kLanes) {
     const uint32_t p = base + P::lane();
     const bool exists = p < end;
     const int32_t expert = exists ? s.ids[p] : -1;
@@ -333,28 +345,44 @@ __device__ __forceinline__ uint32_t kept(const Block& b, uint32_t expert, uint32
   return b.c.shape.capacity == 0 || b.is_shared(expert) ? choices : min_of(choices, b.c.shape.capacity);
 }
 
-// One warp: where each expert's rows begin, and its units.
+// All threads: what each segment has before it of each expert's choices, and how many rows the expert has.
+__device__ __forceinline__ void add_segments(const Block& b, uint32_t segments) {
+  auto& groups = b.s.scratch.groups;
+  for (uint32_t e = threadIdx.x; e < b.experts(); e += kFewThreads) {
+    uint32_t counts[FewScratch::kSegments], count = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < FewScratch::kSegments; ++i) {
+      counts[i] = i < segments ? groups.count[i * b.experts() + e] : 0;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < FewScratch::kSegments; ++i) {
+      if (i < segments) groups.count[i * b.experts() + e] = static_cast<uint16_t>(count);
+      count += counts[i];
+    }
+    groups.rows[e] = static_cast<uint16_t>(kept(b, e, count));
+  }
+}
+
+// The warps, 32 experts each at a time: where each one's rows begin, and its units.
 template <class Dtype>
-__device__ __forceinline__ void number_units(const Block& b, uint32_t segments) {
+__device__ __forceinline__ void number_units(const Block& b) {
   constexpr uint32_t kMost = kUnitRows<Dtype>;
   FewRouting& s = b.routing;
   auto& groups = b.s.scratch.groups;
-  uint32_t rows = 0, units = 0, most = 0;
-  for (uint32_t base = 0; base < b.experts(); base += P::kLanes) {
+  // Rows and units in one word.
+  auto both = [](uint32_t rows) { return rows << 16 | ceil_div(rows, kMost); };
+  for (uint32_t base = b.warp() * P::kLanes; base < b.experts(); base += kFewThreads) {
     const uint32_t e = base + P::lane();
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < segments && e < b.experts(); ++i) {
-      uint16_t& of_segment = groups.count[i * b.experts() + e];
-      const uint32_t more = of_segment;
-      of_segment = static_cast<uint16_t>(count);
-      count += more;
+    uint32_t before = 0, most = 0;
+    for (uint32_t other = P::lane(); other < b.experts(); other += P::kLanes) {
+      const uint32_t rows = groups.rows[other];
+      if (other < base) before += both(rows);
+      most = max_of(most, min_of(rows, kMost));
     }
-    count = kept(b, e, count);
-    uint32_t total, total_units;
-    uint32_t row = rows + P::exclusive_scan(count, total);
-    uint32_t unit = units + P::exclusive_scan(ceil_div(count, kMost), total_units);
+    uint32_t count = e < b.experts() ? groups.rows[e] : 0, total;
+    const uint32_t first = __reduce_add_sync(kFullWarp, before) + P::exclusive_scan(both(count), total);
+    uint32_t row = first >> 16, unit = first & 0xffff;
     if (e < b.experts()) groups.first[e] = static_cast<uint16_t>(row);
-    most = max_of(most, min_of(count, kMost));
     for (; count != 0; ++unit) {
       const uint32_t n = min_of(count, kMost);
       s.unit_expert[unit] = static_cast<uint16_t>(e);
@@ -363,32 +391,67 @@ __device__ __forceinline__ void number_units(const Block& b, uint32_t segments) 
       row += n;
       count -= n;
     }
-    rows += total;
-    units += total_units;
+    most = __reduce_max_sync(kFullWarp, most);
+    if (e + 1 == b.experts()) {
+      s.rows = row;
+      s.units = unit;
+      s.most = most;
+    }
   }
-  most = __reduce_max_sync(kFullWarp, most);
-  if (P::lane() == 0) {
-    s.rows = rows;
-    s.units = units;
-    s.most = most;
+}
+
+// One warp, of at most as many choices as it has lanes: what group_choices does of more, without its meetings.
+template <class Dtype>
+__device__ __forceinline__ void group_lanes(const Block& b) {
+  FewRouting& s = b.routing;
+  const bool exists = P::lane() < b.choices();
+  const uint32_t expert = exists ? static_cast<uint32_t>(s.ids[P::lane()]) : ~0u;
+  const uint32_t equal = __match_any_sync(kFullWarp, expert), before = (1u << P::lane()) - 1;
+  const uint32_t count = kept(b, expert, P::popcount(equal)), position = P::popcount(equal & before);
+  const bool first = exists && position == 0, keeps = exists && position < count;
+  const uint32_t all_kept = P::ballot(keeps), all_first = P::ballot(first);
+  uint32_t row = position, unit = 0;  // behind those of experts before this one
+  for (uint32_t others = P::ballot(exists); others != 0; others &= others - 1) {
+    const uint32_t lane = static_cast<uint32_t>(__ffs(static_cast<int>(others))) - 1;
+    const uint32_t other = __shfl_sync(kFullWarp, expert, static_cast<int>(lane));
+    row += other < expert ? all_kept >> lane & 1u : 0;
+    unit += other < expert ? all_first >> lane & 1u : 0;
   }
+  if (exists) s.row[P::lane()] = keeps ? static_cast<uint16_t>(row) : kDropped;
+  if (keeps) s.choice[row] = static_cast<uint16_t>(P::lane());
+  if (first) {
+    s.unit_expert[unit] = static_cast<uint16_t>(expert);
+    s.unit_first[unit] = static_cast<uint16_t>(row);
+    s.unit_rows[unit] = static_cast<uint16_t>(count);
+  }
+  const uint32_t most = __reduce_max_sync(kFullWarp, exists ? count : 0);
+  if (P::lane() != 0) return;
+  s.rows = P::popcount(all_kept);
+  s.units = P::popcount(all_first);
+  s.most = most;
 }
 
 // All threads: gives choices their rows, but for those beyond their expert's capacity, the last in token order.
 template <class Dtype>
 __device__ __forceinline__ void group_choices(const Block& b) {
+  if (b.choices() <= P::kLanes && b.c.shape.tokens <= kUnitRows<Dtype>) {
+    if (b.warp() == 0) group_lanes<Dtype>(b);
+    return;
+  }
   FewRouting& s = b.routing;
   auto& groups = b.s.scratch.groups;
-  const uint32_t segments = ceil_div(b.choices(), FewScratch::kSegment);
+  const uint32_t length = segment_length(b), segments = ceil_div(b.choices(), max_of(length, 1u));
   for (uint32_t i = threadIdx.x; i < segments * b.experts(); i += kFewThreads) groups.count[i] = 0;
   __syncthreads();
   if (b.warp() < segments) count_segment(b, b.warp());
   __syncthreads();
-  if (b.warp() == 0) number_units<Dtype>(b, segments);
+  add_segments(b, segments);
+  __syncthreads();
+  number_units<Dtype>(b);
   __syncthreads();
   for (uint32_t p = threadIdx.x; p < b.choices(); p += kFewThreads) {
     const uint32_t expert = static_cast<uint32_t>(s.ids[p]);
-    const uint32_t position = s.row[p] + groups.count[p / FewScratch::kSegment * b.experts() + expert];
+    const uint32_t position = s.row[p] + groups.count[p / length * b.experts() + expert];
     const uint32_t row = groups.first[expert] + position;
     const bool exists = position < kept(b, expert, position + 1);
     s.row[p] = exists ? static_cast<uint16_t>(row) : kDropped;
@@ -422,6 +485,7 @@ __device__ __forceinline__ bool route(const Block& b) {
   if (!all_well(b)) return false;
   if (shares_choices(b) && !share_choices(b)) return false;
   group_choices<Dtype>(b);
+  fence_proxy_async_shared();  // the copy engine writes where all this was
   __syncthreads();
   return true;
 }

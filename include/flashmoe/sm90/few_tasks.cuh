@@ -12,14 +12,20 @@ namespace flashmoe::sm90::few {
 // a third faster than others.
 struct Task {
   uint32_t product, unit, tile;
+  uint32_t part;  // of K
 
-  __device__ __forceinline__ uint32_t pack() const { return product << 31 | unit << 20 | tile; }
+  __device__ __forceinline__ uint32_t pack() const { return product << 31 | unit << 20 | part << 16 | tile; }
   static __device__ __forceinline__ Task unpack(uint32_t word) {
-    return {word >> 31, word >> 20 & 0x7ffu, word & 0xfffffu};
+    return {word >> 31, word >> 20 & 0x7ffu, word & 0xffffu, word >> 16 & 0xfu};
   }
 };
 inline constexpr uint32_t kNoTask = ~0u;
-static_assert(kFewUnits < 0x7ff);
+static_assert(kFewUnits < 0x7ff && kMostFewParts <= 0xf);  // tiles: of 2^20 columns at most, 64 or more each
+
+// A task's k-blocks.
+struct Stages {
+  uint32_t first, count;
+};
 
 template <class Dtype, bool kGated>
 struct Tasks {
@@ -30,18 +36,21 @@ struct Tasks {
   __device__ __forceinline__ uint32_t tiles(uint32_t product) const {
     return product == 0 ? ceil_div(b.c.shape.intermediate, kFeatures) : ceil_div(b.c.shape.hidden, kBoxFeatures);
   }
-  __device__ __forceinline__ uint32_t count() const { return b.routing.units * (tiles(0) + tiles(1)); }
+  __device__ __forceinline__ uint32_t parts(uint32_t product) const { return product == 0 ? 1 : b.args.few_parts; }
+  __device__ __forceinline__ uint32_t count() const { return b.routing.units * (tiles(0) + tiles(1) * parts(1)); }
   __device__ __forceinline__ Task task(uint32_t i) const {
     const uint32_t first = b.routing.units * tiles(0), product = i < first ? 0 : 1;
-    const uint32_t at = product == 0 ? i : i - first;
-    return {product, at / tiles(product), at % tiles(product)};
+    const uint32_t at = product == 0 ? i : i - first, n = tiles(product), of_unit = n * parts(product);
+    return {product, at / of_unit, at % n, at % of_unit / n};
   }
   // 16-byte chunks of a row along K, and stages.
   __device__ __forceinline__ uint32_t chunks(uint32_t product) const {
     return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * Dtype::kBytes / 16;
   }
-  __device__ __forceinline__ uint32_t stages(uint32_t product) const {
-    return ceil_div(chunks(product), kRowBytes / 16);
+  __device__ __forceinline__ Stages stages(const Task& task) const {
+    const uint32_t all = ceil_div(chunks(task.product), kRowBytes / 16), n = parts(task.product);
+    const uint32_t first = begin_of_part(all, task.part, n);
+    return {first, begin_of_part(all, task.part + 1, n) - first};
   }
   // Arrivals at a unit's word when all of its intermediate rows are stored.
   __device__ __forceinline__ uint32_t arrivals() const { return tiles(0) * kFewConsumers; }
@@ -61,21 +70,27 @@ __device__ __forceinline__ uint32_t barrier_of(const uint64_t* barriers, const S
   return shared_address(barriers + slot.at);
 }
 
-// Stages of rows: as many as there is room for, of the unit with the most.
-__device__ __forceinline__ uint32_t stage_rows(const Block& b) {
-  return ceil_div(b.routing.most, 8u) * 8;
-}
-__device__ __forceinline__ Slot first_rows(const Block& b) {
-  return {min_of(kFewStages, kFewRowBytes / max_of(stage_rows(b) * kRowBytes, 1u))};
-}
+// The ring of stages: their number, and where their rows lie, behind the weights of all.
+struct Ring {
+  uint32_t row_bytes;  // of a stage
+  uint32_t stages;
+  uint32_t weights, rows;  // the first stage's in shared memory
+
+  explicit __device__ __forceinline__ Ring(const Block& b)
+      : row_bytes(max_of(align_up(b.routing.most, 8u), 8u) * kRowBytes),
+        stages(kFewStageBytes / (kFewWeightBytes + row_bytes)),
+        weights(shared_address(b.s.stages)),
+        rows(weights + stages * kFewWeightBytes) {}
+  __device__ __forceinline__ uint32_t weights_of(const Slot& slot) const { return weights + slot.at * kFewWeightBytes; }
+  __device__ __forceinline__ uint32_t rows_of(const Slot& slot) const { return rows + slot.at * row_bytes; }
+};
 
 // One thread, before the block's first synchronization.
 __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   for (uint32_t i = 0; i < kFewStages; ++i) {
     barrier_init(shared_address(&p.weights_full[i]), 1);
-    barrier_init(shared_address(&p.weights_empty[i]), kFewConsumers);
     barrier_init(shared_address(&p.rows_full[i]), P::kLanes);
-    barrier_init(shared_address(&p.rows_empty[i]), kFewConsumers);
+    barrier_init(shared_address(&p.empty[i]), kFewConsumers);
   }
   for (uint32_t i = 0; i < kFewTasks; ++i) {
     barrier_init(shared_address(&p.task_full[i]), 1);
@@ -94,7 +109,7 @@ __device__ __forceinline__ uint32_t next_task(const Block& b, const Slot& slot) 
 
 template <class TheTasks, class Dtype>
 __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks& tasks, const Task& task,
-                                                  Slot& stage) {
+                                                  const Ring& ring, Slot& stage) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t expert = b.routing.unit_expert[task.unit];
   const bool shared = b.is_shared(expert);
@@ -103,12 +118,13 @@ __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks
       task.product == 0 ? (shared ? &a.shared_gate_up : &a.gate_up) : (shared ? &a.shared_down : &a.down);
   const uint32_t matrix = shared ? expert - b.c.shape.routed_experts() : expert;
   const uint32_t group = task.tile * (task.product == 0 ? TheTasks::kFeatures : kBoxFeatures) / kProductRows;
-  for (uint32_t s = 0; s < tasks.stages(task.product); ++s, stage.advance()) {
+  const Stages stages = tasks.stages(task);
+  for (uint32_t i = 0; i < stages.count; ++i, stage.advance()) {
     const uint32_t full = barrier_of(p.weights_full, stage);
-    wait(barrier_of(p.weights_empty, stage), stage.parity ^ 1);
-    arrive_expect_tx(full, kFewStageBytes);
-    tma_load(shared_address(b.s.weights) + stage.at * kFewStageBytes, map, full, s * kRowBytes / Dtype::kBytes, 0, 0,
-             group, matrix, kEvictFirst);
+    wait(barrier_of(p.empty, stage), stage.parity ^ 1);
+    arrive_expect_tx(full, kFewWeightBytes);
+    tma_load(ring.weights_of(stage), map, full, (stages.first + i) * kRowBytes / Dtype::kBytes, 0, 0, group, matrix,
+             kEvictFirst);
   }
 }
 
@@ -117,7 +133,8 @@ template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_weights(const Block& b) {
   const Tasks<Dtype, kGated> tasks{b};
   FewPipeline& p = b.s.pipeline;
-  Slot handed{kFewTasks}, stage{kFewStages};
+  const Ring ring{b};
+  Slot handed{kFewTasks}, stage{ring.stages};
   for (uint32_t i = blockIdx.x;; handed.advance()) {
     const bool exists = i < tasks.count();
     wait(barrier_of(p.task_empty, handed), handed.parity ^ 1);
@@ -125,7 +142,7 @@ __device__ __forceinline__ void load_weights(const Block& b) {
     p.task[handed.at] = exists ? task.pack() : kNoTask;
     arrive(barrier_of(p.task_full, handed));
     if (!exists) return;
-    load_task_weights<Tasks<Dtype, kGated>, Dtype>(b, tasks, task, stage);
+    load_task_weights<Tasks<Dtype, kGated>, Dtype>(b, tasks, task, ring, stage);
     // Not before: while the answer comes, a ring of stages is on its way, and a block that has not loaded its task should
     // leave the next to another.
     i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}));
@@ -149,9 +166,10 @@ __device__ __forceinline__ void load_rows(const Block& b) {
   constexpr uint32_t kRowsApart = 4, kMost = kUnitRows<Dtype> / kRowsApart;
   const Tasks<Dtype, kGated> tasks{b};
   FewPipeline& p = b.s.pipeline;
-  const uint32_t first = P::lane() / 8, chunk = P::lane() % 8, stage_bytes = stage_rows(b) * kRowBytes;
+  const uint32_t first = P::lane() / 8, chunk = P::lane() % 8;
+  const Ring ring{b};
   const uint64_t pitch = b.c.intermediate_row(0, 1) - b.c.intermediate_row(0, 0);
-  Slot handed{kFewTasks}, stage = first_rows(b);
+  Slot handed{kFewTasks}, stage{ring.stages};
   while (true) {
     const uint32_t word = next_task(b, handed);
     P::sync();
@@ -168,10 +186,12 @@ __device__ __forceinline__ void load_rows(const Block& b) {
       from[i] = task.product != 0 ? b.c.intermediate_row(0, 0) + r * pitch
                                   : b.args.x + b.routing.choice[r] / b.args.few_choices * uint64_t{b.args.x_row_bytes};
     }
-    for (uint32_t s = 0; s < tasks.stages(task.product); ++s, stage.advance()) {
-      const uint32_t at = s * (kRowBytes / 16) + chunk, valid = at < tasks.chunks(task.product) ? 16 : 0;
-      const uint32_t to = shared_address(b.s.rows) + stage.at * stage_bytes + first * kRowBytes;
-      wait(barrier_of(p.rows_empty, stage), stage.parity ^ 1);
+    const Stages stages = tasks.stages(task);
+    for (uint32_t s = 0; s < stages.count; ++s, stage.advance()) {
+      const uint32_t at = (stages.first + s) * (kRowBytes / 16) + chunk,
+                     valid = at < tasks.chunks(task.product) ? 16 : 0;
+      const uint32_t to = ring.rows_of(stage) + first * kRowBytes;
+      wait(barrier_of(p.empty, stage), stage.parity ^ 1);
 #pragma unroll
       for (uint32_t i = 0; i < kMost; ++i) {
         if (i * kRowsApart >= rows) break;
