@@ -14,8 +14,11 @@
 //   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
-// Bits: a token's row is the same in every call of so few tokens, whatever the others are. Products are summed in fp32
-// along K in another order than in the general kernel: the same row in a larger call may differ in the last place.
+// Bits: of 16-bit types the GEMMs' sums are in fp32 along K in steps of 16, as in the general kernel, so that with more
+// than kMostForAll tokens a row is the same in every call. With as many or fewer the logits are summed in another order
+// (compute_few_logits): there a row is the same whatever the other tokens are, and may differ in the last place from that
+// in a larger call. Slices of a shared expert, which have a row each here, and fp32, which is not truncated to TF32 here,
+// have other bits than there too.
 //
 // Waits: for logits, choices, a unit's rows and at the meeting, all bounded (wait_until). The protocol's queues and signals
 // are left alone.
