@@ -235,8 +235,8 @@ def compare_slices(
 
 def results_alone(own: Problem, rank: int, placement: flashmoe.placement.Placement) -> dict[str, torch.Tensor]:
     """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for
-    `FEW_TOKENS`, whose bits are others there; with a shared expert `direct` alone. `reduced`: each choice's rows come from a
-    call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
+    `FEW_TOKENS`, whose bits are others there; with a shared expert `direct` alone. `reduced`: each choice's rows come
+    from a call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
     if len(own.x) <= FEW_TOKENS:
         return {}
     with alone_on(rank, own) as single:
