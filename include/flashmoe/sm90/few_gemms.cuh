@@ -192,15 +192,11 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   using TheTasks = Tasks<Dtype, is_gated(kActivation)>;
   const TheTasks tasks{b};
-  FewPipeline& p = b.s.pipeline;
   Slot handed{kFewTasks};
   Place at{.rows = first_rows(b)};
   const uint32_t q = P::lane() % 4;
   while (true) {
     const uint32_t word = next_task(b, handed);
-    P::sync();
-    if (P::lane() == 0) arrive(barrier_of(p.task_empty, handed));
-    handed.advance();
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
     trace.begin();
