@@ -304,8 +304,8 @@ def _gate(x: np.ndarray, gate: np.ndarray | None) -> tuple[np.ndarray, np.ndarra
 def _summed(
     partial_sums: np.ndarray, squares: np.ndarray, owners: np.ndarray, dtype: str, return_mode: str
 ) -> np.ndarray:
-    """Variance [T, H] of summing up the tokens' rows, whose sums by rank and whose squares' sum these are. owners [T, K]:
-    the ranks of the rows, -1 for none."""
+    """Variance [T, H] of summing up the tokens' rows, whose sums by rank and whose squares' sum these are.
+    owners [T, K]: the ranks of the rows, -1 for none."""
     y = partial_sums.sum(axis=0)
     rows_by_rank = np.stack([(owners == rank).sum(axis=1) for rank in range(len(partial_sums))])
     several = rows_by_rank.sum(axis=0) > 1
