@@ -237,3 +237,42 @@ def _quantised_part(rank: int, ranks: int, name: str, path: str) -> Any:
 def test_a_quantised_part_is_computed(tmp_path):
     for error in run_ranks(2, _quantised_part, [(str(plain(tmp_path)),)] * 2):
         assert error < 2.0**-7  # rows and sums of bfloat16
+
+
+# ---- Biases ----------------------------------------------------------------------------------------------------------
+
+
+def _call_with_biases(rank: int, ranks: int, name: str, spoiled: bool) -> float:
+    """How far slices of experts with biases are from whole ones, relatively; `spoiled`: each slice of an expert brings
+    the second bias."""
+    random = np.random.default_rng(4)
+    gate_up, down = (
+        random.standard_normal(shape) for shape in ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
+    )
+    (gate_up, gate_up_scale), (down, down_scale) = quantize_weights(gate_up, halves=2), quantize_weights(down)
+    biases = [random.standard_normal((EXPERTS, width)).astype(ml_dtypes.bfloat16) for width in (2 * INNER, HIDDEN)]
+    parts = cut(2, gate_up, down, *biases, gate_up_scale, down_scale)
+    if spoiled:
+        parts["down_bias"] = np.repeat(biases[1], 2, 0)
+    placement = [0, 0, 0, 0, 1, 1, 1, 1]  # first slices and others on either rank
+    mine = local_experts(placement, rank)
+    x, router = (random.standard_normal((n, HIDDEN)).astype(ml_dtypes.bfloat16) for n in (16, EXPERTS))
+    sizes = {"max_tokens": 16, "hidden": HIDDEN, "experts": EXPERTS, "top_k": 2, "weight_dtype": FP8, "processors": 1}
+    group = {"rank": rank, "ranks": ranks, "name": name, "slices": 2, "placement": placement}
+    with flashmoe.Context(intermediate=INNER // 2, **group, **sizes) as context:
+        held = {name: each[mine] for name, each in parts.items()}
+        y = flashmoe.moe(context, x, **held, router=router, top_k=2, slices=2)
+    with flashmoe.Context(intermediate=INNER, **sizes) as alone:
+        whole = {"gate_up_bias": biases[0], "down_bias": biases[1], "gate_up_scale": gate_up_scale}
+        expected = flashmoe.moe(alone, x, gate_up, down, **whole, down_scale=down_scale, router=router, top_k=2)
+    return float(np.linalg.norm(y.astype(np.float64) - expected) / np.linalg.norm(expected.astype(np.float64)))
+
+
+def test_biases_of_slices():
+    """They are of y's type, whatever the matrices are. The second one is the first slice's."""
+    for error in run_ranks(2, _call_with_biases, [(False,)] * 2):
+        assert error < 2.0**-7  # rows and sums of bfloat16
+    with pytest.raises(
+        flashmoe.FlashMoEError, match=r"down_bias: expected 0 but for first slices, got .* of slice 1 of"
+    ):
+        run_ranks(2, _call_with_biases, [(True,)] * 2)
