@@ -402,6 +402,24 @@ def test_transformers_experts_in_fp8(of_transformers, quantised: Path):
             assert torch.equal(theirs, ours)
 
 
+def test_experts_in_fp8_are_not_spread(of_transformers, quantised: Path):
+    from flashmoe.integrations.transformers import load_parallel, parallelize
+
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^FP8Experts: expected experts that are not in FP8, got float8"
+    ):
+        parallelize(of_transformers, max_tokens=64)
+    options = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+    torch.distributed.init_process_group("gloo", **options)
+    try:
+        with pytest.raises(
+            flashmoe.InvalidArgument, match=r"^path: expected a checkpoint whose experts are not in FP8"
+        ):
+            load_parallel(quantised, max_tokens=64)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_what_experts_in_fp8_may_be_besides_is_recognised(of_transformers):
     from flashmoe.integrations.transformers.recognise import recognise
 

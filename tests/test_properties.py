@@ -22,6 +22,18 @@ SHARED = {
 example has 65, so that none gets this placement by default."""
 
 
+def at_random(examples: int) -> settings:
+    """New examples in each run; a failure prints how to repeat it."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One example: the arguments of `random_problem`, and how to run it."""
@@ -69,14 +81,7 @@ def cases(draw) -> Case:
 
 
 @pytest.mark.timeout(0)
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    database=None,
-    derandomize=False,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-)
+@at_random(EXAMPLES)
 @given(case=cases())
 def test_every_rank_agrees_with_the_reference(ranks, case):
     problem = random_problem(**case.problem)

@@ -55,8 +55,8 @@ void check_later_slices(const Layer& layer, const host::PlacementTables& placeme
   const uint32_t* slices = placement.by_owner.data() + placement.owner_base[rank];
   for (uint32_t i = 0; i < placement.local_experts(rank); ++i) {
     if (slices[i] % l.slices == 0) continue;
-    const uint64_t at = uint64_t{i} * l.hidden * element_bytes(l.weight_type);
-    widen(row.data(), static_cast<const uint8_t*>(layer.down_bias) + at, l.weight_type, l.hidden);
+    const uint64_t at = uint64_t{i} * l.hidden * element_bytes(l.y_type);
+    widen(row.data(), static_cast<const uint8_t*>(layer.down_bias) + at, l.y_type, l.hidden);
     const auto bias = std::find_if(row.begin(), row.end(), [](float v) { return v != 0.0f; });
     if (bias == row.end()) continue;
     throw Error(Error::Kind::kInvalidArgument,

@@ -11,7 +11,7 @@ from . import _ffi
 from . import placement as placements
 from .errors import HeapError, InvalidArgument
 from .limits import Room, checked_capacity_factor
-from .scales import kinds
+from .scales import check_slices, kinds
 from .spec import (
     ACTIVATIONS,
     DTYPES,
@@ -497,11 +497,7 @@ def check_quantised(layer: LayerSpec) -> None:
     if layer.transposed:
         raise InvalidArgument(f"transposed: expected False with weights of {FP8}, got True")
     for name, count in (("slices", layer.slices), ("shared_down", layer.shared)):
-        if count > 1 and layer.intermediate % SCALE_BLOCK:
-            raise InvalidArgument(
-                f"{name}: expected slices of a multiple of {SCALE_BLOCK} columns with weights of {FP8}, whose blocks "
-                f"are not cut, got {count} slices of I={layer.intermediate}"
-            )
+        check_slices(name, count, layer.intermediate)
 
 
 def _slices(operands: dict[str, Described], intermediate: int, inner: int) -> int:

@@ -36,7 +36,7 @@ from .architectures import Architecture, architecture_of, rule_of
 from .errors import CheckpointError, InvalidArgument
 from .foreign import REFUSALS, checkpoint_error, is_count, parsed, read, reason, shown
 from .memory import format_bytes, machine_bytes
-from .scales import kinds
+from .scales import check_slices, kinds
 from .shares import Box, Cut, checked_ids
 from .slices import cut_scales
 from .spec import FP8, GATED, WEIGHT_SCALES
@@ -238,7 +238,7 @@ def load_layer(
             the others no byte is. `flashmoe.placement.local_experts` has those of a rank.
 
     Raises:
-        InvalidArgument: `slices` is no divisor of I, or `held` no such ids.
+        InvalidArgument: `slices` is no divisor of I, or cuts blocks of matrices in FP8; or `held` are no such ids.
         CheckpointError: a file is missing, truncated or not what its name says; the layer is absent or lacks
             a tensor; the block holds a tensor that `MoELayer` has no place for, or quantised weights; shapes or
             dtypes disagree with each other or with the config; or the model or its routing rule is unknown.
@@ -263,6 +263,8 @@ def load_layer(
     if slices != 1 or held is not None:
         how = Cut(slices, fields["activation"], bool(row.options.get("interleaved")), transposed)
         whole, plan = plan, {name: planned.share(name, how, ids) for name, planned in plan.items()}
+        if "gate_up_scale" in plan:
+            check_slices("slices", slices, sizes["inner"] // slices)
         fields |= {"slices": slices, "held": None if held is None else ids}
     arrays = _read_planned(plan)
     if "choice_bias" in arrays:
@@ -457,9 +459,10 @@ class _Planned:
     """How often each row is repeated, once it is read."""
 
     @classmethod
-    def of(cls, stored: Stored) -> _Planned:
-        """A tensor as it is."""
-        return cls(WEIGHTS[stored.dtype], stored.shape, [((), stored, None)])
+    def of(cls, stored: Stored, axes: int = 0) -> _Planned:
+        """A tensor as it is; with axes of one element behind its own, if they are fewer."""
+        shape = stored.shape + (1,) * (axes - len(stored.shape))
+        return cls(WEIGHTS[stored.dtype], shape, [((), stored, None)])
 
     @property
     def bytes(self) -> int:
@@ -470,7 +473,7 @@ class _Planned:
         if name not in OF_EXPERTS:
             return self
         if name in SCALES.values():  # few bytes: of slices' experts all are read, and cut in memory
-            how, ids = how._replace(slices=1), sorted({id // how.slices for id in ids})
+            return self.of_experts(sorted({id // how.slices for id in ids}))
         share = how.share(name, self.shape, ids)
         by_expert: dict[int | None, list[tuple[tuple[int | slice, ...], Stored]]] = {}
         for place, stored, _ in self.parts:
@@ -487,6 +490,17 @@ class _Planned:
                 else:
                     parts.append((to, stored, box))
         return replace(self, shape=share.shape, parts=parts)
+
+    def of_experts(self, ids: Sequence[int]) -> _Planned:
+        """What is of these experts, whole."""
+        parts: list[tuple[tuple[int | slice, ...], Stored, Box | None]] = []
+        for place, stored, _ in self.parts:
+            if place:
+                parts += [((at, *place[1:]), stored, None) for at, id in enumerate(ids) if id == place[0]]
+                continue
+            rest = [slice(0, size) for size in stored.shape[1:]]
+            parts += [((slice(at, at + 1),), stored, (slice(id, id + 1), *rest)) for at, id in enumerate(ids)]
+        return replace(self, shape=(len(ids), *self.shape[1:]), parts=parts)
 
     def of_first(self) -> _Planned:
         """Its first entry alone, which the parts are of."""
@@ -519,7 +533,8 @@ def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[
         if plan["down_proj"].dtype.name == FP8:
             scales = [tensors.stored(tensors.scale_of(f"{block}.{name}")) for name in (first, "experts.down_proj")]
             plan |= {
-                name: _Planned.of(each) for name, each in zip(("gate_up_scale", "down_scale"), scales, strict=True)
+                name: _Planned.of(each, axes=3)
+                for name, each in zip(("gate_up_scale", "down_scale"), scales, strict=True)
             }
             used |= {each.name.removeprefix(f"{block}.") for each in scales}
     else:
@@ -651,7 +666,7 @@ def _plan_scales(block: str, matrices: list[Stored], experts: list[list[Stored]]
 def _scales_of_slices(
     arrays: dict[str, np.ndarray], whole: dict[str, _Planned], how: Cut, ids: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """The scales of these slices, of those of their experts. Raises `InvalidArgument` where a slice cuts a block."""
+    """The scales of these slices, of those of their experts."""
     first, down = (whole[name].shape for name in ("gate_up_proj", "down_proj"))
     experts = sorted({id // how.slices for id in ids})
     at = [experts.index(id // how.slices) * how.slices + id % how.slices for id in ids]

@@ -22,6 +22,7 @@ from .architectures import architecture_of
 from .checkpoint import SCALES, MoELayer, read_config, tensor_headers
 from .errors import InvalidArgument
 from .foreign import REFUSALS, checkpoint_error, reason
+from .scales import check_slices
 from .spec import SCALE_BLOCK, one_of, scale_blocks
 from .tensor_file import DTYPES, QUANTISED, Stored, TensorFile
 
@@ -90,12 +91,14 @@ def dequantize(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.n
 
 
 def quantize_layer(layer: MoELayer, scales: str = "block") -> MoELayer:
-    """The layer with its experts' matrices, and the shared expert's, in FP8. Raises `InvalidArgument` for one that has
-    them already, and for transposed matrices."""
+    """The layer with its experts' matrices, and the shared expert's, in FP8. Of a layer in slices a row and a matrix
+    that share a scale are a slice's, not those of the whole expert. Raises `InvalidArgument` for a layer that is in FP8
+    already, for transposed matrices, and for slices that are no multiple of 128 wide."""
     if layer.gate_up_scale is not None:
         raise InvalidArgument("layer: expected weights that are not quantised, got FP8")
     if layer.options.get("transposed"):
         raise InvalidArgument("layer: expected matrices that are not transposed, got transposed ones")
+    check_slices("slices", layer.slices, layer.intermediate)
     made: dict[str, Any] = {}
     for name, scale in SCALES.items():
         matrices = getattr(layer, name)

@@ -36,11 +36,11 @@ class CallReport:
     """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took
     of a return group, between other tasks; where rows are joined as they come (a rank alone, ``direct``, K at most 2,
     no capacity factor), ``combine`` counts token blocks instead. GPU: as many as the routing makes, whatever ran.
-    ``reduce`` is always 0 there, its pieces are not counted; ``combine`` counts token blocks. Calls of at most 8 tokens
-    on one GPU are counted too, although their kernel has no tasks."""
+    ``reduce`` is always 0 there, its pieces are not counted; ``combine`` counts token blocks. Calls of few tokens on
+    one GPU (at most 256) are counted so too, although their kernel has tasks of its own."""
     tiles: int
     """Tiles this rank formed: groups of rows that one expert computes together. GPU: as many as the routing makes, also
-    for calls of at most 8 tokens on one GPU, which form none."""
+    for calls of few tokens on one GPU (at most 256), whose kernel forms none."""
     tile_rows: int
     """Real rows in those tiles, padding not counted."""
     rows_sent: int

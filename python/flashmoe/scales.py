@@ -9,7 +9,7 @@ blocks of its own, since checkpoints store them apart: the blocks of the matrix 
 from __future__ import annotations
 
 from .errors import InvalidArgument
-from .spec import scale_blocks
+from .spec import FP8, SCALE_BLOCK, scale_blocks
 
 
 def block_rows(rows: int, halves: int) -> int:
@@ -36,3 +36,13 @@ def kinds(
         f"{name}: expected {by_block} (a scale for each 128 x 128), {by_row} (for each row) or {by_tensor} (for each "
         f"matrix), got {list(given)}"
     )
+
+
+def check_slices(name: str, slices: int, width: int) -> None:
+    """Raises `InvalidArgument`, by the argument's name, where experts are cut into slices of so many columns that cut
+    blocks: those of a row between the two products are quantised by the task that has them."""
+    if slices > 1 and width % SCALE_BLOCK:
+        raise InvalidArgument(
+            f"{name}: expected slices of a multiple of {SCALE_BLOCK} columns with weights of {FP8}, whose blocks are "
+            f"not cut, got {slices} slices of I={width}"
+        )

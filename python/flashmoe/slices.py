@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from .errors import InvalidArgument
-from .scales import kinds
-from .spec import GATED, SCALE_BLOCK, bounded
+from .scales import check_slices, kinds
+from .spec import GATED, bounded
 
 
 def cut(
@@ -62,14 +62,15 @@ def cut_scales(
 ) -> dict[str, Any]:
     """The same of scales alone, of experts' matrices of shapes `first` and `down`; the first has so many halves."""
     experts, width = len(down_scale), down[1]
-    if width // slices % SCALE_BLOCK:
+    check_slices("slices", slices, width // slices)
+    of_first = kinds("gate_up_scale", tuple(gate_up_scale.shape), (experts,), *first, halves)
+    of_both = of_first & kinds("down_scale", tuple(down_scale.shape), (experts,), *down)
+    if not of_both:
         raise InvalidArgument(
-            f"slices: expected slices of a multiple of {SCALE_BLOCK} columns, whose blocks are not cut, got "
-            f"{slices} of I={width}"
+            f"down_scale: expected a scale for each {' or '.join(sorted(of_first))}, as gate_up_scale has, got "
+            f"{list(down_scale.shape)}"
         )
-    shapes = (gate_up_scale, first, halves), (down_scale, down, 1)
-    found = [kinds("scale", tuple(scale.shape), (experts,), *matrix, of) for scale, matrix, of in shapes]
-    kind = max(found[0] & found[1])  # those of one matrix, a row and a block are cut alike, if they are the same
+    kind = max(of_both)  # those of one matrix, a row and a block are cut alike, if they are the same
     repeated, of_down = _repeated(gate_up_scale, slices), _repeated(down_scale, slices)
     return {
         "gate_up_scale": repeated if kind == "tensor" else _columns(slices, gate_up_scale, 1, halves),

@@ -56,7 +56,7 @@ class Stored(NamedTuple):
     def read_box_into(self, array: np.ndarray, box: tuple[slice, ...]) -> None:
         """Read the part of it that has these elements of each axis, and no other byte, to an array of its dtype and of
         that part's shape. Raises `foreign.REFUSALS`."""
-        size = DTYPES[self.dtype].itemsize
+        size = WEIGHTS[self.dtype].itemsize
         shape = [each.stop - each.start for each in box]
         whole = len(box)  # axes from here on are all there: their elements follow one another
         while whole > 0 and shape[whole - 1] == self.shape[whole - 1]:

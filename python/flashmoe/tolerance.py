@@ -179,10 +179,9 @@ def call_error(
         apart = shared_in_slices or (quantised and down_proj.shape[2] % BLOCK)  # their blocks begin anew
         width = down_proj.shape[2] if apart else down.shape[1]
         shared = [*zip(*_slices(up, down, width, activation, **shape), strict=True)]
+        further = len(matrices) + np.arange(len(shared))
         routed = topk_ids, topk_weights, weight_variance
-        chosen = np.tile(len(matrices) + np.arange(len(shared)), (len(x), 1))
-        added = chosen, *(np.repeat(each, len(shared), axis=1) for each in _gate(x, shared_gate))
-        topk_ids, topk_weights, weight_variance = map(np.hstack, zip(routed, added, strict=True))
+        topk_ids, topk_weights, weight_variance = _chosen_besides(routed, further, *_gate(x, shared_gate))
         matrices += shared
         placement = [*placement, *[rank] * len(shared)]
     owners = np.where(topk_ids >= 0, np.asarray(placement)[topk_ids], -1)
@@ -216,14 +215,7 @@ def call_error(
         squares[t] += row**2
         partial_sums[owners[t, k], t] += row
 
-    y = partial_sums.sum(axis=0)
-    rows_by_rank = np.stack([(owners == rank).sum(axis=1) for rank in range(len(partial_sums))])
-    several = rows_by_rank.sum(axis=0) > 1
-    variance[several] += _VARIANCE32 * (topk_ids.shape[1] + 1) * (squares / 6.0 + y**2 / 3.0)[several]
-    if return_mode == "reduced":
-        variance += np.where(rows_by_rank[..., None] > 1, _rounding(partial_sums, dtype), 0.0).sum(axis=0)
-        several = (rows_by_rank > 0).sum(axis=0) > 1
-    variance[several] += _rounding(y, dtype)[several]
+    variance += _summed(partial_sums, squares, owners, dtype, return_mode)
     return _tail_bound(variance.sum(axis=1))
 
 
@@ -307,6 +299,32 @@ def _gate(x: np.ndarray, gate: np.ndarray | None) -> tuple[np.ndarray, np.ndarra
     g = scores(logits, "sigmoid")
     relative = (1.0 - g) ** 2 * (variance + _VARIANCE32 * (logits**2 + _FUNCTION_ROUNDINGS**2)) + 2.0 * _VARIANCE32
     return g, relative * g**2
+
+
+def _summed(
+    partial_sums: np.ndarray, squares: np.ndarray, owners: np.ndarray, dtype: str, return_mode: str
+) -> np.ndarray:
+    """Variance [T, H] of summing up the tokens' rows, whose sums by rank and whose squares' sum these are.
+    owners [T, K]: the ranks of the rows, -1 for none."""
+    y = partial_sums.sum(axis=0)
+    rows_by_rank = np.stack([(owners == rank).sum(axis=1) for rank in range(len(partial_sums))])
+    several = rows_by_rank.sum(axis=0) > 1
+    variance = np.zeros(y.shape)
+    variance[several] = _VARIANCE32 * (owners.shape[1] + 1) * (squares / 6.0 + y**2 / 3.0)[several]
+    if return_mode == "reduced":
+        variance += np.where(rows_by_rank[..., None] > 1, _rounding(partial_sums, dtype), 0.0).sum(axis=0)
+        several = (rows_by_rank > 0).sum(axis=0) > 1
+    variance[several] += _rounding(y, dtype)[several]
+    return variance
+
+
+def _chosen_besides(
+    routed: tuple[np.ndarray, np.ndarray, np.ndarray], further: np.ndarray, weight: np.ndarray, variance: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Choices [T, K], their weights and these weights' variances; and those of `further` [n], which every token chooses
+    with one weight [T, 1]."""
+    added = [np.broadcast_to(each, (len(weight), len(further))) for each in (further, weight, variance)]
+    return tuple(map(np.hstack, zip(routed, added, strict=True)))
 
 
 def _rounding(value: np.ndarray, dtype: str) -> np.ndarray:

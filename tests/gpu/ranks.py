@@ -54,7 +54,7 @@ WAYS = {mode: {"return_mode": mode} for mode in RETURN_MODES} | {"rdma": {"trans
 """How results come home, and what a context is told for that. ``rdma`` is reduced, and forced: memory is mapped."""
 
 FEW_TOKENS = 8
-"""So few of a rank alone go through another kernel, whose sums have another order."""
+"""So few of a rank alone have logits that are summed in another order, and of float32 no TF32."""
 
 TOKENS_DRAWN = 2048
 """Of each layer of `many_calls`: as many as the shared contexts allow."""
@@ -234,9 +234,9 @@ def compare_slices(
 
 
 def results_alone(own: Problem, rank: int, placement: flashmoe.placement.Placement) -> dict[str, torch.Tensor]:
-    """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for a few
-    tokens, which go another way there; with a shared expert `direct` alone. `reduced`: each choice's rows come from a
-    call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
+    """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for
+    `FEW_TOKENS`, whose bits are others there; with a shared expert `direct` alone. `reduced`: each choice's rows come
+    from a call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
     if len(own.x) <= FEW_TOKENS:
         return {}
     with alone_on(rank, own) as single:

@@ -89,6 +89,7 @@ LAYERS = {
     "weights on the input": {"weights_on_input": True, **USUAL},
     "one expert a token": {**USUAL, "top_k": 1},
     "two experts a token": {**USUAL, "top_k": 2},
+    "a shared expert": {"shared": 1, "shared_gate": True, **USUAL},
     "Qwen3-30B-A3B": SHAPES["Qwen3-30B-A3B"],
     "odd sizes": SHAPES["odd sizes"],
 }

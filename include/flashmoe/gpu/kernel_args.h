@@ -109,7 +109,7 @@ struct KernelArgs {
   RouterRule rule;
   ClampedShape clamped;
   GatedRows gated, shared_gated;  // of gate_up and of shared_gate_up
-  uint32_t few_choices;           // of a token in sm90/few.cuh: its K, and each slice of the shared expert
+  uint32_t few_choices;           // of a token in sm90/few.cuh: its K experts, and the slices of the shared one
   uint32_t few_parts;             // of the intermediate columns, that are tasks of their own in sm90/few.cuh
   uint32_t weights_on_input;      // 1: a row's weight scales its products with gate_up, and not its result
   HostFault* host_fault;          // in mapped host memory: written when the call failed

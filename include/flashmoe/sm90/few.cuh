@@ -16,7 +16,7 @@
 //
 // Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
 // in several sums side by side, and of few rows' long ones parts are tasks of their own. In calls of more tokens they are
-// summed along K as in the general kernel, and have its bits.
+// summed along K in steps of 16 as in the general kernel, and have its bits.
 //
 // Waits: for logits, choices, a unit's rows and at the meeting, all bounded (wait_until). The protocol's queues and signals
 // are left alone.

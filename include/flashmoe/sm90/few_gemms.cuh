@@ -213,14 +213,10 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   using TheTasks = Tasks<Dtype, is_gated(kActivation)>;
   const TheTasks tasks{b};
-  FewPipeline& p = b.s.pipeline;
   const Ring ring{b};
   Slot handed{kFewTasks}, at{ring.stages};
   while (true) {
     const uint32_t word = next_task(b, handed);
-    P::sync();
-    if (P::lane() == 0) arrive(barrier_of(p.task_empty, handed));
-    handed.advance();
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
     trace.begin();

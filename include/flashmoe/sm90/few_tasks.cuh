@@ -99,10 +99,14 @@ __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   fence_barrier_init();
 }
 
-// The next task that is handed on; kNoTask behind the last.
-__device__ __forceinline__ uint32_t next_task(const Block& b, const Slot& slot) {
+// The next task that is handed on, kNoTask behind the last; leaves its slot. One warp.
+__device__ __forceinline__ uint32_t next_task(const Block& b, Slot& slot) {
   wait(barrier_of(b.s.pipeline.task_full, slot), slot.parity);
-  return *const_cast<volatile uint32_t*>(&b.s.pipeline.task[slot.at]);
+  const uint32_t word = *const_cast<volatile uint32_t*>(&b.s.pipeline.task[slot.at]);
+  P::sync();
+  if (P::lane() == 0) arrive(barrier_of(b.s.pipeline.task_empty, slot));
+  slot.advance();
+  return word;
 }
 
 // ---- weights --------------------------------------------------------------------------------------------------------
@@ -172,9 +176,6 @@ __device__ __forceinline__ void load_rows(const Block& b) {
   Slot handed{kFewTasks}, stage{ring.stages};
   while (true) {
     const uint32_t word = next_task(b, handed);
-    P::sync();
-    if (P::lane() == 0) arrive(barrier_of(p.task_empty, handed));
-    handed.advance();
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
     const uint32_t row = b.routing.unit_first[task.unit], rows = b.routing.unit_rows[task.unit];

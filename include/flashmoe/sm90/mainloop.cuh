@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/sm90/pipeline.cuh"
 #include "flashmoe/sm90/wgmma.cuh"
 
@@ -115,14 +116,6 @@ __device__ __forceinline__ void multiply_stage(const typename Shape::Stage::Ring
   wgmma_commit();
 }
 
-__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from)
-               : "memory");
-  return v;
-}
 __device__ __forceinline__ float4 load_floats(uint32_t from) {
   const uint4 v = load_shared16(from);
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};

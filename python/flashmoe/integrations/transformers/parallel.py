@@ -22,6 +22,7 @@ from ...limits import checked_slices
 from ...moving import place_in, together
 from ...placement import checked, holders, local_experts
 from ...shares import Cut, Share
+from ...spec import FP8
 from .experts import experts_modules, of_group
 from .llama4 import patch_blocks
 from .recognise import ExpertsOptions, recognise
@@ -129,6 +130,8 @@ def load_parallel(
     """
     rank, ranks = place_in(group)
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "fp8":
+        raise InvalidArgument(f"path: expected a checkpoint whose experts are not in FP8, got one in {path}")
     kind = model_class or _class_of(config)
     _top_k_of(config, top_k)  # before anything is read
     with torch.device("meta"):
@@ -196,7 +199,8 @@ def checked_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
         kinds = "; ".join(f"E={experts}, {kind}, H and I {sizes}" for experts, *sizes, kind in sorted(alike, key=str))
         raise InvalidArgument(f"{type(model).__name__}: expected experts modules of one shape and type, got {kinds}")
     for module in modules:
-        recognise(module)
+        if recognise(module).gate_up_scale is not None:
+            raise InvalidArgument(f"{type(module).__name__}: expected experts that are not in FP8, got {FP8}")
     return modules
 
 
