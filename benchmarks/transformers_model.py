@@ -4,9 +4,10 @@
 
 The model is of Qwen3-30B-A3B's shape, of random bf16 weights, with as many layers as asked for. Each case is timed for
 every experts implementation, four times after a warm-up; milliseconds, medians and the smallest and largest. Prefill:
-8192 tokens in one prompt, or in eight, without cache, logits of the last. Decoding: one token for each of the sequences, behind
-prompts of 128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an implementation cannot do is
-in the result as its error. `flashmoe`: its experts by FlashMoE, behind the model's own router; `fused`: whole blocks.
+8192 tokens in one prompt, or in eight, without cache, logits of the last. Decoding: one token for each of the
+sequences, behind prompts of 128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an
+implementation cannot do is in the result as its error. `flashmoe`: its experts by FlashMoE, behind the model's own
+router; `fused`: whole blocks.
 """
 
 from __future__ import annotations

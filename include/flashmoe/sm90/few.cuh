@@ -4,7 +4,7 @@
 // Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
 // Through the actors of sm90/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out by
 // one scheduler. Here each block works out for itself which experts have which rows, and takes tasks by itself; weights are
-// on their way from the moment the experts are known to the end, some 170 KB a multiprocessor, whatever their rows wait for.
+// on their way from the moment the experts are known to the end, 112 KiB a multiprocessor, whatever their rows wait for.
 //
 //   gate    eight experts and some tokens are a job of a block, whose warps have parts of H (sm90/few_routing.cuh)
 //   choose  every block for itself, or, where tokens are many, each for some tokens; and all pass them on

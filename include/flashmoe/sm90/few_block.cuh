@@ -22,7 +22,6 @@ struct FewRouting {
   uint16_t row[kFewChoices];     // of a choice; kDropped
   uint16_t choice[kFewChoices];  // of a row
   uint32_t rows, units;          // their numbers
-  uint32_t most;                 // rows of a unit
   uint16_t unit_expert[kFewUnits], unit_first[kFewUnits], unit_rows[kFewUnits];
 };
 
@@ -40,16 +39,14 @@ struct FewScratch {
   };
 };
 
-// The pipeline: a ring of stages, each of weights and of rows, and tasks. There are as many stages as there is room for,
-// with the rows of the unit that has the most: 9 with 32, 11 with 8.
+// The pipeline: a ring of stages, each of weights and of rows, and tasks. More stages under way are slower: 11 took 1 % longer
+// with 64 to 256 tokens of Qwen3-30B-A3B.
 //   weights  a k-block of 128 bytes of 128 features, 128-byte swizzled, by the copy engine; full: one arrival, and the bytes
 //   rows     the same k-block of a unit's rows, swizzled likewise, 16 bytes at a time; full: the warp's 32 lanes
 //            empty, of both: an arrival of each consumer warp
 //   tasks    handed on by the warp that loads weights; full: one arrival; empty: the consumers' and the other loader's
-inline constexpr uint32_t kFewConsumers = 8;                           // warps, of 16 features each
-inline constexpr uint32_t kFewWeightBytes = kBoxFeatures * kRowBytes;  // of a stage
-inline constexpr uint32_t kFewStageBytes = 192 * 1024;                 // of all stages
-inline constexpr uint32_t kFewStages = kFewStageBytes / (kFewWeightBytes + 8 * kRowBytes);  // the most
+inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
+inline constexpr uint32_t kFewStages = 7;
 inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
@@ -59,9 +56,12 @@ struct FewPipeline {
 
 struct FewShared {
   union {
-    uint8_t stages[kFewStageBytes];  // of weights, then of rows; swizzled: aligned to 1024 bytes
+    struct {  // swizzled: aligned to 1024 bytes
+      uint8_t weights[kFewStages][kBoxFeatures * kRowBytes];
+      uint8_t rows[kFewStages][32 * kRowBytes];  // of a unit
+    };
     struct {
-      uint8_t logit_rows[kFewStageBytes - 48 * 1024];
+      uint8_t logit_rows[144 * 1024];
       FewScratch scratch;
     };
   };
@@ -73,7 +73,7 @@ struct FewShared {
   uint32_t trace_events;
   TraceStarts trace_starts;
 };
-static_assert(sizeof(FewScratch) <= 48 * 1024 && sizeof(FewShared) <= kFewSharedBytes);
+static_assert(sizeof(FewShared) <= kFewSharedBytes);
 
 namespace few {
 

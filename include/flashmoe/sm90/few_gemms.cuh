@@ -105,8 +105,7 @@ struct StageWeights<Dtype> {
 
 // kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied.
 template <class Dtype, uint32_t kStages>
-__device__ __forceinline__ void multiply_stages(const Block& b, const Ring& ring, uint32_t rows, Slot& at,
-                                                Sums<Dtype>& sums) {
+__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, Slot& at, Sums<Dtype>& sums) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t feature = b.warp() * kBlocks * kProductRows;
   StageWeights<Dtype> weights[kStages];
@@ -115,9 +114,9 @@ __device__ __forceinline__ void multiply_stages(const Block& b, const Ring& ring
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s, next.advance()) {
     wait(barrier_of(p.weights_full, next), next.parity);
-    weights[s].load(ring.weights_of(next), feature);
+    weights[s].load(shared_address(b.s.weights[next.at]), feature);
     wait(barrier_of(p.rows_full, next), next.parity);
-    from[s] = ring.rows_of(next);
+    from[s] = shared_address(b.s.rows[next.at]);
   }
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s) weights[s].multiply(from[s], rows, b.in_parts(), sums);
@@ -129,11 +128,10 @@ __device__ __forceinline__ void multiply_stages(const Block& b, const Ring& ring
 }
 
 template <class Dtype>
-__device__ __forceinline__ void multiply(const Block& b, const Ring& ring, uint32_t rows, uint32_t stages, Slot& at,
-                                         Sums<Dtype>& sums) {
+__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, Slot& at, Sums<Dtype>& sums) {
 #pragma unroll 1
-  for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, ring, rows, at, sums);
-  if (stages != 0) multiply_stages<Dtype, 1>(b, ring, rows, at, sums);
+  for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, rows, at, sums);
+  if (stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
   if constexpr (Dtype::kBytes == 2) {
     if (b.in_parts()) sums.join();
   }
@@ -213,8 +211,7 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   using TheTasks = Tasks<Dtype, is_gated(kActivation)>;
   const TheTasks tasks{b};
-  const Ring ring{b};
-  Slot handed{kFewTasks}, at{ring.stages};
+  Slot handed{kFewTasks}, at{kFewStages};
   while (true) {
     const uint32_t word = next_task(b, handed);
     if (word == kNoTask) return;
@@ -223,7 +220,7 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;
-    multiply<Dtype>(b, ring, rows, tasks.stages(task).count, at, sums);
+    multiply<Dtype>(b, rows, tasks.stages(task).count, at, sums);
     if (task.product == 0) {
       const uint32_t column =
           task.tile * TheTasks::kFeatures + b.warp() * (TheTasks::kFeatures / kFewConsumers) + sums.first_row();

@@ -373,12 +373,8 @@ __device__ __forceinline__ void number_units(const Block& b) {
   auto both = [](uint32_t rows) { return rows << 16 | ceil_div(rows, kMost); };
   for (uint32_t base = b.warp() * P::kLanes; base < b.experts(); base += kFewThreads) {
     const uint32_t e = base + P::lane();
-    uint32_t before = 0, most = 0;
-    for (uint32_t other = P::lane(); other < b.experts(); other += P::kLanes) {
-      const uint32_t rows = groups.rows[other];
-      if (other < base) before += both(rows);
-      most = max_of(most, min_of(rows, kMost));
-    }
+    uint32_t before = 0;
+    for (uint32_t other = P::lane(); other < base; other += P::kLanes) before += both(groups.rows[other]);
     uint32_t count = e < b.experts() ? groups.rows[e] : 0, total;
     const uint32_t first = __reduce_add_sync(kFullWarp, before) + P::exclusive_scan(both(count), total);
     uint32_t row = first >> 16, unit = first & 0xffff;
@@ -391,11 +387,9 @@ __device__ __forceinline__ void number_units(const Block& b) {
       row += n;
       count -= n;
     }
-    most = __reduce_max_sync(kFullWarp, most);
     if (e + 1 == b.experts()) {
       s.rows = row;
       s.units = unit;
-      s.most = most;
     }
   }
 }
@@ -424,11 +418,9 @@ __device__ __forceinline__ void group_lanes(const Block& b) {
     s.unit_first[unit] = static_cast<uint16_t>(row);
     s.unit_rows[unit] = static_cast<uint16_t>(count);
   }
-  const uint32_t most = __reduce_max_sync(kFullWarp, exists ? count : 0);
   if (P::lane() != 0) return;
   s.rows = P::popcount(all_kept);
   s.units = P::popcount(all_first);
-  s.most = most;
 }
 
 // All threads: gives choices their rows, but for those beyond their expert's capacity, the last in token order.

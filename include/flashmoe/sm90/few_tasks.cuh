@@ -70,21 +70,6 @@ __device__ __forceinline__ uint32_t barrier_of(const uint64_t* barriers, const S
   return shared_address(barriers + slot.at);
 }
 
-// The ring of stages: their number, and where their rows lie, behind the weights of all.
-struct Ring {
-  uint32_t row_bytes;  // of a stage
-  uint32_t stages;
-  uint32_t weights, rows;  // the first stage's in shared memory
-
-  explicit __device__ __forceinline__ Ring(const Block& b)
-      : row_bytes(max_of(align_up(b.routing.most, 8u), 8u) * kRowBytes),
-        stages(kFewStageBytes / (kFewWeightBytes + row_bytes)),
-        weights(shared_address(b.s.stages)),
-        rows(weights + stages * kFewWeightBytes) {}
-  __device__ __forceinline__ uint32_t weights_of(const Slot& slot) const { return weights + slot.at * kFewWeightBytes; }
-  __device__ __forceinline__ uint32_t rows_of(const Slot& slot) const { return rows + slot.at * row_bytes; }
-};
-
 // One thread, before the block's first synchronization.
 __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   for (uint32_t i = 0; i < kFewStages; ++i) {
@@ -113,7 +98,7 @@ __device__ __forceinline__ uint32_t next_task(const Block& b, Slot& slot) {
 
 template <class TheTasks, class Dtype>
 __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks& tasks, const Task& task,
-                                                  const Ring& ring, Slot& stage) {
+                                                  Slot& stage) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t expert = b.routing.unit_expert[task.unit];
   const bool shared = b.is_shared(expert);
@@ -126,9 +111,9 @@ __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks
   for (uint32_t i = 0; i < stages.count; ++i, stage.advance()) {
     const uint32_t full = barrier_of(p.weights_full, stage);
     wait(barrier_of(p.empty, stage), stage.parity ^ 1);
-    arrive_expect_tx(full, kFewWeightBytes);
-    tma_load(ring.weights_of(stage), map, full, (stages.first + i) * kRowBytes / Dtype::kBytes, 0, 0, group, matrix,
-             kEvictFirst);
+    arrive_expect_tx(full, sizeof(b.s.weights[0]));
+    tma_load(shared_address(b.s.weights[stage.at]), map, full, (stages.first + i) * kRowBytes / Dtype::kBytes, 0, 0,
+             group, matrix, kEvictFirst);
   }
 }
 
@@ -137,8 +122,7 @@ template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_weights(const Block& b) {
   const Tasks<Dtype, kGated> tasks{b};
   FewPipeline& p = b.s.pipeline;
-  const Ring ring{b};
-  Slot handed{kFewTasks}, stage{ring.stages};
+  Slot handed{kFewTasks}, stage{kFewStages};
   for (uint32_t i = blockIdx.x;; handed.advance()) {
     const bool exists = i < tasks.count();
     wait(barrier_of(p.task_empty, handed), handed.parity ^ 1);
@@ -146,7 +130,7 @@ __device__ __forceinline__ void load_weights(const Block& b) {
     p.task[handed.at] = exists ? task.pack() : kNoTask;
     arrive(barrier_of(p.task_full, handed));
     if (!exists) return;
-    load_task_weights<Tasks<Dtype, kGated>, Dtype>(b, tasks, task, ring, stage);
+    load_task_weights<Tasks<Dtype, kGated>, Dtype>(b, tasks, task, stage);
     // Not before: while the answer comes, a ring of stages is on its way, and a block that has not loaded its task should
     // leave the next to another.
     i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}));
@@ -171,9 +155,8 @@ __device__ __forceinline__ void load_rows(const Block& b) {
   const Tasks<Dtype, kGated> tasks{b};
   FewPipeline& p = b.s.pipeline;
   const uint32_t first = P::lane() / 8, chunk = P::lane() % 8;
-  const Ring ring{b};
   const uint64_t pitch = b.c.intermediate_row(0, 1) - b.c.intermediate_row(0, 0);
-  Slot handed{kFewTasks}, stage{ring.stages};
+  Slot handed{kFewTasks}, stage{kFewStages};
   while (true) {
     const uint32_t word = next_task(b, handed);
     if (word == kNoTask) return;
@@ -191,7 +174,7 @@ __device__ __forceinline__ void load_rows(const Block& b) {
     for (uint32_t s = 0; s < stages.count; ++s, stage.advance()) {
       const uint32_t at = (stages.first + s) * (kRowBytes / 16) + chunk,
                      valid = at < tasks.chunks(task.product) ? 16 : 0;
-      const uint32_t to = ring.rows_of(stage) + first * kRowBytes;
+      const uint32_t to = shared_address(b.s.rows[stage.at]) + first * kRowBytes;
       wait(barrier_of(p.empty, stage), stage.parity ^ 1);
 #pragma unroll
       for (uint32_t i = 0; i < kMost; ++i) {
