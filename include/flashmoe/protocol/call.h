@@ -258,6 +258,9 @@ struct Call {
     return workspace<uint64_t>(WorkField::kLogits, token, expert);
   }
   // Of a call of few tokens (sm90/few.cuh).
+  FLASHMOE_HD FewChoice* few_chosen(uint32_t token, uint32_t k) const {
+    return reinterpret_cast<FewChoice*>(logit(token, align_up(shape.routed_experts(), 2u))) + k;
+  }
   FLASHMOE_HD uint32_t* few_done(uint32_t unit) const { return workspace<uint32_t>(WorkField::kFewDone, unit); }
   FLASHMOE_HD uint8_t* few_row(uint32_t row) const { return workspace<uint8_t>(WorkField::kFewRows, row); }
   // A row of H is `part` times `rows` and more behind the first.

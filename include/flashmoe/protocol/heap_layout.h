@@ -48,6 +48,13 @@ constexpr std::array<uint32_t, kProducts> each_product(uint32_t v) {
 }
 
 // The largest call a context serves. Equal on every rank of a group, except where noted.
+// A choice of an expert, which other thread blocks load as one word: it is its own signal.
+struct alignas(16) FewChoice {
+  uint64_t epoch;
+  uint32_t weight;  // a float's bits
+  uint32_t expert;
+};
+
 struct Limits {
   uint32_t ranks = 1;
   uint32_t max_tokens = 0;         // per rank
@@ -304,9 +311,12 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
      "[list] tiles ready for a product; what the next band leaves moves back (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts + 1, 1, 1}, 8}; },
-     "[token][expert] router logits of a few tokens, each with the epoch it is of; [token][E] the epoch in which the "
-     "token's experts are chosen (used on a GPU)"},
+     [](const Limits& l) {
+       const uint32_t chosen = l.ranks == 1 ? l.choices_per_token() * uint32_t{sizeof(FewChoice)} / 8 : 0;
+       return FieldShape{{min_of(l.max_tokens, kFewTokens), align_up(l.experts, 2u) + chosen, 1, 1}, 8};
+     },
+     "[token][expert] router logits of a few tokens, each with the epoch it is of, and behind them the token's choices "
+     "(used on a GPU)"},
     {WorkField::kFewDone, "few_done", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.ranks == 1 ? l.few_units() : 0, 1, 1, 1}, 4}; },
      "[unit] of few tokens: warps whose part of the unit's GEMM0 is done; zero between calls (used on a GPU)"},

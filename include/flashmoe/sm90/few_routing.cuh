@@ -285,34 +285,56 @@ __device__ __forceinline__ void add_shared(const Block& b, const Tokens& tokens)
   }
 }
 
-// The block's own tokens' choices, for all blocks; then those of all tokens, here. A token's are followed by its signal.
-// False if the call is over.
+// A word of 16 bytes is stored and loaded as a whole.
+__device__ __forceinline__ void store_choice(FewChoice* to, const FewChoice& choice) {
+  asm volatile("{ .reg .b128 word; mov.b128 word, {%1, %2}; st.relaxed.gpu.global.b128 [%0], word; }" ::"l"(to),
+               "l"(choice.epoch), "l"(uint64_t{choice.expert} << 32 | choice.weight)
+               : "memory");
+}
+__device__ __forceinline__ FewChoice load_choice(const FewChoice* from) {
+  uint64_t epoch, rest;
+  asm volatile("{ .reg .b128 word; ld.relaxed.gpu.global.b128 word, [%2]; mov.b128 {%0, %1}, word; }"
+               : "=l"(epoch), "=l"(rest)
+               : "l"(from)
+               : "memory");
+  return {epoch, static_cast<uint32_t>(rest), static_cast<uint32_t>(rest >> 32)};
+}
+
+// The block's own tokens' choices, for all blocks; then those of all tokens, here. Slices of the shared expert have one
+// weight. False if the call is over.
 __device__ __forceinline__ bool share_choices(const Block& b) {
+  constexpr uint32_t kAtOnce = 3;  // of a lane: 1024 choices in one round trip
   const uint32_t n = b.args.few_choices, top_k = b.c.shape.routed_top_k(), experts = b.c.shape.routed_experts();
   const Tokens own = own_tokens(b);
   for (uint32_t i = b.warp(); i < own.count; i += kFewWarps) {
     const uint32_t t = own[i];
     for (uint32_t k = P::lane(); k < b.c.shape.top_k; k += P::kLanes) {
-      b.c.routing(t)[k] = b.routing.ids[t * n + k];
-      b.c.weights(t)[k] = b.routing.weights[t * n + k];
+      store_choice(b.c.few_chosen(t, k), {b.epoch, __float_as_uint(b.routing.weights[t * n + k]),
+                                          static_cast<uint32_t>(b.routing.ids[t * n + k])});
     }
-    P::sync();
-    if (P::lane() == 0) P::store_release(b.c.logit(t, experts), b.epoch, kDevice);
   }
-  for (uint32_t base = b.warp() * P::kLanes; base < b.c.shape.tokens; base += kFewThreads) {
-    const uint32_t t = base + P::lane();
-    const uint64_t* const from = b.c.logit(t < b.c.shape.tokens ? t : base, experts);
-    wait_for_blocks(
-        b, [&] { return P::ballot(P::load_acquire(from, kDevice) != b.epoch) == 0 ? Step::kDone : Step::kIdle; });
+  for (uint32_t base = b.warp() * P::kLanes; base < b.choices(); base += kAtOnce * kFewThreads) {
+    FewChoice choices[kAtOnce];
+    auto choice_of = [&](uint32_t i) { return min_of(base + i * kFewThreads + P::lane(), b.choices() - 1); };
+    wait_for_blocks(b, [&] {
+      bool here = true;
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t p = choice_of(i);
+        choices[i] = load_choice(b.c.few_chosen(p / n, min_of(p % n, top_k)));
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) here &= choices[i].epoch == b.epoch;
+      return P::ballot(!here) == 0 ? Step::kDone : Step::kIdle;
+    });
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t p = choice_of(i), k = p % n;
+      b.routing.ids[p] = static_cast<int32_t>(k < top_k ? choices[i].expert : experts + k - top_k);
+      b.routing.weights[p] = __uint_as_float(choices[i].weight);
+    }
   }
-  if (!all_well(b)) return false;
-  for (uint32_t p = threadIdx.x; p < b.choices(); p += kFewThreads) {
-    const uint32_t t = p / n, k = p % n, from = min_of(k, top_k);  // slices have one weight
-    b.routing.ids[p] = k < top_k ? b.c.routing(t)[k] : static_cast<int32_t>(experts + k - top_k);
-    b.routing.weights[p] = b.c.weights(t)[from];
-  }
-  __syncthreads();
-  return true;
+  return all_well(b);
 }
 
 // ---- units ----------------------------------------------------------------------------------------------------------
