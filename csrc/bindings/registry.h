@@ -37,6 +37,10 @@ auto guarded(Fn&& fn) {
   }
 }
 
+// What is said of a handle whose object is gone.
+template <class Context>
+inline constexpr const char* kGone = "context: it is closed";
+
 // Handles instead of pointers: a stale one is an error, not a crash.
 template <class Context>
 class Registry {
@@ -49,7 +53,7 @@ class Registry {
   std::shared_ptr<Context> get(int64_t handle) {
     const std::lock_guard lock(mutex());
     const auto it = contexts_.find(handle);
-    if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, "context: it is closed");
+    if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, kGone<Context>);
     return it->second;
   }
   void remove(int64_t handle) {
