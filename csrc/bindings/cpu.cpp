@@ -312,6 +312,11 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
   });
 }
 
+// For tests: how many calls' gradients may still be asked for.
+int64_t kept_calls() {
+  return registry<Kept>().count();
+}
+
 using Named = ffi::Map<ffi::String, ffi::Tensor>;
 
 // Where the tensor of that name begins; null if there is none.
@@ -322,6 +327,48 @@ void* memory_of(const Named& tensors, const char* name) {
   return static_cast<uint8_t*>(tensor.data_ptr()) + tensor.byte_offset();
 }
 
+// Throws Error where a tensor of a backward pass is not as the kept call's was: one that is missing, of another number of
+// elements, or of elements of another size. `all`: none may be missing.
+void check_tensors(const Kept& kept, const Named& tensors, bool all) {
+  const LayerSpec& l = kept.spec;
+  const uint64_t t = kept.tokens, h = l.hidden, e = l.experts, up = l.gate_up_rows(), i = l.intermediate, s = l.shared;
+  const uint64_t local = kept.local_experts() - shared_experts(l.shared);
+  const bool routed = l.routing != Routing::kGiven;
+  const struct {
+    const char* name;
+    uint64_t elements;
+    bool wanted;
+    uint32_t bytes;
+  } rows[] = {{"x", t * h, true, element_bytes(l.x_type)},
+              {"y", t * h, all, element_bytes(l.y_type)},
+              {"gate_up_proj", local * up * h, true, element_bytes(l.weight_type)},
+              {"down_proj", local * h * i, true, element_bytes(l.weight_type)},
+              {"gate_up_bias", local * up, l.gate_up_bias, element_bytes(l.y_type)},
+              {"down_bias", local * h, l.down_bias, element_bytes(l.y_type)},
+              {"router", e * h, routed, element_bytes(l.y_type)},
+              {"router_bias", e, l.router_bias, element_bytes(l.y_type)},
+              {"choice_bias", e, l.choice_bias, 4},
+              {"shared_gate_up", s * up * h, s != 0, element_bytes(l.weight_type)},
+              {"shared_down", s * h * i, s != 0, element_bytes(l.weight_type)},
+              {"shared_gate", h, l.shared_gate, element_bytes(l.y_type)},
+              {"topk_weights", t * l.top_k, !routed, 0},  // of two types
+              {"router_logits", t * e, false, 4}};
+  for (const auto& row : rows) {
+    const ffi::String key(row.name);
+    if (tensors.count(key) == 0) {
+      if (!all || !row.wanted) continue;
+      throw host::Error(host::Error::Kind::kInvalidArgument,
+                        host::concat(row.name, ": expected a tensor, as the forward pass had, got none"));
+    }
+    const ffi::Tensor tensor = tensors.at(key);
+    const uint32_t bytes = tensor.dtype().bits / 8;
+    if (static_cast<uint64_t>(tensor.numel()) == row.elements && (row.bytes == 0 || bytes == row.bytes)) continue;
+    throw host::Error(host::Error::Kind::kInvalidArgument,
+                      host::concat(row.name, ": expected ", row.elements, " elements of ", row.bytes,
+                                   " bytes, as in the forward pass, got ", tensor.numel(), " of ", bytes));
+  }
+}
+
 // The gradients of the call that left `kept`, from its tensors by name and `y`, the gradient of its result (perhaps
 // `logits`, too): of those in `wanted`, by the names of their tensors, x among them.
 void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t groups, int64_t perturbation,
@@ -329,6 +376,8 @@ void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t gr
   guarded([&] {
     const auto context = registry<Context>().get(handle);
     const auto kept = registry<Kept>().get(kept_handle);
+    check_tensors(*kept, given, true);
+    check_tensors(*kept, wanted, false);
     const ffi::String weights("topk_weights");
     const bool narrow = given.count(weights) != 0 && given.at(weights).dtype().bits != 32;
     const auto in = [&](const char* name) { return memory_of(given, name); };
@@ -380,4 +429,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_bytes, flashmoe::cpu::context_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_set_tile, flashmoe::cpu::context_set_tile)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_layer, flashmoe::cpu::context_layer)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kept_calls, flashmoe::cpu::kept_calls)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_backward, flashmoe::cpu::context_backward)

@@ -56,6 +56,10 @@ class Registry {
     if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, kGone<Context>);
     return it->second;
   }
+  int64_t count() {
+    const std::lock_guard lock(mutex());
+    return static_cast<int64_t>(contexts_.size());
+  }
   void remove(int64_t handle) {
     std::shared_ptr<Context> last;  // destroyed outside of the lock
     const std::lock_guard lock(mutex());

@@ -42,6 +42,10 @@ void Kept::finish(const Call& call) {
     ids.insert(ids.end(), call.routing(t), call.routing(t) + top_k);
     weights.insert(weights.end(), call.weights(t), call.weights(t) + top_k);
   }
+  const uint32_t* slices = call.placement.by_owner + call.placement.owner_base[rank];
+  for (uint32_t l = 0; spec.slices != 1 && l < call.shape.local_experts; ++l) {
+    later_slices_.push_back(slices[l] % spec.slices != 0);
+  }
   collect(call);
   for (auto& each : tiles_) {
     if (each != nullptr) each->received = {};

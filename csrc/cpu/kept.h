@@ -38,6 +38,8 @@ class Kept {
   const std::vector<Row>& rows() const { return rows_; }
   uint64_t first_row(uint32_t expert) const { return first_[expert]; }
   uint32_t local_experts() const { return static_cast<uint32_t>(first_.size()) - 1; }
+  // Whether the local expert is a whole one or the first slice of one: later slices have no bias of the second product.
+  bool has_down_bias(uint32_t expert) const { return later_slices_.empty() || later_slices_[expert] == 0; }
   // The number of the expert's row of that token; throws where the expert has none.
   uint64_t find(uint32_t expert, CanonicalRow row) const;
   const uint8_t* received_row(uint32_t n) const { return received_.data() + uint64_t{n} * row_bytes_; }
@@ -65,6 +67,7 @@ class Kept {
   std::vector<std::unique_ptr<Tile>> tiles_;
   std::vector<Row> rows_;  // by expert, in canonical order
   std::vector<uint64_t> first_;
+  std::vector<uint8_t> later_slices_;  // of each local expert: whether it is one; empty where experts are whole
   std::vector<uint8_t> received_;
   uint64_t elements_ = 0;  // pre-activations
   uint32_t row_bytes_ = 0, received_count_ = 0;

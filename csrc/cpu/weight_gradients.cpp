@@ -90,6 +90,7 @@ class Parts {
     }
     if (m.to != nullptr) store(m, first, count, sum);
     if (m.bias == nullptr || (m.of == Matrix::Of::kDown && !bias_of_down)) return;
+    if (bias_of_down && !pass_.kept.has_down_bias(m.expert)) std::fill(b_.bias.begin(), b_.bias.end(), 0.0);
     float* row = room(b_.row, b_.bias.size());
     std::transform(b_.bias.begin(), b_.bias.end(), row, [](double v) { return static_cast<float>(v); });
     narrow(at(m.bias, spec_.y_type, bias_of_down ? 0 : first), row, spec_.y_type, b_.bias.size());

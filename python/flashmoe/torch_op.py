@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from . import tensors as operands
 from .arguments import WRITTEN, Options, Tensors, as_plain_values
@@ -30,7 +31,17 @@ from .growing import GrowingContext
 from .placement import from_flat
 from .through_torch import goes_through_torch
 
-__all__ = ["by_operator", "call", "check_tensors", "context_id", "moe", "moe_backward", "moe_kept", "moe_observed"]
+__all__ = [
+    "by_operator",
+    "call",
+    "check_tensors",
+    "context_id",
+    "moe",
+    "moe_backward",
+    "moe_kept",
+    "moe_observed",
+    "saving_contexts",
+]
 
 
 def _context(number: int, tokens: int) -> Context:
@@ -242,6 +253,16 @@ def call(number: int, tensors: Tensors, options: Options) -> Tensor:
 def _is_on_meta(tensors: Tensors) -> bool:
     """Whether one is on the device ``meta``, of which the operator makes what has no values either."""
     return any(each.is_meta for each in tensors if each is not None)
+
+
+def saving_contexts() -> tuple[Any, Any]:
+    """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=saving_contexts)``: what calls of
+    the layer keep is saved, and only what is around them is computed again.
+
+    Without it a backward pass makes each call once more, on all ranks alike. Under ``torch.compile`` it is needed:
+    PyTorch cannot compile that an operator with effects is computed again.
+    """
+    return create_selective_checkpoint_contexts([torch.ops.flashmoe.moe_kept.default])
 
 
 _REQUIRED = ("x", "gate_up_proj", "down_proj")

@@ -77,12 +77,12 @@ def moe_gradients(
         found["topk_weights"] = of_weights
     else:
         rule = {"renormalize": renormalize, "score": score, "routed_scale": routed_scale}
-        of_logits = _of_logits(logits, np.asarray(topk_ids), of_weights, **rule)
+        by_logit = of_logits(logits, np.asarray(topk_ids), of_weights, **rule)
         if logits_grad is not None:
-            of_logits = of_logits + logits_grad
-        found["router"] = of_logits.T @ x
-        found["router_bias"] = of_logits.sum(axis=0)
-        found["x"] += of_logits @ np.asarray(router, np.float64)
+            by_logit = by_logit + logits_grad
+        found["router"] = by_logit.T @ x
+        found["router_bias"] = by_logit.sum(axis=0)
+        found["x"] += by_logit @ np.asarray(router, np.float64)
     if shared_down is not None:
         found |= _shared(grad, x, shared_up, shared_down_, shared_gate, activation, shape, found["x"])
     for name in ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down"):
@@ -143,7 +143,7 @@ def _experts(
     return found
 
 
-def _of_logits(
+def of_logits(
     logits: np.ndarray, ids: np.ndarray, of_weights: np.ndarray, *, renormalize: bool, score: str, routed_scale: float
 ) -> np.ndarray:
     """[T, E]: of the logits, for that of the weights of the chosen experts `ids`, all of which share in their sum."""
