@@ -371,6 +371,23 @@ def _disagree(rank: int, ranks: int, name: str, how: str) -> str:
     return ""
 
 
+def _leave_one_alone(rank: int, ranks: int, name: str) -> str:
+    """Rank 1 goes without a backward pass."""
+    limits = {"max_tokens": 32, "dtype": "float32", "timeout": 2.0}
+    with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits, **SIZES) as ctx:
+        y = module_of(ctx)(torch.randn(9, 48))
+        if rank == 0:
+            with pytest.raises(flashmoe.PeerTimeout) as raised:
+                y.sum().backward()
+            return str(raised.value)
+    return ""
+
+
+def test_a_rank_without_the_backward_pass_is_named(pool: RankPool):
+    said, _ = pool.call(_leave_one_alone, [()] * 2, ranks=2, timeout=60.0)
+    assert said.startswith("rank 1 holds up call 2: ")
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [

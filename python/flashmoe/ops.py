@@ -81,11 +81,8 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    With PyTorch tensors the CPU engine computes gradients (docs/training.md): of x, topk_weights, the router's weight
-    and bias, all weights and biases, and through `router_logits`. All ranks make the same backward passes, in one
-    order. A backward pass that reaches a call of the CUDA engine, or one with weights in FP8, raises
-    `NotImplementedError`, as do forward-mode derivatives.
-
+    With PyTorch tensors the CPU engine has gradients (docs/training.md), by backward passes that all ranks make in one
+    order. On the CUDA engine and of FP8 they raise `NotImplementedError`, as do forward-mode derivatives everywhere.
     Where PyTorch compiles, traces or transforms calls, or records gradients, and for tensors without values, a call
     without `trace` is one operator, such as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
 
