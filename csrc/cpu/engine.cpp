@@ -8,19 +8,6 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Grows a buffer, never shrinks it; zeroed, so that the surplus rows of a GEMM are finite.
-float* room(std::vector<float>& buffer, size_t n) {
-  if (buffer.size() < n) buffer.resize(n);
-  return buffer.data();
-}
-
-const uint8_t* at(const void* elements, DType t, uint64_t i) {
-  return static_cast<const uint8_t*>(elements) + i * element_bytes(t);
-}
-uint8_t* at(void* elements, DType t, uint64_t i) {
-  return static_cast<uint8_t*>(elements) + i * element_bytes(t);
-}
-
 class Timed {
  public:
   Timed(ActorTrace& trace, Phase phase, uint32_t index, uint32_t column = 0)
@@ -38,18 +25,22 @@ class Timed {
 
 }  // namespace
 
-bool Engine::dispatch(uint32_t b) {
+PacketScratch Engine::packet_scratch() {
   const size_t choices = size_t{c_.block_tokens()} * c_.shape.top_k;
   words_.resize(choices + c_.shape.ranks + 1);
   halves_.resize(3 * size_t{c_.shape.experts});
-  const PacketScratch s{.choices = words_.data(),
-                        .weights = room(weights_, choices),
-                        .place = halves_.data(),
-                        .count = halves_.data() + c_.shape.experts,
-                        .start = halves_.data() + 2 * size_t{c_.shape.experts},
-                        .entries = words_.data() + choices,
-                        .bad = words_.data() + choices + c_.shape.ranks,
-                        .owner = c_.placement.owner};
+  return {.choices = words_.data(),
+          .weights = room(weights_, choices),
+          .place = halves_.data(),
+          .count = halves_.data() + c_.shape.experts,
+          .start = halves_.data() + 2 * size_t{c_.shape.experts},
+          .entries = words_.data() + choices,
+          .bad = words_.data() + choices + c_.shape.ranks,
+          .owner = c_.placement.owner};
+}
+
+bool Engine::dispatch(uint32_t b) {
+  const PacketScratch s = packet_scratch();
   {
     const Timed timed(trace_, Phase::kGate, b);
     if (!route(b, s)) return false;
@@ -356,6 +347,7 @@ void Engine::activate_columns(const TaskRow& product, uint32_t index, Columns of
   if (gated && !together) {
     up = project(up_, product, rows, t.rows, {t.expert, slice, of.first * step + to_up, step}, pitch);
   }
+  if (layer_.keep != nullptr) keep_pre_activations(tile, slice, of, gate, up, pitch);
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
     activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec(), of.count);
@@ -367,6 +359,19 @@ void Engine::activate_columns(const TaskRow& product, uint32_t index, Columns of
       narrow(at(to, spec().intermediate_type, of.first), row, spec().intermediate_type, of.count);
     }
   }
+}
+
+void Engine::keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, const float* gate, const float* up,
+                                  uint32_t pitch) {
+  const Tile::Shape& t = c_.tile(tile)->shape;
+  const uint32_t width = c_.shape.intermediate * (c_.shape.is_shared(t.expert) ? c_.shape.shared : 1);
+  const uint64_t elements = kept_elements(spec(), width);
+  float* to = layer_.keep->pre_activations(c_, tile, elements) + size_t{slice} * c_.shape.intermediate + of.first;
+  for (uint32_t r = 0; r < t.rows; ++r, to += elements) {
+    std::copy_n(gate + size_t{r} * pitch, of.count, to);
+    if (up != nullptr) std::copy_n(up + size_t{r} * pitch, of.count, to + width);
+  }
+  if (of.first == 0 && slice == 0) layer_.keep->copy_received(c_, tile);
 }
 
 void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
@@ -435,13 +440,16 @@ void Engine::combine(const Piece& piece) {
 void Engine::combine(uint32_t token, Columns of) {
   float* sum = room(sum_, of.count);
   std::fill_n(sum, of.count, 0.0f);
+  add_returned(sum, token, of.first, of.count);
+  narrow(at(layer_.out, spec().y_type, uint64_t{token} * c_.shape.hidden + of.first), sum, spec().y_type, of.count);
+}
+
+void Engine::add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const {
   const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
   for (uint32_t slot = 0; slot < slots; ++slot) {
     if (!is_returned(c_, token, slot)) continue;
-    const uint8_t* row = c_.return_row(c_.rank, token, slot);
-    accumulate(sum, at(row, spec().return_type, of.first), spec().return_type, of.count);
+    accumulate(sum, at(c_.return_row(c_.rank, token, slot), spec().return_type, first), spec().return_type, count);
   }
-  narrow(at(layer_.out, spec().y_type, uint64_t{token} * c_.shape.hidden + of.first), sum, spec().y_type, of.count);
 }
 
 void Engine::join(uint32_t row, uint32_t) {

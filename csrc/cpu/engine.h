@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/gemm.h"
+#include "cpu/kept.h"
 #include "cpu/layer.h"
 #include "cpu/platform.h"
 #include "cpu/router.h"
@@ -15,12 +16,26 @@
 
 namespace flashmoe::cpu {
 
+// Grows a buffer, never shrinks it; zeroed, so that the surplus rows of a GEMM are finite.
+inline float* room(std::vector<float>& buffer, size_t n) {
+  if (buffer.size() < n) buffer.resize(n);
+  return buffer.data();
+}
+
+// Element i of elements of type t.
+inline const uint8_t* at(const void* elements, DType t, uint64_t i) {
+  return static_cast<const uint8_t*>(elements) + i * element_bytes(t);
+}
+inline uint8_t* at(void* elements, DType t, uint64_t i) {
+  return static_cast<uint8_t*>(elements) + i * element_bytes(t);
+}
+
 // One per processor thread, kept from call to call for its buffers; call, layer and columns of tasks change between
 // calls.
 class Engine {
  public:
   Engine(const Call& call, const Layer& layer, const std::array<uint32_t, kProducts>& task_columns, ActorTrace& trace)
-      : c_(call), layer_(layer), task_columns_(task_columns), trace_(trace) {}
+      : c_(call), layer_(layer), trace_(trace), task_columns_(task_columns) {}
 
   // Gate and dispatch of token block b; false if the call is over.
   bool dispatch(uint32_t b);
@@ -66,6 +81,25 @@ class Engine {
     trace_.add(phase, begun_ns_, monotonic_ns(), index, column);
   }
 
+ protected:
+  // The packet scratch of a token block, in buffers.
+  PacketScratch packet_scratch();
+  void reduce(const Piece& piece);
+  const uint8_t* input_row(uint32_t token) const;
+  const uint8_t* token_row(uint32_t source, uint32_t token) const;
+  // The token's return rows, added to `sum`, in ascending order: columns [first, first + count).
+  void add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const;
+  const LayerSpec& spec() const { return layer_.spec; }
+
+  const Call& c_;
+  const Layer& layer_;
+  ActorTrace& trace_;
+  // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a transposed matrix,
+  // packet scratch; of quantised rows their scales, and the products of a block of 128.
+  std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_, row_scales_, block_;
+  RouterBuffers router_;
+  GemmBuffers gemm_;
+
  private:
   // A row of an expert: whose it is, and where.
   struct TileRow {
@@ -74,11 +108,8 @@ class Engine {
 
   bool route(uint32_t b, const PacketScratch& s);
   void add_shared(uint32_t b, const PacketScratch& s);
-  void reduce(const Piece& piece);
   void combine(const Piece& piece);
   void quantise_rows(uint32_t b);
-  const uint8_t* input_row(uint32_t token) const;
-  const uint8_t* token_row(uint32_t source, uint32_t token) const;
   // Rows first, first + step, ... of an expert's matrix, or of a slice's: those that make neighbouring results.
   struct Features {
     uint32_t expert, slice, first, step;
@@ -127,19 +158,13 @@ class Engine {
   // kept[expert, :, columns] = sum over the expert's rows of intermediate^T x
   void keep_columns(uint32_t expert, Columns of);
 
-  const LayerSpec& spec() const { return layer_.spec; }
+  // What gradients need of the tile's columns, before they are activated; up: null without a gate.
+  void keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, const float* gate, const float* up,
+                            uint32_t pitch);
 
-  const Call& c_;
-  const Layer& layer_;
   const std::array<uint32_t, kProducts>& task_columns_;
-  ActorTrace& trace_;
   uint64_t begun_ns_ = 0;
-  // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a transposed matrix,
-  // packet scratch; of quantised rows their scales, and the products of a block of 128.
-  std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_, row_scales_, block_;
-  RouterBuffers router_;
   std::vector<TileRow> rows_;  // of an expert
-  GemmBuffers gemm_;
   std::vector<uint32_t> words_;
   std::vector<uint16_t> halves_;
 };

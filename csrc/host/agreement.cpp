@@ -57,7 +57,8 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
   return {};
 }
 
-CallConfig make_config(const Call& call, const LayerSpec& layer, const Holders& placement, uint32_t columns_per_task) {
+CallConfig make_config(const Call& call, const LayerSpec& layer, const Holders& placement, uint32_t columns_per_task,
+                       Epoch forward) {
   CallConfig config{};
   config.set_layer(layer);
   config.placement = static_cast<uint32_t>(hash_of(placement, layer.slices));
@@ -65,7 +66,9 @@ CallConfig make_config(const Call& call, const LayerSpec& layer, const Holders& 
   for (uint32_t g = 0; g < call.policy.groups; ++g) {
     ends[g] = std::min(call.policy.group_first[g + 1] * columns_per_task, layer.hidden);
   }
-  config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
+  uint64_t groups = hash_bytes(ends, sizeof(ends));
+  if (forward != 0) groups = hash_bytes(&forward, sizeof(forward), groups);
+  config.groups = (static_cast<uint32_t>(groups) & ~CallConfig::kBackward) | (forward != 0 ? CallConfig::kBackward : 0);
   config.hash = hash_of(config, layer);
   return config;
 }

@@ -66,7 +66,13 @@ Error disagreement_error(const HostFault& record) {
   if (my_call.placement != their_call.placement && mine.experts == theirs.experts) {
     what += concat(what.empty() ? "" : "; ", "placement: rank ", a, " and rank ", b, " place the experts differently");
   }
-  if (what.empty() && my_call.groups != their_call.groups) {
+  const uint32_t mine_backward = my_call.groups & CallConfig::kBackward;
+  if (mine_backward != (their_call.groups & CallConfig::kBackward)) {
+    what += concat(what.empty() ? "" : "; ", "pass: rank ", mine_backward != 0 ? a : b, " is in a backward pass, rank ",
+                   mine_backward != 0 ? b : a, " in a forward one");
+  } else if (what.empty() && mine_backward != 0 && my_call.groups != their_call.groups) {
+    what = concat("backward pass: rank ", a, " and rank ", b, " compute the gradients of different calls");
+  } else if (what.empty() && my_call.groups != their_call.groups) {
     what = concat("return groups: rank ", a, " and rank ", b, " cut the columns differently");
   }
   return {Kind::kGroup, concat("ranks disagree on call ", record.fault.epoch, ": ", what)};

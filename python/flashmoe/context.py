@@ -45,12 +45,33 @@ def context_id(ctx: Context) -> int:
 def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     """`flashmoe.moe`, where PyTorch has no part in it."""
     engine = _checked(ctx)._engine
+    tensors, options = _as_called(ctx, tensors, options)
+    with Call():
+        return engine.call(tensors, options, trace)
+
+
+def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+    """The same, and what its gradients need; see `flashmoe.engines.base.Engine`."""
+    engine = _checked(ctx)._engine
+    tensors, options = _as_called(ctx, tensors, options)
+    with Call():
+        return engine.call_and_keep(tensors, options)
+
+
+def run_backward(ctx: Context, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """The gradients of a call that left `kept`; see `flashmoe.engines.base.Engine`."""
+    engine = _checked(ctx)._engine
+    with Call():
+        engine.backward(kept, given, wanted)
+
+
+def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
+    """With the context's own load, where the call counts for that, and the placement as engines have it."""
     if ctx._load is not None and tensors.load is None and _experts_of(ctx, tensors, options) == ctx.experts:
         tensors = tensors._replace(load=ctx._load)
     if options.placement is not None:
         options = options._replace(placement=placements.as_placed(options.placement))
-    with Call():
-        return engine.call(tensors, options, trace)
+    return tensors, options
 
 
 def _experts_of(ctx: Context, tensors: Tensors, options: Options) -> int | None:

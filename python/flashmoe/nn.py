@@ -41,9 +41,9 @@ from .spec import (
     scale_blocks,
     truth,
 )
-from .torch_op import call, check_tensors, context_id
+from .torch_op import call, check_tensors, context_id, saving_contexts
 
-__all__ = ["Experts", "MoE", "Router", "SharedExpert"]
+__all__ = ["Experts", "MoE", "Router", "SharedExpert", "saving_contexts"]
 
 
 _OF_EXPERTS = {
@@ -185,9 +185,10 @@ class SharedExpert(torch.nn.Module):
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
 
-    Inference only: version 0.1 computes no gradients. Parameters and tokens may require them, as in a model
-    that has not been frozen, but a backward pass that reaches the layer raises `NotImplementedError`, as does a
-    call with forward-mode derivatives.
+    With a context of the CPU engine the layer trains (docs/training.md): all ranks make the same backward passes. With
+    one of the CUDA engine parameters and tokens may require gradients, as in a model that has not been frozen, but a
+    backward pass that reaches the layer raises `NotImplementedError`; so it does with weights in FP8 and with
+    `tokens` ``"replicated"``, and everywhere a call with forward-mode derivatives.
 
     The layer runs `flashmoe.moe`, which see; under ``torch.compile(fullgraph=True)``, too, it is one
     ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call. With `count_load`, `load` [E] int64 is

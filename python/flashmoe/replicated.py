@@ -40,7 +40,6 @@ class Replicas:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, replicas: Replicas, tokens: int) -> Tensor:
-        ctx.mine = replicas.share(tokens)
         rows = -(-tokens // replicas.count)
         padded = torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)))
         whole = part.new_empty(rows * replicas.count, part.shape[1])
@@ -49,4 +48,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[ctx.mine], None, None
+        # Each rank would have those of its share alone, and of the router no rank all of them.
+        raise NotImplementedError(
+            "flashmoe.nn.MoE: FlashMoE has no backward pass for tokens that several ranks hold alike "
+            "(tokens='replicated'); call the layer under torch.no_grad(), or give each rank its own tokens"
+        )

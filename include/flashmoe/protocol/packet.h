@@ -271,16 +271,16 @@ FLASHMOE_FN void choose_slices(const Call& c, uint32_t token, int32_t* ids, floa
   }
 }
 
-// Makes all packets of token block b, but for rows and signals, from the ids and weights of its gate. The whole team
-// calls it, after a team_sync; false if the call is over (bad routing, abort). load: see scan_workers().
-template <class P>
-FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load = nullptr) {
+// Makes all packets of token block b, but for rows and signals, from the choices that make(range) leaves in the scratch
+// for the worker's range.
+template <class P, class Make>
+FLASHMOE_FN bool build_packets_of(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load, Make&& make) {
   const ChoiceRange range = own_choices<P>(c, b);
   uint16_t* const place = s.place + P::worker() * c.shape.experts;
   if (P::worker() == 0 && P::lane() == 0) P::store_relaxed(s.bad, 0u);
   P::team_sync();
   for (uint32_t e = P::lane(); e < c.shape.experts; e += P::kLanes) place[e] = 0;
-  make_choices<P>(c, b, range, s);
+  make(range);
   P::sync();
   for_each_choice<P>(range, s.choices, place, [](uint32_t, uint32_t, uint32_t) {});
   bool aborted = false;
@@ -301,6 +301,24 @@ FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s
   write_entries<P>(c, b, range, s, place);
   record_routing<P>(c, b, range, s);
   return true;
+}
+
+// The same from the ids and weights of the token block's gate. The whole team calls it, after a team_sync; false if the
+// call is over (bad routing, abort). load: see scan_workers().
+template <class P>
+FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load = nullptr) {
+  return build_packets_of<P>(c, b, s, load, [&](const ChoiceRange& range) { make_choices<P>(c, b, range, s); });
+}
+
+// The same from ids that an earlier call has left (Call::routing), -1 where it dropped the choice.
+template <class P>
+FLASHMOE_FN bool build_known_packets(const Call& c, uint32_t b, const PacketScratch& s) {
+  return build_packets_of<P>(c, b, s, nullptr, [&](const ChoiceRange& range) {
+    for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
+      const int32_t id = s.ids[i];
+      s.choices[i] = id < 0 ? Choice::kDropped : Choice::make(static_cast<uint32_t>(id), s.owner[id]);
+    }
+  });
 }
 
 // Tells rank q that its packet of token block b is complete: `entries` of them, and their rows. One lane.

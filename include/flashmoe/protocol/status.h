@@ -53,7 +53,10 @@ struct alignas(64) CallConfig {
   uint64_t hash;
   uint64_t layer_words[sizeof(AgreedLayer) / 8];  // as words, since kernels copy those at once
   uint32_t placement;                             // hash of the expert -> rank map
-  uint32_t groups;  // hash of where return groups' columns end: a signal stands for the same columns on all ranks
+  // Hash of where return groups' columns end: a signal stands for the same columns on all ranks. Of a backward pass also
+  // of the call whose gradients it computes; kBackward says that it is one.
+  uint32_t groups;
+  static constexpr uint32_t kBackward = 1u << 31;
 
   AgreedLayer layer() const {
     AgreedLayer l;

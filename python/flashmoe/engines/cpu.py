@@ -60,6 +60,18 @@ class CpuEngine(Engine):
         self._perturbation = 0
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
+        return self._call(tensors, options, trace, False)[0]
+
+    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+        return self._call(tensors, options, False, True)
+
+    def backward(self, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        views = [{name: host_view(each) for name, each in tensors.items()} for tensors in (given, wanted)]
+        order = self._order()
+        _ffi.library().context_backward(self.checked_handle(), kept, order, 1, self._perturbation, *views)
+
+    def _call(self, tensors: Tensors, options: Options, trace: bool, keep: bool) -> tuple[Any, Any]:
+        """The result, and what is kept, or None."""
         handle = self.checked_handle()
         self._report = self._unread = None
         for name, each in zip(WRITTEN, tensors.written, strict=True):
@@ -81,6 +93,7 @@ class CpuEngine(Engine):
             tokens,
             bool(trace),
             self._perturbation,
+            keep,
             *views,
             ids,
             weights,
@@ -89,8 +102,9 @@ class CpuEngine(Engine):
             as_view(chosen),
             as_view(weighted),
         )
-        self._unread = Ended(prepared, raw, chosen, weighted)
-        return out
+        report = {key: raw[key] for key in raw if key != "kept"}  # what is kept belongs to who asked for it, alone
+        self._unread = Ended(prepared, report, chosen, weighted)
+        return out, raw["kept"] if keep else None
 
     def last_call(self) -> CallReport | None:
         if self._unread is not None:
@@ -116,7 +130,21 @@ class CpuEngine(Engine):
         if known is not None and self._has_room(tensors):
             return known
         args = check(self.room, operand, tensors, options)
-        order = {
+        # Return groups (as many as there are columns for): the first columns travel while the last are computed.
+        groups = 8 if args.layer.return_mode == "reduced" else 1
+        call = _ffi.library().context_layer(
+            handle, args.layer.to_map(), placements.flat(args.placement), self._order(), groups
+        )
+        prepared = Prepared(call, args.layer, placements.owners(args.placement, self.room.rank))
+        if key is not None:
+            if len(self._layers) >= _MOST_LAYERS:
+                del self._layers[next(iter(self._layers))]
+            self._layers[key] = prepared
+        return prepared
+
+    def _order(self) -> dict[str, int]:
+        """The order of tasks."""
+        return {
             "gemm1_lag": 0,
             "raster": 4,
             # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
@@ -125,15 +153,6 @@ class CpuEngine(Engine):
             "own_first": 1,
             "senders": 0,
         }
-        # Return groups (as many as there are columns for): the first columns travel while the last are computed.
-        groups = 8 if args.layer.return_mode == "reduced" else 1
-        call = _ffi.library().context_layer(handle, args.layer.to_map(), placements.flat(args.placement), order, groups)
-        prepared = Prepared(call, args.layer, placements.owners(args.placement, self.room.rank))
-        if key is not None:
-            if len(self._layers) >= _MOST_LAYERS:
-                del self._layers[next(iter(self._layers))]
-            self._layers[key] = prepared
-        return prepared
 
     def _has_room(self, tensors: Tensors) -> bool:
         """Whether T, of which `_key` says nothing, is as it must be."""

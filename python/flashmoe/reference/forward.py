@@ -112,7 +112,7 @@ def moe_reference(
         topk_ids = choose(by, top_k)
         topk_weights = weigh(logits, topk_ids, renormalize, score=score, routed_scale=routed_scale)
     weights = np.asarray(topk_weights, np.float64)
-    kept = _kept(np.array(topk_ids, np.int64), capacity_factor, experts)
+    kept = kept_choices(np.array(topk_ids, np.int64), capacity_factor, experts)
 
     y, squares = np.zeros(x.shape), 0.0
     for expert in range(experts):
@@ -170,7 +170,7 @@ def _shared_weights(x: np.ndarray, gate: np.ndarray | None) -> np.ndarray:
     return np.ones((len(x), 1)) if gate is None else scores(x @ np.asarray(gate, np.float64).T, "sigmoid")
 
 
-def _kept(ids: np.ndarray, capacity_factor: float | None, experts: int) -> np.ndarray:
+def kept_choices(ids: np.ndarray, capacity_factor: float | None, experts: int) -> np.ndarray:
     """`ids` with -1 for what a capacity drops."""
     if capacity_factor is None:
         return ids
