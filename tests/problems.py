@@ -265,8 +265,9 @@ def routed(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, ...]:
     return logits, values, ids, slack, variance
 
 
-def check(problem: Problem, outcomes: list[Outcome]) -> None:
-    """Every rank's y is within the bound of the reference, and its routing and drops are the reference's."""
+def check(problem: Problem, outcomes: list[Outcome], *, tensor_cores: bool = False) -> None:
+    """Every rank's y is within the bound of the reference, and its routing and drops are the reference's.
+    `tensor_cores`: these computed it, see `call_error`."""
     for rank, outcome in enumerate(outcomes):
         x, y, report = problem.x[rank], outcome.y, outcome.report
         assert (y.shape, y.dtype.name) == (x.shape, problem.dtype)
@@ -304,6 +305,7 @@ def check(problem: Problem, outcomes: list[Outcome]) -> None:
             return_mode=report.return_mode,
             placement=problem.destinations(rank),
             rank=rank,
+            tensor_cores=tensor_cores,
             **experts,
         )
         outcome.allowed = allowed

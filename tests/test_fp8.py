@@ -406,15 +406,6 @@ def test_a_context_has_memory_for_one_of_both(problem: Problem):
         flashmoe.Context(**plain.limits() | {"weight_dtype": "float16"})
 
 
-def test_the_cuda_engine_refuses_them_by_name(problem: Problem):
-    refused = pytest.raises(
-        flashmoe.InvalidArgument,
-        match=r"^CUDA engine: weights: expected float32, bfloat16, float16, got float8_e4m3fn$",
-    )
-    with refused:
-        flashmoe.Context(engine="cuda", **problem.limits())
-
-
 def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
     """By their memory, which they make known to one another as they meet."""
     problem = quantised(random_problem(14, [3, 3], **SIZES))

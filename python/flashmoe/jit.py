@@ -50,6 +50,9 @@ _ACTIVATIONS = {
 TRANSPOSED = ("bfloat16", "float16")
 """The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
 
+BESIDE_FP8 = ("bfloat16", "float16")
+"""The types of y beside experts in FP8 that there are kernels of."""
+
 NVCC_SECONDS = 900.0
 """How long a compilation may take. 30 s are usual, several minutes are not unheard of on a busy machine."""
 LOCK_SECONDS = NVCC_SECONDS + 60.0
@@ -72,13 +75,16 @@ class Variant:
     """For ranks that reach one another by NVSHMEM's puts."""
     transposed: bool = False
     """The experts' matrices are [El, H, 2I or I] and [El, I, H]."""
+    quantised: bool = False
+    """The experts' matrices, and the rows that they multiply, are in e4m3."""
 
     @property
     def title(self) -> str:
         """For messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         activation = _ACTIVATIONS[self.activation]
-        words = ["exact"] * self.exact + [dtype, activation] + ["transposed"] * self.transposed
+        words = ["exact"] * self.exact + ["FP8"] * self.quantised + [dtype, activation]
+        words += ["transposed"] * self.transposed
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
@@ -92,6 +98,7 @@ class Variant:
             f"-DFLASHMOE_EXACT={int(self.exact)}",
             *["-DFLASHMOE_RDMA=1"] * self.rdma,
             *["-DFLASHMOE_TRANSPOSED=1"] * self.transposed,
+            *["-DFLASHMOE_QUANTISED=1"] * self.quantised,
         ]
 
 

@@ -160,7 +160,7 @@ def signature(tensor: Any, first: int = 0) -> Hashable:
 
 def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...], device: int) -> DeviceOperand:
     """`tensor` as an operand of the CUDA engine. Raises `InvalidArgument` if it is no PyTorch tensor of CUDA device
-    `device`, of none of `dtypes`, or not contiguous: vectors and the routing as a whole, of other matrices the rows.
+    `device`, of none of `dtypes`, or not contiguous: vectors, scales and the routing as a whole, of matrices the rows.
     `expected` words the expectation.
     """
     torch = sys.modules.get("torch")
@@ -173,7 +173,7 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     if tensor.is_neg():
         raise InvalidArgument(f"{name}: expected values in memory, got a view that negates them; resolve_neg()")
     address = tensor.data_ptr()
-    if len(shape) < 2 or name.startswith("topk_") or name.endswith(("_bias", "_logits")):
+    if len(shape) < 2 or name.startswith("topk_") or name.endswith(("_bias", "_logits", "_scale")):
         if not tensor.is_contiguous():
             raise InvalidArgument(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
         return DeviceOperand(address, shape, dtype, 0, 0)

@@ -47,10 +47,18 @@ one of IEEE's. Of an intermediate row they do not start from the same numbers. S
   exp(-z^2 / 2) / 2 for a middle z d away. What is then one step with probability q is sub-Gaussian about its mean, with
   (1 - 2q) / (2 log((1 - q) / q)) squared steps for a variance (Kearns and Saul, 1998), to which the mean's q^2 are
   added. That is rare, since p is known to some 1e-6 and steps are 6 to 12 % of it. Should two middles lie there, the
-  whole distance of the numbers beyond them is taken for the deviation.
+  deviation is taken to be d and the larger step there: both roundings err by half a step at most.
 - A product of 128 is multiplied by two scales before it is added: two more roundings of float32.
 
 What is quantised is not in the bound: it is a property of the format, and the same in the reference.
+
+**FP8 on tensor cores** (`tensor_cores`). Hopper's add up products of e4m3 in steps of 32, each with the sum so far: all
+33 are aligned to the largest of them and truncated, towards zero, at 13 bits behind its leading one (DeepSeek-V3,
+section 3.3.2; SageAttention2, section 3.2). With G the largest, a term loses at most g = 2^-13 G, in the mean g / 2,
+with a variance of g^2 / 12. So a step has a variance of 33 g^2 / 12, and in the mean g / 2 for each term more that is
+positive than negative. G is the sum so far or the largest product, which is at most (sum p^4)^(1/4). That is a relative
+error of some 5e-4 of a product's norm, so that rounding an intermediate row to e4m3 falls to the other side for about
+one in a hundred of its elements; of these the text above says what follows.
 
 **Domain.** Nothing may overflow; for float16 the limit is 65504, for the activated intermediate too. Values
 below the smallest normal number are in the domain of float16 (their ulp is fixed), but not of bfloat16 and
@@ -62,7 +70,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +82,7 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 _VARIANCE32 = UNIT_ROUNDOFF["float32"] ** 2 / 3.0  # of one float32 rounding, relative to the squared value
 _FUNCTION_ROUNDINGS = 4.0  # how many float32 roundings exp or erf, and what is computed around it, are worth
+_STEP, _TRUNCATED = 32, 2.0**-13  # of Hopper's tensor cores: products of e4m3 at a time, what is left of the largest
 _TAIL = 23.0  # exp(-23) = 1e-10
 
 
@@ -141,6 +150,7 @@ def call_error(
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
     shared_in_slices: bool = False,
+    tensor_cores: bool = False,
     rank: int = 0,
     gate_up_scale: np.ndarray | None = None,
     down_scale: np.ndarray | None = None,
@@ -155,7 +165,8 @@ def call_error(
     a dropped pair). `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement`
     maps each expert to the rank that computes it for these tokens; `rank` is the call's own, where the shared expert is
     computed: as one choice or, as the GPU's kernel of few tokens does, with `shared_in_slices`, as one for each of its
-    slices. `shape`: the further options of `reference.activate`.
+    slices. `tensor_cores`: products in FP8 are added up by Hopper's. `shape`: the further options of
+    `reference.activate`.
     """
     dtype, quantised = "bfloat16" if x_scale is not None else x.dtype.name, gate_up_scale is not None
     given, x = x, np.asarray(x, np.float64)
@@ -194,20 +205,11 @@ def call_error(
         up, down = matrices[expert]
         b0, b1 = (0.0 if bias is None else bias[expert] for bias in biases)
         w, w_variance = topk_weights[t, k, None], weight_variance[t, k, None]
+        on_input = (w, w_variance) if weights_on_input else None
+        products = _Products(dtype, quantised, tensor_cores)
+        f, f_variance = _expert(rows[t], up, down, (b0, b1), on_input, products, activation, **shape)
         if weights_on_input:
-            z, z_variance = _scaled_linear(rows[t], w, w_variance, up, b0)
             w, w_variance = np.ones_like(w), np.zeros_like(w)
-        else:
-            z, z_variance = _linear(rows[t], 0.0, up, b0)
-        if quantised:
-            z_variance += _promoted(rows[t], 2.0 * _VARIANCE32, up)
-        a, a_variance = _activated(z, z_variance, activation, **shape)
-        if quantised:
-            a, a_variance, of_scale = _quantised(a, a_variance)
-            f, f_variance = _linear(a, a_variance, down, b1)
-            f_variance += _promoted(a, of_scale + 2.0 * _VARIANCE32, down)
-        else:
-            f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down, b1)
         row = w * f
         variance[t] += w**2 * f_variance + w_variance * f**2 + _rounding(row, dtype)
         if dtype != "float32":
@@ -279,6 +281,47 @@ def router_error(
     of_weight += (relative * shares**2).sum(axis=1, keepdims=True)
     of_weight += _VARIANCE32 * (3.0 + shares.shape[1] / 3.0)  # the sum itself, up to two quotients, a product
     return slack, topk_weights**2 * of_weight + _SMALLEST_NORMAL["float32"] ** 2
+
+
+class _Products(NamedTuple):
+    """How an expert's are made, see `call_error`."""
+
+    dtype: str
+    quantised: bool
+    tensor_cores: bool
+
+    def further(self, x: np.ndarray, of_scale: np.ndarray | float, matrix: np.ndarray) -> np.ndarray | float:
+        """Of ``matrix @ x[t]``, the variance beside that of a float32 sum. `of_scale`: what the scales of x have."""
+        if not self.quantised:
+            return 0.0
+        of_scales = _promoted(x, of_scale + 2.0 * _VARIANCE32, matrix)
+        return of_scales + _truncated(x, matrix) if self.tensor_cores else of_scales
+
+
+def _expert(
+    x: np.ndarray,
+    up: np.ndarray,
+    down: np.ndarray,
+    biases: tuple[np.ndarray | float, np.ndarray | float],
+    on_input: tuple[np.ndarray, np.ndarray] | None,
+    products: _Products,
+    activation: str,
+    **shape: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """An expert's results for rows x, before a weight multiplies them, and their variances. `on_input`: weights of the
+    rows, and the variances of these."""
+    if on_input is None:
+        z, z_variance = _linear(x, 0.0, up, biases[0])
+    else:
+        z, z_variance = _scaled_linear(x, *on_input, up, biases[0])
+        x = on_input[0] * x
+    z_variance = z_variance + products.further(x, 0.0, up)
+    a, a_variance = _activated(z, z_variance, activation, **shape)
+    if not products.quantised:
+        return _linear(a, a_variance + _rounding(a, products.dtype), down, biases[1])
+    a, a_variance, of_scale = _quantised(a, a_variance)
+    f, f_variance = _linear(a, a_variance, down, biases[1])
+    return f, f_variance + products.further(a, of_scale, down)
 
 
 def _slices(
@@ -355,6 +398,21 @@ def _promoted(x: np.ndarray, relative: np.ndarray | float, matrix: np.ndarray) -
     return total
 
 
+def _truncated(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """The variance of ``matrix @ x[t]`` of e4m3 by tensor cores, as the module's text has it."""
+    variance, mean = np.zeros((len(x), len(matrix))), np.zeros((len(x), len(matrix)))
+    for first in range(0, x.shape[1], _STEP):
+        if first % BLOCK == 0:
+            so_far = np.zeros_like(mean)
+        rows, columns = x[:, first : first + _STEP], matrix[:, first : first + _STEP].T
+        largest = np.maximum(np.sqrt(rows**4 @ columns**4), so_far**2)
+        more = np.sign(rows) @ np.sign(columns) + np.sign(so_far)
+        variance += _TRUNCATED**2 * largest * (_STEP + 1) / 12.0
+        mean += _TRUNCATED * np.sqrt(largest) * more / 2.0
+        so_far += rows @ columns
+    return variance + mean**2
+
+
 def _quantised(a: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """a [T, n] of the given variance once it is quantised: values, the variance of each by itself, and the relative
     variance of each scale, [T, blocks]."""
@@ -372,7 +430,10 @@ def _quantised(a: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndar
     step, z = high - low, 16.0 * np.abs(p - (low + high) / 2.0) / np.maximum(2.0 * reach, 1e-300)
     q = np.clip(np.exp(-0.5 * z**2) / 2.0, 1e-300, 0.499)
     proxy = (1.0 - 2.0 * q) / (2.0 * np.log((1.0 - q) / q)) + q**2
-    own = np.where(2.0 * reach < step, proxy, 1.0) * (step * scale[:, each]) ** 2
+    one = np.abs(p) + reach
+    largest_step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(one, 1e-300))), -6.0) - 3.0)
+    several = (reach / 8.0 + largest_step) ** 2
+    own = np.where(step <= largest_step, proxy * step**2, several) * scale[:, each] ** 2
     return rounded(p) * scale[:, each], own, of_scale
 
 

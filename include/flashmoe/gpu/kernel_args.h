@@ -72,6 +72,15 @@ struct GatedRows {
   uint32_t step, up;
 };
 
+// Scales of e4m3 weights, fp32. Of block b of 128 rows and k-block k of expert e: data[e expert + b row + k step]; of e's
+// row r, where each has one: data[e expert + r].
+struct ScaleTable {
+  const float* data;
+  uint32_t expert, row, step;
+  uint32_t blocks;  // of rows of an expert, or of a slice
+  uint32_t up;      // from a gate's to its up's, where these lie behind all gates
+};
+
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
@@ -115,6 +124,11 @@ struct KernelArgs {
   HostFault* host_fault;          // in mapped host memory: written when the call failed
   uint8_t* trace;                 // [blocks] of kTraceBytesPerBlock; null: not traced
   float* kept;                    // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
+
+  // Of experts in e4m3. Their intermediate rows, each tile's by itself: 3D {I, 256, tiles}, box {128, 32, 1}.
+  ScaleTable gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale;
+  uint32_t scales_by_row;  // 1: each row of weights has a scale
+  const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

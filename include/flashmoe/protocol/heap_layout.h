@@ -381,6 +381,12 @@ static_assert(sizeof(kHeapTable) / sizeof(kHeapTable[0]) == static_cast<size_t>(
 static_assert(sizeof(kWorkTable) / sizeof(kWorkTable[0]) == static_cast<size_t>(WorkField::kCount));
 static_assert(sizeof(kPutTable) / sizeof(kPutTable[0]) == static_cast<size_t>(PutField::kCount));
 
+// How many coordinates a region's fields have. Strides are in a kernel's arguments and in a block's shared memory.
+template <class Field>
+inline constexpr int kDimensions = 3;
+template <>
+inline constexpr int kDimensions<HeapField> = 4;
+
 // Offsets and strides of a region, computed once on the host and passed to the kernel by value.
 template <class Field>
 struct Layout {
@@ -388,15 +394,16 @@ struct Layout {
   static constexpr uint64_t kFieldAlign = 256;
 
   uint64_t offset[kFields] = {};
-  uint64_t stride[kFields][4] = {};
+  uint64_t stride[kFields][kDimensions<Field>] = {};
   uint64_t bytes = 0;
 
   // Address of coordinate (i, j, k, m) of a field in the region that starts at base.
   template <class T = uint8_t>
   FLASHMOE_HD T* at(uint8_t* base, Field f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0, uint64_t m = 0) const {
     const uint32_t x = static_cast<uint32_t>(f);
-    return reinterpret_cast<T*>(base + offset[x] + i * stride[x][0] + j * stride[x][1] + k * stride[x][2] +
-                                m * stride[x][3]);
+    uint8_t* const at = base + offset[x] + i * stride[x][0] + j * stride[x][1] + k * stride[x][2];
+    if constexpr (kDimensions<Field> == 4) return reinterpret_cast<T*>(at + m * stride[x][3]);
+    return reinterpret_cast<T*>(at);
   }
 };
 
@@ -407,7 +414,7 @@ Layout<Field> make_layout(const FieldSpec<Field> (&table)[N], const Limits& limi
     const FieldShape shape = table[x].shape(limits);
     uint64_t stride = shape.elem_bytes;
     for (int d = 3; d >= 0; --d) {
-      layout.stride[x][d] = stride;
+      if (d < kDimensions<Field>) layout.stride[x][d] = stride;
       stride *= shape.dim[d];
     }
     layout.offset[x] = layout.bytes;

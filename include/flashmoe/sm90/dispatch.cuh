@@ -4,6 +4,7 @@
 // The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
 #pragma once
 
+#include "flashmoe/gpu/quantise.cuh"
 #include "flashmoe/gpu/route.cuh"
 #include "flashmoe/gpu/shared_expert.cuh"
 #include "flashmoe/gpu/tracer.cuh"
@@ -75,7 +76,7 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
     for (uint32_t e = 0; e < c.shape.gate_experts; e += Stage::kFeatures) {
       const BoxRows tokens_of_pass{&args.tokens, (b << c.policy.log2_block) + first, rows};
-      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false}, tokens_of_pass,
+      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false}, tokens_of_pass, NoScales{},
                                        c.shape.hidden * Dtype::kBytes, [] {});
     }
   }
@@ -241,6 +242,22 @@ __device__ __forceinline__ void add_shared(const KernelArgs& args, const Call& c
   }
 }
 
+// Every warp of the team: the token block's rows as they are sent and multiplied.
+template <class Dtype>
+__device__ __forceinline__ void quantise_block(const KernelArgs& args, const Call& c, uint32_t b) {
+  const uint32_t hidden = c.shape.hidden;
+#pragma unroll 1
+  for (uint32_t t = Team::worker(); t < c.tokens_in_block(b); t += kTeamWarps) {
+    const uint32_t token = (b << c.policy.log2_block) + t;
+    const uint8_t* const row = args.x + token * args.x_row_bytes;
+    if (args.x_scale == nullptr) {
+      quantise_row<Dtype>(row, c.out_row(token), hidden);
+    } else {
+      copy_quantised_row(row, args.x_scale + uint64_t{token} * scale_blocks(hidden), c.out_row(token), hidden);
+    }
+  }
+}
+
 // The team's part of one token block. False if the call is over.
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
@@ -260,6 +277,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
     Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
   }
+  if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
