@@ -178,8 +178,10 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
             raise InvalidArgument(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
         return DeviceOperand(address, shape, dtype, 0, 0)
     size = tensor.element_size()
-    # The stride of a dimension of size 1 means nothing.
-    strides = [stride if length > 1 else None for stride, length in zip(tensor.stride(), shape, strict=True)]
+    # The stride of a dimension of size 1 means nothing, nor does any where there are no elements.
+    strides = [
+        stride if length > 1 and tensor.numel() else None for stride, length in zip(tensor.stride(), shape, strict=True)
+    ]
     if strides[-1] not in (None, 1):
         raise InvalidArgument(f"{name}: expected rows without gaps, got strides {list(tensor.stride())}")
     row_bytes = size * (shape[-1] if strides[-2] is None else strides[-2])
