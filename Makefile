@@ -3,6 +3,7 @@
 # make test-gpu   the tests that need a GPU
 # make test-integrations   the tests in vLLM, in an environment of their own (4 GB)
 # make nightly    make test with 10,000 examples per property test
+# make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
 # make lint       check formatting and style;  make format  repairs what can be repaired
 # make clean      remove everything that make made
@@ -28,7 +29,7 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz format lint clean \
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz wheel format lint clean \
         compiler spin
 
 run: $(VENV)/.package
@@ -141,6 +142,16 @@ fuzz: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz
 	  $(BIN)/python tests/fuzz/run.py --target $$target --seconds $(FUZZ_SECONDS) || status=1; \
 	done; exit $$status
 
+$(VENV)/.release: pyproject.toml | $(BIN)/python
+	@echo "==> installing what releases are built with (a C++ compiler among it)"
+	@$(call pip-install,$(call extra,release))
+	@touch $@
+
+# With the interpreters of RELEASE_PYTHONS, as paths; without, with this one.
+wheel: $(VENV)/.package $(VENV)/.release
+	@$(BIN)/python tools/build_release.py
+	@$(BIN)/python tools/check_wheel.py $(RELEASE_PYTHONS)
+
 # The model checker of tests/test_model.py. Where it cannot be installed, that test says that it was skipped.
 spin:
 	@if ! command -v spin >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
@@ -162,5 +173,5 @@ lint: $(VENV)/.dev
 	@$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
 
 clean:
-	rm -rf .venv .venv-integrations build build-tsan build-asan build-cuda dist flashmoe-run \
+	rm -rf .venv .venv-integrations build build-tsan build-asan build-cuda build-release dist flashmoe-run \
 	  .pytest_cache .ruff_cache .hypothesis

@@ -138,8 +138,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   layer.spec.intermediate = p.intermediate;
   layer.spec.experts = p.experts;
   layer.spec.top_k = p.top_k;
-  layer.spec.x_type = layer.spec.weight_type = DType::kFloat32;
-  layer.spec.intermediate_type = layer.spec.return_type = DType::kFloat32;
+  layer.spec.set_types(DType::kFloat32);
   layer.x = p.x.data();
   layer.router = p.router.data();
   layer.gate_up = p.gate_up.data();
@@ -147,7 +146,7 @@ int run(const char* path, uint32_t processors, int repeats) {
   layer.out = out.data();
   CallOptions options;
   options.tokens = p.tokens;
-  options.placement.assign(p.experts, 0);
+  for (uint32_t e = 0; e < p.experts; ++e) options.placement.expert(0);
   options.order = {.raster = 4, .window = 16 * processors};  // as python/flashmoe/engines/cpu.py has it
 
   // The plain loops need its routing.

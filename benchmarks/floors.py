@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from harness import SHAPES, commit_option, described, flops, group_milliseconds, join, milliseconds, write
+from harness import SHAPES, WHOLE, commit_option, described, flops, group_milliseconds, join, milliseconds, write
 
 
 def floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tensor, w2: torch.Tensor):
@@ -85,7 +85,7 @@ def measure(name: str, tokens: int, repeats: int, ranks: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=WHOLE)
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=pathlib.Path)

@@ -20,6 +20,7 @@ from floors import ceilings, floor_call
 from harness import (
     QUERY,
     SHAPES,
+    WHOLE,
     LoneLayer,
     beside_floor,
     commit_option,
@@ -33,7 +34,7 @@ from harness import (
     write,
 )
 
-DEFAULT = tuple(name for name in SHAPES if name not in ("paper-E16", "paper-E32"))
+DEFAULT = tuple(name for name in WHOLE if name not in ("paper-E16", "paper-E32"))
 """On one GPU: the line over E is a matter of groups."""
 
 

@@ -25,6 +25,7 @@ from floors import floor_call
 from harness import (
     QUERY,
     SHAPES,
+    WHOLE,
     beside_floor,
     commit_option,
     described,
@@ -118,7 +119,7 @@ def paper_line(rows: list[dict]) -> dict | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=WHOLE)
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--repeats", type=int, default=32)
     parser.add_argument("--return", dest="returns", nargs="*", default=["auto"])

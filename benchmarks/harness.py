@@ -38,7 +38,11 @@ SHAPES = {  # H, I, E, K, activation, token counts
     "mixtral": (4096, 14336, 8, 2, "swiglu", (8192,)),
     "qwen2-moe": (2048, 1408, 64, 4, "swiglu", (8192,)),
     "phi3.5": (4096, 6400, 16, 2, "swiglu", (8192,)),
+    # A rank's part where four have a slice of each expert.
+    "qwen3-30b-slice": (2048, 192, 128, 8, "swiglu", (8192,)),
+    "mixtral-slice": (4096, 3584, 8, 2, "swiglu", (8192,)),
 }
+WHOLE = tuple(name for name in SHAPES if not name.endswith("-slice"))
 
 BUSY_CYCLES = 1_000_000  # about half a millisecond: longer than it takes to launch any of what is timed
 WARM_UP = 3

@@ -4,9 +4,10 @@
 
 The model is of Qwen3-30B-A3B's shape, of random bf16 weights, with as many layers as asked for. Each case is timed for
 every experts implementation, four times after a warm-up; milliseconds, medians and the smallest and largest. Prefill:
-one prompt of 8192 tokens, without cache, logits of the last. Decoding: one token for each of the sequences, behind
-prompts of 128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an implementation cannot do is
-in the result as its error. `flashmoe`: its experts by FlashMoE, behind the model's own router; `fused`: whole blocks.
+8192 tokens in one prompt, or in eight, without cache, logits of the last. Decoding: one token for each of the
+sequences, behind prompts of 128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an
+implementation cannot do is in the result as its error. `flashmoe`: its experts by FlashMoE, behind the model's own
+router; `fused`: whole blocks.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def timed(run: Callable[[], Any], repeats: int) -> float:
 
 
 def prefill(model: torch.nn.Module, batch: int) -> Callable[[], float]:
-    ids = tokens(model, batch, 8192)
+    ids = tokens(model, batch, 8192 // batch)
 
     def run() -> None:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -108,6 +109,7 @@ def decode_graph(model: torch.nn.Module, batch: int) -> Callable[[], float]:
 
 CASES = {
     "prefill 8192": (prefill, 1),
+    "prefill 8 x 1024": (prefill, 8),
     "decode 1": (decode, 1),
     "decode 32": (decode, 32),
     "decode 1, graph": (decode_graph, 1),

@@ -5,7 +5,7 @@ with their matrices turned.
 
 Random bf16 weights, the layer's own options, in turn, by two timers: "busy", behind work that hides the launch, and
 "plain". Medians, and of busy ones the smallest and largest; "ratio": transposed over ordinary. "difference": of the two
-results, relative. (Layers of at most 8 tokens have a kernel of their own, but of transposed weights.)
+results, relative. (Calls of few tokens have a kernel of their own, but not of transposed weights.)
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import flashmoe
 import ml_dtypes
 import numpy as np
 from flashmoe.launch import RankPool
+from flashmoe.quantize import quantize_rows, quantize_weights
 from flashmoe.reference import (
     ReferenceResult,
     check_topk,
@@ -22,7 +23,7 @@ from flashmoe.reference import (
 )
 from flashmoe.report import CallReport
 from flashmoe.spec import GATED
-from flashmoe.tolerance import call_error, router_error
+from flashmoe.tolerance import CallError, call_error, router_error
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
@@ -53,7 +54,12 @@ class Problem:
     shared_gate_up: np.ndarray | None = None
     shared_down: np.ndarray | None = None
     shared_gate: np.ndarray | None = None
-    placement: list[int] | None = None
+    gate_up_scale: np.ndarray | None = None
+    down_scale: np.ndarray | None = None
+    shared_gate_up_scale: np.ndarray | None = None
+    shared_down_scale: np.ndarray | None = None
+    x_scale: list[np.ndarray] | None = None
+    placement: list[int | list[int]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Further ones of `flashmoe.moe`, such as activation, renormalize, capacity_factor, return_mode."""
 
@@ -63,19 +69,33 @@ class Problem:
 
     @property
     def dtype(self) -> str:
-        return self.down_proj.dtype.name
+        """That of y."""
+        return "bfloat16" if self.x_scale is not None else self.x[0].dtype.name
 
     @property
     def shared(self) -> dict[str, np.ndarray | None]:
         """The shared expert's tensors."""
-        return {name: getattr(self, name) for name in ("shared_gate_up", "shared_down", "shared_gate")}
+        names = ("shared_gate_up", "shared_down", "shared_gate", "shared_gate_up_scale", "shared_down_scale")
+        return {name: getattr(self, name) for name in names}
 
-    def owners(self) -> list[int]:
-        """The rank of each expert; by default contiguous shares, the first ones larger by one."""
+    def owners(self) -> list[int | list[int]]:
+        """The rank or ranks of each expert; by default contiguous shares, the first ones larger by one."""
         if self.placement is not None:
             return self.placement
         share, rest = divmod(len(self.down_proj), self.ranks)
         return [rank for rank in range(self.ranks) for _ in range(share + (rank < rest))]
+
+    def held_by(self, rank: int) -> list[int]:
+        """The experts whose weights the rank has."""
+        return [expert for expert, entry in enumerate(self.owners()) if rank in _several(entry)]
+
+    def destinations(self, rank: int) -> list[int]:
+        """Of each expert, the rank that computes it for this one's tokens: this one, else by turns."""
+        chosen = []
+        for holders in map(_several, self.owners()):
+            without = [q for q in range(self.ranks) if q not in holders]
+            chosen.append(rank if rank in holders else holders[without.index(rank) % len(holders)])
+        return chosen
 
     def limits(self) -> dict[str, Any]:
         """A context's sizes, as small as this call allows."""
@@ -92,6 +112,7 @@ class Problem:
             "experts": experts,
             "top_k": self.topk_ids[0].shape[1] if self.topk_ids else self.top_k,
             "dtype": self.dtype,
+            "weight_dtype": self.dtype if self.gate_up_scale is None else self.down_proj.dtype.name,
             "placement": self.owners(),
             "timeout": PATIENCE,
             "shared_intermediate": width,
@@ -99,9 +120,10 @@ class Problem:
 
     def arguments(self, rank: int) -> dict[str, Any]:
         """Rank's arguments of `flashmoe.moe`."""
-        mine = [expert for expert, owner in enumerate(self.owners()) if owner == rank]
+        mine = self.held_by(rank)
         arguments = {"x": self.x[rank], **self.options, **self.shared}
-        for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
+        arguments["x_scale"] = None if self.x_scale is None else self.x_scale[rank]
+        for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale"):
             array = getattr(self, name)
             arguments[name] = None if array is None else array[mine]
         if self.topk_ids is None:
@@ -114,6 +136,10 @@ class Problem:
         return arguments
 
 
+def _several(entry: int | list[int]) -> list[int]:
+    return [entry] if isinstance(entry, int) else entry
+
+
 @dataclass(eq=False)
 class Outcome:
     """What one rank got from one call."""
@@ -121,7 +147,8 @@ class Outcome:
     y: np.ndarray
     report: CallReport
     reference: ReferenceResult | None = None
-    """Set by `check`."""
+    """Set by `check`, as is `allowed`."""
+    allowed: CallError | None = None
 
 
 def random_problem(
@@ -138,7 +165,7 @@ def random_problem(
     scale: float = 1.0,
     biases: tuple[bool, bool, bool] = (False, False, False),
     choice_bias: bool = False,
-    placement: list[int] | None = None,
+    placement: list[int | list[int]] | None = None,
     shared: int = 0,
     shared_gate: bool = False,
     **options: Any,
@@ -199,6 +226,20 @@ def random_problem(
     return problem
 
 
+def quantised(problem: Problem, scales: str = "block", x: bool = False) -> Problem:
+    """The problem with its experts' matrices in FP8; with given routing also `x`."""
+    gated = problem.options.get("activation", "swiglu") in GATED and not problem.options.get("interleaved")
+    made: dict[str, Any] = {}
+    for name, halves in (("gate_up_proj", 2), ("down_proj", 1), ("shared_gate_up", 2), ("shared_down", 1)):
+        matrices = getattr(problem, name)
+        if matrices is not None:
+            scale = f"{name.removesuffix('_proj')}_scale"
+            made[name], made[scale] = quantize_weights(matrices, scales, halves if gated else 1)
+    if x:
+        made["x"], made["x_scale"] = map(list, zip(*map(quantize_rows, problem.x), strict=True))
+    return replace(problem, **made)
+
+
 def is_certain(problem: Problem, x: np.ndarray) -> np.ndarray:
     """bool [T]: what the k-th and the next expert are chosen by differs by more than float32 may misjudge."""
     _, values, _, slack, _ = routed(problem, x)
@@ -224,11 +265,12 @@ def routed(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, ...]:
     return logits, values, ids, slack, variance
 
 
-def check(problem: Problem, outcomes: list[Outcome]) -> None:
-    """Every rank's y is within the bound of the reference, and its routing and drops are the reference's."""
+def check(problem: Problem, outcomes: list[Outcome], *, tensor_cores: bool = False) -> None:
+    """Every rank's y is within the bound of the reference, and its routing and drops are the reference's.
+    `tensor_cores`: these computed it, see `call_error`."""
     for rank, outcome in enumerate(outcomes):
         x, y, report = problem.x[rank], outcome.y, outcome.report
-        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        assert (y.shape, y.dtype.name) == (x.shape, problem.dtype)
         assert report.tokens == len(x)
         if problem.topk_ids is None:
             ids, weights, variance = _fused_routing(problem, x, report)
@@ -239,6 +281,9 @@ def check(problem: Problem, outcomes: list[Outcome]) -> None:
             **{name: problem.options[name] for name in SHAPE_OPTIONS if name in problem.options},
             "gate_up_bias": problem.gate_up_bias,
             "down_bias": problem.down_bias,
+            "gate_up_scale": problem.gate_up_scale,
+            "down_scale": problem.down_scale,
+            "x_scale": None if problem.x_scale is None else problem.x_scale[rank],
             **problem.shared,
         }
         arrays = x, problem.gate_up_proj, problem.down_proj
@@ -258,10 +303,12 @@ def check(problem: Problem, outcomes: list[Outcome]) -> None:
             weights,
             weight_variance=variance,
             return_mode=report.return_mode,
-            placement=problem.owners(),
+            placement=problem.destinations(rank),
             rank=rank,
+            tensor_cores=tensor_cores,
             **experts,
         )
+        outcome.allowed = allowed
         error = np.linalg.norm(y.astype(np.float64) - expected.y)
         assert error <= allowed.bound, f"rank {rank}: error {error:.3e}, {allowed}, {expected.scale=:.3e}"
         outcome.reference = expected

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from dataclasses import dataclass
 from importlib import resources
 
 import ml_dtypes
 import numpy as np
 import pytest
-from flashmoe.checkpoint import load_hidden_states, load_layer, shipped_layer
-from flashmoe.errors import CheckpointError
+from flashmoe.checkpoint import OF_EXPERTS, load_hidden_states, load_layer, shipped_layer
+from flashmoe.errors import CheckpointError, InvalidArgument
+from flashmoe.slices import cut
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -488,3 +491,95 @@ def test_shipped_files_stay_small():
     folder = resources.files("flashmoe") / "assets" / "tiny-qwen3-moe"
     names = ("config.json", "model.safetensors", "tokenizer.json")
     assert sum((folder / name).stat().st_size for name in names) <= 8_000_000
+
+
+# --- A rank's part of it --------------------------------------------------------------------------------
+
+
+@dataclass
+class Reads:
+    """What is read of a file by place: bytes in all."""
+
+    bytes: int = 0
+
+
+@pytest.fixture
+def reads(monkeypatch) -> Reads:
+    counted, preadv = Reads(), os.preadv
+
+    def count(descriptor, buffers, offset):
+        got = preadv(descriptor, buffers, offset)
+        counted.bytes += got
+        return got
+
+    monkeypatch.setattr(os, "preadv", count)
+    return counted
+
+
+def of_gpt_oss() -> dict[str, np.ndarray]:
+    """Transposed and interleaved, with biases."""
+    return {
+        f"{BLOCK}.router.weight": random_array(EXPERTS, HIDDEN),
+        f"{BLOCK}.router.bias": random_array(EXPERTS),
+        f"{BLOCK}.experts.gate_up_proj": random_array(EXPERTS, HIDDEN, 2 * INTERMEDIATE),
+        f"{BLOCK}.experts.gate_up_proj_bias": random_array(EXPERTS, 2 * INTERMEDIATE),
+        f"{BLOCK}.experts.down_proj": random_array(EXPERTS, INTERMEDIATE, HIDDEN),
+        f"{BLOCK}.experts.down_proj_bias": random_array(EXPERTS, HIDDEN),
+    }
+
+
+GPT_OSS = {"model_type": "gpt_oss", "num_experts_per_tok": 2, "hidden_act": "silu", "swiglu_limit": 7.0}
+LAYOUTS = {
+    "merged": (fused, CONFIG),
+    "no gate": (lambda: fused(gated=False), without(CONFIG, hidden_act="relu")),
+    "one by one": (per_expert, CONFIG),
+    "gpt-oss": (of_gpt_oss, GPT_OSS),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("slices", "held"), [(1, [1, 3]), (1, [2]), (2, [0, 3, 4]), (3, [5]), (3, [0, 1, 2, 11]), (6, None), (2, None)]
+)
+def test_of_a_rank_s_part_no_other_byte_is_read(write, reads, layout: str, slices: int, held: list[int] | None):
+    tensors, config = LAYOUTS[layout]
+    folder = write(tensors(), config)
+    whole = load_layer(folder)
+    assert (whole.slices, whole.held, reads.bytes) == (1, None, 0)
+    part = load_layer(folder, slices=slices, held=held)
+    given = {name: getattr(whole, name) for name in OF_EXPERTS}
+    form = {name: whole.options.get(name, False) for name in ("interleaved", "transposed")}
+    expected = cut(slices, *given.values(), activation=whole.activation, **form)
+    mine = list(range(EXPERTS * slices)) if held is None else held
+    for name, each in expected.items():
+        np.testing.assert_array_equal(getattr(part, name), each[mine], err_msg=name)
+        assert getattr(part, name).dtype == each.dtype and getattr(part, name).flags.c_contiguous
+    np.testing.assert_array_equal(part.router, whole.router)
+    assert (part.experts, part.intermediate, part.slices) == (EXPERTS, INTERMEDIATE // slices, slices)
+    assert part.held == (None if held is None else tuple(held))
+    assert part.rule() == whole.rule() | ({"slices": slices} if slices > 1 else {})
+    # Every byte of the part once; of a later slice's second bias, which is 0, none.
+    later = 0 if whole.down_bias is None else sum(each % slices != 0 for each in mine) * HIDDEN
+    assert reads.bytes == 2 * (sum(each[mine].size for each in expected.values()) - later)
+
+
+@pytest.mark.parametrize(
+    ("slices", "held", "message"),
+    [
+        (4, None, "slices: expected a divisor of I=6, got 4"),
+        (0, None, r"slices: expected an integer in \[1, 8192\], got 0"),
+        (2, [8], r"held: expected an integer in \[0, 7\], got 8"),
+        (1, [1, 0], r"held: expected ids that ascend, one or more, got \(1, 0\)"),
+        (1, [], r"held: expected ids that ascend, one or more, got \(\)"),
+    ],
+)
+def test_refused_parts(write, slices: int, held: list[int] | None, message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        load_layer(write(fused()), slices=slices, held=held)
+
+
+def test_a_file_that_is_cut_off_while_a_part_is_read(write, monkeypatch):
+    folder = write(fused())
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: 0)
+    with refused("a file that ends within", f"{BLOCK}.experts"):
+        load_layer(folder, held=[1])

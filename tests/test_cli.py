@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from flashmoe import memory, models
 from flashmoe.cli import device, main, render, run, verify
-from flashmoe.placement import contiguous, local_experts
+from flashmoe.placement import contiguous, local_experts, most_local, roomy
 from flashmoe.report import CallReport, summarize
 
 RANDOM = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
@@ -559,6 +560,20 @@ def test_memory_of_given_sizes(capsys):
     assert "hidden 64, intermediate 32, experts 4, top k 2" in capsys.readouterr().out
 
 
+def test_memory_of_copies(capsys):
+    """That of a context with such a placement: 10 experts on the fullest of 4 ranks, of 36 in all."""
+    sizes = {"hidden": 64, "intermediate": 32, "experts": 32, "top_k": 2, "ranks": 4, "max_tokens": 16}
+    options = [f"--{name.replace('_', '-').replace('max-', '')}={size}" for name, size in sizes.items()]
+    assert main(["memory", *options, "--copies", "5"]) == 0
+    assert "experts 32, top k 2, copies 5" in capsys.readouterr().out
+    placement = roomy(32, 4, 5)
+    assert most_local(placement, 4) == 10
+    plan, default = (memory.plan_memory(**sizes, placement=each) for each in (placement, None))
+    (offsets,) = (term for term in plan.terms if term.name == "packet_offsets")
+    assert offsets.shape[-1] == 10 + 1
+    assert plan.total_bytes > default.total_bytes
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -569,6 +584,7 @@ def test_memory_of_given_sizes(capsys):
         (["--model", "olmoe", "--tokens", "-1"], "max_tokens: expected an integer in [1, "),
         (["--model", "olmoe", "--budget", "much"], "expected a size such as 512MiB or 2G, got 'much'"),
         (["--model", "olmoe", "--dtype", "fp8"], "dtype: expected one of"),
+        (["--model", "olmoe", "--copies", "-1"], "copies: expected an integer in [0, "),
         (["--table", "--tokens", "8"], "--table: expected no other option but --ranks, got --tokens"),
         (["--table", "--return", "direct"], "--table: expected no other option but --ranks, got --return"),
         (["--model", "olmoe", "--engine", "tpu"], "engine: expected one of cpu, cuda, got 'tpu'"),
@@ -646,6 +662,53 @@ def test_info_of_nvshmem(capsys, monkeypatch, tmp_path):
         header.write_text("".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {n}\n" for part, n in defined.items()))
         assert main(["info"]) == 0
         assert told in capsys.readouterr().out
+
+
+# ---- flashmoe balance ------------------------------------------------------------------------------------
+
+
+def test_balance_of_the_shipped_passage(capsys):
+    assert main(["balance", "--ranks", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "16 experts, 8 ranks, 2 copies; load: the shipped passage" in printed
+    default, balanced = map(float, re.search(r"fullest rank: (\S+) times .*, (\S+) as balanced", printed).groups())
+    assert 1.85 < default < 2.0 and 1.0 <= balanced <= 1.06
+    placement = json.loads(re.search("placement: (.*)", printed)[1])
+    assert sum(len(each) if isinstance(each, list) else 1 for each in placement) == 16 + 2
+
+
+@pytest.mark.parametrize("text", ["12 1\n1 2\n", "[12, 1, 1, 2]", "12,1,1,2.0"])
+def test_balance_of_numbers(tmp_path, capsys, text):
+    (tmp_path / "load").write_text(text)
+    assert main(["balance", str(tmp_path / "load"), "--ranks", "2", "--copies", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 experts, 2 ranks, 1 copy; load: " in printed
+    assert "fullest rank: 1.62 times the mean by default, 1.00 as balanced" in printed
+    assert sorted(json.loads(re.search("placement: (.*)", printed)[1])[0]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "reason"),
+    [
+        ("", [], "FILE: expected .* to have a number for each expert, got could not convert"),
+        (
+            "1 two 3",
+            [],
+            "FILE: expected .* to have a number for each expert, got could not convert string to float: 'two'",
+        ),
+        ("1 -1", [], "FILE: expected at most 8192 numbers from 0 on in .*, some larger, got 2"),
+        ("0 0", [], "FILE: expected at most 8192 numbers from 0 on in .*, some larger, got 2"),
+        ("1 nan", [], "FILE: expected at most 8192 numbers from 0 on in .*, some larger, got 2"),
+        (None, [], "FILE: expected .* to have a number for each expert, got .*No such file"),
+        ("1 2", ["--ranks", "0"], "--ranks: expected an integer in .*, got 0"),
+        ("1 2", ["--ranks", "3", "--copies", "5"], "--copies: expected an integer in .*, got 5"),
+    ],
+)
+def test_balance_refuses_bad_arguments_in_one_line(tmp_path, capsys, text, options, reason):
+    file = tmp_path / "load"
+    if text is not None:
+        file.write_text(text)
+    assert re.search(reason, run_failing(capsys, "balance", str(file), *options))
 
 
 def test_help(capsys):

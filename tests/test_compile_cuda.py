@@ -82,6 +82,14 @@ def test_instances_of_transposed_weights(tool):
     assert all(tool.TRANSPOSED in defines and "-DFLASHMOE_DTYPE=0" not in defines for defines in found)
 
 
+def test_instances_of_experts_in_fp8(tool):
+    found = tool.quantised_instances()
+    assert len(found) == len(set(found)) == 5 and all(tool.QUANTISED in defines for defines in found)
+    units = [unit for unit in tool.units() if tool.QUANTISED in unit.defines]
+    assert [unit.defines for unit in units] == found
+    assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
+
+
 def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):
     puts = [unit for unit in tool.units() if tool.RDMA in unit.defines]
     by_release = Counter(unit.nvshmem for unit in puts)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import harness
 from harness import beside_floor, in_turn
 
 
@@ -43,3 +48,32 @@ def test_a_layer_stands_beside_its_floor():
         "plain_floor_ms": 4,
         "plain_ratio": 2,
     }
+
+
+@pytest.mark.parametrize("suite", ["splits", "imbalance"])
+def test_parallelism_on_the_cpu_engine(tmp_path: Path, suite: str):
+    pytest.importorskip("torch")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    how = [
+        "--engine",
+        "cpu",
+        "--repeats",
+        "2",
+        "--spread",
+        "0.1",
+        "--tokens",
+        "128",
+        "--out",
+        str(tmp_path / "x2.json"),
+    ]
+    command = [*torchrun, str(Path(harness.__file__).with_name("parallelism.py")), suite, *how]
+    subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    rows = json.loads((tmp_path / "x2.json").read_text())["rows"]
+    assert all(row["tokens"] == 128 and row["ms"] > 0 for row in rows)
+    if suite == "splits":
+        assert [(row["expert_parallel"], row["tensor_parallel"]) for row in rows] == [(2, 1), (1, 2)]
+        assert rows[1]["rows_sent"] == [256, 256] and rows[1]["difference"] < 1e-5
+    else:
+        assert [row["placement"] for row in rows] == ["contiguous", "balanced"]
+        assert rows[0]["spread_of_load"] == pytest.approx(0.1, abs=0.05)
+        assert 1.0 <= rows[1]["fullest"] <= rows[0]["fullest"]

@@ -312,6 +312,51 @@ def test_installed_sources_come_first(monkeypatch, tmp_path):
     assert jit.source_root() == package / "cuda"
 
 
+# ---- kernels that the package carries ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def carried(machine, sources, monkeypatch) -> Path:
+    """The common kernel in the package, and neither a compiler nor a cache."""
+    folder = sources / "kernels"
+    folder.mkdir()
+    path = jit.ship(jit.Variant(), folder)
+    monkeypatch.setattr(jit, "_known", {})
+    shutil.rmtree(machine.cache)
+    machine.nvcc.unlink()
+    return path
+
+
+def test_a_carried_kernel_needs_no_compiler(machine, carried):
+    assert jit.shipped_kernels() == [carried]
+    assert jit.compile_kernel(jit.Variant()) == jit.Compiled(carried, None)
+    assert jit.kernel(jit.Variant()).read_text() == "compiled\n"
+    assert len(machine.compilations()) == 1 and not machine.cache.exists()
+
+
+@pytest.mark.parametrize("other", [jit.Variant(activation="gelu"), jit.Variant("float16"), jit.Variant(rdma=True)])
+def test_what_is_not_carried_is_compiled(machine, carried, other):
+    with pytest.raises(FlashMoEError, match="FLASHMOE_NVCC: expected the path of nvcc"):
+        jit.compile_kernel(other)
+
+
+def test_a_carried_kernel_of_other_sources_is_not_taken(machine, carried, sources):
+    with next((sources / "include").rglob("*.cuh")).open("a") as header:
+        header.write("// changed\n")
+    with pytest.raises(FlashMoEError, match="FLASHMOE_NVCC"):
+        jit.compile_kernel(jit.Variant())
+
+
+def test_a_damaged_carried_kernel_is_not_taken(machine, carried):
+    carried.write_bytes(b"compi")
+    machine.install()
+    assert jit.compile_kernel(jit.Variant()).path.parent == machine.cache
+
+
+def test_names_of_carried_kernels_differ(sources):
+    assert len({jit._stem(sources, variant) for variant in jit.COMMON}) == len(jit.COMMON)
+
+
 # ---- a cache that others could write to, or that is damaged -------------------------------------------------
 
 

@@ -22,6 +22,18 @@ SHARED = {
 example has 65, so that none gets this placement by default."""
 
 
+def at_random(examples: int) -> settings:
+    """New examples in each run; a failure prints how to repeat it."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One example: the arguments of `random_problem`, and how to run it."""
@@ -38,7 +50,10 @@ def cases(draw) -> Case:
     ranks = draw(st.integers(1, 8), label="ranks")
     experts = draw(st.integers(1, 64), label="experts")
     size = st.one_of(st.integers(1, 96), st.integers(97, 160))
-    anywhere = st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts)
+    rank = st.integers(0, ranks - 1)
+    anywhere = st.lists(rank, min_size=experts, max_size=experts)
+    holders = st.lists(rank, min_size=1, max_size=ranks, unique=True)
+    copies = st.lists(rank | holders, min_size=experts, max_size=experts)
     problem = {
         "seed": draw(st.integers(0, 2**32 - 1)),
         "tokens": draw(st.lists(st.integers(0, 300), min_size=ranks, max_size=ranks)),
@@ -51,7 +66,7 @@ def cases(draw) -> Case:
         "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
         "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
         "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
-        "placement": draw(st.none() | anywhere),
+        "placement": draw(st.none() | anywhere | copies),
         "activation": draw(st.sampled_from(ACTIVATIONS)),
         "renormalize": draw(st.booleans()),
         "capacity_factor": draw(st.none() | st.floats(0.01, 4.0) | st.integers(1, 20).map(lambda n: n / 10)),
@@ -66,14 +81,7 @@ def cases(draw) -> Case:
 
 
 @pytest.mark.timeout(0)
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    database=None,
-    derandomize=False,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-)
+@at_random(EXAMPLES)
 @given(case=cases())
 def test_every_rank_agrees_with_the_reference(ranks, case):
     problem = random_problem(**case.problem)

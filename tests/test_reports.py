@@ -23,7 +23,12 @@ TILE = (8, 16)
 SIZES = {"hidden": 40, "intermediate": 24, "experts": 6, "top_k": 3}
 COLUMNS = {"gemm0": 2, "gemm1": 3}  # of 16, of I and H
 TOKENS = [70, 0, 301]
-PLACEMENTS = {"contiguous": [0, 0, 1, 1, 2, 2], "scattered": [2, 0, 1, 0, 2, 1], "rank 0 without": [2, 1, 1, 2, 1, 1]}
+PLACEMENTS = {
+    "contiguous": [0, 0, 1, 1, 2, 2],
+    "scattered": [2, 0, 1, 0, 2, 1],
+    "rank 0 without": [2, 1, 1, 2, 1, 1],
+    "copies": [[2, 1], 0, [1, 0, 2], [2, 0], 2, 1],
+}
 CAPACITIES = {"dropless": None, "drops": 0.7}
 TASKS = ("gate", "gemm0", "gemm1", "reduce", "combine")
 
@@ -84,8 +89,8 @@ def expected_counts(problem: Problem, processors: int) -> list[Counted]:
     reduced = problem.options["return_mode"] == "reduced"
     row_bytes = SIZES["hidden"] * problem.down_proj.itemsize
     ids = [kept(each, problem.options["capacity_factor"]) for each in problem.topk_ids]
-    placement = problem.owners()
-    ranks_of = [np.array([*placement, -1])[each] for each in ids]  # a dropped pair, -1, goes nowhere
+    # A dropped pair, -1, goes nowhere.
+    ranks_of = [np.array([*problem.destinations(p), -1])[each] for p, each in enumerate(ids)]
     blocks = [blocks_of(len(each), processors) for each in ids]
     counted = []
     for rank, mine in enumerate(ids):
@@ -95,8 +100,10 @@ def expected_counts(problem: Problem, processors: int) -> list[Counted]:
         pairs = int(((ranks_of[rank] != rank) & (ranks_of[rank] != -1)).sum())
         here = [owners == rank for owners in ranks_of]
         returned = sum(int(here[p].any(axis=1).sum() if reduced else here[p].sum()) for p in others)
-        held = [expert for expert, owner in enumerate(placement) if owner == rank]
-        load = [sum(int((each == expert).sum()) for each in ids) for expert in held]
+        held = problem.held_by(rank)
+        load = [
+            sum(int((each[where] == expert).sum()) for each, where in zip(ids, here, strict=True)) for expert in held
+        ]
         tiles = sum(-(-rows // TILE[0]) for rows in load)
         largest = max(int((mine == expert).sum()) for expert in range(SIZES["experts"]))
         padded = 2 * largest * (SIZES["experts"] - len(held))

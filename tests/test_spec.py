@@ -37,7 +37,8 @@ def call():
 @pytest.mark.parametrize(
     ("option", "names"),
     [
-        ("dtype", spec.DTYPES),
+        ("dtype", spec.ELEMENT_TYPES),
+        ("weight_scales", spec.WEIGHT_SCALES),
         ("activation", spec.ACTIVATIONS),
         ("routing", spec.ROUTINGS),
         ("return_mode", spec.RETURN_MODES),
@@ -50,8 +51,8 @@ def test_options_have_the_same_names_and_numbers_in_python_and_cpp(option, names
 
 def test_every_option_of_the_library_is_compared():
     options = {str(option) for option in _ffi.library().option_names()}
-    assert options == {"dtype", "activation", "routing", "return_mode", "phase"}
-    assert set(spec.ELEMENT_BYTES) == set(spec.DTYPES)
+    assert options == {"dtype", "activation", "routing", "return_mode", "weight_scales", "phase"}
+    assert set(spec.ELEMENT_BYTES) == set(spec.ELEMENT_TYPES)
 
 
 def test_a_layer_is_frozen():
@@ -91,7 +92,7 @@ def test_no_other_field_may_be_there(call, monkeypatch):
             3,
             "activation: expected one of relu, gelu, silu, swiglu, geglu, relu2, clamped_swiglu, got no text",
         ),
-        ("x_type", "float8", "x_type: expected one of float32, bfloat16, float16, got float8"),
+        ("x_type", "float8", "x_type: expected one of float32, bfloat16, float16, float8_e4m3fn, got float8"),
         ("hidden", -1, r"hidden: expected an integer in \[0, 4294967295\], got -1"),
         ("experts", 2**32, r"experts: expected an integer in \[0, 4294967295\], got 4294967296"),
         ("top_k", "2", r"top_k: expected an integer in \[0, 4294967295\], got something else"),
@@ -105,10 +106,11 @@ def test_no_field_may_have_a_value_that_it_cannot_hold(call, monkeypatch, field,
         call()
 
 
-@pytest.mark.parametrize("field", ["weight_type", "intermediate_type", "return_type"])
+@pytest.mark.parametrize("field", ["x_type", "token_type", "weight_type", "intermediate_type", "return_type"])
 def test_element_types_that_differ_are_refused_by_name(call, monkeypatch, field):
     changed(monkeypatch, lambda numbers: numbers | {field: "bfloat16"})
-    with pytest.raises(flashmoe.InvalidArgument, match=f"^{field}: expected float32, the element type of x, got bf"):
+    expected = f"^{field}: expected float32 beside weights of (float32|bfloat16) and a y of float32, got bfloat16"
+    with pytest.raises(flashmoe.InvalidArgument, match=expected):
         call()
 
 
@@ -124,7 +126,7 @@ def test_limits_are_read_whole():
 
 
 def test_row_bytes_follow_their_own_types():
-    layer = LayerSpec(**SIZES, x_type="float32", return_type="float16")
+    layer = LayerSpec(**SIZES, token_type="float32", return_type="float16")
     assert (layer.token_row_bytes, layer.return_row_bytes) == (64, 32)
     assert replace(layer, return_type="float32").return_row_bytes == 64
 

@@ -36,8 +36,10 @@ def serial_dot(a, b):
 
 
 def rounding_moe(x, gate_up, down, ids, weights, activation, return_mode, dtype, spoil=None):
-    """The operator with its roundings; `spoil` is a dtype to which an accumulator is rounded in addition."""
-    x, gate_up, down = (array.astype(np.float32) for array in (x, gate_up, down))
+    """The operator with its roundings; `spoil` is a dtype to which an accumulator is rounded in addition. The experts
+    are arrays, or lists of matrices of any width."""
+    x = x.astype(np.float32)
+    gate_up, down = ([each.astype(np.float32) for each in matrices] for matrices in (gate_up, down))
     weights = weights.astype(np.float32)
     rows = np.zeros((len(x), ids.shape[1], x.shape[1]), np.float32)
     for expert in range(len(gate_up)):
@@ -92,6 +94,44 @@ def test_bounds_hold_and_are_tight(dtype, activation, return_mode):
 def test_one_more_rounding_exceeds_the_bound(dtype, return_mode):
     error, expected, _ = measure(dtype, "swiglu", return_mode, spoil=DTYPES[dtype], tokens=4 * T)
     assert error > 1.1 * expected.bound
+
+
+def shared_of_slices_that_cancel(dtype, slices):
+    """Of a shared expert: the matrices of its slices, whose rows add up to a small part of each."""
+    rng = np.random.default_rng(8)
+    up = rng.standard_normal((2 * I, H)) / np.sqrt(H) + rng.standard_normal((slices, 2 * I, H)) / 100.0
+    down = rng.standard_normal((H, I)) / np.sqrt(I) * np.resize([4.0, -4.0], slices)[:, None, None]
+    return up.astype(DTYPES[dtype]), down.astype(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_shared_expert_is_rounded_once_or_slice_by_slice(dtype):
+    """Each of the two is within its own bound, and that is tight: what rounds slices is outside of the other's."""
+    slices, tokens, as_dtype = 4, 4 * T, DTYPES[dtype]
+    x, gate_up, down, ids, weights = example(dtype, "swiglu", tokens)
+    up_slices, down_slices = shared_of_slices_that_cancel(dtype, slices)
+    gates, ups = np.split(up_slices, 2, axis=1)
+    shared = {
+        "shared_gate_up": np.concatenate([*gates, *ups]),
+        "shared_down": np.concatenate(down_slices, axis=1),
+    }
+    reference = moe_reference(x, gate_up, down, topk_ids=ids, topk_weights=weights, **shared)
+
+    errors, bounds = [], []
+    for in_slices in (False, True):
+        further = (up_slices, down_slices) if in_slices else [[each] for each in shared.values()]
+        count = len(further[1])
+        every = np.tile(E + np.arange(count), (tokens, 1)), np.ones((tokens, count), np.float32)
+        chosen = [np.hstack(pair) for pair in zip((ids, weights), every, strict=True)]
+        experts = [[*matrices, *more] for matrices, more in zip((gate_up, down), further, strict=True)]
+        y = rounding_moe(x, *experts, *chosen, "swiglu", "direct", as_dtype)
+        errors.append(float(np.linalg.norm(y.astype(np.float64) - reference.y)))
+        how = {"return_mode": "direct", "placement": PLACEMENT, "shared_in_slices": in_slices}
+        bounds.append(call_error(x, gate_up, down, ids, weights, **how, **shared))
+    for error, expected in zip(errors, bounds, strict=True):
+        assert 0.9 * expected.rms < error < 1.1 * expected.rms
+        assert expected.bound < 1.4 * expected.rms
+    assert errors[1] > 1.1 * bounds[0].bound
 
 
 def test_float32_through_half_precision_exceeds_the_bounds():

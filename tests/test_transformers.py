@@ -31,7 +31,6 @@ from flashmoe.reference import moe_reference  # noqa: E402
 from flashmoe.tolerance import call_error, relative_error  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from torch.distributed.tensor import DTensor, init_device_mesh  # noqa: E402
-from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface  # noqa: E402
 from transformers.integrations.moe import batched_mm_experts_forward, use_experts_implementation  # noqa: E402
 
 SMALL = {
@@ -359,12 +358,6 @@ def test_the_gate_of_gpt_oss_is_that_of_its_class():
         logits_of(model, PROMPT)
 
 
-def test_fp8_experts_are_refused():
-    forward = FP8ExpertsInterface().get_interface(NAME, None)
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^SomeExperts: expected experts in float32, .*, got FP8 ones;"):
-        forward(some_experts(), None, None, None)
-
-
 # Tensors
 
 
@@ -443,14 +436,26 @@ def test_weights_that_change_in_place_are_seen():
         assert torch.equal(experts(*inputs), 2.0 * before)
 
 
-def test_training_mode_and_gradients():
-    """As `flashmoe.nn.MoE`: a forward pass may record gradients, but there are none."""
-    experts = some_experts().train()
-    y = experts(*some_routing(experts))
-    with torch.no_grad():
-        assert torch.equal(experts(*some_routing(experts)), y)
-    with pytest.raises(NotImplementedError, match=r"FlashMoE 0\.1 has no backward pass"):
-        y.sum().backward()
+def gradients_of(model, ids):
+    """Of the model's parameters, by name, for a loss that all logits have a part in."""
+    model.zero_grad(set_to_none=True)
+    logits = model(torch.tensor(ids)).logits
+    (logits * torch.cos(torch.arange(logits.numel()).reshape(logits.shape))).sum().backward()
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+def assert_same_gradients(found, expected):
+    """In float32, by another order of sums, through the layers of a model."""
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, atol=1e-5 * float(each.abs().max()) + 1e-7, rtol=1e-3)
+
+
+def test_gradients_are_those_of_eager_experts(model):
+    expected = gradients_of(with_experts(model, "eager").train(), PROMPT)
+    assert_same_gradients(gradients_of(with_experts(model, NAME), PROMPT), expected)
+    model.zero_grad(set_to_none=True)
+    model.eval()
 
 
 def test_a_model_on_meta_has_an_output_on_meta():

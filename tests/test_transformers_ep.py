@@ -17,7 +17,15 @@ if INSTALLED < WITH_EXPERT_PARALLELISM:
 
 from flashmoe.integrations.transformers.expert_parallel import ExpertParallel  # noqa: E402
 from flashmoe.launch import RankFailed  # noqa: E402
-from test_transformers import ARCHITECTURES, PROMPT, VOCABULARY, logits_of, with_experts  # noqa: E402
+from test_transformers import (  # noqa: E402
+    ARCHITECTURES,
+    PROMPT,
+    VOCABULARY,
+    assert_same_gradients,
+    gradients_of,
+    logits_of,
+    with_experts,
+)
 from test_transformers import model_of as some_model_of  # noqa: E402
 from test_transformers_parallel import greedy, on_ranks, pool  # noqa: E402, F401
 from transformers.distributed import DistributedConfig  # noqa: E402
@@ -126,14 +134,27 @@ def test_what_is_refused(on_ranks, ranks, name, changes, message):  # noqa: F811
 
 
 def _train(rank, ranks, layout):
-    model = spread(model_of("Mixtral"), layout_of(ranks, **layout))
-    model(torch.tensor(PROMPT)).logits.sum().backward()
+    """The gradients of a spread model, beside those of the whole one."""
+    layout = layout_of(ranks, **layout)
+    whole = gradients_of(with_experts(model_of("Mixtral"), "eager"), PROMPT)
+    model = spread(model_of("Mixtral"), layout)
+    found = {
+        name: getattr(each, "to_local", lambda each=each: each)() for name, each in gradients_of(model, PROMPT).items()
+    }
+    for name, each in found.items():
+        if len(each) != len(whole[name]):  # a shard, or some of the experts: of the batches' mean
+            whole[name] = whole[name].chunk(ranks)[rank]
+    assert_same_gradients(found, whole)
 
 
-@pytest.mark.parametrize("layout", ["2 share a batch", "2 batches"])
-def test_there_are_no_gradients(on_ranks, layout):  # noqa: F811
-    ranks, layout = LAYOUTS[layout]
-    with pytest.raises(RankFailed, match=r"NotImplementedError: .*FlashMoE 0\.1 has no backward pass"):
+def test_gradients_of_ranks_with_batches_of_their_own(on_ranks):  # noqa: F811
+    ranks, layout = LAYOUTS["2 batches"]
+    on_ranks(ranks, _train, layout)
+
+
+def test_there_are_no_gradients_of_tokens_that_ranks_hold_alike(on_ranks):  # noqa: F811
+    ranks, layout = LAYOUTS["2 share a batch"]
+    with pytest.raises(RankFailed, match=r"NotImplementedError: .*FlashMoE has no backward pass"):
         on_ranks(ranks, _train, layout)
 
 

@@ -11,7 +11,16 @@ from flashmoe.integrations.transformers import fuse, load_parallel, parallelize,
 from flashmoe.integrations.transformers.experts import NAME, experts_modules  # noqa: E402
 from flashmoe.reference import moe_reference  # noqa: E402
 from flashmoe.tolerance import call_error, relative_error  # noqa: E402
-from test_transformers import PROMPT, as_bfloat16, logits_of, model_of, stored, with_experts  # noqa: E402
+from test_transformers import (  # noqa: E402
+    PROMPT,
+    as_bfloat16,
+    assert_same_gradients,
+    gradients_of,
+    logits_of,
+    model_of,
+    stored,
+    with_experts,
+)
 from test_transformers_fuse import block_of  # noqa: E402
 from test_transformers_parallel import LOAD, ROOM, bits_of, on_ranks, pool, results_of  # noqa: E402, F401
 
@@ -56,11 +65,9 @@ def test_the_block_returns_what_transformers_block_returns():
     assert torch.equal(got[1], expected[1])
 
 
-def test_a_block_has_no_gradients():
-    model = fuse(model_of("Llama4")).train()
-    loss = model(torch.tensor(PROMPT)).logits.sum()
-    with pytest.raises(NotImplementedError, match=r"FlashMoE 0\.1 has no backward pass"):
-        loss.backward()
+def test_gradients_are_those_of_transformers_blocks():
+    expected = gradients_of(model_of("Llama4").train(), PROMPT)
+    assert_same_gradients(gradients_of(fuse(model_of("Llama4").train()), PROMPT), expected)
 
 
 def _compare(rank, ranks, folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import transformers
 from flashmoe.integrations.transformers import load_parallel, parallelize
 from flashmoe.integrations.transformers.experts import NAME, experts_modules
 from flashmoe.launch import RankFailed, RankPool
+from gloo import Gloo
 from problems import PATIENCE
 from safetensors.torch import load_file, save_file
 from test_transformers import VOCABULARY, model_of, with_experts
@@ -38,23 +38,7 @@ def pool():
 def on_ranks(pool, tmp_path):
     """Call ``fn(rank, ranks, *args)`` in so many processes, which are ranks of torch.distributed; by rank what they
     return."""
-    calls = []
-
-    def call(ranks, fn, *args):
-        calls.append(None)
-        store = f"file://{tmp_path}/rendezvous-{len(calls)}"
-        return pool.call(_as_rank, [(store, fn, args)] * ranks, ranks=ranks, timeout=6 * PATIENCE)
-
-    return call
-
-
-def _as_rank(rank, ranks, _, store, fn, args):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    try:
-        return fn(rank, ranks, *args)
-    finally:
-        torch.distributed.destroy_process_group()
+    return lambda ranks, fn, *args: Gloo(pool, tmp_path)(ranks, fn, ranks, *args)
 
 
 def batch_of(rank, seed=0):
@@ -78,12 +62,12 @@ def results_of(model, rank, **options):
     return [*logits, bits_of(greedy(model, batch_of(rank), **options))]
 
 
-def _compare(rank, ranks, name, dtype):
+def _compare(rank, ranks, name, dtype, **options):
     """Whether the model gives the same bits before and after it is spread, and how many experts are left."""
     model = with_experts(model_of(name, dtype), NAME)
     expected = results_of(model, rank)
     whole = [module.down_proj.untyped_storage().nbytes() for module in experts_modules(model)]
-    context = parallelize(model, **ROOM)
+    context = parallelize(model, **ROOM, **options)
     got = results_of(model, rank, synced_gpus=True)
     with_experts(model, "eager")  # has no effect on what is spread
     again = results_of(model, rank, synced_gpus=True)
@@ -103,14 +87,25 @@ def test_a_model_that_is_spread_gives_the_same_bits(on_ranks, ranks, name, dtype
         assert shares == [pytest.approx(1 / experts)] * len(shares)
 
 
+def _compare_with_copies(rank, ranks, placement):
+    return _compare(rank, ranks, "Mixtral", torch.bfloat16, placement=placement)
+
+
+def test_a_model_whose_experts_have_copies_gives_the_same_bits(on_ranks):
+    for same, again, shares, mode in on_ranks(4, _compare_with_copies, [[3, 0], 1, [2, 0, 1], 3]):
+        assert same and again and mode == "direct"
+        assert shares == [pytest.approx(1 / 4)] * len(shares)
+
+
 # Loading
 
 
-def _load(rank, ranks, folders, options):
+def _load(rank, ranks, folders, options, placement=None):
     """What a model loaded in parts computes, compared with the whole one, from the rank's own folder."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(folders[-1], experts_implementation=NAME, **options)
     expected = results_of(whole.eval(), rank)
-    model = load_parallel(folders[rank], **LOAD, **options)
+    load = {**LOAD, "context_options": LOAD["context_options"] | {"placement": placement}}
+    model = load_parallel(folders[rank], **load, **options)
     assert type(model) is type(whole) and not model.training
     elements = sum(module.gate_up_proj.numel() for module in experts_modules(model))
     assert elements < sum(module.gate_up_proj.numel() for module in experts_modules(whole)) or ranks == 1
@@ -156,17 +151,19 @@ def test_of_tensors_of_all_experts_a_rank_reads_its_rows(on_ranks, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]}))
     save_file({name: each.contiguous() for name, each in model.state_dict().items()}, tmp_path / "model.safetensors")
-    assert on_ranks(2, _load, [str(tmp_path)] * 3, {"dtype": torch.bfloat16}) == [True] * 2
+    for placement in (None, [[0, 1], 1, 0, 1, [1, 0], 0]):  # with copies, of rows that lie apart
+        assert on_ranks(2, _load, [str(tmp_path)] * 3, {"dtype": torch.bfloat16}, placement) == [True] * 2
 
 
-def _load_shipped(rank, ranks):
+def _load_shipped(rank, ranks, placement):
     with resources.as_file(resources.files("flashmoe") / "assets" / "tiny-qwen3-moe") as folder:
-        return _load(rank, ranks, [str(folder)] * (ranks + 1), {})
+        return _load(rank, ranks, [str(folder)] * (ranks + 1), {}, placement)
 
 
-def test_the_shipped_model_on_two_ranks(on_ranks):
+@pytest.mark.parametrize("placement", [None, [0, [1, 0], 1, 0] * 4], ids=["contiguous", "copies"])
+def test_the_shipped_model_on_two_ranks(on_ranks, placement):
     """Tied embeddings, and the type that the configuration names."""
-    assert on_ranks(2, _load_shipped) == [True] * 2
+    assert on_ranks(2, _load_shipped, placement) == [True] * 2
 
 
 def _load_and_say(rank, ranks, folders):
@@ -255,14 +252,19 @@ def test_without_a_process_group():
         load_parallel("/nowhere", **LOAD)
 
 
-def _load_of_few_experts(rank, ranks, folder):
-    load_parallel(folder, **LOAD)
+def _load_of_few_experts(rank, ranks, folder, placement=None):
+    torch.distributed.barrier()  # one that leaves would be missed by those that are still being connected
+    load_parallel(folder, max_tokens=200, context_options={"placement": placement})
 
 
 def test_more_ranks_than_experts(on_ranks, tmp_path):
     model_of("Mixtral", num_local_experts=3).save_pretrained(tmp_path)
     with pytest.raises(RankFailed, match=r"all 4 ranks: InvalidArgument: group: expected at most E=3 ranks, .*, got 4"):
         on_ranks(4, _load_of_few_experts, str(tmp_path))
+    with pytest.raises(
+        RankFailed, match=r"all 2 ranks: InvalidArgument: placement: .* to have an expert, got none on 1"
+    ):
+        on_ranks(2, _load_of_few_experts, str(tmp_path), [0, 0, 0])
 
 
 def test_the_example_writes_the_same_on_every_rank():
@@ -274,3 +276,58 @@ def test_the_example_writes_the_same_on_every_rank():
     texts = [text.strip() for text in re.split(r"^rank \d: ", ended.stdout, flags=re.MULTILINE)[1:]]
     assert len(texts) == 2 and texts[0] == texts[1]
     assert texts[0].startswith("It was a truth") and len(texts[0]) > 100
+
+
+# Experts in slices
+
+
+def _sliced(rank, ranks, folder, name, placement, how, slices):
+    """How far a model's logits are from those of the whole one, in units of these, how often the experts' tensors of
+    one expert a rank has, and whether 12 greedy tokens are equal."""
+    whole = with_experts(model_of(name), "eager")
+    of_context = {"slices": slices, "placement": placement, "timeout": PATIENCE}
+    with torch.no_grad():
+        expected = [whole(batch_of(rank, seed)).logits for seed in range(3)]
+        tokens = greedy(whole, batch_of(rank))
+        elements = sum(module.down_proj.numel() / module.num_experts for module in experts_modules(whole))
+        if how == "loaded":
+            model = load_parallel(folder, max_tokens=200, context_options=of_context, dtype=torch.float32)
+        else:
+            parallelize(whole, max_tokens=200, **of_context)
+            model = whole
+        got = [model(batch_of(rank, seed)).logits for seed in range(3)]
+        same = torch.equal(greedy(model, batch_of(rank), synced_gpus=True), tokens)
+    with pytest.raises(flashmoe.InvalidArgument, match="slices of this rank; save the model before"):
+        model.state_dict()
+    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True))
+    return error, sum(module.down_proj.numel() for module in experts_modules(model)) / elements, same
+
+
+@pytest.mark.parametrize("how", ["loaded", "cut in memory"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Glm4Moe", "Phimoe", "Llama4", "GptOss"])
+def test_experts_in_slices(on_ranks, tmp_path, name, how):
+    """Of a rank's own slices: tensors of one expert, or of all, transposed, interleaved and with biases."""
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    experts = experts_modules(model)[0].num_experts
+    placement = list(flashmoe.placement.hybrid(experts, 4, 2))
+    for error, held, same in on_ranks(4, _sliced, str(tmp_path), name, placement, how, 2):
+        assert error <= 1e-5 and same
+        assert held == pytest.approx(experts / 4)
+
+
+def test_a_rank_with_two_slices_of_an_expert(on_ranks, tmp_path):
+    model_of("Mixtral").save_pretrained(tmp_path)
+    placement = [0, 0, 1, 0, 1, 1, [1, 0], 1]
+    shares = []
+    for error, held, same in on_ranks(2, _sliced, str(tmp_path), "Mixtral", placement, "loaded", 2):
+        assert error <= 1e-5 and same
+        shares.append(held)
+    assert shares == [2.0, 2.5]
+
+
+def test_slices_that_a_model_cannot_be_cut_into(on_ranks, tmp_path):
+    model_of("Mixtral").save_pretrained(tmp_path)
+    for how in ("loaded", "cut in memory"):
+        with pytest.raises(RankFailed, match=r"all 2 ranks: InvalidArgument: slices: expected a divisor of I=\d+, got"):
+            on_ranks(2, _sliced, str(tmp_path), "Mixtral", None, how, 1023)

@@ -4,9 +4,9 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
 activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
-every activation, for the others with SwiGLU alone; for transposed weights with what differs most; with the program of
-docs/extending.md for 16-bit types; and, to put to other ranks, with NVSHMEM's headers of two releases
-(tools/nvshmem_headers.py). A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
+every activation, for the others with SwiGLU alone; for transposed weights, and for experts in FP8, with what differs
+most; with the program of docs/extending.md for 16-bit types; and, to put to other ranks, with NVSHMEM's headers of two
+releases (tools/nvshmem_headers.py). A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
 serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only
 far slower; so each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
 
@@ -44,11 +44,11 @@ INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 
 # Of the fused kernel, by their names in SASS: TMA loads of the weights, cp.async that gathers the tokens' rows, wgmma.
 LOADS = ("UTMALDG", "LDGSTS")
-WGMMA = "HGMMA"
+WGMMA, WGMMA_FP8 = "HGMMA", "QGMMA"
 
 BF16, SWIGLU, GEGLU, RELU2, CLAMPED = 1, 3, 4, 5, 6  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
-TRANSPOSED = "-DFLASHMOE_TRANSPOSED=1"
+TRANSPOSED, QUANTISED = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
@@ -150,6 +150,8 @@ class Unit:
         """The instructions that it is built on."""
         if not self.fused:
             return ()
+        if QUANTISED in self.defines:
+            return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
         return LOADS if EXACT in self.defines else (WGMMA, *LOADS)
 
     @property
@@ -185,6 +187,16 @@ def transposed_instances() -> list[tuple[str, ...]]:
     return [*(instance(*kind) for kind in kinds), instance(BF16, CLAMPED, TRACE)]
 
 
+def quantised_instances() -> list[tuple[str, ...]]:
+    """Of experts in FP8: with and without a gate, with the one of most registers, traced, and beside another type."""
+
+    def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
+        return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", QUANTISED, *more)
+
+    kinds = ((BF16, 1), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
+    return [*(instance(*kind) for kind in kinds), instance(BF16, SWIGLU, TRACE)]
+
+
 def rdma_units(source: Path) -> list[Unit]:
     """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
     with the oldest, whose calls are all in it, since each takes half a minute of a core."""
@@ -208,7 +220,7 @@ def units() -> list[Unit]:
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
         if Unit(source).fused:
-            kinds = (*instances(), *transposed_instances(), *program_instances())
+            kinds = (*instances(), *transposed_instances(), *quantised_instances(), *program_instances())
             found += [Unit(source, defines) for defines in kinds]
             found += rdma_units(source)
         else:

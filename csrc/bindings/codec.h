@@ -18,6 +18,7 @@
 #include "flashmoe/protocol/order.h"
 #include "flashmoe/spec/layer.h"
 #include "host/error.h"
+#include "host/placement.h"
 #include "host/text.h"
 
 namespace flashmoe {
@@ -140,8 +141,8 @@ inline LayerSpec layer_of(Map map) {
   LayerSpec l;
   for_each_field(l, f);
   f.done();
-  if (const char* const name = differing_type(l)) {
-    DType other{};
+  DType expected{}, other{};
+  if (const char* const name = differing_type(l, expected)) {
     for_each_field(l, [&](const char* each, auto& field) {
       if constexpr (std::is_same_v<decltype(field), DType&>) {
         if (std::string_view(each) == name) other = field;
@@ -149,7 +150,13 @@ inline LayerSpec layer_of(Map map) {
     });
     throw host::Error(
         host::Error::Kind::kInvalidArgument,
-        host::concat(name, ": expected ", name_of(l.x_type), ", the element type of x, got ", name_of(other)));
+        host::concat(name, ": expected ", name_of(expected), " beside weights of ", name_of(l.weight_type),
+                     " and a y of ", name_of(l.y_type), ", got ", name_of(other)));
+  }
+  if (l.quantised() != (l.weight_scales != WeightScales::kNone)) {
+    throw host::Error(host::Error::Kind::kInvalidArgument,
+                      host::concat("weight_scales: expected ", l.quantised() ? "some" : "none", " with weights of ",
+                                   name_of(l.weight_type), ", got ", name_of(l.weight_scales)));
   }
   return l;
 }
@@ -168,9 +175,16 @@ inline OrderPolicy order_of(Map map) {
   return o;
 }
 
-inline std::vector<uint32_t> ranks_of(const ffi::Array<int64_t>& owners) {
-  std::vector<uint32_t> out;
-  for (const int64_t q : owners) out.push_back(static_cast<uint32_t>(q));
+// A placement in one list: of each expert a rank that holds it, and behind it ~q for each further one, q.
+inline host::Holders holders_of(const ffi::Array<int64_t>& placement) {
+  host::Holders out;
+  for (const int64_t q : placement) {
+    if (q >= 0 || out.experts() == 0) {
+      out.expert(static_cast<uint32_t>(q));
+    } else {
+      out.copy(static_cast<uint32_t>(~q));
+    }
+  }
   return out;
 }
 

@@ -59,9 +59,14 @@ FieldRows field_rows(const Limits& limits) {
   FieldRows rows;
   append_fields(rows, kHeapTable, limits, "heap");
   append_fields(rows, kWorkTable, limits, "workspace");
-  if (limits.rdma != 0) append_fields(rows, kPutTable, limits, "workspace");
+  if (make_put_layout(limits).bytes != 0) append_fields(rows, kPutTable, limits, "workspace");
   return rows;
 }
+
+template <>
+inline constexpr const char* kGone<cpu::Kept> =
+    "backward pass: what the forward pass kept is gone: its tensor was copied, and the original dropped (by a hook on "
+    "saved tensors?)";
 
 }  // namespace flashmoe
 
@@ -69,7 +74,12 @@ namespace flashmoe::cpu {
 namespace {
 
 FieldRows layout_fields(Map limits) {
-  return guarded([&] { return field_rows(limits_of(limits)); });
+  return guarded([&] {
+    const Limits l = limits_of(limits);
+    FieldRows rows = field_rows(l);
+    append_fields(rows, kGradientTable, l, "heap");
+    return rows;
+  });
 }
 
 int64_t rows_of_rank(Map limits) {
@@ -89,7 +99,18 @@ Map option_names() {
           {"activation", names<Activation>()},
           {"routing", names<Routing>()},
           {"return_mode", names<ReturnMode>()},
+          {"weight_scales", names<WeightScales>()},
           {"phase", names<Phase>()}};
+}
+
+// For tests: rows of float32 [T, n] as the engine quantises them, to e4m3 [T, n] and scales [T, ceil(n / 128)].
+void quantise_rows(const ffi::Tensor& values, const ffi::Tensor& elements, const ffi::Tensor& scales) {
+  const auto n = static_cast<uint32_t>(values.shape()[1]);
+  for (int64_t t = 0; t < values.shape()[0]; ++t) {
+    quantise(static_cast<uint8_t*>(elements.data_ptr()) + t * n,
+             static_cast<float*>(scales.data_ptr()) + t * scale_blocks(n),
+             static_cast<const float*>(values.data_ptr()) + t * n, n);
+  }
 }
 
 int64_t capacity_of(double factor, int64_t tokens, int64_t top_k, int64_t experts) {
@@ -122,7 +143,7 @@ void end_if_interrupted() {
 ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
   return guarded([&] {
     const Limits limits = context_limits_of(map);
-    const uint64_t heap_bytes = make_heap_layout(limits).bytes;
+    const uint64_t heap_bytes = training_heap_bytes(limits);
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
                                                               static_cast<uint64_t>(timeout_ns));
@@ -160,6 +181,28 @@ T* memory_of(const char* name, const Given& tensor, bool wanted = true) {
   return reinterpret_cast<T*>(static_cast<uint8_t*>((*tensor).data_ptr()) + (*tensor).byte_offset());
 }
 
+// What a call has kept, as a tensor of two int64, its handle and its bytes, whose memory is freed with it: so it lives as
+// long as the tensor does, and whoever saves that (PyTorch's graph) owns what was kept.
+class KeptTensor {
+ public:
+  explicit KeptTensor(std::shared_ptr<Kept> kept)
+      : words_{registry<Kept>().add(kept), static_cast<int64_t>(kept->bytes())} {}
+  void AllocData(DLTensor* tensor) { tensor->data = new Words(words_); }
+  void FreeData(DLTensor* tensor) {
+    registry<Kept>().remove(words_[0]);
+    delete static_cast<Words*>(tensor->data);
+  }
+
+  static ffi::Tensor of(std::shared_ptr<Kept> kept) {
+    return ffi::Tensor::FromNDAlloc(KeptTensor(std::move(kept)), ffi::Shape{2}, DLDataType{kDLInt, 64, 1},
+                                    DLDevice{kDLCPU, 0});
+  }
+
+ private:
+  using Words = std::array<int64_t, 2>;
+  Words words_;
+};
+
 Map as_map(const CallReport& r) {
   Map out;
   auto set = [&](const char* name, uint64_t v) { out.Set(name, static_cast<int64_t>(v)); };
@@ -187,52 +230,187 @@ Map as_map(const CallReport& r) {
   return out;
 }
 
+// For each expert, the rank to which `rank` sends its tokens.
+ffi::Array<int64_t> placement_owners(ffi::Array<int64_t> placement, int64_t rank) {
+  return guarded([&] {
+    const host::Holders holders = holders_of(placement);
+    ffi::Array<int64_t> owners;
+    for (uint32_t e = 0; e < holders.experts(); ++e) owners.push_back(holders.for_rank(e, static_cast<uint32_t>(rank)));
+    return owners;
+  });
+}
+
 // The calls of one layer by a context, which it does not keep alive. A call takes T, whether it is traced, the seed of
-// its perturbation, its tensors in host memory, and [T, K] for the routing that it has chosen. It returns its report:
-// times and counts of each phase, events as rows of six.
-ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map order, int64_t groups) {
+// its perturbation, whether it keeps what gradients need, its tensors in host memory, and [T, K] for the routing that it
+// has chosen. It returns its report: times and counts of each phase, events as rows of six, and what is kept.
+ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map order, int64_t groups) {
   return guarded([&] {
     CallOptions options;
-    options.placement = ranks_of(owners);
+    options.placement = holders_of(placement);
     options.groups = static_cast<uint32_t>(groups);
     options.order = order_of(std::move(order));
     auto call = [handle, options, spec = layer_of(std::move(layer))](
-                    int64_t tokens, bool trace, int64_t perturbation, const Given& x, const Given& gate_up_proj,
-                    const Given& down_proj, const Given& router, const Given& router_bias, const Given& choice_bias,
-                    const Given& gate_up_bias, const Given& down_bias, const Given& shared_gate_up,
-                    const Given& shared_down, const Given& shared_gate, const Given& topk_ids,
+                    int64_t tokens, bool trace, int64_t perturbation, bool keep, const Given& x,
+                    const Given& gate_up_proj, const Given& down_proj, const Given& router, const Given& router_bias,
+                    const Given& choice_bias, const Given& gate_up_bias, const Given& down_bias,
+                    const Given& shared_gate_up, const Given& shared_down, const Given& shared_gate,
+                    const Given& gate_up_scale, const Given& down_scale, const Given& shared_gate_up_scale,
+                    const Given& shared_down_scale, const Given& x_scale, const Given& topk_ids,
                     const Given& topk_weights, const Given& load, const Given& router_logits, const Given& out,
                     const Given& chosen, const Given& weights) {
       return guarded([&] {
         const auto context = registry<Context>().get(handle);
         const bool routed = spec.routing != Routing::kGiven;
-        const Layer l{.spec = spec,
-                      .x = memory_of<void>("x", x),
-                      .gate_up = memory_of<void>("gate_up_proj", gate_up_proj),
-                      .gate_up_bias = memory_of<void>("gate_up_bias", gate_up_bias, spec.gate_up_bias),
-                      .down = memory_of<void>("down_proj", down_proj),
-                      .down_bias = memory_of<void>("down_bias", down_bias, spec.down_bias),
-                      .router = memory_of<void>("router", router, routed),
-                      .router_bias = memory_of<void>("router_bias", router_bias, spec.router_bias),
-                      .choice_bias = memory_of<float>("choice_bias", choice_bias, spec.choice_bias),
-                      .shared_gate_up = memory_of<void>("shared_gate_up", shared_gate_up, spec.shared != 0),
-                      .shared_down = memory_of<void>("shared_down", shared_down, spec.shared != 0),
-                      .shared_gate = memory_of<void>("shared_gate", shared_gate, spec.shared_gate),
-                      .topk_ids = memory_of<int32_t>("topk_ids", topk_ids, !routed),
-                      .topk_weights = memory_of<void>("topk_weights", topk_weights, !routed),
-                      .topk_weight_type = routed || (*topk_weights).dtype().bits == 32 ? DType::kFloat32 : spec.x_type,
-                      .out = memory_of<void>("out", out),
-                      .load = memory_of<uint64_t>("load", load, load.has_value()),
-                      .router_logits = memory_of<float>("router_logits", router_logits, router_logits.has_value())};
+        const bool scaled = spec.weight_scales != WeightScales::kNone, scaled_shared = scaled && spec.shared != 0;
+        const auto kept = keep ? std::make_shared<Kept>() : nullptr;
+        if (keep) {
+          kept->spec = spec, kept->placement = options.placement;
+          if (routed) kept->logits.resize(static_cast<uint64_t>(tokens) * spec.experts);
+        }
+        const Layer l{
+            .spec = spec,
+            .x = memory_of<void>("x", x),
+            .x_scale = memory_of<float>("x_scale", x_scale, spec.x_type == DType::kFloat8E4M3),
+            .gate_up = memory_of<void>("gate_up_proj", gate_up_proj),
+            .gate_up_bias = memory_of<void>("gate_up_bias", gate_up_bias, spec.gate_up_bias),
+            .down = memory_of<void>("down_proj", down_proj),
+            .down_bias = memory_of<void>("down_bias", down_bias, spec.down_bias),
+            .router = memory_of<void>("router", router, routed),
+            .router_bias = memory_of<void>("router_bias", router_bias, spec.router_bias),
+            .choice_bias = memory_of<float>("choice_bias", choice_bias, spec.choice_bias),
+            .shared_gate_up = memory_of<void>("shared_gate_up", shared_gate_up, spec.shared != 0),
+            .shared_down = memory_of<void>("shared_down", shared_down, spec.shared != 0),
+            .shared_gate = memory_of<void>("shared_gate", shared_gate, spec.shared_gate),
+            .gate_up_scale = memory_of<float>("gate_up_scale", gate_up_scale, scaled),
+            .down_scale = memory_of<float>("down_scale", down_scale, scaled),
+            .shared_gate_up_scale = memory_of<float>("shared_gate_up_scale", shared_gate_up_scale, scaled_shared),
+            .shared_down_scale = memory_of<float>("shared_down_scale", shared_down_scale, scaled_shared),
+            .topk_ids = memory_of<int32_t>("topk_ids", topk_ids, !routed),
+            .topk_weights = memory_of<void>("topk_weights", topk_weights, !routed),
+            .topk_weight_type = routed || (*topk_weights).dtype().bits == 32 ? DType::kFloat32 : spec.y_type,
+            .out = memory_of<void>("out", out),
+            .load = memory_of<uint64_t>("load", load, load.has_value()),
+            .router_logits = keep && routed
+                                 ? kept->logits.data()
+                                 : memory_of<float>("router_logits", router_logits, router_logits.has_value()),
+            .keep = kept.get()};
         CallOptions o = options;
         o.tokens = static_cast<uint32_t>(tokens);
         o.record_events = trace;
         o.perturbation = static_cast<uint64_t>(perturbation);
-        return as_map(
+        Map report = as_map(
             context->call(l, o, {memory_of<int32_t>("topk_ids", chosen), memory_of<float>("topk_weights", weights)}));
+        if (!keep) return report;
+        if (routed && router_logits.has_value()) {
+          std::copy(kept->logits.begin(), kept->logits.end(), memory_of<float>("router_logits", router_logits));
+        }
+        report.Set("kept", KeptTensor::of(kept));
+        return report;
       });
     };
     return ffi::Function::FromTyped(std::move(call));
+  });
+}
+
+// For tests: how many calls' gradients may still be asked for.
+int64_t kept_calls() {
+  return registry<Kept>().count();
+}
+
+using Named = ffi::Map<ffi::String, ffi::Tensor>;
+
+// Where the tensor of that name begins; null if there is none.
+void* memory_of(const Named& tensors, const char* name) {
+  const ffi::String key(name);
+  if (tensors.count(key) == 0) return nullptr;
+  const ffi::Tensor tensor = tensors.at(key);
+  return static_cast<uint8_t*>(tensor.data_ptr()) + tensor.byte_offset();
+}
+
+// Throws Error where a tensor of a backward pass is not as the kept call's was: one that is missing, of another number of
+// elements, or of elements of another size. `all`: none may be missing.
+void check_tensors(const Kept& kept, const Named& tensors, bool all) {
+  const LayerSpec& l = kept.spec;
+  const uint64_t t = kept.tokens, h = l.hidden, e = l.experts, up = l.gate_up_rows(), i = l.intermediate, s = l.shared;
+  const uint64_t local = kept.local_experts() - shared_experts(l.shared);
+  const bool routed = l.routing != Routing::kGiven;
+  const struct {
+    const char* name;
+    uint64_t elements;
+    bool wanted;
+    uint32_t bytes;
+  } rows[] = {{"x", t * h, true, element_bytes(l.x_type)},
+              {"y", t * h, all, element_bytes(l.y_type)},
+              {"gate_up_proj", local * up * h, true, element_bytes(l.weight_type)},
+              {"down_proj", local * h * i, true, element_bytes(l.weight_type)},
+              {"gate_up_bias", local * up, l.gate_up_bias, element_bytes(l.y_type)},
+              {"down_bias", local * h, l.down_bias, element_bytes(l.y_type)},
+              {"router", e * h, routed, element_bytes(l.y_type)},
+              {"router_bias", e, l.router_bias, element_bytes(l.y_type)},
+              {"choice_bias", e, l.choice_bias, 4},
+              {"shared_gate_up", s * up * h, s != 0, element_bytes(l.weight_type)},
+              {"shared_down", s * h * i, s != 0, element_bytes(l.weight_type)},
+              {"shared_gate", h, l.shared_gate, element_bytes(l.y_type)},
+              {"topk_weights", t * l.top_k, !routed, 0},  // of two types
+              {"router_logits", t * e, false, 4}};
+  for (const auto& row : rows) {
+    const ffi::String key(row.name);
+    if (tensors.count(key) == 0) {
+      if (!all || !row.wanted) continue;
+      throw host::Error(host::Error::Kind::kInvalidArgument,
+                        host::concat(row.name, ": expected a tensor, as the forward pass had, got none"));
+    }
+    const ffi::Tensor tensor = tensors.at(key);
+    const uint32_t bytes = tensor.dtype().bits / 8;
+    if (static_cast<uint64_t>(tensor.numel()) == row.elements && (row.bytes == 0 || bytes == row.bytes)) continue;
+    throw host::Error(host::Error::Kind::kInvalidArgument,
+                      host::concat(row.name, ": expected ", row.elements, " elements of ", row.bytes,
+                                   " bytes, as in the forward pass, got ", tensor.numel(), " of ", bytes));
+  }
+}
+
+// The gradients of the call that left `kept`, from its tensors by name and `y`, the gradient of its result (perhaps
+// `logits`, too): of those in `wanted`, by the names of their tensors, x among them.
+void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t groups, int64_t perturbation,
+                      const Named& given, const Named& wanted) {
+  guarded([&] {
+    const auto context = registry<Context>().get(handle);
+    const auto kept = registry<Kept>().get(kept_handle);
+    check_tensors(*kept, given, true);
+    check_tensors(*kept, wanted, false);
+    const ffi::String weights("topk_weights");
+    const bool narrow = given.count(weights) != 0 && given.at(weights).dtype().bits != 32;
+    const auto in = [&](const char* name) { return memory_of(given, name); };
+    const auto out = [&](const char* name) { return memory_of(wanted, name); };
+    const Gradients gradients{.layer = {.spec = kept->spec,
+                                        .x = in("x"),
+                                        .gate_up = in("gate_up_proj"),
+                                        .down = in("down_proj"),
+                                        .down_bias = in("down_bias"),
+                                        .router = in("router"),
+                                        .choice_bias = static_cast<const float*>(in("choice_bias")),
+                                        .shared_gate_up = in("shared_gate_up"),
+                                        .shared_down = in("shared_down"),
+                                        .shared_gate = in("shared_gate"),
+                                        .topk_weight_type = narrow ? kept->spec.y_type : DType::kFloat32},
+                              .y = in("y"),
+                              .logits = static_cast<const float*>(in("router_logits")),
+                              .x = out("x"),
+                              .gate_up = out("gate_up_proj"),
+                              .gate_up_bias = out("gate_up_bias"),
+                              .down = out("down_proj"),
+                              .down_bias = out("down_bias"),
+                              .router = out("router"),
+                              .router_bias = out("router_bias"),
+                              .shared_gate_up = out("shared_gate_up"),
+                              .shared_down = out("shared_down"),
+                              .shared_gate = out("shared_gate"),
+                              .topk_weights = out("topk_weights")};
+    CallOptions options;
+    options.groups = static_cast<uint32_t>(groups);
+    options.order = order_of(std::move(order));
+    options.perturbation = static_cast<uint64_t>(perturbation);
+    context->backward(*kept, gradients, options);
   });
 }
 
@@ -242,10 +420,14 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> owner
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(option_names, flashmoe::cpu::option_names)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantise_rows, flashmoe::cpu::quantise_rows)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(placement_owners, flashmoe::cpu::placement_owners)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(end_calls, flashmoe::cpu::end_calls)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_create, flashmoe::cpu::context_create)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_bytes, flashmoe::cpu::context_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_set_tile, flashmoe::cpu::context_set_tile)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_layer, flashmoe::cpu::context_layer)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kept_calls, flashmoe::cpu::kept_calls)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_backward, flashmoe::cpu::context_backward)

@@ -74,12 +74,12 @@ Matrix matrix(Fields& f, const std::string& name) {
 }
 
 // tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts.
-int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map tensors, ffi::String cubin, bool traced,
+int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin, bool traced,
                   int64_t stream) {
   return guarded([&] {
     Layer l;
     l.spec = layer_of(layer);
-    l.placement = ranks_of(owners);
+    l.placement = holders_of(placement);
     Fields f("tensors", tensors);
     l.gate_up = matrix(f, "gate_up_proj");
     l.down = matrix(f, "down_proj");
@@ -91,6 +91,10 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> owners, Map ten
     f("router_bias", l.router_bias);
     f("choice_bias", l.choice_bias);
     f("shared_gate", l.shared_gate);
+    f("gate_up_scale", l.gate_up_scale);
+    f("down_scale", l.down_scale);
+    f("shared_gate_up_scale", l.shared_gate_up_scale);
+    f("shared_down_scale", l.shared_down_scale);
     f("topk_ids_64", l.topk_ids_64);
     f("topk_weights_as_x", l.topk_weights_as_x);
     f.done();
@@ -104,12 +108,13 @@ void remove_layer(int64_t handle, int64_t layer) {
   guarded([&] { context(handle)->remove_layer(layer); });
 }
 
-void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t x, int64_t x_row_bytes, int64_t out,
-          int64_t topk_ids, int64_t topk_weights, int64_t load, int64_t router_logits) {
+void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t x, int64_t x_row_bytes,
+          int64_t x_scale, int64_t out, int64_t topk_ids, int64_t topk_weights, int64_t load, int64_t router_logits) {
   guarded([&] {
     const TokenSpec t{.tokens = static_cast<uint32_t>(tokens),
                       .x = static_cast<uint64_t>(x),
                       .x_row_bytes = static_cast<uint64_t>(x_row_bytes),
+                      .x_scale = static_cast<uint64_t>(x_scale),
                       .out = static_cast<uint64_t>(out),
                       .topk_ids = static_cast<uint64_t>(topk_ids),
                       .topk_weights = static_cast<uint64_t>(topk_weights),

@@ -37,6 +37,10 @@ auto guarded(Fn&& fn) {
   }
 }
 
+// What is said of a handle whose object is gone.
+template <class Context>
+inline constexpr const char* kGone = "context: it is closed";
+
 // Handles instead of pointers: a stale one is an error, not a crash.
 template <class Context>
 class Registry {
@@ -49,8 +53,12 @@ class Registry {
   std::shared_ptr<Context> get(int64_t handle) {
     const std::lock_guard lock(mutex());
     const auto it = contexts_.find(handle);
-    if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, "context: it is closed");
+    if (it == contexts_.end()) throw host::Error(host::Error::Kind::kOther, kGone<Context>);
     return it->second;
+  }
+  int64_t count() {
+    const std::lock_guard lock(mutex());
+    return static_cast<int64_t>(contexts_.size());
   }
   void remove(int64_t handle) {
     std::shared_ptr<Context> last;  // destroyed outside of the lock

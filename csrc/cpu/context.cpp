@@ -46,6 +46,34 @@ class DefaultFloats {
   std::fenv_t before_;
 };
 
+// Throws Error where a slice behind an expert's first has a bias of the second product: the sum of the slices would have
+// that once more. (On a GPU nobody looks at values.)
+void check_later_slices(const Layer& layer, const host::PlacementTables& placement, uint32_t rank) {
+  const LayerSpec& l = layer.spec;
+  if (l.slices == 1 || layer.down_bias == nullptr) return;
+  std::vector<float> row(l.hidden);
+  const uint32_t* slices = placement.by_owner.data() + placement.owner_base[rank];
+  for (uint32_t i = 0; i < placement.local_experts(rank); ++i) {
+    if (slices[i] % l.slices == 0) continue;
+    const uint64_t at = uint64_t{i} * l.hidden * element_bytes(l.y_type);
+    widen(row.data(), static_cast<const uint8_t*>(layer.down_bias) + at, l.y_type, l.hidden);
+    const auto bias = std::find_if(row.begin(), row.end(), [](float v) { return v != 0.0f; });
+    if (bias == row.end()) continue;
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("down_bias: expected 0 but for first slices, got ", *bias, " in row ", i, ", of slice ",
+                       slices[i] % l.slices, " of expert ", slices[i] / l.slices));
+  }
+}
+
+// A task has all columns of its unit.
+std::array<uint32_t, kProducts> all_columns(const LayerSpec& layer) {
+  std::array<uint32_t, kProducts> all{};
+  for (uint32_t n = 0; n < kProducts; ++n) {
+    all[n] = kProgram[n].columns == Axis::kHidden ? layer.hidden : layer.intermediate;
+  }
+  return all;
+}
+
 // How often a thread that waits asks whether it is interrupted.
 constexpr auto kRarely = std::chrono::milliseconds(50);
 
@@ -84,8 +112,10 @@ class Context::Turn {
 Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
     : group_(std::move(group)),
       limits_(limits),
+      gradient_layout_(make_gradient_layout(limits)),
       seen_(limits.ranks),
       traces_(limits.processors + 1),
+      weight_buffers_(limits.processors),
       worker_memory_(limits.processors) {
   call_.rank = rank;
   call_.shape.ranks = limits.ranks;
@@ -96,7 +126,8 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
   make_workspace();
   for (uint32_t id = 0; id < limits.processors; ++id) {
     traces_[id + 1].actor = id + 1;
-    engines_.push_back(std::make_unique<Engine>(call_, layer_, limits_, traces_[id + 1]));
+    engines_.push_back(std::make_unique<Engine>(call_, layer_, task_columns_, traces_[id + 1]));
+    backward_engines_.push_back(std::make_unique<BackwardEngine>(call_, layer_, task_columns_, traces_[id + 1]));
   }
   start_actors();
 }
@@ -130,7 +161,7 @@ void Context::stop_actors() {
 void Context::make_workspace() {
   call_.memory = make_call_memory(limits_);
   call_.memory.heaps = group_->heaps();
-  workspace_ = host::make_single_rank_group(call_.memory.work_layout.bytes);  // zeroed on first touch
+  workspace_ = host::make_single_rank_group(work_bytes(limits_));  // zeroed on first touch
   call_.memory.work = workspace_->heaps()[0];
 }
 
@@ -147,7 +178,9 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
   const DefaultFloats here;  // the caller computes nothing else
+  const bool backward = o.forward != 0;
   placement_ = host::placement_tables(o.placement, limits_, call_.rank, layer.spec.shared != 0);
+  if (!backward) check_later_slices(layer, placement_, call_.rank);
   layer_ = layer;
   const LayerSpec& spec = layer_.spec;
   perturbation_ = o.perturbation;
@@ -159,14 +192,16 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.shape.tokens = o.tokens;
   call_.set_layer(spec);
   call_.policy.log2_block = log2_token_block(o.tokens, call_.policy.clusters, limits_.entries_per_token());
-  call_.shape.capacity = expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
+  // What a capacity drops, the forward pass has dropped.
+  call_.shape.capacity = backward ? 0 : expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
   call_.shape.return_mode = spec.return_mode;
   call_.policy.tile_rows = limits_.tile_rows;
-  call_.cut_columns(limits_.columns_per_task);
-  call_.policy.joined = joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
+  task_columns_ = backward ? all_columns(spec) : task_columns(spec, limits_.columns_per_task);
+  call_.cut_columns(task_columns_);
+  call_.policy.joined = !backward && joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
   call_.policy.groups = return_groups(call_.policy.columns[kReturning], o.groups, call_.policy.group_first);
   call_.policy.order = o.order;
-  call_.config = host::make_config(call_, spec, o.placement, limits_.columns_per_task[kReturning]);
+  call_.config = host::make_config(call_, spec, o.placement, task_columns_[kReturning], o.forward);
   experts_.resize(std::max(call_.shape.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
@@ -193,12 +228,21 @@ void Context::actor_loop(uint32_t actor) {
 }
 
 void Context::run_actor(uint32_t actor) {
-  if (actor != 0) return run_processor<CpuPlatform>(call_, actor - 1, *engines_[actor - 1], worker_memory_[actor - 1]);
+  if (actor != 0) return run_processor_of(actor - 1);
+  if (work_ == Work::kWeights) return;
   const uint64_t start = monotonic_ns();
   run_os<CpuPlatform>(
       call_,
       {.subscriber = {sources_.data(), {experts_.data(), 0, 1}}, .scheduler = &scheduler_, .seen = seen_.data()});
   traces_[0].add(Phase::kSchedule, start, monotonic_ns(), 0, 0);
+}
+
+void Context::run_processor_of(uint32_t id) {
+  switch (work_) {
+    case Work::kCall: return run_processor<CpuPlatform>(call_, id, *engines_[id], worker_memory_[id]);
+    case Work::kBackward: return run_processor<CpuPlatform>(call_, id, *backward_engines_[id], worker_memory_[id]);
+    case Work::kWeights: return weight_gradients(*backward_, weight_buffers_[id]);
+  }
 }
 
 // An actor is out of memory in the midst of its work, or the user interrupts: this rank's call ends. The peers' end when
@@ -225,13 +269,7 @@ void Context::await_actors() {
   }
 }
 
-CallReport Context::call(const Layer& layer, const CallOptions& options, const RoutingOut& routing) {
-  const Turn one_at_a_time(*this);
-  if (broken_) {
-    throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
-  }
-  prepare(layer, options);
-  const uint64_t start = monotonic_ns();
+void Context::run() {
   {
     const std::lock_guard lock(mutex_);
     ++generation_;
@@ -239,13 +277,52 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   }
   wake_.notify_all();
   await_actors();
+}
+
+void Context::refuse_if_broken() const {
+  if (!broken_) return;
+  throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
+}
+
+CallReport Context::call(const Layer& layer, const CallOptions& options, const RoutingOut& routing) {
+  const Turn one_at_a_time(*this);
+  refuse_if_broken();
+  prepare(layer, options);
+  work_ = Work::kCall;
+  const uint64_t start = monotonic_ns();
+  run();
   const uint64_t end = monotonic_ns();
   check_outcome();
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
-    std::copy_n(call_.routing(t), layer.spec.top_k, routing.ids + uint64_t{t} * layer.spec.top_k);
-    std::copy_n(call_.weights(t), layer.spec.top_k, routing.weights + uint64_t{t} * layer.spec.top_k);
+    const uint32_t choices = call_.shape.routed_top_k();
+    std::copy_n(call_.routing(t), choices, routing.ids + uint64_t{t} * choices);
+    std::copy_n(call_.weights(t), choices, routing.weights + uint64_t{t} * choices);
   }
+  if (layer.keep != nullptr) layer.keep->finish(call_);
   return report(options, start, end);
+}
+
+void Context::backward(const Kept& kept, const Gradients& gradients, const CallOptions& options) {
+  const Turn one_at_a_time(*this);
+  refuse_if_broken();
+  if (kept.rank != call_.rank || kept.ranks != call_.shape.ranks) {
+    throw Error(Error::Kind::kOther, concat("backward pass: expected a call of rank ", kept.rank, " of ", kept.ranks,
+                                            ", got the context of rank ", call_.rank, " of ", call_.shape.ranks));
+  }
+  Backward pass(kept, gradients);
+  Layer layer = gradients.layer;
+  layer.x = gradients.y, layer.out = gradients.x;
+  CallOptions of_pass = options;
+  of_pass.placement = kept.placement, of_pass.tokens = kept.tokens, of_pass.forward = kept.epoch;
+  prepare(layer, of_pass);
+  for (auto& engine : backward_engines_) engine->begin_pass(pass, gradient_layout_);
+  backward_ = &pass;
+  work_ = Work::kBackward;
+  run();
+  check_outcome();
+  work_ = Work::kWeights;
+  run();
+  check_outcome();
 }
 
 void Context::check_outcome() {
@@ -279,7 +356,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   }
   for (uint32_t t = 0; t < o.tokens; ++t) {
     const int32_t* ids = call_.routing(t);
-    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1));
+    r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1)) / call_.shape.slices;
   }
   // Joined rows were counted one by one, or, with one row a token, not at all: reported are all token blocks.
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();

@@ -8,7 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/engine.h"
+#include "cpu/backward_engine.h"
+#include "cpu/weight_gradients.h"
 #include "flashmoe/actors/os.h"
 #include "host/group.h"
 #include "host/placement.h"
@@ -18,11 +19,12 @@ namespace flashmoe::cpu {
 // What a call adds to its layer.
 struct CallOptions {
   uint32_t tokens = 0;
-  std::vector<uint32_t> placement;  // [E] owner rank of each expert
-  uint32_t groups = 1;              // return groups, as far as GEMM1 has columns for them
+  host::Holders placement;  // of each of E experts
+  uint32_t groups = 1;      // return groups, as far as GEMM1 has columns for them
   OrderPolicy order;
   bool record_events = false;
   uint64_t perturbation = 0;  // seed of schedule perturbation, 0: none
+  Epoch forward = 0;          // of a backward pass: the call whose gradients it computes
 };
 
 // What a call did on this rank. Times are sums over processors.
@@ -36,7 +38,8 @@ struct CallReport {
   std::vector<Event> events;
 };
 
-// Where a call leaves the chosen experts (-1: dropped) and their weights, [T, K] each. Null: nowhere.
+// Where a call leaves the chosen experts (-1: dropped) and their weights, [T, K] each, or [T, K slices] of their slices.
+// Null: nowhere.
 struct RoutingOut {
   int32_t* ids = nullptr;
   float* weights = nullptr;
@@ -56,8 +59,12 @@ class Context {
   // call from within a call, as a handler of signals may make it, is an Error.
   CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
-  uint64_t heap_bytes() const { return call_.memory.heap_layout.bytes; }
-  uint64_t workspace_bytes() const { return call_.memory.work_layout.bytes; }
+  // The gradients of a call from what it has kept; every rank of the group must call, for the same call. What a group does
+  // when it fails, and who may call, is as in call(). Throws Error where `kept` is of another rank or group.
+  void backward(const Kept& kept, const Gradients& gradients, const CallOptions& options);
+
+  uint64_t heap_bytes() const { return training_heap_bytes(limits_); }
+  uint64_t workspace_bytes() const { return work_bytes(limits_); }
 
   // For tests: tiles of another shape, so that small problems have many.
   void set_tile(uint32_t rows, uint32_t columns);
@@ -67,10 +74,13 @@ class Context {
 
   void make_workspace();
   void prepare(const Layer& layer, const CallOptions& options);
+  void refuse_if_broken() const;
+  void run();
   void start_actors();
   void stop_actors();
   void actor_loop(uint32_t actor);
   void run_actor(uint32_t actor);
+  void run_processor_of(uint32_t id);
   void end_call(std::exception_ptr& to, std::exception_ptr why);
   void await_actors();
   void check_outcome();
@@ -78,9 +88,11 @@ class Context {
 
   std::unique_ptr<host::Group> group_;
   Limits limits_;
+  GradientLayout gradient_layout_;
   Call call_;
   Layer layer_;
-  std::unique_ptr<host::Group> workspace_;  // private memory of this rank
+  std::array<uint32_t, kProducts> task_columns_{};  // of the call
+  std::unique_ptr<host::Group> workspace_;          // private memory of this rank
   bool broken_ = false;
   uint64_t perturbation_ = 0;
 
@@ -93,6 +105,8 @@ class Context {
 
   std::vector<ActorTrace> traces_;
   std::vector<std::unique_ptr<Engine>> engines_;
+  std::vector<std::unique_ptr<BackwardEngine>> backward_engines_;
+  std::vector<WeightBuffers> weight_buffers_;                  // of each processor
   std::vector<OneWorker<CpuPlatform>::Memory> worker_memory_;  // of each processor
   // Actors, each a thread: 0 is the OS, behind it come the processors. They sleep between calls; generation_ wakes them,
   // running_ counts those not yet done.
@@ -101,6 +115,9 @@ class Context {
   std::thread::id caller_;  // the thread whose call it is, if there is one
   uint64_t generation_ = 0;
   uint32_t running_ = 0;
+  // What actors do when they wake: a call; a backward pass, or what that leaves for when its rows are home.
+  enum class Work { kCall, kBackward, kWeights } work_ = Work::kCall;
+  Backward* backward_ = nullptr;
   bool stopping_ = false;
   std::exception_ptr failure_;    // what an actor threw in this call, the first of them
   std::exception_ptr interrupt_;  // what check_interrupt threw

@@ -8,19 +8,6 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Grows a buffer, never shrinks it; zeroed, so that the surplus rows of a GEMM are finite.
-float* room(std::vector<float>& buffer, size_t n) {
-  if (buffer.size() < n) buffer.resize(n);
-  return buffer.data();
-}
-
-const uint8_t* at(const void* elements, DType t, uint64_t i) {
-  return static_cast<const uint8_t*>(elements) + i * element_bytes(t);
-}
-uint8_t* at(void* elements, DType t, uint64_t i) {
-  return static_cast<uint8_t*>(elements) + i * element_bytes(t);
-}
-
 class Timed {
  public:
   Timed(ActorTrace& trace, Phase phase, uint32_t index, uint32_t column = 0)
@@ -38,25 +25,34 @@ class Timed {
 
 }  // namespace
 
-bool Engine::dispatch(uint32_t b) {
+PacketScratch Engine::packet_scratch() {
   const size_t choices = size_t{c_.block_tokens()} * c_.shape.top_k;
   words_.resize(choices + c_.shape.ranks + 1);
   halves_.resize(3 * size_t{c_.shape.experts});
-  const PacketScratch s{.choices = words_.data(),
-                        .weights = room(weights_, choices),
-                        .place = halves_.data(),
-                        .count = halves_.data() + c_.shape.experts,
-                        .start = halves_.data() + 2 * size_t{c_.shape.experts},
-                        .entries = words_.data() + choices,
-                        .bad = words_.data() + choices + c_.shape.ranks,
-                        .owner = c_.placement.owner};
+  return {.choices = words_.data(),
+          .weights = room(weights_, choices),
+          .place = halves_.data(),
+          .count = halves_.data() + c_.shape.experts,
+          .start = halves_.data() + 2 * size_t{c_.shape.experts},
+          .entries = words_.data() + choices,
+          .bad = words_.data() + choices + c_.shape.ranks,
+          .owner = c_.placement.owner};
+}
+
+bool Engine::dispatch(uint32_t b) {
+  const PacketScratch s = packet_scratch();
   {
     const Timed timed(trace_, Phase::kGate, b);
     if (!route(b, s)) return false;
+    for (uint32_t t = 0; c_.shape.slices != 1 && t < c_.tokens_in_block(b); ++t) {
+      choose_slices<CpuPlatform>(c_, (b << c_.policy.log2_block) + t, s.ids + t * c_.shape.top_k,
+                                 s.weights + t * c_.shape.top_k);
+    }
     add_shared(b, s);
   }
   const Timed timed(trace_, Phase::kDispatch, b);
   if (!build_packets<CpuPlatform>(c_, b, s, layer_.load)) return false;
+  if (spec().quantised()) quantise_rows(b);
   signal_own_packet<CpuPlatform>(c_, b, s);
   for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
     if (q != c_.rank) trace_.entries_sent += s.entries[q];
@@ -80,12 +76,12 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
   }
   const uint32_t rows = padded_rows(tokens, experts, c_.shape.hidden);
   float* a = room(a_, size_t{rows} * c_.shape.hidden);
-  widen(a, token_row(c_.rank, first), spec().x_type, uint64_t{tokens} * c_.shape.hidden);
+  widen(a, input_row(first), spec().x_type, uint64_t{tokens} * c_.shape.hidden);
   float* logits = room(out_, size_t{rows} * experts);
-  gemm(logits, a, tokens, layer_.router, c_.shape.hidden, spec().weight_type, experts, c_.shape.hidden, gemm_);
+  gemm(logits, a, tokens, layer_.router, c_.shape.hidden, spec().y_type, experts, c_.shape.hidden, gemm_);
   add_bias(logits, tokens, layer_.router_bias, 0, experts);
   const uint64_t count = uint64_t{tokens} * experts;
-  if (spec().round_logits) round_to(logits, spec().x_type, count);
+  if (spec().round_logits) round_to(logits, spec().y_type, count);
   if (layer_.router_logits != nullptr) std::copy_n(logits, count, layer_.router_logits + uint64_t{first} * experts);
   for (uint32_t t = 0; t < tokens; ++t) {
     if (choose_experts(spec(), layer_.choice_bias, logits + size_t{t} * experts, s.ids + t * c_.shape.top_k,
@@ -107,12 +103,12 @@ void Engine::add_shared(uint32_t b, const PacketScratch& s) {
   if (c_.shape.shared == 0) return;
   const uint32_t first = b << c_.policy.log2_block, hidden = c_.shape.hidden;
   float* gate = room(bias_, hidden);
-  if (spec().shared_gate) widen(gate, layer_.shared_gate, spec().weight_type, hidden);
+  if (spec().shared_gate) widen(gate, layer_.shared_gate, spec().y_type, hidden);
   float* x = room(a_, hidden);
   for (uint32_t t = 0; t < c_.tokens_in_block(b); ++t) {
     float weight = 1.0f;
     if (spec().shared_gate) {
-      widen(x, token_row(c_.rank, first + t), spec().x_type, hidden);
+      widen(x, input_row(first + t), spec().x_type, hidden);
       weight = 1.0f / (1.0f + std::exp(-std::inner_product(x, x + hidden, gate, 0.0f)));
     }
     choose_shared(c_, s.ids + t * c_.shape.top_k, s.weights + t * c_.shape.top_k, weight);
@@ -125,16 +121,38 @@ void Engine::send_rows(uint32_t q, uint32_t token, uint32_t rows) {
   ++trace_.rows_sent;
 }
 
+// The token block's rows, as they are sent and multiplied.
+void Engine::quantise_rows(uint32_t b) {
+  const uint32_t hidden = c_.shape.hidden, scales = scale_blocks(hidden);
+  float* x = room(a_, hidden);
+  for (uint32_t t = 0; t < c_.tokens_in_block(b); ++t) {
+    const uint32_t token = (b << c_.policy.log2_block) + t;
+    uint8_t* const row = c_.out_row(token);
+    float* const to = reinterpret_cast<float*>(row + scales_offset(hidden));
+    if (layer_.x_scale != nullptr) {
+      std::memcpy(row, input_row(token), hidden);
+      std::copy_n(layer_.x_scale + uint64_t{token} * scales, scales, to);
+    } else {
+      widen(x, input_row(token), spec().x_type, hidden);
+      quantise(row, to, x, hidden);
+    }
+  }
+}
+
+const uint8_t* Engine::input_row(uint32_t token) const {
+  return at(layer_.x, spec().x_type, uint64_t{token} * c_.shape.hidden);
+}
+
 const uint8_t* Engine::token_row(uint32_t source, uint32_t token) const {
-  if (source == c_.rank) return at(layer_.x, spec().x_type, uint64_t{token} * c_.shape.hidden);
-  return c_.dispatched_row(c_.rank, source, token);
+  if (source != c_.rank) return c_.dispatched_row(c_.rank, source, token);
+  return spec().quantised() ? c_.out_row(token) : input_row(token);
 }
 
 // rows[r, i] += bias[first + i * step], i < columns
 void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns, uint32_t step) {
   if (bias == nullptr) return;
   float* wide = room(bias_, columns);
-  widen_every(wide, at(bias, spec().weight_type, first), spec().weight_type, columns, step);
+  widen_every(wide, at(bias, spec().y_type, first), spec().y_type, columns, step);
   for (uint32_t r = 0; r < count; ++r) {
     for (uint32_t i = 0; i < columns; ++i) rows[uint64_t{r} * columns + i] += wide[i];
   }
@@ -161,6 +179,7 @@ uint8_t* Engine::intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) c
 // The tile's rows of the product's left operand, of all slices over which it contracts, in fp32, with room for the rows
 // that gemm() reads beyond them when it makes `columns` columns.
 float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
+  if (spec().quantised()) return load_quantised_rows(product, tile, columns);
   const uint32_t width = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
   const uint32_t length = contracted(product, c_.tile(tile)->shape.expert);
   float* a = room(a_, size_t{padded_rows(count, columns, length)} * length);
@@ -180,6 +199,37 @@ float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns
   return a;
 }
 
+// Rows that gemm() may read of a block of quantised rows, be it the last.
+uint32_t Engine::most_padded(uint32_t rows, uint32_t columns, uint32_t length) const {
+  const uint32_t last = length - (scale_blocks(length) - 1) * kScaleBlock;
+  return std::max(padded_rows(rows, columns, std::min(kScaleBlock, length)), padded_rows(rows, columns, last));
+}
+
+// The same of quantised rows: block of 128 columns by block, each with its rows one behind the other, without the
+// scales. These go to row_scales_, row by row.
+float* Engine::load_quantised_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
+  const uint32_t width = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
+  const uint32_t length = contracted(product, c_.tile(tile)->shape.expert), each = scale_blocks(width);
+  const uint32_t pitch = most_padded(count, columns, length);
+  float* a = room(a_, size_t{pitch} * length);
+  float* scale = room(row_scales_, size_t{count} * scale_blocks(length));
+  const Row* row_of = c_.tile_row(tile, 0);
+  for (uint32_t r = 0; r < count; ++r) {
+    const bool of_token = product.left == Operand::kTokens;
+    const float weight = of_token && spec().weights_on_input ? row_of[r].weight : 1.0f;
+    for (uint32_t s = 0; s < length / width; ++s) {
+      const uint8_t* row = of_token ? token_row(row_of[r].source, row_of[r].token) : intermediate_row(tile, s, r);
+      const float* scales = reinterpret_cast<const float*>(row + scales_offset(width));
+      for (uint32_t i = 0; i < each; ++i) {
+        const uint32_t first = i * kScaleBlock, n = min_of(kScaleBlock, width - first);
+        widen(a + size_t{pitch} * (s * width + first) + size_t{r} * n, row + first, DType::kFloat8E4M3, n);
+        *scale++ = scales[i] * weight;
+      }
+    }
+  }
+  return a;
+}
+
 // Elements over which the product contracts: all of the shared expert's width, or as many as other experts have.
 uint32_t Engine::contracted(const TaskRow& product, uint32_t expert) const {
   const bool all = product.over == Axis::kIntermediate && c_.shape.is_shared(expert);
@@ -194,22 +244,64 @@ Engine::Weights Engine::weights_of(const TaskRow& product, uint32_t expert, uint
   const uint64_t pitch = l.transposed ? rows : length;
   const uint32_t to_up = l.interleaved ? 1 : static_cast<uint32_t>(width);
   if (!shared) {
-    return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), pitch, to_up};
+    return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), pitch, to_up, 0};
   }
   // Of gate_up a slice's rows, or with transposed matrices columns.
   const uint64_t first = uint64_t{slice} * l.intermediate * (up && l.interleaved ? 2 : 1);
   return {at(up ? layer_.shared_gate_up : layer_.shared_down, l.weight_type, l.transposed ? first : first * pitch),
-          pitch, to_up};
+          pitch, to_up, first};
 }
 
-// rows * weights^T + bias, with `columns` rows of weights.
-float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
-                       uint32_t columns) {
+Engine::RowScales Engine::scales_of(const TaskRow& product, uint32_t expert, uint64_t row) const {
+  const LayerSpec& l = spec();
+  const bool up = product.right == Operand::kGateUp, shared = c_.shape.is_shared(expert);
+  const float* data = up ? layer_.gate_up_scale : layer_.down_scale;
+  if (shared) data = up ? layer_.shared_gate_up_scale : layer_.shared_down_scale;
+  const uint32_t width = l.intermediate * (shared ? l.shared : 1), halves = up && l.gated() ? 2 : 1;
+  const uint32_t rows = up ? halves * width : l.hidden, length = up ? l.hidden : width;
+  const uint64_t before = shared ? 0 : expert;
+  if (l.weight_scales == WeightScales::kTensor) return {data + before, 0};
+  if (l.weight_scales == WeightScales::kRow) return {data + before * rows + row, 0};
+  // Gate and up have blocks of their own, unless their rows take turns.
+  const uint32_t parts = l.interleaved ? 1 : halves, part_rows = rows / parts;
+  const uint64_t block = row / part_rows * scale_blocks(part_rows) + row % part_rows / kScaleBlock;
+  return {data + (before * parts * scale_blocks(part_rows) + block) * scale_blocks(length), 1};
+}
+
+// rows * weights^T of what load_quantised_rows() has loaded: the sum over blocks of 128 columns, ascending, of their
+// products * (scale of the row * scale of the weights).
+float* Engine::multiply_quantised(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
+                                  const Weights& from, Features of, uint32_t columns) {
+  const uint32_t length = contracted(product, of.expert), blocks = scale_blocks(length);
+  const uint32_t pitch = most_padded(count, columns, length);
+  float* out = room(to, size_t{pitch} * columns);
+  std::fill_n(out, size_t{count} * columns, 0.0f);
+  float* part = room(block_, size_t{pitch} * columns);
+  float* scales = room(features_, columns);
+  for (uint32_t k = 0; k < blocks; ++k) {
+    const uint32_t first = k * kScaleBlock, n = min_of(kScaleBlock, length - first);
+    const void* weights = at(from.data, spec().weight_type, of.first * from.pitch + first);
+    gemm(part, rows + size_t{pitch} * first, count, weights, of.step * from.pitch, spec().weight_type, columns, n,
+         gemm_);
+    for (uint32_t i = 0; i < columns; ++i) {
+      const RowScales s = scales_of(product, of.expert, from.row + of.first + uint64_t{i} * of.step);
+      scales[i] = s.data[size_t{k} * s.step];
+    }
+    for (uint32_t r = 0; r < count; ++r) {
+      const float scale = row_scales_[size_t{r} * blocks + k];
+      float* const sum = out + size_t{r} * columns;
+      const float* const products = part + size_t{r} * columns;
+      for (uint32_t i = 0; i < columns; ++i) sum[i] += products[i] * (scale * scales[i]);
+    }
+  }
+  return out;
+}
+
+// rows * weights^T, with `columns` rows of weights.
+float* Engine::multiply_rows(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
+                             const Weights& from, Features of, uint32_t columns) {
   const uint32_t length = contracted(product, of.expert);
-  const bool up = product.right == Operand::kGateUp;
-  const uint64_t all = up ? spec().gate_up_rows() : c_.shape.hidden;  // rows of the expert's matrix
   DType type = spec().weight_type;
-  const Weights from = weights_of(product, of.expert, of.slice);
   const void* weights = nullptr;
   uint64_t stride = of.step * from.pitch;
   if (!spec().transposed) {
@@ -224,6 +316,17 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
   }
   float* out = room(to, size_t{padded_rows(count, columns, length)} * columns);
   gemm(out, rows, count, weights, stride, type, columns, length, gemm_);
+  return out;
+}
+
+// The same and the bias.
+float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
+                       uint32_t columns) {
+  const bool up = product.right == Operand::kGateUp;
+  const uint64_t all = up ? spec().gate_up_rows() : c_.shape.hidden;  // rows of the expert's matrix
+  const Weights from = weights_of(product, of.expert, of.slice);
+  float* out = spec().quantised() ? multiply_quantised(to, product, rows, count, from, of, columns)
+                                  : multiply_rows(to, product, rows, count, from, of, columns);
   const void* bias = up ? layer_.gate_up_bias : layer_.down_bias;
   add_bias(out, count, bias, of.expert * all + of.first, columns, of.step);
   return out;
@@ -244,12 +347,31 @@ void Engine::activate_columns(const TaskRow& product, uint32_t index, Columns of
   if (gated && !together) {
     up = project(up_, product, rows, t.rows, {t.expert, slice, of.first * step + to_up, step}, pitch);
   }
+  if (layer_.keep != nullptr) keep_pre_activations(tile, slice, of, gate, up, pitch);
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
     activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec(), of.count);
-    narrow(at(intermediate_row(tile, slice, r), spec().intermediate_type, of.first), row, spec().intermediate_type,
-           of.count);
+    uint8_t* const to = intermediate_row(tile, slice, r);
+    if (spec().quantised()) {
+      float* const scales = reinterpret_cast<float*>(to + scales_offset(c_.shape.intermediate));
+      quantise(to + of.first, scales + of.first / kScaleBlock, row, of.count);
+    } else {
+      narrow(at(to, spec().intermediate_type, of.first), row, spec().intermediate_type, of.count);
+    }
   }
+}
+
+void Engine::keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, const float* gate, const float* up,
+                                  uint32_t pitch) {
+  const Tile::Shape& t = c_.tile(tile)->shape;
+  const uint32_t width = c_.shape.intermediate * (c_.shape.is_shared(t.expert) ? c_.shape.shared : 1);
+  const uint64_t elements = kept_elements(spec(), width);
+  float* to = layer_.keep->pre_activations(c_, tile, elements) + size_t{slice} * c_.shape.intermediate + of.first;
+  for (uint32_t r = 0; r < t.rows; ++r, to += elements) {
+    std::copy_n(gate + size_t{r} * pitch, of.count, to);
+    if (up != nullptr) std::copy_n(up + size_t{r} * pitch, of.count, to + width);
+  }
+  if (of.first == 0 && slice == 0) layer_.keep->copy_received(c_, tile);
 }
 
 void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
@@ -318,13 +440,16 @@ void Engine::combine(const Piece& piece) {
 void Engine::combine(uint32_t token, Columns of) {
   float* sum = room(sum_, of.count);
   std::fill_n(sum, of.count, 0.0f);
+  add_returned(sum, token, of.first, of.count);
+  narrow(at(layer_.out, spec().y_type, uint64_t{token} * c_.shape.hidden + of.first), sum, spec().y_type, of.count);
+}
+
+void Engine::add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const {
   const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
   for (uint32_t slot = 0; slot < slots; ++slot) {
     if (!is_returned(c_, token, slot)) continue;
-    const uint8_t* row = c_.return_row(c_.rank, token, slot);
-    accumulate(sum, at(row, spec().return_type, of.first), spec().return_type, of.count);
+    accumulate(sum, at(c_.return_row(c_.rank, token, slot), spec().return_type, first), spec().return_type, count);
   }
-  narrow(at(layer_.out, spec().x_type, uint64_t{token} * c_.shape.hidden + of.first), sum, spec().x_type, of.count);
 }
 
 void Engine::join(uint32_t row, uint32_t) {

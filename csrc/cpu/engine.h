@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "cpu/gemm.h"
+#include "cpu/kept.h"
 #include "cpu/layer.h"
 #include "cpu/platform.h"
 #include "cpu/router.h"
@@ -14,11 +16,26 @@
 
 namespace flashmoe::cpu {
 
-// One per processor thread, kept from call to call for its buffers; call, layer and limits change between calls.
+// Grows a buffer, never shrinks it; zeroed, so that the surplus rows of a GEMM are finite.
+inline float* room(std::vector<float>& buffer, size_t n) {
+  if (buffer.size() < n) buffer.resize(n);
+  return buffer.data();
+}
+
+// Element i of elements of type t.
+inline const uint8_t* at(const void* elements, DType t, uint64_t i) {
+  return static_cast<const uint8_t*>(elements) + i * element_bytes(t);
+}
+inline uint8_t* at(void* elements, DType t, uint64_t i) {
+  return static_cast<uint8_t*>(elements) + i * element_bytes(t);
+}
+
+// One per processor thread, kept from call to call for its buffers; call, layer and columns of tasks change between
+// calls.
 class Engine {
  public:
-  Engine(const Call& call, const Layer& layer, const Limits& limits, ActorTrace& trace)
-      : c_(call), layer_(layer), limits_(limits), trace_(trace) {}
+  Engine(const Call& call, const Layer& layer, const std::array<uint32_t, kProducts>& task_columns, ActorTrace& trace)
+      : c_(call), layer_(layer), trace_(trace), task_columns_(task_columns) {}
 
   // Gate and dispatch of token block b; false if the call is over.
   bool dispatch(uint32_t b);
@@ -64,6 +81,25 @@ class Engine {
     trace_.add(phase, begun_ns_, monotonic_ns(), index, column);
   }
 
+ protected:
+  // The packet scratch of a token block, in buffers.
+  PacketScratch packet_scratch();
+  void reduce(const Piece& piece);
+  const uint8_t* input_row(uint32_t token) const;
+  const uint8_t* token_row(uint32_t source, uint32_t token) const;
+  // The token's return rows, added to `sum`, in ascending order: columns [first, first + count).
+  void add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const;
+  const LayerSpec& spec() const { return layer_.spec; }
+
+  const Call& c_;
+  const Layer& layer_;
+  ActorTrace& trace_;
+  // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a transposed matrix,
+  // packet scratch; of quantised rows their scales, and the products of a block of 128.
+  std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_, row_scales_, block_;
+  RouterBuffers router_;
+  GemmBuffers gemm_;
+
  private:
   // A row of an expert: whose it is, and where.
   struct TileRow {
@@ -72,9 +108,8 @@ class Engine {
 
   bool route(uint32_t b, const PacketScratch& s);
   void add_shared(uint32_t b, const PacketScratch& s);
-  void reduce(const Piece& piece);
   void combine(const Piece& piece);
-  const uint8_t* token_row(uint32_t source, uint32_t token) const;
+  void quantise_rows(uint32_t b);
   // Rows first, first + step, ... of an expert's matrix, or of a slice's: those that make neighbouring results.
   struct Features {
     uint32_t expert, slice, first, step;
@@ -85,7 +120,7 @@ class Engine {
     uint32_t first, count;
   };
   Columns columns(uint32_t n, uint32_t begin, uint32_t end) const {
-    const uint32_t each = limits_.columns_per_task[n], all = c_.shape.extent(kProgram[n].columns);
+    const uint32_t each = task_columns_[n], all = c_.shape.extent(kProgram[n].columns);
     return {begin * each, min_of(end * each, all) - begin * each};
   }
   // out[token, columns] = sum of its return rows, in ascending order
@@ -96,11 +131,24 @@ class Engine {
     const void* data;
     uint64_t pitch;  // elements from one row to the next, as they are stored
     uint32_t to_up;  // with a gate: rows from a column's gate to its up
+    uint64_t row;    // of the matrix: its number
   };
   Weights weights_of(const TaskRow& product, uint32_t expert, uint32_t slice) const;
   uint32_t contracted(const TaskRow& product, uint32_t expert) const;
+  // Of weights in FP8: a row's scales, for each block of columns.
+  struct RowScales {
+    const float* data;
+    uint32_t step;  // from one to the next
+  };
+  RowScales scales_of(const TaskRow& product, uint32_t expert, uint64_t row) const;
   uint8_t* intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) const;
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
+  float* load_quantised_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
+  uint32_t most_padded(uint32_t rows, uint32_t columns, uint32_t length) const;
+  float* multiply_rows(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
+                       const Weights& from, Features of, uint32_t columns);
+  float* multiply_quantised(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
+                            const Weights& from, Features of, uint32_t columns);
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                  uint32_t columns);
   // intermediate[tile, :, columns] = activation(rows * weights^T + bias)
@@ -110,19 +158,13 @@ class Engine {
   // kept[expert, :, columns] = sum over the expert's rows of intermediate^T x
   void keep_columns(uint32_t expert, Columns of);
 
-  const LayerSpec& spec() const { return layer_.spec; }
+  // What gradients need of the tile's columns, before they are activated; up: null without a gate.
+  void keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, const float* gate, const float* up,
+                            uint32_t pitch);
 
-  const Call& c_;
-  const Layer& layer_;
-  const Limits& limits_;
-  ActorTrace& trace_;
+  const std::array<uint32_t, kProducts>& task_columns_;
   uint64_t begun_ns_ = 0;
-  // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a transposed matrix,
-  // packet scratch.
-  std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_;
-  RouterBuffers router_;
   std::vector<TileRow> rows_;  // of an expert
-  GemmBuffers gemm_;
   std::vector<uint32_t> words_;
   std::vector<uint16_t> halves_;
 };

@@ -14,12 +14,14 @@
 namespace flashmoe::cpu {
 namespace {
 
-// out_t[n, rows] = (a[rows, k] * w[n, k]^T)^T. This way round the rows are the BLAS's first dimension (it counts in
+// out_t[n, rows] = (a[rows, k] * w[n, k]^T)^T, or of w[k, n]. This way round the rows are the BLAS's first dimension (it counts in
 // columns), which kernels cut into the larger pieces.
-void sgemm(float* out_t, const float* a, uint32_t rows, const float* w, uint64_t w_stride, uint32_t n, uint32_t k) {
-  scipy_cblas_sgemm(CblasColMajor, CblasTrans, CblasNoTrans, static_cast<blasint>(rows), static_cast<blasint>(n),
-                    static_cast<blasint>(k), 1.0f, a, static_cast<blasint>(k), w, static_cast<blasint>(w_stride), 0.0f,
-                    out_t, static_cast<blasint>(rows));
+void sgemm(float* out_t, const float* a, uint32_t rows, const float* w, uint64_t w_stride, uint32_t n, uint32_t k,
+           Rows of) {
+  scipy_cblas_sgemm(CblasColMajor, CblasTrans, of == Rows::kResults ? CblasNoTrans : CblasTrans,
+                    static_cast<blasint>(rows), static_cast<blasint>(n), static_cast<blasint>(k), 1.0f, a,
+                    static_cast<blasint>(k), w, static_cast<blasint>(w_stride), 0.0f, out_t,
+                    static_cast<blasint>(rows));
 }
 
 // Which numbers of rows a call may have: the multiples of `unit` up to `most`.
@@ -29,13 +31,14 @@ struct CallSizes {
 
 // Whether every row has the same bits in every place of every such call. `a` has 2 * most rows. A call on rows 0, 1, ..
 // and one on rows 1, 2, .. have each row in two neighbouring places; if all neighbours agree, all places are alike.
-bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n,
-                      uint32_t k) {
+bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n, uint32_t k,
+                      Rows of) {
+  const uint64_t stride = of == Rows::kResults ? k : n;
   std::vector<float> unit(size_t{sizes.unit} * n), here(size_t{sizes.most} * n), next(here.size());
-  sgemm(unit.data(), a.data(), sizes.unit, w.data(), k, n, k);
+  sgemm(unit.data(), a.data(), sizes.unit, w.data(), stride, n, k, of);
   for (uint32_t rows = sizes.unit; rows <= sizes.most; rows += sizes.unit) {
-    sgemm(here.data(), a.data(), rows, w.data(), k, n, k);
-    sgemm(next.data(), a.data() + k, rows, w.data(), k, n, k);
+    sgemm(here.data(), a.data(), rows, w.data(), stride, n, k, of);
+    sgemm(next.data(), a.data() + k, rows, w.data(), stride, n, k, of);
     for (uint32_t j = 0; j < n; ++j) {
       const float* const column = here.data() + size_t{j} * rows;
       if (column[0] != unit[size_t{j} * sizes.unit]) return false;
@@ -45,7 +48,7 @@ bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::v
   return true;
 }
 
-CallSizes probe(uint32_t n, uint32_t k) {
+CallSizes probe(uint32_t n, uint32_t k, Rows of) {
   constexpr CallSizes kCandidates[] = {{16, 128}, {16, 16}, {8, 8}, {4, 4}, {2, 2}};
   std::mt19937 random(7);
   std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
@@ -53,7 +56,7 @@ CallSizes probe(uint32_t n, uint32_t k) {
   for (float& v : a) v = uniform(random);
   for (float& v : w) v = uniform(random);
   for (const CallSizes sizes : kCandidates) {
-    if (places_are_alike(sizes, a, w, n, k)) return sizes;
+    if (places_are_alike(sizes, a, w, n, k, of)) return sizes;
   }
   return {1, 1};
 }
@@ -61,18 +64,19 @@ CallSizes probe(uint32_t n, uint32_t k) {
 // What has been found out about the BLAS.
 struct Probes {
   bool one_thread = false;
-  std::unordered_map<uint64_t, CallSizes> known;
+  std::unordered_map<uint64_t, CallSizes> known[2];  // for each value of Rows
 };
 
-CallSizes call_sizes(uint32_t n, uint32_t k) {
+CallSizes call_sizes(uint32_t n, uint32_t k, Rows of) {
   static Probes probes;
   const std::lock_guard lock(host::ForkLock<Probes>::mutex());
   // The engine's actors are its threads; the BLAS must not start its own behind each of them.
   if (!std::exchange(probes.one_thread, true)) scipy_openblas_set_num_threads(1);
   const uint64_t shape = uint64_t{n} << 32 | k;
-  const auto found = probes.known.find(shape);
-  if (found != probes.known.end()) return found->second;
-  return probes.known.emplace(shape, probe(n, k)).first->second;  // nothing is kept where there is no memory to probe
+  auto& known = probes.known[static_cast<uint32_t>(of)];
+  const auto found = known.find(shape);
+  if (found != known.end()) return found->second;
+  return known.emplace(shape, probe(n, k, of)).first->second;  // nothing is kept where there is no memory to probe
 }
 
 // out[i, j] = in[j, i] for i < rows, j < n; rows of `in` are `stride` apart. By squares of four, which the compiler turns
@@ -101,30 +105,39 @@ void transpose(float* out, const float* in, uint32_t rows, uint32_t stride, uint
 
 }  // namespace
 
-uint32_t padded_rows(uint32_t rows, uint32_t n, uint32_t k) {
-  const uint32_t unit = call_sizes(n, k).unit;
+uint32_t padded_rows(uint32_t rows, uint32_t n, uint32_t k, Rows of) {
+  const uint32_t unit = call_sizes(n, k, of).unit;
   return (rows + unit - 1) / unit * unit;
 }
 
 void gemm(float* out, const float* a, uint32_t rows, const void* w, uint64_t w_stride, DType t, uint32_t n, uint32_t k,
-          GemmBuffers& buffers) {
+          GemmBuffers& buffers, Rows of) {
   const float* weights = static_cast<const float*>(w);
   if (t != DType::kFloat32) {
+    const uint32_t count = of == Rows::kResults ? n : k, length = of == Rows::kResults ? k : n;
     buffers.weights.resize(size_t{n} * k);
-    for (uint32_t i = 0; i < n; ++i) {
-      widen(buffers.weights.data() + size_t{i} * k, static_cast<const uint16_t*>(w) + i * w_stride, t, k);
+    for (uint32_t i = 0; i < count; ++i) {
+      widen(buffers.weights.data() + size_t{i} * length,
+            static_cast<const uint8_t*>(w) + i * w_stride * element_bytes(t), t, length);
     }
     weights = buffers.weights.data();
-    w_stride = k;
+    w_stride = length;
   }
-  const CallSizes sizes = call_sizes(n, k);
+  const CallSizes sizes = call_sizes(n, k, of);
   buffers.piece.resize(size_t{sizes.most} * n);
   for (uint32_t r = 0; r < rows; r += sizes.most) {
     const uint32_t real = std::min(sizes.most, rows - r);
     const uint32_t count = (real + sizes.unit - 1) / sizes.unit * sizes.unit;
-    sgemm(buffers.piece.data(), a + size_t{r} * k, count, weights, w_stride, n, k);
+    sgemm(buffers.piece.data(), a + size_t{r} * k, count, weights, w_stride, n, k, of);
     transpose(out + size_t{r} * n, buffers.piece.data(), real, count, n);
   }
+}
+
+void add_outer(float* sum, const float* a, uint32_t n, const float* b, uint32_t columns, uint32_t rows) {
+  if (rows == 0) return;
+  scipy_cblas_sgemm(CblasColMajor, CblasNoTrans, CblasTrans, static_cast<blasint>(columns), static_cast<blasint>(n),
+                    static_cast<blasint>(rows), 1.0f, b, static_cast<blasint>(columns), a, static_cast<blasint>(n),
+                    1.0f, sum, static_cast<blasint>(columns));
 }
 
 }  // namespace flashmoe::cpu

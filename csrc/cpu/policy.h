@@ -12,6 +12,9 @@ namespace flashmoe::cpu {
 // offset within a packet has 16 bits.
 uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token);
 
+// The columns of each product's tasks, `most` rounded up where a task's are quantised: to whole scales.
+std::array<uint32_t, kProducts> task_columns(const LayerSpec& layer, std::array<uint32_t, kProducts> most);
+
 // Whether a token's rows are joined as they come, so that there is no combine (actors/joiner.h).
 bool joins_rows(const LayerSpec& layer, uint32_t ranks, uint32_t tokens);
 

@@ -1,6 +1,11 @@
 #include "cpu/types.h"
 
+#include <algorithm>
+#include <array>
 #include <bit>
+#include <limits>
+
+#include "flashmoe/spec/rows.h"
 
 namespace flashmoe::cpu {
 
@@ -41,9 +46,50 @@ uint16_t float_to_half(float f) {
   return static_cast<uint16_t>(sign | (bits >> 13));
 }
 
+uint8_t float_to_e4m3(float f) {
+  uint32_t bits = std::bit_cast<uint32_t>(f);
+  const uint32_t sign = bits >> 24 & 0x80u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return 0x7f;
+  if (bits >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7e);  // 448 and above, infinity
+  if (bits < 0x3c800000u) {  // below 2^-6: subnormal; adding 2^14 lets the FPU round at the last bit, 2^-9
+    const float magnitude = std::bit_cast<float>(bits) + 0x1p14f;
+    return static_cast<uint8_t>(sign | (std::bit_cast<uint32_t>(magnitude) - 0x46800000u));
+  }
+  bits += 0xc407ffffu + (bits >> 20 & 1u);  // rebias the exponent (-120), round to nearest even
+  return static_cast<uint8_t>(sign | bits >> 20);
+}
+
+namespace {
+
+constexpr float value_of_e4m3(uint32_t e) {
+  const uint32_t exponent = e >> 3 & 15u, fraction = e & 7u;
+  float v = exponent == 0 ? static_cast<float>(fraction) : static_cast<float>(8 + fraction);
+  for (uint32_t i = exponent == 0 ? 1 : exponent; i > 1; --i) v *= 2.0f;
+  v *= 0x1p-9f;
+  if ((e & 0x7fu) == 0x7fu) v = std::numeric_limits<float>::quiet_NaN();
+  return (e & 0x80u) != 0 ? -v : v;
+}
+
+constexpr auto kE4M3 = [] {
+  std::array<float, 256> values{};
+  for (uint32_t e = 0; e < values.size(); ++e) values[e] = value_of_e4m3(e);
+  return values;
+}();
+
+}  // namespace
+
+float e4m3_to_float(uint8_t e) {
+  return kE4M3[e];
+}
+
 void widen(float* to, const void* from, DType t, uint64_t n) {
   const auto* h = static_cast<const uint16_t*>(from);
+  const auto* e = static_cast<const uint8_t*>(from);
   switch (t) {
+    case DType::kFloat8E4M3:
+      for (uint64_t i = 0; i < n; ++i) to[i] = kE4M3[e[i]];
+      return;
     case DType::kFloat32: std::memcpy(to, from, n * 4); return;
     case DType::kBFloat16:
       for (uint64_t i = 0; i < n; ++i) to[i] = bf16_to_float(h[i]);
@@ -58,7 +104,11 @@ void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step
   if (step == 1) return widen(to, from, t, n);
   const auto* f = static_cast<const float*>(from);
   const auto* h = static_cast<const uint16_t*>(from);
+  const auto* e = static_cast<const uint8_t*>(from);
   switch (t) {
+    case DType::kFloat8E4M3:
+      for (uint64_t i = 0; i < n; ++i) to[i] = kE4M3[e[i * step]];
+      return;
     case DType::kFloat32:
       for (uint64_t i = 0; i < n; ++i) to[i] = f[i * step];
       return;
@@ -74,7 +124,11 @@ void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step
 void narrow(void* to, const float* from, DType t, uint64_t n, float scale) {
   auto* f = static_cast<float*>(to);
   auto* h = static_cast<uint16_t*>(to);
+  auto* e = static_cast<uint8_t*>(to);
   switch (t) {
+    case DType::kFloat8E4M3:
+      for (uint64_t i = 0; i < n; ++i) e[i] = float_to_e4m3(from[i] * scale);
+      return;
     case DType::kFloat32:
       for (uint64_t i = 0; i < n; ++i) f[i] = from[i] * scale;
       return;
@@ -90,6 +144,9 @@ void narrow(void* to, const float* from, DType t, uint64_t n, float scale) {
 void round_to(float* v, DType t, uint64_t n) {
   switch (t) {
     case DType::kFloat32: return;
+    case DType::kFloat8E4M3:
+      for (uint64_t i = 0; i < n; ++i) v[i] = kE4M3[float_to_e4m3(v[i])];
+      return;
     case DType::kBFloat16:
       for (uint64_t i = 0; i < n; ++i) v[i] = bf16_to_float(float_to_bf16(v[i]));
       return;
@@ -102,7 +159,11 @@ void round_to(float* v, DType t, uint64_t n) {
 void accumulate(float* acc, const void* from, DType t, uint64_t n) {
   const auto* f = static_cast<const float*>(from);
   const auto* h = static_cast<const uint16_t*>(from);
+  const auto* e = static_cast<const uint8_t*>(from);
   switch (t) {
+    case DType::kFloat8E4M3:
+      for (uint64_t i = 0; i < n; ++i) acc[i] += kE4M3[e[i]];
+      return;
     case DType::kFloat32:
       for (uint64_t i = 0; i < n; ++i) acc[i] += f[i];
       return;
@@ -112,6 +173,21 @@ void accumulate(float* acc, const void* from, DType t, uint64_t n) {
     case DType::kFloat16:
       for (uint64_t i = 0; i < n; ++i) acc[i] += half_to_float(h[i]);
       return;
+  }
+}
+
+void quantise(uint8_t* elements, float* scales, const float* values, uint32_t n) {
+  for (uint32_t first = 0; first < n; first += kScaleBlock) {
+    const uint32_t count = std::min(kScaleBlock, n - first);
+    const float* const v = values + first;
+    float largest = 0.0f;
+    for (uint32_t i = 0; i < count; ++i) {
+      const float magnitude = std::fabs(v[i]);
+      largest = magnitude > largest ? magnitude : largest;  // false for NaN
+    }
+    const float quotient = largest / kLargestE4M3, scale = quotient > kLeastScale ? quotient : kLeastScale;
+    scales[first / kScaleBlock] = scale;
+    narrow(elements + first, v, DType::kFloat8E4M3, count, 1.0f / scale);
   }
 }
 

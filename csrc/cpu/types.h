@@ -27,6 +27,11 @@ inline uint16_t float_to_bf16(float f) {
 float half_to_float(uint16_t h);
 uint16_t float_to_half(float f);
 
+// e4m3 (float8_e4m3fn): no infinity, and one NaN of either sign. Round to nearest, ties to even; beyond 448 it is 448.
+// NaN becomes 0x7f whatever its sign, as a GPU's conversion has it.
+float e4m3_to_float(uint8_t e);
+uint8_t float_to_e4m3(float f);
+
 // n elements of type t to fp32.
 void widen(float* to, const void* from, DType t, uint64_t n);
 // Every step-th of the elements.
@@ -35,6 +40,10 @@ void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step
 void narrow(void* to, const float* from, DType t, uint64_t n, float scale = 1.0f);
 // v[i] rounded to type t.
 void round_to(float* v, DType t, uint64_t n);
+// n values as elements of a quantised row (spec/rows.h), each 128 of them with a scale: the largest magnitude / 448, but
+// no less than kLeastScale. An element is e4m3(value * (1 / scale)), all in fp32. NaN is NaN, and counts for no scale;
+// where there is an infinity, the scale is infinite, it is NaN, and finite values are 0.
+void quantise(uint8_t* elements, float* scales, const float* values, uint32_t n);
 // acc[i] += from[i]
 void accumulate(float* acc, const void* from, DType t, uint64_t n);
 

@@ -65,11 +65,11 @@ void Context::take_memory(const Membership& who) {
 
 // ---- Layers -----------------------------------------------------------------------------------------------
 
-const Kernels& Context::kernels(const std::string& cubin, DriverStream stream) {
+const Kernels& Context::kernels(const std::string& cubin, bool quantised, DriverStream stream) {
   std::unique_ptr<Kernels>& loaded = kernels_[cubin];
   if (loaded == nullptr) {
     device_.refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Kernels>(device_, cubin, puts_);
+    loaded = std::make_unique<Kernels>(device_, cubin, quantised, puts_);
   }
   return *loaded;
 }
@@ -89,13 +89,14 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   const Device::Use use(device_);
   const Limits& l = common_.limits;
   const LayerSpec& spec = layer.spec;
-  if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts > l.experts ||
-      spec.top_k > l.top_k || spec.shared > l.shared || layer.placement.size() != spec.experts ||
-      element_bytes(spec.x_type) > l.x_bytes || element_bytes(spec.intermediate_type) > l.intermediate_bytes ||
+  if (spec.hidden > l.hidden || spec.intermediate > l.intermediate || spec.experts * spec.slices > l.experts ||
+      spec.top_k * spec.slices > l.top_k || spec.shared > l.shared ||
+      layer.placement.experts() != spec.experts * spec.slices || element_bytes(spec.token_type) > l.x_bytes ||
+      element_bytes(spec.intermediate_type) > l.intermediate_bytes ||
       element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
-  const Kernels& loaded = kernels(layer.cubin, stream);
+  const Kernels& loaded = kernels(layer.cubin, spec.quantised(), stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");

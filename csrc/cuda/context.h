@@ -52,7 +52,7 @@ class Context {
 
  private:
   void take_memory(const Membership& who);
-  const Kernels& kernels(const std::string& cubin, DriverStream stream);
+  const Kernels& kernels(const std::string& cubin, bool quantised, DriverStream stream);
   const Placement& placement(const Layer& layer, DriverStream stream);
   Plan& plan_of(int64_t layer) const;
   void check_health();
@@ -67,8 +67,8 @@ class Context {
   MappedPage fault_page_;
   bool broken_ = false;
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
-  // By owners, and whether there is a shared expert. Never shrinks: captured graphs have pointers to the tables.
-  std::map<std::pair<std::vector<uint32_t>, bool>, Placement> placements_;
+  // By holders, and whether there is a shared expert. Never shrinks: captured graphs have pointers to the tables.
+  std::map<std::pair<host::Holders, bool>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;
   int64_t last_plan_ = 0;  // number
 };

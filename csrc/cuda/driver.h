@@ -33,7 +33,7 @@ inline constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAM
 inline constexpr unsigned kHostAllocPortable = 1, kHostAllocMapped = 2;
 inline constexpr int kCaptureNone = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 
-enum TensorMapType : int { kMapFloat16 = 6, kMapFloat32 = 7, kMapBFloat16 = 9 };
+enum TensorMapType : int { kMapUInt8 = 0, kMapFloat16 = 6, kMapFloat32 = 7, kMapBFloat16 = 9 };
 inline constexpr int kMapInterleaveNone = 0, kMapSwizzle128B = 3, kMapPromotion256B = 3, kMapFillZero = 0;
 
 struct LaunchAttribute {  // CUlaunchAttribute

@@ -14,7 +14,7 @@ Shape shape_of(const Call& c, const LayerSpec& spec) {
           .hidden = c.shape.hidden,
           .intermediate = c.shape.intermediate,
           .top_k = c.shape.top_k,
-          .x_bytes = element_bytes(spec.x_type),
+          .x_bytes = element_bytes(spec.token_type),
           .intermediate_bytes = element_bytes(spec.intermediate_type),
           .return_bytes = element_bytes(spec.return_type)};
 }
@@ -71,36 +71,64 @@ void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   a.shared_gate_up =
       encode(gate_up_map(spec, gate_up, spec.shared, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
   a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
-  a.shared_gate_up_rows = rows_of(gate_up);
-  a.shared_down_rows = rows_of(down);
   a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);
 }
 
 void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const DType type = spec.weight_type;
-  const uint32_t bytes = element_bytes(type), experts = a.call.shape.routed_local_experts();
+  const uint32_t experts = a.call.shape.routed_local_experts();
   if (experts != 0) {  // else it has no tasks
     a.gate_up = encode(gate_up_map(spec, layer.gate_up, experts, a.gated), layer.gate_up.data, type, "gate_up_proj");
     a.down = encode(down_map(spec, layer.down, experts), layer.down.data, type, "down_proj");
   }
   if (spec.shared != 0) set_shared(a, layer);
-  a.gate_up_rows = rows_of(layer.gate_up);
-  a.down_rows = rows_of(layer.down);
   a.router_rows = rows_of(layer.router);
   if (layer.router.data != 0) {
-    a.router = encode(router_shape(layer.router, bytes, spec.hidden, spec.experts), layer.router.data, type, "router");
+    a.router = encode(router_shape(layer.router, element_bytes(spec.y_type), spec.hidden, spec.experts),
+                      layer.router.data, spec.y_type, "router");
   }
   a.gate_up_bias = reinterpret_cast<const void*>(layer.gate_up_bias);
   a.down_bias = reinterpret_cast<const void*>(layer.down_bias);
   a.router_bias = reinterpret_cast<const void*>(layer.router_bias);
 }
 
+// Scales of matrices of `rows` rows (in `parts`, with blocks of their own) by `columns`, cut into `slices` that are each an
+// expert to the kernel: a slice of rows, or where there is one, the expert.
+sm90::ScaleTable scale_table(const LayerSpec& spec, uint64_t data, uint32_t rows, uint32_t parts, uint32_t columns,
+                             uint32_t slices) {
+  sm90::ScaleTable t{};
+  t.data = reinterpret_cast<const float*>(data);
+  const uint32_t part = rows / parts;
+  if (spec.weight_scales == WeightScales::kTensor) t.expert = slices == 1 ? 1 : 0;
+  if (spec.weight_scales == WeightScales::kRow) t.expert = slices == 1 ? rows : part / slices;
+  if (spec.weight_scales != WeightScales::kBlock) return t;
+  t.row = scale_blocks(columns);
+  t.step = 1;
+  t.blocks = scale_blocks(part / slices);
+  t.up = scale_blocks(part) * t.row;
+  t.expert = (slices == 1 ? parts : 1) * t.blocks * t.row;
+  return t;
+}
+
+void set_scales(sm90::KernelArgs& a, const Layer& layer) {
+  const LayerSpec& spec = layer.spec;
+  const uint32_t parts = spec.gated() && !spec.interleaved ? 2 : 1;
+  a.scales_by_row = spec.weight_scales == WeightScales::kRow ? 1 : 0;
+  a.gate_up_scale = scale_table(spec, layer.gate_up_scale, spec.gate_up_rows(), parts, spec.hidden, 1);
+  a.down_scale = scale_table(spec, layer.down_scale, spec.hidden, 1, spec.intermediate, 1);
+  if (spec.shared == 0) return;
+  const uint32_t width = spec.shared * spec.intermediate;
+  a.shared_gate_up_scale =
+      scale_table(spec, layer.shared_gate_up_scale, spec.shared * spec.gate_up_rows(), parts, spec.hidden, spec.shared);
+  a.shared_down_scale = scale_table(spec, layer.shared_down_scale, spec.hidden, 1, width, 1);
+}
+
 sm90::RouterRule rule_of(const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   return {.sigmoid = spec.routing == Routing::kSigmoid ? 1u : 0u,
           .renormalize = spec.renormalize ? 1u : 0u,
-          .rounded_to = spec.round_logits ? spec.x_type : DType::kFloat32,
+          .rounded_to = spec.round_logits ? spec.y_type : DType::kFloat32,
           .groups = spec.groups,
           .top_groups = spec.top_groups,
           .routed_scale = spec.routed_scale,
@@ -110,10 +138,17 @@ sm90::RouterRule rule_of(const Layer& layer) {
 // The rows between the two GEMMs, which lie in the workspace.
 void set_intermediate_rows(sm90::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
   const auto rows = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 0));
+  const uint64_t tiles = limits.max_tiles() + limits.max_later_slices();
+  if (spec.quantised()) {
+    const uint64_t tile_bytes = reinterpret_cast<uint64_t>(a.call.intermediate_row(1, 0)) - rows;
+    a.intermediate = encode(quantised_tiles_shape(tile_bytes, spec.intermediate, tiles), rows, spec.intermediate_type,
+                            "the intermediate rows");
+    return;
+  }
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 1)) - rows;
-  a.intermediate = encode(rows_shape(pitch, element_bytes(spec.intermediate_type), spec.intermediate,
-                                     (limits.max_tiles() + limits.max_later_slices()) * limits.tile_rows),
-                          rows, spec.intermediate_type, "the intermediate rows");
+  a.intermediate =
+      encode(rows_shape(pitch, element_bytes(spec.intermediate_type), spec.intermediate, tiles * limits.tile_rows),
+             rows, spec.intermediate_type, "the intermediate rows");
 }
 
 }  // namespace
@@ -140,6 +175,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.weights_on_input = spec.weights_on_input ? 1 : 0;
   args.rule = rule_of(layer);
   set_weights(args, layer);
+  if (spec.quantised()) set_scales(args, layer);
   set_intermediate_rows(args, spec, common.limits);
   args.topk_ids_64 = layer.topk_ids_64;
   args.topk_weights_as_x = layer.topk_weights_as_x;
@@ -149,13 +185,15 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 }
 
 bool Plan::few() const {
-  return is_few(args.call.shape.ranks, args.call.shape.tokens, spec.transposed);
+  if (spec.quantised()) return false;
+  return is_few(args.call.shape, element_bytes(spec.x_type), spec.transposed);
 }
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
   const Shape shape = shape_of(c, spec);
   c.shape.tokens = t.tokens;
+  args.few_parts = few_parts(c.shape, element_bytes(spec.x_type));
   c.policy.log2_block = static_cast<uint32_t>(
       std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
   c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, spec.top_k, spec.experts);
@@ -167,6 +205,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   }
   args.x = reinterpret_cast<const uint8_t*>(t.x);
   args.x_row_bytes = t.x_row_bytes;
+  args.x_scale = reinterpret_cast<const float*>(t.x_scale);
   args.out = reinterpret_cast<uint8_t*>(t.out);
   args.topk_ids = reinterpret_cast<const void*>(t.topk_ids);
   args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);

@@ -43,8 +43,23 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
   return block;
 }
 
-bool is_few(uint32_t ranks, uint32_t tokens, bool transposed) {
-  return kExpertProducts == 0 && !transposed && ranks == 1 && tokens <= kFewTokens;
+bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
+  constexpr uint32_t kMostRows = 16;  // of an expert, on average
+  const uint32_t top_k = s.routed_top_k();
+  // Several slices are choices there, in the general kernel one: more tokens are to have the bits of that.
+  const uint32_t most = element_bytes == 2 && s.shared <= 1 ? kFewTokens : kFewExactTokens;
+  return kExpertProducts == 0 && !transposed && s.ranks == 1 && s.tokens <= most &&
+         s.tokens * (top_k + s.shared) <= kFewChoices && s.tokens * top_k <= kMostRows * s.routed_experts();
+}
+
+uint32_t few_parts(const CallShape& s, uint32_t element_bytes) {
+  // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
+  // token has 64 tasks of 224 stages.
+  constexpr uint32_t kLeastStages = 16;
+  if (s.tokens > kFewExactTokens) return 1;
+  const uint32_t stages = ceil_div(s.intermediate * element_bytes, sm90::kRowBytes);
+  const uint32_t columns = (s.routed_top_k() + s.shared) * align_up(s.hidden, sm90::kBoxFeatures);
+  return std::clamp(min_of(kFewPartColumns / columns, stages / kLeastStages), 1u, kMostFewParts);
 }
 
 bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {

@@ -13,6 +13,7 @@ int map_type(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return kMapFloat32;
     case DType::kBFloat16: return kMapBFloat16;
+    case DType::kFloat8E4M3: return kMapUInt8;  // which are copied as bytes
     case DType::kFloat16: break;
   }
   return kMapFloat16;
@@ -56,6 +57,13 @@ TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hi
 
 TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows) {
   return {2, {columns, rows}, {row_bytes}, {sm90::kRowBytes / element_bytes, sm90::kRowBox}};
+}
+
+TensorMapShape quantised_tiles_shape(uint64_t tile_bytes, uint32_t columns, uint64_t tiles) {
+  return {3,
+          {columns, sm90::kTileTokens, tiles},
+          {sm90::quantised_pitch(columns), tile_bytes},
+          {sm90::kRowBytes, sm90::kRowBox, 1}};
 }
 
 sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what) {

@@ -32,6 +32,8 @@ TensorMapShape transposed_shape(const Matrix& m, uint32_t element_bytes, uint32_
                                 uint32_t rows, uint32_t experts);
 TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts);
 TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows);
+// Of tiles of intermediate rows in e4m3.
+TensorMapShape quantised_tiles_shape(uint64_t tile_bytes, uint32_t columns, uint64_t tiles);
 
 // Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error.
 sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what);

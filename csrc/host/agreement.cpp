@@ -20,6 +20,17 @@ uint64_t hash_of(const CallConfig& config, const AgreedLayer& layer) {
   return h;
 }
 
+uint64_t hash_of(const Holders& placement, uint32_t slices) {
+  uint64_t h = hash_bytes(&slices, sizeof(slices));
+  for (uint32_t e = 0; e < placement.experts(); ++e) {
+    const auto ranks = placement.of(e);
+    const size_t copies = ranks.size();
+    h = hash_bytes(&copies, sizeof(copies), h);
+    h = hash_bytes(ranks.data(), ranks.size_bytes(), h);
+  }
+  return h;
+}
+
 }  // namespace
 
 std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, uint32_t peer) {
@@ -46,16 +57,18 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
   return {};
 }
 
-CallConfig make_config(const Call& call, const LayerSpec& layer, const std::vector<uint32_t>& placement,
-                       uint32_t columns_per_task) {
+CallConfig make_config(const Call& call, const LayerSpec& layer, const Holders& placement, uint32_t columns_per_task,
+                       Epoch forward) {
   CallConfig config{};
   config.set_layer(layer);
-  config.placement = static_cast<uint32_t>(hash_bytes(placement.data(), placement.size() * sizeof(uint32_t)));
+  config.placement = static_cast<uint32_t>(hash_of(placement, layer.slices));
   uint32_t ends[kMaxGroups] = {};  // in elements
   for (uint32_t g = 0; g < call.policy.groups; ++g) {
     ends[g] = std::min(call.policy.group_first[g + 1] * columns_per_task, layer.hidden);
   }
-  config.groups = static_cast<uint32_t>(hash_bytes(ends, sizeof(ends)));
+  uint64_t groups = hash_bytes(ends, sizeof(ends));
+  if (forward != 0) groups = hash_bytes(&forward, sizeof(forward), groups);
+  config.groups = (static_cast<uint32_t>(groups) & ~CallConfig::kBackward) | (forward != 0 ? CallConfig::kBackward : 0);
   config.hash = hash_of(config, layer);
   return config;
 }

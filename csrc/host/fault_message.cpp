@@ -50,7 +50,11 @@ Error disagreement_error(const HostFault& record) {
   number("intermediate size I", mine.intermediate, theirs.intermediate);
   number("experts E", mine.experts, theirs.experts);
   number("top_k K", mine.top_k, theirs.top_k);
-  option("dtype", mine.x_type, theirs.x_type);  // the other element types are that of x (differing_type)
+  option("dtype", mine.x_type, theirs.x_type);
+  if (mine.x_type == theirs.x_type) {  // else the others differ, too (differing_type)
+    option("dtype of weights", mine.weight_type, theirs.weight_type);
+    option("dtype of y", mine.y_type, theirs.y_type);
+  }
   option("activation", mine.activation, theirs.activation);
   number("limit", mine.limit, theirs.limit);
   number("alpha", mine.alpha, theirs.alpha);
@@ -62,7 +66,13 @@ Error disagreement_error(const HostFault& record) {
   if (my_call.placement != their_call.placement && mine.experts == theirs.experts) {
     what += concat(what.empty() ? "" : "; ", "placement: rank ", a, " and rank ", b, " place the experts differently");
   }
-  if (what.empty() && my_call.groups != their_call.groups) {
+  const uint32_t mine_backward = my_call.groups & CallConfig::kBackward;
+  if (mine_backward != (their_call.groups & CallConfig::kBackward)) {
+    what += concat(what.empty() ? "" : "; ", "pass: rank ", mine_backward != 0 ? a : b, " is in a backward pass, rank ",
+                   mine_backward != 0 ? b : a, " in a forward one");
+  } else if (what.empty() && mine_backward != 0 && my_call.groups != their_call.groups) {
+    what = concat("backward pass: rank ", a, " and rank ", b, " compute the gradients of different calls");
+  } else if (what.empty() && my_call.groups != their_call.groups) {
     what = concat("return groups: rank ", a, " and rank ", b, " cut the columns differently");
   }
   return {Kind::kGroup, concat("ranks disagree on call ", record.fault.epoch, ": ", what)};

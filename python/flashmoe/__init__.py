@@ -5,7 +5,7 @@ from .errors import CheckpointError, FlashMoEError, GroupError, HeapError, Inval
 from .ops import moe
 from .report import CallReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CallReport",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -11,20 +11,26 @@ from . import _ffi
 from . import placement as placements
 from .errors import HeapError, InvalidArgument
 from .limits import Room, checked_capacity_factor
+from .scales import check_slices, kinds
 from .spec import (
     ACTIVATIONS,
     DTYPES,
     ELEMENT_BYTES,
+    FP8,
     GATED,
     MAX_EXPERTS,
     MAX_GROUPS,
     RETURN_CHOICES,
+    SCALE_BLOCK,
     SCORES,
+    WEIGHT_SCALES,
     LayerSpec,
     bounded,
+    element_types,
     finite,
     one_of,
     positive,
+    scale_blocks,
     truth,
 )
 from .tensors import Described
@@ -47,6 +53,11 @@ class Tensors(NamedTuple):
     shared_gate_up: Any = None
     shared_down: Any = None
     shared_gate: Any = None
+    gate_up_scale: Any = None
+    down_scale: Any = None
+    shared_gate_up_scale: Any = None
+    shared_down_scale: Any = None
+    x_scale: Any = None
     topk_ids: Any = None
     topk_weights: Any = None
     load: Any = None
@@ -54,19 +65,22 @@ class Tensors(NamedTuple):
 
     @property
     def floats(self) -> tuple[Any, ...]:
-        """x, weights and biases."""
+        """x, weights and biases, and scales."""
         return self[:-4]
 
     @property
     def of_layer(self) -> tuple[Any, ...]:
-        """Weights and biases, which stay the same from call to call."""
-        return self[1:-4]
+        """Weights, their scales and biases, which stay the same from call to call."""
+        return self[1:-5]
 
     @property
     def written(self) -> tuple[Any, Any]:
         """What the call writes to: `load` and `router_logits`."""
         return self[-2:]
 
+
+SCALES = ("gate_up_scale", "down_scale", "shared_gate_up_scale", "shared_down_scale", "x_scale")
+"""The scales among `Tensors`, in their order."""
 
 WRITTEN = {"load": ("[E] int64", "int64"), "router_logits": ("[T, E] float32", "float32")}
 """What `Tensors.written` are, in words, and their element types."""
@@ -99,13 +113,30 @@ class LayerOptions(TypedDict, total=False):
     """gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H]."""
     weights_on_input: bool
     """A token's weights scale its row before the experts, instead of the experts' results."""
+    slices: int
+    """Into how many slices each expert is cut, which may be on different ranks (see `flashmoe.slices`); default 1. I is
+    a slice's, El counts slices, and a placement has an entry for each: those of expert 0, of expert 1, ... Returns are
+    ``"reduced"``. Of `down_bias` all rows must be 0 but those of first slices, since each slice adds its own."""
 
 
 class CallOptions(LayerOptions, total=False):
-    """What `flashmoe.moe` takes besides: options of the layer, and contiguous tensors, where x is, that the call writes
-    to. On a GPU the launch does that, also in a replayed graph; where PyTorch is given an operator, what comes behind
-    it. What a call that fails leaves in them is undefined."""
+    """What `flashmoe.moe` takes besides: options of the layer; scales of what is in FP8, float32, contiguous
+    (docs/fp8.md); and contiguous tensors, where x is, that the call writes to. On a GPU the launch does that, also in a
+    replayed graph; where PyTorch is given an operator, what comes behind it. What a call that fails leaves in them is
+    undefined."""
 
+    gate_up_scale: Any
+    """Of gate_up_proj in float8_e4m3fn, and so are the other matrices: what its elements are multiplied by. One for
+    each block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)], or ceil(I / 128) without a gate, as
+    ``_scale_inv`` of checkpoints; or for each row, [El, 2I or I, 1]; or each matrix, [El, 1, 1]. All of a layer are of
+    one kind."""
+    down_scale: Any
+    """The same of down_proj: [El, ceil(H / 128), ceil(I / 128)], [El, H, 1] or [El, 1, 1]."""
+    shared_gate_up_scale: Any
+    """Of the shared expert's matrices: without El, of its width Is."""
+    shared_down_scale: Any
+    x_scale: Any
+    """[T, ceil(H / 128)]. Of x in float8_e4m3fn, with such weights and given routing; y is then bfloat16."""
     load: Any
     """[E] int64. The call adds to it how many of this rank's (token, k) chose each expert, those that a capacity then
     drops among them; a shared expert has no place in it. A group's load is the sum of its ranks'."""
@@ -123,7 +154,7 @@ class Options(NamedTuple):
     top_k: int | None = None
     activation: str = "swiglu"
     renormalize: bool = True
-    placement: Sequence[int] | None = None
+    placement: placements.Placement | None = None
     capacity_factor: float | None = None
     return_mode: str | None = None
     exact: bool = False
@@ -138,6 +169,7 @@ class Options(NamedTuple):
     interleaved: bool = False
     transposed: bool = False
     weights_on_input: bool = False
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,45 +181,47 @@ class Arguments:
     tokens: int
     """T."""
     layer: LayerSpec
-    owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    placement: placements.Placed
 
 
 def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options) -> Arguments:
     """Everything that can be told without looking at a value."""
     options = checked_values(options)
     operands = _float_operands(as_operand, tensors, options.transposed)
-    operands |= _given_routing(as_operand, tensors, operands["x"].dtype)
+    operands |= _given_routing(as_operand, tensors, y_type(operands["x"].dtype))
     for name, (expected, dtype) in WRITTEN.items():
         if (tensor := getattr(tensors, name)) is not None:
             operands[name] = as_operand(name, tensor, expected, (dtype,))
     layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
-    owners = owners_of(room, options.placement, layer.experts)
-    _check_shapes(operands, layer, tokens, owners.count(room.rank))
-    return Arguments(operands, tokens, resolved(room, layer, options, owners, tokens), owners)
+    placement = placement_of(room, options.placement, layer.parts)
+    local = len(placements.local_experts(placement, room.rank))
+    _check_shapes(operands, layer, tokens, local)
+    layer = replace(layer, weight_scales=_weight_scales(operands, layer, local))
+    return Arguments(operands, tokens, resolved(room, layer, options, placement, tokens), placement)
 
 
-def resolved(room: Room, layer: LayerSpec, options: Options, owners: Sequence[int], tokens: int) -> LayerSpec:
+def resolved(room: Room, layer: LayerSpec, options: Options, placement: placements.Placement, tokens: int) -> LayerSpec:
     """The layer with the return mode and the capacity factor that its calls have, once they are known to fit.
 
     Raises `InvalidArgument` and `HeapError`.
     """
-    mode = resolved_return_mode(room, options.return_mode, layer.top_k)
-    check_limits(room, layer, mode, owners, tokens)
-    factor = checked_capacity(room, options.capacity_factor, layer, owners)
+    mode = resolved_return_mode(room, options.return_mode, layer.top_k, layer.slices)
+    check_limits(room, layer, mode, placement, tokens)
+    factor = checked_capacity(room, options.capacity_factor, layer, placement)
     return replace(layer, return_mode=mode, capacity_factor=factor)
 
 
 def as_plain_values(options: Options) -> Options:
-    """`options` with values of the types that PyTorch's operator takes. Raises `InvalidArgument`."""
+    """`options` with values of the types that PyTorch's operator takes, and the placement as it does. Raises
+    `InvalidArgument`."""
     options = checked_values(options)
     top_k, mode, factor, placement = options.top_k, options.return_mode, options.capacity_factor, options.placement
     if mode is not None:
         one_of("return_mode", mode, RETURN_CHOICES)
     return options._replace(
         top_k=None if top_k is None else bounded("top_k", top_k, 1, MAX_EXPERTS),
-        placement=None if placement is None else placements.as_ints(placement),
+        placement=None if placement is None else placements.flat(placements.as_placed(placement)),
         capacity_factor=None if factor is None else checked_capacity_factor(factor, None),
     )
 
@@ -203,6 +237,7 @@ def checked_values(options: Options) -> Options:
         up_offset=finite("up_offset", options.up_offset),
         routed_scale=finite("routed_scale", options.routed_scale),
         groups=bounded("groups", options.groups, 1, MAX_GROUPS),
+        slices=bounded("slices", options.slices, 1, MAX_EXPERTS),
         top_groups=None if options.top_groups is None else bounded("top_groups", options.top_groups, 1, MAX_GROUPS),
         **{
             name: truth(name, getattr(options, name))
@@ -221,30 +256,35 @@ def checked_values(options: Options) -> Options:
     return checked
 
 
-def owners_of(room: Room, placement: Sequence[int] | None, experts: int) -> tuple[int, ...]:
-    """The call's placement: the given one, else the context's where it fits, else the default."""
+def placement_of(room: Room, placement: placements.Placement | None, experts: int) -> placements.Placed:
+    """The call's placement of E experts, or of all their slices: the given one, else the context's where it fits, else
+    the default."""
     if placement is None and experts == len(room.placement):
         return room.placement
     return placements.checked(placement, experts, room.ranks)
 
 
-def resolved_return_mode(room: Room, return_mode: str | None, top_k: int) -> str:
+def resolved_return_mode(room: Room, return_mode: str | None, top_k: int, slices: int = 1) -> str:
     """Resolves the default and ``auto``: the context's mode, if it has one (that of the CUDA engine always has), else
     the one that sends fewer rows. A token's rows number K with `direct`, and at most min(K, R) with `reduced`, which
     costs one more pass over them."""
     has = room.layer.return_mode
     mode = has if return_mode is None else return_mode
     one_of("return_mode", mode, RETURN_CHOICES)
+    if slices > 1 and room.ranks == 1:
+        raise InvalidArgument(f"slices: expected 1 with one rank, got {slices}")
+    if slices > 1 and "direct" in (has, mode):
+        raise InvalidArgument("return_mode: expected 'reduced' with slices, got 'direct'")
     if mode == "auto":
         if has != "auto":
             return has
-        return "reduced" if 1 < room.ranks < top_k else "direct"
+        return "reduced" if slices > 1 or 1 < room.ranks < top_k else "direct"
     if has not in ("auto", mode):
         raise InvalidArgument(f"return_mode: expected {has!r}, the context's, got {mode!r}")
     return mode
 
 
-def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int], tokens: int) -> None:
+def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.Placement, tokens: int) -> None:
     """A call with that return mode against what the memory of the ranks' contexts was made for. Alike on all ranks but
     for T, H to K."""
     limits = room.limits
@@ -252,8 +292,8 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
         ("max_tokens", tokens),
         ("hidden", layer.hidden),
         ("intermediate", layer.intermediate),
-        ("experts", layer.experts),
-        ("top_k", layer.top_k),
+        ("experts", layer.parts),
+        ("top_k", layer.choices),
     ):
         if size > limits[name]:
             raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {size}")
@@ -262,19 +302,25 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
             f"shared_down: expected an Is of at most {limits['shared']} I={layer.intermediate}, as the context's "
             f"shared_intermediate allows, got {layer.shared} I"
         )
-    widest = room.layer.x_type
-    if ELEMENT_BYTES[layer.x_type] > ELEMENT_BYTES[widest]:
+    widest = room.layer.y_type
+    if ELEMENT_BYTES[layer.y_type] > ELEMENT_BYTES[widest]:
         raise HeapError(
             f"x: expected at most {ELEMENT_BYTES[widest]} bytes an element (the context's dtype is {widest}), "
-            f"got {layer.x_type}"
+            f"got {layer.y_type}"
         )
-    most = placements.most_local(owners, room.ranks)
+    if layer.quantised != room.layer.quantised:
+        expected = FP8 if room.layer.quantised else ", ".join(DTYPES)
+        raise HeapError(
+            f"gate_up_proj: expected {expected}, which the context's memory is made for (see its weight_dtype), got "
+            f"{layer.weight_type}"
+        )
+    most = placements.most_local(placement, room.ranks)
     if most > limits["max_local_experts"]:
         raise HeapError(
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
-    slots = layer.top_k + layer.shared_experts if mode == "direct" else room.ranks
+    slots = layer.choices + layer.shared_experts if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
         raise HeapError(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
@@ -282,16 +328,16 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, owners: Sequence[int],
         )
 
 
-def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, owners: Sequence[int]) -> float:
+def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, placement: placements.Placement) -> float:
     """The capacity factor as the engines take it: 0 for None."""
     most = room.layer.capacity_factor or None
     value = checked_capacity_factor(factor, most)
     if most is not None:
-        _check_rows(room, value, layer, owners)
+        _check_rows(room, value, layer, placement)
     return value
 
 
-def _check_rows(room: Room, factor: float, layer: LayerSpec, owners: Sequence[int]) -> None:
+def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placements.Placement) -> None:
     """The rows that the call may keep against what the context has room for, on any rank.
 
     Of one rank's tokens an expert keeps at most C = ceil(f T K / E) rows, and a rank's El experts El C; the context has
@@ -302,9 +348,9 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, owners: Sequence[in
     """
     library, limits = _ffi.library(), room.limits
     experts, top_k = layer.experts, layer.top_k
-    local = placements.most_local(owners, room.ranks)
+    local = placements.most_local(placement, room.ranks)
     capacity = library.expert_capacity(factor, limits["max_tokens"], top_k, experts)
-    rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": top_k, "capacity": capacity})
+    rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": layer.choices, "capacity": capacity})
     most = library.rows_of_rank(limits)
     if rows > most:
         raise HeapError(
@@ -313,10 +359,20 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, owners: Sequence[in
         )
 
 
+_MATRICES = ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
+"""The tensors that may be in FP8, each with a scale."""
+_SCALES = {name: f"{name.removesuffix('_proj')}_scale" for name in _MATRICES}
+
+
+def y_type(x_type: str) -> str:
+    """The element type of y, and of all that is not quantised."""
+    return "bfloat16" if x_type == FP8 else x_type
+
+
 def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -> dict[str, Described]:
     """The float tensors that are given, checked to be of one element type: that of x. But for the choice's bias, which
-    is of scores, and these are float32."""
-    wanted = f"a {', '.join(DTYPES)} tensor"
+    is of scores, and these are float32; and for what is quantised."""
+    known = (*DTYPES, FP8)
     operands: dict[str, Described] = {}
     for name, tensor in zip(Tensors._fields, tensors.floats, strict=False):  # they come first
         if tensor is None and name not in ("x", "gate_up_proj", "down_proj"):
@@ -324,11 +380,16 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
         if name == "choice_bias":
             operands[name] = as_operand(name, tensor, "[E] float32", ("float32",))
             continue
-        each = operands[name] = as_operand(name, tensor, wanted, DTYPES)
-        if each.dtype != operands["x"].dtype:
-            raise InvalidArgument(
-                f"{name}: expected {operands['x'].dtype}, the type of x, got {list(each.shape)} {each.dtype}"
-            )
+        if name.endswith("_scale"):
+            operands[name] = as_operand(name, tensor, "float32 scales", ("float32",))
+            continue
+        each = operands[name] = as_operand(name, tensor, f"a {', '.join(known)} tensor", known)
+        expected, of = y_type(operands["x"].dtype), "the type of " + ("y" if operands["x"].dtype == FP8 else "x")
+        if name in _MATRICES and operands["gate_up_proj"].dtype == FP8:
+            expected, of = FP8, "the type of gate_up_proj"
+        if name != "x" and each.dtype != expected:
+            raise InvalidArgument(f"{name}: expected {expected}, {of}, got {list(each.shape)} {each.dtype}")
+    _check_scales_given(operands)
     for name, symbols in (
         ("x", "T, H"),
         ("down_proj", "El, H, I" if not transposed else "El, I, H"),
@@ -341,6 +402,24 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
         if name in operands and len(operands[name].shape) != symbols.count(",") + 1:
             raise InvalidArgument(f"{name}: expected [{symbols}], got {list(operands[name].shape)}")
     return operands
+
+
+def _check_scales_given(operands: dict[str, Described]) -> None:
+    """What is in FP8 has scales, nothing else has any, and of x the router sees what it was before."""
+    for name, scale in ({"x": "x_scale"} | _SCALES).items():
+        quantised = name in operands and operands[name].dtype == FP8
+        if quantised and scale not in operands:
+            raise InvalidArgument(f"{scale}: expected a tensor with {name} of {FP8}, got None")
+        if scale in operands and not quantised:
+            got = operands[name].dtype if name in operands else "None"
+            raise InvalidArgument(f"{scale}: expected {name} of {FP8} with it, got {got}")
+    if "x_scale" not in operands:
+        return
+    if operands["gate_up_proj"].dtype != FP8:
+        raise InvalidArgument(f"x: expected {', '.join(DTYPES)} with weights of these, got {FP8}")
+    for name in ("router", "shared_gate"):
+        if name in operands:
+            raise InvalidArgument(f"{name}: expected none with x of {FP8}, of which it would see what is left, got one")
 
 
 def _expect(name: str, each: Described, symbols: str, shape: tuple[int, ...]) -> None:
@@ -376,11 +455,16 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
             raise InvalidArgument("top_k: expected an integer with router, got None")
         return experts, bounded("top_k", top_k, 1, experts, "E=")
     if options.placement is not None:
-        experts = len(options.placement)
+        parts = len(options.placement)
     elif room.ranks == 1:
-        experts = operands["gate_up_proj"].shape[0]
+        parts = operands["gate_up_proj"].shape[0]
     else:
-        experts = len(room.placement)
+        parts = len(room.placement)
+    experts, left = divmod(parts, options.slices)
+    if left:
+        raise InvalidArgument(
+            f"placement: expected entries for slices={options.slices} slices of each expert, got {parts} entries"
+        )
     columns = operands["topk_ids"].shape[1]
     if top_k is not None and bounded("top_k", top_k, 1, experts, "E=") != columns:
         raise InvalidArgument(f"top_k: expected {columns}, the columns of topk_ids, got {top_k!r}")
@@ -389,10 +473,10 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
 
 def _layer(operands: dict[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
     """The layer that the operands and options are of, but for the return mode and the capacity factor."""
-    x_type = operands["x"].dtype
+    x_type, weight_type = operands["x"].dtype, operands["gate_up_proj"].dtype
     inner = -2 if options.transposed else -1
     intermediate = operands["down_proj"].shape[inner]
-    return layer_of(
+    layer = layer_of(
         options,
         operands,
         hidden=operands["x"].shape[1],
@@ -400,11 +484,20 @@ def _layer(operands: dict[str, Described], options: Options, experts: int, top_k
         experts=experts,
         top_k=top_k,
         shared=_slices(operands, intermediate, inner),
-        x_type=x_type,
-        weight_type=operands["gate_up_proj"].dtype,
-        intermediate_type=x_type,
-        return_type=x_type,
+        **element_types(y_type(x_type), weight_type, x_type),
     )
+    check_quantised(layer)
+    return layer
+
+
+def check_quantised(layer: LayerSpec) -> None:
+    """Refuses what layers of weights in FP8 cannot be."""
+    if not layer.quantised:
+        return
+    if layer.transposed:
+        raise InvalidArgument(f"transposed: expected False with weights of {FP8}, got True")
+    for name, count in (("slices", layer.slices), ("shared_down", layer.shared)):
+        check_slices(name, count, layer.intermediate)
 
 
 def _slices(operands: dict[str, Described], intermediate: int, inner: int) -> int:
@@ -426,6 +519,7 @@ def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpe
     but for the return mode and the capacity factor."""
     _check_shared(given, options)
     same = ("activation", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input", "exact", "renormalize")
+    same += ("slices",)
     return LayerSpec(
         **fields,
         **{name: getattr(options, name) for name in same},
@@ -506,6 +600,7 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
         "topk_weights": (f"T={tokens}, K={layer.top_k}", (tokens, layer.top_k)),
         "load": (f"E={experts}", (experts,)),
         "router_logits": (f"T={tokens}, E={experts}", (tokens, experts)),
+        "x_scale": (f"T={tokens}, H/{SCALE_BLOCK}={scale_blocks(hidden)}", (tokens, scale_blocks(hidden))),
     }
     for name, (symbols, shape) in expected.items():
         if name in operands:
@@ -513,3 +608,22 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
     for name in ("router_bias", "choice_bias", "router_logits"):
         if name in operands and "router" not in operands:
             raise InvalidArgument(f"{name}: expected router with it, got None")
+
+
+def _weight_scales(operands: dict[str, Described], layer: LayerSpec, local: int) -> str:
+    """What shares a scale in all quantised matrices, of which the shapes are known to be the layer's."""
+    halves = 2 if layer.gated and not layer.interleaved else 1
+    found, first = set(WEIGHT_SCALES), ""
+    for name, scale in _SCALES.items():
+        if scale not in operands:
+            continue
+        *lead, rows, columns = operands[name].shape
+        up = halves if name in ("gate_up_proj", "shared_gate_up") else 1
+        of_this = kinds(scale, operands[scale].shape, tuple(lead), rows, columns, up)
+        if not found & of_this:
+            raise InvalidArgument(
+                f"{scale}: expected a scale for each {' or '.join(sorted(found))}, as {first} has, got "
+                f"{list(operands[scale].shape)}"
+            )
+        found, first = found & of_this, first or scale
+    return min(found, key=WEIGHT_SCALES.index) if first else "none"

@@ -12,12 +12,15 @@ understood as they are found, in a block ``….mlp``, ``….block_sparse_moe`` o
 * a shared expert: ``shared_expert.{gate_proj,up_proj,down_proj}.weight`` and perhaps ``shared_expert_gate.weight``, or
   ``shared_experts.``
 
+* of matrices in FP8 their scales: ``….weight_scale_inv`` or ``….weight_scale``, merged ``….gate_up_proj_scale_inv``
+
 Experts without a gate have ``up_proj`` and ``down_proj`` alone. A shared expert that `flashmoe.moe` does not take is
 left out, and named.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,10 +33,14 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 
 from .architectures import Architecture, architecture_of, rule_of
-from .errors import CheckpointError
+from .errors import CheckpointError, InvalidArgument
 from .foreign import REFUSALS, checkpoint_error, is_count, parsed, read, reason, shown
 from .memory import format_bytes, machine_bytes
-from .tensor_file import DTYPES, MOST_HEADER_BYTES, Stored, TensorFile, read_header
+from .scales import check_slices, kinds
+from .shares import Box, Cut, checked_ids
+from .slices import cut_scales
+from .spec import FP8, GATED, WEIGHT_SCALES
+from .tensor_file import DTYPES, MOST_HEADER_BYTES, WEIGHTS, Stored, TensorFile, read_header
 
 Weights = TypeVar("Weights")
 
@@ -51,14 +58,23 @@ _SHARED = re.compile(r"(?P<name>shared_experts?(?:_gate)?)\.")
 _QUANTISED = {
     "_blocks": "MXFP4",
     "_scales": "MXFP4",
-    "weight_scale_inv": "FP8",
-    "weight_scale": "FP8",
     "weight_packed": "packed integers",
     "qweight": "packed integers",
 }
 """How weights of fewer bits are stored, by the end of the name of a tensor that they have."""
-SHARED = ("shared_gate_up", "shared_down", "shared_gate")
+OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+"""The tensors of experts, by the names of `flashmoe.moe`."""
+SHARED = ("shared_gate_up", "shared_down", "shared_gate", "shared_gate_up_scale", "shared_down_scale")
 """The tensors of a shared expert, by the names of `flashmoe.moe`."""
+SCALES = {
+    "gate_up_proj": "gate_up_scale",
+    "down_proj": "down_scale",
+    "shared_gate_up": "shared_gate_up_scale",
+    "shared_down": "shared_down_scale",
+}
+"""The matrices that may be in FP8, and their scales."""
+_SCALE_ENDS = ("_scale_inv", "_scale")
+"""What follows the name of a matrix in that of its scales."""
 _MOST_LAYER_DIGITS = 9
 _EXPERT = re.compile(r"experts\.[0-9]+\.(?P<projection>\w+)\.weight")
 _GATED = ["gate_proj", "up_proj", "down_proj"]
@@ -68,7 +84,8 @@ _MIXTRAL = ["w1", "w3", "w2"]  # gate, up and down
 
 @dataclass(frozen=True, eq=False)
 class MoELayerOf(Generic[Weights]):
-    """The weights and the routing rule of one MoE layer. All but `choice_bias` share one dtype (see `DTYPES`).
+    """The weights and the routing rule of one MoE layer. All but `choice_bias` share one dtype (see `DTYPES`); or the
+    experts' matrices are in FP8 and have scales.
 
     E is the number of experts, H the hidden size, I the intermediate size of one expert. `tensors` and `rule` are what
     `flashmoe.moe` takes.
@@ -103,6 +120,11 @@ class MoELayerOf(Generic[Weights]):
     """[H, Is], or transposed."""
     shared_gate: np.ndarray | None = None
     """[1, H]"""
+    gate_up_scale: Weights | None = None
+    """Of matrices in FP8, and so are the others: float32, as `flashmoe.moe` takes it."""
+    down_scale: Weights | None = None
+    shared_gate_up_scale: np.ndarray | None = None
+    shared_down_scale: np.ndarray | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Those of `flashmoe.arguments.LayerOptions` that are not as by default."""
     own_router: str = ""
@@ -110,6 +132,11 @@ class MoELayerOf(Generic[Weights]):
     left_out: tuple[str, ...] = ()
     """Names of what else the model's block has: a shared expert whose width is no multiple of I, and whose results the
     model adds to the layer's."""
+    slices: int = 1
+    """Into how many slices the experts are cut (see `flashmoe.slices`): their tensors then are those of slices, and I
+    is a slice's."""
+    held: tuple[int, ...] | None = None
+    """Ids of the experts, or of their slices, whose tensors these are; None: all."""
 
     @property
     def experts(self) -> int:
@@ -133,12 +160,29 @@ class MoELayerOf(Generic[Weights]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of every tensor, as NumPy's."""
+        """The dtype of every tensor but those in FP8 and their scales, as NumPy's."""
         return self.router.dtype
+
+    @property
+    def weight_dtype(self) -> str:
+        """The dtype of the experts' matrices, as `flashmoe.Context` takes it."""
+        return self.dtype.name if self.gate_up_scale is None else FP8
+
+    @property
+    def weight_scales(self) -> str:
+        """What shares a scale, one of `flashmoe.spec.WEIGHT_SCALES`."""
+        if self.gate_up_scale is None:
+            return "none"
+        _, rows, _ = self.gate_up_proj.shape
+        halves = rows // self.intermediate if not self.options.get("interleaved") else 1
+        up = kinds("gate_up_scale", self.gate_up_scale.shape, *_matrices_of(self.gate_up_proj.shape), halves)
+        down = kinds("down_scale", self.down_scale.shape, *_matrices_of(self.down_proj.shape))
+        return min(up & down, key=WEIGHT_SCALES.index)
 
     def with_experts(self, experts: Sequence[int]) -> Self:
         """The layer with the weights of these experts alone, in this order; its router remains [E, H]."""
-        return replace(self, **{name: each[experts] for name, each in self._of_experts().items()})
+        held = tuple(experts if self.held is None else (self.held[each] for each in experts))
+        return replace(self, held=held, **{name: each[experts] for name, each in self._of_experts().items()})
 
     def tensors(self) -> dict[str, Any]:
         """The layer's tensors, by the names of `flashmoe.moe`; without the router where it is the model's own."""
@@ -154,11 +198,12 @@ class MoELayerOf(Generic[Weights]):
     def rule(self) -> dict[str, Any]:
         """The other arguments of `flashmoe.moe` that the layer decides on."""
         routing = {} if self.own_router else {"top_k": self.top_k, "renormalize": self.renormalize}
-        return {"activation": self.activation, **routing, **self.options}
+        sliced = {} if self.slices == 1 else {"slices": self.slices}
+        return {"activation": self.activation, **routing, **self.options, **sliced}
 
     def _of_experts(self) -> dict[str, Weights]:
         """The tensors whose first axis are the experts, by the names of `flashmoe.moe`."""
-        named = {name: getattr(self, name) for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")}
+        named = {name: getattr(self, name) for name in OF_EXPERTS}
         return {name: each for name, each in named.items() if each is not None}
 
 
@@ -173,8 +218,10 @@ def load_layer(
     top_k: int | None = None,
     renormalize: bool | None = None,
     activation: str | None = None,
+    slices: int = 1,
+    held: Sequence[int] | None = None,
 ) -> MoELayer:
-    """Read one MoE layer.
+    """Read one MoE layer, or a rank's part of it.
 
     Args:
         path: a ``.safetensors`` file, or a checkpoint folder holding ``model.safetensors``, or
@@ -186,8 +233,12 @@ def load_layer(
             ``config.json``, `top_k` is required and `renormalize` is True if not given.
         activation: overrides the config's ``hidden_act``: ``swiglu`` or ``geglu`` for gated experts, else ``silu``,
             ``gelu``, ``relu`` or ``relu2``. Without a ``config.json``, gated experts are taken to be ``swiglu``.
+        slices: into how many slices experts are cut (see `flashmoe.slices`).
+        held: ids of the experts, or with `slices` of their slices, whose tensors are read, ascending; default: all. Of
+            the others no byte is. `flashmoe.placement.local_experts` has those of a rank.
 
     Raises:
+        InvalidArgument: `slices` is no divisor of I, or cuts blocks of matrices in FP8; or `held` are no such ids.
         CheckpointError: a file is missing, truncated or not what its name says; the layer is absent or lacks
             a tensor; the block holds a tensor that `MoELayer` has no place for, or quantised weights; shapes or
             dtypes disagree with each other or with the config; or the model or its routing rule is unknown.
@@ -198,18 +249,30 @@ def load_layer(
     row = architecture_of(config)
     block = _find_block(tensors.names, layer)
     plan, gated, left_out = _plan_block(tensors, block, row)
-    _one_dtype(block, (planned.dtype for name, planned in plan.items() if name != "choice_bias"))
+    _check_dtypes(block, plan)
     transposed = bool(row.options.get("transposed"))
     sizes = _checked_sizes(block, plan, gated, transposed)
     if left_out := left_out or _odd_width(plan, sizes["inner"]):
         plan = {name: planned for name, planned in plan.items() if name not in SHARED}
+    _check_scales(block, plan, 2 if gated and not row.options.get("interleaved") else 1)
     _check_config(block, row, config, **sizes)
     overrides = {"top_k": top_k, "renormalize": renormalize, "activation": activation}
     rule = rule_of(row, config, gated=gated, experts=sizes["experts"], **overrides)
     fields = {name: rule.pop(name, True) for name in overrides}  # a router of the model's own has no renormalize
+    ids = checked_ids(held, sizes["experts"], slices)
+    if slices != 1 or held is not None:
+        how = Cut(slices, fields["activation"], bool(row.options.get("interleaved")), transposed)
+        whole, plan = plan, {name: planned.share(name, how, ids) for name, planned in plan.items()}
+        if "gate_up_scale" in plan:
+            check_slices("slices", slices, sizes["inner"] // slices)
+        fields |= {"slices": slices, "held": None if held is None else ids}
     arrays = _read_planned(plan)
     if "choice_bias" in arrays:
         arrays["choice_bias"] = arrays["choice_bias"].astype(np.float32)
+    for name in set(SCALES.values()) & set(arrays):
+        arrays[name] = np.repeat(arrays[name].astype(np.float32), plan[name].repeats, axis=-2)
+    if slices != 1 and "gate_up_scale" in arrays:
+        arrays |= _scales_of_slices(arrays, whole, how, ids)
     for name in ("shared_gate_up", "shared_down"):
         if name in arrays and transposed:
             arrays[name] = np.ascontiguousarray(arrays[name].T)
@@ -220,6 +283,16 @@ def tensor_files(path: str | Path) -> dict[str, Path]:
     """The names of a checkpoint's tensors, and the file that has each; `path` as in `load_layer`. Files that an index
     names are not opened. Raises `CheckpointError` as `load_layer`."""
     return _Tensors.find(Path(path)).files
+
+
+def tensor_headers(path: str | Path) -> dict[Path, TensorFile]:
+    """A checkpoint's files and what each holds; `path` and errors as in `load_layer`."""
+    return {file: _header_of(file) for file in dict.fromkeys(tensor_files(path).values())}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """All of config.json. Raises `CheckpointError`."""
+    return _read_json(folder / "config.json", MOST_CONFIG_BYTES)
 
 
 def load_hidden_states(path: str | Path) -> np.ndarray:
@@ -311,8 +384,12 @@ class _Tensors:
     def files(self) -> dict[str, Path]:
         return dict(self._files)
 
-    def stored(self, name: str) -> Stored:
-        """What a file says of a tensor in one of `DTYPES`."""
+    def scale_of(self, name: str) -> str:
+        """The name of the scales of the matrix `name`, which is in FP8."""
+        return next((name + end for end in _SCALE_ENDS if name + end in self._files), name + _SCALE_ENDS[0])
+
+    def stored(self, name: str, dtypes: Iterable[str] = tuple(DTYPES)) -> Stored:
+        """What a file says of a tensor in one of `dtypes`."""
         path = self._files.get(name)
         if path is None:
             raise checkpoint_error("path", f"a tensor {name} in {self._origin}", "no tensor of that name")
@@ -321,9 +398,13 @@ class _Tensors:
         stored = self._headers[path].tensors.get(name)
         if stored is None:
             raise checkpoint_error("path", f"a tensor {name} in {path}", "no tensor of that name")
-        if stored.dtype not in DTYPES:
-            raise checkpoint_error(f"{name} dtype", f"one of {', '.join(DTYPES)}", stored.dtype)
+        if stored.dtype not in dtypes:
+            raise checkpoint_error(f"{name} dtype", f"one of {', '.join(dtypes)}", stored.dtype)
         return stored
+
+    def matrix(self, name: str) -> Stored:
+        """The same of experts' matrices, which may be in FP8."""
+        return self.stored(name, WEIGHTS)
 
 
 def _read_json(path: Path, most: int) -> dict[str, Any]:
@@ -372,17 +453,63 @@ class _Planned:
 
     dtype: np.dtype
     shape: tuple[int, ...]
-    parts: list[tuple[tuple[int | slice, ...], Stored]]
-    """The tensors that make it, each with its place in the array."""
+    parts: list[tuple[tuple[int | slice, ...], Stored, Box | None]]
+    """The tensors that make it, each with its place in the array, and which part of it is read; None: all."""
+    repeats: int = 1
+    """How often each row is repeated, once it is read."""
 
     @classmethod
-    def of(cls, stored: Stored) -> _Planned:
-        """A tensor as it is."""
-        return cls(DTYPES[stored.dtype], stored.shape, [((), stored)])
+    def of(cls, stored: Stored, axes: int = 0) -> _Planned:
+        """A tensor as it is; with axes of one element behind its own, if they are fewer."""
+        shape = stored.shape + (1,) * (axes - len(stored.shape))
+        return cls(WEIGHTS[stored.dtype], shape, [((), stored, None)])
 
     @property
     def bytes(self) -> int:
-        return sum(stored.bytes for _, stored in self.parts)
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def share(self, name: str, how: Cut, ids: Sequence[int]) -> _Planned:
+        """Of the field `name` of a layer, that of these experts or slices; itself, if it is not of experts."""
+        if name not in OF_EXPERTS:
+            return self
+        if name in SCALES.values():  # few bytes: of slices' experts all are read, and cut in memory
+            return self.of_experts(sorted({id // how.slices for id in ids}))
+        share = how.share(name, self.shape, ids)
+        by_expert: dict[int | None, list[tuple[tuple[int | slice, ...], Stored]]] = {}
+        for place, stored, _ in self.parts:
+            by_expert.setdefault(place[0] if place else None, []).append((place, stored))
+        parts = []
+        for to, box in share.parts:
+            for place, stored in by_expert.get(None) or by_expert[box[0].start]:
+                if place:  # a tensor of one expert, whose rows are some of the array's
+                    first = place[1].start if len(place) > 1 else 0
+                    if not first <= box[1].start < first + stored.shape[0]:
+                        continue
+                    mine = (slice(box[1].start - first, box[1].stop - first), *box[2:])
+                    parts.append(((to[0].start, *to[1:]), stored, mine))
+                else:
+                    parts.append((to, stored, box))
+        return replace(self, shape=share.shape, parts=parts)
+
+    def of_experts(self, ids: Sequence[int]) -> _Planned:
+        """What is of these experts, whole."""
+        parts: list[tuple[tuple[int | slice, ...], Stored, Box | None]] = []
+        for place, stored, _ in self.parts:
+            if place:
+                parts += [((at, *place[1:]), stored, None) for at, id in enumerate(ids) if id == place[0]]
+                continue
+            rest = [slice(0, size) for size in stored.shape[1:]]
+            parts += [((slice(at, at + 1),), stored, (slice(id, id + 1), *rest)) for at, id in enumerate(ids)]
+        return replace(self, shape=(len(ids), *self.shape[1:]), parts=parts)
+
+    def of_first(self) -> _Planned:
+        """Its first entry alone, which the parts are of."""
+        return replace(self, shape=self.shape[1:], parts=[(place[1:], *rest) for place, *rest in self.parts])
+
+    @property
+    def repeated(self) -> tuple[int, ...]:
+        """The shape once rows are repeated."""
+        return (*self.shape[:-2], self.shape[-2] * self.repeats, self.shape[-1])
 
 
 def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[str, _Planned], bool, tuple[str, ...]]:
@@ -401,16 +528,27 @@ def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[
         gated = "experts.up_proj" not in parts
         first = "experts.gate_up_proj" if gated else "experts.up_proj"
         used = {first, "experts.down_proj"}
-        plan["gate_up_proj"] = _Planned.of(tensors.stored(f"{block}.{first}"))
-        plan["down_proj"] = _Planned.of(tensors.stored(f"{block}.experts.down_proj"))
+        plan["gate_up_proj"] = _Planned.of(tensors.matrix(f"{block}.{first}"))
+        plan["down_proj"] = _Planned.of(tensors.matrix(f"{block}.experts.down_proj"))
+        if plan["down_proj"].dtype.name == FP8:
+            scales = [tensors.stored(tensors.scale_of(f"{block}.{name}")) for name in (first, "experts.down_proj")]
+            plan |= {
+                name: _Planned.of(each, axes=3)
+                for name, each in zip(("gate_up_scale", "down_scale"), scales, strict=True)
+            }
+            used |= {each.name.removeprefix(f"{block}.") for each in scales}
     else:
         order = _projections(parts)
         gated = order is not _UNGATED
         # As many as the router says; the first that is missing ends it, however many that are.
         names = ([f"experts.{i}.{projection}.weight" for projection in order] for i in range(router.shape[0]))
-        experts = [[tensors.stored(f"{block}.{name}") for name in expert] for expert in names]
+        experts = [[tensors.matrix(f"{block}.{name}") for name in expert] for expert in names]
         used = {stored.name.removeprefix(f"{block}.") for expert in experts for stored in expert}
         plan |= _plan_experts(block, experts)
+        if plan["down_proj"].dtype.name == FP8:
+            scales = [[tensors.stored(tensors.scale_of(each.name)) for each in expert] for expert in experts]
+            plan |= _plan_scales(block, experts[0], scales)
+            used |= {each.name.removeprefix(f"{block}.") for expert in scales for each in expert}
     plan |= {argument: _Planned.of(tensors.stored(f"{block}.{name}")) for argument, name in row.tensors.items()}
 
     unknown = sorted(parts - used - {router_name} - set(row.tensors.values()))
@@ -430,19 +568,27 @@ def _plan_shared(tensors: _Tensors, block: str, shared: dict[str, str]) -> dict[
     module = min(shared.values(), default="")
     names = [f"{module}.{projection}.weight" for projection in _GATED]
     gate = f"{module}_gate.weight"
-    if not shared or shared.keys() - {gate} != set(names):
+    scales = {name for name in shared if name.endswith(_SCALE_ENDS)}
+    if not shared or shared.keys() - {gate} - scales != set(names):
         return {}
-    first, second, down = (tensors.stored(f"{block}.{name}") for name in names)
+    first, second, down = (tensors.matrix(f"{block}.{name}") for name in names)
     rows, hidden = (*first.shape, 0, 0)[:2]
     if len(first.shape) != 2 or second.shape != first.shape or down.shape != (hidden, rows) or 0 in first.shape:
         got = ", ".join(shown(list(each.shape)) for each in (first, second, down))
         raise checkpoint_error(f"{block}.{module}", "gate and up [Is, H] and down [H, Is]", f"shapes {got}")
-    halves = [((slice(0, rows),), first), ((slice(rows, 2 * rows),), second)]
+    halves = [((slice(0, rows),), first, None), ((slice(rows, 2 * rows),), second, None)]
     plan = {
-        "shared_gate_up": _Planned(DTYPES[first.dtype], (2 * rows, hidden), halves),
+        "shared_gate_up": _Planned(WEIGHTS[first.dtype], (2 * rows, hidden), halves),
         "shared_down": _Planned.of(down),
     }
-    _one_dtype(f"{block}.{module}", (DTYPES[each.dtype] for each in (first, second)))
+    _one_dtype(f"{block}.{module}", (WEIGHTS[each.dtype] for each in (first, second)))
+    if plan["shared_down"].dtype.name == FP8:
+        of_three = [tensors.stored(tensors.scale_of(each.name)) for each in (first, second, down)]
+        both, of_down = _plan_scales(f"{block}.{module}", [first, second, down], [of_three]).values()
+        # Of one expert: without the axis of experts.
+        plan["shared_gate_up_scale"], plan["shared_down_scale"] = both.of_first(), of_down.of_first()
+    elif scales:
+        raise checkpoint_error(f"{block}.{module}", "scales of matrices in F8_E4M3 alone", f"also {min(scales)}")
     if gate in shared:
         plan["shared_gate"] = _Planned.of(tensors.stored(f"{block}.{gate}"))
     return plan
@@ -474,7 +620,7 @@ def _projections(parts: set[str]) -> list[str]:
 
 def _plan_experts(block: str, experts: list[list[Stored]]) -> dict[str, _Planned]:
     """gate_up_proj and down_proj of each expert's matrices, gate and up [I, H], down [H, I]."""
-    dtype = _one_dtype(f"{block}.experts", (DTYPES[matrix.dtype] for expert in experts for matrix in expert))
+    dtype = _one_dtype(f"{block}.experts", (WEIGHTS[matrix.dtype] for expert in experts for matrix in expert))
     *first, down = zip(*experts, strict=True)  # one tuple per projection, over the experts
     for what, matrices in (("gate and up", sum(first, ())), ("down", down)):
         shapes = sorted({matrix.shape for matrix in matrices})
@@ -483,11 +629,83 @@ def _plan_experts(block: str, experts: list[list[Stored]]) -> dict[str, _Planned
             raise checkpoint_error(f"{block}.experts", f"{what} projections that are matrices of one shape", got)
     inner, hidden = first[0][0].shape
     rows = [slice(k * inner, (k + 1) * inner) for k in range(len(first))]
-    gate_up = [((i, rows[k]), expert[k]) for i, expert in enumerate(experts) for k in range(len(first))]
+    gate_up = [((i, rows[k]), expert[k], None) for i, expert in enumerate(experts) for k in range(len(first))]
     return {
         "gate_up_proj": _Planned(dtype, (len(experts), len(first) * inner, hidden), gate_up),
-        "down_proj": _Planned(dtype, (len(experts), *down[0].shape), [((i,), each) for i, each in enumerate(down)]),
+        "down_proj": _Planned(
+            dtype, (len(experts), *down[0].shape), [((i,), each, None) for i, each in enumerate(down)]
+        ),
     }
+
+
+def _plan_scales(block: str, matrices: list[Stored], experts: list[list[Stored]]) -> dict[str, _Planned]:
+    """gate_up_scale and down_scale of the scales of each expert's matrices, which are like one's `matrices`: of blocks
+    or rows, as these lie in the merged matrices. One for a whole matrix becomes one for each of its rows, since of the
+    merged matrix gate and up have their own."""
+    *first, down = zip(*experts, strict=True)
+
+    def joined(projections: list[tuple[Stored, ...]], matrix: Stored) -> _Planned:
+        one = projections[0][0]
+        dtype = _one_dtype(f"{block} scales", (WEIGHTS[each.dtype] for of_all in projections for each in of_all))
+        shapes = {each.shape for of_all in projections for each in of_all}
+        if len(shapes) > 1 or len(one.shape) > 2 or 0 in one.shape:
+            got = f"shapes {', '.join(shown(list(shape)) for shape in sorted(shapes)[:4])}"
+            raise checkpoint_error(f"{block} scales", "matrices, vectors or numbers of one shape", got)
+        rows, columns = (*one.shape, 1, 1)[:2]
+        places = [
+            ((i, slice(k * rows, (k + 1) * rows)), each, None)
+            for k, of_all in enumerate(projections)
+            for i, each in enumerate(of_all)
+        ]
+        repeats = matrix.shape[0] if len(one.shape) < 2 and rows == 1 else 1
+        return _Planned(dtype, (len(experts), len(projections) * rows, columns), places, repeats)
+
+    return {"gate_up_scale": joined(first, matrices[0]), "down_scale": joined([down], matrices[-1])}
+
+
+def _scales_of_slices(
+    arrays: dict[str, np.ndarray], whole: dict[str, _Planned], how: Cut, ids: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """The scales of these slices, of those of their experts."""
+    first, down = (whole[name].shape for name in ("gate_up_proj", "down_proj"))
+    experts = sorted({id // how.slices for id in ids})
+    at = [experts.index(id // how.slices) * how.slices + id % how.slices for id in ids]
+    halves = 2 if how.activation in GATED and not how.interleaved else 1
+    both = arrays["gate_up_scale"], arrays["down_scale"]
+    return {name: each[at] for name, each in cut_scales(how.slices, *both, first[1:], down[1:], halves).items()}
+
+
+def _matrices_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+    """What lies before the last two axes, and these."""
+    return shape[:-2], shape[-2], shape[-1]
+
+
+def _check_dtypes(block: str, plan: dict[str, _Planned]) -> None:
+    """Raise unless all are of one dtype; or the experts' matrices are in FP8, and of one dtype is what is left."""
+    matrices = {name: plan[name].dtype for name in SCALES if name in plan}
+    quantised = FP8 in {dtype.name for dtype in matrices.values()}
+    if quantised:
+        _one_dtype(f"{block} matrices", matrices.values())
+    apart = {"choice_bias", *SCALES.values(), *(matrices if quantised else ())}
+    _one_dtype(block, (planned.dtype for name, planned in plan.items() if name not in apart))
+
+
+def _check_scales(block: str, plan: dict[str, _Planned], halves: int) -> None:
+    """Raise unless matrices in FP8 have scales as `flashmoe.moe` takes them."""
+    found, first = set(WEIGHT_SCALES), ""
+    for name, scale in SCALES.items():
+        if scale not in plan:
+            continue
+        lead, rows, columns = _matrices_of(plan[name].shape)
+        parts = halves if name in ("gate_up_proj", "shared_gate_up") else 1
+        try:
+            of_this = kinds(scale, plan[scale].repeated, lead, rows, columns, parts)
+        except InvalidArgument as error:
+            raise CheckpointError(f"{block} {error}") from None
+        if not found & of_this:
+            expected = f"a scale for each {' or '.join(sorted(found))}, as {first} has"
+            raise checkpoint_error(f"{block} {scale}", expected, shown(list(plan[scale].repeated)))
+        found, first = found & of_this, first or scale
 
 
 def _one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
@@ -554,21 +772,24 @@ def _read_planned(plan: dict[str, _Planned]) -> dict[str, np.ndarray]:
         raise _no_memory(largest, f"the {format_bytes(has)} that this machine has, of {format_bytes(needed)} in all")
     arrays = {name: _allocated(planned) for name, planned in plan.items()}
     for name, planned in plan.items():
-        for place, stored in planned.parts:
+        for place, stored, box in planned.parts:
             with _expecting(f"a complete safetensors file at {stored.path}"):
-                stored.read_into(arrays[name][place])
+                if box is None:
+                    stored.read_into(arrays[name][place])
+                else:
+                    stored.read_box_into(arrays[name][place], box)
     return arrays
 
 
 def _allocated(planned: _Planned) -> np.ndarray:
     try:
-        return np.empty(planned.shape, planned.dtype)
+        return np.zeros(planned.shape, planned.dtype)  # of a bias a share may have less than its shape
     except (MemoryError, ValueError) as error:  # ValueError: more than there are addresses for
         raise _no_memory(planned, "none") from error
 
 
 def _no_memory(planned: _Planned, got: str) -> CheckpointError:
-    _, first = planned.parts[0]
+    _, first, _ = planned.parts[0]
     many = f" and {len(planned.parts) - 1} more" if len(planned.parts) > 1 else ""
     size = f"{format_bytes(planned.bytes)} ({planned.bytes} bytes)"
     return checkpoint_error(f"{first.name}{many}", f"memory for {size} of {first.path}", got)

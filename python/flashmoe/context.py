@@ -6,8 +6,10 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from . import placement as placements
 from .arguments import Options, Tensors
@@ -18,7 +20,7 @@ from .engines.cuda import CudaEngine
 from .errors import FlashMoEError, InvalidArgument
 from .limits import ENGINES, Room, checked_context
 from .report import CallReport
-from .spec import bounded, one_of
+from .spec import bounded, one_of, truth
 
 MAX_SECONDS = 1e9  # nanoseconds in 63 bits
 
@@ -43,15 +45,59 @@ def context_id(ctx: Context) -> int:
 def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     """`flashmoe.moe`, where PyTorch has no part in it."""
     engine = _checked(ctx)._engine
-    if options.placement is not None:
-        options = options._replace(placement=placements.as_ints(options.placement))
+    tensors, options = _as_called(ctx, tensors, options)
     with Call():
         return engine.call(tensors, options, trace)
+
+
+def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+    """The same, and what its gradients need; see `flashmoe.engines.base.Engine`."""
+    engine = _checked(ctx)._engine
+    tensors, options = _as_called(ctx, tensors, options)
+    with Call():
+        return engine.call_and_keep(tensors, options)
+
+
+def run_backward(ctx: Context, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """The gradients of a call that left `kept`; see `flashmoe.engines.base.Engine`."""
+    engine = _checked(ctx)._engine
+    with Call():
+        engine.backward(kept, given, wanted)
+
+
+def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
+    """With the context's own load, where the call counts for that, and the placement as engines have it."""
+    if ctx._load is not None and tensors.load is None and _experts_of(ctx, tensors, options) == ctx.experts:
+        tensors = tensors._replace(load=ctx._load)
+    if options.placement is not None:
+        options = options._replace(placement=placements.as_placed(options.placement))
+    return tensors, options
+
+
+def _experts_of(ctx: Context, tensors: Tensors, options: Options) -> int | None:
+    """E of a call that is as it must be."""
+    if tensors.router is not None:
+        return next(iter(getattr(tensors.router, "shape", ())), None)
+    try:
+        if ctx.ranks > 1 or options.placement is not None:
+            return len(ctx.placement if options.placement is None else options.placement) // options.slices
+        return tensors.gate_up_proj.shape[0]
+    except (AttributeError, TypeError, IndexError, ZeroDivisionError):  # the engine says what is wrong
+        return None
 
 
 def room_of(ctx: Context) -> Room:
     """What the context's calls may be. Raises `InvalidArgument` for what is no context."""
     return _checked(ctx)._engine.room
+
+
+def _zeros(experts: int, device: int | None) -> Any:
+    """Counters where the engine can write to them."""
+    if device is None:
+        return np.zeros(experts, np.int64)
+    import torch
+
+    return torch.zeros(experts, dtype=torch.int64, device=f"cuda:{device}")
 
 
 def _checked(ctx: Any) -> Context:
@@ -113,10 +159,17 @@ class Context:
     shared_intermediate:
         Largest Is of a shared expert; 0: none. It is computed as Is / I experts that every token chooses, so that with
         the CUDA engine K + Is / I is at most 32.
+    slices:
+        Into how many slices calls may cut each expert (see `flashmoe.slices`). I is then a slice's, and a placement has
+        an entry for each. CUDA engine: E times this at most 1024, and K times this at most 32.
     dtype:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    weight_dtype:
+        Element type of the experts' weights in calls: `dtype`, the default, or ``"float8_e4m3fn"``, with which rows go
+        to other ranks in that type, too (docs/fp8.md). CPU engine; its memory is made for the one or the other.
     placement:
-        E ranks: who holds expert 0, 1, ... Default: contiguous shares, as even as possible.
+        Who holds expert 0, 1, ...: E entries, each a rank, or several that have a copy (see `flashmoe.placement`).
+        Default: contiguous shares, as even as possible.
     return_mode:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
         travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: the stored one (see
@@ -148,6 +201,8 @@ class Context:
         Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E and K, with the
         number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``); ``{}``: the built-in order,
         whatever is stored.
+    count_load:
+        Whether calls count for `load` which experts are chosen.
     transport:
         CUDA engine, several ranks: how rows get to other GPUs. ``"auto"``: they are stored to mapped memory; where some
         rank cannot map another's, all take what follows. ``"rdma"``: by NVSHMEM's puts, mapped or not; returns are then
@@ -183,7 +238,7 @@ class Context:
         experts: int,
         top_k: int,
         dtype: str = "bfloat16",
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         return_mode: str = "auto",
         processors: int | None = None,
         capacity_factor: float | None = None,
@@ -193,6 +248,9 @@ class Context:
         profile: Mapping[str, int] | None = None,
         transport: str = "auto",
         shared_intermediate: int = 0,
+        slices: int = 1,
+        count_load: bool = False,
+        weight_dtype: str | None = None,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -214,6 +272,8 @@ class Context:
             capacity_factor=capacity_factor,
             transport=transport,
             shared_intermediate=shared_intermediate,
+            slices=slices,
+            weight_dtype=weight_dtype,
         )
         self.engine = engine
         self.ranks = asked.ranks
@@ -240,6 +300,7 @@ class Context:
         room = self._engine.room
         self.limits = room.limits
         self.dtype = dtype
+        self.weight_dtype = room.layer.weight_type
         self.experts = room.layer.experts
         self.placement = room.placement
         self.return_mode = room.layer.return_mode
@@ -252,6 +313,7 @@ class Context:
         """Bytes of this rank's symmetric heap."""
         self.workspace_bytes = self._engine.workspace_bytes
         """Bytes of this rank's private workspace; with the CPU engine, taken from the system as they are first used."""
+        self._load = _zeros(self.experts, self.device) if truth("count_load", count_load) else None
         self._number = next_number()
         contexts[self._number] = self
 
@@ -272,13 +334,13 @@ class Context:
         dist.broadcast_object_list(names, group=group, group_src=0)
         return cls(rank=dist.get_rank(group), ranks=dist.get_world_size(group), name=names[0], **sizes)
 
-    def local_experts(self, placement: Sequence[int] | None = None) -> list[int]:
+    def local_experts(self, placement: placements.Placement | None = None) -> list[int]:
         """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement.
 
         Raises `InvalidArgument` for a placement that is none of ranks of the group.
         """
-        owners = self.placement if placement is None else placements.as_ints(placement)
-        return placements.local_experts(placements.checked(owners, len(owners), self.ranks), self.rank)
+        placed = self.placement if placement is None else placements.as_placed(placement)
+        return placements.local_experts(placements.checked(placed, len(placed), self.ranks), self.rank)
 
     @property
     def last_call(self) -> CallReport | None:
@@ -288,6 +350,24 @@ class Context:
         a capture. It has times of traced calls only. After the replay of a graph: of the last call that was made.
         """
         return self._engine.last_call()
+
+    def load(self, *, clear: bool = False) -> Any:
+        """How often this rank's tokens have chosen each expert, [E] int64, in all calls of layers with as many experts
+        as the context; with `clear`, the next one begins at 0. A group's load is the sum of its ranks'; of that
+        `flashmoe.placement.balanced` makes a placement.
+
+        Calls count by themselves, also replays of a graph, but for those that are given a `load` of their own: the
+        layers of a model, which have one each, are told apart by that. What a call that fails has counted is undefined.
+
+        Returns a NumPy array, or with the CUDA engine a tensor of its device, which PyTorch's current stream copies
+        behind the calls that it has got: nobody waits. Raises `InvalidArgument` without `count_load`.
+        """
+        if self._load is None:
+            raise InvalidArgument("count_load: expected a context made with count_load=True, got one without")
+        load = self._load.copy() if isinstance(self._load, np.ndarray) else self._load.clone()
+        if clear:
+            self._load[:] = 0
+        return load
 
     def synchronize(self) -> None:
         """Waits until all calls are over, and raises what the last of them ran into. The CPU engine's have done so."""

@@ -27,6 +27,7 @@ class Shape(NamedTuple):
     experts: int
     top_k: int
     shared_intermediate: int = 0
+    weight_dtype: str | None = None
 
 
 def rounded_tokens(tokens: int, device: int | None) -> int:

@@ -4,6 +4,9 @@ The kernel's sources travel with the package. What they, the compiler and the op
 cached start reads a few small files and runs nothing. Any number of processes may ask at once: one of them compiles,
 under a lock that ends with its process, and moves the whole result into place.
 
+A released package carries common kernels, compiled from the sources beside them. They are found by a name of the same
+kind, but for the compiler, so that none is needed; what else is asked for is compiled.
+
 The name ends with a digest of the content, by which a file that was cut short or renamed is known, and compiled again.
 That no other user has put it there, `storage` sees to.
 """
@@ -47,6 +50,9 @@ _ACTIVATIONS = {
 TRANSPOSED = ("bfloat16", "float16")
 """The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
 
+BESIDE_FP8 = ("bfloat16", "float16")
+"""The types of y beside experts in FP8 that there are kernels of."""
+
 NVCC_SECONDS = 900.0
 """How long a compilation may take. 30 s are usual, several minutes are not unheard of on a busy machine."""
 LOCK_SECONDS = NVCC_SECONDS + 60.0
@@ -69,13 +75,16 @@ class Variant:
     """For ranks that reach one another by NVSHMEM's puts."""
     transposed: bool = False
     """The experts' matrices are [El, H, 2I or I] and [El, I, H]."""
+    quantised: bool = False
+    """The experts' matrices, and the rows that they multiply, are in e4m3."""
 
     @property
     def title(self) -> str:
         """For messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         activation = _ACTIVATIONS[self.activation]
-        words = ["exact"] * self.exact + [dtype, activation] + ["transposed"] * self.transposed
+        words = ["exact"] * self.exact + ["FP8"] * self.quantised + [dtype, activation]
+        words += ["transposed"] * self.transposed
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
@@ -89,12 +98,22 @@ class Variant:
             f"-DFLASHMOE_EXACT={int(self.exact)}",
             *["-DFLASHMOE_RDMA=1"] * self.rdma,
             *["-DFLASHMOE_TRANSPOSED=1"] * self.transposed,
+            *["-DFLASHMOE_QUANTISED=1"] * self.quantised,
         ]
+
+
+COMMON = (
+    *(Variant(dtype) for dtype in DTYPES),
+    *(Variant(dtype, each, transposed=True) for dtype in TRANSPOSED for each in ("swiglu", "clamped_swiglu")),
+    Variant(trace=True),
+)
+"""What a release carries: the layers of nearly all published models (docs/models.md), those of Llama 4 and gpt-oss as
+they are stored, and what ``flashmoe run`` traces."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel in the cache."""
+    """A kernel in the cache, or in the package."""
 
     path: Path
     seconds: float | None
@@ -118,7 +137,7 @@ def kernel(variant: Variant) -> Path:
 
 
 def compile_kernel(variant: Variant) -> Compiled:
-    """Find `variant` in the cache, or compile it.
+    """Find `variant` in the package or in the cache, or compile it.
 
     Raises `FlashMoEError` if there is no compiler, if it fails, if the cache cannot be written or others can write to
     it, or if another process takes too long to compile the same.
@@ -139,11 +158,41 @@ def compiled_kernels() -> tuple[Path, int]:
         return cache.path, whole
 
 
+def shipped_kernels() -> list[Path]:
+    """Those that the package carries; none unless it is a release's."""
+    return sorted((source_root() / "kernels").glob("*.cubin"))
+
+
+def ship(variant: Variant, folder: Path) -> Path:
+    """Put `variant` into a folder, under the name by which a package finds it among its `shipped_kernels`. Raises as
+    `compile_kernel` does."""
+    content, stem = kernel(variant).read_bytes(), _stem(source_root(), variant)
+    path = folder / f"{stem}-{_digest(stem, content)}.cubin"
+    path.write_bytes(content)
+    return path
+
+
+def _shipped(variant: Variant) -> tuple[Compiled, int] | None:
+    """The kernel that the package carries, and its file, open. It is trusted as the package's Python is."""
+    if variant not in COMMON or not (carried := shipped_kernels()):
+        return None
+    stem = _stem(source_root(), variant)
+    for path in carried:
+        if path.name.startswith(f"{stem}-"):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if _is_whole(descriptor, path.name):
+                return Compiled(path, None), descriptor
+            os.close(descriptor)
+    return None
+
+
 def _obtain(variant: Variant) -> tuple[Compiled, int]:
     """As `compile_kernel`, and the file that was checked, open."""
+    if (found := _shipped(variant)) is not None:
+        return found
     root, nvcc = source_root(), find_nvcc()
     with _cache() as cache:
-        stem = f"{variant.title.replace(' ', '-').lower()}-{_key(root, nvcc, cache, variant)}"
+        stem = _stem(root, variant, _version(nvcc, cache))
         if (found := _find(cache, stem)) is not None:
             return found
         with cache.locked(f"{stem}.lock", LOCK_SECONDS, lambda: _say_who_waits(variant)) as alone:
@@ -176,16 +225,21 @@ def _candidate_names(cache: Folder, stem: str) -> list[str]:
 
 def _open(cache: Folder, name: str) -> int | None:
     """A cubin that is what was compiled, open; None for one that is not, or that others may have written."""
-    stem, _, digest = name.removesuffix(".cubin").rpartition("-")
     try:
         descriptor = cache.open(name)
     except (FileNotFoundError, FlashMoEError):
         return None
-    with open(descriptor, "rb", closefd=False) as file:
-        if _digest(stem, file.read()) == digest:
-            return descriptor
+    if _is_whole(descriptor, name):
+        return descriptor
     os.close(descriptor)
     return None
+
+
+def _is_whole(descriptor: int, name: str) -> bool:
+    """Whether a file has in it what its name says."""
+    stem, _, digest = name.removesuffix(".cubin").rpartition("-")
+    with open(descriptor, "rb", closefd=False) as file:
+        return _digest(stem, file.read()) == digest
 
 
 def _remove_damaged(cache: Folder, stem: str) -> None:
@@ -258,16 +312,18 @@ def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
-def _key(root: Path, nvcc: Path, cache: Folder, variant: Variant) -> str:
-    """Names the result: a digest of all that it depends on."""
+def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
+    """Names the result: what it is, and a digest of all that it depends on. `compiler`: what nvcc says of itself."""
     digest = hashlib.sha256()
     parts = [(str(path.relative_to(root)), path.read_bytes()) for path in _sources(root)]
-    parts += [("flags", " ".join(variant.flags).encode()), ("nvcc", _version(nvcc, cache).encode())]
+    parts.append(("flags", " ".join(variant.flags).encode()))
+    if compiler is not None:
+        parts.append(("nvcc", compiler.encode()))
     if variant.rdma:
         parts.append(("nvshmem", (nvshmem.headers() / nvshmem.VERSION_HEADER).read_bytes()))
     for name, content in parts:
         digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:24]
+    return f"{variant.title.replace(' ', '-').lower()}-{digest.hexdigest()[:24]}"
 
 
 def _sources(root: Path) -> list[Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from .errors import InvalidArgument
 from .spec import (
     DTYPES,
     ELEMENT_BYTES,
+    FP8,
     MAX_CUDA_EXPERTS,
     MAX_CUDA_RANKS,
     MAX_CUDA_TOKENS,
@@ -30,7 +30,7 @@ from .spec import (
     RETURN_CHOICES,
     LayerSpec,
     bounded,
-    of_one_type,
+    element_types,
     one_of,
 )
 
@@ -51,8 +51,8 @@ class ContextSpec:
     layer: LayerSpec
     """The largest H, I, E, K and shared expert, the widest element types, the return mode asked for (``auto``: any) and
     the largest capacity factor (0: dropless)."""
-    placement: tuple[int, ...]
-    """Owner rank of each of E experts."""
+    placement: placements.Placed
+    """Of each of E experts."""
     processors: int
     """Threads or thread blocks; 0: CUDA engine, as many as the device has."""
     transport: str
@@ -62,12 +62,13 @@ class ContextSpec:
     def return_mode(self) -> str:
         """The return mode that the context has: ``auto`` is left to the calls of the CPU engine."""
         layer, rdma = self.layer, self.transport == "rdma"
-        return engine_return_mode(self.engine, layer.return_mode, self.ranks, layer.top_k, layer.intermediate, rdma)
+        sizes = self.ranks, layer.top_k, layer.intermediate
+        return engine_return_mode(self.engine, layer.return_mode, *sizes, rdma, layer.slices)
 
     def limits(self) -> dict[str, int]:
         """The C++ ``Limits`` (heap_layout.h) that a context asks its engine for, by the names of the codec."""
         layer, mode = self.layer, self.return_mode
-        rows = layer.top_k + layer.shared_experts
+        rows = layer.choices + layer.shared_experts
         slots = {"direct": rows, "reduced": self.ranks, "auto": max(rows, self.ranks)}
         capacity = _ffi.library().expert_capacity(layer.capacity_factor, self.max_tokens, layer.top_k, layer.experts)
         return {
@@ -75,11 +76,11 @@ class ContextSpec:
             "max_tokens": self.max_tokens,
             "hidden": layer.hidden,
             "intermediate": layer.intermediate,
-            "experts": layer.experts,
+            "experts": layer.parts,
             "max_local_experts": max(1, placements.most_local(self.placement, self.ranks)),
-            "top_k": layer.top_k,
+            "top_k": layer.choices,
             "shared": layer.shared,
-            "x_bytes": ELEMENT_BYTES[layer.x_type],
+            "x_bytes": ELEMENT_BYTES[layer.token_type],
             "intermediate_bytes": ELEMENT_BYTES[layer.intermediate_type],
             "return_bytes": ELEMENT_BYTES[layer.return_type],
             "return_slots": slots[mode],
@@ -97,7 +98,7 @@ class Room:
     rank: int
     layer: LayerSpec
     """The largest; ``auto`` where calls may return either way."""
-    placement: tuple[int, ...]
+    placement: placements.Placed
     """Of the layer's E experts; calls with as many take it unless they have one of their own."""
     limits: dict[str, int]
     """What the ranks' memory was made from."""
@@ -124,12 +125,14 @@ def checked_context(
     experts: int,
     top_k: int,
     dtype: str,
-    placement: Sequence[int] | None,
+    placement: placements.Placement | None,
     return_mode: str,
     processors: int | None,
     capacity_factor: float | None,
     transport: str,
     shared_intermediate: int = 0,
+    slices: int = 1,
+    weight_dtype: str | None = None,
 ) -> ContextSpec:
     """What a context with these arguments is made for; see `flashmoe.Context`.
 
@@ -142,9 +145,12 @@ def checked_context(
     experts = bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
     top_k = bounded("top_k", top_k, 1, min(experts, MAX_CUDA_TOP_K) if cuda else experts)
     dtype = one_of("dtype", dtype, DTYPES)
+    weights = dtype if weight_dtype is None else one_of("weight_dtype", weight_dtype, (dtype, FP8))
     intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
     rdma = checked_transport(transport, engine, ranks) == "rdma"
-    engine_return_mode(engine, return_mode, ranks, top_k, intermediate, rdma)  # refuses what the engine does not do
+    slices = checked_slices(slices, experts, top_k, ranks, cuda)
+    # Refuses what the engine does not do.
+    engine_return_mode(engine, return_mode, ranks, top_k, intermediate, rdma, slices)
     max_tokens = bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS)
     factor = checked_capacity_factor(capacity_factor)
     if processors is None:
@@ -156,18 +162,33 @@ def checked_context(
         intermediate=intermediate,
         experts=experts,
         top_k=top_k,
-        shared=_checked_slices(shared_intermediate, intermediate, experts, top_k, cuda),
+        slices=slices,
+        shared=_slices_of_shared(shared_intermediate, intermediate, experts * slices, top_k * slices, cuda),
         return_mode=return_mode,
         capacity_factor=factor,
-        **of_one_type(dtype),
+        **element_types(dtype, weights),
     )
-    owners = placements.checked(placement, experts, ranks)
-    return ContextSpec(engine, ranks, max_tokens, layer, owners, processors, transport)
+    placed = placements.checked(placement, layer.parts, ranks)
+    return ContextSpec(engine, ranks, max_tokens, layer, placed, processors, transport)
 
 
-def _checked_slices(shared_intermediate: int, intermediate: int, experts: int, top_k: int, cuda: bool) -> int:
-    """Into how many slices of width I a shared expert of that width is cut. In a GPU's kernel of few tokens a token
-    chooses all of them besides its K experts. Raises `InvalidArgument`."""
+def checked_slices(slices: Any, experts: int, top_k: int, ranks: int, cuda: bool) -> int:
+    """Into how many slices experts may be cut, once there is known to be room for them. Raises `InvalidArgument`."""
+    slices = bounded("slices", slices, 1, MAX_EXPERTS)
+    if slices > 1 and ranks == 1:
+        raise InvalidArgument(f"slices: expected 1 with one rank, got {slices}")
+    for symbol, count, most in (
+        ("E", experts, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS),
+        ("K", top_k, MAX_CUDA_TOP_K if cuda else MAX_EXPERTS),
+    ):
+        if slices * count > most:
+            raise InvalidArgument(f"slices: expected at most {most // count} with {symbol}={count}, got {slices}")
+    return slices
+
+
+def _slices_of_shared(shared_intermediate: int, intermediate: int, experts: int, top_k: int, cuda: bool) -> int:
+    """Into how many slices of width I a shared expert of that width is cut: in a GPU's kernel of few tokens a
+    token chooses all of them besides its K experts. Raises `InvalidArgument`."""
     width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
     slices = -(-width // intermediate)
     most = min(MAX_CUDA_EXPERTS - experts, MAX_CUDA_TOP_K - top_k) if cuda else MAX_SLICES
@@ -206,10 +227,14 @@ def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
 
 
 def engine_return_mode(
-    engine: str, return_mode: str, ranks: int, top_k: int, intermediate: int, rdma: bool = False
+    engine: str, return_mode: str, ranks: int, top_k: int, intermediate: int, rdma: bool = False, slices: int = 1
 ) -> str:
     """The return mode that a context of the engine has, of those that its caller allows. Raises `InvalidArgument`."""
     one_of("return_mode", return_mode, RETURN_CHOICES)
+    if slices > 1:
+        if return_mode == "direct":
+            raise InvalidArgument("return_mode: expected 'reduced' or 'auto' with slices, got 'direct'")
+        return "reduced"
     if engine == "cpu":
         return return_mode
     if ranks == 1 and return_mode == "reduced":

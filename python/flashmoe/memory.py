@@ -14,6 +14,7 @@ from pathlib import Path
 from . import _ffi
 from .errors import HeapError, InvalidArgument
 from .limits import checked_context
+from .placement import Placement
 
 HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""
@@ -117,9 +118,12 @@ def plan_memory(
     capacity_factor: float | None = None,
     transport: str = "auto",
     shared_intermediate: int = 0,
+    placement: Placement | None = None,
+    slices: int = 1,
+    weight_dtype: str | None = None,
 ) -> MemoryPlan:
-    """The memory of a context with these arguments (see `flashmoe.Context`) and the default placement. ``"auto"``: of
-    ranks that have each other's memory mapped.
+    """The memory of a context with these arguments (see `flashmoe.Context`). ``"auto"``: of ranks that have each
+    other's memory mapped.
 
     `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
     GPU, default `HOPPER_PROCESSORS`.
@@ -137,12 +141,14 @@ def plan_memory(
         experts=experts,
         top_k=top_k,
         dtype=dtype,
-        placement=None,
+        placement=placement,
         return_mode=return_mode,
         processors=processors,
         capacity_factor=capacity_factor,
         transport=transport,
         shared_intermediate=shared_intermediate,
+        slices=slices,
+        weight_dtype=weight_dtype,
     )
     fields = _ffi.layout_fields(engine, made_for.limits())
     return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in fields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import ml_dtypes
@@ -11,14 +12,51 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import LayerOptions, Options, Tensors, checked_values, layer_of, owners_of, resolved
+from .arguments import (
+    LayerOptions,
+    Options,
+    Tensors,
+    check_quantised,
+    checked_values,
+    layer_of,
+    placement_of,
+    resolved,
+)
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
-from .spec import DTYPES, MAX_EXPERTS, MAX_WIDTH, LayerSpec, bounded, of_one_type, truth
-from .torch_op import call, check_tensors, context_id
+from .replicated import Replicas
+from .scales import block_rows
+from .slices import cut
+from .spec import (
+    DTYPES,
+    FP8,
+    MAX_EXPERTS,
+    MAX_WIDTH,
+    WEIGHT_SCALES,
+    LayerSpec,
+    bounded,
+    element_types,
+    one_of,
+    scale_blocks,
+    truth,
+)
+from .torch_op import call, check_tensors, context_id, saving_contexts
 
-__all__ = ["Experts", "MoE", "Router", "SharedExpert"]
+__all__ = ["Experts", "MoE", "Router", "SharedExpert", "saving_contexts"]
+
+
+_OF_EXPERTS = {
+    "gate_up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+    "gate_up_bias": "gate_up_proj_bias",
+    "down_bias": "down_proj_bias",
+    "gate_up_scale": "gate_up_proj_scale_inv",
+    "down_scale": "down_proj_scale_inv",
+}
+"""The names of experts' tensors: of `flashmoe.moe`, and of parameters."""
+TOKENS = ("own", "replicated")
+"""Whose tokens a rank has."""
 
 
 class Router(torch.nn.Module):
@@ -45,35 +83,36 @@ class Experts(torch.nn.Module):
 
     `gate_up_proj` [El, 2I, H], an expert's gate rows before its up rows, or [El, I, H] where the activation
     has no gate; `down_proj` [El, H, I]; of a transposed layer [El, H, 2I or I] and [El, I, H]; with biases
-    `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H].
+    `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H]; with weights in FP8 `gate_up_proj_scale_inv` and
+    `down_proj_scale_inv`, float32, which see in `flashmoe.moe` by their names there.
 
     ``load_state_dict`` takes each of them for these El experts, as ``state_dict`` gives it, or for all E, as
-    a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`.
+    a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`. Of a layer whose
+    experts are cut into slices, experts here are slices; whole experts are cut as they are loaded.
     """
 
     def __init__(self, ids: Sequence[int], layer: LayerSpec, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.ids = list(ids)
         """Ids of this rank's experts, ascending."""
-        self.total = layer.experts
+        self.total = layer.parts
         """E: the experts of all ranks."""
+        self._slices = layer.slices
+        self.form = {name: getattr(layer, name) for name in ("activation", "interleaved", "transposed")}
+        """What decides how their tensors are stored."""
         local = len(self.ids)
 
-        def parameter(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(local, *shape, dtype=dtype))
-
         up, down = (layer.gate_up_rows, layer.hidden), (layer.hidden, layer.intermediate)
-        self.gate_up_proj = parameter(*(reversed(up) if layer.transposed else up))
-        self.down_proj = parameter(*(reversed(down) if layer.transposed else down))
-        self.gate_up_proj_bias = parameter(layer.gate_up_rows) if bias else None
-        self.down_proj_bias = parameter(layer.hidden) if bias else None
+        _add_matrices(self, layer, (local,), up, down, dtype)
+        self.gate_up_proj_bias = _parameter(local, layer.gate_up_rows, dtype=dtype) if bias else None
+        self.down_proj_bias = _parameter(local, layer.hidden, dtype=dtype) if bias else None
         self._inputs = layer.hidden, layer.intermediate
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new random weights and clears the biases."""
-        _reset(self.gate_up_proj, self.gate_up_proj_bias, self._inputs[0])
-        _reset(self.down_proj, self.down_proj_bias, self._inputs[1])
+        _reset(self.gate_up_proj, self.gate_up_proj_bias, self._inputs[0], self.gate_up_proj_scale_inv)
+        _reset(self.down_proj, self.down_proj_bias, self._inputs[1], self.down_proj_scale_inv)
 
     def extra_repr(self) -> str:
         shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
@@ -82,6 +121,7 @@ class Experts(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # `state_dict` is load_state_dict's own copy: entries may be replaced.
         local = len(self.ids)
+        state_dict |= self._cut({name: state_dict.get(prefix + name) for name in _OF_EXPERTS.values()}, prefix)
         for name, parameter in self.named_parameters(recurse=False):
             given = state_dict.get(prefix + name)
             if given is None or given.ndim != parameter.ndim:
@@ -93,29 +133,38 @@ class Experts(torch.nn.Module):
                 state_dict[prefix + name] = given[self.ids]
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def _cut(self, given: dict[str, Tensor | None], prefix: str) -> dict[str, Tensor]:
+        """The entries for slices in place of those for whole experts; none if that is not what is given."""
+        up, down, *others = given.values()
+        axis = 1 if self.form["transposed"] else 2
+        matrices = up is not None and down is not None and up.ndim == down.ndim == 3
+        if self._slices == 1 or not matrices or down.shape[axis] != self._slices * self.down_proj.shape[axis]:
+            return {}
+        parts = cut(self._slices, up, down, *others, **self.form)
+        return {prefix + _OF_EXPERTS[name]: part for name, part in parts.items()}
+
 
 class SharedExpert(torch.nn.Module):
     """The parameters of a shared expert, whole on every rank: `gate_up_proj` [2Is, H], gate rows first, or [Is, H]
-    where the activation has no gate; `down_proj` [H, Is]; of a transposed layer [H, 2Is or Is] and [Is, H].
+    where the activation has no gate; `down_proj` [H, Is]; of a transposed layer [H, 2Is or Is] and [Is, H]. With
+    weights in FP8 `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as the experts'.
 
     ``load_state_dict`` also takes ``gate_proj.weight``, ``up_proj.weight`` and ``down_proj.weight``, as blocks of
-    Transformers have them.
+    Transformers have them, each perhaps with a ``weight_scale_inv``.
     """
 
     def __init__(self, layer: LayerSpec, *, dtype: torch.dtype) -> None:
         super().__init__()
         width = layer.shared * layer.intermediate
         up, down = (layer.shared * layer.gate_up_rows, layer.hidden), (layer.hidden, width)
-        order = reversed if layer.transposed else tuple
-        self.gate_up_proj = torch.nn.Parameter(torch.empty(*order(up), dtype=dtype))
-        self.down_proj = torch.nn.Parameter(torch.empty(*order(down), dtype=dtype))
+        _add_matrices(self, layer, (), up, down, dtype)
         self._inputs = layer.hidden, width
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new random weights."""
-        _reset(self.gate_up_proj, None, self._inputs[0])
-        _reset(self.down_proj, None, self._inputs[1])
+        _reset(self.gate_up_proj, None, self._inputs[0], self.gate_up_proj_scale_inv)
+        _reset(self.down_proj, None, self._inputs[1], self.down_proj_scale_inv)
 
     def extra_repr(self) -> str:
         shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
@@ -123,21 +172,23 @@ class SharedExpert(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # `state_dict` is load_state_dict's own copy: entries may be replaced.
-        parts = [state_dict.pop(f"{prefix}{name}.weight", None) for name in ("gate_proj", "up_proj", "down_proj")]
-        given = [part for part in parts[:2] if part is not None]
-        if given:
-            state_dict[f"{prefix}gate_up_proj"] = torch.cat(given)
-        if parts[2] is not None:
-            state_dict[f"{prefix}down_proj"] = parts[2]
+        for theirs, own in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+            parts = [state_dict.pop(f"{prefix}{name}.{theirs}", None) for name in ("gate_proj", "up_proj", "down_proj")]
+            given = [part for part in parts[:2] if part is not None]
+            if given:
+                state_dict[f"{prefix}gate_up_proj{own}"] = torch.cat(given)
+            if parts[2] is not None:
+                state_dict[f"{prefix}down_proj{own}"] = parts[2]
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
 
-    Inference only: version 0.1 computes no gradients. Parameters and tokens may require them, as in a model
-    that has not been frozen, but a backward pass that reaches the layer raises `NotImplementedError`, as does a
-    call with forward-mode derivatives.
+    With a context of the CPU engine the layer trains (docs/training.md): all ranks make the same backward passes. With
+    one of the CUDA engine parameters and tokens may require gradients, as in a model that has not been frozen, but a
+    backward pass that reaches the layer raises `NotImplementedError`; so it does with weights in FP8 and with
+    `tokens` ``"replicated"``, and everywhere a call with forward-mode derivatives.
 
     The layer runs `flashmoe.moe`, which see; under ``torch.compile(fullgraph=True)``, too, it is one
     ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call. With `count_load`, `load` [E] int64 is
@@ -158,6 +209,8 @@ class MoE(torch.nn.Module):
     ``shared_expert.gate_up_proj`` [2Is, H], with `shared_intermediate`; see `SharedExpert`
     ``shared_expert.down_proj``    [H, Is]
     ``shared_expert_gate.weight``  [1, H], with `shared_gate`
+    ``….gate_up_proj_scale_inv``   float32, of experts in FP8; see `Experts`
+    ``….down_proj_scale_inv``      float32, likewise
     ============================== ======================================================================
 
     Initial values are random, also the router's, and differ from rank to rank: load weights before use. Where
@@ -172,7 +225,7 @@ class MoE(torch.nn.Module):
         The context; it must outlive the calls. Any number of layers may share one. Parameters are made on PyTorch's
         default device: with a context of the CUDA engine, move the module to its GPU.
     hidden, intermediate, experts, top_k:
-        H, I, E and K of this layer, within the context's limits.
+        H, I, E and K of this layer, within the context's limits. With the option `slices`, I is a whole expert's.
     activation, renormalize, placement, capacity_factor, return_mode, exact, options:
         As in `flashmoe.moe`, with all of its further options.
     router_bias, choice_bias:
@@ -182,9 +235,17 @@ class MoE(torch.nn.Module):
     shared_intermediate, shared_gate:
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     dtype:
-        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's.
+        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are in
+        FP8 where those of the context are (its `weight_dtype`).
+    weight_scales:
+        Of weights in FP8: a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
     count_load:
         Whether there is a buffer `load`; else it is None.
+    tokens, token_group:
+        ``"own"``: each rank has tokens of its own. ``"replicated"``: the ranks of `token_group`, a process group of
+        ``torch.distributed`` (default: all), have the same tokens, as between layers that are cut by tensor
+        parallelism: each brings its share of them to the call, T / n of n ranks, and all get all results, by an
+        all-gather of the group.
 
     Raises
     ------
@@ -204,7 +265,7 @@ class MoE(torch.nn.Module):
         *,
         activation: str = "swiglu",
         renormalize: bool = True,
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         router_bias: bool = False,
         choice_bias: bool = False,
         expert_bias: bool = False,
@@ -215,9 +276,15 @@ class MoE(torch.nn.Module):
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         count_load: bool = False,
+        tokens: str = "own",
+        token_group: Any = None,
+        weight_scales: str = "block",
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        if one_of("tokens", tokens, TOKENS) == "own" and token_group is not None:
+            raise InvalidArgument("token_group: expected none with tokens='own', got one")
+        self._replicas = None if tokens == "own" else Replicas(token_group)
         self.ctx = ctx
         self._context_id = context_id(ctx)
         dtype = getattr(torch, ctx.dtype) if dtype is None else dtype
@@ -226,7 +293,8 @@ class MoE(torch.nn.Module):
             known = ", ".join(f"torch.{name}" for name in DTYPES)
             raise InvalidArgument(f"dtype: expected one of {known}, got {dtype!r}")
         experts = bounded("experts", experts, 1, MAX_EXPERTS)
-        self.placement = None if placement is None else placements.checked(placement, experts, ctx.ranks)
+        slices = bounded("slices", options.get("slices", 1), 1, MAX_EXPERTS)
+        self.placement = None if placement is None else placements.checked(placement, experts * slices, ctx.ranks)
         of_call = {"placement": self.placement, "capacity_factor": capacity_factor, "return_mode": return_mode}
         chosen = checked_values(
             Options(top_k=top_k, activation=activation, renormalize=renormalize, exact=exact, **of_call, **options)
@@ -235,7 +303,9 @@ class MoE(torch.nn.Module):
         given = {"router"} | {name for name, wanted in biases.items() if truth(name, wanted)}
         if truth("expert_bias", expert_bias):
             given |= {"gate_up_bias", "down_bias"}
-        intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
+        intermediate, left = divmod(bounded("intermediate", intermediate, 1, MAX_WIDTH), slices)
+        if left:
+            raise InvalidArgument(f"slices: expected a divisor of I={intermediate * slices + left}, got {slices}")
         width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
         if width % intermediate:
             raise InvalidArgument(f"shared_intermediate: expected a multiple of I={intermediate}, got {width}")
@@ -251,13 +321,20 @@ class MoE(torch.nn.Module):
             shared=width // intermediate,
             experts=experts,
             top_k=bounded("top_k", top_k, 1, experts),
-            **of_one_type(dtype_name),
+            **element_types(dtype_name, FP8 if ctx.weight_dtype == FP8 else ""),
         )
+        check_quantised(layer)
+        if layer.quantised:
+            layer = replace(layer, weight_scales=one_of("weight_scales", weight_scales, WEIGHT_SCALES[1:]))
         room = room_of(ctx)
-        owners = owners_of(room, self.placement, experts)
-        mine = ctx.local_experts(owners)
-        layer = resolved(room, layer, chosen, owners, tokens=0)
-        self._options = chosen._replace(top_k=layer.top_k, capacity_factor=layer.capacity_factor or None)
+        placed = placement_of(room, self.placement, layer.parts)
+        mine = ctx.local_experts(placed)
+        self._layer = layer = resolved(room, layer, chosen, placed, tokens=0)
+        self._options = chosen._replace(
+            top_k=layer.top_k,
+            capacity_factor=layer.capacity_factor or None,
+            placement=self.placement,
+        )
 
         self.gate = Router(layer.hidden, experts, bias=layer.router_bias, choice_bias=layer.choice_bias, dtype=dtype)
         self.experts = Experts(mine, layer, bias=layer.down_bias, dtype=dtype)
@@ -298,26 +375,34 @@ class MoE(torch.nn.Module):
         ctx: Context,
         layer: MoELayer,
         *,
-        placement: Sequence[int] | None = None,
+        placement: placements.Placement | None = None,
         capacity_factor: float | None = None,
         return_mode: str | None = None,
         exact: bool = False,
         count_load: bool = False,
+        slices: int = 1,
+        tokens: str = "own",
+        token_group: Any = None,
     ) -> MoE:
         """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
         context's engine computes: in host memory or on its GPU.
 
         `layer` comes from `flashmoe.checkpoint.load_layer` and decides the sizes, the rule of its router, what its
-        experts compute, and the dtype. What the layer has `left_out` the module has not. The other parameters and the
-        errors are those of the class.
+        experts compute, and the dtype. What the layer has `left_out` the module has not. It may be this rank's part
+        alone, or cut into slices already, which then need not be said once more. The other parameters and the errors
+        are those of the class.
         """
         if layer.own_router:
             raise InvalidArgument(f"layer: expected a router that flashmoe.moe computes, got {layer.own_router}")
+        is_cut = layer.slices != 1
+        if is_cut and slices not in (1, layer.slices):
+            raise InvalidArgument(f"slices: expected {layer.slices}, as the layer is cut, got {slices!r}")
+        how = layer.rule() if is_cut else layer.rule() | {"slices": slices}
         with torch.device("meta"):  # the parameters are about to be replaced
             module = cls(
                 ctx,
                 layer.hidden,
-                layer.intermediate,
+                layer.intermediate * layer.slices,
                 layer.experts,
                 placement=placement,
                 router_bias=layer.router_bias is not None,
@@ -330,19 +415,28 @@ class MoE(torch.nn.Module):
                 shared_intermediate=layer.shared_intermediate,
                 shared_gate=layer.shared_gate is not None,
                 count_load=count_load,
-                **layer.rule(),
+                tokens=tokens,
+                token_group=token_group,
+                weight_scales=layer.weight_scales,
+                **how,
             )
         mine = module.experts.ids
         of_router = {"weight": layer.router, "bias": layer.router_bias, "choice_bias": layer.choice_bias}
-        of_experts = {
-            "gate_up_proj": layer.gate_up_proj,
-            "down_proj": layer.down_proj,
-            "gate_up_proj_bias": layer.gate_up_bias,
-            "down_proj_bias": layer.down_bias,
-        }
+        of_experts = {name: getattr(layer, name) for name in _OF_EXPERTS}
+        if layer.held is not None:
+            if list(layer.held) != mine or (slices > 1 and not is_cut):
+                what = "slices" if module.experts.total > layer.experts else "experts"
+                raise InvalidArgument(
+                    f"layer: expected one of {what} {mine}, this rank's, got one of {list(layer.held)}"
+                    + (", which are not cut" if slices > 1 and not is_cut else "")
+                )
+            mine = list(range(len(mine)))
+        if slices > 1 and not is_cut:
+            of_experts = cut(slices, *of_experts.values(), **module.experts.form)
         weights = {f"gate.{name}": each.copy() for name, each in of_router.items() if each is not None}
-        weights |= {f"experts.{name}": each[mine] for name, each in of_experts.items() if each is not None}
+        weights |= {f"experts.{_OF_EXPERTS[name]}": each[mine] for name, each in of_experts.items() if each is not None}
         names = ("shared_expert.gate_up_proj", "shared_expert.down_proj", "shared_expert_gate.weight")
+        names += ("shared_expert.gate_up_proj_scale_inv", "shared_expert.down_proj_scale_inv")
         shared = zip(names, layer.shared().values(), strict=True)
         weights |= {name: each.copy() for name, each in shared if each is not None}
         device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
@@ -351,6 +445,23 @@ class MoE(torch.nn.Module):
         if module.load is not None:
             module.load = torch.zeros_like(module.load, device=device)
         return module
+
+    def move(self, placement: placements.Placement | None, group: Any = None) -> None:
+        """Moves the experts, or their slices, to where `placement` wants them (None: to where the context's has them),
+        and calls them there from then on. Collective: see `flashmoe.placement.move`, with the same `group` and errors.
+
+        Parameters are new ones. Raises `HeapError`, before anything is moved, where the context has no room for it.
+        """
+        experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
+        chosen = None if placement is None else placements.checked(placement, parts, room.ranks)
+        before, after = (placement_of(room, each, parts) for each in (self.placement, chosen))
+        resolved(room, self._layer, self._options, after, tokens=0)
+        held = dict(experts.named_parameters(recurse=False))
+        for name, tensor in placements.move(held, before, after, group).items():
+            setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=held[name].requires_grad))
+        experts.ids = self.ctx.local_experts(after)
+        self.placement = chosen
+        self._options = self._options._replace(placement=chosen)
 
     def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for this rank's tokens.
@@ -377,7 +488,9 @@ class MoE(torch.nn.Module):
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
         gate, experts, shared, shared_gate = self.gate, self.experts, self.shared_expert, self.shared_expert_gate
-        tokens = x.reshape(-1, hidden).contiguous()
+        tokens, replicas = x.reshape(-1, hidden).contiguous(), self._replicas
+        if replicas is not None:
+            tokens = tokens[replicas.share(len(tokens))]
         logits = None
         if truth("return_router_logits", return_router_logits):
             logits = tokens.new_empty((tokens.shape[0], gate.weight.shape[0]), dtype=torch.float32)
@@ -393,10 +506,18 @@ class MoE(torch.nn.Module):
             shared_gate_up=None if shared is None else shared.gate_up_proj,
             shared_down=None if shared is None else shared.down_proj,
             shared_gate=None if shared_gate is None else shared_gate.weight,
+            gate_up_scale=experts.gate_up_proj_scale_inv,
+            down_scale=experts.down_proj_scale_inv,
+            shared_gate_up_scale=None if shared is None else shared.gate_up_proj_scale_inv,
+            shared_down_scale=None if shared is None else shared.down_proj_scale_inv,
             load=self.load,
             router_logits=logits,
         )
         y = call(self._context_id, tensors, self._options)
+        if replicas is not None:
+            of_all = x.numel() // hidden
+            y = replicas.gathered(y, of_all)
+            logits = None if logits is None else replicas.gathered(logits, of_all)
         if logits is None:
             return y.reshape(x.shape)
         return y.reshape(x.shape), logits.reshape(*x.shape[:-1], gate.weight.shape[0])
@@ -408,16 +529,59 @@ class MoE(torch.nn.Module):
         )
 
 
-def _reset(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, inputs: int) -> None:
+def _parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+def _add_matrices(
+    module: Experts | SharedExpert,
+    layer: LayerSpec,
+    lead: tuple[int, ...],
+    up: tuple[int, int],
+    down: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """The parameters of matrices [*lead, *up] and [*lead, *down], and of their scales: no gradient leads to them where
+    they are quantised."""
+    order = reversed if layer.transposed else tuple
+    halves = 2 if layer.gated and not layer.interleaved else 1
+    for name, shape, parts in (("gate_up_proj", up, halves), ("down_proj", down, 1)):
+        scale = None
+        if layer.quantised:
+            rows, columns = shape
+            of_block = block_rows(rows, parts), scale_blocks(columns)
+            shapes = {"block": of_block, "row": (rows, 1), "tensor": (1, 1)}
+            weight = _parameter(*lead, *shape, dtype=torch.float8_e4m3fn).requires_grad_(False)
+            scale = _parameter(*lead, *shapes[layer.weight_scales], dtype=torch.float32).requires_grad_(False)
+        else:
+            weight = _parameter(*lead, *order(shape), dtype=dtype)
+        module.register_parameter(name, weight)
+        module.register_parameter(f"{name}_scale_inv", scale)
+
+
+def _reset(
+    weight: torch.nn.Parameter,
+    bias: torch.nn.Parameter | None,
+    inputs: int,
+    scale: torch.nn.Parameter | None = None,
+) -> None:
     """Weights as `torch.nn.Linear` draws them, uniform within 1 / sqrt(inputs); a bias of zeros."""
     bound = inputs**-0.5
-    torch.nn.init.uniform_(weight, -bound, bound)
+    if scale is None:
+        torch.nn.init.uniform_(weight, -bound, bound)
+    else:
+        largest = torch.finfo(weight.dtype).max
+        with torch.no_grad():
+            weight.copy_(torch.empty(weight.shape, device=weight.device).uniform_(-largest, largest))
+        torch.nn.init.constant_(scale, bound / largest)
     if bias is not None:
         torch.nn.init.zeros_(bias)
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    """The same memory as a tensor, also of bfloat16, which torch does not take from NumPy."""
+    """The same memory as a tensor, also of bfloat16 and FP8, which torch does not take from NumPy."""
+    if array.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)

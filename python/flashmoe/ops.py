@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
-from .arguments import WRITTEN, CallOptions, Options, Tensors, as_plain_values
+from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
 from .context import Context, context_id, run
+from .placement import Placement
 from .spec import truth
 from .through_torch import goes_through_torch
 
@@ -26,7 +26,7 @@ def moe(
     router_bias: Any = None,
     gate_up_bias: Any = None,
     down_bias: Any = None,
-    placement: Sequence[int] | None = None,
+    placement: Placement | None = None,
     capacity_factor: float | None = None,
     return_mode: str | None = None,
     trace: bool = False,
@@ -43,8 +43,8 @@ def moe(
     with ``e = topk_ids[t, k]`` (FlashDMoE, equations 5.1 to 5.3). With a gate, ``act`` is ``act(gate) * up`` of the two
     halves of ``gate_up_proj[e] @ x[t]``.
 
-    Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16. T may differ from
-    rank to rank and may be 0. What else the engine asks, and when a call is over: `Context`. Options: `CallOptions`.
+    Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16; experts' matrices may
+    be in FP8. T may differ by rank, and be 0. What engines ask, when a call is over: `Context`. Scales: `CallOptions`.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def moe(
         The shared expert, whole on every rank: an FFN of width Is, a multiple of I, added to each of this rank's
         tokens, times ``sigmoid(shared_gate @ x[t])`` where there is a gate.
     placement, capacity_factor:
-        E ranks: who holds which expert; default: the context's for its E, else contiguous shares.
+        Who holds which expert, as for a `Context`; default: the context's for its E, else contiguous shares.
         None: dropless. Else each rank keeps, per expert, the first ``ceil(capacity_factor * (T * K) / E)`` of its
         (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and at most that.
     return_mode, trace:
@@ -81,9 +81,10 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    Inference only: a backward pass that reaches the call raises `NotImplementedError`, as do forward-mode derivatives.
-    Where PyTorch compiles, traces or transforms calls, or would record gradients, and for tensors without values, a
-    call without `trace` is one of ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    With PyTorch tensors the CPU engine has gradients (docs/training.md), by backward passes that all ranks make in one
+    order. On the CUDA engine and of FP8 they raise `NotImplementedError`, as do forward-mode derivatives everywhere.
+    Where PyTorch compiles, traces or transforms calls, or records gradients, and for tensors without values, a call
+    without `trace` is one operator, such as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
 
     Raises
     ------
@@ -102,12 +103,11 @@ def moe(
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
-    written = [options.pop(name, None) for name in WRITTEN]
-    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, topk_ids, topk_weights, *written)
+    scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
+    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
     chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
     if not truth("trace", trace) and goes_through_torch(x, tensors):
         from . import torch_op
 
-        torch_op.check_tensors(tensors._asdict())
-        return torch_op.by_operator(context_id(ctx), tensors, as_plain_values(chosen))
+        return torch_op.by_operator(context_id(ctx), tensors, chosen)
     return run(ctx, tensors, chosen, trace)

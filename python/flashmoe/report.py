@@ -36,11 +36,11 @@ class CallReport:
     """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took
     of a return group, between other tasks; where rows are joined as they come (a rank alone, ``direct``, K at most 2,
     no capacity factor), ``combine`` counts token blocks instead. GPU: as many as the routing makes, whatever ran.
-    ``reduce`` is always 0 there, its pieces are not counted; ``combine`` counts token blocks. Calls of at most 8 tokens
-    on one GPU are counted too, although their kernel has no tasks."""
+    ``reduce`` is always 0 there, its pieces are not counted; ``combine`` counts token blocks. Calls of few tokens on
+    one GPU (at most 256) are counted so too, although their kernel has tasks of its own."""
     tiles: int
     """Tiles this rank formed: groups of rows that one expert computes together. GPU: as many as the routing makes, also
-    for calls of at most 8 tokens on one GPU, which form none."""
+    for calls of few tokens on one GPU (at most 256), whose kernel forms none."""
     tile_rows: int
     """Real rows in those tiles, padding not counted."""
     rows_sent: int
@@ -128,6 +128,11 @@ def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
     return load
 
 
+def chosen_experts(ids: np.ndarray, weights: np.ndarray, slices: int) -> dict[str, np.ndarray]:
+    """The routing of a `CallReport` [T, K], from that of slices [T, K slices]."""
+    return {"topk_ids": ids[:, ::slices] // slices, "topk_weights": weights[:, ::slices]}
+
+
 def traffic(
     ids: np.ndarray,
     owners: Sequence[int],
@@ -141,8 +146,9 @@ def traffic(
 ) -> dict[str, int]:
     """The fields of a rank's `CallReport` about what crosses to other ranks.
 
-    `ids`: its routing, int [T, K]; `owners`: the rank of each expert. What it sent them: `rows` of tokens and
-    `returned` ones of results, the entries of `pairs` (token, k), and `packets`, each with its signal.
+    `ids`: its routing, int [T, K]; `owners`: for each expert, the rank to which it sends its tokens. What it sent them:
+    `rows` of tokens and `returned` ones of results, the entries of `pairs` (token, k), and `packets`, each with its
+    signal.
     """
     # An all-to-all pads every expert to the largest share that one of them gets of this rank's tokens, there and back:
     # what a capacity-based layer needs in order to drop nothing.

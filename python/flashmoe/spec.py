@@ -15,9 +15,20 @@ from typing import Any
 from .errors import InvalidArgument
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Element types."""
+"""Element types of a layer's x and y, and of weights that are not quantised."""
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8 = "float8_e4m3fn"
+"""Element type of quantised weights and rows."""
+
+ELEMENT_TYPES = (*DTYPES, FP8)
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+
+WEIGHT_SCALES = ("none", "tensor", "row", "block")
+"""What numbers of a quantised matrix share a scale: all, a row's, or those of a block of 128 x 128."""
+
+SCALE_BLOCK = 128
+"""Elements of a quantised row, and rows and columns of a block of weights, that share a scale."""
 
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu", "relu2", "clamped_swiglu")
 
@@ -64,6 +75,8 @@ class LayerSpec:
     """E, of all ranks."""
     top_k: int
     """K: experts of a token."""
+    slices: int = 1
+    """Into how many slices an expert is cut, each of width I and with a place of its own."""
     activation: str = "swiglu"
     """One of `ACTIVATIONS`."""
     limit: float = math.inf
@@ -83,7 +96,7 @@ class LayerSpec:
     renormalize: bool = True
     """With a router: whether a token's K weights are divided by their sum (with ``sigmoid`` plus 1e-20)."""
     round_logits: bool = False
-    """With a router: whether its logits are rounded to x_type, as those of a linear layer are."""
+    """With a router: whether its logits are rounded to y_type, as those of a linear layer are."""
     routed_scale: float = 1.0
     """With a router: a token's K weights are multiplied by this, in the end."""
     shared: int = 0
@@ -103,11 +116,18 @@ class LayerSpec:
     down_bias: bool = False
     """Whether the experts have a bias [El, H] behind the second product."""
     x_type: str = "bfloat16"
-    """One of `DTYPES`: element type of x [T, H], of the rows that go to other ranks, and of y [T, H]."""
+    """Element type of x [T, H] as it is given: that of y, or with quantised weights `FP8`."""
+    token_type: str = "bfloat16"
+    """Element type of x's rows as they go to other ranks and are multiplied. Rows of `FP8` have scales
+    (`row_bytes`)."""
     weight_type: str = "bfloat16"
-    """Element type of gate_up_proj, down_proj and router, and of the biases."""
+    """Element type of gate_up_proj and down_proj, and of the shared expert's."""
+    weight_scales: str = "none"
+    """One of `WEIGHT_SCALES`; ``none`` where weights are not quantised."""
     intermediate_type: str = "bfloat16"
     """Element type of the activated rows between the two products."""
+    y_type: str = "bfloat16"
+    """One of `DTYPES`: element type of y [T, H], of the router, the shared expert's gate and all biases."""
     return_type: str = "bfloat16"
     """Element type of the experts' weighted rows, and of a rank's sums of them, on their way home."""
     exact: bool = False
@@ -117,6 +137,16 @@ class LayerSpec:
     made for also ``auto``."""
     capacity_factor: float = 0.0
     """An expert keeps ceil(capacity_factor * (T * K) / E) of each rank's (token, k) pairs; 0: all of them."""
+
+    @property
+    def parts(self) -> int:
+        """The slices of all experts: what a placement has entries for."""
+        return self.experts * self.slices
+
+    @property
+    def choices(self) -> int:
+        """The slices of a token's experts: what is computed for it."""
+        return self.top_k * self.slices
 
     @property
     def gated(self) -> bool:
@@ -135,22 +165,42 @@ class LayerSpec:
 
     @property
     def token_row_bytes(self) -> int:
-        """Bytes of a token's row."""
-        return self.hidden * ELEMENT_BYTES[self.x_type]
+        """Bytes of a token's row, as it goes to another rank."""
+        return row_bytes(self.hidden, self.token_type)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether weights are in `FP8`, and so are the rows that they are multiplied with."""
+        return self.weight_type == FP8
 
     @property
     def return_row_bytes(self) -> int:
         """Bytes of a row that travels home."""
-        return self.hidden * ELEMENT_BYTES[self.return_type]
+        return row_bytes(self.hidden, self.return_type)
 
     def to_map(self) -> dict[str, int | float | str]:
         """The fields by name, as the library takes them."""
         return {name: int(value) if value is True or value is False else value for name, value in vars(self).items()}
 
 
-def of_one_type(dtype: str) -> dict[str, str]:
-    """The fields of a `LayerSpec` whose element types are all `dtype`: those that the engines have."""
-    return dict.fromkeys(("x_type", "weight_type", "intermediate_type", "return_type"), dtype)
+def row_bytes(elements: int, dtype: str) -> int:
+    """Bytes of a row. One of `FP8` has scales in float32 behind its elements, both aligned to 16 bytes
+    (include/flashmoe/spec/rows.h)."""
+    if dtype != FP8:
+        return elements * ELEMENT_BYTES[dtype]
+    return sum(-(-size // 16) * 16 for size in (elements, 4 * scale_blocks(elements)))
+
+
+def scale_blocks(elements: int) -> int:
+    """Scales of a quantised row, or of a row of blocks of weights: the last may be of fewer than `SCALE_BLOCK`."""
+    return -(-elements // SCALE_BLOCK)
+
+
+def element_types(dtype: str, weights: str = "", x: str = "") -> dict[str, str]:
+    """The element types of a `LayerSpec` whose y is of `dtype`, by the names of its fields: those that the engines
+    have. `weights` and `x`, as given: `dtype`, the default, or `FP8`."""
+    multiplied = dict.fromkeys(("token_type", "weight_type", "intermediate_type"), weights or dtype)
+    return {"x_type": x or dtype, "y_type": dtype, "return_type": dtype, **multiplied}
 
 
 def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int:

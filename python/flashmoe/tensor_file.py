@@ -6,6 +6,9 @@ the process where another one shortens the file (it maps it), and takes the last
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,6 +20,12 @@ from .foreign import is_count, length, opened, parsed, shown
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The dtypes that are read, by their names in a safetensors file."""
+
+QUANTISED = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+"""Those of weights that have scales."""
+
+WEIGHTS = DTYPES | QUANTISED
+"""Those of weights."""
 
 MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -30,7 +39,7 @@ class Stored(NamedTuple):
 
     name: str
     dtype: str
-    """As the file names it: one of `DTYPES`, or another."""
+    """As the file names it: one of `WEIGHTS`, or another."""
     shape: tuple[int, ...]
     path: Path
     offset: int
@@ -42,7 +51,39 @@ class Stored(NamedTuple):
         with opened(self.path) as file:
             file.seek(self.offset)
             if file.readinto(array.reshape(-1).view(np.uint8)) != self.bytes:
-                raise ValueError(f"a file that ends within {shown(self.name)}")
+                raise self._too_short()
+
+    def read_box_into(self, array: np.ndarray, box: tuple[slice, ...]) -> None:
+        """Read the part of it that has these elements of each axis, and no other byte, to an array of its dtype and of
+        that part's shape. Raises `foreign.REFUSALS`."""
+        size = WEIGHTS[self.dtype].itemsize
+        shape = [each.stop - each.start for each in box]
+        whole = len(box)  # axes from here on are all there: their elements follow one another
+        while whole > 0 and shape[whole - 1] == self.shape[whole - 1]:
+            whole -= 1
+        apart = max(whole - 1, 0)  # those before: each combination is a run of its own
+        strides = [size * math.prod(self.shape[axis + 1 :]) for axis in range(len(box))]
+        inner = sum(each.start * stride for each, stride in zip(box[apart:], strides[apart:], strict=True))
+        part = array if array.flags.c_contiguous else np.empty(shape, array.dtype)
+        runs = memoryview(part.reshape(-1).view(np.uint8))
+        length, to = size * math.prod(shape[apart:]), 0
+        with opened(self.path) as file:
+            for at in itertools.product(*(range(each.start, each.stop) for each in box[:apart])):
+                outer = sum(index * stride for index, stride in zip(at, strides, strict=False))
+                self._read(file, self.offset + outer + inner, runs[to : to + length])
+                to += length
+        if part is not array:
+            array[...] = part
+
+    def _read(self, file: BinaryIO, offset: int, to: memoryview) -> None:
+        while len(to):
+            got = os.preadv(file.fileno(), [to], offset)
+            if got == 0:
+                raise self._too_short()
+            offset, to = offset + got, to[got:]
+
+    def _too_short(self) -> ValueError:
+        return ValueError(f"a file that ends within {shown(self.name)}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +95,7 @@ class TensorFile:
 
 
 def read_header(path: Path) -> TensorFile:
-    """What a file holds, once that is known to be consistent: each tensor of `DTYPES` has the bytes of its shape, and
+    """What a file holds, once that is known to be consistent: each tensor of `WEIGHTS` has the bytes of its shape, and
     together they fill the file, without gaps, and without a byte that two share. Raises `foreign.REFUSALS`."""
     with opened(path) as file:
         begin, header = _header(file)
@@ -94,7 +135,7 @@ def _stored(path: Path, begin: int, name: str, said: Any) -> Stored:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)) or offsets[0] > offsets[1]:
         raise ValueError(f"{shown(name)} with data_offsets {shown(offsets)}")
     size = offsets[1] - offsets[0]
-    if dtype in DTYPES and size != _count(shape, size) * DTYPES[dtype].itemsize:
+    if dtype in WEIGHTS and size != _count(shape, size) * WEIGHTS[dtype].itemsize:
         raise ValueError(f"{shown(name)} of {dtype} {shown(shape)} in {size} bytes")
     return Stored(name, dtype, tuple(shape), path, begin + offsets[0], size)
 

@@ -1,7 +1,7 @@
 """Tensors as the engines take them: the CPU engine from any library that speaks DLPack (NumPy, PyTorch, ...), the CUDA
 engine from PyTorch.
 
-NumPy has no bfloat16 of its own: arrays of ``ml_dtypes.bfloat16`` are handed over as 16-bit words.
+NumPy has neither bfloat16 nor FP8 of its own: arrays of ``ml_dtypes`` are handed over as words of as many bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from .capsule import exported
 from .errors import InvalidArgument
 from .foreign import clipped
+from .spec import FP8
 
 if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
     import tvm_ffi
@@ -25,6 +26,9 @@ if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
 
 _HOST = ("cpu", "cuda_host", "rocm_host")
 """DLPack's types of memory that a processor reads as its own."""
+
+_WORDS = {np.dtype(ml_dtypes.bfloat16): np.uint16, np.dtype(ml_dtypes.float8_e4m3fn): np.uint8}
+"""Types that NumPy exports no memory of, and those as which it does."""
 
 
 class Described(Protocol):
@@ -129,14 +133,18 @@ def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> O
 def host_view(tensor: Any) -> tvm_ffi.Tensor:
     """The memory of a tensor that `operand` accepts, which the view keeps alive."""
     if isinstance(tensor, np.ndarray):
-        if tensor.dtype == ml_dtypes.bfloat16:
-            tensor = tensor.view(np.uint16)
+        if tensor.dtype in _WORDS:
+            tensor = tensor.view(_WORDS[tensor.dtype])
         return as_view(_writeable(tensor))
     if hasattr(tensor, "detach"):
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.is_neg():  # DLPack knows no views that are negated as they are read
             tensor = tensor.resolve_neg()
+        if dtype_name(tensor) == FP8:
+            import torch
+
+            tensor = tensor.view(torch.uint8)
     return as_view(tensor)
 
 
@@ -152,7 +160,7 @@ def signature(tensor: Any, first: int = 0) -> Hashable:
 
 def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...], device: int) -> DeviceOperand:
     """`tensor` as an operand of the CUDA engine. Raises `InvalidArgument` if it is no PyTorch tensor of CUDA device
-    `device`, of none of `dtypes`, or not contiguous: vectors and the routing as a whole, of other matrices the rows.
+    `device`, of none of `dtypes`, or not contiguous: vectors, scales and the routing as a whole, of matrices the rows.
     `expected` words the expectation.
     """
     torch = sys.modules.get("torch")
@@ -165,13 +173,15 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     if tensor.is_neg():
         raise InvalidArgument(f"{name}: expected values in memory, got a view that negates them; resolve_neg()")
     address = tensor.data_ptr()
-    if len(shape) < 2 or name.startswith("topk_") or name.endswith(("_bias", "_logits")):
+    if len(shape) < 2 or name.startswith("topk_") or name.endswith(("_bias", "_logits", "_scale")):
         if not tensor.is_contiguous():
             raise InvalidArgument(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
         return DeviceOperand(address, shape, dtype, 0, 0)
     size = tensor.element_size()
-    # The stride of a dimension of size 1 means nothing.
-    strides = [stride if length > 1 else None for stride, length in zip(tensor.stride(), shape, strict=True)]
+    # The stride of a dimension of size 1 means nothing, nor does any where there are no elements.
+    strides = [
+        stride if length > 1 and tensor.numel() else None for stride, length in zip(tensor.stride(), shape, strict=True)
+    ]
     if strides[-1] not in (None, 1):
         raise InvalidArgument(f"{name}: expected rows without gaps, got strides {list(tensor.stride())}")
     row_bytes = size * (shape[-1] if strides[-2] is None else strides[-2])
@@ -212,10 +222,12 @@ def _writeable(array: np.ndarray) -> np.ndarray:
 
 
 def empty_like(tensor: Any) -> Any:
-    """An uninitialised contiguous tensor of the same library, shape and type."""
+    """An uninitialised contiguous tensor of the same library, shape and type, or of bfloat16 for one of FP8: y of x."""
+    quantised = dtype_name(tensor) == FP8
     if isinstance(tensor, np.ndarray):
-        return np.empty(tensor.shape, tensor.dtype)
+        return np.empty(tensor.shape, ml_dtypes.bfloat16 if quantised else tensor.dtype)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+        dtype = torch.bfloat16 if quantised else tensor.dtype
+        return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
     raise InvalidArgument(f"x: expected a NumPy array or a PyTorch tensor, got {type(tensor).__name__}")

@@ -8,6 +8,11 @@ The operator rounds to its dtype (unit roundoff u) in four places, and computes 
 3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
 4. the output, where it is the sum of at least two terms.
 
+A shared expert is one further choice of every token: one row, rounded once, whose dot products are over all of its
+width Is. The GPU's kernel of few tokens has a choice instead for each of its Is / I slices: as many rows, each rounded.
+Neither bound contains the other. Of slices that cancel, the rounded rows err by more than their sum; n of one sign have
+n roundings of a share of 1/n, whose variance is 1/n of the whole row's. So what computed the call says which is right.
+
 **One rounding.** Round-to-nearest errs by a value uniform on +-ulp/2: variance ulp^2 / 12. Relative to the
 squared value that is at most u^2 / 3, whatever the mantissa.
 
@@ -31,6 +36,30 @@ is strictly sub-Gaussian), with nothing assumed about correlation inside a token
 in 10^10 checks, the bound is 7.5 rms for one token, 1.5 for 128 equal ones and 1.1 for 2048: tight enough to
 notice one more rounding of the pre-activations to bfloat16.
 
+**FP8** (`docs/fp8.md`). The reference is of the dequantised weights and of quantised rows, so that quantising is no
+error as long as engine and reference quantise alike. Of x they do: both start from the same numbers, and every step is
+one of IEEE's. Of an intermediate row they do not start from the same numbers. So, instead of rounding 1:
+
+- The scale of 128 elements is the largest of them, which has a variance, / 448: all 128 are off by one factor. What
+  they contribute to a result, their part of the dot product, is off by it, too.
+- An element p, in units of its scale, is known within 8 standard deviations d. Unless a middle of two numbers of e4m3
+  lies there, it is rounded alike. Else engine and reference may differ by that step, with a probability q of at most
+  exp(-z^2 / 2) / 2 for a middle z d away. What is then one step with probability q is sub-Gaussian about its mean, with
+  (1 - 2q) / (2 log((1 - q) / q)) squared steps for a variance (Kearns and Saul, 1998), to which the mean's q^2 are
+  added. That is rare, since p is known to some 1e-6 and steps are 6 to 12 % of it. Should two middles lie there, the
+  deviation is taken to be d and the larger step there: both roundings err by half a step at most.
+- A product of 128 is multiplied by two scales before it is added: two more roundings of float32.
+
+What is quantised is not in the bound: it is a property of the format, and the same in the reference.
+
+**FP8 on tensor cores** (`tensor_cores`). Hopper's add up products of e4m3 in steps of 32, each with the sum so far: all
+33 are aligned to the largest of them and truncated, towards zero, at 13 bits behind its leading one (DeepSeek-V3,
+section 3.3.2; SageAttention2, section 3.2). With G the largest, a term loses at most g = 2^-13 G, in the mean g / 2,
+with a variance of g^2 / 12. So a step has a variance of 33 g^2 / 12, and in the mean g / 2 for each term more that is
+positive than negative. G is the sum so far or the largest product, which is at most (sum p^4)^(1/4). That is a relative
+error of some 5e-4 of a product's norm, so that rounding an intermediate row to e4m3 falls to the other side for about
+one in a hundred of its elements; of these the text above says what follows.
+
 **Domain.** Nothing may overflow; for float16 the limit is 65504, for the activated intermediate too. Values
 below the smallest normal number are in the domain of float16 (their ulp is fixed), but not of bfloat16 and
 float32, where engines may flush them to zero.
@@ -41,17 +70,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .reference import activate, scores
+from .reference import activate, dequantised, quantised_rows, rounded, row_scales, scaled_rows, scores
+from .reference.quantised import BLOCK
 from .spec import GATED
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 _VARIANCE32 = UNIT_ROUNDOFF["float32"] ** 2 / 3.0  # of one float32 rounding, relative to the squared value
 _FUNCTION_ROUNDINGS = 4.0  # how many float32 roundings exp or erf, and what is computed around it, are worth
+_STEP, _TRUNCATED = 32, 2.0**-13  # of Hopper's tensor cores: products of e4m3 at a time, what is left of the largest
 _TAIL = 23.0  # exp(-23) = 1e-10
 
 
@@ -118,31 +149,52 @@ def call_error(
     shared_gate_up: np.ndarray | None = None,
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
+    shared_in_slices: bool = False,
+    tensor_cores: bool = False,
     rank: int = 0,
+    gate_up_scale: np.ndarray | None = None,
+    down_scale: np.ndarray | None = None,
+    shared_gate_up_scale: np.ndarray | None = None,
+    shared_down_scale: np.ndarray | None = None,
+    x_scale: np.ndarray | None = None,
     **shape: Any,
 ) -> CallError:
     """The error of one rank's y, from the values of the call, as the module's text derives it.
 
-    The dtype is that of `x`. `topk_ids` and `topk_weights` [T, K] are the reference's (-1: a dropped pair).
-    `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement` maps
-    each expert to its rank; `rank` is the call's own, where the shared expert is computed, slice by slice. `shape`: the
-    further options of `reference.activate`.
+    The dtype is that of `x`, or with `x_scale` bfloat16. `topk_ids` and `topk_weights` [T, K] are the reference's (-1:
+    a dropped pair). `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement`
+    maps each expert to the rank that computes it for these tokens; `rank` is the call's own, where the shared expert is
+    computed: as one choice or, as the GPU's kernel of few tokens does, with `shared_in_slices`, as one for each of its
+    slices. `tensor_cores`: products in FP8 are added up by Hopper's. `shape`: the further options of
+    `reference.activate`.
     """
-    dtype = x.dtype.name
-    x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
+    dtype, quantised = "bfloat16" if x_scale is not None else x.dtype.name, gate_up_scale is not None
+    given, x = x, np.asarray(x, np.float64)
+    gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (gate_up_proj, down_proj))
     if transposed:
         gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
+    rows = x
+    if quantised:
+        halves = 2 if activation in GATED and not shape.get("interleaved") else 1
+        gate_up_proj, down_proj = dequantised(gate_up_proj, gate_up_scale, halves), dequantised(down_proj, down_scale)
+        rows = quantised_rows(given.astype(np.float32)) if x_scale is None else scaled_rows(given, x_scale)
+        if shared_down is not None:
+            shared_gate_up = dequantised(shared_gate_up, shared_gate_up_scale, halves)
+            shared_down = dequantised(shared_down, shared_down_scale)
     biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
     weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
-    if shared_down is not None:  # its slices are experts that every token chooses
+    matrices = [*zip(gate_up_proj, down_proj, strict=True)]
+    if shared_down is not None:  # what every token chooses besides
+        up, down = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
+        up, down = (up.T, down.T) if transposed else (up, down)
+        apart = shared_in_slices or (quantised and down_proj.shape[2] % BLOCK)  # their blocks begin anew
+        width = down_proj.shape[2] if apart else down.shape[1]
+        shared = [*zip(*_slices(up, down, width, activation, **shape), strict=True)]
+        further = len(matrices) + np.arange(len(shared))
         routed = topk_ids, topk_weights, weight_variance
-        shared = [np.asarray(each, np.float64) for each in (shared_gate_up, shared_down)]
-        up, down = _slices(*[each.T if transposed else each for each in shared], down_proj, activation, **shape)
-        chosen = np.tile(len(down_proj) + np.arange(len(down)), (len(x), 1))
-        added = chosen, *(np.repeat(each, len(down), axis=1) for each in _gate(x, shared_gate))
-        topk_ids, topk_weights, weight_variance = map(np.hstack, zip(routed, added, strict=True))
-        gate_up_proj, down_proj = np.concatenate([gate_up_proj, up]), np.concatenate([down_proj, down])
-        placement = [*placement, *[rank] * len(down)]
+        topk_ids, topk_weights, weight_variance = _chosen_besides(routed, further, *_gate(x, shared_gate))
+        matrices += shared
+        placement = [*placement, *[rank] * len(shared)]
     owners = np.where(topk_ids >= 0, np.asarray(placement)[topk_ids], -1)
     variance = np.zeros(x.shape)
     squares = np.zeros(x.shape)
@@ -150,15 +202,14 @@ def call_error(
 
     for expert in np.unique(topk_ids[topk_ids >= 0]):
         t, k = np.nonzero(topk_ids == expert)
+        up, down = matrices[expert]
         b0, b1 = (0.0 if bias is None else bias[expert] for bias in biases)
         w, w_variance = topk_weights[t, k, None], weight_variance[t, k, None]
+        on_input = (w, w_variance) if weights_on_input else None
+        products = _Products(dtype, quantised, tensor_cores)
+        f, f_variance = _expert(rows[t], up, down, (b0, b1), on_input, products, activation, **shape)
         if weights_on_input:
-            z, z_variance = _scaled_linear(x[t], w, w_variance, gate_up_proj[expert], b0)
             w, w_variance = np.ones_like(w), np.zeros_like(w)
-        else:
-            z, z_variance = _linear(x[t], 0.0, gate_up_proj[expert], b0)
-        a, a_variance = _activated(z, z_variance, activation, **shape)
-        f, f_variance = _linear(a, a_variance + _rounding(a, dtype), down_proj[expert], b1)
         row = w * f
         variance[t] += w**2 * f_variance + w_variance * f**2 + _rounding(row, dtype)
         if dtype != "float32":
@@ -166,14 +217,7 @@ def call_error(
         squares[t] += row**2
         partial_sums[owners[t, k], t] += row
 
-    y = partial_sums.sum(axis=0)
-    rows_by_rank = np.stack([(owners == rank).sum(axis=1) for rank in range(len(partial_sums))])
-    several = rows_by_rank.sum(axis=0) > 1
-    variance[several] += _VARIANCE32 * (topk_ids.shape[1] + 1) * (squares / 6.0 + y**2 / 3.0)[several]
-    if return_mode == "reduced":
-        variance += np.where(rows_by_rank[..., None] > 1, _rounding(partial_sums, dtype), 0.0).sum(axis=0)
-        several = (rows_by_rank > 0).sum(axis=0) > 1
-    variance[several] += _rounding(y, dtype)[several]
+    variance += _summed(partial_sums, squares, owners, dtype, return_mode)
     return _tail_bound(variance.sum(axis=1))
 
 
@@ -239,15 +283,55 @@ def router_error(
     return slack, topk_weights**2 * of_weight + _SMALLEST_NORMAL["float32"] ** 2
 
 
-def _slices(
-    up: np.ndarray, down: np.ndarray, down_proj: np.ndarray, activation: str, *, interleaved: bool = False, **_: Any
+class _Products(NamedTuple):
+    """How an expert's are made, see `call_error`."""
+
+    dtype: str
+    quantised: bool
+    tensor_cores: bool
+
+    def further(self, x: np.ndarray, of_scale: np.ndarray | float, matrix: np.ndarray) -> np.ndarray | float:
+        """Of ``matrix @ x[t]``, the variance beside that of a float32 sum. `of_scale`: what the scales of x have."""
+        if not self.quantised:
+            return 0.0
+        of_scales = _promoted(x, of_scale + 2.0 * _VARIANCE32, matrix)
+        return of_scales + _truncated(x, matrix) if self.tensor_cores else of_scales
+
+
+def _expert(
+    x: np.ndarray,
+    up: np.ndarray,
+    down: np.ndarray,
+    biases: tuple[np.ndarray | float, np.ndarray | float],
+    on_input: tuple[np.ndarray, np.ndarray] | None,
+    products: _Products,
+    activation: str,
+    **shape: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The matrices [n, 2I or I, H] and [n, H, I] of a shared expert's slices, as wide as the experts."""
-    _, hidden, intermediate = down_proj.shape
-    n = down.shape[1] // intermediate
+    """An expert's results for rows x, before a weight multiplies them, and their variances. `on_input`: weights of the
+    rows, and the variances of these."""
+    if on_input is None:
+        z, z_variance = _linear(x, 0.0, up, biases[0])
+    else:
+        z, z_variance = _scaled_linear(x, *on_input, up, biases[0])
+        x = on_input[0] * x
+    z_variance = z_variance + products.further(x, 0.0, up)
+    a, a_variance = _activated(z, z_variance, activation, **shape)
+    if not products.quantised:
+        return _linear(a, a_variance + _rounding(a, products.dtype), down, biases[1])
+    a, a_variance, of_scale = _quantised(a, a_variance)
+    f, f_variance = _linear(a, a_variance, down, biases[1])
+    return f, f_variance + products.further(a, of_scale, down)
+
+
+def _slices(
+    up: np.ndarray, down: np.ndarray, width: int, activation: str, *, interleaved: bool = False, **_: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The matrices [n, 2I or I, H] and [n, H, I] of a shared expert's slices of this width I."""
+    hidden, n = len(down), down.shape[1] // width
     if activation in GATED and not interleaved:  # of the gate rows and of the up rows
-        up = up.reshape(2, n, intermediate, hidden).swapaxes(0, 1)
-    return up.reshape(n, -1, hidden), down.reshape(hidden, n, intermediate).swapaxes(0, 1)
+        up = up.reshape(2, n, width, hidden).swapaxes(0, 1)
+    return up.reshape(n, -1, hidden), down.reshape(hidden, n, width).swapaxes(0, 1)
 
 
 def _gate(x: np.ndarray, gate: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -258,6 +342,32 @@ def _gate(x: np.ndarray, gate: np.ndarray | None) -> tuple[np.ndarray, np.ndarra
     g = scores(logits, "sigmoid")
     relative = (1.0 - g) ** 2 * (variance + _VARIANCE32 * (logits**2 + _FUNCTION_ROUNDINGS**2)) + 2.0 * _VARIANCE32
     return g, relative * g**2
+
+
+def _summed(
+    partial_sums: np.ndarray, squares: np.ndarray, owners: np.ndarray, dtype: str, return_mode: str
+) -> np.ndarray:
+    """Variance [T, H] of summing up the tokens' rows, whose sums by rank and whose squares' sum these are.
+    owners [T, K]: the ranks of the rows, -1 for none."""
+    y = partial_sums.sum(axis=0)
+    rows_by_rank = np.stack([(owners == rank).sum(axis=1) for rank in range(len(partial_sums))])
+    several = rows_by_rank.sum(axis=0) > 1
+    variance = np.zeros(y.shape)
+    variance[several] = _VARIANCE32 * (owners.shape[1] + 1) * (squares / 6.0 + y**2 / 3.0)[several]
+    if return_mode == "reduced":
+        variance += np.where(rows_by_rank[..., None] > 1, _rounding(partial_sums, dtype), 0.0).sum(axis=0)
+        several = (rows_by_rank > 0).sum(axis=0) > 1
+    variance[several] += _rounding(y, dtype)[several]
+    return variance
+
+
+def _chosen_besides(
+    routed: tuple[np.ndarray, np.ndarray, np.ndarray], further: np.ndarray, weight: np.ndarray, variance: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Choices [T, K], their weights and these weights' variances; and those of `further` [n], which every token chooses
+    with one weight [T, 1]."""
+    added = [np.broadcast_to(each, (len(weight), len(further))) for each in (further, weight, variance)]
+    return tuple(map(np.hstack, zip(routed, added, strict=True)))
 
 
 def _rounding(value: np.ndarray, dtype: str) -> np.ndarray:
@@ -275,6 +385,56 @@ def _linear(
     of_sum = _VARIANCE32 * (x.shape[1] + 2)  # the bias is one more number to add
     carried = (variance + of_sum / 6.0 * x**2) @ (matrix**2).T
     return values, carried + of_sum / 6.0 * np.square(bias) + of_sum / 3.0 * values**2
+
+
+def _promoted(x: np.ndarray, relative: np.ndarray | float, matrix: np.ndarray) -> np.ndarray:
+    """The variance of ``matrix @ x[t]`` where what each 128 columns add to it has the relative variance `relative`, a
+    number or [T, blocks]."""
+    relative = np.broadcast_to(relative, (len(x), -(-x.shape[1] // BLOCK)))
+    total = np.zeros((len(x), len(matrix)))
+    for block, of_block in enumerate(relative.T):
+        columns = slice(block * BLOCK, (block + 1) * BLOCK)
+        total += of_block[:, None] * (x[:, columns] @ matrix[:, columns].T) ** 2
+    return total
+
+
+def _truncated(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """The variance of ``matrix @ x[t]`` of e4m3 by tensor cores, as the module's text has it."""
+    variance, mean = np.zeros((len(x), len(matrix))), np.zeros((len(x), len(matrix)))
+    for first in range(0, x.shape[1], _STEP):
+        if first % BLOCK == 0:
+            so_far = np.zeros_like(mean)
+        rows, columns = x[:, first : first + _STEP], matrix[:, first : first + _STEP].T
+        largest = np.maximum(np.sqrt(rows**4 @ columns**4), so_far**2)
+        more = np.sign(rows) @ np.sign(columns) + np.sign(so_far)
+        variance += _TRUNCATED**2 * largest * (_STEP + 1) / 12.0
+        mean += _TRUNCATED * np.sqrt(largest) * more / 2.0
+        so_far += rows @ columns
+    return variance + mean**2
+
+
+def _quantised(a: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """a [T, n] of the given variance once it is quantised: values, the variance of each by itself, and the relative
+    variance of each scale, [T, blocks]."""
+    scale = row_scales(a)
+    each = np.arange(a.shape[1]) // BLOCK
+    reach = np.abs(a) + 8.0 * np.sqrt(variance)
+    first = np.arange(0, a.shape[1], BLOCK)
+    largest = np.maximum.reduceat(np.abs(a), first, axis=1)
+    may_be_largest = np.where(reach >= largest[:, each], variance, 0.0)
+    of_scale = np.maximum.reduceat(may_be_largest, first, axis=1) / np.maximum(448.0 * scale, 1e-300) ** 2
+    of_scale = of_scale + _VARIANCE32
+    p = a / scale[:, each]
+    reach = 8.0 * np.sqrt(variance / scale[:, each] ** 2 + p**2 * (of_scale[:, each] + 2.0 * _VARIANCE32))
+    low, high = rounded(p - reach), rounded(p + reach)
+    step, z = high - low, 16.0 * np.abs(p - (low + high) / 2.0) / np.maximum(2.0 * reach, 1e-300)
+    q = np.clip(np.exp(-0.5 * z**2) / 2.0, 1e-300, 0.499)
+    proxy = (1.0 - 2.0 * q) / (2.0 * np.log((1.0 - q) / q)) + q**2
+    one = np.abs(p) + reach
+    largest_step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(one, 1e-300))), -6.0) - 3.0)
+    several = (reach / 8.0 + largest_step) ** 2
+    own = np.where(step <= largest_step, proxy * step**2, several) * scale[:, each] ** 2
+    return rounded(p) * scale[:, each], own, of_scale
 
 
 def _scaled_linear(

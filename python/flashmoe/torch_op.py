@@ -1,9 +1,11 @@
 """``torch.ops.flashmoe.moe``: `flashmoe.moe` as a PyTorch operator, for `flashmoe.nn` and ``torch.compile``.
 
 Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, by name, but
-for these: the context is the integer that `context_id` gives, since an operator takes tensors and plain values;
-there is no ``trace``; and instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which
-returns what they get. (PyTorch has neither effects nor gradients for operators that write to an argument.)
+for these: since an operator takes tensors and plain values, the context is the integer that `context_id` gives, and the
+placement what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies); there is no ``trace``; and
+instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which returns what they get.
+(PyTorch has neither effects nor gradients for operators that write to an argument.) Where gradients are recorded, it is
+a third one, ``moe_kept``, which also returns what they need (docs/training.md).
 
 The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the
 ranks must make the same calls in the same order, so that a compiler may neither drop a call whose result this
@@ -19,15 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from . import tensors as operands
-from .arguments import WRITTEN, Options, Tensors
-from .context import Context, context_id, contexts, run
+from .arguments import WRITTEN, Options, Tensors, as_plain_values
+from .context import Context, context_id, contexts, run, run_and_keep, run_backward
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext
+from .placement import from_flat
 from .through_torch import goes_through_torch
 
-__all__ = ["by_operator", "call", "check_tensors", "context_id", "moe", "moe_backward", "moe_observed"]
+__all__ = [
+    "by_operator",
+    "call",
+    "check_tensors",
+    "context_id",
+    "moe",
+    "moe_backward",
+    "moe_kept",
+    "moe_observed",
+    "saving_contexts",
+]
 
 
 def _context(number: int, tokens: int) -> Context:
@@ -74,15 +88,26 @@ def _moe(
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    slices: int = 1,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared_gate_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     return _run(locals())
 
 
-def _run(given: Mapping[str, Any], load: Tensor | None = None, router_logits: Tensor | None = None) -> Tensor:
-    """The call of `_moe`'s arguments."""
+def _run(
+    given: Mapping[str, Any], load: Tensor | None = None, router_logits: Tensor | None = None, keep: bool = False
+) -> Any:
+    """The call of `_moe`'s arguments: its result, or that and what it keeps."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
     options = Options(**{name: given[name] for name in Options._fields})
-    return run(_context(given["context"], tensors.x.shape[0]), tensors, options, False)
+    if options.placement is not None:
+        options = options._replace(placement=from_flat(options.placement))
+    ctx = _context(given["context"], tensors.x.shape[0])
+    return run_and_keep(ctx, tensors, options) if keep else run(ctx, tensors, options, False)
 
 
 def _tensors_of(given: Mapping[str, Any]) -> Tensors:
@@ -110,18 +135,28 @@ def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
     """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there."""
+    check_tensors(tensors._asdict())
+    options = as_plain_values(options)
     load, logits = tensors.written
     given = {name: each for name, each in tensors._asdict().items() if name not in WRITTEN} | options._asdict()
-    if load is None and logits is None:
+    trains = _trains(tensors)
+    if load is None and logits is None and not trains:
         return moe(context, **given)
     _check_written(tensors)
+    observe = moe_kept if trains else moe_observed
     size = 0 if load is None else load.shape[0]
-    y, chosen, made = moe_observed(context, **given, load_size=size, with_logits=logits is not None)
+    y, chosen, made, *_ = observe(context, **given, load_size=size, with_logits=logits is not None)
     if load is not None:
         load.add_(chosen)
     if logits is not None:
         logits.copy_(made)
     return y
+
+
+def _trains(tensors: Tensors) -> bool:
+    """Whether the call keeps what its gradients need: where they are recorded, and there is an engine for them."""
+    recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+    return recorded and tensors.x.device.type == "cpu" and tensors.gate_up_scale is None
 
 
 def _check_written(tensors: Tensors) -> None:
@@ -142,10 +177,43 @@ def _check_written(tensors: Tensors) -> None:
             )
 
 
-def _moe_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_moe_observed`, and what the gradients need: two int64 that own it."""
+    bound = _OBSERVED.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    load, logits = _observations(given)
+    asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
+    y, kept = _run(given, keep=True, **asked)
+    return y, load, logits, torch.from_dlpack(kept)
+
+
+def _moe_backward(
+    context: int,
+    grad: Tensor,
+    logits_grad: Tensor | None,
+    kept: Tensor,
+    inputs: Sequence[Tensor],
+    given: Sequence[int],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """The gradients of a call of ``moe_kept``, for those of y and of the logits, if they have one: of its tensors at
+    `wanted`. `inputs` are its tensors, each at its place in `given`; places are those in `Tensors`."""
+    tensors = {Tensors._fields[place]: each for place, each in zip(given, inputs, strict=True)}
+    results = {place: torch.empty_like(tensors[Tensors._fields[place]]) for place in {0, *wanted}}
+    read = tensors | {"y": grad.contiguous()}
+    if logits_grad is not None:
+        read["router_logits"] = logits_grad.contiguous()
+    ctx = _context(context, grad.shape[0])
+    run_backward(ctx, int(kept[0]), read, {Tensors._fields[place]: each for place, each in results.items()})
+    return [results[place] for place in wanted]
+
+
+def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     raise NotImplementedError(
-        "flashmoe.moe: FlashMoE 0.1 has no backward pass; call the layer under torch.no_grad(), "
-        "or detach its input and freeze its weights"
+        "flashmoe.moe: FlashMoE has no backward pass on a GPU or of weights in FP8; call the layer under "
+        "torch.no_grad(), or detach its input and freeze its weights (torch.ops.flashmoe.moe itself has none anywhere: "
+        "call flashmoe.moe)"
     )
 
 
@@ -160,23 +228,24 @@ _OBSERVED = _SIGNATURE.replace(
         inspect.Parameter("with_logits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
     ]
 )
+_OBSERVED_SCHEMA = f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False) -> (Tensor, Tensor, Tensor"
 moe_observed = torch.library.custom_op(
-    "flashmoe::moe_observed",
-    _moe_observed,
-    mutates_args=(),
-    schema=f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False) -> (Tensor, Tensor, Tensor)",
+    "flashmoe::moe_observed", _moe_observed, mutates_args=(), schema=f"{_OBSERVED_SCHEMA})"
 )
+moe_kept = torch.library.custom_op(
+    "flashmoe::moe_kept", _moe_kept, mutates_args=(), schema=f"{_OBSERVED_SCHEMA}, Tensor)"
+)
+moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
 
 # The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
 # formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
-moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
+no_backward = torch.library.custom_op("flashmoe::no_backward", _no_backward, mutates_args=())
 
 
 def call(number: int, tensors: Tensors, options: Options) -> Tensor:
     """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
     an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
-        check_tensors(tensors._asdict())
         return by_operator(number, tensors, options)
     return run(_context(number, tensors.x.shape[0]), tensors, options, False)
 
@@ -184,6 +253,16 @@ def call(number: int, tensors: Tensors, options: Options) -> Tensor:
 def _is_on_meta(tensors: Tensors) -> bool:
     """Whether one is on the device ``meta``, of which the operator makes what has no values either."""
     return any(each.is_meta for each in tensors if each is not None)
+
+
+def saving_contexts() -> tuple[Any, Any]:
+    """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=saving_contexts)``: what calls of
+    the layer keep is saved, and only what is around them is computed again.
+
+    Without it a backward pass makes each call once more, on all ranks alike. Under ``torch.compile`` it is needed:
+    PyTorch cannot compile that an operator with effects is computed again.
+    """
+    return create_selective_checkpoint_contexts([torch.ops.flashmoe.moe_kept.default])
 
 
 _REQUIRED = ("x", "gate_up_proj", "down_proj")
@@ -206,22 +285,23 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
         return
     if any(each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors.values()):
         raise NotImplementedError(
-            "flashmoe.moe: FlashMoE 0.1 has no forward-mode derivatives; detach its inputs, or call the layer outside "
+            "flashmoe.moe: FlashMoE has no forward-mode derivatives; detach its inputs, or call the layer outside "
             "of torch.func.jvp and torch.autograd.forward_ad"
         )
 
 
 @moe.register_fake
 def _(*args: Any, **kwargs: Any) -> Tensor:
-    """y, [T, H], contiguous, of x's dtype: the checks of the arguments are left to the call. But there is none where a
-    tensor is on the device ``meta``: then all must be, or y would be memory that nobody has written to."""
+    """y, [T, H], contiguous, of x's dtype or, of x in FP8, bfloat16: the checks of the arguments are left to the call.
+    But there is none where a tensor is on the device ``meta``: then all must be, or y would be memory that nobody has
+    written to."""
     return _fake(_SIGNATURE.bind(*args, **kwargs).arguments)
 
 
 def _fake(given: Mapping[str, Any]) -> Tensor:
     tensors = _tensors_of(given)
     _refuse_meta_beside_others(tensors)
-    return torch.empty_like(tensors.x, memory_format=torch.contiguous_format)
+    return operands.empty_like(tensors.x)
 
 
 @moe_observed.register_fake
@@ -240,26 +320,75 @@ def _refuse_meta_beside_others(tensors: Tensors) -> None:
             raise InvalidArgument(f"{name}: expected a tensor on {real[0]}, got one on meta")
 
 
+@moe_kept.register_fake
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = _OBSERVED.bind(*args, **kwargs).arguments
+    return _fake(given), *_observations(given), torch.empty(2, dtype=torch.int64)
+
+
 @moe_backward.register_fake
+def _(
+    context: int,
+    grad: Tensor,
+    logits_grad: Tensor | None,
+    kept: Tensor,
+    inputs: Sequence[Tensor],
+    given: Sequence[int],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    return [torch.empty_like(inputs[given.index(place)]) for place in wanted]
+
+
+@no_backward.register_fake
 def _(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(each) for each in inputs]
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.positions = [position for position, each in enumerate(inputs) if isinstance(each, Tensor)]
     ctx.save_for_backward(*(inputs[position] for position in ctx.positions))
 
 
-def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    """One gradient per argument of the call, None for those that need none."""
+def _refused(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    """Gradients that there are none of, one per argument of the call, None for those that need none."""
     needed = ctx.needs_input_grad
     saved = zip(ctx.positions, ctx.saved_tensors, strict=True)
     inputs = {position: tensor for position, tensor in saved if needed[position]}
-    gradients = dict(zip(inputs, moe_backward(grad, list(inputs.values())), strict=True))
+    gradients = dict(zip(inputs, no_backward(grad, list(inputs.values())), strict=True))
+    return tuple(gradients.get(position) for position in range(len(needed)))
+
+
+_PLACES = {
+    position: Tensors._fields.index(name)
+    for position, name in enumerate(_SIGNATURE.parameters)
+    if name in Tensors._fields
+}
+"""Where each tensor among the arguments is in `Tensors`."""
+_CONSTANT = Tensors._fields.index("choice_bias")  # moves a choice, which has no derivative
+
+
+def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.context = inputs[0]
+    ctx.positions = [position for position, each in enumerate(inputs) if isinstance(each, Tensor)]
+    ctx.save_for_backward(output[3], *(inputs[position] for position in ctx.positions))
+
+
+def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, kept: None) -> tuple[Any, ...]:
+    """One gradient per argument of the call, None for those that need none."""
+    needed, (kept, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(inputs[ctx.positions.index(1)])  # of x's shape; only the logits led here
+    given = [_PLACES[position] for position in ctx.positions]
+    wanted = [position for position in ctx.positions if needed[position] and _PLACES[position] != _CONSTANT]
+    results = moe_backward(ctx.context, grad, logits, kept, inputs, given, [_PLACES[each] for each in wanted])
+    gradients = dict(zip(wanted, results, strict=True))
     return tuple(gradients.get(position) for position in range(len(needed)))
 
 
 for _operator in (moe, moe_observed):
-    _operator.register_autograd(_gradients, setup_context=_save_inputs)
+    _operator.register_autograd(_refused, setup_context=_save_inputs)
+moe_kept.register_autograd(_gradients, setup_context=_save_kept)
+for _operator in (moe, moe_observed, moe_kept, moe_backward):
     if hasattr(_operator, "register_effect"):  # not in older PyTorch
         _operator.register_effect(torch.library.EffectType.ORDERED)

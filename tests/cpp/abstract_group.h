@@ -116,9 +116,13 @@ class AbstractEngine {
     const Problem::OfRank& mine = x_->of[c_.rank];
     const uint32_t first = b << c_.policy.log2_block, end = first + c_.tokens_in_block(b);
     const PacketScratch s = scratch_.of(c_);
-    for (uint32_t i = thread; i < (end - first) * c_.shape.top_k; i += threads) {
-      s.ids[i] = mine.ids[first * c_.shape.top_k + i];
-      s.weights[i] = mine.weights[first * c_.shape.top_k + i];
+    for (uint32_t token = first + thread; token < end; token += threads) {
+      const uint32_t from = token * c_.shape.top_k, to = (token - first) * c_.shape.top_k;
+      for (uint32_t k = 0; k < c_.shape.gate_top_k; ++k) {
+        s.ids[to + k] = mine.ids[from + k * x_->slices] / static_cast<int32_t>(x_->slices);
+        s.weights[to + k] = mine.weights[from + k * x_->slices];
+      }
+      if (x_->slices != 1) choose_slices<P>(c_, token, s.ids + to, s.weights + to);
     }
     P::team_sync();
     if (!build_packets<P>(c_, b, s, ledgers_[c_.rank].load.data())) return false;
@@ -406,6 +410,9 @@ class Rank {
     call.shape.intermediate = x.intermediate;
     call.shape.experts = x.experts;
     call.shape.top_k = x.top_k;
+    call.shape.slices = x.slices;
+    call.shape.gate_experts = x.experts / x.slices;
+    call.shape.gate_top_k = x.top_k / x.slices;
     call.shape.return_mode = x.return_mode;
     call.policy.joined = limits_.ranks == 1 && !call.reduced() && call.shape.capacity == 0 && x.top_k <= 2 ? 1 : 0;
     call.cut_columns(limits_.columns_per_task);
@@ -413,9 +420,9 @@ class Rank {
     for (uint32_t g = 0; g <= call.policy.groups; ++g) {
       call.policy.group_first[g] = static_cast<uint16_t>(call.policy.columns[kReturning] * g / call.policy.groups);
     }
-    call.placement.owner = x.owner.data();
-    call.placement.by_owner = x.by_owner.data();
-    call.placement.owner_base = x.owner_base.data();
+    const host::PlacementTables& tables = x.placement[call.rank];
+    call.placement = {
+        .owner = tables.owner.data(), .by_owner = tables.by_owner.data(), .owner_base = tables.owner_base.data()};
     call.shape.local_experts = call.owned(call.rank);
     call.config.hash =
         mix(x.epoch, x.belief);  // another one in every call: a configuration of an earlier call disagrees
@@ -511,7 +518,10 @@ class Rank {
         CHECK(ledger_.contributed.whole(t * call.shape.top_k + k, kept ? call.policy.columns[kReturning] : 0));
       }
     }
-    for (const int32_t expert : x.of[call.rank].ids) ++chosen_[static_cast<size_t>(expert)];
+    for (const int32_t slice : x.of[call.rank].ids) {
+      const size_t id = static_cast<size_t>(slice);
+      if (id % x.slices == 0) ++chosen_[id / x.slices];
+    }
     CHECK(ledger_.load == chosen_);
     // Tiles are numbered from 0, and all but one per expert are full.
     const uint32_t tiles = expected_tiles(x);
@@ -529,9 +539,9 @@ class Rank {
 
   uint32_t expected_tiles(const Problem& x) const {
     std::vector<uint32_t> rows(x.experts);
-    for (const Problem::OfRank& source : x.of) {
-      for (const int32_t expert : source.routed) {
-        if (expert >= 0 && x.owner[expert] == call.rank) ++rows[expert];
+    for (uint32_t p = 0; p < x.of.size(); ++p) {
+      for (const int32_t expert : x.of[p].routed) {
+        if (expert >= 0 && x.placement[p].owner[expert] == call.rank) ++rows[expert];
       }
     }
     uint32_t tiles = 0;

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "flashmoe/protocol/call.h"
+#include "host/placement.h"
 
 namespace flashmoe::test {
 
@@ -40,15 +41,16 @@ struct Problem {
   Epoch epoch = 0;
   uint64_t belief = 0;  // ranks that run problems of different beliefs disagree about the call
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  uint32_t slices = 1;  // the gate chooses top_k / slices of experts / slices; ids are those of their slices
   uint32_t groups = 1;  // return groups, as far as there are columns for them
   ReturnMode return_mode = ReturnMode::kDirect;
-  std::vector<uint32_t> owner, by_owner, owner_base;
+  std::vector<host::PlacementTables> placement;  // as each rank looks it up
   std::vector<OfRank> of;
 
-  // The owner of the expert that (token, k) of rank p goes to; nobody's number where it was dropped.
+  // The rank that computes (token, k) of rank p; nobody's number where it was dropped.
   uint32_t owner_of(uint32_t p, uint32_t token, uint32_t k) const {
     const int32_t expert = of[p].routed[token * top_k + k];
-    return expert < 0 ? ~0u : owner[expert];
+    return expert < 0 ? ~0u : placement[p].owner[expert];
   }
   // How many of the token's first k choices rank q computes.
   uint32_t entries(uint32_t p, uint32_t token, uint32_t q, uint32_t k) const {
@@ -66,16 +68,17 @@ struct Problem {
     return mix(3, epoch, p, token, k, std::bit_cast<uint32_t>(weight), i);
   }
 
+  void place(const host::Holders& holders, uint32_t ranks) {
+    Limits limits;
+    limits.ranks = ranks;
+    limits.max_local_experts = holders.experts();
+    placement.clear();
+    for (uint32_t p = 0; p < ranks; ++p) placement.push_back(placement_tables(holders, limits, p, 0));
+  }
   void place(const std::vector<uint32_t>& owners, uint32_t ranks) {
-    owner = owners;
-    by_owner.resize(owner.size());
-    std::iota(by_owner.begin(), by_owner.end(), 0);
-    std::stable_sort(by_owner.begin(), by_owner.end(), [&](uint32_t a, uint32_t b) { return owner[a] < owner[b]; });
-    owner_base.clear();
-    for (uint32_t q = 0; q <= ranks; ++q) {
-      owner_base.push_back(
-          static_cast<uint32_t>(std::count_if(owner.begin(), owner.end(), [&](uint32_t o) { return o < q; })));
-    }
+    host::Holders holders;
+    for (const uint32_t q : owners) holders.expert(q);
+    place(holders, ranks);
   }
 
   // Of the choices a rank routes to an expert, the first `capacity` in token order stay.
@@ -115,19 +118,25 @@ class Problems {
     x.epoch = epoch;
     x.hidden = 1 + below(l_.hidden);
     x.intermediate = 1 + below(l_.intermediate);
-    x.experts = l_.experts;
-    x.top_k = 1 + below(l_.top_k);
+    if (l_.top_k > 1 && below(3) == 0) x.slices = 2 + below(min_of(l_.top_k, 3u) - 1);
+    x.experts = l_.experts - l_.experts % x.slices;
+    x.top_k = x.slices * (1 + below(l_.top_k / x.slices));
     x.groups = 1 + below(kMaxGroups);
     x.return_mode = one_of({ReturnMode::kDirect, ReturnMode::kReduced});
-    if (l_.rdma != 0) {  // the one way home that puts know
-      x.groups = 1;
-      x.return_mode = ReturnMode::kReduced;
-    }
-    std::vector<uint32_t> owners(x.experts);
+    if (l_.rdma != 0) x.groups = 1;  // the one way home that puts know
+    if (l_.rdma != 0 || x.slices != 1) x.return_mode = ReturnMode::kReduced;
     const bool uneven = below(3) == 0;  // then ranks without any expert occur
-    for (uint32_t e = 0; e < x.experts; ++e) owners[e] = uneven ? below(l_.ranks) : e % l_.ranks;
-    x.place(owners, l_.ranks);
-    const uint32_t popular = below(3) == 0 ? x.top_k : x.experts;  // all tokens want the same few experts
+    const bool copies = below(3) == 0;
+    host::Holders holders;
+    for (uint32_t e = 0; e < x.experts; ++e) {
+      const uint32_t first = uneven ? below(l_.ranks) : e % l_.ranks;
+      holders.expert(first);
+      const uint32_t more = copies ? below(l_.ranks) : 0;
+      for (uint32_t i = 1; i <= more; ++i) holders.copy((first + i) % l_.ranks);
+    }
+    x.place(holders, l_.ranks);
+    // All tokens want the same few experts.
+    const uint32_t popular = (below(3) == 0 ? x.top_k : x.experts) / x.slices;
     const bool capacity = below(3) == 0;
     for (uint32_t p = 0; p < l_.ranks; ++p) {
       Problem::OfRank r;
@@ -140,8 +149,12 @@ class Problems {
       std::iota(choice.begin(), choice.end(), 0);
       for (uint32_t t = 0; t < r.tokens; ++t) {
         std::shuffle(choice.begin(), choice.end(), random_);
-        r.ids.insert(r.ids.end(), choice.begin(), choice.begin() + x.top_k);
-        for (uint32_t k = 0; k < x.top_k; ++k) r.weights.push_back(static_cast<float>(1 + below(1000)) / 1000.0f);
+        for (uint32_t k = 0; k < x.top_k / x.slices; ++k) {
+          const float weight = static_cast<float>(1 + below(1000)) / 1000.0f;
+          r.weights.insert(r.weights.end(), x.slices, weight);
+          for (uint32_t n = 0; n < x.slices; ++n)
+            r.ids.push_back(choice[k] * static_cast<int32_t>(x.slices) + static_cast<int32_t>(n));
+        }
       }
       x.of.push_back(std::move(r));
       x.drop(p);

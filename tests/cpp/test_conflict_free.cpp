@@ -303,10 +303,15 @@ class Routings {
   std::vector<int32_t> ids_;
 };
 
-// Packs each routing at its home as a call does, and has each rank claim what the entries that it finds tell
-// it to write.
-uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
-  const Limits l = small(ranks, tokens, 2, 2, mode);
+// How the experts of `check_all_routings` are held: each by one rank; all but one expert by two, so that the ranks send an
+// expert's tokens to different ones; or in two slices, each on a rank of its own.
+enum class Held { kOnce, kInCopies, kInSlices };
+
+// Packs each routing at its home, a rank of the group, as a call does, and has each rank claim what the entries that it
+// finds tell it to write.
+uint32_t check_all_routings(uint32_t ranks, uint32_t home_rank, uint32_t tokens, ReturnMode mode, Held held) {
+  const uint32_t slices = held == Held::kInSlices ? 2 : 1;
+  const Limits l = small(ranks, tokens, 2 * slices, 2 * slices, mode);
   AbstractGroup<cpu::CpuPlatform> group(l);
   Problem x;
   x.epoch = 1;
@@ -314,25 +319,33 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
   x.intermediate = l.intermediate;
   x.experts = l.experts;
   x.top_k = l.top_k;
+  x.slices = slices;
   x.return_mode = mode;
-  std::vector<uint32_t> owners(l.experts);
-  for (uint32_t e = 0; e < l.experts; ++e) owners[e] = e % ranks;
-  x.place(owners, ranks);
+  host::Holders holders;
+  for (uint32_t e = 0; e < l.experts; ++e) {
+    holders.expert(e % ranks);
+    if (held == Held::kInCopies && e != 0) holders.copy((e + 1) % ranks);
+  }
+  x.place(holders, ranks);
   x.of.resize(ranks);
   for (Problem::OfRank& r : x.of) r.tokens = tokens;
   for (uint32_t q = 0; q < ranks; ++q) group.rank(q).prepare(x);
 
   PacketMemory scratch(l, 1);
-  const Call& home = group.rank(0).call;
+  const Call& home = group.rank(home_rank).call;
   const PacketScratch s = scratch.of(home);
   for (uint32_t q = 0; q < ranks; ++q) {
     announce_own<cpu::CpuPlatform>(group.rank(q).call);
     announce_to_peers<cpu::CpuPlatform>(group.rank(q).call);
   }
   uint32_t routings = 0;
-  Routings all(tokens, l.top_k, l.experts);
+  const uint32_t top_k = l.top_k / slices;
+  Routings all(tokens, top_k, l.experts / slices);
   for (bool more = all.distinct() || all.next(); more; more = all.next(), ++routings) {
-    std::copy(all.ids().begin(), all.ids().end(), s.ids);
+    for (uint32_t t = 0; t < tokens; ++t) {
+      std::copy_n(all.ids().begin() + t * top_k, top_k, s.ids + t * l.top_k);
+      if (slices != 1) choose_slices<cpu::CpuPlatform>(home, t, s.ids + t * l.top_k, s.weights + t * l.top_k);
+    }
     CHECK(build_packets<cpu::CpuPlatform>(home, 0, s));
     Claims claims(home, l);
     uint32_t returned = 0;
@@ -341,7 +354,7 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t tokens, ReturnMode mode) {
       const Entry* entries = home.out_entries(q, 0);
       for (uint32_t i = 0; i < s.entries[q]; ++i) {
         const uint32_t slot = mode == ReturnMode::kReduced ? q : entries[i].k;
-        claims.claim(0, HeapField::kReturnRows, c.return_row(0, entries[i].token, slot),
+        claims.claim(home_rank, HeapField::kReturnRows, c.return_row(home_rank, entries[i].token, slot),
                      row_pitch(l.hidden, l.return_bytes), q);
         ++returned;
       }
@@ -492,8 +505,13 @@ int main() {
   check_broken_layouts();
   uint32_t routings = 0;
   for (const ReturnMode mode : {ReturnMode::kDirect, ReturnMode::kReduced}) {
-    routings += check_all_routings(2, 1, mode) + check_all_routings(2, 2, mode) + check_all_routings(3, 2, mode);
+    for (const auto& [ranks, tokens] : {std::pair{2u, 1u}, {2u, 2u}, {3u, 2u}}) {
+      routings += check_all_routings(ranks, 0, tokens, mode, Held::kOnce);
+      for (uint32_t p = 0; p < ranks; ++p) routings += check_all_routings(ranks, p, tokens, mode, Held::kInCopies);
+    }
   }
+  routings += check_all_routings(2, 0, 2, ReturnMode::kReduced, Held::kInSlices);
+  routings += check_all_routings(3, 1, 2, ReturnMode::kReduced, Held::kInSlices);
   std::printf("%u routings without a conflict\n", routings);
   check_real_calls(2, 1);
   check_real_calls(4, 2);

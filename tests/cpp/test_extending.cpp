@@ -115,15 +115,9 @@ std::vector<Results> run(const Work& work, uint32_t ranks, uint32_t tile_rows, u
       const uint32_t first = kTokens * p / ranks, expert = kExperts / ranks * p;
       const size_t bytes = element_bytes(work.dtype);
       Layer layer;
-      layer.spec = {{.hidden = kHidden,
-                     .intermediate = kIntermediate,
-                     .experts = kExperts,
-                     .top_k = kTopK,
-                     .return_mode = mode,
-                     .x_type = work.dtype,
-                     .weight_type = work.dtype,
-                     .intermediate_type = work.dtype,
-                     .return_type = work.dtype}};
+      layer.spec = {
+          {.hidden = kHidden, .intermediate = kIntermediate, .experts = kExperts, .top_k = kTopK, .return_mode = mode}};
+      layer.spec.set_types(work.dtype);
       layer.spec.routing = Routing::kGiven;
       layer.x = &work.x.bytes[first * kHidden * bytes];
       layer.gate_up = &work.gate_up.bytes[expert * 2 * kIntermediate * kHidden * bytes];
@@ -133,7 +127,7 @@ std::vector<Results> run(const Work& work, uint32_t ranks, uint32_t tile_rows, u
       CallOptions o;
       o.tokens = kTokens * (p + 1) / ranks - first;
       o.order = {.gemm1_lag = 3, .raster = 2, .window = 1};
-      for (uint32_t e = 0; e < kExperts; ++e) o.placement.push_back(e / (kExperts / ranks));
+      for (uint32_t e = 0; e < kExperts; ++e) o.placement.expert(e / (kExperts / ranks));
       for (uint32_t i = 0; i < calls; ++i) {
         o.perturbation = i;
         layer.out = &all[i].out[first * kHidden * bytes];

@@ -57,7 +57,7 @@ void check_one_gpu() {
   } expected[] = {
       {kPaper64, 16384, 128, 8, 8, false, true, {0, 8}},   {kPaper8, 16384, 128, 8, 8, false, true, {0, 8}},
       {kPaper128, 16384, 128, 8, 8, false, true, {0, 8}},  {kQwen3, 8192, 64, 6, 8, false, false, {0, 4, 8}},
-      {kQwen3, 1024, 8, 6, 8, false, false, {0, 4, 8}},    {kQwen3, 64, 8, 6, 8, false, false, {0, 8}},
+      {kQwen3, 1024, 8, 6, 8, false, false, {0, 4, 8}},    {kQwen3, 64, 8, 6, 8, true, false, {0, 8}},
       {kQwen3, 8, 8, 6, 8, true, false, {0, 8}},           {kQwen3, 1, 8, 6, 8, true, false, {0, 8}},
       {kMixtral, 8192, 64, 112, 16, false, true, {0, 16}}, {kQwen2, 8192, 64, 11, 8, false, false, {0, 4, 8}},
       {kPhi, 8192, 64, 50, 16, false, true, {0, 16}},
@@ -69,7 +69,8 @@ void check_one_gpu() {
     const std::array<uint32_t, kProducts> columns = gpu_columns(l.hidden, l.intermediate, l.gated);
     CHECK_EQ(columns[kFirst], e.gemm0);
     CHECK_EQ(columns[kReturning], e.gemm1);
-    CHECK_EQ(cuda::is_few(1, e.tokens, false), e.few);
+    const CallShape call{.ranks = 1, .tokens = e.tokens, .experts = l.experts, .top_k = l.top_k};
+    CHECK_EQ(cuda::is_few(call, 2, false), e.few);
     const bool joined = cuda::joins_rows(shape, e.tokens, 0);
     CHECK_EQ(joined, e.joined);
     CHECK(gpu_groups(columns[kReturning], kDirect, cuda::grouped_bytes(shape, e.tokens, joined, false)) == e.groups);
@@ -144,8 +145,31 @@ void check_token_blocks() {
 }
 
 void check_few_and_joined() {
-  CHECK(cuda::is_few(1, 0, false) && cuda::is_few(1, 8, false) && !cuda::is_few(1, 9, false));
-  CHECK(!cuda::is_few(2, 1, false) && !cuda::is_few(1, 1, true));
+  auto few = [](uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t shared = 0) {
+    const uint32_t one = shared == 0 ? 0 : 1;
+    return CallShape{.ranks = 1, .tokens = tokens, .experts = experts + one, .top_k = top_k + one, .shared = shared};
+  };
+  CHECK(cuda::is_few(few(0, 128, 8), 2, false) && cuda::is_few(few(256, 128, 8), 2, false));
+  CHECK(!cuda::is_few(few(257, 128, 1), 2, false));
+  CHECK(cuda::is_few(few(64, 8, 2), 2, false) && !cuda::is_few(few(65, 8, 2), 2, false));  // 16 rows an expert
+  CHECK(cuda::is_few(few(227, 256, 8, 1), 2, false) && !cuda::is_few(few(228, 256, 8, 1), 2, false));  // 2048 choices
+  CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));        // slices
+  CHECK(cuda::is_few(few(8, 128, 8), 4, false) && !cuda::is_few(few(9, 128, 8), 4, false));
+  // Parts of GEMM1: of a token there are to be 256 tasks, of 16 stages at least.
+  auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate) {
+    shape.hidden = hidden;
+    shape.intermediate = intermediate;
+    return cuda::few_parts(shape, 2);
+  };
+  CHECK_EQ(parts(few(1, 128, 8), 2048, 768), 1u);
+  CHECK_EQ(parts(few(1, 8, 2), 4096, 14336), 4u);
+  CHECK_EQ(parts(few(8, 8, 2), 4096, 14336), 4u);
+  CHECK_EQ(parts(few(9, 8, 2), 4096, 14336), 1u);
+  CHECK_EQ(parts(few(1, 8, 1), 128, 65536), kMostFewParts);
+  CHECK_EQ(parts(few(1, 64, 8), 32768, 65536), 1u);
+  CallShape two_ranks = few(1, 128, 8);
+  two_ranks.ranks = 2;
+  CHECK(!cuda::is_few(two_ranks, 2, false) && !cuda::is_few(few(1, 128, 8), 2, true));
   // Two rows a token: from tiles that are full on average. One: always.
   const Shape two = kPaper64.on(1);
   CHECK(cuda::joins_rows(two, 8192, 0) && !cuda::joins_rows(two, 8191, 0));

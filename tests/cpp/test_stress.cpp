@@ -3,6 +3,7 @@
 // fp64, on every rank.
 //
 //   test_stress [calls]
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <numeric>
@@ -84,7 +85,7 @@ struct Work {
     spec.activation = layer.activation;
     spec.renormalize = layer.renormalize;
     spec.routing = routed() ? Routing::kSoftmax : Routing::kGiven;
-    spec.x_type = spec.weight_type = spec.intermediate_type = spec.return_type = dtype;
+    spec.set_types(dtype);
     spec.return_mode = below(2) == 0 ? ReturnMode::kDirect : ReturnMode::kReduced;
     spec.capacity_factor = below(3) == 0 ? 0.25f * static_cast<float>(1 + below(6)) : 0.0f;
     options.groups = 1 + below(kMaxGroups);
@@ -92,14 +93,18 @@ struct Work {
     options.perturbation = below(4) == 0 ? random() | 1 : 0;
     // Experts of a rank need not be neighbours, and a rank may have none.
     for (uint32_t e = 0; e < layer.experts; ++e) {
-      options.placement.push_back(number % 3 == 0 ? below(kRanks) : e % kRanks);
+      options.placement.expert(number % 3 == 0 ? below(kRanks) : e % kRanks);
+      // Of some a second rank has a copy.
+      const uint32_t first = options.placement.of(e)[0];
+      if (number % 4 == 0 && below(2) == 0) options.placement.copy((first + 1 + below(kRanks - 1)) % kRanks);
     }
     for (uint32_t p = 0; p < kRanks; ++p) {
       std::vector<uint8_t>& g = local_gate_up[p];
       std::vector<uint8_t>& d = local_down[p];
       const size_t g_bytes = gate_up.bytes.size() / layer.experts, d_bytes = down.bytes.size() / layer.experts;
       for (uint32_t e = 0; e < layer.experts; ++e) {
-        if (options.placement[e] != p) continue;
+        const auto holders = options.placement.of(e);
+        if (std::find(holders.begin(), holders.end(), p) == holders.end()) continue;
         g.insert(g.end(), &gate_up.bytes[e * g_bytes], &gate_up.bytes[e * g_bytes] + g_bytes);
         d.insert(d.end(), &down.bytes[e * d_bytes], &down.bytes[e * d_bytes] + d_bytes);
       }

@@ -116,6 +116,42 @@ void check_format(const Format& f) {
   std::printf("%s: 65536 patterns, %u midpoints\n", f.name, midpoints);
 }
 
+// The value of a finite pattern of e4m3, by the definition of the format: no infinity, and one NaN of either sign.
+double value_of_e4m3(uint8_t pattern) {
+  const int exponent = pattern >> 3 & 15, fraction = pattern & 7;
+  const double magnitude = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
+  return pattern & 0x80 ? -magnitude : magnitude;
+}
+
+// The midpoint between each value and the next, and the floats next to it; what is beyond the largest; and no numbers.
+void check_e4m3() {
+  for (uint32_t i = 0; i < 0x7f; ++i) {
+    const auto pattern = static_cast<uint8_t>(i);
+    CHECK_EQ(static_cast<double>(e4m3_to_float(pattern)), value_of_e4m3(pattern));
+    CHECK_EQ(static_cast<double>(e4m3_to_float(pattern | 0x80)), value_of_e4m3(pattern | 0x80));
+    CHECK_EQ(float_to_e4m3(e4m3_to_float(pattern)), pattern);
+    CHECK_EQ(float_to_e4m3(e4m3_to_float(pattern | 0x80)), pattern | 0x80);
+    if (i == 0x7e) continue;
+    const auto middle = static_cast<float>((value_of_e4m3(pattern) + value_of_e4m3(pattern + 1)) / 2);
+    CHECK_EQ(float_to_e4m3(middle), pattern % 2 == 0 ? pattern : pattern + 1);
+    CHECK_EQ(float_to_e4m3(std::nextafter(middle, 0.0f)), pattern);
+    CHECK_EQ(float_to_e4m3(std::nextafter(middle, INFINITY)), pattern + 1);
+    CHECK_EQ(float_to_e4m3(-middle), (pattern % 2 == 0 ? pattern : pattern + 1) | 0x80);
+  }
+  for (const float v : {448.0f, 449.0f, 1e30f, INFINITY}) {
+    CHECK_EQ(float_to_e4m3(v), 0x7e);
+    CHECK_EQ(float_to_e4m3(-v), 0xfe);
+  }
+  CHECK_EQ(float_to_e4m3(NAN), 0x7f);
+  CHECK_EQ(float_to_e4m3(-NAN), 0x7f);
+  CHECK(std::isnan(e4m3_to_float(0x7f)) && std::isnan(e4m3_to_float(0xff)));
+}
+
+// Where scales lie in a quantised row, and what other rows are.
+static_assert(row_bytes(7168, 1) == 7392 && scales_offset(7168) == 7168);
+static_assert(row_bytes(200, 1) == 224 && scales_offset(200) == 208 && scale_blocks(200) == 2);
+static_assert(row_bytes(1, 1) == 32 && row_bytes(129, 2) == 258 && row_bytes(3, 4) == 12);
+
 // ---- SiLU -------------------------------------------------------------------------------------------------
 
 // Of every bfloat16 value down to -2^30, in the order of their patterns: FNV-1a of the results' bits, which no change may
@@ -204,6 +240,7 @@ int main() {
   using flashmoe::DType;
   check_format(kBf16);
   check_format(kFp16);
+  check_e4m3();
   check_silu_bits();
   check_silu_ends();
   struct Shape {
@@ -214,5 +251,6 @@ int main() {
   for (const Shape s : kShapes) check_rows(s.n, s.k, DType::kFloat32);
   check_rows(40, 24, DType::kBFloat16);
   check_rows(40, 24, DType::kFloat16);
-  std::printf("%zu GEMM shapes: rows have the same bits at every place\n", std::size(kShapes) + 2);
+  check_rows(40, 24, DType::kFloat8E4M3);
+  std::printf("%zu GEMM shapes: rows have the same bits at every place\n", std::size(kShapes) + 3);
 }

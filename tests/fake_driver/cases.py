@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from flashmoe import _ffi, jit, models
+from flashmoe import context as contexts
 from flashmoe import nvshmem as nvshmem_files
 from flashmoe.arguments import Options, Tensors
 from flashmoe.cli import bench, run, workload
@@ -28,6 +29,7 @@ from flashmoe.cli import device as cli_device
 from flashmoe.engines import base, cuda
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
+from flashmoe.placement import hybrid, local_experts, owners
 from flashmoe.trace import PHASES
 from flashmoe.tuning import profiles
 
@@ -286,8 +288,6 @@ def test_the_launch(ctx, device):
         "owner": [0] * E,
         "by_owner": list(range(E)),
         "owner_base": [0, E],
-        "gate_up_rows": [args["gate_up_proj"].data_ptr(), 2 * I * H * 2, H * 2],
-        "down_rows": [args["down_proj"].data_ptr(), H * I * 2, I * 2],
     }
     assert seen["router_rows"][::2] == [args["router"].data_ptr(), H * 2]
     assert {name: seen[name] for name in expected} == expected
@@ -403,6 +403,122 @@ def test_a_transposed_matrix_whose_rows_begin_anywhere_is_refused(ctx, axis):
             flashmoe.moe(ctx, **arguments(**matrices), transposed=True)
 
 
+F8 = torch.float8_e4m3fn
+FP8_SIZES = {**SIZES, "weight_dtype": "float8_e4m3fn"}
+
+
+def in_fp8(tokens: int = 100, scales: str = "block", **changes) -> dict:
+    """H = 256 and I = 64: 2 by 2 blocks of gate_up_proj, one row of them the gates', and 2 by 1 of down_proj."""
+    up, down = {"block": ((2, 2), (2, 1)), "row": ((2 * I, 1), (H, 1)), "tensor": ((1, 1), (1, 1))}[scales]
+    made = {
+        "gate_up_proj": on_gpu(E, 2 * I, H, dtype=F8),
+        "down_proj": on_gpu(E, H, I, dtype=F8),
+        "gate_up_scale": on_gpu(E, *up, dtype=torch.float32),
+        "down_scale": on_gpu(E, *down, dtype=torch.float32),
+    }
+    return arguments(tokens, **made | changes)
+
+
+@pytest.mark.parametrize(
+    ("scales", "of_up", "of_down"),
+    [
+        ("block", [4, 2, 1, 1, 2], [2, 1, 1, 2, 2]),
+        ("row", [2 * I, 0, 0, 0, 0], [H, 0, 0, 0, 0]),
+        ("tensor", [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]),
+    ],
+)
+def test_experts_in_fp8(device, scales, of_up, of_down):
+    args = in_fp8(3, scales)
+    with flashmoe.Context(engine="cuda", **FP8_SIZES) as ctx:
+        y = flashmoe.moe(ctx, **args)
+    assert y.dtype == torch.bfloat16
+    assert device == [jit.Variant("bfloat16", "swiglu", quantised=True)]
+    seen = launched()
+    assert (seen["few"], seen["scales_by_row"], seen["x_scale"]) == (0, scales == "row", 0)
+    assert (seen["token_row_bytes"], seen["return_row_bytes"]) == (H + 16, 2 * H)
+    assert seen["gate_up"] == {
+        "base": args["gate_up_proj"].data_ptr(),
+        "type": 0,
+        "dims": [H, 8, 2, I // 8, E],
+        "strides": [H, I * H, 8 * H, 2 * I * H],
+        "box": [128, 8, 2, 8, 1],
+    }
+    assert (seen["down"]["type"], seen["down"]["box"]) == (0, [128, 8, 1, 16, 1])
+    assert (seen["router"]["type"], seen["router"]["box"]) == (9, [64, 32, 1, 1, 1])
+    assert (seen["token_rows"]["type"], seen["token_rows"]["dims"]) == (9, [H, 3])
+    rows = seen["intermediate_rows"]
+    assert (rows["type"], rows["dims"][:2], rows["box"]) == (0, [I, 256], [128, 32, 1])
+    assert rows["strides"] == [I, 256 * (I + 16)]
+    assert seen["gate_up_scale"] == [args["gate_up_scale"].data_ptr(), *of_up]
+    assert seen["down_scale"] == [args["down_scale"].data_ptr(), *of_down]
+
+
+@pytest.mark.parametrize(
+    ("options", "of_up"),
+    [
+        ({}, [2, 2, 1, 1, 6]),  # gates of three slices, then their ups
+        ({"interleaved": True}, [4, 2, 1, 2, 12]),
+        ({"activation": "silu"}, [2, 2, 1, 1, 6]),
+    ],
+)
+def test_slices_of_a_shared_expert_in_fp8(device, options, of_up):
+    inner, shared = 128, 3
+    halves = 1 if options else 2
+    rows = inner if "activation" in options else 2 * inner
+    blocks = shared * rows // halves // 128 * halves
+    more = {
+        "gate_up_proj": on_gpu(E, rows, H, dtype=F8),
+        "down_proj": on_gpu(E, H, inner, dtype=F8),
+        "gate_up_scale": on_gpu(E, rows // 128, 2, dtype=torch.float32),
+        "down_scale": on_gpu(E, 2, 1, dtype=torch.float32),
+        "shared_gate_up": on_gpu(shared * rows, H, dtype=F8),
+        "shared_down": on_gpu(H, shared * inner, dtype=F8),
+        "shared_gate_up_scale": on_gpu(blocks, 2, dtype=torch.float32),
+        "shared_down_scale": on_gpu(2, shared, dtype=torch.float32),
+    }
+    sizes = {**FP8_SIZES, "intermediate": inner, "shared_intermediate": shared * inner}
+    with flashmoe.Context(engine="cuda", **sizes) as ctx:
+        flashmoe.moe(ctx, **in_fp8(**more), **options)
+    seen = launched()
+    assert seen["shared_gate_up_scale"] == [more["shared_gate_up_scale"].data_ptr(), *of_up]
+    assert seen["shared_down_scale"] == [more["shared_down_scale"].data_ptr(), 2 * shared, shared, 1, 2, 2 * shared]
+
+
+def test_x_in_fp8(device):
+    x, scale = on_gpu(100, H, dtype=F8), on_gpu(100, 2, dtype=torch.float32)
+    routing = {name: given()[name] for name in ("topk_ids", "topk_weights", "router", "top_k")}
+    with flashmoe.Context(engine="cuda", **FP8_SIZES) as ctx:
+        y = flashmoe.moe(ctx, **in_fp8(**routing, x=x, x_scale=scale))
+        assert (y.dtype, y.shape) == (torch.bfloat16, (100, H))
+        seen = launched()
+        assert (seen["x"], seen["x_row_bytes"], seen["x_scale"]) == (x.data_ptr(), H, scale.data_ptr())
+        wide = on_gpu(100, 4, dtype=torch.float32)[:, ::2]
+        with pytest.raises(flashmoe.InvalidArgument, match="x_scale: expected"):
+            flashmoe.moe(ctx, **in_fp8(**routing, x=x, x_scale=wide))
+
+
+def test_what_there_is_no_kernel_of_beside_fp8_is_refused(ctx):
+    expected = (
+        r"^CUDA engine: x: expected bfloat16, float16 or float8_e4m3fn with weights of float8_e4m3fn, got float32$"
+    )
+    with pytest.raises(flashmoe.InvalidArgument, match=expected):
+        flashmoe.Context(engine="cuda", **FP8_SIZES | {"dtype": "float32"})
+    by_puts = {"ranks": 2, "rank": 0, "name": "fp8", "transport": "rdma"}
+    with pytest.raises(
+        flashmoe.InvalidArgument, match="transport: expected mapped memory with weights of float8_e4m3fn"
+    ):
+        flashmoe.Context(engine="cuda", **FP8_SIZES | by_puts)
+    with pytest.raises(flashmoe.HeapError, match=r"gate_up_proj: expected .*, which the context's memory is made for"):
+        flashmoe.moe(ctx, **in_fp8())
+    with flashmoe.Context(engine="cuda", **FP8_SIZES | {"hidden": 264}) as odd:
+        made = {"x": on_gpu(9, 264), "router": on_gpu(E, 264)}
+        made |= {"gate_up_proj": on_gpu(E, 2 * I, 264, dtype=F8), "down_proj": on_gpu(E, 264, I, dtype=F8)}
+        for name, blocks in (("gate_up_scale", (2, 3)), ("down_scale", (3, 1))):
+            made[name] = on_gpu(E, *blocks, dtype=torch.float32)
+        with pytest.raises(flashmoe.InvalidArgument, match=r"x: expected H a multiple of 16 .*, got 264"):
+            flashmoe.moe(odd, **in_fp8(9, **made))
+
+
 @pytest.mark.parametrize(("experts", "rows"), [(32, 32), (33, 64), (64, 64), (65, 128)])
 def test_the_routers_box(experts, rows):
     """Few experts come by small boxes, so that the gate's stages hold more of the tokens."""
@@ -457,6 +573,24 @@ def test_what_a_call_writes_to(ctx, tokens):
     flashmoe.moe(ctx, **given(tokens), load=load)
     assert launched()["load"] == load.data_ptr()
     flashmoe.moe(ctx, **arguments(tokens + 1), router_logits=on_gpu(tokens + 1, E, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
+def test_calls_write_to_the_load_of_their_context(monkeypatch, tokens):
+    """Unless they have one of their own; nobody waits for it to be read."""
+    made = on_gpu(E, dtype=torch.int64)
+    monkeypatch.setattr(contexts, "_zeros", lambda experts, device: made if (experts, device) == (E, 0) else None)
+    monkeypatch.setattr(cuda.CudaEngine, "synchronize", None)
+    with flashmoe.Context(engine="cuda", **SIZES, count_load=True) as ctx:
+        for args in (arguments(tokens), given(tokens)):
+            flashmoe.moe(ctx, **args)
+            assert launched()["load"] == made.data_ptr()
+        own = on_gpu(E, dtype=torch.int64)
+        flashmoe.moe(ctx, **arguments(tokens), load=own)
+        assert launched()["load"] == own.data_ptr()
+        made[:] = 3
+        load = ctx.load(clear=True)
+        assert load.data_ptr() != made.data_ptr() and (load == 3).all() and not made.any()
 
 
 WRONG_TO_WRITE_TO = [
@@ -581,11 +715,11 @@ def test_a_sparse_tensor_is_no_layer_found_again(name):
 
 def test_layers_are_found_again(ctx, device):
     args = arguments()
-    for tokens in (1, 8, 9, 4096):
+    for tokens in (1, 8, 9, 64, 65, 4096):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(tokens, H)})
         assert (launched()["tokens"], launched()["block"]) == (tokens, 32 if tokens == 4096 else 8)
-        assert (launched()["few"], launched()["geometry"]) == (tokens <= 8, 1)
-        assert (launched()["token_rows"] is None) == (tokens <= 8)  # not made for a kernel that does not read it
+        assert (launched()["few"], launched()["geometry"]) == (tokens <= 64, 1)
+        assert (launched()["token_rows"] is None) == (tokens <= 64)  # not made for a kernel that does not read it
     assert len(prepared(ctx)) == 1 and len(device) == 1
     flashmoe.moe(ctx, **args, renormalize=False)
     flashmoe.moe(ctx, **{**args, "router": on_gpu(E, H)})
@@ -1078,10 +1212,42 @@ def groups_of(rank, ranks, name, changes, cubin, environment):
         return launched()["groups"]
 
 
+def test_slices_are_experts_behind_the_gate(tmp_path):
+    """What the kernel is told of a layer of 16 experts in slices of two ranks, and what it refuses of others."""
+    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
+    with fake_world() as world, RankPool(2) as pool:
+        each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world})
+        for told, mode in pool.call(sliced_launch, [each] * 2, timeout=90):
+            assert (told["experts"], told["top_k"], told["local_experts"]) == (2 * E, 2 * K, E)
+            assert (told["intermediate"], told["return_mode"], mode) == (I // 2, 1, "reduced")
+            assert told["router"] == told["router_of_experts"]
+    for changes, message in (
+        ({"top_k": 9, "slices": 4}, "slices: expected at most 3 with K=9, got 4"),
+        ({"experts": 600}, "slices: expected at most 1 with E=600, got 2"),
+        ({"return_mode": "direct"}, "return_mode: expected 'reduced' or 'auto' with slices, got 'direct'"),
+    ):
+        with pytest.raises(flashmoe.InvalidArgument, match=message):
+            flashmoe.Context(engine="cuda", rank=0, ranks=2, name="sliced", **SIZES | {"slices": 2} | changes)
+
+
+def sliced_launch(rank, ranks, name, cubin, environment):
+    """What the kernel is told of a call with slices, and of the router of a call without; the context's mode."""
+    pretend([rank], cubin, environment)
+    settings = {"timeout": 20.0, **SIZES, "slices": 2}
+    with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
+        tensors = {"x": on_gpu(10, H), "router": on_gpu(E, H)}
+        whole = {"gate_up_proj": on_gpu(E // 2, 2 * I, H), "down_proj": on_gpu(E // 2, H, I)}
+        parts = {"gate_up_proj": on_gpu(E, I, H), "down_proj": on_gpu(E, H, I // 2)}
+        flashmoe.moe(made, **arguments(**tensors, **whole))
+        router = launched()["router"]
+        flashmoe.moe(made, **arguments(**tensors, **parts), slices=2, placement=hybrid(E, 2, 2))
+        return launched() | {"router_of_experts": router}, made.return_mode
+
+
 def account(rank, ranks, name, settings, calls, placement, folder, environment):
     """Reports of calls of so many tokens (by call, by rank), each read when all ranks have made it."""
     pretend([rank], folder / "kernel.cubin", environment)
-    held = placement.count(rank)
+    held = len(local_experts(placement, rank))
     local = {"gate_up_proj": on_gpu(held, 2 * I, H), "down_proj": on_gpu(held, H, I), "placement": placement}
     reports = []
     with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
@@ -1096,7 +1262,9 @@ def account(rank, ranks, name, settings, calls, placement, folder, environment):
 
 
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
-@pytest.mark.parametrize("placement", [[0] * 6 + [1] * 5 + [2] * 5, [2, 0, 0, 1] * 4, [0, 1] * 8])
+@pytest.mark.parametrize(
+    "placement", [[0] * 6 + [1] * 5 + [2] * 5, [2, 0, 0, 1] * 4, [0, 1] * 8, [[2, 1], 0, [1, 0, 2], 2] * 4]
+)
 def test_reports_of_several_ranks(tmp_path, mode, placement):
     calls = [(2500, 1300, 901), (0, 40, 4096), (64, 64, 64)]
     settings = {"timeout": 20.0, **SIZES, "placement": placement, "return_mode": mode}
@@ -1104,22 +1272,24 @@ def test_reports_of_several_ranks(tmp_path, mode, placement):
     with fake_world() as world, RankPool(3) as pool:
         each = (settings, calls, placement, tmp_path, {"FAKE_NVSHMEM_WORLD": world})
         told = pool.call(account, [each] * 3, timeout=90)
-    owners = np.array(placement)
+    owners_for = [np.array(owners(placement, p)) for p in range(3)]
     for i, tokens in enumerate(calls):
         ids = [(np.arange(n)[:, None] + np.arange(K)) % E for n in tokens]  # as the fake driver routes
         for rank, reports in enumerate(told):
             report, others = flashmoe.CallReport.from_dict(reports[i]), [q for q in range(3) if q != rank]
             np.testing.assert_array_equal(report.topk_ids, ids[rank])
-            load = [sum(int((each == e).sum()) for each in ids) for e in np.flatnonzero(owners == rank)]
-            tiles = sum(-(-rows // 256) for rows in load)
-            assert (report.tiles, report.tile_rows) == (tiles, sum(load))
+            here = [owners_for[p][each] == rank for p, each in enumerate(ids)]
+            mine = np.concatenate([each[where] for each, where in zip(ids, here, strict=True)])
+            load = np.bincount(mine, minlength=E)
+            tiles = int((-(-load // 256)).sum())
+            assert (report.tiles, report.tile_rows) == (tiles, len(mine))
             assert (report.tasks["gemm0"], report.tasks["gemm1"]) == (tiles, tiles)  # of one column each
-            here = [owners[each] == rank for each in ids]
             back = sum(int(here[p].sum() if mode == "direct" else here[p].any(axis=1).sum()) for p in others)
             assert report.return_rows_sent == back
-            sent = sum(int((owners[ids[rank]] == q).any(axis=1).sum()) for q in others)
+            to = owners_for[rank][ids[rank]]
+            sent = sum(int((to == q).any(axis=1).sum()) for q in others)
             assert report.rows_sent == sent
-            pairs, packets = int((owners[ids[rank]] != rank).sum()), 2 * report.tasks["gate"]
+            pairs, packets = int((to != rank).sum()), 2 * report.tasks["gate"]
             assert report.bytes_sent == (sent + back) * H * 2 + pairs * 12 + packets * 8
 
 

@@ -70,6 +70,11 @@ std::string described(const sm90::WeightRows& rows) {
   return list(words, 3);
 }
 
+std::string described(const sm90::ScaleTable& t) {
+  const uint64_t words[] = {reinterpret_cast<uint64_t>(t.data), t.expert, t.row, t.step, t.blocks, t.up};
+  return list(words, 6);
+}
+
 // Functions, as cuModuleGetFunction numbers them.
 constexpr uintptr_t kMoe = 1, kFew = 2;
 
@@ -100,6 +105,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   uint32_t mapped = 0;
   for (uint32_t q = 0; q < c.shape.ranks; ++q) mapped += c.memory.heaps[q] != nullptr;
   put("mapped", mapped), put("return_mode", c.shape.return_mode);
+  put("x_scale", reinterpret_cast<uint64_t>(a.x_scale)), put("scales_by_row", a.scales_by_row);
   put("x", reinterpret_cast<uint64_t>(a.x)), put("x_row_bytes", a.x_row_bytes);
   put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));
   put("topk_weights", reinterpret_cast<uint64_t>(a.topk_weights)), put("topk_ids_64", a.topk_ids_64);
@@ -112,9 +118,11 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"by_owner\": " << list(c.placement.by_owner, c.shape.experts)
       << ", \"owner_base\": " << list(c.placement.owner_base, 2) << ", \"gate_up\": " << described(a.gate_up)
       << ", \"down\": " << described(a.down) << ", \"router\": " << described(a.router)
-      << ", \"gate_up_rows\": " << described(a.gate_up_rows) << ", \"down_rows\": " << described(a.down_rows)
       << ", \"router_rows\": " << described(a.router_rows) << ", \"intermediate_rows\": " << described(a.intermediate)
-      << ", \"token_rows\": " << described(a.tokens) << "}";
+      << ", \"token_rows\": " << described(a.tokens) << ", \"gate_up_scale\": " << described(a.gate_up_scale)
+      << ", \"down_scale\": " << described(a.down_scale)
+      << ", \"shared_gate_up_scale\": " << described(a.shared_gate_up_scale)
+      << ", \"shared_down_scale\": " << described(a.shared_down_scale) << "}";
   last_launch = out.str();
 }
 

@@ -21,6 +21,10 @@ its square, next to that of an exact float32 sum.
 less its tail |z| erfc(|z| / sqrt 2) / 2, of which a polynomial is within 3.1e-4 for bfloat16, within 5.4e-6 otherwise;
 exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/gpu/activate.cuh).
 
+**A shared expert** is one further choice of every token, its row one dot product over all of Is. The kernel of few
+tokens has a choice for each slice of I columns, whose rows are rounded one by one. Which of the two took a call is not
+asked: a row's rounding has the larger variance of theirs.
+
 **Exact** calls of float32 tensors have no tensor cores, hence nothing of the first two: their sums round as
 `flashmoe.tolerance` has it.
 """
@@ -28,7 +32,7 @@ exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/gpu/a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,16 +63,17 @@ class Weights:
     shared_down: Tensor | None = None
     shared_gate: Tensor | None = None
 
-    def with_slices(self) -> Weights:
-        """The same with the shared expert as experts, of width I each, behind the others."""
-        _, hidden, width = self.down_proj.shape
-        slices = self.shared_down.shape[1] // width
-        up, down = self.shared_gate_up, self.shared_down.view(hidden, slices, width).transpose(0, 1)
-        if self.activation in GATED and not self.shape.get("interleaved", False):
-            up = up.view(2, slices, width, hidden).transpose(0, 1)
-        up = up.reshape(slices, -1, hidden)
-        joined = torch.cat([self.gate_up_proj, up]), torch.cat([self.down_proj, down])
-        return replace(self, gate_up_proj=joined[0], down_proj=joined[1])
+    def matrices(self, expert: int) -> tuple[Tensor, Tensor, Tensor | float, Tensor | float]:
+        """Both matrices and both biases of one; E, behind the others, is the shared one."""
+        if expert == len(self.down_proj):
+            return self.shared_gate_up, self.shared_down, 0.0, 0.0
+        b1, b2 = (0.0 if bias is None else bias[expert].double() for bias in (self.gate_up_bias, self.down_bias))
+        return self.gate_up_proj[expert], self.down_proj[expert], b1, b2
+
+    @property
+    def width(self) -> int:
+        """I, also that of the shared expert's slices."""
+        return self.down_proj.shape[2]
 
 
 @dataclass(frozen=True)
@@ -144,14 +149,9 @@ def expected_result(
     ids = routed_ids = drop(ids, capacity_factor, len(experts.down_proj))
     routed_weights, weight_slack = weights, 8.0 * variance.sqrt()
     if experts.shared_down is not None:
-        routed, experts = len(experts.down_proj), experts.with_slices()
-        slices = torch.arange(routed, len(experts.down_proj), device=x.device).expand(len(x), -1)
         gate, of_gate = _gate(x, experts.shared_gate)
-        ids = torch.cat([ids, slices], dim=1)
-        weights, variance = (
-            torch.cat([routed_part, part.expand(slices.shape)], dim=1)
-            for routed_part, part in ((weights, gate), (variance, of_gate))
-        )
+        ids = torch.cat([ids, torch.full_like(ids[:, :1], len(experts.down_proj))], dim=1)
+        weights, variance = torch.cat([weights, gate], dim=1), torch.cat([variance, of_gate], dim=1)
     sums = _Sums.zeros(x)
     for expert in ids[ids >= 0].unique().tolist():
         t, k = (ids == expert).nonzero(as_tuple=True)
@@ -309,8 +309,7 @@ def _add_expert(
 ) -> None:
     """The terms of one expert for the tokens t, whose rows are x; `w`: their weights, and the variances of these."""
     dtype, activation = _name(x), experts.activation
-    w1, w2 = experts.gate_up_proj[expert], experts.down_proj[expert]
-    b1, b2 = (0.0 if bias is None else bias[expert].double() for bias in (experts.gate_up_bias, experts.down_bias))
+    w1, w2, b1, b2 = experts.matrices(expert)
     weight, weight_variance = w
     on_input = experts.shape.get("weights_on_input", False)
     shape = {name: value for name, value in experts.shape.items() if name != "weights_on_input"}
@@ -334,7 +333,11 @@ def _add_expert(
         f_engine = a_engine @ round_operand(w2).T + b2
     f_variance = _dot_variance(a, w2.double(), f, exact) + a_variance @ (w2.double() ** 2).T
     row = weight * f
-    variance = weight**2 * f_variance + weight_variance * f**2 + _rounding(row, dtype)
+    rounding = _rounding(row, dtype)
+    if w2.shape[1] > experts.width:
+        slices = zip(a.split(experts.width, dim=1), w2.double().split(experts.width, dim=1), strict=True)
+        rounding = torch.maximum(rounding, sum(_rounding(weight * (each @ w.T), dtype) for each, w in slices))
+    variance = weight**2 * f_variance + weight_variance * f**2 + rounding
     if dtype != "float32":
         variance = variance + _VARIANCE32 * row**2  # the product, before that rounding
     # A token has an expert once, so that no two of t are equal.

@@ -70,6 +70,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in spec.ACTIVATIONS]
     variants += [jit.Variant("float32", activation, exact=True) for activation in spec.ACTIVATIONS]
     variants += [jit.Variant(dtype, each, transposed=True) for dtype in jit.TRANSPOSED for each in spec.ACTIVATIONS]
+    variants += [jit.Variant(dtype, each, quantised=True) for dtype in jit.BESIDE_FP8 for each in spec.ACTIVATIONS]
     variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
     if torch.cuda.device_count() * RANKS_A_GPU > 1:
         variants += [jit.Variant(*each, rdma=True) for each in PUT]

@@ -15,6 +15,7 @@ from typing import Any
 
 import flashmoe
 import flashmoe.placement
+import flashmoe.slices
 import torch
 import torch.distributed
 from layers import (
@@ -53,7 +54,7 @@ WAYS = {mode: {"return_mode": mode} for mode in RETURN_MODES} | {"rdma": {"trans
 """How results come home, and what a context is told for that. ``rdma`` is reduced, and forced: memory is mapped."""
 
 FEW_TOKENS = 8
-"""So few of a rank alone go through another kernel, whose sums have another order."""
+"""So few of a rank alone have logits that are summed in another order, and of float32 no TF32."""
 
 TOKENS_DRAWN = 2048
 """Of each layer of `many_calls`: as many as the shared contexts allow."""
@@ -201,10 +202,41 @@ def compare(
     return differing
 
 
-def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str, torch.Tensor]:
-    """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for a few
-    tokens, which go another way there; with a shared expert `direct` alone. `reduced`: each choice's rows come from a
-    call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
+@starting_anew
+def compare_slices(
+    rank: int, ranks: int, name: str, ways: Sequence[str], spec: dict[str, Any], tokens: list[int], tensor: int
+) -> int:
+    """Calls of a problem whose experts are cut into `tensor` slices on the group, these ways in turn, all of which
+    reduce; how many differ, in any bit, from what its slices give on this GPU alone, as experts that are given."""
+    spec = dict(spec)
+    whole = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
+    own = share_of(whole, rank, tokens)
+    placement = flashmoe.placement.hybrid(own.experts, ranks, tensor)
+    form = {name: own.options[name] for name in ("activation", "interleaved", "transposed") if name in own.options}
+    weights = own.gate_up_proj, own.down_proj, own.gate_up_bias, own.down_bias
+    parts = flashmoe.slices.cut(tensor, *weights, **form)
+    with alone_on(rank, own) as single:
+        _, report = call(single, own)
+    ids, chosen = torch.from_numpy(report.topk_ids), torch.from_numpy(report.topk_weights)
+    as_experts = replace(
+        own,
+        **parts,
+        top_k=own.top_k * tensor,
+        topk_ids=(ids[..., None] * tensor + torch.arange(tensor)).flatten(1).int().to(own.x.device),
+        topk_weights=chosen.repeat_interleave(tensor, dim=1).to(own.x.device),
+        options={name: own.options[name] for name in EXPERT_OPTIONS if name in own.options},
+    )
+    expected = results_alone(as_experts, rank, placement)["reduced"]
+    sliced = replace(own, **parts, options=own.options | {"slices": tensor})
+    local = with_experts(sliced, flashmoe.placement.local_experts(placement, rank))
+    contexts = [shared_context(rank, ranks, name, way) for way in ways]
+    return sum(not torch.equal(call(context, local, placement=placement)[0], expected) for context in contexts * 3)
+
+
+def results_alone(own: Problem, rank: int, placement: flashmoe.placement.Placement) -> dict[str, torch.Tensor]:
+    """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for
+    `FEW_TOKENS`, whose bits are others there; with a shared expert `direct` alone. `reduced`: each choice's rows come
+    from a call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
     if len(own.x) <= FEW_TOKENS:
         return {}
     with alone_on(rank, own) as single:
@@ -220,9 +252,10 @@ def results_alone(own: Problem, rank: int, placement: Sequence[int]) -> dict[str
             chosen = ids[:, k : k + 1].clamp(min=0).contiguous(), weights[:, k : k + 1].contiguous()
             one = replace(own, topk_ids=chosen[0], topk_weights=chosen[1], top_k=1, options=options)
             rows.append(call(single, one)[0].float())
-    owners = torch.tensor([*placement, -1], device=own.x.device)[ids.long()]
+    destinations = flashmoe.placement.owners(placement, rank)
+    owners = torch.tensor([*destinations, -1], device=own.x.device)[ids.long()]
     total = torch.zeros_like(rows[0])
-    for q in range(max(placement) + 1):
+    for q in range(max(destinations) + 1):
         part = torch.zeros_like(total)
         for k, each in enumerate(rows):
             part += torch.where(owners[:, k : k + 1] == q, each, 0.0)

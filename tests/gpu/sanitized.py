@@ -1,16 +1,20 @@
-"""What test_sanitizer.py runs under NVIDIA's sanitizers: small calls of every kind of tile, few thread blocks.
+"""What sanitizer.py runs under NVIDIA's sanitizers: small calls of every kind of tile, few thread blocks.
 
-`sanitized.py KIND`: on one GPU, one of KINDS. `sanitized.py WAY RANK RANKS NAME`: as a rank of a group, one of WAYS.
+`sanitized.py KIND CALLS`: on one GPU, one of KINDS, so many calls of each shape.
+`sanitized.py WAY CALLS RANK RANKS NAME`: as a rank of a group, one of WAYS.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import flashmoe
+import flashmoe.slices
 import torch
-from flashmoe.placement import contiguous, local_experts
-from layers import call, check, context_of, random_problem
+from bounds import expected_result
+from flashmoe.placement import Placement, contiguous, hybrid, local_experts
+from layers import Problem, call, check, context_of, random_problem
 from ranks import WAYS, device_of, joined, share_of, with_experts
 
 KINDS = {
@@ -18,9 +22,15 @@ KINDS = {
     "float32": {"dtype": "float32", "activation": "gelu"},
     "exact": {"dtype": "float32", "activation": "swiglu", "exact": True},
     "transposed": {"dtype": "float16", "activation": "swiglu", "transposed": True},
+    "interleaved": {
+        "dtype": "bfloat16",
+        "activation": "clamped_swiglu",
+        "limit": 0.75,
+        "up_offset": 1.0,
+        "transposed": True,
+        "interleaved": True,
+    },
 }
-OF_GROUPS = ("bfloat16", "float32")
-"""Of all shapes; transposed weights too, but of the last alone, which has a shared expert and few tokens."""
 SHAPES = (
     {"tokens": 8, "hidden": 136, "intermediate": 72, "experts": 5, "top_k": 2, "ids": "int32", "capacity_factor": 0.7},
     {"tokens": 5, "hidden": 72, "intermediate": 40, "experts": 3, "top_k": 2},
@@ -31,6 +41,10 @@ SHAPES = (
     {"tokens": 90, "hidden": 72, "intermediate": 40, "experts": 3, "top_k": 1, "shared": 2, "shared_gate": True},
     {"tokens": 6, "hidden": 72, "intermediate": 40, "experts": 3, "top_k": 1, "shared": 2, "shared_gate": True},
 )
+OF_GROUPS = [(kind, shape) for shape in SHAPES for kind in ("bfloat16", "float32")]
+OF_GROUPS += [(kind, SHAPES[-1]) for kind in ("transposed", "interleaved")]
+COPIED = {"tokens": 90, "hidden": 136, "intermediate": 72, "experts": 3, "top_k": 2, "shared": 2}
+SLICED = {"tokens": 150, "hidden": 72, "intermediate": 64, "experts": 2, "top_k": 1, "ids": "int32"}
 LARGEST = {
     "max_tokens": 300,
     "hidden": 136,
@@ -40,46 +54,72 @@ LARGEST = {
     "dtype": "float32",
     "shared_intermediate": 144,
 }
-TWICE = 2
-"""A context's second call finds what its first has left behind."""
 
 
-def alone(kind: str) -> None:
+def alone(kind: str, calls: int) -> None:
     for turn, shape in enumerate(SHAPES):
         problem = random_problem(turn, **KINDS[kind], **shape)
         # No timeout: under a sanitizer, progress is a matter of patience.
         with context_of(problem, processors=4, timeout=0.0) as context:
-            for _ in range(TWICE):
+            for _ in range(calls):
                 y, report = call(context, problem)
                 check(problem, y, report)
         print(f"sanitized {kind} {shape}", flush=True)
 
 
-def in_group(way: str, rank: int, ranks: int, name: str) -> None:
-    """Tokens are the first rank's, but for a few."""
+def in_group(way: str, calls: int, rank: int, ranks: int, name: str) -> None:
     # A timeout, since a peer may have been ended; a long one, since NVSHMEM takes half a minute under memcheck.
     limits = {**LARGEST, **WAYS[way], "processors": 4, "timeout": 300.0}
     with joined(rank, ranks, name, **limits) as context:
-        for turn, shape in enumerate(SHAPES):
-            for kind in (*OF_GROUPS, "transposed") if shape is SHAPES[-1] else OF_GROUPS:
-                whole = random_problem(turn, **KINDS[kind], device=f"cuda:{device_of(rank)}", **shape)
-                few = shape["tokens"] // 8
-                tokens = [shape["tokens"] - few * (ranks - 1)] + [few] * (ranks - 1)
-                problem = share_of(whole, rank, tokens)
-                owners = contiguous(problem.experts, ranks)
-                local = with_experts(problem, local_experts(owners, rank))
-                for _ in range(TWICE):
-                    y, report = call(context, local, placement=owners)
-                    check(problem, y, report)
-                print(f"sanitized {way} {kind} {shape}", flush=True)
+        for turn, (kind, shape) in enumerate(OF_GROUPS):
+            problem = problem_of(turn, kind, shape, rank, ranks)
+            call_and_check(context, problem, rank, contiguous(problem.experts, ranks), calls)
+            print(f"sanitized {way} {kind} {shape}", flush=True)
+        problem = problem_of(0, "bfloat16", COPIED, rank, ranks)
+        everywhere_or_on_one = [list(range(ranks)) if e % 2 else [e % ranks] for e in range(problem.experts)]
+        call_and_check(context, problem, rank, everywhere_or_on_one, calls)
+        print(f"sanitized {way} copies {COPIED}", flush=True)
+        if way != "direct":  # which returns no slices
+            call_in_slices(context, problem_of(1, "bfloat16", SLICED, rank, ranks), rank, ranks, calls)
+            print(f"sanitized {way} slices {SLICED}", flush=True)
 
 
-def main(what: str, *of_group: str) -> None:
+def problem_of(seed: int, kind: str, shape: dict[str, object], rank: int, ranks: int) -> Problem:
+    """A rank's part of a problem whose tokens are the first rank's, but for a few."""
+    whole = random_problem(seed, **KINDS[kind], device=f"cuda:{device_of(rank)}", **shape)
+    few = shape["tokens"] // 8
+    return share_of(whole, rank, [shape["tokens"] - few * (ranks - 1)] + [few] * (ranks - 1))
+
+
+def call_and_check(context: flashmoe.Context, problem: Problem, rank: int, placement: Placement, calls: int) -> None:
+    local = with_experts(problem, local_experts(placement, rank))
+    for _ in range(calls):
+        y, report = call(context, local, placement=placement)
+        check(problem, y, report)
+
+
+def call_in_slices(context: flashmoe.Context, problem: Problem, rank: int, ranks: int, calls: int) -> None:
+    """Each rank has a slice of every expert. Expected is what as many experts give that are chosen together."""
+    parts = flashmoe.slices.cut(ranks, problem.gate_up_proj, problem.down_proj)
+    placement = hybrid(problem.experts, ranks, ranks)
+    sliced = replace(problem, **parts, options={**problem.options, "slices": ranks})
+    local = with_experts(sliced, local_experts(placement, rank))
+    ids = problem.topk_ids[..., None] * ranks + torch.arange(ranks, device=problem.x.device)
+    weights = problem.topk_weights.repeat_interleave(ranks, dim=1)
+    chosen = {"top_k": ids[0].numel(), "topk_ids": ids.flatten(1), "topk_weights": weights}
+    expected = expected_result(problem.x, sliced.weights(), **chosen)
+    for _ in range(calls):
+        y, _ = call(context, local, placement=placement)
+        error = float((y.double() - expected.y).norm())
+        assert error <= expected.bound, f"slices: error {error:.3e}, {expected.bound=:.3e}"
+
+
+def main(what: str, calls: str, *of_group: str) -> None:
     if of_group:
         rank, ranks, name = of_group
-        in_group(what, int(rank), int(ranks), name)
+        in_group(what, int(calls), int(rank), int(ranks), name)
     else:
-        alone(what)
+        alone(what, int(calls))
     torch.cuda.synchronize()
     print(f"flashmoe {flashmoe.__version__}: all calls are right")
 

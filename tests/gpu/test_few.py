@@ -1,4 +1,4 @@
-"""Calls of at most eight tokens, which a kernel of their own computes (include/flashmoe/gpu/few.cuh)."""
+"""Calls of a few tokens, which a kernel of their own computes (include/flashmoe/sm90/few.cuh)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from layers import ACTIVATIONS, DTYPES, Problem, call, capture, check, context_o
 
 pytestmark = pytest.mark.gpu
 
-FEW = 8
 USUAL = {"hidden": 320, "intermediate": 192, "experts": 24, "top_k": 5}
+SPANS = ("gate", "dispatch", "gemm0", "gemm1", "wait", "combine")
+MOST = {"float32": 8, "bfloat16": 76, "float16": 76}
+"""The most tokens of the usual layer that are a few: of 16-bit types, those whose experts have 16 rows on average."""
 
 
 @pytest.mark.parametrize("ids", [None, "int64"], ids=["router", "given"])
@@ -22,10 +24,11 @@ USUAL = {"hidden": 320, "intermediate": 192, "experts": 24, "top_k": 5}
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_tokens(dtype, activation, ids):
     """And one more, which the general kernel computes, in turn in one context: neither disturbs the other."""
-    problem = random_problem(41, FEW + 1, dtype=dtype, activation=activation, ids=ids, biases=True, skew=3.0, **USUAL)
+    most = MOST[dtype]
+    problem = random_problem(41, most + 1, dtype=dtype, activation=activation, ids=ids, biases=True, skew=3.0, **USUAL)
     with context_of(problem) as context:
-        for tokens in (1, 2, FEW + 1, 3, 4, 5, FEW + 1, FEW + 1, 6, 7, 8, 1):
-            part = first_tokens(problem, tokens)
+        for tokens in (1, 2, most + 1, 3, 4, 5, most + 1, most + 1, 7, 8, 9, 16, 17, 65, most, 1):
+            part = first_tokens(problem, min(tokens, most + 1))
             check(part, *call(context, part))
 
 
@@ -47,25 +50,64 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("tokens", [8, 63])
 @pytest.mark.parametrize("capacity_factor", [None, 0.3, 1.0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(shape, capacity_factor):
+def test_shapes(shape, capacity_factor, tokens):
     sizes = dict(SHAPES[shape])
     processors = sizes.pop("processors", None)
-    problem = random_problem(42, FEW, capacity_factor=capacity_factor, **sizes)
+    tokens = min(tokens, 16 * sizes["experts"] // sizes["top_k"])
+    problem = random_problem(42, tokens, capacity_factor=capacity_factor, **sizes)
     run_and_check(problem, processors=processors)
+
+
+@pytest.mark.parametrize("ids", [None, "int32"], ids=["router", "given"])
+def test_more_choices_than_one_warp_sorts(ids):
+    """And more rows of an expert than a warp multiplies at a time."""
+    sizes = {"hidden": 256, "intermediate": 64, "experts": 128, "top_k": 8}
+    run_and_check(random_problem(51, 256, ids=ids, skew=2.5, capacity_factor=2.0, **sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tokens_bits_do_not_depend_on_the_others(dtype):
-    problem = random_problem(43, FEW, dtype=dtype, skew=3.0, **USUAL)
+    problem = random_problem(43, MOST[dtype], dtype=dtype, skew=3.0, **USUAL)
     with context_of(problem) as context:
         together, _ = call(context, problem)
-        for token in range(FEW):
-            alone, _ = call(context, first_tokens(problem, 1, token))
-            assert torch.equal(alone[0], together[token]), token
+        apart = torch.cat([call(context, first_tokens(problem, 1, token))[0] for token in range(MOST[dtype])])
+        for begin in (0, 3, 7, max(MOST[dtype] - 9, 0)):
+            for tokens in (7, 8, 9, 40):
+                part, _ = call(context, first_tokens(problem, tokens, begin))
+                expected = together if len(part) > 8 else apart
+                assert torch.equal(part, expected[begin : begin + len(part)]), (begin, tokens)
         for _ in range(100):
             assert torch.equal(call(context, problem)[0], together)
+
+
+LAYERS = {
+    "usual": USUAL,
+    "biases, GELU": {"biases": True, "activation": "gelu", **USUAL},
+    "weights on the input": {"weights_on_input": True, **USUAL},
+    "one expert a token": {**USUAL, "top_k": 1},
+    "two experts a token": {**USUAL, "top_k": 2},
+    "a shared expert": {"shared": 1, "shared_gate": True, **USUAL},
+    "Qwen3-30B-A3B": SHAPES["Qwen3-30B-A3B"],
+    "odd sizes": SHAPES["odd sizes"],
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_more_than_eight_tokens_have_the_bits_of_larger_calls(dtype, layer):
+    """And fewer have them if their routing is given."""
+    problem = random_problem(52, 700, dtype=dtype, **LAYERS[layer])
+    given = random_problem(53, 700, dtype=dtype, ids="int32", **LAYERS[layer])
+    with context_of(problem) as context:
+        large = call(context, problem)[0].clone()
+        for tokens in (9, 17, 36):
+            assert torch.equal(call(context, first_tokens(problem, tokens))[0], large[:tokens]), tokens
+        large = call(context, given)[0].clone()
+        for tokens in (9, 33):
+            assert torch.equal(call(context, first_tokens(given, tokens))[0], large[:tokens]), tokens
 
 
 def nan_in_x(problem: Problem) -> None:
@@ -80,6 +122,7 @@ def id_twice(problem: Problem) -> None:
     problem.topk_ids[7, 3] = problem.topk_ids[7, 0]
 
 
+@pytest.mark.parametrize("tokens", [8, 100])
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -88,9 +131,9 @@ def id_twice(problem: Problem) -> None:
         (id_twice, r"topk_ids: expected distinct experts per token, got expert \d+ twice for token 7 "),
     ],
 )
-def test_faults(spoil: Callable[[Problem], None], message: str):
-    problem = random_problem(44, FEW, ids=None if spoil is nan_in_x else "int32", **USUAL)
-    good = random_problem(45, FEW, **USUAL)
+def test_faults(spoil: Callable[[Problem], None], message: str, tokens: int):
+    problem = random_problem(44, tokens, ids=None if spoil is nan_in_x else "int32", **USUAL)
+    good = random_problem(45, tokens, **USUAL)
     spoil(problem)
     with context_of(problem) as context:
         check(good, *call(context, good))
@@ -118,7 +161,10 @@ def test_traced_call():
         plain, _ = call(context, problem)
         y, report = call(context, problem, trace=True)
         assert torch.equal(y, plain)
-        for kind in ("gate", "dispatch", "gemm0", "wait", "gemm1"):
-            spans = [event for event in report.events if event.kind == kind]
-            assert len(spans) == context.processors, kind
-            assert all(0 < span.start_ns <= span.end_ns for span in spans)
+        spans = {kind: [event for event in report.events if event.kind == kind] for kind in SPANS}
+        assert all(0 < event.start_ns <= event.end_ns for event in report.events)
+        for kind in ("gate", "dispatch", "wait", "combine"):
+            assert len(spans[kind]) == context.processors, kind
+        chosen = len(set(report.topk_ids.flat))  # experts
+        assert len(spans["gemm0"]) == chosen * math.ceil(USUAL["intermediate"] / 64)
+        assert len(spans["gemm1"]) == chosen * math.ceil(USUAL["hidden"] / 128)

@@ -186,6 +186,47 @@ def test_scattered_placement(pool, ways):
     assert everywhere(pool, on_rank.compare, ways, spec, [500] * pool.ranks, 5) == [0] * pool.ranks
 
 
+def placement_with_copies(experts: int, ranks: int) -> list[list[int]]:
+    """Experts on one rank, on two, ..., on all in turn; ranks hold differently many."""
+    return [[(expert // ranks + i) % ranks for i in range(1 + expert % ranks)] for expert in range(experts)]
+
+
+@pytest.mark.parametrize("tokens", [500, 40, 1], ids="{} tokens".format)
+def test_copies(pool, ways, tokens):
+    """The bits of a rank alone: with `direct` whatever the placement, with `reduced` by the copies that are sent to."""
+    placement = placement_with_copies(24, pool.ranks)
+    spec = {"seed": 15, "hidden": 512, "intermediate": 256, "experts": 24, "top_k": 4, "placement": placement}
+    uneven = [tokens * (1 + rank % 3) for rank in range(pool.ranks)]
+    assert everywhere(pool, on_rank.compare, ways, spec, uneven, 5) == [0] * pool.ranks
+
+
+@pytest.mark.parametrize("layer", [{"shared": 2, "shared_gate": True}, {"skew": 50.0}], ids=["shared expert", "skewed"])
+def test_copies_of_other_layers(pool, ways, layer):
+    placement = placement_with_copies(32, pool.ranks)
+    spec = {"seed": 16, "hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "placement": placement, **layer}
+    assert everywhere(pool, on_rank.compare, ways, spec, [300] * pool.ranks, 5) == [0] * pool.ranks
+
+
+SLICED = {
+    "a router": {},
+    "biases": {"biases": True},
+    "given routing": {"ids": "int64"},
+    "float16, no gate": {"dtype": "float16", "activation": "gelu"},
+    "interleaved, DeepSeek-V3's router": {"interleaved": True, "score": "sigmoid", "groups": 4, "top_groups": 2},
+}
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("layer", SLICED.values(), ids=SLICED)
+def test_slices(pool, layer, tensor):
+    """Of K = 2 experts a token has the slices of each as choices."""
+    if pool.ranks % tensor:
+        pytest.skip(f"{tensor} slices of an expert: as many ranks, or a multiple of them")
+    spec = {"seed": 17, "hidden": 512, "intermediate": 256, "experts": 16, "top_k": 2, **layer}
+    tokens = [300 + 40 * rank for rank in range(pool.ranks)]
+    assert everywhere(pool, on_rank.compare_slices, ["reduced", "rdma"], spec, tokens, tensor) == [0] * pool.ranks
+
+
 def test_skewed_routing(pool, ways):
     spec = {"seed": 6, "hidden": 1024, "intermediate": 512, "experts": 64, "top_k": 4, "skew": 50.0}
     assert everywhere(pool, on_rank.compare, ways, spec, [2048] * pool.ranks, 5) == [0] * pool.ranks

@@ -79,5 +79,5 @@ def test_a_backward_pass_is_refused():
         module = module_of(context, problem)
         y = module(problem.x)
         assert torch.equal(y.detach(), call(context, problem)[0])
-        with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE 0\.1 has no backward pass"):
+        with pytest.raises(NotImplementedError, match=r"flashmoe\.moe: FlashMoE has no backward pass"):
             y.sum().backward()

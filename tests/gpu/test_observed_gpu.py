@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 USUAL = {"hidden": 256, "intermediate": 192, "experts": 24, "top_k": 5, "skew": 3.0}
 TOKENS = (1, 2, 8, 9, 64, 1000)
-"""Up to 8 by the kernel of a few tokens."""
+"""Up to 64 by the kernel of a few tokens, of which up to 8 in its other way."""
 EITHER = (5, 333)
 
 

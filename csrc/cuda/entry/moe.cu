@@ -1,11 +1,12 @@
 // One instance of the fused kernel, and of that for a few tokens, compiled on first use by python/flashmoe/jit.py:
 //   FLASHMOE_DTYPE       of x, weights, intermediate rows and returns, as flashmoe::DType; float32: by TF32 tensor cores
+//   FLASHMOE_QUANTISED   1: the experts' matrices and the rows that they multiply are in e4m3 (of a 16-bit type the rest)
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRANSPOSED  1: the experts' matrices are [El, H, 2I or I] and [El, I, H], of 16-bit types
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
-#include "flashmoe/gpu/few.cuh"
+#include "flashmoe/sm90/few.cuh"
 #include "flashmoe/sm90/kernel.cuh"
 
 #ifndef FLASHMOE_DTYPE
@@ -41,9 +42,11 @@ struct DtypeOf<DType::kFloat16> {
   using Type = Fp16;
 };
 
-using Dtype = DtypeOf<DType{FLASHMOE_DTYPE}>::Type;
+using Plain = DtypeOf<DType{FLASHMOE_DTYPE}>::Type;
+using Dtype = std::conditional_t<kQuantisedBuild, Quantised<Plain>, Plain>;
 inline constexpr Activation kActivation{FLASHMOE_ACTIVATION};
 inline constexpr bool kTransposed = FLASHMOE_TRANSPOSED != 0;
+static_assert(!kQuantised<Dtype> || (Dtype::kBytes == 2 && !kTransposed));
 static_assert(!kTransposed || Dtype::kBytes == 2);  // wgmma takes no MN-major operands of other types
 
 }  // namespace flashmoe::sm90
@@ -58,9 +61,12 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
 
-extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kFewThreads, 1)
+#if !FLASHMOE_QUANTISED
+extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
     flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
-  gpu::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, *reinterpret_cast<gpu::FewShared*>(memory));
+  auto& shared = *reinterpret_cast<sm90::FewShared*>(memory);
+  sm90::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared);
 }
+#endif

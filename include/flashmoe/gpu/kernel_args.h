@@ -16,14 +16,6 @@ inline constexpr uint32_t kSharedBytes = 227 * 1024;  // the most a block may ha
 // Experts that a kernel has room for.
 inline constexpr uint32_t kMaxExperts = 1024;
 
-// The kernel of a few tokens.
-inline constexpr uint32_t kFewWarps = 12;
-inline constexpr uint32_t kFewThreads = kFewWarps * 32;
-inline constexpr uint32_t kFewChoices = kFewTokens * 32;  // K is at most 32
-inline constexpr uint32_t kFewResults = 8192;             // columns times choices: results that a block keeps at a time
-inline constexpr uint32_t kFewSharedBytes = 48 * 1024;
-static_assert(kFewChoices <= kFewThreads);
-
 // CUtensorMap, which only the host's driver calls look into.
 struct alignas(64) TensorMap {
   uint64_t words[16];
@@ -80,6 +72,15 @@ struct GatedRows {
   uint32_t step, up;
 };
 
+// Scales of e4m3 weights, fp32. Of block b of 128 rows and k-block k of expert e: data[e expert + b row + k step]; of e's
+// row r, where each has one: data[e expert + r].
+struct ScaleTable {
+  const float* data;
+  uint32_t expert, row, step;
+  uint32_t blocks;  // of rows of an expert, or of a slice
+  uint32_t up;      // from a gate's to its up's, where these lie behind all gates
+};
+
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
@@ -98,9 +99,8 @@ struct KernelArgs {
   TensorMap gate_up, down, router, intermediate, tokens;
   // The shared expert's, slice by slice: as gate_up and down, of so many experts.
   TensorMap shared_gate_up, shared_down;
-  // The same weights without TMA, but transposed ones: gate_up [El][2I or I] rows of H elements, down [El][H] of I, router
-  // [1][E] of H.
-  WeightRows gate_up_rows, down_rows, router_rows, shared_gate_up_rows, shared_down_rows;
+  // The router without TMA: [1][E] rows of H.
+  WeightRows router_rows;
 
   const uint8_t* x;  // [T, H], rows x_row_bytes apart (a multiple of 16)
   uint64_t x_row_bytes;
@@ -118,11 +118,17 @@ struct KernelArgs {
   RouterRule rule;
   ClampedShape clamped;
   GatedRows gated, shared_gated;  // of gate_up and of shared_gate_up
-  uint32_t few_choices;           // of a token in gpu/few.cuh: its K, and each slice of the shared expert
+  uint32_t few_choices;           // of a token in sm90/few.cuh: its K experts, and the slices of the shared one
+  uint32_t few_parts;             // of the intermediate columns, that are tasks of their own in sm90/few.cuh
   uint32_t weights_on_input;      // 1: a row's weight scales its products with gate_up, and not its result
   HostFault* host_fault;          // in mapped host memory: written when the call failed
   uint8_t* trace;                 // [blocks] of kTraceBytesPerBlock; null: not traced
   float* kept;                    // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
+
+  // Of experts in e4m3. Their intermediate rows, each tile's by itself: 3D {I, 256, tiles}, box {128, 32, 1}.
+  ScaleTable gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale;
+  uint32_t scales_by_row;  // 1: each row of weights has a scale
+  const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

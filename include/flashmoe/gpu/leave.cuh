@@ -31,6 +31,7 @@ __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uin
   if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != gridDim.x) return;
   Platform::store_relaxed(&control->left.value, uint64_t{0});
   Platform::store_relaxed(&control->met.value, uint64_t{0});
+  Platform::store_relaxed(&control->few_tasks.value, uint64_t{0});
   const bool failed = Platform::load_relaxed(&control->abort.value) != 0;
   Platform::store_relaxed(&control->calls.value, failed ? kNoMoreCalls : epoch);
   if (failed) hand_over_fault(c, *args.host_fault);

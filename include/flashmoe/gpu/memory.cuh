@@ -1,9 +1,14 @@
-// Loads from device memory that say how the caches are to treat them.
+// Loads and copies from device memory that say how the caches are to treat them.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::gpu {
+
+// What instructions on shared memory take: half as wide as a pointer.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 // 16 bytes that nobody of this multiprocessor will read again.
 __device__ __forceinline__ uint4 load_once(const void* p) {
@@ -15,9 +20,32 @@ __device__ __forceinline__ uint4 load_once(const void* p) {
   return v;
 }
 
-// Has the L2 fetch so many bytes, a multiple of 16 as the address is.
-__device__ __forceinline__ void prefetch_l2(const uint8_t* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+// 16 bytes of a row that every warp of a multiprocessor loads, and that may have been written earlier in this kernel.
+__device__ __forceinline__ uint4 load_row16(const uint8_t* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+// 16 bytes of weights: loaded once, by one multiprocessor, and never written while the kernel runs.
+__device__ __forceinline__ uint4 load_weights16(const uint8_t* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
 }
 
 }  // namespace flashmoe::gpu

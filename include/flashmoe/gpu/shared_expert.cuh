@@ -2,7 +2,7 @@
 // is computed as experts are: it is cut into slices that every token has among its choices, see CallShape::shared.)
 #pragma once
 
-#include "flashmoe/gpu/dots.cuh"
+#include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/gpu/route.cuh"
 
 namespace flashmoe::gpu {
@@ -17,8 +17,8 @@ __device__ __forceinline__ float shared_weight(const KernelArgs& args, const uin
 #pragma unroll 8
   for (uint32_t at = Platform::lane(); at < hidden / kElements; at += Platform::kLanes) {
     float w[kElements], v[kElements];
-    Dtype::spread(w, detail::load_operand16(gate + at * 16));
-    Dtype::spread(v, detail::load_operand16(row + at * 16));
+    Dtype::spread(w, load_row16(gate + at * 16));
+    Dtype::spread(v, load_row16(row + at * 16));
 #pragma unroll
     for (uint32_t i = 0; i < kElements; ++i) sum[i] = fmaf(w[i], v[i], sum[i]);
   }

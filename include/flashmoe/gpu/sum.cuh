@@ -96,7 +96,8 @@ __device__ __forceinline__ void load_slots(uint4 (&chunk)[kSlots], const uint8_t
 
 // Sums a piece, several items at once: it takes memory round trips, so 10 to 16 loads of a lane are on their way where
 // slots are few, as many as registers allow. (Row after row, 8 at a time, of whatever items: half as fast.) All lanes.
-template <class Dtype>
+// kBrief: with fewer on their way, by warps that have fewer registers left.
+template <class Dtype, bool kBrief>
 class ItemSums {
   using P = Platform;
   static constexpr uint32_t kElements = 16 / Dtype::kBytes;
@@ -106,7 +107,8 @@ class ItemSums {
       : piece_(piece), items_(P::popcount(P::ballot(piece.exists != 0))) {}
 
   __device__ __forceinline__ void run() const {
-    constexpr uint32_t kOfTwo = 5, kOfFour = Dtype::kBytes == 2 ? 4 : 3, kOfEight = Dtype::kBytes == 2 ? 2 : 1;
+    constexpr uint32_t kOfTwo = 5, kOfFour = Dtype::kBytes == 2 ? 4 : 3,
+                       kOfEight = Dtype::kBytes == 2 && !kBrief ? 2 : 1;
     uint32_t i = 0;
     FLASHMOE_NO_UNROLL
     while (i < items_) {

@@ -6,7 +6,14 @@
 
 #include <cstdint>
 
+// 1: the kernel of layers whose experts are in e4m3.
+#ifndef FLASHMOE_QUANTISED
+#define FLASHMOE_QUANTISED 0
+#endif
+
 namespace flashmoe::gpu {
+
+inline constexpr bool kQuantisedBuild = FLASHMOE_QUANTISED != 0;
 
 // For 16 bytes of elements: spread() gives them as fp32, accumulate() adds the i-th to sum[i], round() packs sums.
 template <class Dtype>
@@ -96,6 +103,29 @@ struct ExactFp32 : Tf32 {
   static constexpr bool kTensorCores = false;
 };
 
+// What the tensor cores take of experts in FP8, and rows of it hold (spec/rows.h).
+struct E4M3 {
+  static constexpr bool kTensorCores = true;
+  static constexpr uint32_t kBytes = 1;
+};
+// Of a layer whose experts, and the rows that these multiply, are in e4m3, and all else in D.
+template <class D>
+struct Quantised : D {};
+template <class Dtype>
+inline constexpr bool kQuantised = false;
+template <class D>
+inline constexpr bool kQuantised<Quantised<D>> = true;
+
+// The type of experts' matrices, and of the rows that these multiply.
+template <class Dtype>
+struct Factors {
+  using Type = Dtype;
+};
+template <class D>
+struct Factors<Quantised<D>> {
+  using Type = E4M3;
+};
+
 // The type in which the router's scores are computed: which experts a token gets must not depend on the 13 bits of fp32
 // operands that TF32 ignores.
 template <class Dtype>
@@ -106,6 +136,8 @@ template <>
 struct Scores<Tf32> {
   using Type = ExactFp32;
 };
+template <class D>
+struct Scores<Quantised<D>> : Scores<D> {};
 
 // Element i of a bias; 0 where there is none, or outside of it.
 template <class Dtype>

@@ -33,14 +33,16 @@ struct CallShape {
   // Its width in I; 0: there is none. GEMM0 has its tiles slice by slice of I columns, as tiles of an expert; GEMM1
   // contracts over all slices at once.
   uint32_t shared = 0;
+  // E and K of the gate. Its experts may be cut into slices, which are experts to all that follows: choice k of expert e
+  // then is choices k slices, k slices + 1, .., of experts e slices, e slices + 1, .. (choose_slices).
+  uint32_t gate_experts = 0, gate_top_k = 0, slices = 1;
   uint32_t capacity = 0;  // per expert and source rank; 0: dropless
   ReturnMode return_mode = ReturnMode::kDirect;
 
-  // E and K: what a router, a capacity and other ranks have to do with.
-  FLASHMOE_HD uint32_t routed_experts() const { return experts - shared_experts(); }
-  FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared_experts(); }
-  FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared_experts(); }
-  FLASHMOE_HD uint32_t shared_experts() const { return shared != 0 ? 1 : 0; }
+  // Without the shared expert: what a capacity and other ranks have to do with.
+  FLASHMOE_HD uint32_t routed_experts() const { return experts - shared_experts(shared); }
+  FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared_experts(shared); }
+  FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared_experts(shared); }
   FLASHMOE_HD bool is_shared(uint32_t local_expert) const { return local_expert >= routed_local_experts(); }
   // The elements along an axis of matrices, kHidden or kIntermediate.
   uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
@@ -62,11 +64,16 @@ struct CallPolicy {
   uint64_t timeout_ns = 0;  // 0: none
 };
 
-// Owner rank and local index of each expert, and the experts each rank owns, this one's shared expert among them. (Every
+// In CallPlacement::by_owner: a local expert of another rank to which this one sends no token, but to another copy.
+inline constexpr uint32_t kElsewhere = 0xffffffffu;
+
+// Where the experts are, as this rank looks it up: each rank sends all of its tokens of an expert to one owner, even if
+// others have copies of it, which yet other ranks send theirs to. This rank's shared expert is among the experts. (Every
 // rank has one of its own, which no other knows of.)
 struct CallPlacement {
-  const uint32_t* owner = nullptr;       // [experts]
-  const uint32_t* by_owner = nullptr;    // [experts], ascending by (owner, expert)
+  const uint32_t* owner = nullptr;  // [experts] rank to which this one sends the expert's tokens
+  const uint32_t* by_owner =
+      nullptr;  // [owner_base[R]] local experts of every rank, each rank's ascending; or kElsewhere
   const uint32_t* owner_base = nullptr;  // [R + 1] where each rank's experts begin in by_owner
 };
 
@@ -79,7 +86,7 @@ struct CallMemory {
   uint64_t put_offset[static_cast<uint32_t>(PutField::kCount)] = {};  // behind the workspace
   uint32_t max_blocks = 0;
   uint32_t slice_tiles = 0;  // see Call::inner_tile
-  // Bytes of a token's H elements, of an intermediate row's I, and of the H elements of a row on its way home.
+  // Bytes of a token's row, of an intermediate one, and of one on its way home (spec/rows.h).
   uint32_t token_row_bytes = 0, intermediate_row_bytes = 0, return_row_bytes = 0;
   uint64_t queue_mask = 0, list_mask = 0;
 };
@@ -111,9 +118,12 @@ struct Call {
   void set_layer(const LayerSpec& layer) {
     shape.hidden = layer.hidden;
     shape.intermediate = layer.intermediate;
+    shape.gate_experts = layer.experts;
+    shape.gate_top_k = layer.top_k;
+    shape.slices = layer.slices;
     shape.shared = layer.shared;
-    shape.experts = layer.experts + shape.shared_experts();
-    shape.top_k = layer.top_k + shape.shared_experts();
+    shape.experts = layer.experts * layer.slices + shared_experts(layer.shared);
+    shape.top_k = layer.top_k * layer.slices + shared_experts(layer.shared);
     memory.token_row_bytes = layer.token_row_bytes();
     memory.intermediate_row_bytes = layer.intermediate_row_bytes();
     memory.return_row_bytes = layer.return_row_bytes();
@@ -247,6 +257,16 @@ struct Call {
   FLASHMOE_HD uint64_t* logit(uint32_t token, uint32_t expert) const {
     return workspace<uint64_t>(WorkField::kLogits, token, expert);
   }
+  // Of a call of few tokens (sm90/few.cuh).
+  FLASHMOE_HD FewChoice* few_chosen(uint32_t token, uint32_t k) const {
+    return reinterpret_cast<FewChoice*>(logit(token, align_up(shape.routed_experts(), 2u))) + k;
+  }
+  FLASHMOE_HD uint32_t* few_done(uint32_t unit) const { return workspace<uint32_t>(WorkField::kFewDone, unit); }
+  FLASHMOE_HD uint8_t* few_row(uint32_t row) const { return workspace<uint8_t>(WorkField::kFewRows, row); }
+  // A row of H is `part` times `rows` and more behind the first.
+  FLASHMOE_HD float* few_part(uint32_t part, uint32_t rows, uint32_t row) const {
+    return workspace<float>(WorkField::kFewParts) + (uint64_t{part} * rows + row) * shape.hidden;
+  }
   FLASHMOE_HD uint32_t* joint_word(uint32_t column, uint32_t token) const {
     return workspace<uint32_t>(WorkField::kJoints, column, token);
   }
@@ -264,7 +284,7 @@ struct Call {
     return workspace<uint8_t>(WorkField::kStaging, p, token, ordinal);
   }
 
-  // ---- behind the workspace, where peers are not mapped (PutField) -----------------------------------------------
+  // ---- behind the workspace, where peers are not mapped or rows are quantised (PutField) -------------------------
   template <class T>
   FLASHMOE_HD T* for_puts(PutField f) const {
     return reinterpret_cast<T*>(memory.work + memory.work_layout.bytes + memory.put_offset[static_cast<uint32_t>(f)]);

@@ -8,13 +8,21 @@
 #include "flashmoe/protocol/signal.h"
 #include "flashmoe/protocol/status.h"
 #include "flashmoe/protocol/task.h"
+#include "flashmoe/spec/layer.h"
+#include "flashmoe/spec/rows.h"
 
 namespace flashmoe {
 
 inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
-// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: gpu/few.cuh).
-inline constexpr uint32_t kFewTokens = 8;
+// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: sm90/few.cuh).
+inline constexpr uint32_t kFewTokens = 256;
+// The most choices that they have there, those of the shared expert's slices too.
+inline constexpr uint32_t kFewChoices = 2048;
+// fp32's products there are made without the tensor cores: beyond so many tokens, more slowly than weights arrive.
+inline constexpr uint32_t kFewExactTokens = 8;
+// So many tokens' rows may be sums of parts, kMostFewParts at most: of a token, all rows' parts have so many columns.
+inline constexpr uint32_t kMostFewParts = 8, kFewPartColumns = 32768;
 // The columns of results are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
 
@@ -40,6 +48,13 @@ constexpr std::array<uint32_t, kProducts> each_product(uint32_t v) {
 }
 
 // The largest call a context serves. Equal on every rank of a group, except where noted.
+// A choice of an expert, which other thread blocks load as one word: it is its own signal.
+struct alignas(16) FewChoice {
+  uint64_t epoch;
+  uint32_t weight;  // a float's bits
+  uint32_t expert;
+};
+
 struct Limits {
   uint32_t ranks = 1;
   uint32_t max_tokens = 0;         // per rank
@@ -48,7 +63,7 @@ struct Limits {
   uint32_t max_local_experts = 0;  // the most any rank holds
   uint32_t top_k = 0;              // K
   uint32_t shared = 0;        // width of the shared expert in I; 0: none. Each rank has one, for its own tokens alone
-  uint32_t x_bytes = 0;       // of an element of a dispatched row
+  uint32_t x_bytes = 0;       // of an element of a dispatched row; 1: rows are quantised (spec/rows.h)
   uint32_t return_bytes = 0;  // of an element of a row on its way home
   uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
   uint32_t capacity = 0;      // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
@@ -63,13 +78,12 @@ struct Limits {
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
   // With the shared expert.
-  FLASHMOE_HD constexpr uint32_t shared_experts() const { return min_of(shared, 1u); }
-  FLASHMOE_HD constexpr uint32_t all_experts() const { return experts + shared_experts(); }
-  FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared_experts(); }
-  FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared_experts(); }
+  FLASHMOE_HD constexpr uint32_t all_experts() const { return experts + shared_experts(shared); }
+  FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared_experts(shared); }
+  FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared_experts(shared); }
   // The most entries that a token has on one rank: its experts are distinct.
   FLASHMOE_HD constexpr uint32_t entries_per_token() const {
-    return min_of(top_k, max_local_experts) + shared_experts();
+    return min_of(top_k, max_local_experts) + shared_experts(shared);
   }
   // The most rows that one rank's tokens have with the experts of one rank, but for the shared one. With a capacity C,
   // El * C: a call of other sizes may have a larger C, and is refused unless its own El * C is within this one
@@ -79,8 +93,13 @@ struct Limits {
     return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);
   }
   FLASHMOE_HD constexpr uint64_t max_rows() const {
-    return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts();
+    return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts(shared);
   }
+  // Of a call of few tokens: its rows, and units of them, each some rows of an expert or of a slice of the shared one.
+  FLASHMOE_HD constexpr uint32_t few_rows() const {
+    return min_of(min_of(max_tokens, kFewTokens) * (top_k + shared), kFewChoices);
+  }
+  FLASHMOE_HD constexpr uint32_t few_units() const { return min_of(few_rows(), experts + shared + few_rows() / 32); }
   // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(all_local_experts(), max_rows());
@@ -169,6 +188,9 @@ enum class WorkField : uint32_t {
   kExpertStates,
   kReadyTiles,
   kLogits,
+  kFewDone,
+  kFewRows,
+  kFewParts,
   kJoints,
   kOutOffsets,
   kOutCounts,
@@ -179,8 +201,8 @@ enum class WorkField : uint32_t {
   kCount
 };
 
-// Fields that lie behind the workspace where peers are reached by puts alone. They have a table of their own since the
-// two layouts above are a part of every kernel.
+// Fields that lie behind the workspace where peers are reached by puts alone, or rows are quantised. They have a table
+// of their own since the two layouts above are a part of every kernel.
 enum class PutField : uint32_t { kReturnsReady, kReturnsSent, kRows, kCount };
 
 template <class Field>
@@ -193,8 +215,8 @@ struct FieldSpec {
 };
 
 // A row of H (or I) elements starts 16-byte aligned, as bulk copies need.
-FLASHMOE_HD constexpr uint64_t row_pitch(uint64_t elements, uint32_t elem_bytes) {
-  return align_up<uint64_t>(elements * elem_bytes, 16);
+FLASHMOE_HD constexpr uint64_t row_pitch(uint32_t elements, uint32_t elem_bytes) {
+  return align_up<uint64_t>(row_bytes(elements, elem_bytes), kRowAlign);
 }
 
 inline constexpr FieldSpec<HeapField> kHeapTable[] = {
@@ -289,8 +311,27 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
      "[list] tiles ready for a product; what the next band leaves moves back (OS warp only)"},
     {WorkField::kLogits, "logits", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{min_of(l.max_tokens, kFewTokens), l.experts, 1, 1}, 8}; },
-     "[token][expert] router logits of a few tokens, each with the epoch it is of (used on a GPU)"},
+     [](const Limits& l) {
+       const uint32_t chosen = l.ranks == 1 ? l.choices_per_token() * uint32_t{sizeof(FewChoice)} / 8 : 0;
+       return FieldShape{{min_of(l.max_tokens, kFewTokens), align_up(l.experts, 2u) + chosen, 1, 1}, 8};
+     },
+     "[token][expert] router logits of a few tokens, each with the epoch it is of, and behind them the token's choices "
+     "(used on a GPU)"},
+    {WorkField::kFewDone, "few_done", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.ranks == 1 ? l.few_units() : 0, 1, 1, 1}, 4}; },
+     "[unit] of few tokens: warps whose part of the unit's GEMM0 is done; zero between calls (used on a GPU)"},
+    {WorkField::kFewRows, "few_rows", Writer::kSelf,
+     [](const Limits& l) {
+       return FieldShape{{l.ranks == 1 ? l.few_rows() : 0, row_pitch(l.hidden, l.return_bytes), 1, 1}, 1};
+     },
+     "[row][H] weighted expert rows of few tokens (used on a GPU)"},
+    {WorkField::kFewParts, "few_parts", Writer::kSelf,
+     [](const Limits& l) {
+       const uint32_t tokens = l.ranks == 1 ? min_of(l.max_tokens, kFewExactTokens) : 0;
+       return FieldShape{{tokens, kFewPartColumns, 1, 1}, 4};
+     },
+     "[part][row][H] sums of parts of the intermediate columns, where few tokens' rows are made of such (used on a "
+     "GPU)"},
     {WorkField::kJoints, "joints", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.ranks == 1 && l.choices_per_token() > 1 ? l.columns(kReturning) : 0, l.max_tokens, 1, 1},
@@ -326,19 +367,25 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
 
 inline constexpr FieldSpec<PutField> kPutTable[] = {
     {PutField::kReturnsReady, "returns_ready", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, 8}; },
+     [](const Limits& l) { return FieldShape{{l.rdma * l.ranks, 1, 1, 1}, 8}; },
      "[p] the rows that rank p gets back lie summed in the staging area"},
     {PutField::kReturnsSent, "returns_sent", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.ranks, 1, 1, 1}, 4}; },
+     [](const Limits& l) { return FieldShape{{l.rdma * l.ranks, 1, 1, 1}, 4}; },
      "[p] senders that have put their share of them; zero between calls"},
     {PutField::kRows, "out_rows", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1, 1}, 1}; },
-     "[token][H] own rows on their way to other ranks: a network reads memory that is registered, as the input is not"},
+     "[token][H] own rows as other ranks get them: quantised, or where a network reads (memory that is registered)"},
 };
 
 static_assert(sizeof(kHeapTable) / sizeof(kHeapTable[0]) == static_cast<size_t>(HeapField::kCount));
 static_assert(sizeof(kWorkTable) / sizeof(kWorkTable[0]) == static_cast<size_t>(WorkField::kCount));
 static_assert(sizeof(kPutTable) / sizeof(kPutTable[0]) == static_cast<size_t>(PutField::kCount));
+
+// How many coordinates a region's fields have. Strides are in a kernel's arguments and in a block's shared memory.
+template <class Field>
+inline constexpr int kDimensions = 3;
+template <>
+inline constexpr int kDimensions<HeapField> = 4;
 
 // Offsets and strides of a region, computed once on the host and passed to the kernel by value.
 template <class Field>
@@ -347,15 +394,16 @@ struct Layout {
   static constexpr uint64_t kFieldAlign = 256;
 
   uint64_t offset[kFields] = {};
-  uint64_t stride[kFields][4] = {};
+  uint64_t stride[kFields][kDimensions<Field>] = {};
   uint64_t bytes = 0;
 
   // Address of coordinate (i, j, k, m) of a field in the region that starts at base.
   template <class T = uint8_t>
   FLASHMOE_HD T* at(uint8_t* base, Field f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0, uint64_t m = 0) const {
     const uint32_t x = static_cast<uint32_t>(f);
-    return reinterpret_cast<T*>(base + offset[x] + i * stride[x][0] + j * stride[x][1] + k * stride[x][2] +
-                                m * stride[x][3]);
+    uint8_t* const at = base + offset[x] + i * stride[x][0] + j * stride[x][1] + k * stride[x][2];
+    if constexpr (kDimensions<Field> == 4) return reinterpret_cast<T*>(at + m * stride[x][3]);
+    return reinterpret_cast<T*>(at);
   }
 };
 
@@ -366,7 +414,7 @@ Layout<Field> make_layout(const FieldSpec<Field> (&table)[N], const Limits& limi
     const FieldShape shape = table[x].shape(limits);
     uint64_t stride = shape.elem_bytes;
     for (int d = 3; d >= 0; --d) {
-      layout.stride[x][d] = stride;
+      if (d < kDimensions<Field>) layout.stride[x][d] = stride;
       stride *= shape.dim[d];
     }
     layout.offset[x] = layout.bytes;
@@ -385,9 +433,9 @@ inline HeapLayout make_heap_layout(const Limits& limits) {
 inline WorkLayout make_work_layout(const Limits& limits) {
   return make_layout(kWorkTable, limits);
 }
-// What lies behind the workspace where peers are reached by puts alone; nothing elsewhere.
+// What lies behind the workspace where peers are reached by puts alone, or rows are quantised; nothing elsewhere.
 inline PutLayout make_put_layout(const Limits& limits) {
-  return limits.rdma != 0 ? make_layout(kPutTable, limits) : PutLayout{};
+  return limits.rdma != 0 || is_quantised(limits.x_bytes) ? make_layout(kPutTable, limits) : PutLayout{};
 }
 // Workspace and what lies behind it.
 inline uint64_t work_bytes(const Limits& limits) {

@@ -12,7 +12,7 @@
 
 namespace flashmoe {
 
-// A choice (token, k): its expert and the rank that owns it, in one word.
+// A choice (token, k): its expert and the rank that is to compute it, in one word.
 struct Choice {
   static constexpr uint32_t kDropped = 0xffffffffu;
   FLASHMOE_HD static constexpr uint32_t make(uint32_t expert, uint32_t owner) { return owner << 16 | expert; }
@@ -74,7 +74,7 @@ FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int3
                     .awaited = c.rank,
                     .culprit = c.rank,
                     .index = token,
-                    .expected = c.shape.routed_experts(),
+                    .expected = c.shape.routed_experts() / c.shape.slices,
                     .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
 }
 
@@ -108,7 +108,7 @@ FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& rang
     bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.shape.top_k, bad_id);
   } else if (twice < none) {
     bad_routing<P>(c, FaultKind::kDuplicateExpert, first + twice / c.shape.top_k,
-                   static_cast<int32_t>(Choice::expert(s.choices[twice])));
+                   static_cast<int32_t>(Choice::expert(s.choices[twice]) / c.shape.slices));
   }
   if (bad < none || twice < none) P::store_relaxed(s.bad, 1u);
 }
@@ -147,7 +147,10 @@ FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s,
       *place = static_cast<uint16_t>(sum);
       sum += n;
     }
-    if (load != nullptr && sum != 0 && e < c.shape.routed_experts()) P::add(&load[e], uint64_t{sum});
+    // Of an expert in slices, once: all of them are chosen together.
+    if (load != nullptr && sum != 0 && e < c.shape.routed_experts() && e % c.shape.slices == 0) {
+      P::add(&load[e / c.shape.slices], uint64_t{sum});
+    }
     uint32_t kept = sum;
     if (c.shape.capacity != 0 && e < c.shape.routed_experts()) {
       const uint32_t earlier = before ? before[e] : 0;
@@ -190,17 +193,16 @@ FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s
       FLASHMOE_UNROLL
       for (uint32_t i = 0; i < kAhead; ++i) {
         const uint32_t l = base + i * P::kLanes + P::lane();
-        expert[i] = l < owned ? experts[l] : 0;
+        expert[i] = l < owned ? experts[l] : kElsewhere;
       }
       FLASHMOE_UNROLL
       for (uint32_t i = 0; i < kAhead; ++i) {
         const uint32_t l = base + i * P::kLanes + P::lane();
         uint32_t total;
-        const uint32_t start = entries + P::exclusive_scan(l < owned ? s.count[expert[i]] : 0u, total);
-        if (l < owned) {
-          s.start[expert[i]] = static_cast<uint16_t>(start);
-          offsets[l] = static_cast<uint16_t>(start);
-        }
+        const bool here = expert[i] != kElsewhere;
+        const uint32_t start = entries + P::exclusive_scan(here ? s.count[expert[i]] : 0u, total);
+        if (here) s.start[expert[i]] = static_cast<uint16_t>(start);
+        if (l < owned) offsets[l] = static_cast<uint16_t>(start);
         entries += total;
       }
     }
@@ -253,16 +255,32 @@ FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, floa
   weights[c.shape.routed_top_k()] = weight;
 }
 
-// Makes all packets of token block b, but for rows and signals, from the ids and weights of its gate. The whole team
-// calls it, after a team_sync; false if the call is over (bad routing, abort). load: see scan_workers().
+// Puts the slices of a token's K experts in place of them, each with the expert's weight: `ids` and `weights` are the
+// token's, and have room for that. An expert that does not exist is reported here, where its number is known. One lane.
 template <class P>
-FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load = nullptr) {
+FLASHMOE_FN void choose_slices(const Call& c, uint32_t token, int32_t* ids, float* weights) {
+  for (uint32_t k = c.shape.gate_top_k; k-- != 0;) {  // from behind: what is written has been read
+    const int32_t id = ids[k];
+    const float weight = weights[k];
+    const bool exists = id >= 0 && static_cast<uint32_t>(id) < c.shape.gate_experts;
+    if (!exists) bad_routing<P>(c, FaultKind::kExpertRange, token, id);
+    for (uint32_t n = k * c.shape.slices; n < (k + 1) * c.shape.slices; ++n) {
+      ids[n] = exists ? static_cast<int32_t>(static_cast<uint32_t>(id) * c.shape.slices + n % c.shape.slices) : -1;
+      weights[n] = weight;
+    }
+  }
+}
+
+// Makes all packets of token block b, but for rows and signals, from the choices that make(range) leaves in the scratch
+// for the worker's range.
+template <class P, class Make>
+FLASHMOE_FN bool build_packets_of(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load, Make&& make) {
   const ChoiceRange range = own_choices<P>(c, b);
   uint16_t* const place = s.place + P::worker() * c.shape.experts;
   if (P::worker() == 0 && P::lane() == 0) P::store_relaxed(s.bad, 0u);
   P::team_sync();
   for (uint32_t e = P::lane(); e < c.shape.experts; e += P::kLanes) place[e] = 0;
-  make_choices<P>(c, b, range, s);
+  make(range);
   P::sync();
   for_each_choice<P>(range, s.choices, place, [](uint32_t, uint32_t, uint32_t) {});
   bool aborted = false;
@@ -283,6 +301,24 @@ FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s
   write_entries<P>(c, b, range, s, place);
   record_routing<P>(c, b, range, s);
   return true;
+}
+
+// The same from the ids and weights of the token block's gate. The whole team calls it, after a team_sync; false if the
+// call is over (bad routing, abort). load: see scan_workers().
+template <class P>
+FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load = nullptr) {
+  return build_packets_of<P>(c, b, s, load, [&](const ChoiceRange& range) { make_choices<P>(c, b, range, s); });
+}
+
+// The same from ids that an earlier call has left (Call::routing), -1 where it dropped the choice.
+template <class P>
+FLASHMOE_FN bool build_known_packets(const Call& c, uint32_t b, const PacketScratch& s) {
+  return build_packets_of<P>(c, b, s, nullptr, [&](const ChoiceRange& range) {
+    for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
+      const int32_t id = s.ids[i];
+      s.choices[i] = id < 0 ? Choice::kDropped : Choice::make(static_cast<uint32_t>(id), s.owner[id]);
+    }
+  });
 }
 
 // Tells rank q that its packet of token block b is complete: `entries` of them, and their rows. One lane.

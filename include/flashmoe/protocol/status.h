@@ -53,7 +53,10 @@ struct alignas(64) CallConfig {
   uint64_t hash;
   uint64_t layer_words[sizeof(AgreedLayer) / 8];  // as words, since kernels copy those at once
   uint32_t placement;                             // hash of the expert -> rank map
-  uint32_t groups;  // hash of where return groups' columns end: a signal stands for the same columns on all ranks
+  // Hash of where return groups' columns end: a signal stands for the same columns on all ranks. Of a backward pass also
+  // of the call whose gradients it computes; kBackward says that it is one.
+  uint32_t groups;
+  static constexpr uint32_t kBackward = 1u << 31;
 
   AgreedLayer layer() const {
     AgreedLayer l;
@@ -86,6 +89,7 @@ struct alignas(128) Control {
   Line tiles;        // tiles made in this call; zero between calls
   Line left;         // thread blocks that have left the kernel (GPU); zero between calls
   Line met;          // thread blocks that have come to the few-token kernel's meeting (GPU); zero between calls
+  Line few_tasks;    // its tasks that were taken behind each block's first (GPU); zero between calls
   Line calls;        // calls completed (GPU); kNoMoreCalls once one has failed
   Line reduces[2];   // [parity] pieces of Reduce taken; zero before the call
   Line published;    // between calls: words ever published to the ready queue

@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
+#include "flashmoe/gpu/memory.cuh"
+
 namespace flashmoe::sm90 {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+using gpu::shared_address;
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -76,7 +76,7 @@ FLASHMOE_HAS_PASSED(test_wait_cluster, "mbarrier.test_wait.parity.acquire.cluste
 
 // Waits within a block, by this or by test_wait_cluster(), need no bound of their own: the block's clerk waits for
 // tasks with a bound and always hands on something, a stop if nothing else; and the other warps wait only for what they
-// themselves do with the tasks handed on.
+// themselves do with the tasks handed on. So it is in sm90/few.cuh, where who loads the weights hands on the tasks.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   while (!try_wait(barrier, parity)) {
   }

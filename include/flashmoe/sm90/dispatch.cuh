@@ -4,6 +4,7 @@
 // The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
 #pragma once
 
+#include "flashmoe/gpu/quantise.cuh"
 #include "flashmoe/gpu/route.cuh"
 #include "flashmoe/gpu/shared_expert.cuh"
 #include "flashmoe/gpu/tracer.cuh"
@@ -62,7 +63,7 @@ inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kI
 // Stages that the gate of a whole token block goes through.
 template <class Dtype, class Stage>
 __device__ __forceinline__ uint32_t gate_stages(const Call& c) {
-  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.routed_experts(), Stage::kFeatures) *
+  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.gate_experts, Stage::kFeatures) *
          Stage::stages(c.shape.hidden * Dtype::kBytes);
 }
 
@@ -73,9 +74,9 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   const uint32_t tokens = c.tokens_in_block(b);
   for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
-    for (uint32_t e = 0; e < c.shape.routed_experts(); e += Stage::kFeatures) {
+    for (uint32_t e = 0; e < c.shape.gate_experts; e += Stage::kFeatures) {
       const BoxRows tokens_of_pass{&args.tokens, (b << c.policy.log2_block) + first, rows};
-      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false}, tokens_of_pass,
+      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false}, tokens_of_pass, NoScales{},
                                        c.shape.hidden * Dtype::kBytes, [] {});
     }
   }
@@ -94,7 +95,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
                                               typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
                                               uint32_t tokens) {
   Accumulators<Shape> acc;
-  const uint32_t experts = c.shape.routed_experts();  // read once: to the compiler, the stores may change shared memory
+  const uint32_t experts = c.shape.gate_experts;  // read once: to the compiler, the stores may change shared memory
   const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
   for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
     FeatureBias bias[Shape::kMs];
@@ -131,10 +132,10 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
 // Every warp of the team: copies the given ids and weights to where packets are built from.
 template <class Dtype>
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
-  const uint32_t top_k = c.shape.routed_top_k();
+  const uint32_t top_k = c.shape.gate_top_k;
   const uint64_t first = uint64_t{b << c.policy.log2_block} * top_k;
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
-    const uint32_t to = i + i / top_k * c.shape.shared_experts();
+    const uint32_t to = i + i / top_k * (c.shape.top_k - top_k);
     if (args.topk_ids_64) {
       const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
       s.ids[to] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
@@ -159,7 +160,7 @@ __device__ __forceinline__ void post_bad_logits(const Call& c, Shared& s, uint32
 __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, Shared& s,
                                              const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
-  const uint32_t tokens = c.tokens_in_block(b), experts = c.shape.routed_experts(), top_k = c.shape.routed_top_k();
+  const uint32_t tokens = c.tokens_in_block(b), experts = c.shape.gate_experts, top_k = c.shape.gate_top_k;
   auto choice = [&](uint32_t t) -> TokenChoice {
     return {scratch.logits(experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
   };
@@ -196,7 +197,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
     copy_given<Dtype>(args, c, b, packets);
     return true;
   }
-  with_gate<Dtype>(c.shape.routed_experts(), [&]<class Stage>() {
+  with_gate<Dtype>(c.shape.gate_experts, [&]<class Stage>() {
     // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
     const bool loads = threadIdx.x >= kFirstLoader;
     typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
@@ -210,7 +211,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
   });
   Team::team_sync();
   if (args.router_logits != nullptr) {
-    const uint32_t experts = c.shape.routed_experts();
+    const uint32_t experts = c.shape.gate_experts;
     write_logits(args.rule, args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
                  scratch.logits(experts, 0), c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
     Team::team_sync();
@@ -218,6 +219,16 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
   choose_block(args, c, s, scratch, b);
   Team::team_sync();
   return s.router_bad == 0;
+}
+
+// Every warp of the team: slices in place of the experts that the token block's tokens have chosen.
+__device__ __forceinline__ void slice_block(const Call& c, uint32_t b, const PacketScratch& s) {
+  Team::team_sync();
+#pragma unroll 1
+  for (uint32_t t = threadIdx.x; t < c.tokens_in_block(b); t += kTeamWarps * 32) {
+    const uint32_t token = (b << c.policy.log2_block) + t;
+    choose_slices<Platform>(c, token, s.ids + t * c.shape.top_k, s.weights + t * c.shape.top_k);
+  }
 }
 
 // Every warp of the team: the shared expert among the choices of the token block's tokens.
@@ -231,6 +242,22 @@ __device__ __forceinline__ void add_shared(const KernelArgs& args, const Call& c
   }
 }
 
+// Every warp of the team: the token block's rows as they are sent and multiplied.
+template <class Dtype>
+__device__ __forceinline__ void quantise_block(const KernelArgs& args, const Call& c, uint32_t b) {
+  const uint32_t hidden = c.shape.hidden;
+#pragma unroll 1
+  for (uint32_t t = Team::worker(); t < c.tokens_in_block(b); t += kTeamWarps) {
+    const uint32_t token = (b << c.policy.log2_block) + t;
+    const uint8_t* const row = args.x + token * args.x_row_bytes;
+    if (args.x_scale == nullptr) {
+      quantise_row<Dtype>(row, c.out_row(token), hidden);
+    } else {
+      copy_quantised_row(row, args.x_scale + uint64_t{token} * scale_blocks(hidden), c.out_row(token), hidden);
+    }
+  }
+}
+
 // The team's part of one token block. False if the call is over.
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
@@ -239,6 +266,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const PacketScratch packets = scratch.packets();
   trace.begin();
   if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
+  if (c.shape.slices != 1) slice_block(c, b, packets);
   if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
   trace.end(Phase::kGate, b, 0);
   trace.begin();
@@ -249,6 +277,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
     Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
   }
+  if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();

@@ -69,24 +69,42 @@ __device__ __forceinline__ void stage_biases(uint32_t to, const void* bias, cons
                 __float_as_uint(bias_at<Dtype>(bias, next, c < columns)));
 }
 
-// Adds biases to the accumulators. `bias`: the expert's row; null: none. The task's results are columns first, first + 1,
-// ... of `columns`; where biases of gates and ups lie, `gated` says. A lane needs those of a quarter of the accumulator
-// columns, too many to load: so a warp loads each once, and lanes read them from its staging buffer.
-template <class Dtype, Columns kOrder, uint32_t kCount>
-__device__ __forceinline__ void add_bias(float (&acc)[kCount], uint32_t own, const void* bias, const Lane& at,
-                                         uint32_t first, uint32_t columns, GatedRows gated = {1, 0}) {
-  if (bias == nullptr) return;
+// Calls each(j, values) with the two columns' values that a lane has in its j-th four of kCount accumulators. `row`: the
+// expert's row of values; null: none. The task's results are columns first, first + 1, ... of `columns`; where values of
+// gates and ups lie, `gated` says. A lane needs those of a quarter of the accumulator columns, too many to load: so a warp
+// loads each once, and lanes read them from its staging buffer.
+template <class Dtype, Columns kOrder, uint32_t kCount, class Each>
+__device__ __forceinline__ void for_columns(uint32_t own, const void* row, const Lane& at, uint32_t first,
+                                            uint32_t columns, GatedRows gated, Each&& each) {
+  if (row == nullptr) return;
 #pragma unroll
   for (uint32_t i = 0; i < kCount / 32; ++i) {
-    stage_biases<Dtype, kOrder>(own + (i * 32 + at.lane) * 8, bias, at, i, first, columns, gated);
+    stage_biases<Dtype, kOrder>(own + (i * 32 + at.lane) * 8, row, at, i, first, columns, gated);
   }
   __syncwarp();
 #pragma unroll
   for (uint32_t j = 0; j < kCount / 4; ++j) {
-    const float2 add = load_shared8(own + (j * 4 + at.lane % 4) * 8);
-    acc[4 * j] += add.x, acc[4 * j + 1] += add.y, acc[4 * j + 2] += add.x, acc[4 * j + 3] += add.y;
+    each(j, load_shared8(own + (j * 4 + at.lane % 4) * 8));
     if (j % 4 == 3) __syncwarp();  // else ptxas loads so far ahead that it spills; the last also frees the buffer
   }
+}
+
+// Adds biases to the accumulators.
+template <class Dtype, Columns kOrder, uint32_t kCount>
+__device__ __forceinline__ void add_bias(float (&acc)[kCount], uint32_t own, const void* bias, const Lane& at,
+                                         uint32_t first, uint32_t columns, GatedRows gated = {1, 0}) {
+  for_columns<Dtype, kOrder, kCount>(own, bias, at, first, columns, gated, [&](uint32_t j, float2 add) {
+    acc[4 * j] += add.x, acc[4 * j + 1] += add.y, acc[4 * j + 2] += add.x, acc[4 * j + 3] += add.y;
+  });
+}
+
+// Multiplies the accumulators by scales of the weights' rows.
+template <Columns kOrder, uint32_t kCount>
+__device__ __forceinline__ void scale_columns(float (&acc)[kCount], uint32_t own, const float* scales, const Lane& at,
+                                              uint32_t first, uint32_t columns, GatedRows gated = {1, 0}) {
+  for_columns<Tf32, kOrder, kCount>(own, scales, at, first, columns, gated, [&](uint32_t j, float2 by) {
+    acc[4 * j] *= by.x, acc[4 * j + 1] *= by.y, acc[4 * j + 2] *= by.x, acc[4 * j + 3] *= by.y;
+  });
 }
 
 // Results of a piece, as a lane has them: of each group of 8 columns two neighbours of one row and of the row 8 below.

@@ -10,6 +10,8 @@
 // multicasts it to both, each multiplies all 256 features by its own half of the tokens (32 KiB of L2 traffic a block
 // for 48 KiB of operands). Tiles of few tokens are halved the other way: 128 features and all tokens for each block.
 //
+// Rows in e4m3 are always multiplied with tokens on M, and never halved by features (docs/fp8.md).
+//
 // Transposed weights, whose rows in memory go along features, are always multiplied with tokens on M: a thread then has a
 // gate and its up, in whichever order they lie.
 #pragma once
@@ -46,6 +48,23 @@ FLASHMOE_HD constexpr Share share_of(uint32_t tile_rows, uint32_t block) {
   return {true, block * half, block == 0 ? half : tile_rows - half, half};
 }
 
+// The same of rows in e4m3, of which both blocks multiply all features: so a task's results are whole blocks of 128
+// columns, that share a scale, in each.
+FLASHMOE_HD constexpr Share wide_share_of(uint32_t tile_rows, uint32_t block) {
+  const uint32_t half = ceil_div(tile_rows, 32u) * 16, first = min_of(block * half, tile_rows);
+  return {true, first, block == 0 ? min_of(half, tile_rows) : tile_rows - first, half};
+}
+
+// A tile's intermediate rows in e4m3: kTileTokens rows of elements, and behind them the rows' scales of the first 128
+// columns, of the next 128, ...: so what a stage multiplies has its scales side by side. (As many bytes as rows that each
+// end with their scales, spec/rows.h.)
+FLASHMOE_HD constexpr uint64_t quantised_pitch(uint32_t intermediate) {
+  return scales_offset(intermediate);
+}
+FLASHMOE_HD constexpr uint64_t quantised_scale(uint32_t intermediate, uint32_t block, uint32_t row) {
+  return kTileTokens * quantised_pitch(intermediate) + (uint64_t{block} * kTileTokens + row) * sizeof(float);
+}
+
 // What a block keeps in shared memory of a token block, which the host therefore bounds.
 inline constexpr uint32_t kMaxChoices = 2048;      // its tokens times K
 inline constexpr uint32_t kMaxGateLogits = 16384;  // its tokens times E
@@ -69,7 +88,10 @@ FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_exper
   return ceil_div(service, kClusterBlocks) * kClusterBlocks;
 }
 
-static_assert(kFewChoices <= kTileTokens);  // a few tokens' intermediate rows are the first tile's (gpu/few.cuh)
+// The kernel of a few tokens (sm90/few.cuh).
+inline constexpr uint32_t kFewWarps = 12;
+inline constexpr uint32_t kFewThreads = kFewWarps * 32;
+inline constexpr uint32_t kFewSharedBytes = kSharedBytes;
 
 // Columns of results that a task of each product has. With a gate, an intermediate column takes two rows of weights.
 constexpr std::array<uint32_t, kProducts> columns_per_task(bool gated) {

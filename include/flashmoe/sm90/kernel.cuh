@@ -22,8 +22,9 @@
 //           (without tensor cores each thread arrives at an empty barrier: x 128, here and above)
 //   rows    the same memory, between gate and roles, of blocks that send: 16 KiB a warp, two buffers in turn, each full
 //           4 and the copy engine's bytes; the lane that stored from a buffer waits before it loads into it (send.cuh)
-//   tasks   5 slots: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers, loaders), in the follower one more
-//           (leading clerk), stored 256 (consumers), free 1 (following clerk)                          (ring.cuh)
+//   scales  beside the stages, where rows are quantised (stage_scales.cuh); each warp arrives at an empty barrier: x 4
+//   tasks   5 slots, 4 where rows are quantised: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers,
+//           loaders), in the follower one more (leading clerk), stored 256 (consumers), free 1 (following clerk)  (ring.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
 //
 // In a call that fails every role still runs until its stop, since the cluster's other block counts on its arrivals.
@@ -78,7 +79,8 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
     s.ring.init();
     Ring<kMostGateStages, 0>::init(shared_address(s.gate_barriers),
                                    kConsumers * kReleases<typename Scores<Dtype>::Type>);
-    Pipeline::init(shared_address(s.stage_barriers), kClusterBlocks * kConsumers * kReleases<Dtype>);
+    Pipeline::init(shared_address(s.stage_barriers),
+                   kClusterBlocks * kConsumers * kReleases<typename Factors<Dtype>::Type>);
     fence_barrier_init();
   }
   cluster_sync();
@@ -113,7 +115,7 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     if (cluster_rank() == TaskRing::kLeader) {
       lead_tasks<Dtype>(args, c, s.ring);
     } else {
-      follow_tasks(args, c, s.ring);
+      follow_tasks<Dtype>(args, c, s.ring);
     }
   } else if (blockIdx.x == 0) {
     run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
@@ -146,8 +148,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
-    const uint32_t staging = ring_memory + kStages * kStageBytes + warpgroup * kStagingBytes;
-    compute_tasks<Dtype, kActivation, kTransposed>(args, c, s.ring, ring, warpgroup, staging, trace);
+    compute_tasks<Dtype, kActivation, kTransposed>(args, c, s.ring, ring, warpgroup, trace);
   } else {
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
@@ -159,8 +160,10 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
-  __syncwarp();                 // lanes leave a wait one by one
-  if constexpr (kTransposed) {  // read again: else, with few shapes, ptxas keeps it all along the roles, and spills
+  __syncwarp();  // lanes leave a wait one by one
+  if constexpr (kTransposed ||
+                kQuantised<
+                    Dtype>) {  // read again: else, with few shapes, ptxas keeps it all along the roles, and spills
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     warp = thread / 32;
   }

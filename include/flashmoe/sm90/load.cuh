@@ -1,6 +1,8 @@
 // Loader warps: fill the stages of a task, features by the copy engine, tokens gathered or by the copy engine.
 #pragma once
 
+#include <type_traits>
+
 #include "flashmoe/sm90/pipeline.cuh"
 #include "flashmoe/sm90/tma.cuh"
 
@@ -63,8 +65,14 @@ struct TokenRows {
 
   const uint8_t* own;
   const uint8_t* remote;
-  const uint32_t* offsets;  // [rows] in shared memory; not read any more once the first stage of the task is loaded
+  const uint32_t* offsets;  // [rows] in shared memory; not read any more once the first stage of the task is loaded,
+                            // or with GatheredScales the last one
   uint32_t rows;
+
+  __device__ __forceinline__ const uint8_t* at(uint32_t row) const {
+    const uint32_t offset = offsets[row];
+    return (offset & kRemote ? remote : own) + uint64_t{offset & ~kRemote} * 16;
+  }
 };
 
 // Rows that lie one behind the other, `rows` of them from row `first` of the map's matrix on. Intermediate rows of the shared
@@ -89,15 +97,21 @@ __device__ __forceinline__ uint32_t loader_thread() {
   return thread - kFirstLoader;
 }
 
+// Of what is not quantised: what is loaded beside a stage of gathered rows, and of rows by the copy engine.
+struct NoScales {
+  static __device__ __forceinline__ void gather(uint32_t, uint32_t, uint32_t) {}
+};
+
 namespace detail {
 
 // Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a
 // lone warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced
 // every other stage, and no bounds check for each row, it is hardly more than one. Rows that the tile does not have are
 // copies of row 0.
-template <class Dtype, class Stage, class Features, class Count>
+template <class Dtype, class Stage, class Features, class Scales, class Count>
 __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const Features& features,
-                                              const TokenRows& tokens, uint32_t k_bytes, Count&& count) {
+                                              const TokenRows& tokens, const Scales& scales, uint32_t k_bytes,
+                                              Count&& count) {
   constexpr uint32_t kRowsApart = kLoaders / 8;
   constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
   constexpr uint32_t kAtOnce = 4;  // rows of a thread between two bounds checks
@@ -141,6 +155,7 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
         }
       }
     }
+    scales.gather(ring.stage, s, thread);
     cp_async_arrive_noinc(ring.full());
     ring.advance();
   };
@@ -155,9 +170,10 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
 
 // Rows by the copy engine, `k_bytes` of each slice. The first loader thread does it all, and arrives for the others too, so
 // that the second warp may do something else.
-template <class Dtype, class Stage, class Features, class Count>
+template <class Dtype, class Stage, class Features, class Scales, class Count>
 __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features features, const BoxRows& from,
-                                           uint32_t k_bytes, Count&& count) {
+                                           const Scales& scales, uint32_t k_bytes, Count&& count) {
+  constexpr bool kScaled = !std::is_same_v<Scales, NoScales>;
   const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
     typename Stage::Ring at = ring;
@@ -173,8 +189,14 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
         ++features.expert;
       }
       wait(at.empty(), at.parity);
-      arrive(at.full(), kLoaders);
-      arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kRowBox * kRowBytes);
+      if constexpr (kScaled) {
+        arrive(at.full(), kLoaders - 1);
+        arrive_expect_tx(at.full(), Stage::kFeatureBytes + boxes * kRowBox * kRowBytes + Scales::bytes(from.rows));
+        scales.load(at, row, from.rows, s, slice * stages + s);  // arrives once
+      } else {
+        arrive(at.full(), kLoaders);
+        arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kRowBox * kRowBytes);
+      }
       const uint32_t k_byte = s * Stage::kBlocks * kRowBytes;
       features.template load<Dtype, Stage>(at, k_byte);
       count();
@@ -183,8 +205,12 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
         const uint32_t to = at.data() + Stage::tokens(b);
 #pragma unroll 1
         for (uint32_t i = 0; i < boxes; ++i) {
-          tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), (k_byte + b * kRowBytes) / Dtype::kBytes,
-                   row + i * kRowBox);
+          const uint32_t k = (k_byte + b * kRowBytes) / Dtype::kBytes, first = row + i * kRowBox;
+          if constexpr (kScaled) {
+            tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), k, first % kTileTokens, first / kTileTokens);
+          } else {
+            tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), k, first);
+          }
         }
       }
     }
@@ -196,25 +222,27 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
 }  // namespace detail
 
 // Operand::kTokens: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; the first calls
-// count() with each stage.
-template <class Dtype, class Features, class Count>
+// count() with each stage. What has scales is wide.
+template <class Dtype, class Features, class Scales, class Count>
 __device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const Features& features,
-                                            const TokenRows& tokens, uint32_t k_bytes, Count&& count) {
+                                            const TokenRows& tokens, const Scales& scales, uint32_t k_bytes,
+                                            Count&& count) {
   if (wide) {
-    detail::gather_stages<Dtype, Wide>(ring, features, tokens, k_bytes, count);
-  } else {
-    detail::gather_stages<Dtype, Narrow>(ring, features, tokens, k_bytes, count);
+    detail::gather_stages<Dtype, Wide>(ring, features, tokens, scales, k_bytes, count);
+  } else if constexpr (std::is_same_v<Scales, NoScales>) {
+    detail::gather_stages<Dtype, Narrow>(ring, features, tokens, scales, k_bytes, count);
   }
 }
 
 // Operand::kIntermediate: all stages of a task whose tokens are these rows, `k_bytes` of each slice.
-template <class Dtype, class Features, class Count>
+template <class Dtype, class Features, class Scales, class Count>
 __device__ __forceinline__ void intermediate_load(Pipeline& ring, bool wide, const Features& features,
-                                                  const BoxRows& rows, uint32_t k_bytes, Count&& count) {
+                                                  const BoxRows& rows, const Scales& scales, uint32_t k_bytes,
+                                                  Count&& count) {
   if (wide) {
-    detail::box_stages<Dtype, Wide>(ring, features, rows, k_bytes, count);
-  } else {
-    detail::box_stages<Dtype, Narrow>(ring, features, rows, k_bytes, count);
+    detail::box_stages<Dtype, Wide>(ring, features, rows, scales, k_bytes, count);
+  } else if constexpr (std::is_same_v<Scales, NoScales>) {
+    detail::box_stages<Dtype, Narrow>(ring, features, rows, scales, k_bytes, count);
   }
 }
 

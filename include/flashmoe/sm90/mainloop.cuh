@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/sm90/pipeline.cuh"
 #include "flashmoe/sm90/wgmma.cuh"
 
@@ -23,8 +24,8 @@ struct FeaturesByTokens {
 };
 // Tokens down, features across: 64 of 128 tokens by all features. A wgmma reads all of its B for 64 rows of A: this one
 // reads 2 + 8 KiB a step, the two of FeaturesByTokens with 128 tokens 2 * (2 + 4). Only for tiles whose tokens fill it,
-// and for all of transposed weights, which are MN-major. Of these a warpgroup may have no tokens, as the second one of
-// every Narrow tile: it keeps pace.
+// and for all of transposed weights, which are MN-major, and of e4m3. Of these a warpgroup may have no tokens, as the second
+// one of every Narrow tile: it keeps pace.
 template <class Stage_, Major kFeatureMajor>
 struct TokensByFeatures {
   using Stage = Stage_;
@@ -57,7 +58,9 @@ using Accumulators = float[Shape::kMs][Shape::kN / 2];
 // with N; but each N is one more copy of the code, and no shorter one.
 template <class Dtype, bool kTransposed, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
-  if constexpr (kTransposed) {
+  if constexpr (kQuantised<Dtype>) {
+    f.template operator()<TokensByFeatures<Wide, Major::kK>>();
+  } else if constexpr (kTransposed) {
     if (wide) return f.template operator()<TokensByFeatures<Wide, Major::kMn>>();
     return f.template operator()<TokensByFeatures<Narrow, Major::kMn>>();
   } else if (!wide) {
@@ -115,14 +118,6 @@ __device__ __forceinline__ void multiply_stage(const typename Shape::Stage::Ring
   wgmma_commit();
 }
 
-__device__ __forceinline__ uint4 load_shared16(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from)
-               : "memory");
-  return v;
-}
 __device__ __forceinline__ float4 load_floats(uint32_t from) {
   const uint4 v = load_shared16(from);
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "flashmoe/gpu/types.cuh"
 #include "flashmoe/sm90/barrier.cuh"
 #include "flashmoe/sm90/geometry.h"
 
@@ -119,15 +120,23 @@ static_assert(GateInPasses::Ring::kCount == 4);
 
 // Arrivals of a consumer warpgroup at an empty barrier: one, where the tensor cores read for all of its threads.
 // Without them each thread arrives for what it has read itself: racecheck takes no arrival for other threads' reads.
+// Of quantised rows each warp loads its own to registers, and scales.
 template <class Dtype>
 inline constexpr uint32_t kReleases = Dtype::kTensorCores ? 1 : kWarpgroup;
+template <>
+inline constexpr uint32_t kReleases<E4M3> = kWarpgroup / 32;
 
 // By all threads of a consumer warpgroup, when they do not read the stage any more.
 template <class Dtype, class Stage>
 __device__ __forceinline__ void release_stage(uint32_t empty) {
-  const uint32_t thread = threadIdx.x % kWarpgroup;
+  [[maybe_unused]] const uint32_t thread = threadIdx.x % kWarpgroup;
   if constexpr (!Stage::kByCluster) {
     if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
+  } else if constexpr (std::is_same_v<Dtype, E4M3>) {
+    uint32_t lane;  // volatile, so that it is not kept
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    __syncwarp();
+    if (lane < kClusterBlocks) arrive_at_block(lane, empty);
   } else if constexpr (kReleases<Dtype> != 1) {
     for (uint32_t b = 0; b < kClusterBlocks; ++b)
       arrive_release_at_block(b, empty);  // a release: this thread's loads of the stage come before it

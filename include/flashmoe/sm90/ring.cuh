@@ -15,6 +15,7 @@
 #include "flashmoe/sm90/join.cuh"
 #include "flashmoe/sm90/pipeline.cuh"
 #include "flashmoe/sm90/send.cuh"
+#include "flashmoe/sm90/stage_scales.cuh"
 #include "flashmoe/sm90/sums.cuh"
 
 namespace flashmoe::sm90 {
@@ -45,7 +46,7 @@ struct TaskSlot {
 // L2 a task, would be slower than the consumers are with small tasks. There are slots for as many small tasks as the
 // clerk takes ahead.
 struct TaskRing {
-  static constexpr uint32_t kSlots = 5;
+  static constexpr uint32_t kSlots = kQuantisedBuild ? 4 : 5;  // the memory of one is that of Scales
   static constexpr uint32_t kLeader = 0, kFollower = 1;
   // Every lane of the consumers and loaders arrives, for what it has read of the slot itself: racecheck takes no
   // arrival for other lanes' reads. So none is overtaken by the ring, not even a loader without a part in the loads.
@@ -116,6 +117,14 @@ struct TaskRing {
   }
 };
 
+// Of quantised rows and weights; elsewhere nothing.
+template <bool>
+struct Scales {
+  StageScales stage[kStages];
+};
+template <>
+struct Scales<false> {};
+
 struct Shared {
   Call call;  // the kernel's, with the epoch that device memory counts
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
@@ -133,10 +142,16 @@ struct Shared {
   Scheduler<Platform>::Memory scheduler;
   Status seen[kMaxRanks];
   TraceStarts trace_starts;
+  [[no_unique_address]] Scales<kQuantisedBuild> scales;
 };
 
 static_assert(kWarps * RowCopies::kBytes <= kStages * kStageBytes);
 inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;
 static_assert(kSharedOffset + sizeof(Shared) <= kSharedBytes);
+
+// Shared address of stage 0's scales, which lie as far behind the ring as everything does.
+__device__ __forceinline__ uint32_t scales_of(const Pipeline& ring) {
+  return ring.stages + kSharedOffset + static_cast<uint32_t>(offsetof(Shared, scales));
+}
 
 }  // namespace flashmoe::sm90

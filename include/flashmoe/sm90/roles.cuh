@@ -4,17 +4,32 @@
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/sm90/epilogue.cuh"
 #include "flashmoe/sm90/epilogue_kept.cuh"
+#include "flashmoe/sm90/epilogue_quantised.cuh"
 #include "flashmoe/sm90/epilogue_rows.cuh"
 #include "flashmoe/sm90/expert_rows.cuh"
 #include "flashmoe/sm90/load.cuh"
 #include "flashmoe/sm90/mainloop.cuh"
+#include "flashmoe/sm90/mainloop_quantised.cuh"
 #include "flashmoe/sm90/ring.cuh"
 
 namespace flashmoe::sm90 {
 
+// Where own token rows lie, as the experts multiply them, and how far apart.
+template <class Dtype>
+__device__ __forceinline__ const uint8_t* own_rows(const KernelArgs& args, const Call& c) {
+  if constexpr (kQuantised<Dtype>) return c.out_row(0);
+  return args.x;
+}
+template <class Dtype>
+__device__ __forceinline__ uint64_t own_row_bytes(const KernelArgs& args, const Call& c) {
+  if constexpr (kQuantised<Dtype>) return c.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kRows)][1];
+  return args.x_row_bytes;
+}
+
 // Where the token row of a tile's row lies, as an offset of TokenRows.
+template <class Dtype>
 __device__ __forceinline__ uint32_t offset_of(const KernelArgs& args, const Call& c, const Row& row) {
-  if (row.source == c.rank) return static_cast<uint32_t>(row.token * (args.x_row_bytes / 16));
+  if (row.source == c.rank) return static_cast<uint32_t>(row.token * (own_row_bytes<Dtype>(args, c) / 16));
   const uint64_t at = c.dispatched_row(c.rank, row.source, row.token) - c.heap<uint8_t>(c.rank, HeapField::kRows);
   return static_cast<uint32_t>(at / 16) | TokenRows::kRemote;
 }
@@ -22,7 +37,7 @@ __device__ __forceinline__ uint32_t offset_of(const KernelArgs& args, const Call
 __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call& c, const Row& row) {
   uint8_t* to =
       c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
-  if (c.policy.joined != 0 && c.shape.top_k == 1) to = args.out + uint64_t{row.token} * c.memory.token_row_bytes;
+  if (c.policy.joined != 0 && c.shape.top_k == 1) to = args.out + uint64_t{row.token} * c.memory.return_row_bytes;
   return reinterpret_cast<uint64_t>(to);
 }
 
@@ -38,7 +53,16 @@ __device__ __forceinline__ void look_up_slices(const Call& c, uint32_t first_tok
   }
 }
 
+// Bytes of an operand's rows that a task multiplies.
+template <class Dtype>
+__device__ __forceinline__ uint32_t contracted_bytes(const Call& c, TaskKind kind) {
+  const bool hidden = is_one_of<kOverHidden>(kind);
+  if constexpr (kQuantised<Dtype>) return hidden ? c.shape.hidden : c.shape.intermediate;
+  return hidden ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
+}
+
 // Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
+template <class Dtype>
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
   // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
@@ -48,13 +72,14 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   Row row[kEach];
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(tile, P::lane() + i * P::kLanes);
-  const Share share = share_of(shape.rows, cluster_rank());
+  const Share share =
+      kQuantised<Dtype> ? wide_share_of(shape.rows, cluster_rank()) : share_of(shape.rows, cluster_rank());
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t r = P::lane() + i * P::kLanes - share.first;
     if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
     if (is_one_of<kGathering>(task.kind)) {
-      slot.offsets[r] = offset_of(args, c, row[i]);
+      slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
       if (args.weights_on_input != 0) slot.weights[r] = row[i].weight;
     } else {
       slot.to[r] = result_of(args, c, row[i]);
@@ -67,7 +92,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.tile = slot.inner = tile;
     slot.column = task.column;
     slot.expert = shape.expert;
-    slot.k_bytes = is_one_of<kOverHidden>(task.kind) ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
+    slot.k_bytes = contracted_bytes<Dtype>(c, task.kind);
     slot.slices = 1;
     slot.share = share;
     if (c.shape.is_shared(shape.expert)) look_up_slices(c, row[0].token, slot);
@@ -128,6 +153,7 @@ __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
 inline constexpr uint32_t kPause = 250;
 
 // Clerk: hands a task to its block's loaders and consumers. stored: how many that return rows it has handed on before.
+template <class Dtype>
 __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
                                          const Task& task, uint32_t& stored) {
   using P = Platform;
@@ -137,7 +163,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   } else if (is_one_of<kOfExpert>(task.kind)) {
     look_up_expert(c, task, slot);
   } else if (task.kind != TaskKind::kStop) {
-    look_up(args, c, task, slot);
+    look_up<Dtype>(args, c, task, slot);
   }
   if (P::lane() == 0) {
     slot.kind = task.kind;
@@ -181,7 +207,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
       task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
     }
     if (P::lane() == 0) ring.hand_on(n, task);
-    put_task(args, c, ring, n, task, stored);
+    put_task<Dtype>(args, c, ring, n, task, stored);
     if (task.kind == TaskKind::kStop) {
       while (reported < n) report_done(n);
       return;
@@ -193,6 +219,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
 // The follower's clerk, one warp: retires what the consumers of both blocks have done. Consumers do not do that
 // themselves, since each counter is a round trip to the L2. Their stores are ordered before the counters' changes by
 // their arrivals (and the leading clerk's), and so before all that whoever sees the counters does (cumulativity).
+template <class Dtype>
 __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
   uint32_t retired = 0, stored = 0;
@@ -210,7 +237,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
       if (!retire_done(n)) __nanosleep(kPause);
     }
     const Task task = ring.handed_task(n);
-    put_task(args, c, ring, n, task, stored);
+    put_task<Dtype>(args, c, ring, n, task, stored);
     if (task.kind != TaskKind::kStop) continue;
     while (retired < n) retire_done(n);
     return;
@@ -231,6 +258,11 @@ __device__ __forceinline__ const TensorMap* weights_of(const KernelArgs& args, b
   return shared ? &args.shared_down : &args.down;
 }
 template <uint32_t p>
+__device__ __forceinline__ const ScaleTable& weight_scales(const KernelArgs& args, bool shared) {
+  if constexpr (Product<p>::kRight == Operand::kGateUp) return shared ? args.shared_gate_up_scale : args.gate_up_scale;
+  return shared ? args.shared_down_scale : args.down_scale;
+}
+template <uint32_t p>
 __device__ __forceinline__ uint32_t weight_rows(const Call& c, bool gated) {
   return Product<p>::kRight == Operand::kGateUp ? c.shape.intermediate * (gated ? 2 : 1) : c.shape.hidden;
 }
@@ -248,6 +280,11 @@ __device__ __forceinline__ FeatureSpans spans_of(const KernelArgs& args, bool sh
   return {weights_of<p>(args, shared), first * args.gated.step, args.gated.step == 1, expert, read_once};
 }
 
+// From a tile's intermediate rows to the next one's.
+__device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
+  return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
+}
+
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
 // (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
 // consumers have stored, or, with several ranks, does a piece of the returns.
@@ -261,8 +298,9 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   bool apart = false;  // the warps are at different stages
   JoinEngine<Dtype, Trace> adder(args, c, trace);
   Joiner<Platform, JoinEngine<Dtype, Trace>> joiner(c, adder, s.late);
-  SumEngine<Dtype, Trace> sums(c, args.out, trace);
-  Returner<Platform, SumEngine<Dtype, Trace>, CursorOfWarp> returns(c, sums, s.returns);
+  using Sums = SumEngine<Dtype, Trace, kQuantised<Dtype>>;
+  Sums sums(c, args.out, trace);
+  Returner<Platform, Sums, CursorOfWarp> returns(c, sums, s.returns);
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) {
@@ -287,6 +325,12 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
           return FeatureBox{weights_of<p>(args, shared), 0, 0, box * (kColumns / 8), expert, read_once};
         }
       }();
+      using Factor = typename Factors<Dtype>::Type;
+      const auto weights = [&] {
+        constexpr bool kBoth = kColumnsPerTask<p, kGated> != kTaskFeatures;
+        return scales_of_task<kBoth>(weight_scales<p>(args, shared), args.scales_by_row != 0, expert, slot.column,
+                                     args.gated);
+      };
       if constexpr (Product<p>::kOfExpert) {
         gather_expert<Dtype>(
             ring, c, slot.expert, slot.column * kColumnsPerTask<p, kGated>,
@@ -296,12 +340,27 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
             },
             count);
       } else if constexpr (Product<p>::kLeft == Operand::kTokens) {
-        const TokenRows rows{args.x, c.heap<uint8_t>(c.rank, HeapField::kRows), slot.offsets, slot.share.rows};
-        gather_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
+        const auto rows_of = [&]() -> TokenRows {
+          return {own_rows<Dtype>(args, c), c.heap<uint8_t>(c.rank, HeapField::kRows), slot.offsets, slot.share.rows};
+        };
+        const TokenRows rows = rows_of();
+        const auto beside = [&] {
+          if constexpr (!kQuantised<Dtype>)
+            return NoScales{};
+          else
+            return GatheredScales{scales_of(ring), rows_of, scales_offset(c.shape.hidden), weights()};
+        }();
+        gather_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
       } else {
         const BoxRows rows{&args.intermediate, slot.inner * kTileTokens + slot.share.first, slot.share.rows,
                            slot.slices, slot.later * kTileTokens + slot.share.first};
-        intermediate_load<Dtype>(ring, wide, features, rows, slot.k_bytes, count);
+        const auto beside = [&] {
+          if constexpr (!kQuantised<Dtype>)
+            return NoScales{};
+          else
+            return BoxScales{scales_of(ring), c.intermediate_row(0, 0), tile_bytes(c), c.shape.intermediate, weights()};
+        }();
+        intermediate_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
         apart = true;
       }
       if constexpr (p == kReturning) {
@@ -335,27 +394,68 @@ __device__ __forceinline__ void with_columns(const GatedRows& gated, F&& f) {
   }
 }
 
+// Multiplies by the scales of the weights' rows, of weights that have one for each.
+template <bool kGated>
+__device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                             uint32_t staging, const Lane& at, float (&acc)[1][128]) {
+  const bool shared = c.shape.is_shared(slot.expert);
+  const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
+  with_product(slot.kind, [&]<uint32_t p>() {
+    constexpr uint32_t kColumns = kColumnsPerTask<p, kGated>;
+    const ScaleTable& w = weight_scales<p>(args, shared);
+    const float* const scales = w.data + uint64_t{expert} * w.expert;
+    const uint32_t own = detail::own_staging(staging, at), first = slot.column * kColumns;
+    if constexpr (kColumns != kTaskFeatures) {
+      const GatedRows gated = shared ? args.shared_gated : args.gated;
+      detail::scale_columns<Columns::kGroups>(acc[0], own, scales, at, first, c.shape.intermediate, gated);
+    } else {
+      const uint32_t columns = Product<p>::kRight == Operand::kGateUp ? c.shape.intermediate : c.shape.hidden;
+      detail::scale_columns<Columns::kResults>(acc[0], own, scales, at, first, columns);
+    }
+  });
+}
+
+// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, the sums leave no registers to keep
+// them, so that they are found anew.
+struct Consumer {
+  uint32_t group, staging;
+
+  template <class Dtype>
+  __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
+    if constexpr (!kQuantised<Dtype>) return *this;
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return of_group(ring, thread / kWarpgroup);
+  }
+  static __device__ __forceinline__ Consumer of_group(const Pipeline& ring, uint32_t group) {
+    return {group, ring.stages + kStages * kStageBytes + group * kStagingBytes};
+  }
+};
+
 // A consumer warpgroup's part of one task, in one of its shapes.
 template <class Dtype, Activation kActivation, class Shape, class Trace>
 __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                             Pipeline& ring, uint32_t group, uint32_t staging, const Trace& trace) {
+                                             Pipeline& ring, const Consumer& consumer, const Trace& trace) {
   using Element = typename Dtype::Element;
+  using Factor = typename Factors<Dtype>::Type;
   using Stage = typename Shape::Stage;
   constexpr bool kRows = kTokensDown<Shape>;
   constexpr bool kGated = is_gated(kActivation);
   const TaskKind kind = slot.kind;  // kept: else it is read again after the mainloop
   const bool activates = is_one_of<kActivating>(kind);
+  const uint32_t group = consumer.anew<Dtype>(ring).group;
   auto first_column = [&] {
     const uint32_t columns = with_product(kind, [&]<uint32_t p>() { return kColumnsPerTask<p, kGated>; });
-    return slot.column * columns + (slot.share.wide ? 0 : cluster_rank() * columns / kClusterBlocks);
+    return slot.column * columns +
+           (kQuantised<Dtype> || slot.share.wide ? 0 : cluster_rank() * columns / kClusterBlocks);
   };
   auto expert_bias = [&]() -> const Element* {
     const auto* all = static_cast<const Element*>(with_product(kind, [&]<uint32_t p>() { return bias_of<p>(args); }));
     const uint32_t features = with_product(kind, [&]<uint32_t p>() { return weight_rows<p>(c, kGated); });
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
-  if constexpr (Shape::kMajorB == Major::kMn) {
-    if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
+  if constexpr (Shape::kMajorB == Major::kMn || kQuantised<Dtype>) {
+    if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Factor, Stage>(ring, stages_of(slot));
   }
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
   if constexpr (!kRows) {
@@ -368,11 +468,28 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     }
   }
   Accumulators<Shape> acc;
-  multiply<Dtype, Shape>(ring, group, slot.slices * Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
+  const uint32_t stages = slot.slices * Stage::stages(slot.k_bytes);
+  if constexpr (kQuantised<Dtype>) {
+    const bool in_turn = kGated && activates && args.gated.step == 1;
+    multiply_quantised(ring, scales_of(ring), group, stages, in_turn, args.scales_by_row == 0, acc[0]);
+  } else {
+    multiply<Dtype, Shape>(ring, group, stages, is_one_of<kGathering>(kind), acc);
+  }
   trace.begin(1);
-  const Lane at = Lane::of_thread(group);
+  const auto [group_after, staging] = consumer.anew<Dtype>(ring);
+  const Lane at = Lane::of_thread(group_after);
   const uint32_t rows = slot.share.rows;
-  if (activates) {
+  if constexpr (kQuantised<Dtype>) {
+    if (args.scales_by_row != 0) scale_by_row<kGated>(args, c, slot, staging, at, acc);
+  }
+  if (kQuantised<Dtype> && activates) {
+    if constexpr (kQuantised<Dtype>) {
+      if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
+      store_quantised_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(),
+                                               c.shape.intermediate, c.intermediate_row(slot.inner, 0),
+                                               slot.share.first, args.gated, args.clamped);
+    }
+  } else if (activates) {
     const uint64_t pitch = c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][1];
     uint8_t* const tile = c.intermediate_row(slot.inner, slot.share.first);
     if constexpr (kRows) {
@@ -412,13 +529,14 @@ __device__ __forceinline__ void compute_expert(const KernelArgs& args, const Cal
   }
 }
 
-// A consumer warpgroup: `group` 0 or 1. `staging`: its own buffer.
+// A consumer warpgroup: `group` 0 or 1.
 template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
-                                              uint32_t group, uint32_t staging, const Trace& trace) {
+                                              uint32_t group, const Trace& trace) {
+  const auto consumer = Consumer::of_group(ring, group);
   // The stages were scratch: only now may either block's loaders fill them.
   fence_cluster();
-  for (uint32_t s = 0; s < kStages; ++s) release_stage<Dtype, Wide>(ring.empty(s));
+  for (uint32_t s = 0; s < kStages; ++s) release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(s));
   for (uint32_t n = 0;; ++n) {
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
@@ -429,11 +547,12 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
       if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);
     } else {
       with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
-        compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, group, staging, trace);
+        compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
       });
     }
     trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
     if (is_one_of<kHome>(slot.kind) && joins_late_rows(c)) tasks.put_stored(slot.stored);  // else nobody waits for it
+    if constexpr (kQuantised<Dtype>) asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);
   }
 }

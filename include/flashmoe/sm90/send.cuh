@@ -9,6 +9,7 @@
 #include "flashmoe/actors/sender.h"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/gpu/types.cuh"
 #include "flashmoe/sm90/barrier.cuh"
 #include "flashmoe/sm90/geometry.h"
 #include "flashmoe/sm90/tma.cuh"
@@ -92,9 +93,14 @@ class RowEngine {
       : args_(args), c_(call), copies_(copies), trace_(trace) {}
 
   __device__ __forceinline__ void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
+    // Quantised rows were stored by other blocks, through the generic proxy.
+    if constexpr (kQuantised<Dtype>) fence_proxy_async_global();
     copies_.copy(
         rows, c_.memory.token_row_bytes,
-        [&](uint32_t row) { return args_.x + P::broadcast(token, row) * args_.x_row_bytes; },
+        [&](uint32_t row) -> const uint8_t* {
+          if constexpr (kQuantised<Dtype>) return c_.out_row(P::broadcast(token, row));
+          return args_.x + P::broadcast(token, row) * args_.x_row_bytes;
+        },
         [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, P::broadcast(token, row)); });
   }
   __device__ __forceinline__ void begin() const { trace_.begin(); }

@@ -8,7 +8,7 @@
 namespace flashmoe::sm90 {
 
 // The GPU's engine of a Returner: a block is a processor, its warps are the workers.
-template <class Dtype, class Trace>
+template <class Dtype, class Trace, bool kBrief = false>
 class SumEngine {
   using P = Platform;
 
@@ -51,7 +51,7 @@ class SumEngine {
     if (piece.exists) piece.used = used_slots(piece.token);
     return piece;
   }
-  __device__ __forceinline__ void sum(const SumPiece& piece) const { ItemSums<Dtype>(piece).run(); }
+  __device__ __forceinline__ void sum(const SumPiece& piece) const { ItemSums<Dtype, kBrief>(piece).run(); }
 
   __device__ __forceinline__ void begin() const { trace_.begin(); }
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
@@ -94,7 +94,7 @@ class SumEngine {
             .token_bytes = static_cast<uint32_t>(stride[0]),
             .slot_bytes = static_cast<uint32_t>(stride[1]),
             .out = out_ + offset,
-            .out_bytes = c_.memory.token_row_bytes,
+            .out_bytes = c_.memory.return_row_bytes,
             .bytes = group_bytes(g),
             .writes_all = true};
   }

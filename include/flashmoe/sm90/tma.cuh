@@ -25,6 +25,15 @@ __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint
 }
 
 __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0, uint32_t c1,
+                                         uint32_t c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, uint32_t c0, uint32_t c1,
                                          uint32_t c2, uint32_t c3, uint32_t c4, uint64_t hint) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -42,6 +51,11 @@ __device__ __forceinline__ void tma_load_to_cluster(uint32_t to, const TensorMap
       ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(to),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(kBoth), "l"(hint)
       : "memory");
+}
+
+// Has the copy engine fetch a map, which else its first load waits for.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // `bytes` bytes, a multiple of 16 as both addresses are, to shared memory; they complete transactions of `barrier`.
@@ -73,7 +87,12 @@ __device__ __forceinline__ void cp_async16(uint32_t to, const uint8_t* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same, of which the first `valid` (0 or 16) are read, the others zero.
+// 4 bytes.
+__device__ __forceinline__ void cp_async4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The same as cp_async16, of which the first `valid` (0 or 16) are read, the others zero.
 __device__ __forceinline__ void cp_async16_or_zero(uint32_t to, const uint8_t* from, uint32_t valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }

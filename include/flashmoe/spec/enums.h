@@ -13,7 +13,8 @@ namespace flashmoe {
 #define FLASHMOE_DTYPES(ROW) \
   ROW(kFloat32, "float32")   \
   ROW(kBFloat16, "bfloat16") \
-  ROW(kFloat16, "float16")
+  ROW(kFloat16, "float16")   \
+  ROW(kFloat8E4M3, "float8_e4m3fn")
 
 #define FLASHMOE_ACTIVATIONS(ROW) \
   ROW(kRelu, "relu")              \
@@ -36,6 +37,13 @@ namespace flashmoe {
   ROW(kDirect, "direct")           \
   ROW(kReduced, "reduced")
 
+// What numbers of a matrix in FP8 share a scale: all (or none has one), a row's, or those of a block of 128 x 128.
+#define FLASHMOE_WEIGHT_SCALES(ROW) \
+  ROW(kNone, "none")                \
+  ROW(kTensor, "tensor")            \
+  ROW(kRow, "row")                  \
+  ROW(kBlock, "block")
+
 // What an actor's time goes into. An epilogue's time is part of its product's; only the CUDA engine measures it apart.
 #define FLASHMOE_PHASES(ROW) \
   ROW(kGate, "gate")         \
@@ -55,6 +63,7 @@ namespace flashmoe {
 enum class DType : uint8_t { FLASHMOE_DTYPES(FLASHMOE_VALUE) };
 enum class Activation : uint8_t { FLASHMOE_ACTIVATIONS(FLASHMOE_VALUE) };
 enum class Routing : uint8_t { FLASHMOE_ROUTINGS(FLASHMOE_VALUE) };
+enum class WeightScales : uint8_t { FLASHMOE_WEIGHT_SCALES(FLASHMOE_VALUE) };
 enum class ReturnMode : uint32_t { FLASHMOE_RETURN_MODES(FLASHMOE_VALUE) };
 enum class Phase : uint32_t { FLASHMOE_PHASES(FLASHMOE_VALUE) };
 
@@ -72,6 +81,10 @@ struct Names<Activation> {
 template <>
 struct Names<Routing> {
   static constexpr const char* kAll[] = {FLASHMOE_ROUTINGS(FLASHMOE_NAME)};
+};
+template <>
+struct Names<WeightScales> {
+  static constexpr const char* kAll[] = {FLASHMOE_WEIGHT_SCALES(FLASHMOE_NAME)};
 };
 template <>
 struct Names<ReturnMode> {
@@ -100,7 +113,7 @@ FLASHMOE_HD constexpr bool is_gated(Activation a) {
 }
 
 FLASHMOE_HD constexpr uint32_t element_bytes(DType t) {
-  return t == DType::kFloat32 ? 4 : 2;
+  return t == DType::kFloat32 ? 4 : t == DType::kFloat8E4M3 ? 1 : 2;
 }
 
 }  // namespace flashmoe

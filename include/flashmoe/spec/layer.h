@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "flashmoe/spec/enums.h"
+#include "flashmoe/spec/rows.h"
 
 namespace flashmoe {
 
@@ -17,10 +18,11 @@ struct AgreedLayer {
   uint32_t top_k = 0;            // K, experts of a token
   double capacity_factor = 0.0;  // an expert keeps ceil(factor * (T * K) / E) choices of a rank; 0: all
   ReturnMode return_mode = ReturnMode::kDirect;
-  // Element types. x_type: x, dispatched rows and y. weight_type: weights and biases. intermediate_type: intermediate
-  // rows. return_type: staged rows and return rows.
-  DType x_type = DType::kBFloat16, weight_type = DType::kBFloat16;
-  DType intermediate_type = DType::kBFloat16, return_type = DType::kBFloat16;
+  // Element types. x_type: x as the caller gives it. token_type: the rows of it that are sent and multiplied.
+  // weight_type: the experts' matrices. intermediate_type: intermediate rows. return_type: staged rows and return rows.
+  // y_type: y, the router and all biases. (Rows of e4m3: spec/rows.h.)
+  DType x_type = DType::kBFloat16, token_type = DType::kBFloat16, weight_type = DType::kBFloat16;
+  DType intermediate_type = DType::kBFloat16, return_type = DType::kBFloat16, y_type = DType::kBFloat16;
   Activation activation = Activation::kSwiGlu;
   bool weights_on_input = false;  // a token's weights scale its row before the experts, not their results
   // Of the clamped SwiGLU: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + up_offset)
@@ -29,14 +31,16 @@ struct AgreedLayer {
 
 struct LayerSpec : AgreedLayer {
   Routing routing = Routing::kSoftmax;
+  WeightScales weight_scales = WeightScales::kNone;
   bool renormalize = true;    // with a router: a token's K weights are divided by their sum
-  bool round_logits = false;  // with a router: its logits are rounded to x_type
+  bool round_logits = false;  // with a router: its logits are rounded to y_type
   bool choice_bias = false;   // with a router: E numbers are added to the scores for the choice, not for the weights
   bool router_bias = false, gate_up_bias = false, down_bias = false;
   bool interleaved = false;   // with a gate: row 2i of gate_up_proj is column i's gate, row 2i + 1 its up
   bool transposed = false;    // the experts' matrices are [El, H, 2I or I] and [El, I, H]
   bool exact = false;         // GPU, float32: products in float32, without the tensor cores
   bool shared_gate = false;   // the shared expert's result is multiplied by the sigmoid of a row's product with x
+  uint32_t slices = 1;        // an expert is cut into so many, each of width I and with a holder of its own
   uint32_t shared = 0;        // slices of width I that the shared expert, an FFN of every token, is cut into; 0: none
   uint32_t groups = 1;        // with a router: of E / groups neighbouring experts
   uint32_t top_groups = 1;    // only these best groups' experts are chosen from
@@ -45,12 +49,22 @@ struct LayerSpec : AgreedLayer {
   FLASHMOE_HD constexpr bool gated() const { return is_gated(activation); }
   // Rows of an expert's first matrix.
   FLASHMOE_HD constexpr uint32_t gate_up_rows() const { return gated() ? 2 * intermediate : intermediate; }
-  FLASHMOE_HD constexpr uint32_t token_row_bytes() const { return hidden * element_bytes(x_type); }
-  FLASHMOE_HD constexpr uint32_t intermediate_row_bytes() const {
-    return intermediate * element_bytes(intermediate_type);
+  // All are of one type.
+  constexpr void set_types(DType t) {
+    x_type = token_type = weight_type = intermediate_type = return_type = y_type = t;
   }
-  FLASHMOE_HD constexpr uint32_t return_row_bytes() const { return hidden * element_bytes(return_type); }
+  FLASHMOE_HD constexpr bool quantised() const { return token_type == DType::kFloat8E4M3; }
+  FLASHMOE_HD constexpr uint32_t token_row_bytes() const { return row_bytes(hidden, element_bytes(token_type)); }
+  FLASHMOE_HD constexpr uint32_t intermediate_row_bytes() const {
+    return row_bytes(intermediate, element_bytes(intermediate_type));
+  }
+  FLASHMOE_HD constexpr uint32_t return_row_bytes() const { return row_bytes(hidden, element_bytes(return_type)); }
 };
+
+// How many shared experts there are, given the width of it in I: one or none.
+FLASHMOE_HD constexpr uint32_t shared_experts(uint32_t width) {
+  return width != 0 ? 1 : 0;
+}
 
 // What is added to the sum of sigmoids that divides them: all may vanish.
 inline constexpr float kLeastSum = 1e-20f;
@@ -68,9 +82,11 @@ constexpr void for_each_agreed_field(Layer& l, F&& f) {
   f("up_offset", l.up_offset);
   f("weights_on_input", l.weights_on_input);
   f("x_type", l.x_type);
+  f("token_type", l.token_type);
   f("weight_type", l.weight_type);
   f("intermediate_type", l.intermediate_type);
   f("return_type", l.return_type);
+  f("y_type", l.y_type);
   f("return_mode", l.return_mode);
   f("capacity_factor", l.capacity_factor);
 }
@@ -78,6 +94,7 @@ template <class F>
 constexpr void for_each_field(LayerSpec& l, F&& f) {
   for_each_agreed_field(l, f);
   f("routing", l.routing);
+  f("weight_scales", l.weight_scales);
   f("renormalize", l.renormalize);
   f("round_logits", l.round_logits);
   f("routed_scale", l.routed_scale);
@@ -90,16 +107,24 @@ constexpr void for_each_field(LayerSpec& l, F&& f) {
   f("interleaved", l.interleaved);
   f("transposed", l.transposed);
   f("exact", l.exact);
+  f("slices", l.slices);
   f("shared", l.shared);
   f("shared_gate", l.shared_gate);
 }
 
-// The name of an element type's field that differs from x_type; null if none does. Neither engine has products of mixed
-// types so far: this is where they would be let in.
-constexpr const char* differing_type(const LayerSpec& l) {
-  if (l.weight_type != l.x_type) return "weight_type";
-  if (l.intermediate_type != l.x_type) return "intermediate_type";
-  if (l.return_type != l.x_type) return "return_type";
+// The name of an element type's field that is not as it must be beside the others, and in `expected` what would be;
+// null if there is none. All are one type; or y_type is one, and what is multiplied is in e4m3. This is where further
+// products of mixed types would be let in.
+constexpr const char* differing_type(const LayerSpec& l, DType& expected) {
+  const bool quantised = l.weight_type == DType::kFloat8E4M3;
+  expected = l.y_type;
+  if (l.y_type == DType::kFloat8E4M3) return expected = DType::kBFloat16, "y_type";
+  if (l.return_type != l.y_type) return "return_type";
+  if (l.x_type != l.y_type && !(quantised && l.x_type == DType::kFloat8E4M3)) return "x_type";
+  if (!quantised && l.weight_type != l.y_type) return "weight_type";
+  if (quantised) expected = DType::kFloat8E4M3;
+  if (l.token_type != expected) return "token_type";
+  if (l.intermediate_type != expected) return "intermediate_type";
   return nullptr;
 }
 

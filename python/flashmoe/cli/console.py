@@ -51,6 +51,6 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def count(number: int, thing: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+def count(number: int, thing: str, things: str | None = None) -> str:
+    """`1 token`, `2 tokens`; `things` where more of them end otherwise."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"

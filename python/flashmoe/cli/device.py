@@ -43,7 +43,7 @@ def missing(ranks: int) -> str | None:
     if ranks > 1 and not loads(nvshmem.library()):
         return "NVSHMEM's host library, which several GPUs need, found none"
     try:
-        jit.find_nvcc()
+        jit.shipped_kernels() or jit.find_nvcc()
     except FlashMoEError:
         return "nvcc, which compiles the kernel, found none"
     return None

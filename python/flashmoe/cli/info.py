@@ -143,7 +143,8 @@ def _nvcc() -> Check:
     try:
         found = jit.find_nvcc()
     except FlashMoEError:
-        return Check("nvcc", False, "compiles the kernel", jit.INSTALL)
+        what = "compiles kernels that the package does not carry" if jit.shipped_kernels() else "compiles the kernel"
+        return Check("nvcc", False, what, jit.INSTALL)
     release = _output([str(found), "--version"]).rpartition("release ")[2].partition(",")[0]
     return Check("nvcc", bool(release), f"{release} ({found})" if release else f"{found} does not run")
 
@@ -153,8 +154,10 @@ def _cache() -> Check:
         folder, kernels = jit.compiled_kernels()
     except FlashMoEError as error:
         return Check("kernel cache", False, str(error))
-    hint = "" if kernels else "flashmoe compile    (else the first call of a dtype and activation does it)"
-    return Check("kernel cache", True, f"{folder}: {kernels} compiled", hint)
+    shipped = len(jit.shipped_kernels())
+    hint = "flashmoe compile    (else the first call of a dtype and activation does it)"
+    carried = f", {shipped} in the package" if shipped else ""
+    return Check("kernel cache", True, f"{folder}: {kernels} compiled{carried}", "" if kernels or shipped else hint)
 
 
 def _nvshmem() -> Check:

@@ -9,6 +9,7 @@ import typer
 from .. import memory, models
 from ..errors import HeapError, InvalidArgument
 from ..limits import engine_return_mode
+from ..placement import roomy
 from .console import console, print_error
 from .render import show_comparisons, show_memory_plan
 
@@ -23,8 +24,14 @@ def command(
     shared_intermediate: Annotated[int, typer.Option(help="Intermediate size Is of a shared expert; 0: none.")] = 0,
     engine: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     ranks: Annotated[int, typer.Option(help="Ranks in the group.")] = 4,
+    copies: Annotated[
+        int, typer.Option(help="Copies of experts besides the E, as flashmoe balance places them; weights not counted.")
+    ] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    weight_dtype: Annotated[
+        str | None, typer.Option(help="Of the experts' weights: dtype, or float8_e4m3fn.  [default: dtype]")
+    ] = None,
     return_: Annotated[
         str, typer.Option("--return", help="direct, reduced or auto: room for both; cuda: the one it takes untuned.")
     ] = "auto",
@@ -70,13 +77,17 @@ def command(
         capacity_factor=capacity_factor,
         transport=transport,
         shared_intermediate=shared_intermediate,
+        weight_dtype=weight_dtype,
+        placement=roomy(sizes["experts"], ranks, copies) if copies else None,
         **sizes,
     )
-    shown = sizes | ({"shared_intermediate": shared_intermediate} if shared_intermediate else {})
+    further = {"copies": copies, "shared_intermediate": shared_intermediate}
+    shown = sizes | {name: number for name, number in further.items() if number}
     described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in shown.items())
     mode = engine_return_mode(engine, return_, ranks, sizes["top_k"], sizes["intermediate"], transport == "rdma")
     drops = "dropless" if capacity_factor is None else f"capacity factor {capacity_factor:g}"
-    show_memory_plan(plan, f"{described}, {dtype}, return {mode}, {drops}, {engine} engine")
+    types = dtype if weight_dtype in (None, dtype) else f"{dtype}, weights {weight_dtype}"
+    show_memory_plan(plan, f"{described}, {types}, return {mode}, {drops}, {engine} engine")
     if engine == "cuda" and limit is None:
         console.print("not compared with what a GPU has: its context does that, or --budget here")
         return 0

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..memory import Comparison, MemoryPlan, format_bytes
+from ..placement import Placement, local_experts
 from ..report import TASK_KINDS, CallReport, GroupReport
 from .console import console, count
 from .verify import Verdict
@@ -29,10 +30,12 @@ def show_workload(workload: Workload) -> None:
     mode = workload.limits["return_mode"]
     tokens = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     normalised = "renormalized" if layer.renormalize else "not renormalized"
+    weights = workload.limits["weight_dtype"]
+    types = layer.dtype.name if weights == layer.dtype.name else f"{layer.dtype.name}, experts {weights}"
     rows = {
         "layer": workload.title,
         "sizes": f"H {layer.hidden}, I {layer.intermediate}, E {layer.experts}, K {layer.top_k} "
-        f"({normalised}), {layer.activation}, {layer.dtype.name}",
+        f"({normalised}), {layer.activation}, {types}",
         "group": f"{count(len(counts), 'rank')} of {tokens} tokens, {workload.engine} engine, return {mode}",
         "data": "; ".join(workload.notes),
     }
@@ -188,6 +191,24 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
         f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
         f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"
     )
+
+
+def show_balance(placed: Sequence[tuple[Placement, np.ndarray]]) -> None:
+    """What each rank holds and has to compute, by default and as balanced; `placed`: a placement and loads [R] each."""
+    (default, before), (balanced, after) = placed
+    rows = [
+        [
+            rank,
+            len(local_experts(default, rank)),
+            f"{before[rank]:,.0f}",
+            len(local_experts(balanced, rank)),
+            f"{after[rank]:,.0f}",
+        ]
+        for rank in range(len(after))
+    ]
+    _show_table("Experts and load of each rank", ["rank", "contiguous", "load", "balanced", "load"], rows)
+    fullest = [load.max() / load.mean() for load in (before, after)]
+    console.print(f"fullest rank: {fullest[0]:.2f} times the mean by default, {fullest[1]:.2f} as balanced")
 
 
 def show_comparisons(rows: Iterable[Comparison], ranks: int) -> None:

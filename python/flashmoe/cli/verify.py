@@ -63,7 +63,8 @@ def verify(
     tokens that chose no others; the routing judged is that of all.
 
     `gpu`: tensor cores computed the experts, with float32 factors truncated to the 10 bits of mantissa of TF32, and
-    the router's logits unless they are float32.
+    the router's logits unless they are float32. Whether it was the kernel of few tokens, which rounds the slices of a
+    shared expert one by one, is not asked: the larger bound holds for both.
     """
     misrouted = _misrouted(layer, x, topk_ids, gpu)
     if not _exist(topk_ids, layer.router).all():  # a reference cannot be computed with them
@@ -158,24 +159,29 @@ def _judge(
     arrays, local_ids = (x, layer.gate_up_proj, layer.down_proj), np.searchsorted(experts, topk_ids)
     how = {"activation": layer.activation, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
     how |= {name: layer.options[name] for name in _OF_EXPERTS if name in layer.options} | layer.shared()
+    how |= {name: getattr(layer, name) for name in ("gate_up_scale", "down_scale")}
     reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, **how)
     bound = 0.0
     if layer.shared_down is None or return_mode == "direct":  # no sum is of rows that depend on whose token it is
         ranks = np.zeros_like(ranks)
     for rank in np.unique(ranks):
         own = ranks == rank
-        allowed = call_error(
-            x[own],
-            *arrays[1:],
-            local_ids[own],
-            weights[own],
-            return_mode=return_mode,
-            placement=placement.tolist(),
-            weight_variance=variance[own],
-            rank=int(rank),
-            **how,
+        allowed = max(
+            call_error(
+                x[own],
+                *arrays[1:],
+                local_ids[own],
+                weights[own],
+                return_mode=return_mode,
+                placement=placement.tolist(),
+                weight_variance=variance[own],
+                rank=int(rank),
+                shared_in_slices=in_slices,
+                **how,
+            ).bound
+            for in_slices in ((False, True) if gpu and layer.shared_down is not None else (False,))
         )
-        bound = float(np.hypot(bound, allowed.bound))
+        bound = float(np.hypot(bound, allowed))
     if gpu and x.dtype == np.float32:
         # Truncated factors make all products smaller, which does not average out. What that does to the operands given
         # is known; of the intermediate it takes less than 2^-10.

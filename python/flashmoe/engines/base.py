@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,16 @@ class Engine(ABC):
     @abstractmethod
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         """A call of `flashmoe.moe`: its result [T, H], of x's library and type."""
+
+    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+        """The same, and what its gradients need, as a DLPack exporter of two int64 whose memory owns that."""
+        raise NotImplementedError(f"flashmoe.moe: expected the CPU engine for gradients, got {type(self).__name__}")
+
+    def backward(self, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        """The gradients of the call that left `kept` (the first of its numbers): writes those in `wanted`, by the names
+        of `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
+        ``router_logits``, that of the logits. All contiguous."""
+        raise NotImplementedError(f"flashmoe.moe: expected the CPU engine for gradients, got {type(self).__name__}")
 
     @abstractmethod
     def last_call(self) -> CallReport | None:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _ffi
+from .. import placement as placements
 from ..arguments import WRITTEN, Options, Tensors, check
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
-from ..report import TASK_KINDS, CallReport, traffic
+from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
 from ..tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
 from ..trace import PHASES, Event
@@ -28,7 +29,7 @@ class Prepared(NamedTuple):
     """The library's: it knows the layer, where its experts are and the order of tasks."""
     layer: LayerSpec
     owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    """For each expert, the rank to which this one sends its tokens."""
 
 
 class Ended(NamedTuple):
@@ -37,9 +38,9 @@ class Ended(NamedTuple):
     prepared: Prepared
     raw: Mapping[str, Any]
     topk_ids: np.ndarray
-    """int32 [T, K], -1 where dropped."""
+    """Slices of experts, int32 [T, K slices], -1 where dropped."""
     topk_weights: np.ndarray
-    """float32 [T, K]."""
+    """float32 [T, K slices]."""
 
 
 class CpuEngine(Engine):
@@ -59,13 +60,25 @@ class CpuEngine(Engine):
         self._perturbation = 0
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
+        return self._call(tensors, options, trace, False)[0]
+
+    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+        return self._call(tensors, options, False, True)
+
+    def backward(self, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        views = [{name: host_view(each) for name, each in tensors.items()} for tensors in (given, wanted)]
+        order = self._order()
+        _ffi.library().context_backward(self.checked_handle(), kept, order, 1, self._perturbation, *views)
+
+    def _call(self, tensors: Tensors, options: Options, trace: bool, keep: bool) -> tuple[Any, Any]:
+        """The result, and what is kept, or None."""
         handle = self.checked_handle()
         self._report = self._unread = None
         for name, each in zip(WRITTEN, tensors.written, strict=True):
             refuse_unwritable(name, each)
         given = Tensors(*map(believed, Tensors._fields, tensors))
         prepared = self._prepared(handle, given, options)
-        tokens, top_k = given.x.shape[0], prepared.layer.top_k
+        tokens, choices = given.x.shape[0], prepared.layer.choices
         views = [None if each is None else host_view(each) for each in given.floats]
         ids = weights = None
         if given.topk_ids is not None:
@@ -75,11 +88,12 @@ class CpuEngine(Engine):
         results = believed("out", out)
         if tuple(results.shape) != tuple(given.x.shape):  # of x's attributes, which may say what its memory is not
             raise InvalidArgument(f"x: expected {list(given.x.shape)}, as its memory is, got {list(results.shape)}")
-        chosen, weighted = np.empty((tokens, top_k), np.int32), np.empty((tokens, top_k), np.float32)
+        chosen, weighted = np.empty((tokens, choices), np.int32), np.empty((tokens, choices), np.float32)
         raw = prepared.call(
             tokens,
             bool(trace),
             self._perturbation,
+            keep,
             *views,
             ids,
             weights,
@@ -88,8 +102,9 @@ class CpuEngine(Engine):
             as_view(chosen),
             as_view(weighted),
         )
-        self._unread = Ended(prepared, raw, chosen, weighted)
-        return out
+        report = {key: raw[key] for key in raw if key != "kept"}  # what is kept belongs to who asked for it, alone
+        self._unread = Ended(prepared, report, chosen, weighted)
+        return out, raw["kept"] if keep else None
 
     def last_call(self) -> CallReport | None:
         if self._unread is not None:
@@ -115,7 +130,21 @@ class CpuEngine(Engine):
         if known is not None and self._has_room(tensors):
             return known
         args = check(self.room, operand, tensors, options)
-        order = {
+        # Return groups (as many as there are columns for): the first columns travel while the last are computed.
+        groups = 8 if args.layer.return_mode == "reduced" else 1
+        call = _ffi.library().context_layer(
+            handle, args.layer.to_map(), placements.flat(args.placement), self._order(), groups
+        )
+        prepared = Prepared(call, args.layer, placements.owners(args.placement, self.room.rank))
+        if key is not None:
+            if len(self._layers) >= _MOST_LAYERS:
+                del self._layers[next(iter(self._layers))]
+            self._layers[key] = prepared
+        return prepared
+
+    def _order(self) -> dict[str, int]:
+        """The order of tasks."""
+        return {
             "gemm1_lag": 0,
             "raster": 4,
             # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
@@ -124,22 +153,12 @@ class CpuEngine(Engine):
             "own_first": 1,
             "senders": 0,
         }
-        # Return groups (as many as there are columns for): the first columns travel while the last are computed.
-        groups = 8 if args.layer.return_mode == "reduced" else 1
-        call = _ffi.library().context_layer(handle, args.layer.to_map(), list(args.owners), order, groups)
-        prepared = Prepared(call, args.layer, args.owners)
-        if key is not None:
-            if len(self._layers) >= _MOST_LAYERS:
-                del self._layers[next(iter(self._layers))]
-            self._layers[key] = prepared
-        return prepared
 
     def _has_room(self, tensors: Tensors) -> bool:
         """Whether T, of which `_key` says nothing, is as it must be."""
         tokens = tensors.x.shape[0]
-        given = (tensors.topk_ids, tensors.topk_weights, tensors.router_logits)
         return tokens <= self.room.limits["max_tokens"] and all(
-            each is None or each.shape[0] == tokens for each in given
+            each is None or each.shape[0] == tokens for each in _of_tokens(tensors)
         )
 
     def _expert_ids(self, ids: Any, experts: int) -> Any:
@@ -166,8 +185,7 @@ class CpuEngine(Engine):
         return CallReport(
             tokens=len(ids),
             return_mode=layer.return_mode,
-            topk_ids=ids,
-            topk_weights=ended.topk_weights,
+            **chosen_experts(ids, ended.topk_weights, layer.slices),
             dropped=int(raw["dropped"]),
             tasks=tasks,
             tiles=int(raw["tiles"]),
@@ -197,15 +215,19 @@ def _events(flat: Sequence[int]) -> list[Event]:
     ]
 
 
+def _of_tokens(tensors: Tensors) -> tuple[Any, ...]:
+    """The tensors besides x whose first dimension is T."""
+    return tensors.x_scale, tensors.topk_ids, tensors.topk_weights, tensors.router_logits
+
+
 def _key(tensors: Tensors, options: Options) -> Hashable:
     """Equal for calls that `check` treats alike but for their T; None where something is no dense tensor of NumPy or
     PyTorch, or an option has no hash."""
-    given = (tensors.topk_ids, tensors.topk_weights, tensors.router_logits)
     try:
         key = (
             signature(tensors.x, 1),
             *[None if each is None else signature(each) for each in (*tensors.of_layer, tensors.load)],
-            *[None if each is None else signature(each, 1) for each in given],
+            *[None if each is None else signature(each, 1) for each in _of_tokens(tensors)],
             options,
             type(options.top_k),  # True is equal to 1, and 2.0 to 2
         )

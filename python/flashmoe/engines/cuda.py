@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from .. import _ffi, jit, nvshmem
+from .. import placement as placements
 from ..arguments import Options, Tensors, check
 from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
-from ..spec import DTYPES, ELEMENT_BYTES, LayerSpec, bounded
+from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, LayerSpec, bounded, scale_blocks
 from ..tensors import DeviceOperand, as_view, device_operand
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
@@ -28,6 +29,8 @@ from .cuda_report import Ended, counted, timed, trace_events
 
 _MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
 _ALIGNMENT = 16  # of a row's address: what its copies move at a time
+_VECTORS = ("gate_up_bias", "down_bias", "router_bias", "choice_bias")
+_SCALES = ("gate_up_scale", "down_scale", "shared_gate_up_scale", "shared_down_scale")
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
 
@@ -39,9 +42,13 @@ class Prepared:
     number: int
     layer: LayerSpec
     owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    """For each expert, the rank to which this one sends its tokens."""
+    local: int
+    """El."""
     x_bytes: int
     """Of an element of x."""
+    y_type: Any
+    """PyTorch's type of y."""
 
 
 class CudaEngine(Engine):
@@ -50,11 +57,13 @@ class CudaEngine(Engine):
     def __init__(
         self, asked: ContextSpec, who: Membership, device: int | None, profile: Mapping[str, int] | None
     ) -> None:
+        _check_quantised(asked.layer, asked.transport)
         ordinal = -1 if device is None else bounded("device", device, 0, 2**15)
         self.profile, mode = _chosen_profile(asked, profile, ordinal)
         """In what the order of tasks differs from the built-in one."""
         made_for = asked
-        if asked.layer.return_mode == "auto" and mode is not None and asked.transport != "rdma":
+        free = asked.layer.return_mode == "auto" and asked.layer.slices == 1 and asked.transport != "rdma"
+        if free and mode is not None:
             made_for = replace(asked, layer=replace(asked.layer, return_mode=mode))
         library = _ffi.library()
         nvshmem_path = nvshmem.library() if asked.ranks > 1 else ""
@@ -68,6 +77,7 @@ class CudaEngine(Engine):
         owner = create(made_for, who.name)
         if owner is None:  # on every rank: some memory is not mapped
             made_for = replace(asked, transport="rdma")
+            _check_quantised(made_for.layer, made_for.transport)
             owner = create(made_for, f"{who.name}-rdma")
         super().__init__(owner, library.cuda_close)
         self.room = Room.of(made_for, who.rank)
@@ -101,10 +111,11 @@ class CudaEngine(Engine):
         weights = _address("topk_weights", tensors.topk_weights, T=tokens, K=top_k)
         load = _address("load", tensors.load, E=experts)
         logits = _address("router_logits", tensors.router_logits, T=tokens, E=experts)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+        scale = _address("x_scale", tensors.x_scale, T=tokens, blocks=scale_blocks(layer.layer.hidden))
+        out = torch.empty_like(x, dtype=layer.y_type, memory_format=torch.contiguous_format, requires_grad=False)
         stream = current_stream(self.device)
         _ffi.library().cuda_call(
-            handle, layer.number, stream, tokens, address, row_bytes, out.data_ptr(), ids, weights, load, logits
+            handle, layer.number, stream, tokens, address, row_bytes, scale, out.data_ptr(), ids, weights, load, logits
         )
         self._unread = layer, tokens
         if trace:
@@ -130,10 +141,12 @@ class CudaEngine(Engine):
         """Checks everything that `_key` looks at, and tells the library of the layer."""
         args = check(self.room, partial(device_operand, device=self.device), tensors, options)
         layer = args.layer
+        _check_quantised(layer, "auto")
+        each = _ALIGNMENT // min(2, ELEMENT_BYTES[layer.weight_type])
         for name, symbol, value in (("x", "H", layer.hidden), ("down_proj", "I", layer.intermediate)):
-            if value % 8:
+            if value % each:
                 raise InvalidArgument(
-                    f"{name}: expected {symbol} a multiple of 8 (16-byte rows for the copy engine), got {value}"
+                    f"{name}: expected {symbol} a multiple of {each} (16-byte rows for the copy engine), got {value}"
                 )
         if layer.transposed and layer.weight_type not in jit.TRANSPOSED:
             raise InvalidArgument(
@@ -141,17 +154,24 @@ class CudaEngine(Engine):
                 f"{layer.weight_type}"
             )
         exact = layer.exact and layer.x_type == "float32"
-        variant = jit.Variant(layer.x_type, layer.activation, bool(trace), exact, self.rdma, layer.transposed)
+        variant = jit.Variant(
+            layer.y_type, layer.activation, bool(trace), exact, self.rdma, layer.transposed, layer.quantised
+        )
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),
             layer.to_map(),
-            list(args.owners),
+            placements.flat(args.placement),
             _addresses(args.operands),
             str(jit.kernel(variant)),
             bool(trace),
             current_stream(self.device),
         )
-        return Prepared(number, layer, args.owners, ELEMENT_BYTES[layer.x_type])
+        rank = self.room.rank
+        owners = placements.owners(args.placement, rank)
+        local = len(placements.local_experts(args.placement, rank))
+        import torch
+
+        return Prepared(number, layer, owners, local, ELEMENT_BYTES[layer.x_type], getattr(torch, layer.y_type))
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
         """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
@@ -159,7 +179,7 @@ class CudaEngine(Engine):
         stride, step = x.stride()
         row_bytes = stride * layer.x_bytes
         if step != 1 or (address | row_bytes) % _ALIGNMENT:  # a single row, or not as it must be
-            operand = _aligned("x", device_operand("x", x, "", DTYPES, self.device))
+            operand = _aligned("x", device_operand("x", x, "", ELEMENT_TYPES, self.device))
             address, row_bytes = operand.address, operand.row_bytes
         if row_bytes * x.shape[0] >= _REACH:
             raise InvalidArgument(
@@ -172,14 +192,14 @@ class CudaEngine(Engine):
         self.synchronize()
         layer, room = prepared.layer, self.room
         shared = layer.shared_experts
-        ids = np.empty((tokens, layer.top_k), np.int32)
-        weights = np.empty((tokens, layer.top_k), np.float32)
+        ids = np.empty((tokens, layer.choices), np.int32)
+        weights = np.empty((tokens, layer.choices), np.float32)
         library, handle = _ffi.library(), self.checked_handle()
         library.cuda_read_routing(handle, as_view(ids), as_view(weights))
         if room.ranks == 1:
             load, returned = expert_load([ids], layer.experts), 0
         else:
-            received = np.zeros((room.ranks, prepared.owners.count(room.rank)), np.int32)
+            received = np.zeros((room.ranks, prepared.local), np.int32)
             returned = library.cuda_read_received(handle, prepared.number, as_view(received))
             load = received.sum(axis=0)
         ended = Ended(
@@ -193,7 +213,7 @@ class CudaEngine(Engine):
             load=np.append(load, [tokens] * shared),
             returned=returned,
             block_tokens=library.cuda_token_block(
-                tokens, layer.experts + shared, layer.top_k + shared, self.processors
+                tokens, layer.parts + shared, layer.choices + shared, self.processors
             ),
             tile_rows=self._tile_rows,
             task_features=self._features,
@@ -217,6 +237,18 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)  # without the object that torch.cuda.current_stream makes
 
 
+def _check_quantised(layer: LayerSpec, transport: str) -> None:
+    """Raises `InvalidArgument` for what there is no kernel of with weights in FP8: other types beside them, puts."""
+    if layer.quantised and transport == "rdma":
+        raise InvalidArgument(
+            f"CUDA engine: transport: expected mapped memory with weights of {FP8}, got {transport!r}"
+        )
+    if layer.quantised and layer.y_type not in jit.BESIDE_FP8:
+        raise InvalidArgument(
+            f"CUDA engine: x: expected {', '.join(jit.BESIDE_FP8)} or {FP8} with weights of {FP8}, got {layer.y_type}"
+        )
+
+
 def _chosen_profile(
     asked: ContextSpec, given: Mapping[str, int] | None, ordinal: int
 ) -> tuple[dict[str, int], str | None]:
@@ -224,6 +256,8 @@ def _chosen_profile(
     if given is not None:
         return checked_profile(given), None
     layer = asked.layer
+    if layer.quantised:  # none is measured
+        return {}, None
     setting = Setting(
         device=_ffi.library().cuda_device_name(ordinal),
         ranks=asked.ranks,
@@ -249,6 +283,9 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
         parts += (x.shape[1:], x.dtype, x.device, x.layout)
         if ids is not None:
             parts += (ids.shape[1:], ids.dtype, ids.device, ids.layout, weights.dtype, weights.device, weights.layout)
+        scale = tensors.x_scale
+        if scale is not None:
+            parts += (scale.shape[1:], scale.dtype, scale.device, scale.layout)
         for each in tensors.written:
             parts += (each.shape[1:], each.dtype, each.device, each.layout) if each is not None else (None,)
         key = (*parts, options, type(options.top_k), ids is None, weights is None, trace)  # True is equal to 1
@@ -269,7 +306,7 @@ def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
     numbers["shared_gate"] = (
         _aligned("shared_gate", operands["shared_gate"]).address if "shared_gate" in operands else 0
     )
-    for name in ("gate_up_bias", "down_bias", "router_bias", "choice_bias"):
+    for name in (*_VECTORS, *_SCALES):
         numbers[name] = operands[name].address if name in operands else 0
     return numbers
 

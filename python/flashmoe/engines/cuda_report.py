@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..report import TASK_KINDS, CallReport, traffic
+from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
 from ..trace import PHASES, Event
 
@@ -21,15 +21,15 @@ class Ended:
 
     layer: LayerSpec
     owners: tuple[int, ...]
-    """Owner rank of each expert."""
+    """For each expert, the rank to which this one sends its tokens."""
     rank: int
     ranks: int
     processors: int
     """Thread blocks."""
     topk_ids: np.ndarray
-    """int32 [T, K], -1 where dropped."""
+    """Slices of experts, int32 [T, K slices], -1 where dropped."""
     topk_weights: np.ndarray
-    """float32 [T, K]."""
+    """float32 [T, K slices]."""
     load: np.ndarray
     """[E], or [El] of this rank's experts, and behind them the shared expert: rows that each computed."""
     returned: int
@@ -58,9 +58,8 @@ def counted(call: Ended) -> CallReport:
     return CallReport(
         tokens=len(ids),
         return_mode=layer.return_mode,
-        topk_ids=ids,
-        topk_weights=call.topk_weights,
-        dropped=int((ids < 0).sum()),
+        **chosen_experts(ids, call.topk_weights, layer.slices),
+        dropped=int((ids < 0).sum()) // layer.slices,
         tasks={kind: counts[kind] for kind in TASK_KINDS},
         tiles=tiles,
         tile_rows=int(call.load.sum()),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..growing import Shape
+from ..spec import FP8
 
 
 def as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -17,4 +18,7 @@ def shape_of(weights: Tensor, hidden: int, intermediate: int, top_k: int, shared
     """What a context is made for whose calls have such a `down_proj` of all experts."""
     device = weights.device.index if weights.device.type == "cuda" else None
     dtype = str(weights.dtype).removeprefix("torch.")
-    return Shape(device, dtype, hidden, intermediate, weights.shape[0], top_k, shared_intermediate)
+    sizes = hidden, intermediate, weights.shape[0], top_k, shared_intermediate
+    if dtype == FP8:  # models in it compute in types of 16 bits
+        return Shape(device, "bfloat16", *sizes, weight_dtype=FP8)
+    return Shape(device, dtype, *sizes)

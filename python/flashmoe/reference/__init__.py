@@ -1,22 +1,31 @@
 """The definition of the operator, in float64: what every engine must compute, and nothing about how.
 
 It shares no code with the engines: numpy, one plain loop over the experts, all experts' weights in one place.
-`forward` has the layer, `routing` and `activations` what it is made of. How far an engine may be off is another matter,
-see `flashmoe.tolerance`.
+`forward` has the layer, `backward` its gradients, `routing`, `activations` and `quantised` what they are made of. How
+far an engine may be off is another matter, see `flashmoe.tolerance`.
 """
 
-from .activations import activate
+from .activations import activate, activate_backward
+from .backward import moe_gradients
 from .forward import ReferenceResult, moe_reference
+from .quantised import dequantised, quantised_rows, rounded, row_scales, scaled_rows
 from .routing import check_topk, choice_values, choose, router_logits, scores, weigh
 
 __all__ = [
     "ReferenceResult",
     "activate",
+    "activate_backward",
     "check_topk",
     "choice_values",
     "choose",
+    "dequantised",
+    "moe_gradients",
     "moe_reference",
+    "quantised_rows",
+    "rounded",
     "router_logits",
+    "row_scales",
+    "scaled_rows",
     "scores",
     "weigh",
 ]

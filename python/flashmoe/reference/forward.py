@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .activations import activate
+from .activations import GATED, activate
+from .quantised import dequantised, quantised_rows, scaled_rows
 from .routing import choice_values, choose, router_logits, scores, weigh
 
 
@@ -58,6 +60,7 @@ def moe_reference(
     shared_gate_up: np.ndarray | None = None,
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
+    **scales: np.ndarray | None,
 ) -> ReferenceResult:
     """Mixture of experts for the tokens of one rank, x [T, H], with the weights of all E experts.
 
@@ -80,6 +83,10 @@ def moe_reference(
 
     A shared expert (DeepSeekMoE, section 3.2) adds ``sigmoid(shared_gate @ x[t])`` (or 1) times its FFN of x.
 
+    With `scales` (gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale, x_scale) weights are what
+    `dequantised` says of them, and the experts' operands are quantised: x, unless it comes with `x_scale`, and what
+    ``act`` gives, both by rows (`quantised_rows`). The router sees x as it is given.
+
     These are equations 5.1 (the expert), 5.2 (C) and 5.3 (the weighted sum) of the FlashDMoE thesis. The
     capacity is that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert
     accepts the first ceil(c T K / E) of this rank's tokens that chose it, in token order. The terms of the
@@ -90,9 +97,10 @@ def moe_reference(
     float64.
     """
     x_type = np.asarray(x).dtype
-    x, gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (x, gate_up_proj, down_proj))
-    if transposed:
-        gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
+    given = [x, gate_up_proj, down_proj, shared_gate_up, shared_down]
+    halves = 2 if activation in GATED and not interleaved else 1
+    rows, gate_up_proj, down_proj, up, down = _numbers(given, transposed, halves, **scales)
+    x, quantised = np.asarray(x, np.float64), scales.get("gate_up_scale") is not None
     experts = gate_up_proj.shape[0]
     shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
 
@@ -104,30 +112,57 @@ def moe_reference(
         topk_ids = choose(by, top_k)
         topk_weights = weigh(logits, topk_ids, renormalize, score=score, routed_scale=routed_scale)
     weights = np.asarray(topk_weights, np.float64)
-    kept = _kept(np.array(topk_ids, np.int64), capacity_factor, experts)
+    kept = kept_choices(np.array(topk_ids, np.int64), capacity_factor, experts)
 
-    y = np.zeros(x.shape)
-    squares = 0.0
+    y, squares = np.zeros(x.shape), 0.0
     for expert in range(experts):
         tokens, choices = np.nonzero(kept == expert)
         weight = weights[tokens, choices, None]
-        z = (weight * x[tokens] if weights_on_input else x[tokens]) @ gate_up_proj[expert].T
-        if gate_up_bias is not None:
-            z += np.asarray(gate_up_bias[expert], np.float64)
-        a = activate(z, activation, **shape)
-        f = a @ down_proj[expert].T
-        if down_bias is not None:
-            f += np.asarray(down_bias[expert], np.float64)
+        z = (weight * rows[tokens] if weights_on_input else rows[tokens]) @ gate_up_proj[expert].T
+        a = _intermediate(z + _bias(gate_up_bias, expert), activation, quantised, **shape)
+        f = a @ down_proj[expert].T + _bias(down_bias, expert)
         terms = f if weights_on_input else weight * f
         y[tokens] += terms
         squares += np.square(terms).sum()
-    if shared_down is not None:
-        up, down = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
-        a = activate(x @ (up if transposed else up.T), activation, **shape)
-        terms = _shared_weights(x, shared_gate) * (a @ (down if transposed else down.T))
+    if down is not None:
+        a = _intermediate(rows @ up.T, activation, quantised, **shape)
+        terms = _shared_weights(x, shared_gate) * (a @ down.T)
         y += terms
         squares += np.square(terms).sum()
     return ReferenceResult(y, kept, weights, int((kept == -1).sum()), math.sqrt(squares))
+
+
+def _numbers(
+    tensors: list[Any],
+    transposed: bool,
+    halves: int,
+    *,
+    gate_up_scale: np.ndarray | None = None,
+    down_scale: np.ndarray | None = None,
+    shared_gate_up_scale: np.ndarray | None = None,
+    shared_down_scale: np.ndarray | None = None,
+    x_scale: np.ndarray | None = None,
+) -> list[Any]:
+    """What the experts see of x, and the four matrices as they are not transposed, in float64; None where there is
+    none."""
+    rows, *matrices = (None if each is None else np.asarray(each, np.float64) for each in tensors)
+    if gate_up_scale is not None:
+        of_matrices = (gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale)
+        both = zip(matrices, of_matrices, (halves, 1, halves, 1), strict=True)
+        matrices = [None if each is None else dequantised(each, scale, parts) for each, scale, parts in both]
+        x = tensors[0]
+        rows = quantised_rows(np.asarray(x, np.float32)) if x_scale is None else scaled_rows(x, x_scale)
+    return [rows, *(each.swapaxes(-2, -1) if transposed and each is not None else each for each in matrices)]
+
+
+def _bias(bias: np.ndarray | None, expert: int) -> np.ndarray | float:
+    return 0.0 if bias is None else np.asarray(bias[expert], np.float64)
+
+
+def _intermediate(z: np.ndarray, activation: str, quantised: bool, **shape: Any) -> np.ndarray:
+    """What the second product sees of pre-activations."""
+    a = activate(z, activation, **shape)
+    return quantised_rows(a) if quantised else a
 
 
 def _shared_weights(x: np.ndarray, gate: np.ndarray | None) -> np.ndarray:
@@ -135,7 +170,7 @@ def _shared_weights(x: np.ndarray, gate: np.ndarray | None) -> np.ndarray:
     return np.ones((len(x), 1)) if gate is None else scores(x @ np.asarray(gate, np.float64).T, "sigmoid")
 
 
-def _kept(ids: np.ndarray, capacity_factor: float | None, experts: int) -> np.ndarray:
+def kept_choices(ids: np.ndarray, capacity_factor: float | None, experts: int) -> np.ndarray:
     """`ids` with -1 for what a capacity drops."""
     if capacity_factor is None:
         return ids

@@ -65,14 +65,8 @@ class Test {
     const std::vector<float> nan(uint64_t{s_.experts} * s_.intermediate * s_.hidden, NAN);
     const DeviceMemory kept = uploaded(device, nan), out(device, 2 * uint64_t{s_.tokens} * s_.hidden, "out");
     Layer layer;
-    layer.spec = {{.hidden = s_.hidden,
-                   .intermediate = s_.intermediate,
-                   .experts = s_.experts,
-                   .top_k = s_.top_k,
-                   .x_type = dtype_,
-                   .weight_type = dtype_,
-                   .intermediate_type = dtype_,
-                   .return_type = dtype_}};
+    layer.spec = {{.hidden = s_.hidden, .intermediate = s_.intermediate, .experts = s_.experts, .top_k = s_.top_k}};
+    layer.spec.set_types(dtype_);
     layer.spec.routing = Routing::kGiven;
     layer.placement.assign(s_.experts, 0);
     const uint64_t row_bytes = 2 * uint64_t{s_.hidden}, intermediate_bytes = 2 * uint64_t{s_.intermediate};

@@ -16,6 +16,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from ...context import Context, context_id
 from ...growing import Shape, rounded_tokens
+from ...replicated import Replicas
 from ...torch_op import call
 from .experts import NAME, mark_as_share, options_of, routed_operands
 from .recognise import recognise
@@ -40,6 +41,7 @@ class ExpertParallel(EPImplementation):
         mark_as_share(experts, self.num_local_experts)
         recognise(experts, is_share=True)
         self._experts = experts
+        self._replicas = Replicas(tp_mesh.get_group()) if tp_mesh.size() > 1 else None
         self._room: _GroupRoom | None = None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -47,15 +49,15 @@ class ExpertParallel(EPImplementation):
 
         top_k_index [T, K] has ids among all E, top_k_weights [T, K] is as in `experts_forward`. Every rank must call.
         """
-        tokens, sharing = len(hidden_states), self.tp_mesh.size()
-        rows = -(-tokens // sharing)
-        first = self.tp_mesh.get_local_rank() * rows
-        mine = [each[first : first + rows] for each in (hidden_states, top_k_index, top_k_weights)]
+        tokens, replicas = len(hidden_states), self._replicas
+        share = slice(0, tokens) if replicas is None else replicas.share(tokens)
+        rows = tokens if replicas is None else -(-tokens // replicas.count)
+        mine = [each[share] for each in (hidden_states, top_k_index, top_k_weights)]
         options = recognise(self._experts, is_share=True)
         tensors = routed_operands(self._experts, options, *mine)
         context = self._context(options.sizes(self._experts), mine, rows)
         y = call(context_id(context), tensors, options_of(self._experts, options))
-        return _Gathered.apply(y, self.tp_mesh.get_group(), tokens, first, rows) if sharing > 1 else y
+        return y if replicas is None else replicas.gathered(y, tokens)
 
     def _context(self, sizes: tuple[int, int], mine: list[Tensor], rows: int) -> Context:
         """The group's context, with room for what any rank brings to this call."""
@@ -100,19 +102,3 @@ def _room_of(group: Any, shape: Shape) -> _GroupRoom:
     if found is None:
         found = _rooms[group, shape] = _GroupRoom(group, shape)
     return found
-
-
-class _Gathered(torch.autograd.Function):
-    """All rows of a batch, of which this rank has those from `first` on, and every rank at most `rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Any, tokens: int, first: int, rows: int) -> Tensor:
-        ctx.mine = slice(first, first + rows)
-        padded = torch.nn.functional.pad(y, (0, 0, 0, rows - len(y)))
-        whole = y.new_empty(rows * dist.get_world_size(group), y.shape[1])
-        dist.all_gather_into_tensor(whole, padded.contiguous(), group=group)
-        return whole[:tokens]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return grad[ctx.mine], None, None, None, None

@@ -35,12 +35,14 @@ _CONTEXT_WITH_SHARED = "_flashmoe_context_with_shared"
 """The same for calls that have the block's shared expert too."""
 _LOCAL = "_flashmoe_local_experts"
 """The attribute of an experts module that says how many experts its tensors are of, where others are on other ranks."""
+_SLICES = "_flashmoe_slices"
+"""The attribute of an experts module that says into how many slices its experts are cut."""
 
 
 def register() -> None:
     """Makes the implementation known to Transformers. Idempotent."""
     ExpertsInterface.register(NAME, experts_forward)
-    FP8ExpertsInterface.register(NAME, _refuse_fp8)
+    FP8ExpertsInterface.register(NAME, experts_forward)
 
 
 def experts_forward(
@@ -51,7 +53,7 @@ def experts_forward(
     Parameters
     ----------
     module:
-        Its weights are of `hidden_states`' dtype and on its device.
+        Its weights are of `hidden_states`' dtype, or in FP8 with scales (CPU engine), and on its device.
     hidden_states: [T, H]
     top_k_index: [T, K] int32 or int64
         A token's experts; they are distinct.
@@ -84,10 +86,13 @@ def routed_operands(
 
 def options_of(module: torch.nn.Module, options: ExpertsOptions, **routing: Any) -> Options:
     """Those of the operator for a call of the experts module, with what `routing` says of the router, plain values."""
+    slices = vars(module).get(_SLICES, 1)
     if torch.compiler.is_compiling():
-        return Options(**options.of_operator(), **routing)
-    made_of = (options, *routing.items())
-    return remembered(module, "_flashmoe_options", made_of, lambda: Options(**options.of_operator(), **routing))
+        return Options(**options.of_operator(), slices=slices, **routing)
+    made_of = (options, slices, *routing.items())
+    return remembered(
+        module, "_flashmoe_options", made_of, lambda: Options(**options.of_operator(), slices=slices, **routing)
+    )
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
@@ -119,6 +124,7 @@ def of_group(module: torch.nn.Module, context: Context) -> None:
     nor is a share a state to be saved under the names of all.
     """
     vars(module)[_CONTEXT] = context
+    vars(module)[_SLICES] = len(context.placement) // module.num_experts
     mark_as_share(module, len(context.local_experts()))
     module.__class__ = _always(type(module))
     module.register_state_dict_pre_hook(_refuse_state_dict)
@@ -136,9 +142,10 @@ def _always(kind: type) -> type:
 
 
 def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    kind = "" if vars(module).get(_SLICES, 1) == 1 else " slices"
     raise InvalidArgument(
         f"state_dict: expected {prefix.removesuffix('.')} to have all E={module.num_experts} experts, got the "
-        f"{getattr(module, _LOCAL)} of this rank; save the model before it is spread over ranks"
+        f"{getattr(module, _LOCAL)}{kind} of this rank; save the model before it is spread over ranks"
     )
 
 
@@ -150,6 +157,8 @@ def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor, **o
         tensor_of(module, options.down),
         gate_up_bias=tensor_of(module, options.gate_up_bias) if options.gate_up_bias else None,
         down_bias=tensor_of(module, options.down_bias) if options.down_bias else None,
+        gate_up_scale=tensor_of(module, options.gate_up_scale) if options.gate_up_scale else None,
+        down_scale=tensor_of(module, options.down_scale) if options.down_scale else None,
         **others,
     )
     _check(module, tensors)
@@ -172,8 +181,9 @@ def _check(module: torch.nn.Module, tensors: Tensors) -> None:
         if type(tensor) not in _PLAIN:
             _refuse_distributed(module, tensors)
     for name, weight in (("gate_up_proj", tensors.gate_up_proj), ("down_proj", tensors.down_proj)):
-        if weight.ndim != 3 or weight.dtype not in _TYPES:
-            types = ", ".join(map(str, _TYPES))
+        allowed = _TYPES if tensors.gate_up_scale is None else (torch.float8_e4m3fn,)
+        if weight.ndim != 3 or weight.dtype not in allowed:
+            types = ", ".join(map(str, allowed))
             raise InvalidArgument(
                 f"{type(module).__name__}: expected {name} [E, ., .] of {types}, got {list(weight.shape)} "
                 f"{weight.dtype} (quantised?)"
@@ -218,10 +228,3 @@ def _number_while_compiling(identity: int, top_k: int) -> int:
     function, but its identity, and uses what it compiles with no other module. This one lives: it is being called."""
     module = ctypes.cast(identity, ctypes.py_object).value
     return _number(module, recognise(module), top_k)
-
-
-def _refuse_fp8(module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    raise InvalidArgument(
-        f"{type(module).__name__}: expected experts in float32, bfloat16 or float16, got FP8 ones; FlashMoE does not "
-        "compute these experts, choose another experts_implementation"
-    )

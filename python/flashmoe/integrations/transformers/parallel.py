@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -16,16 +17,22 @@ from torch import Tensor
 
 from ...checkpoint import tensor_files
 from ...context import Context
-from ...errors import CheckpointError, GroupError, InvalidArgument
-from ...placement import contiguous, local_experts
+from ...errors import CheckpointError, InvalidArgument
+from ...limits import checked_slices
+from ...moving import place_in, together
+from ...placement import checked, holders, local_experts
+from ...shares import Cut, Share
+from ...spec import FP8
 from .experts import experts_modules, of_group
 from .llama4 import patch_blocks
-from .recognise import recognise
+from .recognise import ExpertsOptions, recognise
 
 _ONE_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 """In the names of checkpoints with a tensor for each expert; group 1 is the expert's id."""
-_ALL_EXPERTS = re.compile(r"(?:^|\.)experts\.[a-z_]+$")
-"""The names of tensors of all experts, their first axis."""
+_ALL_EXPERTS = re.compile(r"(?:^|\.)experts\.([a-z_]+)$")
+"""The names of tensors of all experts, their first axis; group 1 is the tensor's own."""
+_AXES = {"gate_proj": 0, "up_proj": 0, "w1": 0, "w3": 0, "down_proj": 1, "w2": 1}
+"""The axis of an expert's own matrix that has its intermediate columns, by the matrix's name."""
 
 
 def parallelize(
@@ -34,7 +41,7 @@ def parallelize(
     *,
     max_tokens: int,
     top_k: int | None = None,
-    return_mode: str = "direct",
+    return_mode: str | None = None,
     **options: Any,
 ) -> Context:
     """Leaves `model`, which every rank has whole, with this rank's share of the experts; collective over `group`.
@@ -55,9 +62,10 @@ def parallelize(
     top_k:
         K; default: ``num_experts_per_tok`` of the model's configuration.
     return_mode:
-        As in `flashmoe.Context`. With ``"direct"`` the bits are those of one process that has the whole model.
+        As in `flashmoe.Context`. With ``"direct"``, the default unless experts are cut into slices, the bits are those
+        of one process that has the whole model.
     options:
-        Further arguments of `Context`, such as `timeout`.
+        Further arguments of `Context`, such as `timeout`, `placement` or `slices`, which cuts every expert.
 
     Returns
     -------
@@ -71,10 +79,11 @@ def parallelize(
         As `Context`.
     """
     modules = checked_modules(model)
-    context = _join(modules, group, max_tokens, _top_k_of(model.config, top_k), return_mode, options)
+    sizes, top_k = recognise(modules[0]).sizes(modules[0]), _top_k_of(model.config, top_k)
+    context = _join(modules[0], sizes, group, max_tokens, top_k, return_mode, options)
     mine = context.local_experts()
     for module in modules:
-        _shrink(module, mine)
+        _shrink(module, mine, options.get("slices", 1))
         of_group(module, context)
     patch_blocks(model)
     return context
@@ -86,7 +95,7 @@ def load_parallel(
     *,
     max_tokens: int,
     top_k: int | None = None,
-    return_mode: str = "direct",
+    return_mode: str | None = None,
     device: torch.device | str = "cpu",
     model_class: type[transformers.PreTrainedModel] | None = None,
     context_options: dict[str, Any] | None = None,
@@ -94,8 +103,8 @@ def load_parallel(
 ) -> transformers.PreTrainedModel:
     """The model of a checkpoint with this rank's share of the experts, as after `parallelize`; collective over `group`.
 
-    Of other ranks' experts nothing is read: neither their bytes nor, where a tensor is of one expert, the files that
-    have only such.
+    Of other ranks' experts, or slices of them, nothing is read: neither their bytes nor, where a tensor is of one
+    expert, the files that have only such.
 
     Parameters
     ----------
@@ -108,7 +117,7 @@ def load_parallel(
     model_class:
         Default: the class of Transformers that the configuration names.
     context_options:
-        Further arguments of `Context`.
+        Further arguments of `Context`, such as `placement` or `slices`.
     options:
         Of the class's ``from_pretrained``, such as `dtype`.
 
@@ -119,20 +128,28 @@ def load_parallel(
     InvalidArgument, GroupError, HeapError, PeerTimeout, FlashMoEError
         As `parallelize`.
     """
-    rank, ranks = _place_in(group)
+    rank, ranks = place_in(group)
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "fp8":
+        raise InvalidArgument(f"path: expected a checkpoint whose experts are not in FP8, got one in {path}")
     kind = model_class or _class_of(config)
     _top_k_of(config, top_k)  # before anything is read
     with torch.device("meta"):
-        experts = checked_modules(kind(config))[0].num_experts
-    if experts < ranks:
+        whole = checked_modules(kind(config))[0]
+    experts, sizes, of_context = whole.num_experts, recognise(whole).sizes(whole), context_options or {}
+    slices = checked_slices(of_context.get("slices", 1), experts, 1, ranks, False)
+    if experts * slices < ranks:
         raise InvalidArgument(f"group: expected at most E={experts} ranks, so that each has an expert, got {ranks}")
-    mine = tuple(local_experts(contiguous(experts, ranks), rank))
+    _check_divisor(slices, sizes[1])
+    placement = checked(of_context.get("placement"), experts * slices, ranks)
+    if idle := set(range(ranks)) - {each for entry in placement for each in holders(entry)}:
+        raise InvalidArgument(f"placement: expected each rank to have an expert, got none on {min(idle)}")
+    part = _Part(experts, slices, tuple(local_experts(placement, rank)), _shapes_of(whole), recognise(whole))
     if options.get("dtype", config.dtype) is None:
         raise InvalidArgument(f"dtype: expected a torch.dtype, since {path}/config.json names none, got None")
-    model = _together(group, lambda: _load(kind, Path(path), config, experts, mine, options).to(device))
+    model = _together(group, lambda: _load(kind, Path(path), config, part, options).to(device))
     modules = experts_modules(model)
-    context = _join(modules, group, max_tokens, _top_k_of(config, top_k), return_mode, context_options or {})
+    context = _join(modules[0], sizes, group, max_tokens, _top_k_of(config, top_k), return_mode, of_context)
     for module in modules:
         of_group(module, context)
     patch_blocks(model)
@@ -143,16 +160,15 @@ def _load(
     kind: type[transformers.PreTrainedModel],
     path: Path,
     config: Any,
-    experts: int,
-    mine: tuple[int, ...],
+    part: _Part,
     options: dict[str, Any],
 ) -> transformers.PreTrainedModel:
-    """A model of `kind` with the experts `mine` alone, from the checkpoint's files."""
+    """A model of `kind` with this part of its experts alone, from the checkpoint's files."""
     with ExitStack() as files:
-        model, info = _with_share(kind, mine).from_pretrained(
+        model, info = _with_share(kind, part.mine, part.slices).from_pretrained(
             None,
             config=config,
-            state_dict=dict(_share_of(path, experts, mine, files)),
+            state_dict=dict(_share_of(path, part, files)),
             output_loading_info=True,
             **options,
         )
@@ -165,21 +181,10 @@ def _load(
 
 
 def _together(group: Any, load: Callable[[], Any]) -> Any:
-    """What `load` returns, once all ranks have loaded: they take their time, and one that fails must not be waited for
-    as one that is late. Raises its error, or `GroupError` where it is another rank's."""
-    result = error = None
-    try:
-        result = load()
-    except Exception as raised:
-        error = raised
-    errors: list[str | None] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", group)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(errors):
-        if other is not None:
-            raise GroupError(f"rank {rank}: expected it to load its share of the model, got {other}")
-    return result
+    """What `load` returns, once all ranks have loaded: they take their time."""
+    loaded = []
+    together(group, lambda: loaded.append(load()), "load its share of the model")
+    return loaded[0]
 
 
 def checked_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -194,7 +199,8 @@ def checked_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
         kinds = "; ".join(f"E={experts}, {kind}, H and I {sizes}" for experts, *sizes, kind in sorted(alike, key=str))
         raise InvalidArgument(f"{type(model).__name__}: expected experts modules of one shape and type, got {kinds}")
     for module in modules:
-        recognise(module)
+        if recognise(module).gate_up_scale is not None:
+            raise InvalidArgument(f"{type(module).__name__}: expected experts that are not in FP8, got {FP8}")
     return modules
 
 
@@ -216,75 +222,122 @@ def _class_of(config: Any) -> type[transformers.PreTrainedModel]:
     return kind
 
 
-def _place_in(group: Any) -> tuple[int, int]:
-    """This process's rank in `group`, and how many there are."""
-    if not torch.distributed.is_initialized():
-        raise InvalidArgument("group: expected torch.distributed to be initialised, got no process group")
-    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-
-
 def _join(
-    modules: list[torch.nn.Module], group: Any, max_tokens: int, top_k: int, return_mode: str, options: dict[str, Any]
+    module: torch.nn.Module,
+    sizes: tuple[int, int],
+    group: Any,
+    max_tokens: int,
+    top_k: int,
+    return_mode: str | None,
+    options: dict[str, Any],
 ) -> Context:
-    """A context for these modules, whose tensors may be of all experts or of this rank's."""
-    weights = modules[0].down_proj
-    hidden, intermediate = recognise(modules[0]).sizes(modules[0])
+    """A context for modules like this one, whose whole experts have H and I of `sizes`."""
+    weights, slices = module.down_proj, options.get("slices", 1)
+    ranks = place_in(group)[1]
+    _check_divisor(checked_slices(slices, module.num_experts, 1, ranks, False), sizes[1])
     return Context.from_torch(
         group,
         max_tokens=max_tokens,
-        hidden=hidden,
-        intermediate=intermediate,
-        experts=modules[0].num_experts,
+        hidden=sizes[0],
+        intermediate=sizes[1] // slices,
+        experts=module.num_experts,
         top_k=top_k,
         dtype=str(weights.dtype).removeprefix("torch."),
         device=weights.device.index if weights.device.type == "cuda" else None,
-        return_mode=return_mode,
+        return_mode=return_mode or ("direct" if slices == 1 else "reduced"),
         **options,
     )
 
 
-def _shrink(module: torch.nn.Module, mine: list[int]) -> None:
-    """Leaves an experts module the rows of its tensors that are of these experts, which follow one another."""
-    named = recognise(module)
-    rows = slice(mine[0], mine[-1] + 1) if mine else slice(0)
-    for name in (named.gate_up, named.down, named.gate_up_bias, named.down_bias):
-        if name is not None:
-            whole = getattr(module, name)
-            # A copy: a view would keep the memory of all.
-            setattr(module, name, torch.nn.Parameter(whole.detach()[rows].clone(), requires_grad=whole.requires_grad))
+def _check_divisor(slices: int, intermediate: int) -> None:
+    if intermediate % slices:
+        raise InvalidArgument(f"slices: expected a divisor of I={intermediate}, got {slices}")
+
+
+def _names_of(options: ExpertsOptions) -> dict[str, str]:
+    """The names of an experts module's tensors, with those that `flashmoe.moe` has for them."""
+    names = {"gate_up_proj": options.gate_up, "down_proj": options.down}
+    names |= {"gate_up_bias": options.gate_up_bias, "down_bias": options.down_bias}
+    return {theirs: ours for ours, theirs in names.items() if theirs is not None}
+
+
+def _cut_of(options: ExpertsOptions, slices: int) -> Cut:
+    return Cut(slices, options.activation, options.interleaved, options.transposed)
+
+
+def _shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of each of an experts module's tensors, by its own name."""
+    return {name: tuple(getattr(module, name).shape) for name in _names_of(recognise(module))}
+
+
+def _shrink(module: torch.nn.Module, mine: Sequence[int], slices: int) -> None:
+    """Leaves an experts module what of its tensors is of these experts, or slices."""
+    options = recognise(module)
+    for name, ours in _names_of(options).items():
+        whole = getattr(module, name)
+        share = _cut_of(options, slices).share(ours, tuple(whole.shape), mine)
+        part = whole.detach().new_zeros(share.shape)  # its own: a view would keep the memory of all
+        for place, box in share.parts:
+            part[place] = whole.detach()[box]
+        setattr(module, name, torch.nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
 @cache
-def _with_share(kind: type, mine: tuple[int, ...]) -> type:
+def _with_share(kind: type, mine: tuple[int, ...], slices: int) -> type:
     """`kind`, whose new models have a share of their experts only. Transformers' loader fills what a model has; from
     name and module it finds out what the model is, so that both stay."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
         for module in experts_modules(self):
-            _shrink(module, list(mine))
+            _shrink(module, mine, slices)
 
     return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
 
 
-class _Rows:
-    """Some rows of a tensor in a file, as the loader takes it: ``[...]`` reads them."""
+class _Part(NamedTuple):
+    """Of every layer's experts this rank's."""
 
-    def __init__(self, tensor: Any, rows: slice) -> None:
+    experts: int
+    """E."""
+    slices: int
+    mine: tuple[int, ...]
+    """Ids of its experts, or slices."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of the tensors of all experts."""
+    options: ExpertsOptions
+
+
+class _Boxes:
+    """A share of a tensor in a file, as the loader takes it: ``[...]`` reads it."""
+
+    def __init__(self, tensor: Any, share: Share) -> None:
         self._tensor = tensor
-        self._rows = rows
+        self._share = share
 
     def __getitem__(self, everything: Any) -> Tensor:
-        return self._tensor[self._rows]
+        parts = ((place, self._tensor[box]) for place, box in self._share.parts)
+        place, first = next(parts, ((), None))
+        if first is None:
+            return self._tensor[:1].new_zeros(self._share.shape)
+        if first.shape == self._share.shape:
+            return first
+        made = first.new_zeros(self._share.shape)
+        made[place] = first
+        for place, part in parts:
+            made[place] = part
+        return made
 
 
-def _share_of(path: Path, experts: int, mine: tuple[int, ...], files: ExitStack) -> Iterator[tuple[str, Any]]:
+def _share_of(path: Path, part: _Part, files: ExitStack) -> Iterator[tuple[str, Any]]:
     """Names of the checkpoint's tensors that are no other rank's, and what reads each when it is asked for its values:
-    a safetensors slice, or `_Rows` of one that is of all experts. `files` closes what is opened."""
+    a safetensors slice, or `_Boxes` of one. `files` closes what is opened."""
     opened: dict[Path, Any] = {}
+    names, how = _names_of(part.options), _cut_of(part.options, part.slices)
     for name, file in tensor_files(path).items():
         one = _ONE_EXPERT.search(name)
-        if one and int(one[1]) not in mine:
+        ids = [each for each in part.mine if one and each // part.slices == int(one[1])]
+        if one and not ids:
             continue
         try:
             if file not in opened:
@@ -294,5 +347,44 @@ def _share_of(path: Path, experts: int, mine: tuple[int, ...], files: ExitStack)
             raise CheckpointError(
                 f"path: expected {name} in a complete safetensors file at {file}, got {error}"
             ) from error
-        of_all = _ALL_EXPERTS.search(name) and tensor.get_shape()[:1] == [experts]
-        yield name, _Rows(tensor, slice(mine[0], mine[-1] + 1)) if of_all else tensor
+        shape, of_all = tuple(tensor.get_shape()), _ALL_EXPERTS.search(name)
+        if one and part.slices > 1:
+            yield from _slices_of_one(name, one, tensor, ids, part.slices)
+        elif of_all and shape[:1] == (part.experts,):
+            yield name, _Boxes(tensor, _share_of_all(name, names.get(of_all[1]), shape, part, how))
+        else:
+            yield name, tensor
+
+
+def _share_of_all(name: str, ours: str | None, shape: tuple[int, ...], part: _Part, how: Cut) -> Share:
+    """The share of a tensor of all experts, which `flashmoe.moe` calls `ours`. Raises `CheckpointError` where it is to
+    be cut and is none that the model has."""
+    if part.slices == 1:
+        rest = [slice(0, size) for size in shape[1:]]
+        # Those that follow one another are read at once. (Of one run all numbers are equally far from their positions.)
+        runs = [list(run) for _, run in groupby(enumerate(part.mine), lambda at: at[1] - at[0])]
+        bounds = [((run[0][0], run[-1][0] + 1), (run[0][1], run[-1][1] + 1)) for run in runs]
+        boxes = [((slice(*to), *rest), (slice(*of), *rest)) for to, of in bounds]
+        return Share((len(part.mine), *shape[1:]), boxes)
+    expected = part.shapes.get(_ALL_EXPERTS.search(name)[1])
+    if ours is None or shape != expected:
+        raise CheckpointError(f"path: expected {name} to be cut as {expected}, got shape {shape}")
+    return how.share(ours, shape, part.mine)
+
+
+def _slices_of_one(
+    name: str, one: re.Match[str], tensor: Any, ids: list[int], slices: int
+) -> Iterator[tuple[str, _Boxes]]:
+    """The slices `ids` of one expert's own matrix, by the names that as many experts would have: the loader puts the
+    matrices together in the order of their numbers. Raises `CheckpointError` for a matrix that is not known."""
+    shape, axis = tuple(tensor.get_shape()), _AXES.get(name[one.end() :].split(".")[0])
+    if axis is None or len(shape) != 2 or shape[axis] % slices:
+        known = ", ".join(_AXES)
+        raise CheckpointError(f"path: expected {name} to be a matrix of an expert, one of {known}, got shape {shape}")
+    width = shape[axis] // slices
+    made = (width, shape[1]) if axis == 0 else (shape[0], width)
+    for id in ids:
+        box = [slice(0, size) for size in shape]
+        box[axis] = slice(id % slices * width, (id % slices + 1) * width)
+        whole = tuple(slice(0, size) for size in made)
+        yield f"{name[: one.start(1)]}{id}{name[one.end(1) :]}", _Boxes(tensor, Share(made, [(whole, tuple(box))]))

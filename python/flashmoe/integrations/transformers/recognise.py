@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations import moe as interface
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from ...errors import InvalidArgument
 from .attributes import remembered, tensor_of
@@ -62,6 +63,9 @@ class ExpertsOptions:
     """[E, 2I], or [E, I] without a gate."""
     down_bias: str | None
     """[E, H]"""
+    gate_up_scale: str | None = None
+    """Of experts in FP8, as is the next."""
+    down_scale: str | None = None
     interleaved: bool = False
     limit: float | None = None
     alpha: float = 1.0
@@ -79,7 +83,8 @@ class ExpertsOptions:
         return (second, first) if self.transposed else (first, second)
 
 
-_READ = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "limit", "alpha", "_apply_gate", *FLAGS)
+_OF_FP8 = ("gate_softcap", "swiglu_alpha", "activation_scheme")
+_READ = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "limit", "alpha", "_apply_gate", *FLAGS, *_OF_FP8)
 """Attributes of a module that its recognition reads, but for `act_fn`, which may be a module."""
 
 
@@ -105,12 +110,17 @@ def _recognised(module: torch.nn.Module, is_share: bool) -> ExpertsOptions:
         return ExpertsOptions(activation, True, *names, weights_on_input=True)
     first = "gate_up_proj" if module.has_gate else "up_proj"
     gate = _gate(module) if module.has_gate else {"activation": _activation(module, UNGATED)}
+    quantised = isinstance(module, FP8Experts)
+    if quantised and (scheme := getattr(module, "activation_scheme", "dynamic")) != "dynamic":
+        raise _refusal(module, "activation_scheme", "dynamic", scheme)
     return ExpertsOptions(
         transposed=bool(getattr(module, "is_transposed", False)),
         gate_up=first,
         down="down_proj",
         gate_up_bias=f"{first}_bias" if module.has_bias else None,
         down_bias="down_proj_bias" if module.has_bias else None,
+        gate_up_scale=f"{first}_scale_inv" if quantised else None,
+        down_scale="down_proj_scale_inv" if quantised else None,
         **gate,
     )
 
@@ -129,6 +139,8 @@ def _gate(module: torch.nn.Module) -> dict[str, Any]:
     elif function is _gate_of_gpt_oss():
         gate = {"activation": "clamped_swiglu", "limit": module.limit, "alpha": module.alpha, "up_offset": 1.0}
         gate["interleaved"] = True
+    elif function is getattr(FP8Experts, "_apply_gate", None):
+        gate = _gate_of_fp8(module)
     else:
         known = "the default of Transformers, act_fn(gate) * up, or that of gpt-oss"
         raise _refusal(module, "_apply_gate", known, "another function")
@@ -136,6 +148,20 @@ def _gate(module: torch.nn.Module) -> dict[str, Any]:
     if halves is gate.get("interleaved", False):  # it says of the weights what its gate does not do
         raise _refusal(module, "is_concatenated", str(not halves), halves)
     return gate
+
+
+def _gate_of_fp8(module: torch.nn.Module) -> dict[str, Any]:
+    """What the gate of experts in FP8 computes, which stands for those of all models that have them."""
+    if (softcap := getattr(module, "gate_softcap", None)) is not None:
+        raise _refusal(module, "gate_softcap", "None", softcap)
+    activation, limit = _activation(module, GATED), getattr(module, "limit", None)
+    alpha = getattr(module, "swiglu_alpha", None)
+    if limit is None and alpha is None:
+        return {"activation": activation}
+    if activation != "swiglu":
+        raise _refusal(module, "act_fn", "SiLU with a limit", activation)
+    of_gpt_oss = {} if alpha is None else {"alpha": alpha, "up_offset": 1.0}
+    return {"activation": "clamped_swiglu", "limit": limit, **of_gpt_oss}
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Small calls under NVIDIA's compute-sanitizer: memory, shared-memory races, barriers, uninitialised reads."""
+"""Small calls under NVIDIA's compute-sanitizer. Each of its tools has a file of tests, which can be run by itself:
+together they take more than ten minutes. A part of one: ``-k "racecheck and alone"``, ``-k "racecheck and 2ranks"``."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ import torch
 from ranks import RANKS_A_GPU, WAYS
 from sanitized import KINDS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(0)]
-
 SCRIPT = Path(__file__).resolve().parent / "sanitized.py"
 FOUND = 86
 """Exit status for what a tool found."""
 LIMIT = 1800
 """Seconds; racecheck slows a kernel a thousandfold, and where warps wait long, now and then much more."""
+GLOBAL_MEMORY = ("memcheck", "initcheck")
+"""The tools that look at global memory, where a context's second call finds what its first has left behind. The others
+look at shared memory, which no launch leaves to the next: they are shown one call."""
 PARTS = [(kind, 1) for kind in KINDS] + [(way, 2) for way in WAYS]
+every_part = pytest.mark.parametrize(
+    "part, ranks", PARTS, ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS]
+)
 """What each run of a tool looks at, and on how many ranks."""
 
 
@@ -35,11 +40,8 @@ def sanitizer() -> str | None:
     return next((str(place) for place in places if place.is_file()), None)
 
 
-@pytest.mark.parametrize(
-    "part, ranks", PARTS, ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS]
-)
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_sanitizer(tool, part, ranks):
+def sanitize(tool: str, part: str, ranks: int) -> None:
+    """Fails with what the tool has found; skips where it cannot run."""
     program = sanitizer()
     if program is None:
         pytest.skip(f"{tool}: no compute-sanitizer on this machine")
@@ -50,10 +52,10 @@ def test_sanitizer(tool, part, ranks):
         command += ["--kernel-regex", "kns=flashmoe_"]
     if tool == "memcheck" and ranks > 1:  # NVSHMEM asks the driver for symbols that a module need not have
         command += ["--report-api-errors", "no"]
-    command += [sys.executable, str(SCRIPT), part]
-    # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation. The others look at shared memory.
-    global_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in ("memcheck", "initcheck") else {}
-    environment = {**os.environ, **global_memory}
+    command += [sys.executable, str(SCRIPT), part, "2" if tool in GLOBAL_MEMORY else "1"]
+    # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation.
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in GLOBAL_MEMORY else {}
+    environment = {**os.environ, **uncached}
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
         of_group = [] if ranks == 1 else [str(rank), str(ranks), f"sanitized-{os.getpid()}"]

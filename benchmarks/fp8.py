@@ -1,0 +1,134 @@
+"""A layer with experts in FP8 beside the bare GEMMs in FP8, and beside the same layer in bfloat16, in one run.
+
+    python benchmarks/fp8.py [--layers NAME ...] [--out benchmarks/results/fp8/h200x1.json]
+
+"fused": the whole layer (router, quantising x, dispatch to combine, one launch), its weights with scales of 128 x 128
+as checkpoints have them. "floor": PyTorch's two grouped GEMMs in FP8 with a scale for each row, on ready quantised
+rows, as many as the layer has, spread over the experts at random; quantising is not in it. "bf16": the layer in
+bfloat16, where both fit. All in turn, by two timers: "busy", behind work that hides the launches, and "plain", which
+has them in it. Medians of --repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import flashmoe
+import torch
+from harness import QUERY, commit_option, described, in_turn, milliseconds, nvidia_smi, write
+
+LAYERS = {  # H, I, E, K, T, the most that fused / floor may be
+    "qwen3-30b": (2048, 768, 128, 8, 8192, 1.15),
+    "mixtral": (4096, 14336, 8, 2, 8192, 1.12),
+    "deepseek-v3": (7168, 2048, 256, 8, 4096, 1.10),
+}
+F8 = torch.float8_e4m3fn
+BF16_BYTES = 40 << 30
+"""The most that weights in bfloat16 may take beside those in FP8."""
+
+
+def by_row(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in FP8 and a scale for each."""
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 448.0
+    return (rows.float() / scale).to(F8), scale.squeeze(-1).contiguous()
+
+
+def by_block(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix of whole blocks of 128 x 128 in FP8, and a scale for each."""
+    rows, columns = matrix.shape
+    blocks = matrix.float().view(rows // 128, 128, columns // 128, 128)
+    scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448.0
+    return (blocks / scale).view(rows, columns).to(F8), scale.view(rows // 128, columns // 128)
+
+
+def weights(experts: int, rows: int, columns: int, quantise: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random matrices, expert by expert: float32 copies of all would not fit."""
+    matrices = torch.empty(experts, rows, columns, device="cuda", dtype=F8)
+    scales = []
+    for expert in range(experts):
+        random = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
+        matrices[expert], scale = quantise(random)
+        scales.append(scale)
+    return matrices, torch.stack(scales)
+
+
+def floor_call(hidden: int, inner: int, experts: int, rows: int) -> Callable[[int], None]:
+    counts = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts)
+    offsets = counts.cumsum(0).int()
+    (w1, s1), (w2, s2) = (weights(experts, n, k, by_row) for n, k in ((2 * inner, hidden), (hidden, inner)))
+    (x, of_x), (h, of_h) = (
+        by_row(torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)) for columns in (hidden, inner)
+    )
+    how = {"offs": offsets, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+
+    def call(_: int) -> None:
+        torch._scaled_grouped_mm(x, w1.transpose(1, 2), of_x, s1, **how)
+        torch._scaled_grouped_mm(h, w2.transpose(1, 2), of_h, s2, **how)
+
+    return call
+
+
+def context_of(layer: str, **types: str) -> flashmoe.Context:
+    hidden, inner, experts, top_k, tokens, _ = LAYERS[layer]
+    sizes = {"hidden": hidden, "intermediate": inner, "experts": experts, "top_k": top_k, "max_tokens": tokens}
+    return flashmoe.Context(engine="cuda", dtype="bfloat16", profile={}, **sizes, **types)
+
+
+def measure(layer: str, repeats: int, with_bf16: bool) -> dict[str, Any]:
+    hidden, inner, experts, top_k, tokens, allowed = LAYERS[layer]
+    torch.manual_seed(1)
+    xs = [torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    router = torch.randn(experts, hidden, device="cuda", dtype=torch.bfloat16) * 0.02
+    (w1, s1), (w2, s2) = (weights(experts, n, k, by_block) for n, k in ((2 * inner, hidden), (hidden, inner)))
+    calls = {"floor": floor_call(hidden, inner, experts, tokens * top_k)}
+    torch.cuda.empty_cache()
+    contexts = [context_of(layer, weight_dtype="float8_e4m3fn")]
+    moe = functools.partial(flashmoe.moe, router=router, top_k=top_k)
+    calls["fused"] = lambda i: moe(contexts[0], xs[i % 4], w1, w2, gate_up_scale=s1, down_scale=s2)
+    if with_bf16 and 2 * (w1.numel() + w2.numel()) <= BF16_BYTES:
+        plain = [(torch.randn(each.shape, device="cuda", dtype=torch.bfloat16).mul_(0.02)) for each in (w1, w2)]
+        contexts.append(context_of(layer))
+        calls["bf16"] = lambda i: moe(contexts[1], xs[i % 4], *plain)
+    timed = in_turn(milliseconds, calls, repeats)
+    for context in contexts:
+        context.synchronize()
+        context.close()
+    row: dict[str, Any] = {"layer": layer, "tokens": tokens, "allowed": allowed}
+    for how, busy in (("busy", True), ("plain", False)):
+        medians = {what: statistics.median(timed[what, busy]) for what in calls}
+        row[how] = {f"{what}_ms": value for what, value in medians.items()}
+        row[how]["ratio"] = medians["fused"] / medians["floor"]
+        row[how]["tflops"] = tokens * top_k * 6 * hidden * inner / medians["fused"] * 1e-9
+    row["nvidia_smi"] = {QUERY: nvidia_smi()}
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="*", default=list(LAYERS))
+    parser.add_argument("--repeats", type=int, default=32)
+    parser.add_argument("--without-bf16", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path)
+    commit_option(parser)
+    args = parser.parse_args()
+    result: dict[str, Any] = {**described(args.commit), "layers": []}
+    print(result["device"])
+    for name in args.layers:
+        row = measure(name, args.repeats, not args.without_bf16)
+        result["layers"].append(row)
+        for how in ("busy", "plain"):
+            figures = " ".join(f"{what} {value:.4f}" for what, value in row[how].items())
+            print(f"{name:>12} {how:>5} {figures} (ratio allowed: {row['allowed']})", flush=True)
+        torch.cuda.empty_cache()
+    if args.out:
+        write(args.out, result)
+    return int(any(row["busy"]["ratio"] > row["allowed"] for row in result["layers"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

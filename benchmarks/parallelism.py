@@ -1,0 +1,222 @@
+"""A layer whose experts are spread over the ranks in different ways: what COMET's figures 12 and 14 vary.
+
+    torchrun --nproc-per-node N benchmarks/parallelism.py splits|imbalance [--shapes NAME ...] [--tokens T]
+        [--engine cuda|cpu] [--repeats N] [--out benchmarks/results/parallelism/h200xN.json]
+
+`splits`: expert times tensor parallelism. For every divisor n of N, groups of n ranks share each expert, a slice a
+rank: from n = 1, whole experts, to n = N, a slice of every expert everywhere. The results are those of the first split,
+but for rounding; "difference" says how far they are apart.
+
+`imbalance`: experts that are chosen unevenly. Their shares of all choices have the standard deviation --spread around
+1 / E; experts lie in contiguous shares, or as `flashmoe.placement.balanced` places them, with E / 8 copies, by the load
+of that very batch. "fullest" is what the rank that computes most has, of the mean.
+
+Every rank has T tokens, whose experts are given. Of each call the slowest rank's time counts; medians of --repeats.
+With the CUDA engine a call begins behind an all-reduce on GPUs that are kept busy, with the CPU engine (whose shape is
+"small") at a barrier. Rank 0 prints and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flashmoe
+import numpy as np
+import torch
+import torch.distributed as dist
+from flashmoe.placement import Placement, balanced, contiguous, hybrid, local_experts, rank_loads
+from flashmoe.slices import cut
+from harness import SHAPES, WARM_UP, commit_option, cpu_model, described, group_milliseconds, join, write
+
+SMALL = {"small": (64, 128, 8, 2, "swiglu", (256,))}  # of two cores, in a second
+TYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+class SpreadLayer:
+    """One rank's part of a layer of random weights, which are the same however the experts are spread."""
+
+    def __init__(self, shape: tuple, engine: str, ids: np.ndarray, placement: Placement, slices: int = 1) -> None:
+        hidden, inner, experts, top_k, activation, _ = shape
+        rank, tokens, device = dist.get_rank(), len(ids), _device(engine)
+        make = {"device": device, "dtype": TYPES[engine]}
+        mine = local_experts(placement, rank)
+        parts = [_slice(*divmod(each, slices), slices, hidden, inner, activation, make) for each in mine]
+        rows = inner // slices * (2 if activation == "swiglu" else 1)
+        self.w1 = (
+            torch.stack([each["gate_up_proj"] for each in parts]) if parts else torch.empty(0, rows, hidden, **make)
+        )
+        self.w2 = (
+            torch.stack([each["down_proj"] for each in parts])
+            if parts
+            else torch.empty(0, hidden, inner // slices, **make)
+        )
+        generator = torch.Generator(device).manual_seed(rank)
+        self.x = torch.randn(tokens, hidden, generator=generator, **make)
+        self.routing = {
+            "topk_ids": torch.from_numpy(ids).to(device),
+            "topk_weights": torch.full(ids.shape, 1.0 / top_k, device=device),
+        }
+        self.ctx = flashmoe.Context.from_torch(
+            engine=engine,
+            max_tokens=tokens,
+            hidden=hidden,
+            intermediate=inner // slices,
+            experts=experts,
+            top_k=top_k,
+            dtype=str(TYPES[engine]).removeprefix("torch."),
+            placement=placement,
+            slices=slices,
+            processors=1 if engine == "cpu" else None,
+        )
+        self.options = {"activation": activation, "slices": slices}
+
+    def __call__(self, _: int) -> torch.Tensor:
+        return flashmoe.moe(self.ctx, self.x, self.w1, self.w2, **self.routing, **self.options)
+
+    def close(self) -> None:
+        self.ctx.synchronize()
+        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        self.ctx.close()
+        if self.x.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def _slice(
+    expert: int, n: int, slices: int, hidden: int, inner: int, activation: str, make: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Slice n of an expert."""
+    generator = torch.Generator(make["device"]).manual_seed(1000 + expert)
+    rows = inner * (2 if activation == "swiglu" else 1)
+    w1 = torch.randn(1, rows, hidden, generator=generator, **make) * 0.02
+    w2 = torch.randn(1, hidden, inner, generator=generator, **make) * 0.02
+    return {name: each[n].clone() for name, each in cut(slices, w1, w2, activation=activation).items()}
+
+
+def _device(engine: str) -> str:
+    return f"cuda:{torch.cuda.current_device()}" if engine == "cuda" else "cpu"
+
+
+def chosen(tokens: int, experts: int, top_k: int, spread: float, seed: int) -> np.ndarray:
+    """int32 [T, K]: distinct experts of each token, as likely as shares are whose standard deviation is `spread`."""
+    shares = np.random.default_rng(0).permutation(np.linspace(-1.0, 1.0, experts)) if experts > 1 else np.zeros(1)
+    shares = np.maximum(1.0 / experts + spread * shares / max(shares.std(), 1e-9), 1e-6)
+    keys = np.log(shares) + np.random.default_rng(seed).gumbel(size=(tokens, experts))
+    return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int32)
+
+
+def milliseconds(call: Callable[[int], Any], repeats: int, engine: str) -> list[float]:
+    """Of single calls, the slowest rank's times."""
+    if engine == "cuda":
+        return group_milliseconds(call, repeats, True)
+    spans = []
+    for i in range(repeats + WARM_UP):
+        dist.barrier()
+        start = time.perf_counter()
+        call(i)
+        spans.append((time.perf_counter() - start) * 1e3)
+    slowest = torch.tensor(spans[WARM_UP:])
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def measured(layer: SpreadLayer, repeats: int, engine: str) -> dict[str, Any]:
+    """What all rows have."""
+    layer(0)
+    layer.ctx.synchronize()
+    times = milliseconds(layer, repeats, engine)
+    report = layer.ctx.last_call
+    sent = torch.tensor([report.rows_sent, report.return_rows_sent], device=layer.x.device)
+    dist.all_reduce(sent)
+    return {
+        "ms": statistics.median(times),
+        "min_max": [min(times), max(times)],
+        "return_mode": report.return_mode,
+        "rows_sent": sent.tolist(),
+    }
+
+
+def splits(name: str, shape: tuple, tokens: int, repeats: int, engine: str) -> list[dict[str, Any]]:
+    _, inner, experts, top_k, *_ = shape
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ids = chosen(tokens, experts, top_k, 0.0, rank)
+    rows, first = [], None
+    for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0 and inner % n == 0):
+        if engine == "cuda" and (top_k * tensor > 32 or inner // tensor % 8):
+            continue
+        layer = SpreadLayer(shape, engine, ids, hybrid(experts, ranks, tensor), tensor)
+        y = layer(0).double()
+        first = y if first is None else first
+        apart = torch.stack([(y - first).square().sum(), first.square().sum()])
+        dist.all_reduce(apart)
+        row = {"shape": name, "tokens": tokens, "expert_parallel": ranks // tensor, "tensor_parallel": tensor}
+        rows.append(row | measured(layer, repeats, engine) | {"difference": float((apart[0] / apart[1]).sqrt())})
+        layer.close()
+    return rows
+
+
+def imbalance(
+    name: str, shape: tuple, tokens: int, repeats: int, engine: str, spreads: list[float]
+) -> list[dict[str, Any]]:
+    _, _, experts, top_k, *_ = shape
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = []
+    for spread in spreads:
+        by_rank = [chosen(tokens, experts, top_k, spread, seed) for seed in range(ranks)]
+        load = np.array([np.bincount(ids.ravel(), minlength=experts) for ids in by_rank])
+        copies = min(experts // 8, experts * (ranks - 1))
+        placements = {"contiguous": contiguous(experts, ranks), "balanced": balanced(load.sum(axis=0), ranks, copies)}
+        for how, placement in placements.items():
+            layer = SpreadLayer(shape, engine, by_rank[rank], placement)
+            of_ranks = rank_loads(placement, load, ranks)
+            row = {"shape": name, "tokens": tokens, "spread": spread, "placement": how}
+            row["spread_of_load"] = float((load.sum(axis=0) / load.sum()).std())
+            row["fullest"] = float(of_ranks.max() / of_ranks.mean())
+            rows.append(row | measured(layer, repeats, engine))
+            layer.close()
+    return rows
+
+
+def start(engine: str) -> dict[str, str]:
+    """Joins the group that torchrun has started; where what it measures comes from."""
+    if engine == "cuda":
+        join()
+        return described("", dist.get_world_size())
+    dist.init_process_group("gloo")
+    return {"device": f"{cpu_model()}, {os.cpu_count()} cores", "torch": torch.__version__}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=["splits", "imbalance"])
+    parser.add_argument("--engine", choices=list(TYPES), default="cuda")
+    parser.add_argument("--shapes", nargs="*", default=None)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--spread", type=float, nargs="*", default=[0.0, 0.01, 0.02, 0.03, 0.04, 0.05])
+    parser.add_argument("--repeats", type=int, default=32)
+    parser.add_argument("--out", type=pathlib.Path)
+    commit_option(parser)
+    args = parser.parse_args()
+    shapes = SHAPES | SMALL
+    result: dict[str, Any] = start(args.engine) | {"commit": args.commit, "suite": args.suite, "rows": []}
+    by_suite = {"splits": splits, "imbalance": functools.partial(imbalance, spreads=args.spread)}
+    for name in args.shapes or (["mixtral", "paper-E8"] if args.engine == "cuda" else list(SMALL)):
+        tokens = args.tokens or shapes[name][-1][0]
+        for row in by_suite[args.suite](name, shapes[name], tokens, args.repeats, args.engine):
+            result["rows"].append(row)
+            if dist.get_rank() == 0:
+                print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                                for key, value in row.items()), flush=True)  # fmt: skip
+    if args.out and dist.get_rank() == 0:
+        write(args.out, result)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+// A processor's side of a backward pass: the tasks of a call whose tokens are rows of dY (protocol/gradients.h).
+#pragma once
+
+#include "cpu/engine.h"
+#include "cpu/gradients.h"
+
+namespace flashmoe::cpu {
+
+// What it has in common with a forward pass's is how rows are sent, reduced and counted. A task has all columns of its
+// tile: a row's gradient of its combine weight is a sum over them.
+class BackwardEngine : public Engine {
+ public:
+  using Engine::Engine;
+
+  // Before each pass.
+  void begin_pass(Backward& pass, const GradientLayout& layout) { pass_ = &pass, layout_ = &layout; }
+
+  bool dispatch(uint32_t b);
+  template <uint32_t n>
+  void multiply(uint32_t index, uint32_t) {
+    multiply(n, index);
+  }
+  void sum(const Piece& piece) { piece.reduces ? reduce(piece) : combine(piece); }
+
+ private:
+  void multiply(uint32_t n, uint32_t index);
+  void find_rows(uint32_t tile);
+  float* load_gradients(uint32_t tile, uint32_t columns);
+  // out[rows, n] = a[rows, k] * matrix^T or * matrix, by blocks of columns, from column `first` of the matrix's axis n.
+  void multiply_rows(float* out, const float* a, uint32_t rows, const void* matrix, uint64_t pitch, Rows of, uint32_t n,
+                     uint32_t k);
+  // The gradients of a slice's pre-activations, of the tile's rows, and the slice's part of those of combine weights.
+  void hidden_gradients(uint32_t tile, uint32_t slice);
+  float weight_gradient_of(uint64_t row, uint32_t expert, uint32_t slice, const float* hidden, const float* dy);
+  // What the tile's rows give to their tokens' gradients; to each row's home.
+  void return_gradients(uint32_t tile);
+  void combine(const Piece& piece);
+  void finish_weights(uint32_t token);
+
+  Backward* pass_ = nullptr;
+  const GradientLayout* layout_ = nullptr;
+  std::vector<uint64_t> numbers_;  // of the tile's rows, among all kept ones
+  std::vector<float> part_, act_;
+  std::vector<double> of_weights_, scores_;
+  std::vector<int32_t> ids_;
+};
+
+}  // namespace flashmoe::cpu

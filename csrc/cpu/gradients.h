@@ -1,0 +1,60 @@
+// A backward pass as the CPU engine computes it: what it is given, and what its processors share.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cpu/kept.h"
+#include "cpu/layer.h"
+
+namespace flashmoe::cpu {
+
+// What a backward pass reads and writes besides what the forward pass has kept. Null results are not wanted, and not
+// computed, but for the gradient of x. Each is of its tensor's shape and type.
+struct Gradients {
+  Layer layer;                    // the forward pass's tensors, but for out
+  const void* y = nullptr;        // [T, H], of the results: what all others are made from
+  const float* logits = nullptr;  // [T, E], what the router's logits have besides; may be null
+  void* x = nullptr;              // [T, H]
+  void* gate_up = nullptr;        // as Layer::gate_up, and so on
+  void* gate_up_bias = nullptr;
+  void* down = nullptr;
+  void* down_bias = nullptr;
+  void* router = nullptr;
+  void* router_bias = nullptr;
+  void* shared_gate_up = nullptr;
+  void* shared_down = nullptr;
+  void* shared_gate = nullptr;
+  void* topk_weights = nullptr;  // [T, K], of the type of the weights
+};
+
+// A backward pass that runs.
+struct Backward {
+  Backward(const Kept& kept, const Gradients& gradients);
+
+  // Of a local expert: its intermediate width, and the elements of a row of its gradient of pre-activations.
+  uint32_t width(uint32_t expert) const { return kept.spec.intermediate * (is_shared(expert) ? kept.spec.shared : 1); }
+  uint32_t gate_up_rows(uint32_t expert) const { return width(expert) * (kept.spec.gated() ? 2 : 1); }
+  bool is_shared(uint32_t expert) const { return kept.spec.shared != 0 && expert + 1 == kept.local_experts(); }
+  // The gradient of the pre-activations of an expert's row, by its number among all, in the order of its matrix's rows.
+  float* pre_activations(uint32_t expert, uint64_t row) {
+    return hidden.get() + offset[expert] + (row - kept.first_row(expert)) * gate_up_rows(expert);
+  }
+  // A row's gradient of its combine weight, as far as a slice of its expert goes.
+  float& weight(uint64_t row, uint32_t slice) { return weights[row * slices + slice]; }
+
+  const Kept& kept;
+  const Gradients& gradients;
+  uint32_t slices;                     // that an expert may have
+  std::vector<uint64_t> offset;        // [El + 1] where the expert's rows begin in `hidden`
+  std::unique_ptr<float[]> hidden;     // gradients of pre-activations
+  std::vector<float> weights;          // [rows][slices]
+  std::vector<uint8_t> received;       // dY of other ranks' tokens, as Kept::received_row has their x
+  std::vector<float> logits;           // [T, E] gradients of the router's logits; empty without a router
+  std::vector<float> shared_logits;    // [T] those of the shared expert's gate; empty without one
+  std::atomic<uint32_t> next_part{0};  // of the gradients of weights (weight_gradients.h)
+};
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,76 @@
+// What a call leaves for its gradients: routing, pre-activations, and the rows of other ranks. It belongs to whoever asked
+// for it, not to the context: any number of calls may lie between the two passes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "flashmoe/protocol/gradients.h"
+#include "host/placement.h"
+
+namespace flashmoe::cpu {
+
+class Kept {
+ public:
+  static constexpr uint32_t kOwn = 0xffffffffu;
+
+  struct Row : CanonicalRow {
+    float weight;         // combine weight
+    const float* z;       // [kept_elements()]
+    uint32_t received;    // which of the rows of other ranks it is; kOwn: it is this rank's token
+    bool first_of_token;  // no expert before has the token
+  };
+
+  // ---- while the call runs: its processors, side by side ---------------------------------------------------------
+  // Room for the pre-activations of the tile's rows, of so many elements each.
+  float* pre_activations(const Call& call, uint32_t tile, uint64_t elements);
+  // Copies the tile's rows of other ranks, once.
+  void copy_received(const Call& call, uint32_t tile);
+
+  // ---- between the passes ----------------------------------------------------------------------------------------
+  // The call is over: puts its rows into their order.
+  void finish(const Call& call);
+  uint64_t bytes() const;
+
+  // ---- in the backward pass ---------------------------------------------------------------------------------------
+  const std::vector<Row>& rows() const { return rows_; }
+  uint64_t first_row(uint32_t expert) const { return first_[expert]; }
+  uint32_t local_experts() const { return static_cast<uint32_t>(first_.size()) - 1; }
+  // Whether the local expert is a whole one or the first slice of one: later slices have no bias of the second product.
+  bool has_down_bias(uint32_t expert) const { return later_slices_.empty() || later_slices_[expert] == 0; }
+  // The number of the expert's row of that token; throws where the expert has none.
+  uint64_t find(uint32_t expert, CanonicalRow row) const;
+  const uint8_t* received_row(uint32_t n) const { return received_.data() + uint64_t{n} * row_bytes_; }
+  uint32_t received_rows() const { return received_count_; }
+  uint32_t row_bytes() const { return row_bytes_; }
+
+  LayerSpec spec;
+  host::Holders placement;
+  uint32_t rank = 0, ranks = 0, tokens = 0, top_k = 0;  // top_k: choices of a token, that of a shared expert too
+  Epoch epoch = 0;
+  std::vector<int32_t> ids;    // [T, top_k], -1 where dropped
+  std::vector<float> weights;  // [T, top_k]
+  std::vector<float> logits;   // [T, E], of a router
+
+ private:
+  struct Tile {
+    std::unique_ptr<float[]> z;
+    std::vector<uint8_t> received;  // of the tile's rows from other ranks, one behind the other
+  };
+  Tile& tile(uint32_t t);
+  void collect(const Call& call);
+  void gather_received(const Call& call, const std::vector<const uint8_t*>& from);
+
+  std::mutex mutex_;  // of tiles_
+  std::vector<std::unique_ptr<Tile>> tiles_;
+  std::vector<Row> rows_;  // by expert, in canonical order
+  std::vector<uint64_t> first_;
+  std::vector<uint8_t> later_slices_;  // of each local expert: whether it is one; empty where experts are whole
+  std::vector<uint8_t> received_;
+  uint64_t elements_ = 0;  // pre-activations
+  uint32_t row_bytes_ = 0, received_count_ = 0;
+};
+
+}  // namespace flashmoe::cpu

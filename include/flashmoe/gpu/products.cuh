@@ -1,0 +1,169 @@
+// Sums of products of a few rows of weights with some tokens' rows, by one warp: for calls whose time is that of reading the
+// weights. Weights come in blocks of eight rows; a lane ends with the sums of two neighbouring rows of each block,
+// first_row() and the next, with one of each eight tokens.
+#pragma once
+
+#include <type_traits>
+
+#include "flashmoe/gpu/memory.cuh"
+#include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/gpu/types.cuh"
+
+namespace flashmoe::gpu {
+
+inline constexpr uint32_t kProductRows = 8;  // of a block of weights
+
+// Four 8x8 matrices of 16-bit elements, as fragments: the l-th address is that of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
+namespace detail {
+
+// c += a b for 16 tokens by 8 rows of weights, k 16.
+template <class Dtype>
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+#define FLASHMOE_MMA(type)                                   \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "         \
+      "{%0,%1,%2,%3};"                                       \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])       \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+  if constexpr (std::is_same_v<Dtype, Bf16>) {
+    FLASHMOE_MMA("bf16");
+  } else {
+    FLASHMOE_MMA("f16");
+  }
+#undef FLASHMOE_MMA
+}
+
+}  // namespace detail
+
+// Of one block with at most 16 tokens, by the tensor cores, in fp32. A step is 16 elements of K, in the order in which
+// memory has them: as in the general kernel, so that a logit has the same bits there and here.
+template <class Dtype>
+class BlockSums {
+ public:
+  // Adds a step's products: fragments of mma's m16n8k16, tokens by weights.
+  __device__ __forceinline__ void add(const uint32_t (&tokens)[4], uint32_t b0, uint32_t b1) {
+    detail::mma<Dtype>(sum_, tokens[0], tokens[1], tokens[2], tokens[3], b0, b1);
+  }
+  // Calls store(token, sums) for what the lane has.
+  template <class Store>
+  __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const float sums[1][2] = {{sum_[2 * h], sum_[2 * h + 1]}};
+      const uint32_t token = 8 * h + Platform::lane() / 4;
+      if (token < tokens) store(token, sums);
+    }
+  }
+  static __device__ __forceinline__ uint32_t first_row() { return Platform::lane() % 4 * 2; }
+
+ private:
+  float sum_[4] = {};
+};
+
+// Of two blocks with at most 32 tokens, likewise: weights by eights of tokens, for there are seldom more than eight.
+template <class Dtype>
+class TensorSums {
+ public:
+  static constexpr uint32_t kMostTokens = 32, kSums = kMostTokens / 8;
+
+  // Adds a step's products to sum n: fragments of mma's m16n8k16, both blocks by eight tokens.
+  __device__ __forceinline__ void add(uint32_t n, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                      uint32_t b1) {
+    detail::mma<Dtype>(sum_[n], a0, a1, a2, a3, b0, b1);
+  }
+  // Where all sums are parts of those of the same eight tokens: makes them one.
+  __device__ __forceinline__ void join() {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) sum_[0][i] = (sum_[0][i] + sum_[1][i]) + (sum_[2][i] + sum_[3][i]);
+  }
+  // Calls store(token, sums) for what the lane has.
+  template <class Store>
+  __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
+    const bool odd = Platform::lane() / 4 % 2 != 0;
+#pragma unroll
+    for (uint32_t h = 0; h < kSums; ++h) {
+      if (8 * h >= tokens) break;
+      // Of row lane / 4 of each block the lane has two tokens. With the next lane that has these it changes to both rows
+      // of one token.
+      float sums[2][2];
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        const float even_token = sum_[h][2 * i], odd_token = sum_[h][2 * i + 1];
+        const float theirs = __shfl_xor_sync(kFullWarp, odd ? even_token : odd_token, 4);
+        sums[i][0] = odd ? theirs : even_token;
+        sums[i][1] = odd ? odd_token : theirs;
+      }
+      const uint32_t token = 8 * h + Platform::lane() % 4 * 2 + (odd ? 1 : 0);
+      if (token < tokens) store(token, sums);
+    }
+  }
+  static __device__ __forceinline__ uint32_t first_row() { return Platform::lane() / 8 * 2; }
+
+ private:
+  float sum_[kSums][4] = {};
+};
+
+// By the CUDA cores, as fp32: at 19 bytes of weights a clock and SM, a lane has 26 instructions for each element of fp32, so
+// that a few tokens take no longer than reading the weights. A lane has row g of each block, and of all rows 16 bytes of
+// every 64, the q-th.
+template <class Dtype, uint32_t kBlocks>
+class ExactSums {
+ public:
+  static constexpr uint32_t kMostTokens = 8;
+
+  // Adds the products with kChunks of the lane's chunks of the weights; load(t, j) is the same chunk of token t.
+  template <uint32_t kChunks, class Load>
+  __device__ __forceinline__ void add(const uint4 (&weights)[kBlocks][kChunks], uint32_t tokens, Load&& load) {
+    constexpr uint32_t kElements = 16 / Dtype::kBytes;
+#pragma unroll
+    for (uint32_t j = 0; j < kChunks; ++j) {
+      float w[kBlocks][kElements];
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i) Dtype::spread(w[i], weights[i][j]);
+#pragma unroll
+      for (uint32_t n = 0; n < kMostTokens; ++n) {
+        if (n >= tokens) break;
+        float v[kElements];
+        Dtype::spread(v, load(n, j));
+#pragma unroll
+        for (uint32_t i = 0; i < kBlocks; ++i) {
+#pragma unroll
+          for (uint32_t k = 0; k < kElements; ++k) sum_[i][n] = fmaf(w[i][k], v[k], sum_[i][n]);
+        }
+      }
+    }
+  }
+
+  template <class Store>
+  __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
+    const uint32_t g = Platform::lane() / 4, q = Platform::lane() % 4;
+    float sums[kBlocks][2];  // of token g
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (uint32_t n = 0; n < kMostTokens; ++n) {
+        float sum = sum_[i][n];
+        sum += __shfl_xor_sync(kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(kFullWarp, sum, 2);
+        const float even = __shfl_sync(kFullWarp, sum, static_cast<int>(8 * q));
+        const float odd = __shfl_sync(kFullWarp, sum, static_cast<int>(8 * q + 4));
+        if (n == g) sums[i][0] = even, sums[i][1] = odd;
+      }
+    }
+    if (g < tokens) store(g, sums);
+  }
+  static __device__ __forceinline__ uint32_t first_row() { return Platform::lane() % 4 * 2; }
+
+ private:
+  float sum_[kBlocks][kMostTokens] = {};
+};
+
+}  // namespace flashmoe::gpu

@@ -1,0 +1,91 @@
+// Consumer warpgroups: Epilogue::kActivate of products in e4m3, whose results are quantised.
+//
+// A warp has all columns of 16 rows, so all 128 that share a scale; of a row four lanes have 32 each. Elements leave as
+// other results do (epilogue_rows.cuh): a row's 128 are one line.
+#pragma once
+
+#include "flashmoe/gpu/quantise.cuh"
+#include "flashmoe/sm90/epilogue_rows.cuh"
+
+namespace flashmoe::sm90 {
+
+namespace detail {
+
+// Quantises and stages one block of 128 columns of the warp's rows, whose results are v(g, h, i): of the g-th 8 columns
+// the i-th that the lane has of its h-th row (of 2). Returns the scales of the lane's two rows.
+template <class Dtype, class Value>
+__device__ __forceinline__ float2 stage_quantised(uint32_t own, const Lane& at, const float (&largest)[2], Value v) {
+  float scale[2];
+  Piece<Dtype> piece;
+  static_assert(Piece<Dtype>::kGroups * 16 == kScaleBlock);  // chunks of 16 bytes
+#pragma unroll
+  for (uint32_t h = 0; h < 2; ++h) {
+    float most = fmaxf(largest[h], __shfl_xor_sync(kFullWarp, largest[h], 1));
+    most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
+    scale[h] = scale_of(most);
+    const float inverse = __frcp_rn(scale[h]);
+#pragma unroll
+    for (uint32_t chunk = 0; chunk < Piece<Dtype>::kGroups; ++chunk) {
+      const uint32_t g = 2 * chunk;
+      const uint32_t word =
+          pack_e4m3(v(g, h, 0), v(g, h, 1), inverse) | pack_e4m3(v(g + 1, h, 0), v(g + 1, h, 1), inverse) << 16;
+      piece.word[chunk][h][0] = neighbours(at, word);
+    }
+  }
+  stage_piece<Dtype>(own, at, piece);
+  return {scale[0], scale[1]};
+}
+
+}  // namespace detail
+
+// As store_activated_rows(), but quantised; `tile`: the tile's rows, of which the share's first is number first_row.
+template <class Dtype, Activation A>
+__device__ __forceinline__ void store_quantised_rows(uint32_t staging, const Lane& at, float (&acc)[1][128],
+                                                     const void* bias, uint32_t rows, uint32_t first_column,
+                                                     uint32_t intermediate, uint8_t* tile, uint32_t first_row,
+                                                     GatedRows gated, const ClampedShape& shape) {
+  using namespace detail;
+  constexpr bool kGated = is_gated(A);
+  constexpr uint32_t kBlocks = kGated ? 1 : 2, kApart = kGated ? 8 : 4;  // accumulators of 8 columns of results
+  const uint32_t own = own_staging(staging, at);
+  add_bias<Dtype, kGated ? Columns::kGroups : Columns::kResults>(acc[0], own, bias, at, first_column, intermediate,
+                                                                 gated);
+  const uint32_t row = at.group * 64 + at.warp * kWarpRows;
+  const uint32_t chunk = at.lane % 8;
+#pragma unroll 1
+  for (uint32_t b = 0; b < kBlocks && first_column + b * kScaleBlock < intermediate; ++b) {
+    const uint32_t column = first_column + b * kScaleBlock;
+    float largest[2] = {};
+#pragma unroll
+    for (uint32_t g = 0; g < kScaleBlock / 8; ++g) {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        float* const v = &acc[0][g * kApart + 2 * h];
+        activate_pair<Dtype, A>(v[0], v[1], shape);
+        if constexpr (kGated) v[0] *= shaped_up<A>(v[4], shape), v[1] *= shaped_up<A>(v[5], shape);
+        largest[h] = larger(larger(largest[h], v[0]), v[1]);
+      }
+    }
+    const float2 scale = stage_quantised<Dtype>(
+        own, at, largest, [&](uint32_t g, uint32_t h, uint32_t i) { return acc[0][g * kApart + 2 * h + i]; });
+    __syncwarp();
+#pragma unroll
+    for (uint32_t i = 0; i < kPieceStores; ++i) {
+      const uint32_t r = at.lane / 8 + i * (kWarpRows / kPieceStores);
+      const uint4 piece = load_shared16(own + staged_in_piece(r, chunk));
+      if (row + r >= rows || column + chunk * 16 >= intermediate) continue;
+      store_global16(tile + (first_row + row + r) * quantised_pitch(intermediate) + column + chunk * 16, piece);
+    }
+    auto* const scales = reinterpret_cast<float*>(
+        tile + quantised_scale(intermediate, column / kScaleBlock, first_row + row + at.row()));
+    if (at.lane % 4 == 0 && row + at.row() < rows) scales[0] = scale.x;
+    if (at.lane % 4 == 0 && row + at.row() + 8 < rows) scales[8] = scale.y;
+    __syncwarp();             // the staging buffer is read
+    if constexpr (!kGated) {  // the next block by the same code
+#pragma unroll
+      for (uint32_t i = 0; i < 64; ++i) acc[0][i] = acc[0][i + 64];
+    }
+  }
+}
+
+}  // namespace flashmoe::sm90

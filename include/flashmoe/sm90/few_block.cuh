@@ -1,0 +1,151 @@
+// What a thread block of the kernel for a few tokens (sm90/few.cuh) knows of its call, and how it waits for the others.
+#pragma once
+
+#include "flashmoe/gpu/products.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/protocol/fault.h"
+#include "flashmoe/protocol/wait.h"
+#include "flashmoe/sm90/barrier.cuh"
+#include "flashmoe/sm90/geometry.h"
+
+namespace flashmoe::sm90 {
+
+// The most units of a call, and their experts with the slices of the shared one.
+inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 32;
+
+// The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices: the shared expert's
+// slices are choices here. Choices that are not dropped have rows: an expert's follow one another, in token order, and so
+// do the experts. A unit is an expert and some of its rows, as many as a warp multiplies at a time.
+struct FewRouting {
+  int32_t ids[kFewChoices];
+  float weights[kFewChoices];
+  uint16_t row[kFewChoices];     // of a choice; kDropped
+  uint16_t choice[kFewChoices];  // of a row
+  uint32_t rows, units;          // their numbers
+  uint16_t unit_expert[kFewUnits], unit_first[kFewUnits], unit_rows[kFewUnits];
+};
+
+// What only the routing needs.
+struct FewScratch {
+  static constexpr uint32_t kSegments = kFewWarps;  // of choices, for a warp each
+  union {
+    float partial[kFewWarps][8 * kProductRows];  // [warp][token][expert] sums of the gate's products
+    float logits[kFewWarps * kMaxExperts];       // [token][expert]
+    struct {
+      uint16_t count[kSegments * kFewExperts];  // [segment][expert], choices; then those of the segments before
+      uint16_t rows[kFewExperts];               // of an expert, and the first of them
+      uint16_t first[kFewExperts];
+    } groups;
+  };
+};
+
+// The pipeline: a ring of stages, each of weights and of rows, and tasks. More stages under way are slower: 11 took 1 % longer
+// with 64 to 256 tokens of Qwen3-30B-A3B.
+//   weights  a k-block of 128 bytes of 128 features, 128-byte swizzled, by the copy engine; full: one arrival, and the bytes
+//   rows     the same k-block of a unit's rows, swizzled likewise, 16 bytes at a time; full: the warp's 32 lanes
+//            empty, of both: an arrival of each consumer warp
+//   tasks    handed on by the warp that loads weights; full: one arrival; empty: the consumers' and the other loader's
+inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
+inline constexpr uint32_t kFewStages = 7;
+inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
+struct FewPipeline {
+  uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
+  uint64_t task_full[kFewTasks], task_empty[kFewTasks];
+  uint32_t task[kFewTasks];
+};
+
+struct FewShared {
+  union {
+    struct {  // swizzled: aligned to 1024 bytes
+      uint8_t weights[kFewStages][kBoxFeatures * kRowBytes];
+      uint8_t rows[kFewStages][32 * kRowBytes];  // of a unit
+    };
+    struct {
+      uint8_t logit_rows[144 * 1024];
+      FewScratch scratch;
+    };
+  };
+  FewRouting routing;
+  FewPipeline pipeline;
+  uint32_t failed;  // not zero: the call is over
+  Fault fault;      // why, if this block is to post that
+  Call call;        // to post it with: the given one, but with the call's epoch
+  uint32_t trace_events;
+  TraceStarts trace_starts;
+};
+static_assert(sizeof(FewShared) <= kFewSharedBytes);
+
+namespace few {
+
+using P = Platform;
+
+inline constexpr uint16_t kDropped = 0xffff;
+
+// A warp has 16 of a task's 128 rows of weights, two blocks of eight.
+inline constexpr uint32_t kBlocks = 2;
+template <class Dtype>
+using Sums = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype>, ExactSums<Dtype, kBlocks>>;
+// Most rows of a unit.
+template <class Dtype>
+inline constexpr uint32_t kUnitRows = Sums<Dtype>::kMostTokens;
+
+// Liveness where a rank is alone and its blocks wait for one another: there is nobody else whose progress counts.
+struct NoOthers {
+  __device__ void sample() const {}
+  __device__ bool moved() const { return false; }
+};
+
+struct Block {
+  const KernelArgs& args;
+  const Call& c;  // as the host passed it: with another epoch than the call's
+  FewShared& s;
+  FewRouting& routing;
+  uint64_t epoch;
+
+  // Whether products are summed in parts: as many tokens as have the same bits, whatever they are.
+  __device__ __forceinline__ bool in_parts() const { return c.shape.tokens <= kFewExactTokens; }
+  __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * args.few_choices; }
+  // The slices of the shared expert are the last experts.
+  __device__ __forceinline__ uint32_t experts() const { return c.shape.routed_experts() + c.shape.shared; }
+  __device__ __forceinline__ bool is_shared(uint32_t expert) const { return expert >= c.shape.routed_experts(); }
+  __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
+  // Where a token's row begins, in units of 16 bytes behind x.
+  __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
+    return static_cast<uint32_t>(token * (args.x_row_bytes / 16));
+  }
+};
+
+// Where a part of `all` begins, of `parts` that follow one another, and differ by one in length at most.
+__device__ __forceinline__ uint32_t begin_of_part(uint32_t all, uint32_t part, uint32_t parts) {
+  return static_cast<uint32_t>(uint64_t{all} * part / parts);
+}
+
+// By one thread: ends the call for this block. The first that fails decides which fault the block posts (kNone: none).
+__device__ __forceinline__ void fail(const Block& b, Fault fault) {
+  if (atomicExch(&b.s.failed, 1u) != 0) return;
+  fault.actor = Actor::kProcessor;
+  fault.awaited = fault.culprit = b.c.rank;
+  b.s.fault = fault;
+}
+// For a fault that every block finds by itself: only block 0 posts it.
+__device__ __forceinline__ void fail_everywhere(const Block& b, Fault fault) {
+  if (blockIdx.x != 0) fault.kind = FaultKind::kNone;
+  fail(b, fault);
+}
+
+// One warp.
+template <class StepFn>
+__device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
+  const WaitEnd end = wait_until<P>(b.c, step, NoOthers{});
+  if (end == WaitEnd::kDone || P::lane() != 0) return;
+  fail(b, {.kind = end == WaitEnd::kExpired ? FaultKind::kLocal : FaultKind::kNone});
+}
+
+// All threads: whether the block is to go on.
+__device__ __forceinline__ bool all_well(const Block& b) {
+  // Barrier and vote in one: read behind a barrier, `failed` may be set by a faster thread's next step, for some alone.
+  return __syncthreads_or(static_cast<int>(b.s.failed)) == 0;
+}
+
+}  // namespace few
+}  // namespace flashmoe::sm90

@@ -1,0 +1,315 @@
+// The consumers of the kernel for a few tokens (sm90/few.cuh): products, activations, weighted rows, and sums over k.
+#pragma once
+
+#include "flashmoe/gpu/activate.cuh"
+#include "flashmoe/sm90/few_tasks.cuh"
+
+namespace flashmoe::sm90::few {
+
+// Two neighbouring columns of a row.
+template <class Dtype>
+struct alignas(2 * Dtype::kBytes) Pair {
+  typename Dtype::Element low, high;
+};
+
+// A chunk of a row of a stage: swizzled so that lanes that read together meet in no bank.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t stage, uint32_t row, uint32_t chunk) {
+  return stage + row * kRowBytes + (chunk ^ row % 8) * 16;
+}
+
+// ---- a stage's products ---------------------------------------------------------------------------------------------
+
+// What a warp has of a stage's weights; feature: its first.
+template <class Dtype>
+struct StageWeights {
+  static constexpr uint32_t kSteps = kRowBytes / 32;  // of 16 elements
+  uint32_t fragments[kBlocks][kSteps / 2][4];
+
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t feature) {
+    const uint32_t matrix = P::lane() / 8, row = P::lane() % 8;
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (uint32_t h = 0; h < kSteps / 2; ++h) {
+        load_matrices(fragments[i][h], chunk_address(stage, feature + i * kProductRows + row, 4 * h + matrix));
+      }
+    }
+  }
+  // Adds the products with the stage's rows. Apart: there are at most eight of them, and the steps have a sum each, for
+  // one alone would make each wait for the one before.
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool apart, TensorSums<Dtype>& sums) const {
+    if (apart) {
+      multiply_eights<1>(stage, 0, [&](uint32_t step, uint32_t) { return step; }, sums);
+      return;
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < kUnitRows<Dtype> / 8; n += 2) {
+      if (8 * n >= rows) break;
+      auto sum_of = [&](uint32_t, uint32_t eight) { return n + eight; };
+      if (8 * n + 8 < rows) {
+        multiply_eights<2>(stage, n, sum_of, sums);
+      } else {
+        multiply_eights<1>(stage, n, sum_of, sums);
+      }
+    }
+  }
+
+ private:
+  // With kEights eights of rows, side by side.
+  template <uint32_t kEights, class SumOf>
+  __device__ __forceinline__ void multiply_eights(uint32_t stage, uint32_t first, SumOf&& sum_of,
+                                                  TensorSums<Dtype>& sums) const {
+    static_assert(kBlocks == 2 && kSteps == TensorSums<Dtype>::kSums);
+    const uint32_t matrix = P::lane() / 8, row = P::lane() % 8;
+#pragma unroll
+    for (uint32_t h = 0; h < kSteps / 2; ++h) {
+      const uint32_t (&low)[4] = fragments[0][h], (&high)[4] = fragments[1][h];
+      uint32_t rows[kEights][4];  // of two steps
+#pragma unroll
+      for (uint32_t n = 0; n < kEights; ++n) {
+        load_matrices(rows[n], chunk_address(stage, 8 * (first + n) + row, 4 * h + matrix));
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < 4; i += 2) {
+#pragma unroll
+        for (uint32_t n = 0; n < kEights; ++n) {
+          sums.add(sum_of(2 * h + i / 2, n), low[i], high[i], low[i + 1], high[i + 1], rows[n][i], rows[n][i + 1]);
+        }
+      }
+    }
+  }
+};
+
+template <class Dtype>
+  requires(Dtype::kBytes == 4)  // multiplied as fp32
+struct StageWeights<Dtype> {
+  static constexpr uint32_t kChunks = kRowBytes / 64;  // of a lane
+  uint4 chunks[kBlocks][kChunks];
+
+  static __device__ __forceinline__ uint4 load_chunk(uint32_t stage, uint32_t row, uint32_t j) {
+    return load_shared16(chunk_address(stage, row, P::lane() % 4 * kChunks + j));
+  }
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t feature) {
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (uint32_t j = 0; j < kChunks; ++j) {
+        chunks[i][j] = load_chunk(stage, feature + i * kProductRows + P::lane() / 4, j);
+      }
+    }
+  }
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool, ExactSums<Dtype, kBlocks>& sums) const {
+    sums.add(chunks, rows, [&](uint32_t t, uint32_t j) { return load_chunk(stage, t, j); });
+  }
+};
+
+// kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied.
+template <class Dtype, uint32_t kStages>
+__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, Slot& at, Sums<Dtype>& sums) {
+  FewPipeline& p = b.s.pipeline;
+  const uint32_t feature = b.warp() * kBlocks * kProductRows;
+  StageWeights<Dtype> weights[kStages];
+  uint32_t from[kStages];
+  Slot next = at;
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s, next.advance()) {
+    wait(barrier_of(p.weights_full, next), next.parity);
+    weights[s].load(shared_address(b.s.weights[next.at]), feature);
+    wait(barrier_of(p.rows_full, next), next.parity);
+    from[s] = shared_address(b.s.rows[next.at]);
+  }
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s) weights[s].multiply(from[s], rows, b.in_parts(), sums);
+  P::sync();
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s, at.advance()) {
+    if (P::lane() == 0) arrive(barrier_of(p.empty, at));
+  }
+}
+
+template <class Dtype>
+__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, Slot& at, Sums<Dtype>& sums) {
+#pragma unroll 1
+  for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, rows, at, sums);
+  if (stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
+  if constexpr (Dtype::kBytes == 2) {
+    if (b.in_parts()) sums.join();
+  }
+}
+
+// ---- GEMM0: intermediate rows ---------------------------------------------------------------------------------------
+
+// Two values of a row with their biases, of weight rows `first` and `second`.
+template <class Dtype>
+__device__ __forceinline__ void scale_and_bias(const KernelArgs& args, float scale, uint32_t first, uint32_t second,
+                                               float& a, float& b) {
+  a = __fmul_rn(a, scale) + bias_at<Dtype>(args.gate_up_bias, first, true);
+  b = __fmul_rn(b, scale) + bias_at<Dtype>(args.gate_up_bias, second, true);
+}
+
+// A block's two sums of a row: gates and ups are different blocks, else blocks are of different columns.
+template <class Dtype, Activation kActivation>
+__device__ __forceinline__ void store_intermediate(const Block& b, uint32_t expert, uint32_t column, uint32_t row,
+                                                   const float (&sums)[kBlocks][2]) {
+  constexpr bool kGated = is_gated(kActivation);
+  const bool shared = b.is_shared(expert);
+  const uint32_t biases = expert * b.c.shape.intermediate * (kGated ? 2 : 1);
+  const float scale = b.args.weights_on_input != 0 ? b.routing.weights[b.routing.choice[row]] : 1.0f;
+  auto* const to = reinterpret_cast<typename Dtype::Element*>(b.c.intermediate_row(0, row));
+  if constexpr (kGated) {
+    if (column >= b.c.shape.intermediate) return;
+    const GatedRows at = shared ? b.args.shared_gated : b.args.gated;
+    float low = sums[0][0], high = sums[0][1], low_up = sums[1][0], high_up = sums[1][1];
+    const uint32_t gate = biases + column * at.step;
+    scale_and_bias<Dtype>(b.args, scale, gate, gate + at.step, low, high);
+    scale_and_bias<Dtype>(b.args, scale, gate + at.up, gate + at.step + at.up, low_up, high_up);
+    activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
+    *reinterpret_cast<Pair<Dtype>*>(to + column) = {
+        Dtype::narrow(low * shaped_up<kActivation>(low_up, b.args.clamped)),
+        Dtype::narrow(high * shaped_up<kActivation>(high_up, b.args.clamped))};
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
+      if (column >= b.c.shape.intermediate) return;
+      float low = sums[i][0], high = sums[i][1];
+      scale_and_bias<Dtype>(b.args, scale, biases + column, biases + column + 1, low, high);
+      activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
+      *reinterpret_cast<Pair<Dtype>*>(to + column) = {Dtype::narrow(low), Dtype::narrow(high)};
+    }
+  }
+}
+
+// ---- GEMM1: weighted rows -------------------------------------------------------------------------------------------
+
+template <class Dtype>
+__device__ __forceinline__ void store_weighted(const Block& b, uint32_t expert, uint32_t column, uint32_t row,
+                                               const float (&sums)[kBlocks][2]) {
+  const float weight = b.args.weights_on_input != 0 ? 1.0f : b.routing.weights[b.routing.choice[row]];
+  auto* const to = reinterpret_cast<typename Dtype::Element*>(b.c.few_row(row));
+#pragma unroll
+  for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
+    if (column >= b.c.shape.hidden) return;
+    const uint32_t bias = expert * b.c.shape.hidden + column;
+    const float low = sums[i][0] + bias_at<Dtype>(b.args.down_bias, bias, true);
+    const float high = sums[i][1] + bias_at<Dtype>(b.args.down_bias, bias + 1, true);
+    *reinterpret_cast<Pair<Dtype>*>(to + column) = {Dtype::narrow(low * weight), Dtype::narrow(high * weight)};
+  }
+}
+
+// Sums of a part of the intermediate columns, as they are.
+__device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32_t column, uint32_t row,
+                                           const float (&sums)[kBlocks][2]) {
+  float* const to = b.c.few_part(part, b.routing.rows, row);
+#pragma unroll
+  for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
+    if (column < b.c.shape.hidden) *reinterpret_cast<float2*>(to + column) = {sums[i][0], sums[i][1]};
+  }
+}
+
+// The consumer warps, each its features of every task.
+template <class Dtype, Activation kActivation, class Trace>
+__device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
+  using TheTasks = Tasks<Dtype, is_gated(kActivation)>;
+  const TheTasks tasks{b};
+  Slot handed{kFewTasks}, at{kFewStages};
+  while (true) {
+    const uint32_t word = next_task(b, handed);
+    if (word == kNoTask) return;
+    const Task task = Task::unpack(word);
+    trace.begin();
+    const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
+    const uint32_t rows = b.routing.unit_rows[task.unit];
+    Sums<Dtype> sums;
+    multiply<Dtype>(b, rows, tasks.stages(task).count, at, sums);
+    if (task.product == 0) {
+      const uint32_t column =
+          task.tile * TheTasks::kFeatures + b.warp() * (TheTasks::kFeatures / kFewConsumers) + sums.first_row();
+      sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
+        store_intermediate<Dtype, kActivation>(b, expert, column, first + t, sum);
+      });
+      P::sync();
+      if (P::lane() == 0) P::fetch_add_acq_rel(b.c.few_done(task.unit), 1u);
+    } else {
+      const uint32_t column = task.tile * kBoxFeatures + b.warp() * kBlocks * kProductRows + sums.first_row();
+      sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
+        if (tasks.parts(1) > 1) {
+          store_part(b, task.part, column, first + t, sum);
+        } else {
+          store_weighted<Dtype>(b, expert, column, first + t, sum);
+        }
+      });
+    }
+    trace.end(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile);
+  }
+}
+
+// ---- the sums over k ------------------------------------------------------------------------------------------------
+
+// Adds a token's row of this choice to 16 bytes of the output row, from its parts: what store_weighted does, in its order.
+template <class Dtype>
+__device__ __forceinline__ void add_parts(const Block& b, uint32_t choice, uint32_t chunk,
+                                          float (&sum)[16 / Dtype::kBytes]) {
+  constexpr uint32_t kElements = 16 / Dtype::kBytes;
+  const uint32_t row = b.routing.row[choice];
+  if (row == kDropped) return;
+  float of_row[kElements] = {};
+#pragma unroll 4
+  for (uint32_t part = 0; part < b.args.few_parts; ++part) {
+    const auto* const from = reinterpret_cast<const uint8_t*>(b.c.few_part(part, b.routing.rows, row));
+#pragma unroll
+    for (uint32_t j = 0; j < kElements / 4; ++j) {
+      const uint4 piece = load_once(from + (chunk * (kElements / 4) + j) * 16);
+      of_row[4 * j] += __uint_as_float(piece.x);
+      of_row[4 * j + 1] += __uint_as_float(piece.y);
+      of_row[4 * j + 2] += __uint_as_float(piece.z);
+      of_row[4 * j + 3] += __uint_as_float(piece.w);
+    }
+  }
+  const float weight = b.args.weights_on_input != 0 ? 1.0f : b.routing.weights[choice];
+  const uint32_t bias = static_cast<uint32_t>(b.routing.ids[choice]) * b.c.shape.hidden + chunk * kElements;
+#pragma unroll
+  for (uint32_t k = 0; k < kElements; ++k) {
+    sum[k] += Dtype::widen(Dtype::narrow((of_row[k] + bias_at<Dtype>(b.args.down_bias, bias + k, true)) * weight));
+  }
+}
+
+template <class Dtype>
+__device__ __forceinline__ void add_rows(const Block& b, uint32_t token, uint32_t chunk,
+                                         float (&sum)[16 / Dtype::kBytes]) {
+  constexpr uint32_t kAtOnce = 8;
+  const uint32_t n = b.args.few_choices;
+  const uint64_t pitch = b.c.few_row(1) - b.c.few_row(0);
+  const uint8_t* const rows = b.c.few_row(0) + chunk * 16;
+#pragma unroll 1
+  for (uint32_t p = token * n; p < (token + 1) * n; p += kAtOnce) {
+    uint4 pieces[kAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const uint32_t row = p + k < (token + 1) * n ? b.routing.row[p + k] : kDropped;
+      pieces[k] = uint4{};
+      if (row != kDropped) pieces[k] = load_once(rows + row * pitch);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) Dtype::accumulate(sum, pieces[k]);
+  }
+}
+
+// All warps of all blocks, when all rows are stored: 16 bytes of an output row are a lane's job.
+template <class Dtype>
+__device__ __forceinline__ void sum_rows(const Block& b) {
+  constexpr uint32_t kElements = 16 / Dtype::kBytes;
+  const uint32_t chunks = b.c.shape.hidden / kElements, n = b.args.few_choices;
+  const uint32_t first = (blockIdx.x + gridDim.x * b.warp()) * P::kLanes + P::lane();
+  for (uint32_t i = first; i < chunks * b.c.shape.tokens; i += gridDim.x * kFewThreads) {
+    const uint32_t token = i / chunks, chunk = i % chunks;
+    float sum[kElements] = {};
+    if (b.args.few_parts == 1) {
+      add_rows<Dtype>(b, token, chunk, sum);
+    } else {
+      for (uint32_t p = token * n; p < (token + 1) * n; ++p) add_parts<Dtype>(b, p, chunk, sum);
+    }
+    reinterpret_cast<uint4*>(b.args.out)[i] = Dtype::round(sum);
+  }
+}
+
+}  // namespace flashmoe::sm90::few

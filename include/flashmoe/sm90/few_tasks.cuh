@@ -1,0 +1,191 @@
+// The tasks of a call of few tokens, and the two warps of a block that load them.
+#pragma once
+
+#include "flashmoe/sm90/few_block.cuh"
+#include "flashmoe/sm90/tma.cuh"
+
+namespace flashmoe::sm90::few {
+
+// A task is 128 rows of a unit's weights, all along K: of GEMM0 64 gate rows and their up rows if there is a gate, of GEMM1
+// 128 columns of the output. GEMM0's tasks come first, so that a unit's are done, or nearly, when its rows of GEMM1 are
+// loaded. A block has one task from the start, and takes the next ones as it goes: memory serves some multiprocessors up to
+// a third faster than others.
+struct Task {
+  uint32_t product, unit, tile;
+  uint32_t part;  // of K
+
+  __device__ __forceinline__ uint32_t pack() const { return product << 31 | unit << 20 | part << 16 | tile; }
+  static __device__ __forceinline__ Task unpack(uint32_t word) {
+    return {word >> 31, word >> 20 & 0x7ffu, word & 0xffffu, word >> 16 & 0xfu};
+  }
+};
+inline constexpr uint32_t kNoTask = ~0u;
+static_assert(kFewUnits < 0x7ff && kMostFewParts <= 0xf);  // tiles: of 2^20 columns at most, 64 or more each
+
+// A task's k-blocks.
+struct Stages {
+  uint32_t first, count;
+};
+
+template <class Dtype, bool kGated>
+struct Tasks {
+  static constexpr uint32_t kFeatures = kBoxFeatures / (kGated ? 2 : 1);  // intermediate columns of a task
+
+  const Block& b;
+
+  __device__ __forceinline__ uint32_t tiles(uint32_t product) const {
+    return product == 0 ? ceil_div(b.c.shape.intermediate, kFeatures) : ceil_div(b.c.shape.hidden, kBoxFeatures);
+  }
+  __device__ __forceinline__ uint32_t parts(uint32_t product) const { return product == 0 ? 1 : b.args.few_parts; }
+  __device__ __forceinline__ uint32_t count() const { return b.routing.units * (tiles(0) + tiles(1) * parts(1)); }
+  __device__ __forceinline__ Task task(uint32_t i) const {
+    const uint32_t first = b.routing.units * tiles(0), product = i < first ? 0 : 1;
+    const uint32_t at = product == 0 ? i : i - first, n = tiles(product), of_unit = n * parts(product);
+    return {product, at / of_unit, at % n, at % of_unit / n};
+  }
+  // 16-byte chunks of a row along K, and stages.
+  __device__ __forceinline__ uint32_t chunks(uint32_t product) const {
+    return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * Dtype::kBytes / 16;
+  }
+  __device__ __forceinline__ Stages stages(const Task& task) const {
+    const uint32_t all = ceil_div(chunks(task.product), kRowBytes / 16), n = parts(task.product);
+    const uint32_t first = begin_of_part(all, task.part, n);
+    return {first, begin_of_part(all, task.part + 1, n) - first};
+  }
+  // Arrivals at a unit's word when all of its intermediate rows are stored.
+  __device__ __forceinline__ uint32_t arrivals() const { return tiles(0) * kFewConsumers; }
+};
+
+// A place in a ring of barriers.
+struct Slot {
+  uint32_t count;  // of slots
+  uint32_t at = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    at = at + 1 == count ? 0 : at + 1;
+    parity ^= at == 0;
+  }
+};
+__device__ __forceinline__ uint32_t barrier_of(const uint64_t* barriers, const Slot& slot) {
+  return shared_address(barriers + slot.at);
+}
+
+// One thread, before the block's first synchronization.
+__device__ __forceinline__ void init_pipeline(FewPipeline& p) {
+  for (uint32_t i = 0; i < kFewStages; ++i) {
+    barrier_init(shared_address(&p.weights_full[i]), 1);
+    barrier_init(shared_address(&p.rows_full[i]), P::kLanes);
+    barrier_init(shared_address(&p.empty[i]), kFewConsumers);
+  }
+  for (uint32_t i = 0; i < kFewTasks; ++i) {
+    barrier_init(shared_address(&p.task_full[i]), 1);
+    barrier_init(shared_address(&p.task_empty[i]), kFewConsumers + 1);
+  }
+  fence_barrier_init();
+}
+
+// The next task that is handed on, kNoTask behind the last; leaves its slot. One warp.
+__device__ __forceinline__ uint32_t next_task(const Block& b, Slot& slot) {
+  wait(barrier_of(b.s.pipeline.task_full, slot), slot.parity);
+  const uint32_t word = *const_cast<volatile uint32_t*>(&b.s.pipeline.task[slot.at]);
+  P::sync();
+  if (P::lane() == 0) arrive(barrier_of(b.s.pipeline.task_empty, slot));
+  slot.advance();
+  return word;
+}
+
+// ---- weights --------------------------------------------------------------------------------------------------------
+
+template <class TheTasks, class Dtype>
+__device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks& tasks, const Task& task,
+                                                  Slot& stage) {
+  FewPipeline& p = b.s.pipeline;
+  const uint32_t expert = b.routing.unit_expert[task.unit];
+  const bool shared = b.is_shared(expert);
+  const KernelArgs& a = b.args;
+  const TensorMap* const map =
+      task.product == 0 ? (shared ? &a.shared_gate_up : &a.gate_up) : (shared ? &a.shared_down : &a.down);
+  const uint32_t matrix = shared ? expert - b.c.shape.routed_experts() : expert;
+  const uint32_t group = task.tile * (task.product == 0 ? TheTasks::kFeatures : kBoxFeatures) / kProductRows;
+  const Stages stages = tasks.stages(task);
+  for (uint32_t i = 0; i < stages.count; ++i, stage.advance()) {
+    const uint32_t full = barrier_of(p.weights_full, stage);
+    wait(barrier_of(p.empty, stage), stage.parity ^ 1);
+    arrive_expect_tx(full, sizeof(b.s.weights[0]));
+    tma_load(shared_address(b.s.weights[stage.at]), map, full, (stages.first + i) * kRowBytes / Dtype::kBytes, 0, 0,
+             group, matrix, kEvictFirst);
+  }
+}
+
+// One thread: takes tasks, hands them on and loads their weights, as far ahead as there are stages.
+template <class Dtype, bool kGated>
+__device__ __forceinline__ void load_weights(const Block& b) {
+  const Tasks<Dtype, kGated> tasks{b};
+  FewPipeline& p = b.s.pipeline;
+  Slot handed{kFewTasks}, stage{kFewStages};
+  for (uint32_t i = blockIdx.x;; handed.advance()) {
+    const bool exists = i < tasks.count();
+    wait(barrier_of(p.task_empty, handed), handed.parity ^ 1);
+    const Task task = tasks.task(i);
+    p.task[handed.at] = exists ? task.pack() : kNoTask;
+    arrive(barrier_of(p.task_full, handed));
+    if (!exists) return;
+    load_task_weights<Tasks<Dtype, kGated>, Dtype>(b, tasks, task, stage);
+    // Not before: while the answer comes, a ring of stages is on its way, and a block that has not loaded its task should
+    // leave the next to another.
+    i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}));
+  }
+}
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+
+// Until the unit's intermediate rows are stored. If the call is over, goes on: what is loaded then is of no account, and the
+// consumers wait for it.
+__device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uint32_t arrivals) {
+  if (P::ballot(b.s.failed != 0) != 0) return;
+  const uint32_t* const done = b.c.few_done(unit);
+  wait_for_blocks(
+      b, [&] { return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle; });
+}
+
+// One warp: the rows of every task, each as soon as it is there. A lane has a chunk of every fourth row.
+template <class Dtype, bool kGated>
+__device__ __forceinline__ void load_rows(const Block& b) {
+  constexpr uint32_t kRowsApart = 4, kMost = kUnitRows<Dtype> / kRowsApart;
+  const Tasks<Dtype, kGated> tasks{b};
+  FewPipeline& p = b.s.pipeline;
+  const uint32_t first = P::lane() / 8, chunk = P::lane() % 8;
+  const uint64_t pitch = b.c.intermediate_row(0, 1) - b.c.intermediate_row(0, 0);
+  Slot handed{kFewTasks}, stage{kFewStages};
+  while (true) {
+    const uint32_t word = next_task(b, handed);
+    if (word == kNoTask) return;
+    const Task task = Task::unpack(word);
+    const uint32_t row = b.routing.unit_first[task.unit], rows = b.routing.unit_rows[task.unit];
+    if (task.product != 0) wait_for_unit(b, task.unit, tasks.arrivals());
+    const uint8_t* from[kMost];
+#pragma unroll
+    for (uint32_t i = 0; i < kMost; ++i) {
+      const uint32_t r = row + min_of(first + i * kRowsApart, rows - 1);
+      from[i] = task.product != 0 ? b.c.intermediate_row(0, 0) + r * pitch
+                                  : b.args.x + b.routing.choice[r] / b.args.few_choices * uint64_t{b.args.x_row_bytes};
+    }
+    const Stages stages = tasks.stages(task);
+    for (uint32_t s = 0; s < stages.count; ++s, stage.advance()) {
+      const uint32_t at = (stages.first + s) * (kRowBytes / 16) + chunk,
+                     valid = at < tasks.chunks(task.product) ? 16 : 0;
+      const uint32_t to = shared_address(b.s.rows[stage.at]) + first * kRowBytes;
+      wait(barrier_of(p.empty, stage), stage.parity ^ 1);
+#pragma unroll
+      for (uint32_t i = 0; i < kMost; ++i) {
+        if (i * kRowsApart >= rows) break;
+        const uint32_t swizzled = chunk ^ (first + i * kRowsApart) % 8;
+        cp_async16_or_zero(to + i * kRowsApart * kRowBytes + swizzled * 16, from[i] + (valid != 0 ? at * 16 : 0),
+                           valid);
+      }
+      cp_async_arrive_noinc(barrier_of(p.rows_full, stage));
+    }
+  }
+}
+
+}  // namespace flashmoe::sm90::few

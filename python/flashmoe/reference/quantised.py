@@ -1,0 +1,70 @@
+"""Quantised weights and rows: what they stand for, in float64, and how rows are quantised.
+
+e4m3 is here a list of its numbers: what rounds to which of them is looked up, by no conversion of a library.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 128
+"""Elements of a row, and rows and columns of weights, that share a scale."""
+LEAST_SCALE = 2.0**-126
+
+_NUMBERS = np.array(
+    [fraction * 2.0**-9 for fraction in range(8)]
+    + [(8 + fraction) * 2.0 ** (exponent - 10) for exponent in range(1, 16) for fraction in range(8)][:-1]
+)
+"""The 127 magnitudes of e4m3, ascending: 8 subnormal ones, then 8 in each binade up to 448, where the last would be
+NaN."""
+_MIDDLES = (_NUMBERS[1:] + _NUMBERS[:-1]) / 2.0
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """The nearest numbers of e4m3, of two the one with an even fraction; 448 for all beyond. float64."""
+    magnitude = np.abs(np.asarray(values, np.float64))
+    below = np.searchsorted(_MIDDLES, magnitude, side="left")  # of a middle: the number below it
+    tied = (below < len(_MIDDLES)) & (magnitude == _MIDDLES[np.minimum(below, len(_MIDDLES) - 1)])
+    nearest = _NUMBERS[below + (tied & (below % 2 == 1))]
+    return np.where(np.isnan(magnitude), np.nan, np.copysign(nearest, values))
+
+
+def row_scales(rows: np.ndarray) -> np.ndarray:
+    """[T, ceil(n / 128)]: of rows [T, n], in their type, float32 or float64."""
+    blocks = _in_blocks(rows)
+    return np.maximum(np.abs(blocks).max(axis=-1) / rows.dtype.type(448.0), rows.dtype.type(LEAST_SCALE))
+
+
+def quantised_rows(rows: np.ndarray) -> np.ndarray:
+    """What rows [T, n] are once they are quantised, in float64. Of float32 rows, bit for bit what any engine must make
+    of them, in float32; of float64 ones, what that approximates."""
+    scale = row_scales(rows)
+    scaled = _in_blocks(rows) * (rows.dtype.type(1.0) / scale)[..., None]
+    numbers = rounded(scaled) * np.asarray(scale, np.float64)[..., None]
+    return numbers.reshape(len(rows), numbers.shape[1] * BLOCK)[:, : rows.shape[1]]
+
+
+def scaled_rows(elements: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """What quantised rows [T, n] with scales [T, ceil(n / 128)] stand for."""
+    return elements.astype(np.float64) * np.asarray(scale, np.float64)[:, np.arange(elements.shape[1]) // BLOCK]
+
+
+def dequantised(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.ndarray:
+    """What weights [..., rows, columns] stand for, with a scale for each block [..., blocks, blocks], row [..., rows,
+    1] or [..., rows], or matrix [..., 1, 1] or [...]. `halves`: 2 where gate rows and up rows have blocks of their
+    own."""
+    *lead, rows, columns = elements.shape
+    scale = np.asarray(scale, np.float64)
+    scale = scale.reshape(*lead, *(*scale.shape[len(lead) :], 1, 1)[:2])
+    half = rows // halves
+    row, column = np.arange(rows), np.arange(columns) // BLOCK
+    block = row // half * -(-half // BLOCK) + row % half // BLOCK
+    if scale.shape[-2:] != (block[-1] + 1, column[-1] + 1):  # not of blocks
+        block, column = (row if scale.shape[-2] == rows else np.zeros_like(row)), np.zeros_like(column)
+    return elements.astype(np.float64) * scale[..., block[:, None], column]
+
+
+def _in_blocks(rows: np.ndarray) -> np.ndarray:
+    """[T, ceil(n / 128), 128], with zeros at the end."""
+    count = -(-rows.shape[1] // BLOCK)
+    return np.pad(rows, ((0, 0), (0, count * BLOCK - rows.shape[1]))).reshape(len(rows), count, BLOCK)

@@ -1,0 +1,55 @@
+"""Tokens that several ranks hold alike: each brings its share of them to a call, and all get the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import InvalidArgument
+
+
+class Replicas:
+    """The ranks of a process group of ``torch.distributed``, which hold the same tokens. (None: all ranks.)"""
+
+    def __init__(self, group: Any = None) -> None:
+        if not dist.is_initialized():
+            raise InvalidArgument("token_group: expected torch.distributed to be initialised, got no process group")
+        self.group = group
+        self.count = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise InvalidArgument("token_group: expected a process group that this rank is in, got another")
+
+    def share(self, tokens: int) -> slice:
+        """Which of T tokens this rank brings; the last ranks may have fewer than others, or none."""
+        rows = -(-tokens // self.count)
+        return slice(min(self.rank * rows, tokens), min((self.rank + 1) * rows, tokens))
+
+    def gathered(self, part: Tensor, tokens: int) -> Tensor:
+        """[T, ...] of all ranks' parts, which are of their shares of T tokens. Collective."""
+        return part if self.count == 1 else _Gathered.apply(part, self, tokens)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
+        """The same: copies of a layer share the group."""
+        return self
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, replicas: Replicas, tokens: int) -> Tensor:
+        rows = -(-tokens // replicas.count)
+        padded = torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)))
+        whole = part.new_empty(rows * replicas.count, part.shape[1])
+        dist.all_gather_into_tensor(whole, padded.contiguous(), group=replicas.group)
+        return whole[:tokens]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Each rank would have those of its share alone, and of the router no rank all of them.
+        raise NotImplementedError(
+            "flashmoe.nn.MoE: FlashMoE has no backward pass for tokens that several ranks hold alike "
+            "(tokens='replicated'); call the layer under torch.no_grad(), or give each rank its own tokens"
+        )

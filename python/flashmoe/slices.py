@@ -1,0 +1,97 @@
+"""Experts that are cut into slices, which different ranks may hold: tensor parallelism within expert parallelism.
+
+An expert of width I is ``sum over n of down[:, n] @ act(gate_up[n] @ x)``, where slice n has I / slices of the columns
+of its intermediate row. So a slice is an expert of that width, and what a router chooses for a token are all slices of
+an expert, with the expert's weight. ``flashmoe.moe(..., slices=n)`` takes the tensors of slices as it takes those of
+experts: of this rank's, ascending. Slice i of expert e has the number ``e * slices + i``, and of slices is the
+placement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .errors import InvalidArgument
+from .scales import check_slices, kinds
+from .spec import GATED, bounded
+
+
+def cut(
+    slices: int,
+    gate_up_proj: Any,
+    down_proj: Any,
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    gate_up_scale: Any = None,
+    down_scale: Any = None,
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> dict[str, Any]:
+    """The tensors of experts [E, ...] as those of their slices [E slices, ...], by the names of `flashmoe.moe`.
+
+    Of NumPy or PyTorch, and as the options say. The bias of the second product is the first slice's; the others' is 0.
+    Raises `InvalidArgument` unless `slices` divides I, into whole blocks of 128 where matrices have scales.
+    """
+    experts, width = len(down_proj), down_proj.shape[1 if transposed else 2]
+    if width % bounded("slices", slices, 1, width):
+        raise InvalidArgument(f"slices: expected a divisor of I={width}, got {slices}")
+    halves = 2 if activation in GATED and not interleaved else 1
+    parts = {
+        "gate_up_proj": _columns(slices, gate_up_proj, 2 if transposed else 1, halves),
+        "down_proj": _columns(slices, down_proj, 1 if transposed else 2, 1),
+    }
+    if gate_up_bias is not None:
+        parts["gate_up_bias"] = _columns(slices, gate_up_bias, 1, halves)
+    if down_bias is not None:
+        shape = experts, slices, down_bias.shape[1]
+        in_parts = np.zeros(shape, down_bias.dtype) if isinstance(down_bias, np.ndarray) else down_bias.new_zeros(shape)
+        in_parts[:, 0] = down_bias
+        parts["down_bias"] = in_parts.reshape(experts * slices, -1)
+    if gate_up_scale is not None:
+        matrices = tuple(gate_up_proj.shape[1:]), tuple(down_proj.shape[1:])
+        parts |= cut_scales(slices, gate_up_scale, down_scale, *matrices, halves)
+    return parts
+
+
+def cut_scales(
+    slices: int, gate_up_scale: Any, down_scale: Any, first: tuple[int, ...], down: tuple[int, ...], halves: int
+) -> dict[str, Any]:
+    """The same of scales alone, of experts' matrices of shapes `first` and `down`; the first has so many halves."""
+    experts, width = len(down_scale), down[1]
+    check_slices("slices", slices, width // slices)
+    of_first = kinds("gate_up_scale", tuple(gate_up_scale.shape), (experts,), *first, halves)
+    of_both = of_first & kinds("down_scale", tuple(down_scale.shape), (experts,), *down)
+    if not of_both:
+        raise InvalidArgument(
+            f"down_scale: expected a scale for each {' or '.join(sorted(of_first))}, as gate_up_scale has, got "
+            f"{list(down_scale.shape)}"
+        )
+    kind = max(of_both)  # those of one matrix, a row and a block are cut alike, if they are the same
+    repeated, of_down = _repeated(gate_up_scale, slices), _repeated(down_scale, slices)
+    return {
+        "gate_up_scale": repeated if kind == "tensor" else _columns(slices, gate_up_scale, 1, halves),
+        "down_scale": _columns(slices, down_scale, 2, 1) if kind == "block" else of_down,
+    }
+
+
+def _columns(slices: int, tensor: Any, axis: int, of: int) -> Any:
+    """`tensor` [E, ...] whose axis of intermediate columns, in `of` parts one behind the other, is cut."""
+    shape = tuple(tensor.shape)
+    apart = tensor.reshape(*shape[:axis], of, slices, shape[axis] // (of * slices), *shape[axis + 1 :])
+    in_front = _moved(apart, axis + 1)
+    return in_front.reshape(shape[0] * slices, *shape[1:axis], shape[axis] // slices, *shape[axis + 1 :])
+
+
+def _repeated(tensor: Any, times: int) -> Any:
+    """`tensor` with each entry of its first axis so many times."""
+    return tensor.repeat_interleave(times, 0) if hasattr(tensor, "repeat_interleave") else tensor.repeat(times, 0)
+
+
+def _moved(tensor: Any, axis: int) -> Any:
+    """`tensor` with this axis behind the first."""
+    order = [0, axis, *(each for each in range(1, tensor.ndim) if each != axis)]
+    return tensor.permute(order) if hasattr(tensor, "permute") else tensor.transpose(order)

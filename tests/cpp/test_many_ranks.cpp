@@ -1,0 +1,30 @@
+// Groups of more ranks than a word has bits, than a warp has lanes, and than a GPU has: a rank has one processor, and few
+// tokens. What is checked of each call is in abstract_group.h.
+#include "lane_calls.h"
+
+namespace flashmoe::test {
+namespace {
+
+Limits many(uint32_t ranks) {
+  Limits l = limits(ranks, 1);
+  l.max_tokens = ranks > 128 ? 2 : 9;
+  l.hidden = l.intermediate = 2;
+  l.experts = l.max_local_experts = 12;
+  l.top_k = 4;
+  l.return_slots = ranks;
+  return l;
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main() {
+  using namespace flashmoe::test;
+  using flashmoe::cpu::CpuPlatform;
+  run_calls<CpuPlatform>("1 lane", many(33), 10, 1);
+  run_calls<CpuPlatform>("1 lane", many(128), 2, 2);
+#if !defined(__SANITIZE_THREAD__)  // with it a thousand threads take minutes
+  run_calls<CpuPlatform>("1 lane", many(512), 1, 3);
+#endif
+  run_calls<WarpPlatform<4>>("4 lanes", many(40), 2, 5, {.formers = 1});
+}

@@ -1,0 +1,315 @@
+"""Experts in FP8 on the CUDA engine, against the float64 reference: scales, options, edges, groups, random layers.
+
+Problems, their quantisation and the check are those of the CPU engine's tests (tests/problems.py), with what tensor
+cores add to the bound. Every output begins as NaN. FLASHMOE_EXAMPLES sets the number of random layers, FLASHMOE_SEED
+makes a run repeat another.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import flashmoe
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flashmoe.launch import RankPool
+from flashmoe.report import CallReport
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from layer_options import CLAMPED
+from layers import PATIENCE, SEED, poisoned_outputs
+from problems import ACTIVATIONS, Outcome, Problem, check, quantised, random_problem
+from ranks import device_of, joined
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "200"))
+SIZES: dict[str, Any] = {"hidden": 272, "intermediate": 144, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
+"""Neither is a multiple of 128: the last blocks are smaller."""
+
+
+def on_gpu(array: Any, device: str = "cuda") -> Any:
+    """An array of NumPy's as a tensor; what is none stays as it is."""
+    if not isinstance(array, np.ndarray):
+        return array
+    types = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+    array = np.ascontiguousarray(array)
+    if array.dtype.name not in types:
+        return torch.from_numpy(array).to(device)
+    words = array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint8)
+    return torch.from_numpy(words).view(types[array.dtype.name]).to(device)
+
+
+def on_host(y: torch.Tensor) -> np.ndarray:
+    if y.dtype == torch.bfloat16:
+        return y.view(torch.uint16).cpu().numpy().view(ml_dtypes.bfloat16)
+    return y.cpu().numpy()
+
+
+def call(context: flashmoe.Context, problem: Problem, rank: int = 0) -> tuple[np.ndarray, CallReport]:
+    arguments = {name: on_gpu(each, f"cuda:{context.device}") for name, each in problem.arguments(rank).items()}
+    with poisoned_outputs():
+        y = flashmoe.moe(context, **arguments)
+    context.synchronize()
+    return on_host(y), context.last_call
+
+
+def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
+    return flashmoe.Context(**problem.limits() | {"engine": "cuda", "timeout": PATIENCE} | changes)
+
+
+def run_and_check(problem: Problem, **changes: Any) -> np.ndarray:
+    """Twice: the bits are the same. The first output."""
+    with context_of(problem, **changes) as context:
+        y, report = call(context, problem)
+        again, _ = call(context, problem)
+    check(problem, [Outcome(y, report)], tensor_cores=True)
+    np.testing.assert_array_equal(y, again)
+    return y
+
+
+# ---- Layers --------------------------------------------------------------------------------------------------
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "whole blocks": {"hidden": 512, "intermediate": 256},
+    "no gate": {"activation": "silu"},
+    "GELU": {"activation": "gelu", "intermediate": 400},
+    "ReLU squared": {"activation": "relu2", "intermediate": 128},
+    "biases": {"biases": (True, True, True)},
+    "biases without a gate": {"biases": (True, True, True), "activation": "relu"},
+    "interleaved": {"activation": "clamped_swiglu", "interleaved": True, "biases": (False, True, True), **CLAMPED},
+    "weights on input": {"weights_on_input": True},
+    "capacity": {"capacity_factor": 0.6, "skew": 3.0},
+    "given routing": {"fused": False},
+    "one expert for each token": {"top_k": 1},
+    "two experts for each token": {"top_k": 2, "experts": 4},
+    "shared": {"shared": 1, "shared_gate": True},
+    "shared, in slices": {"shared": 3, "intermediate": 128},
+    "shared, in slices, interleaved": {"shared": 2, "intermediate": 128, "interleaved": True},
+    "shared, in slices, no gate": {"shared": 3, "intermediate": 128, "activation": "silu"},
+    "float16": {"dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layers(options: dict[str, Any], scales: str):
+    run_and_check(quantised(random_problem(1, [165], **SIZES | options), scales))
+
+
+@pytest.mark.parametrize(
+    "tokens", [0, 1, 2, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 600]
+)
+def test_tokens_around_the_sizes_of_tiles(tokens: int):
+    """Few tokens, too, go through the general kernel."""
+    run_and_check(quantised(random_problem(tokens, [tokens], **SIZES | {"experts": 2, "top_k": 2})))
+
+
+@pytest.mark.parametrize("hidden", [16, 128, 144, 240, 256, 1040])
+@pytest.mark.parametrize("intermediate", [16, 112, 128, 272, 384])
+def test_sizes_around_those_of_blocks(hidden: int, intermediate: int):
+    problem = random_problem(hidden, [70], **SIZES | {"hidden": hidden, "intermediate": intermediate})
+    run_and_check(quantised(problem))
+
+
+EDGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one expert": (300, {"experts": 1, "top_k": 1}),
+    "every expert for every token": (150, {"top_k": 12}),
+    "all tokens on the same experts": (700, {"top_k": 2, "skew": 50.0}),
+    "all tokens on one expert": (1500, {"top_k": 1, "skew": 50.0}),
+    "experts without tokens": (3, {"experts": 300}),
+    "large values": (100, {"scale": 8.0}),
+    "small values": (100, {"scale": 0.03}),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_edge(edge: str):
+    tokens, changes = EDGES[edge]
+    run_and_check(quantised(random_problem(len(edge), [tokens], **SIZES | changes)))
+
+
+@pytest.mark.parametrize("processors", [2, 6, 66])
+def test_few_thread_blocks(processors: int):
+    run_and_check(quantised(random_problem(9, [500], **SIZES)), processors=processors)
+
+
+def test_x_may_come_quantised_which_changes_no_bit():
+    problem = random_problem(5, [200], **SIZES, fused=False)
+    y = run_and_check(quantised(problem))
+    given_x = quantised(problem, x=True)
+    np.testing.assert_array_equal(run_and_check(given_x), y)
+    assert y.dtype == ml_dtypes.bfloat16
+
+
+def test_what_is_no_number_reaches_its_own_token_alone():
+    problem = quantised(random_problem(6, [80], **SIZES, fused=False))
+    expected = run_and_check(problem)
+    x = problem.x[0].copy()
+    x[3, 5], x[7, 100], x[11] = math.nan, math.inf, 0.0
+    with context_of(problem) as context:
+        y, _ = call(context, replace(problem, x=[x]))
+    numbers = y.astype(np.float32)
+    assert np.isnan(numbers[3]).all() and np.isnan(numbers[7]).all() and (numbers[11] == 0.0).all()
+    others = np.setdiff1d(np.arange(80), [3, 7, 11])
+    np.testing.assert_array_equal(y[others], expected[others])
+
+
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+def test_as_many_numbers_as_a_models_layer_has(scales: str):
+    """More tiles, columns and k-blocks than a ring goes round in."""
+    sizes = {"hidden": 2048, "intermediate": 768, "experts": 8, "top_k": 2}
+    run_and_check(quantised(random_problem(11, [1100], **SIZES | sizes), scales))
+
+
+def test_a_captured_call_repeats():
+    problems = [quantised(random_problem(12, [n], **SIZES)) for n in (200,)]
+    with context_of(problems[0]) as context:
+        y, _ = call(context, problems[0])
+        arguments = {name: on_gpu(each) for name, each in problems[0].arguments(0).items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = flashmoe.moe(context, **arguments)
+        for _ in range(3):
+            captured.fill_(math.nan)
+            graph.replay()
+            context.synchronize()
+            np.testing.assert_array_equal(on_host(captured), y)
+
+
+def test_the_bound_is_no_wider_than_it_must_be():
+    """It notices scales that are those of other blocks, of either matrix."""
+    problem = quantised(random_problem(9, [512], **SIZES | {"hidden": 512, "intermediate": 256}, fused=False))
+    with context_of(problem) as context:
+        y, report = call(context, problem)
+        outcome = Outcome(y, report)
+        check(problem, [outcome], tensor_cores=True)
+        for name in ("gate_up_scale", "down_scale"):
+            spoiled = replace(problem, **{name: getattr(problem, name)[:, :, ::-1].copy()})
+            other, _ = call(context, spoiled)
+            error = np.linalg.norm(other.astype(np.float64) - outcome.reference.y)
+            assert error > 2 * outcome.allowed.bound, name
+
+
+# ---- Refusals ------------------------------------------------------------------------------------------------
+
+
+def test_what_there_is_no_kernel_of_is_refused_by_name():
+    expected = (
+        r"^CUDA engine: x: expected bfloat16, float16 or float8_e4m3fn with weights of float8_e4m3fn, got float32$"
+    )
+    wide = quantised(random_problem(13, [3], **SIZES | {"dtype": "float32"}))
+    with pytest.raises(flashmoe.InvalidArgument, match=expected):
+        context_of(wide)
+    odd = quantised(random_problem(13, [3], **SIZES | {"hidden": 136}))
+    with context_of(odd) as context, pytest.raises(flashmoe.InvalidArgument, match="expected H a multiple of 16"):
+        call(context, odd)
+    with context_of(odd) as context:
+        transposed = {"transposed": True}
+        problem = replace(odd, options=odd.options | transposed)
+        with pytest.raises(flashmoe.InvalidArgument, match="transposed: expected False with weights of float8_e4m3fn"):
+            call(context, problem)
+
+
+# ---- Groups --------------------------------------------------------------------------------------------------
+
+TOKENS = [165, 0, 70, 233]
+OF_GROUPS = (
+    "plain",
+    "biases",
+    "weights on input",
+    "capacity",
+    "given routing",
+    "shared",
+    "shared, in slices",
+    "float16",
+)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request):
+    from ranks import RANKS_A_GPU
+
+    here = torch.cuda.device_count() * RANKS_A_GPU
+    if here < request.param:
+        pytest.skip(f"{request.param} GPUs needed, {here} here")
+    with RankPool(request.param) as made:
+        yield made
+
+
+def in_group(
+    rank: int, ranks: int, name: str, problem: Problem, limits: dict[str, Any]
+) -> tuple[np.ndarray, CallReport]:
+    """One rank's call, twice: y and the report."""
+    torch.cuda.set_device(device_of(rank))
+    with joined(rank, ranks, name, **limits) as context:
+        y, report = call(context, problem, rank)
+        again, _ = call(context, problem, rank)
+    np.testing.assert_array_equal(y, again)
+    return y, report
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("return_mode", ["direct", "reduced"])
+@pytest.mark.parametrize("layer", OF_GROUPS)
+def test_ranks_of_uneven_tokens(pool: RankPool, layer: str, return_mode: str):
+    options = SIZES | LAYERS[layer] | {"return_mode": return_mode}
+    problem = quantised(random_problem(3, TOKENS[: pool.ranks], **options))
+    limits = {name: each for name, each in problem.limits().items() if name not in ("ranks", "engine")}
+    results = pool.call(in_group, [(problem, limits)] * pool.ranks, timeout=120.0)
+    check(problem, [Outcome(y, report) for y, report in results], tensor_cores=True)
+    of_bf16 = 2 * SIZES["hidden"]
+    for _, report in results:
+        assert (
+            report.bytes_sent < report.rows_sent * of_bf16 + report.return_rows_sent * of_bf16 or not report.rows_sent
+        )
+
+
+# ---- Random layers -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of `random_problem` and of `quantised`."""
+    experts = draw(st.integers(1, 24))
+    size = st.integers(1, 40).map(lambda n: 16 * n) | st.sampled_from([128, 256, 384])
+    fused = draw(st.booleans())
+    problem = {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "tokens": [draw(st.integers(0, 400))],
+        "hidden": draw(size),
+        "intermediate": draw(size),
+        "experts": experts,
+        "top_k": draw(st.integers(1, min(6, experts))),
+        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16"])),
+        "fused": fused,
+        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
+        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
+        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
+    }
+    how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
+    how["x"] = not fused and problem["dtype"] == "bfloat16" and draw(st.booleans())
+    return problem, how
+
+
+@pytest.mark.timeout(0)
+@seed(SEED)
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(case=cases())
+def test_any_layer_agrees_with_the_reference(case: Any):
+    arguments, quantisation = case
+    run_and_check(quantised(random_problem(**arguments), **quantisation))

@@ -1,0 +1,429 @@
+"""Weights and rows in FP8 on the CPU engine: the quantiser's bits, layers against the float64 reference, bytes sent.
+
+FLASHMOE_EXAMPLES bounds the number of random layers, of which there are 200 at most but in nightly runs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import flashmoe
+import ml_dtypes
+import numpy as np
+import pytest
+from flashmoe import _ffi
+from flashmoe.arguments import Tensors
+from flashmoe.memory import plan_memory
+from flashmoe.quantize import dequantize, quantize_layer, quantize_rows, quantize_weights
+from flashmoe.reference import dequantised, moe_reference, rounded, row_scales, scaled_rows
+from flashmoe.slices import cut
+from flashmoe.spec import FP8, row_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_options import CLAMPED
+from problems import ACTIVATIONS, PATIENCE, Outcome, Problem, Ranks, check, quantised, random_problem
+from test_properties import at_random
+
+F8 = ml_dtypes.float8_e4m3fn
+EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) * 2 // 5
+SIZES = {"hidden": 200, "intermediate": 136, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
+"""Neither is a multiple of 128: the last blocks are smaller."""
+TOKENS = [65, 0, 7, 33]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+# ---- The quantiser -------------------------------------------------------------------------------------------
+
+
+def by_engine(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As bytes, and scales."""
+    values = np.ascontiguousarray(rows, np.float32)
+    elements = np.empty(values.shape, np.uint8)
+    scales = np.empty((len(values), -(-values.shape[1] // 128)), np.float32)
+    from tvm_ffi import from_dlpack
+
+    _ffi.library().quantise_rows(*map(from_dlpack, (values, elements, scales)))
+    return elements, scales
+
+
+def by_torch(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same of rows of 128, by PyTorch's conversion."""
+    torch = pytest.importorskip("torch")
+    values = torch.from_numpy(np.ascontiguousarray(rows, np.float32))
+    largest = values.nan_to_num(nan=0.0, posinf=float("inf"), neginf=-float("inf")).abs().amax(dim=1, keepdim=True)
+    scale = torch.clamp(largest / 448.0, min=2.0**-126)
+    elements = (values * (1.0 / scale)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return elements.view(torch.uint8).numpy(), scale.numpy()
+
+
+ALL_BF16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+
+
+def test_every_bf16_value_has_the_bits_that_torch_gives_it():
+    """Beside a 448, so that the scale is 1; and beside its neighbours, whose scale is their own."""
+    small = ALL_BF16[np.abs(ALL_BF16.astype(np.float32)) <= 448.0]
+    small = np.concatenate([small, np.zeros(-len(small) % 127, small.dtype)]).reshape(-1, 127)
+    for rows in (np.hstack([small, np.full((len(small), 1), 448.0, small.dtype)]), ALL_BF16.reshape(-1, 128)):
+        (elements, scales), (expected, expected_scales) = by_engine(rows), by_torch(rows)
+        np.testing.assert_array_equal(scales, expected_scales)
+        nan = np.isnan(expected.view(F8).astype(np.float32))
+        np.testing.assert_array_equal(elements[~nan], expected[~nan])
+        assert (elements[nan] == 0x7F).all()  # of either sign
+
+
+@pytest.mark.parametrize("width", [1, 128, 200, 512])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 2.0**-140])
+def test_engine_package_and_reference_quantise_alike(width: int, scale: float):
+    rows = (scale * np.random.default_rng(width).standard_normal((64, width))).astype(np.float32)
+    rows[3] = 0.0
+    (elements, scales), (numbers, package_scales) = by_engine(rows), quantize_rows(rows)
+    np.testing.assert_array_equal(elements, numbers.view(np.uint8))
+    np.testing.assert_array_equal(scales, package_scales)
+    np.testing.assert_array_equal(scales, row_scales(rows))
+    each = np.repeat(np.float32(1.0) / scales, 128, axis=1)[:, :width]
+    np.testing.assert_array_equal(elements.view(F8).astype(np.float64), rounded(rows * each))
+
+
+def test_what_is_no_number_stays_none_and_zeros_stay_zeros():
+    rows = np.ones((3, 256), np.float32)
+    rows[0, 5], rows[1, 7], rows[2, :128] = np.nan, -np.inf, 0.0
+    elements, scales = by_engine(rows)
+    numbers = elements.view(F8).astype(np.float32)
+    assert np.isnan(numbers[0]).nonzero()[0].tolist() == [5]
+    assert (numbers[0, :5] == 448.0).all()  # a NaN counts for no scale
+    assert np.isnan(numbers[1]).nonzero()[0].tolist() == [7]
+    assert np.isinf(scales[1, 0])
+    assert (numbers[1, :7] == 0.0).all()  # times infinity: NaN
+    assert (numbers[2, :128] == 0.0).all()
+    assert scales[2].tolist() == [2.0**-126, np.float32(1.0) / np.float32(448.0)]
+
+
+def test_the_references_e4m3_is_that_of_ml_dtypes():
+    numbers = np.arange(256, dtype=np.uint8).view(F8).astype(np.float64)
+    np.testing.assert_array_equal(rounded(numbers), numbers)
+    values = np.random.default_rng(1).uniform(-500.0, 500.0, 100_000).astype(np.float32)
+    np.testing.assert_array_equal(rounded(values), np.clip(values, -448, 448).astype(F8).astype(np.float64))
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+def test_weights_are_within_half_a_step_of_what_they_were(scales: str, halves: int):
+    weights = np.random.default_rng(2).standard_normal((3, 2 * 136, 200)).astype(np.float32)
+    elements, scale = quantize_weights(weights, scales, halves)
+    numbers = dequantize(elements, scale, halves)
+    np.testing.assert_array_equal(numbers, dequantised(elements, scale, halves))
+    assert (
+        scale.shape
+        == {"block": (3, halves * -(-272 // halves // 128), 2), "row": (3, 272, 1), "tensor": (3, 1, 1)}[scales]
+    )
+    largest = np.abs(weights).max()  # half a step is 1/16 of a number, or 2^-10 of the largest one's 448
+    assert (np.abs(numbers - weights) <= np.maximum(np.abs(weights) / 16.0, largest * 2.0**-10 / 448.0) * 1.0001).all()
+
+
+# ---- Layers --------------------------------------------------------------------------------------------------
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no gate": {"activation": "silu"},
+    "biases": {"biases": (True, True, True)},
+    "interleaved": {"activation": "clamped_swiglu", "interleaved": True, **CLAMPED} | {"biases": (False, True, True)},
+    "weights on input": {"weights_on_input": True},
+    "capacity": {"capacity_factor": 0.6, "skew": 3.0},
+    "given routing": {"fused": False},
+    "shared": {"shared": 1, "shared_gate": True},
+    "shared, in slices": {"shared": 3, "intermediate": 128},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layers(ranks: Ranks, options: dict[str, Any], scales: str):
+    """On one rank and on two, and in tasks of other columns, which are rounded up to whole scales."""
+    problem = quantised(random_problem(1, [65], **SIZES | options), scales)
+    check(problem, ranks.call(problem))
+    problem = quantised(random_problem(2, [65, 7], **SIZES | options), scales)
+    check(problem, ranks.call(problem, tile=(16, 24)))
+
+
+@pytest.mark.parametrize("return_mode", ["direct", "reduced"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_four_ranks_of_uneven_tokens(ranks: Ranks, options: dict[str, Any], return_mode: str):
+    problem = quantised(random_problem(3, TOKENS, **SIZES | options, return_mode=return_mode))
+    check(problem, ranks.call(problem))
+
+
+def test_experts_of_several_ranks(ranks: Ranks):
+    copies = [[0, 2], 1, [3, 1, 0], 2, 3, [0, 1, 2, 3], 2, [1], [3, 2], 0, 1, [2, 0]]
+    problem = quantised(random_problem(4, TOKENS, **SIZES, placement=copies))
+    check(problem, ranks.call(problem))
+
+
+def test_x_may_come_quantised_which_changes_no_bit(ranks: Ranks):
+    problem = random_problem(5, TOKENS, **SIZES, fused=False)
+    of_x, given = ranks.call(quantised(problem)), ranks.call(quantised(problem, x=True))
+    check(quantised(problem, x=True), given)
+    for ours, theirs in zip(of_x, given, strict=True):
+        assert theirs.y.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(ours.y, theirs.y)
+
+
+def test_bits_are_the_same_in_every_run_and_on_every_number_of_ranks(ranks: Ranks):
+    whole = quantised(random_problem(6, [96], **SIZES, return_mode="direct"))
+    (alone,) = ranks.call(whole)
+    parts = replace(whole, x=[whole.x[0][:10], whole.x[0][10:10], whole.x[0][10:63], whole.x[0][63:]])
+    for outcomes in ranks.calls([parts] * 6, perturb=[0, 1, 2, 3, 4, 5]):
+        np.testing.assert_array_equal(np.concatenate([outcome.y for outcome in outcomes]), alone.y)
+
+
+@pytest.mark.parametrize("return_mode", ["direct", "reduced"])
+def test_half_the_bytes_travel(ranks: Ranks, return_mode: str):
+    """Rows to experts: H bytes and H / 32 of scales, for 2 H. Rows home stay as they are."""
+    sizes = SIZES | {"hidden": 512, "return_mode": return_mode}
+    plain = random_problem(7, TOKENS, **sizes, fused=False)
+    pairs = zip(ranks.call(plain), ranks.call(quantised(plain)), strict=True)
+    for each, of_fp8 in ((a.report, b.report) for a, b in pairs):
+        assert (of_fp8.rows_sent, of_fp8.return_rows_sent) == (each.rows_sent, each.return_rows_sent)
+        assert each.bytes_sent - of_fp8.bytes_sent == each.rows_sent * (2 * 512 - (512 + 16))
+    assert row_bytes(512, FP8) == 528
+    assert row_bytes(200, FP8) == 208 + 16
+
+
+def test_rows_take_half_the_memory():
+    sizes = {"ranks": 4, "max_tokens": 64, "hidden": 7168, "intermediate": 2048, "experts": 256, "top_k": 8}
+
+    def bytes_of(name: str, **options: Any) -> int:
+        return sum(term.bytes for term in plan_memory(**sizes, **options).terms if term.name == name)
+
+    for engine in ("cpu", "cuda"):
+        rows = bytes_of("rows", engine=engine)
+        assert bytes_of("rows", engine=engine, weight_dtype=FP8) == rows * 7392 // 14336
+        assert bytes_of("return_rows", engine=engine, weight_dtype=FP8) == bytes_of("return_rows", engine=engine)
+        assert bytes_of("out_rows", engine=engine, weight_dtype=FP8) == 64 * 7392
+        assert bytes_of("out_rows", engine=engine) == 0
+
+
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+def test_experts_in_slices(ranks: Ranks, scales: str):
+    """Slices of whole blocks of 128: each expert's scales and intermediate rows are those of the whole expert."""
+    whole = quantised(random_problem(8, [40, 9, 0, 21], **SIZES | {"intermediate": 512}), scales)
+    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+    parts = cut(2, *(getattr(whole, name) for name in names))
+    placement = [n % 4 for n in range(24)]
+    limits = whole.limits() | {"intermediate": 256, "slices": 2, "placement": placement}
+    sliced = replace(whole, **parts, placement=placement, options=whole.options | {"slices": 2})
+    expected = ranks.call(replace(whole, options=whole.options | {"return_mode": "reduced"}))
+    check(whole, expected)
+    for ours, theirs in zip(ranks.call(sliced, limits), expected, strict=True):
+        of_both = ours.y.astype(np.float64) - theirs.reference.y
+        assert (
+            np.linalg.norm(of_both) <= 1.5 * theirs.allowed.bound
+        )  # sums of two slices' results are rounded once more
+
+
+def test_the_bound_is_no_wider_than_it_must_be():
+    """It notices intermediate rows that are not quantised, and scales that are those of other blocks."""
+    problem = quantised(random_problem(9, [512], **SIZES | {"hidden": 512, "intermediate": 256}, fused=False))
+    with flashmoe.Context(processors=2, **problem.limits()) as context:
+        y = flashmoe.moe(context, **problem.arguments(0))
+        outcome = Outcome(y, context.last_call)
+        check(problem, [outcome])
+        expected, bound = outcome.reference.y, outcome.allowed.bound
+        assert 0.5 * bound < np.linalg.norm(y.astype(np.float64) - expected) < bound
+        spoiled = problem.down_scale[:, :, ::-1].copy()
+        other = flashmoe.moe(context, **problem.arguments(0) | {"down_scale": spoiled})
+        assert np.linalg.norm(other.astype(np.float64) - expected) > 5 * bound
+    x = scaled_rows(*quantize_rows(problem.x[0]))
+    matrices = [
+        dequantised(getattr(problem, f"{name}_proj"), getattr(problem, f"{name}_scale"), halves)
+        for name, halves in (("gate_up", 2), ("down", 1))
+    ]
+    routing = {"topk_ids": problem.topk_ids[0], "topk_weights": problem.topk_weights[0]}
+    unquantised = moe_reference(x, *matrices, **routing)  # but for x and the weights
+    assert np.linalg.norm(unquantised.y - expected) > 5 * bound
+
+
+# ---- Random layers -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The arguments of `random_problem`, of `quantised`, and how to call."""
+    count = draw(st.sampled_from([1, 2, 4]))
+    experts = draw(st.integers(1, 24))
+    size = st.one_of(st.integers(1, 140), st.integers(141, 300), st.sampled_from([128, 256, 384]))
+    holders = st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True)
+    fused = draw(st.booleans())
+    problem = {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "tokens": draw(st.lists(st.integers(0, 120), min_size=count, max_size=count)),
+        "hidden": draw(size),
+        "intermediate": draw(size),
+        "experts": experts,
+        "top_k": draw(st.integers(1, min(6, experts))),
+        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
+        "fused": fused,
+        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
+        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
+        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        "placement": draw(st.none() | st.lists(holders, min_size=experts, max_size=experts)),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
+        "return_mode": draw(st.sampled_from(["direct", "reduced", "auto"])),
+    }
+    how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
+    how["x"] = not fused and problem["dtype"] == "bfloat16" and draw(st.booleans())
+    tile = draw(st.sampled_from([(128, 256), (8, 16)]) | st.tuples(st.integers(4, 128), st.integers(4, 200)))
+    return problem, how, {"perturb": [draw(st.just(0) | st.integers(1, 2**31 - 1))], "tile": tile}
+
+
+@pytest.mark.timeout(0)
+@at_random(EXAMPLES)
+@given(case=cases())
+def test_any_layer_agrees_with_the_reference(ranks: Ranks, case: Any):
+    arguments, quantisation, how = case
+    problem = quantised(random_problem(**arguments), **quantisation)
+    check(problem, ranks.call(problem, problem.limits() | {"processors": 2}, **how))
+
+
+# ---- What is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return quantised(random_problem(10, [3], **SIZES, fused=False, shared=1))
+
+
+REFUSED = {
+    "no scale": ({"down_scale": None}, "down_scale: expected a tensor with down_proj of float8_e4m3fn, got None"),
+    "blocks of another size": (
+        {"gate_up_scale": np.ones((12, 3, 2), np.float32)},
+        r"gate_up_scale: expected \[12, 4, 2\] \(a scale for each 128 x 128\), \[12, 272, 1\] \(for each row\) or "
+        r"\[12, 1, 1\] \(for each matrix\), got \[12, 3, 2\]",
+    ),
+    "scales of two kinds": (
+        {"down_scale": np.ones((12, 200, 1), np.float32)},
+        r"down_scale: expected a scale for each block, as gate_up_scale has, got \[12, 200, 1\]",
+    ),
+    "scales of another type": (
+        {"gate_up_scale": np.ones((12, 4, 2), np.float64)},
+        r"gate_up_scale: expected float32 scales, got \[12, 4, 2\] float64",
+    ),
+    "a matrix of another type": (
+        {"down_proj": np.ones((12, 200, 136), ml_dtypes.bfloat16)},
+        r"down_proj: expected float8_e4m3fn, the type of gate_up_proj, got \[12, 200, 136\] bfloat16",
+    ),
+    "a bias in FP8": (
+        {"gate_up_bias": np.ones((12, 272), F8)},
+        r"gate_up_bias: expected bfloat16, the type of x, got \[12, 272\] float8_e4m3fn",
+    ),
+    "transposed": (
+        {"transposed": True, "shared_gate_up": None, "shared_down": None}
+        | {"shared_gate_up_scale": None, "shared_down_scale": None}
+        | {"gate_up_proj": np.ones((12, 200, 272), F8), "down_proj": np.ones((12, 136, 200), F8)},
+        "transposed: expected False with weights of float8_e4m3fn, got True",
+    ),
+    "x without scales": (
+        {"x": np.ones((3, 200), F8)},
+        "x_scale: expected a tensor with x of float8_e4m3fn, got None",
+    ),
+    "scales of x that is not quantised": (
+        {"x_scale": np.ones((3, 2), np.float32)},
+        "x_scale: expected x of float8_e4m3fn with it, got bfloat16",
+    ),
+    "scales of x for other tokens": (
+        {"x": np.ones((3, 200), F8), "x_scale": np.ones((4, 2), np.float32)},
+        r"x_scale: expected \[T=3, H/128=2\] float32, got \[4, 2\] float32",
+    ),
+    "a router with x in FP8": (
+        {"x": np.ones((3, 200), F8), "x_scale": np.ones((3, 2), np.float32), "topk_ids": None, "topk_weights": None}
+        | {"router": np.ones((12, 200), ml_dtypes.bfloat16), "top_k": 4},
+        "router: expected none with x of float8_e4m3fn, of which it would see what is left, got one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_layer_is_refused_by_name(problem: Problem, change: dict[str, Any], message: str):
+    with flashmoe.Context(processors=1, **problem.limits()) as context:
+        with pytest.raises(flashmoe.InvalidArgument, match=f"^{message}"):
+            flashmoe.moe(context, **problem.arguments(0) | change)
+        flashmoe.moe(context, **problem.arguments(0))
+
+
+def test_scales_of_weights_that_are_not_quantised_are_refused():
+    plain = random_problem(11, [3], **SIZES)
+    with flashmoe.Context(processors=1, **plain.limits()) as context:
+        refused = pytest.raises(
+            flashmoe.InvalidArgument, match=r"^down_scale: expected down_proj of float8_e4m3fn with"
+        )
+        with refused:
+            flashmoe.moe(context, **plain.arguments(0) | {"down_scale": np.ones((12, 2, 2), np.float32)})
+
+
+def test_a_slice_that_cuts_a_block_is_refused(ranks: Ranks):
+    problem = quantised(random_problem(12, [3, 3], **SIZES))
+    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^slices: expected slices of a multiple of 128 columns .*, got 2"
+    ):
+        cut(2, *(getattr(problem, name) for name in names))
+    placement = [n % 2 for n in range(12)]
+    limits = problem.limits() | {"experts": 6, "slices": 2, "placement": placement, "top_k": 2}
+    sliced = replace(problem, options={"slices": 2}, router=problem.router[:6], top_k=2, placement=placement)
+    with pytest.raises(Exception, match="slices: expected slices of a multiple of 128 columns with weights of float8"):
+        ranks.call(sliced, limits)
+    wide = quantised(random_problem(13, [3], **SIZES, shared=2))
+    with (
+        flashmoe.Context(processors=1, **wide.limits()) as context,
+        pytest.raises(flashmoe.InvalidArgument, match=r"^shared_down: expected slices of a multiple of 128 columns"),
+    ):
+        flashmoe.moe(context, **wide.arguments(0))
+
+
+def test_a_context_has_memory_for_one_of_both(problem: Problem):
+    plain = random_problem(10, [3], **SIZES, fused=False, shared=1)
+    for made_for, other in ((problem, plain), (plain, problem)):
+        with flashmoe.Context(processors=1, **made_for.limits()) as context:
+            assert context.weight_dtype == made_for.limits()["weight_dtype"]
+            with pytest.raises(
+                flashmoe.HeapError, match=r"^gate_up_proj: expected .*, which the context's memory is made"
+            ):
+                flashmoe.moe(context, **other.arguments(0))
+            flashmoe.moe(context, **made_for.arguments(0))
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^weight_dtype: expected one of bfloat16, float8_e4m3fn, got 'fl"
+    ):
+        flashmoe.Context(**plain.limits() | {"weight_dtype": "float16"})
+
+
+def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
+    """By their memory, which they make known to one another as they meet."""
+    problem = quantised(random_problem(14, [3, 3], **SIZES))
+    limits = problem.limits()
+    with pytest.raises(Exception, match="bytes per element"):
+        ranks._pool.call(_join, [(limits, FP8), (limits, "bfloat16")], ranks=2, timeout=6 * PATIENCE)
+
+
+def _join(rank: int, ranks: int, _: str, limits: dict[str, Any], weights: str) -> None:
+    flashmoe.Context(rank=rank, ranks=ranks, name=f"{_}-fp8", **limits | {"weight_dtype": weights}).close()
+
+
+def test_a_layer_is_quantised_once():
+    from flashmoe.checkpoint import shipped_layer
+
+    layer = quantize_layer(shipped_layer()[0])
+    assert (layer.weight_dtype, layer.weight_scales) == (FP8, "block")
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^layer: expected weights that are not quantised, got FP8"):
+        quantize_layer(layer)
+    assert quantize_layer(shipped_layer()[0], "row").weight_scales == "row"
+    assert set(layer.tensors()) <= set(Tensors._fields)

@@ -1,0 +1,51 @@
+"""The shipped model trained on with this package's experts, beside eager ones."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from flashmoe.integrations.transformers.experts import NAME
+from shipped import loaded, windows
+
+STEPS = 200
+TOKENS = 64
+
+
+def losses_with(implementation: str) -> list[float]:
+    """That of each step, in float32, with an auxiliary loss of the router's."""
+    model = loaded(dtype=torch.float32).train()
+    model.set_experts_implementation(implementation)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
+    passage, generator = torch.cat(windows()), torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        first = int(torch.randint(len(passage) - TOKENS, (), generator=generator))
+        ids = passage[None, first : first + TOKENS]
+        loss = model(ids, labels=ids, output_router_logits=True, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture
+def one_thread():
+    """For PyTorch: the engine's threads need the cores, and the model is small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_losses_are_those_of_eager_experts():
+    """At every tenth step within 1e-3, and they fall. (From random weights two orders of the same sums part sooner: the
+    router's choices flip.)"""
+    ours, eager = losses_with(NAME), losses_with("eager")
+    assert max(abs(a - b) for a, b in zip(ours[::10], eager[::10], strict=True)) <= 1e-3
+    assert sum(ours[-20:]) < 0.8 * sum(ours[:20])
