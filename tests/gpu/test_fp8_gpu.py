@@ -264,11 +264,6 @@ def test_ranks_of_uneven_tokens(pool: RankPool, layer: str, return_mode: str):
     limits = {name: each for name, each in problem.limits().items() if name not in ("ranks", "engine")}
     results = pool.call(in_group, [(problem, limits)] * pool.ranks, timeout=120.0)
     check(problem, [Outcome(y, report) for y, report in results], tensor_cores=True)
-    of_bf16 = 2 * SIZES["hidden"]
-    for _, report in results:
-        assert (
-            report.bytes_sent < report.rows_sent * of_bf16 + report.return_rows_sent * of_bf16 or not report.rows_sent
-        )
 
 
 # ---- Random layers -------------------------------------------------------------------------------------------

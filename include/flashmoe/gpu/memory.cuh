@@ -1,4 +1,4 @@
-// Loads and copies from device memory that say how the caches are to treat them.
+// Loads and copies from device memory that say how the caches are to treat them, and loads from shared memory.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +46,20 @@ __device__ __forceinline__ uint4 load_shared16(uint32_t from) {
                : "r"(from)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ float load_shared4(uint32_t from) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+  return v;
+}
+
+// Four 8x8 matrices of 16-bit elements, as fragments: the l-th address is that of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
 }
 
 }  // namespace flashmoe::gpu

@@ -13,14 +13,6 @@ namespace flashmoe::gpu {
 
 inline constexpr uint32_t kProductRows = 8;  // of a block of weights
 
-// Four 8x8 matrices of 16-bit elements, as fragments: the l-th address is that of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from)
-               : "memory");
-}
-
 namespace detail {
 
 // c += a b for 16 tokens by 8 rows of weights, k 16.

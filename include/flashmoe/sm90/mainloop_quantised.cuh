@@ -19,18 +19,6 @@ inline constexpr uint32_t kPromoted = 64;  // features at a time
 inline constexpr uint32_t kSteps = kRowBytes / kWgmmaBytes;
 inline constexpr auto kScaleBytes = static_cast<uint32_t>(sizeof(StageScales));
 
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(from)
-               : "memory");
-}
-__device__ __forceinline__ float load_shared4(uint32_t from) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
-  return v;
-}
-
 // The products of a k-block: rows are a's, the features lie at the descriptor.
 __device__ __forceinline__ void multiply_block(float (&products)[kPromoted / 2], const uint32_t (&a)[kSteps][4],
                                                uint32_t features) {
