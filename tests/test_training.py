@@ -140,7 +140,7 @@ def layers(draw: st.DrawFn) -> tuple[int, list[int], dict[str, Any]]:
     return draw(st.integers(0, 2**31)), tokens, options
 
 
-@settings(max_examples=int(os.environ.get("FLASHMOE_EXAMPLES", "60")), deadline=None)
+@settings(max_examples=int(os.environ.get("FLASHMOE_EXAMPLES", "500")) * 3 // 25, deadline=None)
 @given(layers())
 def test_random_layers(pool: RankPool, layer: tuple[int, list[int], dict[str, Any]]):
     seed, tokens, options = layer

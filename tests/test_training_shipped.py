@@ -10,7 +10,7 @@ import torch
 from flashmoe.integrations.transformers.experts import NAME
 from shipped import loaded, windows
 
-STEPS = 200
+STEPS = 100
 TOKENS = 64
 
 
