@@ -74,6 +74,15 @@ def test_half_types(pool: RankPool, options: dict[str, Any], dtype: str):
     check(problem, grads, train(pool, problem, grads)[0])
 
 
+def test_a_score_near_one(pool: RankPool):
+    """Its logit's gradient is a difference of almost equal numbers, of which float32 has lost half the digits."""
+    sizes = {"hidden": 2, "intermediate": 1, "experts": 4, "top_k": 1}
+    problem, grads = trainable(30, [2], **sizes, activation="relu", renormalize=False)
+    problem = replace(problem, router=4 * problem.router)
+    parts = check(problem, grads, train(pool, problem, grads)[0])
+    assert parts["router"] > 0.0
+
+
 # Bits
 
 
