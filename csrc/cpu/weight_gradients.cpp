@@ -109,9 +109,10 @@ class Parts {
     if (m.of == Matrix::Of::kGateUp) {
       std::copy_n(pass_.pre_activations(m.expert, n) + first, count, left);
     } else {
-      const float* gate = row.z + first;
-      std::copy_n(gate, count, left);
-      activate(left, spec_.gated() ? gate + pass_.width(m.expert) : nullptr, spec_, count);
+      float* up = nullptr;
+      pass_.kept.load(left, row, first, count);
+      if (spec_.gated()) pass_.kept.load(up = room(b_.row, count), row, pass_.width(m.expert) + first, count);
+      activate(left, up, spec_, count);
     }
     const bool x = m.of == Matrix::Of::kGateUp;
     const void* from = at(x ? layer_.x : g_.y, spec_.x_type, uint64_t{row.token} * hidden);
