@@ -14,9 +14,10 @@ namespace flashmoe::cpu {
 
 // What a call of a layer keeps, by what there is one of for each.
 struct KeptBytes {
-  uint64_t row, shared_row;  // a row that one of this rank's experts computes, or the shared one: pre-activations, place
-  uint64_t received;         // a token of another rank, however many experts have it: x
-  uint64_t token;            // an own token: its choices and their weights, and its logits
+  uint64_t row,
+      shared_row;     // a row that one of this rank's experts computes, or the shared one: pre-activations, place
+  uint64_t received;  // a token of another rank, however many experts have it: x
+  uint64_t token;     // an own token: its choices and their weights, and its logits
 };
 KeptBytes kept_bytes(const LayerSpec& layer);
 

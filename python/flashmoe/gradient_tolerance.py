@@ -9,10 +9,10 @@ to their tensors' types in these places alone:
 4. every result, once.
 
 **A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, that of place
-1, ``g = dY @ down`` that of a dot product over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is the sum of what each factor's variance
-leads to, that of act' by the second derivative. Where act' jumps (relu at 0, the limits of a clamp) and z is within 8
-standard deviations of that place, engine and reference may be on different sides: the jump is the deviation. The
-gradient of w is ``a . g + b . dY``, added up in float64.
+1, ``g = dY @ down`` that of a dot product over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is
+the sum of what each factor's variance leads to, that of act' by the second derivative. Where act' jumps (relu at 0, the
+limits of a clamp) and z is within 8 standard deviations of that place, engine and reference may be on different sides:
+the jump is the deviation. The gradient of w is ``a . g + b . dY``, added up in float64.
 
 **The router.** The gradients of logits are computed in float64 from the logits and the gradients of weights, and
 rounded to float32. What they owe to the errors of either is carried by the Jacobian and its derivatives, by
