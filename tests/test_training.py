@@ -86,6 +86,15 @@ def test_pre_activations_beyond_float16_have_the_slope_of_their_end(pool: RankPo
     check(problem, grads, train(pool, problem, grads)[0])
 
 
+def test_a_score_near_one(pool: RankPool):
+    """Its logit's gradient is a difference of almost equal numbers, of which float32 has lost half the digits."""
+    sizes = {"hidden": 2, "intermediate": 1, "experts": 4, "top_k": 1}
+    problem, grads = trainable(30, [2], **sizes, activation="relu", renormalize=False)
+    problem = replace(problem, router=4 * problem.router)
+    parts = check(problem, grads, train(pool, problem, grads)[0])
+    assert parts["router"] > 0.0
+
+
 # Bits
 
 

@@ -6,16 +6,17 @@
 namespace flashmoe::cpu {
 
 void add_logit_gradients(const LayerSpec& layer, const float* logits, const int32_t* ids, const double* of_weights,
-                         float* grad, std::vector<double>& scores) {
+                         float* grad, std::vector<double>& buffer) {
   const bool sigmoid = layer.routing == Routing::kSigmoid;
   const double largest = *std::max_element(logits, logits + layer.experts);
   double all = 0.0;
-  scores.resize(layer.experts);
+  buffer.resize(2 * size_t{layer.experts});
+  double *const scores = buffer.data(), *const sums = scores + layer.experts;
   for (uint32_t e = 0; e < layer.experts; ++e) {
     scores[e] = sigmoid ? 1.0 / (1.0 + std::exp(-double{logits[e]})) : std::exp(logits[e] - largest);
     all += scores[e];
   }
-  for (double& s : scores) s /= sigmoid ? 1.0 : all;
+  for (uint32_t e = 0; e < layer.experts; ++e) scores[e] /= sigmoid ? 1.0 : all;
 
   double sum = sigmoid ? double{kLeastSum} : 0.0, weighted = 0.0;  // of the chosen scores; of these times of_weights
   for (uint32_t k = 0; k < layer.top_k; ++k) {
@@ -27,14 +28,13 @@ void add_logit_gradients(const LayerSpec& layer, const float* logits, const int3
   // where the chosen ones are divided by their sum, what they lose together cancels.
   const double divisor = layer.renormalize ? sum : 1.0, common = layer.renormalize ? weighted / sum : 0.0;
   const double moved = sigmoid || layer.renormalize ? 0.0 : weighted;
+  for (uint32_t e = 0; e < layer.experts; ++e) sums[e] = -scores[e] * moved;
   for (uint32_t k = 0; k < layer.top_k; ++k) {
     const auto e = static_cast<size_t>(ids[k]);
     const double slope = sigmoid ? scores[e] * (1.0 - scores[e]) : scores[e];
-    grad[e] += static_cast<float>(layer.routed_scale * slope * (of_weights[k] - common) / divisor);
+    sums[e] += slope * (of_weights[k] - common) / divisor;  // may cancel nearly all: a score near 1
   }
-  for (uint32_t e = 0; moved != 0.0 && e < layer.experts; ++e) {
-    grad[e] -= static_cast<float>(layer.routed_scale * scores[e] * moved);
-  }
+  for (uint32_t e = 0; e < layer.experts; ++e) grad[e] += static_cast<float>(layer.routed_scale * sums[e]);
 }
 
 }  // namespace flashmoe::cpu
