@@ -90,6 +90,13 @@ def test_instances_of_experts_in_fp8(tool):
     assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
 
 
+def test_instances_that_keep_what_gradients_need(tool):
+    found = tool.keeping_instances()
+    assert len(found) == len(set(found)) == 6 and all(tool.KEEP in defines for defines in found)
+    assert not any("-DFLASHMOE_DTYPE=0" in defines or tool.QUANTISED in defines for defines in found)
+    assert [unit.defines for unit in tool.units() if tool.KEEP in unit.defines] == found
+
+
 def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):
     puts = [unit for unit in tool.units() if tool.RDMA in unit.defines]
     by_release = Counter(unit.nvshmem for unit in puts)

@@ -81,6 +81,15 @@ struct ScaleTable {
   uint32_t up;      // from a gate's to its up's, where these lie behind all gates
 };
 
+// What a forward pass keeps for its gradients, of a rank that is alone; C is the number of a token's choices, one for each
+// slice of an expert and of the shared one.
+struct KeptOutputs {
+  uint8_t*
+      pre_activations;  // [T C, I, 2], gate and up side by side, or [T C, I]: row (token, choice) at token C + choice
+  int32_t* ids;         // [T, top_k] as Call::routing
+  float* weights;       // [T, top_k]
+};
+
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
@@ -129,6 +138,8 @@ struct KernelArgs {
   ScaleTable gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale;
   uint32_t scales_by_row;  // 1: each row of weights has a scale
   const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised
+
+  KeptOutputs keep;  // of kernels that keep (FLASHMOE_KEEP)
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

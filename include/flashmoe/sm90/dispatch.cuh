@@ -258,6 +258,17 @@ __device__ __forceinline__ void quantise_block(const KernelArgs& args, const Cal
   }
 }
 
+// Every warp of the team, once the token block's packets are built: its routing, to where it is kept.
+__device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call& c, uint32_t b) {
+  const uint32_t first = b << c.policy.log2_block, top_k = c.shape.top_k;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
+    const uint32_t token = first + i / top_k, k = i % top_k;
+    keep.ids[uint64_t{token} * top_k + k] = c.routing(token)[k];
+    keep.weights[uint64_t{token} * top_k + k] = c.weights(token)[k];
+  }
+}
+
 // The team's part of one token block. False if the call is over.
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
@@ -279,6 +290,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   }
   if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh
+  if constexpr (kKeepBuild) keep_routing(args.keep, c, b);
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();

@@ -4,6 +4,7 @@
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/sm90/epilogue.cuh"
 #include "flashmoe/sm90/epilogue_kept.cuh"
+#include "flashmoe/sm90/epilogue_pre_activations.cuh"
 #include "flashmoe/sm90/epilogue_quantised.cuh"
 #include "flashmoe/sm90/epilogue_rows.cuh"
 #include "flashmoe/sm90/expert_rows.cuh"
@@ -39,6 +40,11 @@ __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call
       c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
   if (c.policy.joined != 0 && c.shape.top_k == 1) to = args.out + uint64_t{row.token} * c.memory.return_row_bytes;
   return reinterpret_cast<uint64_t>(to);
+}
+
+// Where a row's pre-activations are kept (KeptOutputs).
+__device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint32_t slice) {
+  return row.token * (c.shape.routed_top_k() + c.shape.shared) + row.k + slice;
 }
 
 // Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
@@ -80,6 +86,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
     if (is_one_of<kGathering>(task.kind)) {
       slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
+      if constexpr (kKeepBuild) slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
       if (args.weights_on_input != 0) slot.weights[r] = row[i].weight;
     } else {
       slot.to[r] = result_of(args, c, row[i]);
@@ -432,6 +439,16 @@ struct Consumer {
   }
 };
 
+// Who keeps the pre-activations of a task that activates, whose first column of results is `first_column`.
+template <bool kGated>
+__device__ __forceinline__ auto keeper(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                       uint32_t first_column) {
+  if constexpr (!kKeepBuild)
+    return NothingKept{};
+  else
+    return PreActivations<kGated>{args.keep.pre_activations, slot.tokens, first_column, c.shape.intermediate};
+}
+
 // A consumer warpgroup's part of one task, in one of its shapes.
 template <class Dtype, Activation kActivation, class Shape, class Trace>
 __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call& c, const TaskSlot& slot,
@@ -496,12 +513,14 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
       if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {
         store_activated_rows<Dtype, kActivation, kOrder>(staging, at, acc, expert_bias(), rows, first_column(),
-                                                         c.shape.intermediate, tile, pitch, args.gated, args.clamped);
+                                                         c.shape.intermediate, tile, pitch, args.gated, args.clamped,
+                                                         keeper<kGated>(args, c, slot, first_column()));
       });
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
       store_activated<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(),
-                                                            c.shape.intermediate, tile, pitch, args.clamped);
+                                                            c.shape.intermediate, tile, pitch, args.clamped,
+                                                            keeper<kGated>(args, c, slot, first_column()));
     }
   } else if constexpr (kRows) {
     store_returned_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.shape.hidden, slot.weights,
