@@ -146,6 +146,15 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
   }
 }
 
+// Every warp of the team: the routing that the forward pass has kept, likewise.
+__device__ __forceinline__ void copy_kept(const KeptOutputs& kept, const Call& c, uint32_t b, const PacketScratch& s) {
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
+    s.ids[i] = kept.ids[first + i];
+    s.weights[i] = kept.weights[first + i];
+  }
+}
+
 // Logits of the token are not finite.
 __device__ __forceinline__ void post_bad_logits(const Call& c, Shared& s, uint32_t token) {
   s.router_bad = 1;
@@ -269,6 +278,20 @@ __device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call
   }
 }
 
+// Every warp of the team: chooses, or copies, the experts of the token block's tokens. False as build_packets().
+template <class Dtype>
+__device__ __forceinline__ bool choose_experts_of(const KernelArgs& args, const Call& c, Shared& s,
+                                                  const DispatchScratch& scratch, uint32_t b) {
+  if constexpr (kIsBackward) {
+    copy_kept(args.backward.kept, c, b, scratch.packets());
+  } else {
+    if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
+    if (c.shape.slices != 1) slice_block(c, b, scratch.packets());
+    if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, scratch.packets());
+  }
+  return true;
+}
+
 // The team's part of one token block. False if the call is over.
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
@@ -276,15 +299,15 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const DispatchScratch scratch{stages};
   const PacketScratch packets = scratch.packets();
   trace.begin();
-  if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
-  if (c.shape.slices != 1) slice_block(c, b, packets);
-  if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
+  if (!choose_experts_of<Dtype>(args, c, s, scratch, b)) return false;
   trace.end(Phase::kGate, b, 0);
   trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
-  if (!build_packets<Team>(c, b, packets, args.load)) {
+  const bool built =
+      kIsBackward ? build_known_packets<Team>(c, b, packets) : build_packets<Team>(c, b, packets, args.load);
+  if (!built) {
     Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
   }

@@ -153,6 +153,11 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
   }
+  if constexpr (kIsBackward) {
+    if (warp < kTeamWarps) {
+      sum_weight_parts(args, c, blockIdx.x * kTeamWarps * 32 + thread, gridDim.x * kTeamWarps * 32);
+    }
+  }
   if (c.policy.joined == 0) {
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
     Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp>(c, sums, s.returns).run(c);

@@ -3,6 +3,7 @@
 
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/sm90/epilogue.cuh"
+#include "flashmoe/sm90/epilogue_backward.cuh"
 #include "flashmoe/sm90/epilogue_kept.cuh"
 #include "flashmoe/sm90/epilogue_pre_activations.cuh"
 #include "flashmoe/sm90/epilogue_quantised.cuh"
@@ -12,6 +13,7 @@
 #include "flashmoe/sm90/mainloop.cuh"
 #include "flashmoe/sm90/mainloop_quantised.cuh"
 #include "flashmoe/sm90/ring.cuh"
+#include "flashmoe/sm90/weight_gradients.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -45,6 +47,18 @@ __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call
 // Where a row's pre-activations are kept (KeptOutputs).
 __device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint32_t slice) {
   return row.token * (c.shape.routed_top_k() + c.shape.shared) + row.k + slice;
+}
+
+// The bytes of a row of pre-activations.
+__device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
+  return args.backward.z_columns * 2;
+}
+
+// Has the L2 fetch what a task reads of a kept row, since it comes from memory otherwise, when the epilogue wants it.
+__device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, uint32_t row, uint32_t column) {
+  const uint32_t bytes = kept_row_bytes(args), each = bytes / c.shape.intermediate * kTaskFeatures;
+  const uint8_t* const from = args.backward.kept.pre_activations + uint64_t{row} * bytes + column * each;
+  prefetch_to_l2(from, min_of(each, bytes - column * each));
 }
 
 // Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
@@ -86,11 +100,12 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
     if (is_one_of<kGathering>(task.kind)) {
       slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
-      if constexpr (kKeepBuild) slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
-      if (args.weights_on_input != 0) slot.weights[r] = row[i].weight;
+      if constexpr (kKeepBuild || kIsBackward) slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
+      if constexpr (kIsBackward) prefetch_kept(args, c, slot.tokens[r], task.column);
+      if (kIsBackward || args.weights_on_input != 0) slot.weights[r] = row[i].weight;
     } else {
       slot.to[r] = result_of(args, c, row[i]);
-      slot.weights[r] = args.weights_on_input != 0 ? 1.0f : row[i].weight;
+      slot.weights[r] = kIsBackward || args.weights_on_input != 0 ? 1.0f : row[i].weight;
       slot.tokens[r] = row[i].token;
     }
   }
@@ -115,6 +130,22 @@ __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, 
   slot.slices = 1;
   slot.k_bytes = stages * kRowBytes;  // so that Wide::stages(k_bytes) is `stages`
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
+}
+
+// The same for a product over an expert's rows behind the stop.
+__device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
+  if (Platform::lane() != 0) return;
+  const uint32_t rows = rows_of_expert(c, task.index);
+  slot.index = slot.tile = slot.expert = task.index;
+  slot.column = task.column;
+  slot.slices = 1;
+  slot.k_bytes = ceil_div(rows, kStageRows) * kRowBytes;  // so that Wide::stages(k_bytes) is right
+  slot.share = {.wide = true, .first = 0, .rows = rows, .cover = Wide::kTokens};
+}
+
+// Whether a task is one behind the stop.
+__device__ __forceinline__ bool is_over_rows(TaskKind kind) {
+  return kIsBackward && kind == kOverRows;
 }
 
 // Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: its code has to come from memory. So while the
@@ -169,6 +200,8 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
     look_up_rehearsal(slot);
   } else if (is_one_of<kOfExpert>(task.kind)) {
     look_up_expert(c, task, slot);
+  } else if (is_over_rows(task.kind)) {
+    look_up_over_rows(c, task, slot);
   } else if (task.kind != TaskKind::kStop) {
     look_up<Dtype>(args, c, task, slot);
   }
@@ -197,6 +230,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   const uint32_t rehearsed = rehearsals<Dtype>(c);
   uint32_t stages = 0, stored = 0;  // of the tasks so far
   uint32_t reported = 0;
+  bool stopped = false;  // the queue has no more tasks
   auto report_done = [&](uint32_t taken) {
     if (reported == taken || !ring.is_done(reported)) return false;
     if (P::lane() == 0) ring.report_done(reported);
@@ -208,10 +242,14 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
       if (!report_done(n)) __nanosleep(kPause);
     }
     Task task = rehearsal(n);
-    if (n >= rehearsed) {
+    if (n >= rehearsed && !stopped) {
       uint64_t ticket = 0;
       if (P::lane() == 0) ticket = take_ticket<P>(c);
       task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
+    }
+    if constexpr (kIsBackward) {
+      stopped |= task.kind == TaskKind::kStop;
+      if (stopped) task = take_weight_task(args, c);
     }
     if (P::lane() == 0) ring.hand_on(n, task);
     put_task<Dtype>(args, c, ring, n, task, stored);
@@ -233,7 +271,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
-    if (slot.index != kNoTile) retire<P>(c, {slot.kind, slot.column, slot.index});
+    if (slot.index != kNoTile && !is_over_rows(slot.kind)) retire<P>(c, {slot.kind, slot.column, slot.index});
     P::sync();
     if (P::lane() == 0) ring.put_free(retired);
     ++retired;
@@ -292,6 +330,21 @@ __device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
   return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
 }
 
+// Loaders: a task behind the stop.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                               Pipeline& ring, Count&& count) {
+  const BackwardArgs& b = args.backward;
+  const WeightTask task = WeightTask::of(args, slot.column);
+  const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+  const uint32_t first_column = task.first_column + cluster_rank() * kBoxFeatures;
+  const uint32_t columns = first_row < c.shape.hidden ? c.shape.hidden - first_row : 0;
+  const FeatureSpans spans{task.of_down ? &b.weighted_columns : &b.z_columns_map, first_column, false, 0, false};
+  const uint8_t* const from = (task.of_down ? args.x : b.x) + (columns != 0 ? first_row * Dtype::kBytes : 0);
+  load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, from, task.of_down ? args.x_row_bytes : b.x_row_bytes,
+                          columns, spans, count);
+}
+
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
 // (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
 // consumers have stored, or, with several ranks, does a piece of the returns.
@@ -314,7 +367,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       if (!loads_intermediate) joiner.close();
       return;
     }
-    if (apart && is_one_of<kGathering>(slot.kind)) {
+    const bool gathers = is_one_of<kGathering>(slot.kind) || is_over_rows(slot.kind);
+    if (apart && gathers) {
       // The first warp may still load GEMM1's stages, while the second is here. It must not go on: a wait tells phases
       // apart by one parity bit, and a barrier that is two phases behind looks as if it had been passed.
       named_barrier_sync(kLoaderBarrier, kLoaders);
@@ -323,6 +377,13 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
     const bool wide = slot.share.wide, shared = c.shape.is_shared(slot.expert);
     const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
+    if constexpr (kIsBackward) {
+      if (is_over_rows(slot.kind)) {
+        load_over_rows<Dtype>(args, c, slot, ring, count);
+        tasks.put_done(n);
+        continue;
+      }
+    }
     with_product(slot.kind, [&]<uint32_t p>() {
       constexpr uint32_t kColumns = kColumnsPerTask<p, kGated> / kClusterBlocks;  // of results, that a box makes
       const auto features = [&] {
@@ -380,7 +441,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }
       }
     });
-    const bool free = !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
+    const bool free = !loads_intermediate && !gathers && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
     if (free && !tasks.is_full(n + 2)) returns.step();
@@ -532,6 +593,48 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
 
+// Where a task that differentiates has its rows and columns.
+template <bool kGated>
+__device__ __forceinline__ GradientRows gradient_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                      uint32_t first_column) {
+  const BackwardArgs& b = args.backward;
+  const uint32_t intermediate = c.shape.intermediate, bytes = kept_row_bytes(args);
+  const uint64_t first_row = uint64_t{slot.inner} * kTileTokens + slot.share.first;
+  const bool wide = slot.share.wide, last = !wide || cluster_rank() == kClusterBlocks - 1;
+  const uint64_t all = uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
+  float* const parts = b.weight_parts + all * (slot.column * kClusterBlocks);
+  const uint32_t end = slot.share.first + slot.share.rows;  // of the tile's rows
+  return {.z = b.kept.pre_activations + first_column * (bytes / intermediate),
+          .z_row_bytes = bytes,
+          .numbers = slot.tokens,
+          .weights = slot.weights,
+          .rows = slot.share.rows,
+          .padded = last ? align_up(end, kStageRows) - slot.share.first : 0,
+          .columns = first_column < intermediate ? intermediate - first_column : 0,
+          .gradients = b.z_gradients + first_row * bytes + first_column * args.gated.step * 2,
+          .gradient_bytes = bytes,
+          .weighted = b.weighted + (first_row * intermediate + first_column) * 2,
+          .weighted_bytes = uint64_t{intermediate} * 2,
+          .gated = args.gated,
+          .parts = wide ? parts : parts + cluster_rank() * all,
+          .spare = wide ? parts + all : nullptr};
+}
+
+// All warps that have seen the stop: a combine weight's gradient, the sum of its parts.
+__device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const Call& c, uint32_t thread,
+                                                 uint32_t threads) {
+  const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
+  const uint32_t choices = c.shape.routed_top_k() + c.shape.shared, all = c.shape.tokens * choices;
+#pragma unroll 1
+  for (uint32_t i = thread; i < all; i += threads) {
+    const bool dropped = args.backward.kept.ids[i] < 0;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (uint32_t p = 0; p < parts && !dropped; ++p) sum += args.backward.weight_parts[uint64_t{p} * all + i];
+    args.backward.weights[i] = sum;
+  }
+}
+
 // A consumer warpgroup's part of one task of an expert.
 template <class Dtype>
 __device__ __forceinline__ void compute_expert(const KernelArgs& args, const Call& c, const TaskSlot& slot,
@@ -548,6 +651,30 @@ __device__ __forceinline__ void compute_expert(const KernelArgs& args, const Cal
   }
 }
 
+// A consumer warpgroup's part of one task of a backward pass, in one of its shapes.
+template <class Dtype, Activation kActivation, class Shape, class Trace>
+__device__ __forceinline__ void compute_gradients(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                  Pipeline& ring, const Consumer& consumer, const Trace& trace) {
+  using Stage = typename Shape::Stage;
+  const TaskKind kind = slot.kind;  // kept: else it is read again after the mainloop
+  if (slot.share.cover <= consumer.group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
+  Accumulators<Shape> acc;
+  multiply<Dtype, Shape>(ring, consumer.group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
+  trace.begin(1);
+  const Lane at = Lane::of_thread(consumer.group);
+  const bool wide = slot.share.wide;
+  const uint32_t first_column =
+      slot.column * kTaskFeatures + (wide ? 0 : cluster_rank() * (kTaskFeatures / kClusterBlocks));
+  if (is_one_of<kDifferentiating>(kind)) {
+    store_gradients<Dtype, kActivation>(
+        consumer.staging, at, acc, gradient_rows<is_gated(kActivation)>(args, c, slot, first_column), args.clamped);
+  } else {
+    store_returned_rows<Dtype>(consumer.staging, at, acc, nullptr, slot.share.rows, first_column, c.shape.hidden,
+                               slot.weights, slot.to);
+  }
+  trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
+}
+
 // A consumer warpgroup: `group` 0 or 1.
 template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
@@ -562,7 +689,16 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     if (slot.kind == TaskKind::kStop) return;
     trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
-    if (is_one_of<kOfExpert>(slot.kind)) {
+    if constexpr (kIsBackward) {
+      if (is_over_rows(slot.kind)) {
+        compute_weight_task<Dtype, !kTransposed>(args, slot.expert, slot.share.rows, slot.column, ring, group,
+                                                 consumer.staging);
+      } else {
+        with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
+          compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
+        });
+      }
+    } else if (is_one_of<kOfExpert>(slot.kind)) {
       if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);
     } else {
       with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
