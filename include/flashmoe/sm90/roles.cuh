@@ -364,7 +364,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) {
-      if (!loads_intermediate) joiner.close();
+      if (!kIsBackward && !loads_intermediate) joiner.close();
       return;
     }
     const bool gathers = is_one_of<kGathering>(slot.kind) || is_over_rows(slot.kind);
@@ -431,7 +431,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         intermediate_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
         apart = true;
       }
-      if constexpr (p == kReturning) {
+      if constexpr (p == kReturning && !kIsBackward) {
         if (!loads_intermediate && joins_late_rows(c)) {
           while (!tasks.is_stored(slot.stored)) {
             if (!joiner.step()) __nanosleep(kPause);
@@ -441,7 +441,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }
       }
     });
-    const bool free = !loads_intermediate && !gathers && c.shape.ranks > 1;
+    const bool free = !kIsBackward && !loads_intermediate && !gathers && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
     if (free && !tasks.is_full(n + 2)) returns.step();
@@ -483,14 +483,14 @@ __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call&
   });
 }
 
-// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, the sums leave no registers to keep
-// them, so that they are found anew.
+// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, and in a backward pass, the sums leave no
+// registers to keep them, so that they are found anew.
 struct Consumer {
   uint32_t group, staging;
 
   template <class Dtype>
   __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
-    if constexpr (!kQuantised<Dtype>) return *this;
+    if constexpr (!kQuantised<Dtype> && !kIsBackward) return *this;
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return of_group(ring, thread / kWarpgroup);
@@ -620,17 +620,21 @@ __device__ __forceinline__ GradientRows gradient_rows(const KernelArgs& args, co
           .spare = wide ? parts + all : nullptr};
 }
 
-// All warps that have seen the stop: a combine weight's gradient, the sum of its parts.
-__device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const Call& c, uint32_t thread,
-                                                 uint32_t threads) {
+// A combine weight's gradient, the sum of its parts, by all warps that have seen the stop: not the last one of a block.
+__device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const Call& c) {
+  constexpr uint32_t kSummers = (kWarps - 1) * 32;
+  uint32_t thread;  // volatile, so that it is not kept along the roles
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  if (thread >= kSummers) return;
   const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
-  const uint32_t choices = c.shape.routed_top_k() + c.shape.shared, all = c.shape.tokens * choices;
+  const uint32_t all = c.shape.tokens * (c.shape.routed_top_k() + c.shape.shared);
 #pragma unroll 1
-  for (uint32_t i = thread; i < all; i += threads) {
-    const bool dropped = args.backward.kept.ids[i] < 0;
+  for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
     float sum = 0.0f;
+    if (args.backward.kept.ids[i] >= 0) {
 #pragma unroll 4
-    for (uint32_t p = 0; p < parts && !dropped; ++p) sum += args.backward.weight_parts[uint64_t{p} * all + i];
+      for (uint32_t p = 0; p < parts; ++p) sum += args.backward.weight_parts[uint64_t{p} * all + i];
+    }
     args.backward.weights[i] = sum;
   }
 }
@@ -657,22 +661,40 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
                                                   Pipeline& ring, const Consumer& consumer, const Trace& trace) {
   using Stage = typename Shape::Stage;
   const TaskKind kind = slot.kind;  // kept: else it is read again after the mainloop
-  if (slot.share.cover <= consumer.group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
+  const uint32_t group = consumer.anew<Dtype>(ring).group;
+  if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
   Accumulators<Shape> acc;
-  multiply<Dtype, Shape>(ring, consumer.group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
+  multiply<Dtype, Shape>(ring, group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
   trace.begin(1);
-  const Lane at = Lane::of_thread(consumer.group);
+  const auto [group_after, staging] = consumer.anew<Dtype>(ring);
+  const Lane at = Lane::of_thread(group_after);
   const bool wide = slot.share.wide;
   const uint32_t first_column =
       slot.column * kTaskFeatures + (wide ? 0 : cluster_rank() * (kTaskFeatures / kClusterBlocks));
   if (is_one_of<kDifferentiating>(kind)) {
     store_gradients<Dtype, kActivation>(
-        consumer.staging, at, acc, gradient_rows<is_gated(kActivation)>(args, c, slot, first_column), args.clamped);
+        staging, at, acc, gradient_rows<is_gated(kActivation)>(args, c, slot, first_column), args.clamped);
   } else {
-    store_returned_rows<Dtype>(consumer.staging, at, acc, nullptr, slot.share.rows, first_column, c.shape.hidden,
-                               slot.weights, slot.to);
+    store_returned_rows<Dtype>(staging, at, acc, nullptr, slot.share.rows, first_column, c.shape.hidden, slot.weights,
+                               slot.to);
   }
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
+}
+
+// A consumer warpgroup's part of one task behind the stop.
+template <class Dtype, bool kTransposedLayer>
+__device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                                  const Consumer& consumer) {
+  const uint32_t stages = Wide::stages(slot.k_bytes);
+  if (stages == 0) {
+    const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
+    return store_no_gradients<Dtype>(to, Lane::of_thread(consumer.anew<Dtype>(ring).group));
+  }
+  float acc[1][128];
+  multiply_rows<Dtype>(ring, consumer.anew<Dtype>(ring).group, stages, acc[0]);
+  const auto [group, staging] = consumer.anew<Dtype>(ring);
+  const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
+  store_weight_gradients<Dtype>(staging, Lane::of_thread(group), acc, to);
 }
 
 // A consumer warpgroup: `group` 0 or 1.
@@ -691,8 +713,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.begin();
     if constexpr (kIsBackward) {
       if (is_over_rows(slot.kind)) {
-        compute_weight_task<Dtype, !kTransposed>(args, slot.expert, slot.share.rows, slot.column, ring, group,
-                                                 consumer.staging);
+        compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
         with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
           compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
@@ -706,7 +727,8 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
       });
     }
     trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
-    if (is_one_of<kHome>(slot.kind) && joins_late_rows(c)) tasks.put_stored(slot.stored);  // else nobody waits for it
+    if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
+      tasks.put_stored(slot.stored);                     // else nobody waits for it
     if constexpr (kQuantised<Dtype>) asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);
   }

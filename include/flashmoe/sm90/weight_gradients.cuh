@@ -14,7 +14,7 @@
 // The order of a sum is that of an expert's tiles, and all of these but its last one are full.
 #pragma once
 
-#include "flashmoe/sm90/epilogue_rows.cuh"
+#include "flashmoe/sm90/epilogue_backward.cuh"
 #include "flashmoe/sm90/expert_rows.cuh"
 #include "flashmoe/sm90/load.cuh"
 
@@ -129,50 +129,54 @@ struct OneProduct {
 
 }  // namespace detail
 
-// Stores a warpgroup's 64 rows of H by 256 columns, rounded once, to the expert's matrix at `to`. kAcross: the matrix has a row
-// for each column.
-template <class Dtype, bool kAcross>
+// Where a block's part of a task's results goes: 128 rows of H by 256 columns of an expert's matrix.
+struct WeightOutput {
+  uint8_t* to;
+  bool across;             // the matrix has a row for each column, and H goes along it
+  uint32_t rows, columns;  // that exist of H, of the columns
+  uint64_t row_bytes;      // from row to row of the matrix
+
+  template <class Dtype, bool kTransposedLayer>
+  static __device__ __forceinline__ WeightOutput of(const KernelArgs& args, uint32_t expert, uint32_t n) {
+    const WeightTask task = WeightTask::of(args, n);
+    const uint32_t hidden = args.call.shape.hidden;
+    const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+    const bool across = task.of_down == kTransposedLayer;
+    const uint64_t pitch = across ? hidden : task.columns;
+    const uint64_t first = across ? task.first_column * pitch + first_row : first_row * pitch + task.first_column;
+    uint8_t* const all = task.of_down ? args.backward.down : args.backward.gate_up;
+    return {all + (uint64_t{expert} * hidden * task.columns + first) * Dtype::kBytes, across,
+            first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * Dtype::kBytes};
+  }
+};
+
+// Stores a warpgroup's 64 rows of H by 256 columns, rounded once.
+template <class Dtype>
 __device__ __forceinline__ void store_weight_gradients(uint32_t staging, const Lane& at, float (&acc)[1][128],
-                                                       const WeightTask& task, uint32_t block_row, uint32_t hidden,
-                                                       uint8_t* to) {
-  const uint32_t first_row = task.first_row + block_row, left = task.columns - task.first_column;
-  if constexpr (kAcross) {
+                                                       const WeightOutput& out) {
+  if (out.across) {
     using Row = detail::StagedRow<Dtype, detail::OneProduct, false>;
-    const uint32_t group_row = first_row + at.group * Row::kColumns;
-    const uint32_t rows = group_row < hidden ? hidden - group_row : 0;
-    uint8_t* const base = to + (uint64_t{task.first_column} * hidden + group_row) * Dtype::kBytes;
+    const uint32_t group_row = at.group * Row::kColumns, rows = group_row < out.rows ? out.rows - group_row : 0;
+    uint8_t* const base = out.to + group_row * Dtype::kBytes;
     detail::store_tokens<Dtype, Row, 1, 256>(
-        staging, at, acc, left, rows, [](uint32_t, uint32_t, float (&)[4]) {},
-        [&](uint32_t column) { return base + uint64_t{column} * hidden * Dtype::kBytes; });
+        staging, at, acc, out.columns, rows, [](uint32_t, uint32_t, float (&)[4]) {},
+        [&](uint32_t column) { return base + column * out.row_bytes; });
   } else {
-    uint8_t* const base = to + (uint64_t{first_row} * task.columns + task.first_column) * Dtype::kBytes;
     detail::store_rows<Dtype, Columns::kResults>(
-        detail::own_staging(staging, at), at, acc[0], first_row < hidden ? hidden - first_row : 0, left,
-        [](uint32_t, float&, float&, float, float) {},
-        [&](uint32_t row) { return base + uint64_t{row} * task.columns * Dtype::kBytes; });
+        detail::own_staging(staging, at), at, acc[0], out.rows, out.columns,
+        [](uint32_t, float&, float&, float, float) {}, [&](uint32_t row) { return out.to + row * out.row_bytes; });
   }
 }
 
-// A consumer warpgroup's part of a task, of an expert with `rows` rows.
-template <class Dtype, bool kTransposedLayer>
-__device__ __forceinline__ void compute_weight_task(const KernelArgs& args, uint32_t expert, uint32_t rows,
-                                                    uint32_t column, Pipeline& ring, uint32_t group, uint32_t staging) {
-  float acc[1][128];
-  if (rows != 0) {
-    multiply_rows<Dtype>(ring, group, ceil_div(rows, kStageRows), acc[0]);
+// The same of an expert without rows: zeros.
+template <class Dtype>
+__device__ __forceinline__ void store_no_gradients(const WeightOutput& out, const Lane& at) {
+  const uint32_t skipped = min_of(out.rows, at.group * 64), rows = min_of(out.rows - skipped, 64u);
+  const uint32_t columns = min_of(out.columns, kTaskFeatures), thread = at.warp * 32 + at.lane;
+  if (out.across) {
+    detail::store_zeros(out.to + skipped * Dtype::kBytes, out.row_bytes, 0, columns, rows * Dtype::kBytes, thread);
   } else {
-#pragma unroll
-    for (uint32_t i = 0; i < 128; ++i) acc[0][i] = 0.0f;
-  }
-  const Lane at = Lane::of_thread(group);
-  const WeightTask task = WeightTask::of(args, column);
-  const uint32_t hidden = args.call.shape.hidden, block_row = cluster_rank() * (kTaskFeatures / kClusterBlocks);
-  uint8_t* const all = task.of_down ? args.backward.down : args.backward.gate_up;
-  uint8_t* const to = all + uint64_t{expert} * hidden * task.columns * Dtype::kBytes;
-  if (task.of_down != kTransposedLayer) {
-    store_weight_gradients<Dtype, false>(staging, at, acc, task, block_row, hidden, to);
-  } else {
-    store_weight_gradients<Dtype, true>(staging, at, acc, task, block_row, hidden, to);
+    detail::store_zeros(out.to + skipped * out.row_bytes, out.row_bytes, 0, rows, columns * Dtype::kBytes, thread);
   }
 }
 
