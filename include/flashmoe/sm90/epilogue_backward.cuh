@@ -12,33 +12,20 @@
 
 namespace flashmoe::sm90 {
 
-// Where a task's rows and columns are. Row r is the r-th of the block's share, column 0 the block's first.
-struct GradientRows {
-  const uint8_t* z;  // column 0 of row 0 of all rows that are kept
-  uint64_t z_row_bytes;
-  const uint32_t* numbers;  // among these
-  const float* weights;
-  uint32_t rows, padded;    // of the share; zeros are stored from `rows` to `padded`
-  uint32_t columns;         // 0 or more, of which the accumulators may have too many
-  uint8_t* gradients;       // dZ, column 0 of its gates, row 0
-  uint64_t gradient_bytes;  // from row to row
-  uint8_t* weighted;
-  uint64_t weighted_bytes;
-  GatedRows gated;
-  float* parts;  // of dS, by the row's number
-  float* spare;  // where a part of the same rows is zero; null: another block writes it
-};
-
 namespace detail {
 
-// Stores a piece's lines: those that exist of rows first, first + 4, ... of the share, from `to` on, the lane's chunk of row
-// `first`.
-template <class Dtype>
-__device__ __forceinline__ void store_piece(uint32_t own, const Lane& at, const Piece<Dtype>& piece, uint8_t* to,
-                                            uint64_t row_bytes, uint32_t first, uint32_t rows, bool exists) {
+// Where a lane writes words of a piece's first two groups of 8 columns, by stmatrix, as stage_piece() does; of groups g and
+// g + 1: ^ g * 16.
+__device__ __forceinline__ uint32_t staged_groups(uint32_t own, const Lane& at) {
+  return own + at.lane / 8 % 2 * 8 * kLineBytes + staged_in_piece(at.lane % 8, at.lane / 16);
+}
+
+// Stores a staged piece's lines: those that exist of rows first, first + 4, ... of the share, from `to` on, the lane's chunk of
+// row `first`.
+__device__ __forceinline__ void store_lines(uint32_t own, const Lane& at, uint8_t* to, uint64_t row_bytes,
+                                            uint32_t first, uint32_t rows, bool exists) {
   constexpr uint32_t kRowsApart = kWarpRows / kPieceStores;
   const uint32_t chunk = at.lane % 8, row = at.lane / 8;
-  stage_piece(own, at, piece);
   __syncwarp();
 #pragma unroll
   for (uint32_t i = 0; i < kPieceStores; ++i) {
@@ -87,33 +74,32 @@ __device__ __forceinline__ uint32_t differentiate_pair(float& first, float& seco
   }
 }
 
-// The words that are left in the accumulators of a piece, 64 columns, as a piece: the `which`-th word of each row.
-template <class Dtype, uint32_t kCount>
-__device__ __forceinline__ Piece<Dtype> packed_piece(const float (&acc)[kCount], uint32_t piece, uint32_t which) {
-  Piece<Dtype> to;
+// Stages the words that are left in the accumulators of a piece, 64 columns: the `which`-th of each row and group.
+template <uint32_t kCount>
+__device__ __forceinline__ void stage_words(uint32_t own, const Lane& at, const float (&acc)[kCount], uint32_t piece,
+                                            uint32_t which) {
+  const uint32_t to = staged_groups(own, at);
 #pragma unroll
-  for (uint32_t g = 0; g < Piece<Dtype>::kGroups; ++g) {
-#pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) {
-      to.word[g][h][0] = __float_as_uint(acc[(piece * Piece<Dtype>::kGroups + g) * 4 + 2 * h + which]);
-    }
+  for (uint32_t g = 0; g < 8; g += 2) {
+    const uint32_t d = (piece * 8 + g) * 4 + which;
+    store_matrices(to ^ g * 16, {__float_as_uint(acc[d]), __float_as_uint(acc[d + 2]), __float_as_uint(acc[d + 4]),
+                                 __float_as_uint(acc[d + 6])});
   }
-  return to;
 }
 
-// The same where gates and ups lie in turn, as the `half`-th 32 columns, of elements that are two words.
+// The same where gates and ups lie in turn: both words of each of the `half`-th 32 columns, as stage_piece() of fp32 does.
 template <uint32_t kCount>
-__device__ __forceinline__ Piece<Tf32> packed_pairs(const float (&acc)[kCount], uint32_t piece, uint32_t half) {
-  Piece<Tf32> to;
+__device__ __forceinline__ void stage_pairs(uint32_t own, const Lane& at, const float (&acc)[kCount], uint32_t piece,
+                                            uint32_t half) {
+  const uint32_t to = own + staged_in_piece(at.row(), at.lane % 4 / 2) + at.lane % 2 * 8;
 #pragma unroll
-  for (uint32_t g = 0; g < Piece<Tf32>::kGroups; ++g) {
+  for (uint32_t g = 0; g < 4; ++g) {
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      const uint32_t d = ((piece * 2 + half) * Piece<Tf32>::kGroups + g) * 4 + 2 * h;
-      to.word[g][h][0] = __float_as_uint(acc[d]), to.word[g][h][1] = __float_as_uint(acc[d + 1]);
+      const uint32_t d = ((piece * 2 + half) * 4 + g) * 4 + 2 * h;
+      store_shared8((to ^ g * 32) + h * 8 * kLineBytes, __float_as_uint(acc[d]), __float_as_uint(acc[d + 1]));
     }
   }
-  return to;
 }
 
 // Zeros in rows [from, to) of the share, `bytes` of each from `at` on. One warpgroup.
@@ -126,94 +112,97 @@ __device__ __forceinline__ void store_zeros(uint8_t* at, uint64_t row_bytes, uin
   }
 }
 
+// The rows' parts of dS: sums over a row's four lanes.
+template <class Where>
+__device__ __forceinline__ void store_weight_parts(const Lane& at, float (&sum)[2], const Where& where) {
+  const uint32_t row = at.group * 64 + at.warp * kWarpRows + at.row();
+#pragma unroll
+  for (uint32_t h = 0; h < 2; ++h) {
+    sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 1);
+    sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);
+    if (at.lane % 4 == 0 && row + 8 * h < where.rows()) where.store_part(row + 8 * h, sum[h]);
+  }
+}
+
+// Zeros behind a tile's rows, in so many columns of w a, and of its gates and ups.
+template <class Where>
+__device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, bool in_turn, bool gated,
+                                              const Where& where) {
+  const uint32_t rows = where.rows(), padded = where.padded(), thread = at.warp * 32 + at.lane, bytes = columns * 2;
+  if (at.group != 0 || padded <= rows) return;
+  store_zeros(where.weighted(0, 0), where.weighted_bytes(), rows, padded, bytes, thread);
+  store_zeros(where.gradients(0, 0), where.gradient_bytes(), rows, padded, in_turn ? 2 * bytes : bytes, thread);
+  if (in_turn || !gated) return;
+  store_zeros(where.gradients(0, where.to_up()), where.gradient_bytes(), rows, padded, bytes, thread);
+}
+
 }  // namespace detail
 
-template <class Dtype, Activation A, uint32_t kCount>
+// `where` says of the block's share of rows, and from the block's first column on, whatever is asked of it, anew each time:
+// kept, it would take too many registers.
+template <class Dtype, Activation A, uint32_t kCount, class Where>
 __device__ __forceinline__ void store_gradients(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
-                                                const GradientRows& to, const ClampedShape& shape) {
+                                                const Where& where, const ClampedShape& shape) {
+  static_assert(Dtype::kBytes == 2);
   constexpr bool kGated = is_gated(A);
-  constexpr uint32_t kPieces = 2 * kCount * Dtype::kBytes / detail::kLineBytes, kColumns = 64;
+  constexpr uint32_t kColumns = 64, kGroups = kColumns / 8, kPieces = 2 * kCount / kColumns;
   constexpr uint32_t kPasses = min_of(2u, kPieces), kPassAccumulators = kCount / kPasses;
-  constexpr uint32_t kGroups = detail::Piece<Dtype>::kGroups, kZBytes = (kGated ? 2 : 1) * Dtype::kBytes;
+  constexpr uint32_t kPassColumns = kColumns * (kPieces / kPasses), kZBytes = kGated ? 4 : 2;
   const uint32_t own = detail::own_staging(staging, at);
-  const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
-  const uint32_t first = at.group * 64 + at.warp * detail::kWarpRows + at.lane / 8, chunk = at.lane % 8;
-  const bool in_turn = kGated && to.gated.step != 1;
-  const bool has[2] = {row < to.rows, row + 8 < to.rows};
-  const uint32_t number[2] = {has[0] ? to.numbers[row] : 0, has[1] ? to.numbers[row + 8] : 0};
+  const uint32_t slab = at.group * 64 + at.warp * detail::kWarpRows, chunk = at.lane % 8;
+  const bool in_turn = kGated && where.in_turn();
   const uint8_t* z[2];
 #pragma unroll
-  for (uint32_t h = 0; h < 2; ++h) z[h] = to.z + number[h] * to.z_row_bytes + at.token() * kZBytes;
-  const float weight[2] = {to.weights[row], to.weights[row + 8]};
+  for (uint32_t h = 0; h < 2; ++h) z[h] = where.z(slab + at.row() + 8 * h) + at.token() * kZBytes;
   float sum[2] = {};
   uint32_t column = 0;
 #pragma unroll 1
   while (true) {
 #pragma unroll
     for (uint32_t p = 0; p < kPieces / kPasses; ++p) {
-      const uint32_t at_column = column + p * kColumns;
-      if (at_column >= to.columns) break;
-      detail::Piece<Dtype> weighted;
+      const uint32_t at_column = column + p * kColumns, columns = where.columns();
+      if (at_column >= columns) break;
+      const float weight[2] = {where.weight(slab + at.row()), where.weight(slab + at.row() + 8)};
 #pragma unroll
-      for (uint32_t g = 0; g < kGroups; ++g) {
-        const bool exists = at_column + g * 8 < to.columns;
-        const uint32_t d = (p * kGroups + g) * 4;
+      for (uint32_t g = 0; g < kGroups; g += 2) {
+        uint32_t weighted[4];
 #pragma unroll
-        for (uint32_t h = 0; h < 2; ++h) {
-          const uint2 pre =
-              detail::load_pre_activations<Dtype, kGated>(z[h] + (p * kColumns + g * 8) * kZBytes, exists && has[h]);
-          weighted.word[g][h][0] = detail::differentiate_pair<Dtype, A>(acc[0][d + 2 * h], acc[0][d + 2 * h + 1], pre,
-                                                                        weight[h], in_turn, sum[h], shape);
+        for (uint32_t i = 0; i < 4; ++i) {
+          const uint32_t group = p * kGroups + g + i / 2, h = i % 2, d = group * 4 + 2 * h;
+          const bool exists = at_column + (g + i / 2) * 8 < columns;
+          const uint2 pre = detail::load_pre_activations<Dtype, kGated>(z[h] + group * 8 * kZBytes, exists);
+          weighted[i] =
+              detail::differentiate_pair<Dtype, A>(acc[0][d], acc[0][d + 1], pre, weight[h], in_turn, sum[h], shape);
         }
-        if (g % 4 == 3) __syncwarp();  // else ptxas loads so far ahead that it spills
+        detail::store_matrices(detail::staged_groups(own, at) ^ g * 16, weighted);
+        if (g % 4 == 2) __syncwarp();  // else ptxas loads so far ahead that it spills
       }
-      const bool here = at_column + chunk * 8 < to.columns;
-      uint8_t* const weighted_to = to.weighted + first * to.weighted_bytes + at_column * Dtype::kBytes + chunk * 16;
-      detail::store_piece<Dtype>(own, at, weighted, weighted_to, to.weighted_bytes, first, to.rows, here);
-      uint8_t* const line = to.gradients + first * to.gradient_bytes + chunk * 16;
-      if (!in_turn) {
-        uint8_t* const gate_to = line + at_column * Dtype::kBytes;
-        detail::store_piece<Dtype>(own, at, detail::packed_piece<Dtype>(acc[0], p, 0), gate_to, to.gradient_bytes,
-                                   first, to.rows, here);
-        if constexpr (kGated) {
-          detail::store_piece<Dtype>(own, at, detail::packed_piece<Dtype>(acc[0], p, 1),
-                                     gate_to + to.gated.up * Dtype::kBytes, to.gradient_bytes, first, to.rows, here);
-        }
-      } else if constexpr (kGated) {
+      const uint32_t first = slab + at.lane / 8, here = at_column + chunk * 8;
+      detail::store_lines(own, at, where.weighted(first, here), where.weighted_bytes(), first, where.rows(),
+                          here < columns);
 #pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
-          const uint32_t pairs_at = at_column + half * kColumns / 2;
-          detail::store_piece<Tf32>(own, at, detail::packed_pairs(acc[0], p, half), line + pairs_at * 2 * Dtype::kBytes,
-                                    to.gradient_bytes, first, to.rows, pairs_at + chunk * 4 < to.columns);
+      for (uint32_t which = 0; which < (kGated ? 2 : 1); ++which) {
+        if (!in_turn) {
+          detail::stage_words(own, at, acc[0], p, which);
+          detail::store_lines(own, at, where.gradients(first, here + which * where.to_up()), where.gradient_bytes(),
+                              first, where.rows(), here < columns);
+        } else if constexpr (kGated) {
+          const uint32_t pair = at_column + which * (kColumns / 2) + chunk * 4;
+          detail::stage_pairs(own, at, acc[0], p, which);
+          detail::store_lines(own, at, where.gradients(first, pair * 2), where.gradient_bytes(), first, where.rows(),
+                              pair < columns);
         }
       }
     }
-    column += kColumns * (kPieces / kPasses);
-    if (column >= to.columns || column >= kPieces * kColumns) break;
+    column += kPassColumns;
+    if (column >= where.columns() || column == kPieces * kColumns) break;
 #pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) z[h] += kColumns * (kPieces / kPasses) * kZBytes;
+    for (uint32_t h = 0; h < 2; ++h) z[h] += kPassColumns * kZBytes;
 #pragma unroll
     for (uint32_t i = kPassAccumulators; i < kCount; ++i) acc[0][i - kPassAccumulators] = acc[0][i];
   }
-#pragma unroll
-  for (uint32_t h = 0; h < 2; ++h) {
-    sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 1);
-    sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);
-    if (at.lane % 4 != 0 || !has[h]) continue;
-    to.parts[number[h]] = sum[h];
-    if (to.spare != nullptr) to.spare[number[h]] = 0.0f;
-  }
-  if (at.group == 0 && to.padded > to.rows) {
-    const uint32_t thread = at.warp * 32 + at.lane, columns = min_of(to.columns, kPieces * kColumns);
-    const uint32_t bytes = columns * Dtype::kBytes;
-    detail::store_zeros(to.weighted, to.weighted_bytes, to.rows, to.padded, bytes, thread);
-    const uint32_t together = in_turn ? 2 : 1;
-    uint8_t* const gates = to.gradients;
-    detail::store_zeros(gates, to.gradient_bytes, to.rows, to.padded, bytes * together, thread);
-    if (kGated && !in_turn) {
-      detail::store_zeros(gates + to.gated.up * Dtype::kBytes, to.gradient_bytes, to.rows, to.padded, bytes, thread);
-    }
-  }
+  detail::store_weight_parts(at, sum, where);
+  detail::store_padding(at, min_of(where.columns(), kPieces * kColumns), in_turn, kGated, where);
   named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
 }
 

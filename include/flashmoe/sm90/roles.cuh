@@ -593,32 +593,57 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
 
-// Where a task that differentiates has its rows and columns.
-template <bool kGated>
-__device__ __forceinline__ GradientRows gradient_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                                      uint32_t first_column) {
-  const BackwardArgs& b = args.backward;
-  const uint32_t intermediate = c.shape.intermediate, bytes = kept_row_bytes(args);
-  const uint64_t first_row = uint64_t{slot.inner} * kTileTokens + slot.share.first;
-  const bool wide = slot.share.wide, last = !wide || cluster_rank() == kClusterBlocks - 1;
-  const uint64_t all = uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
-  float* const parts = b.weight_parts + all * (slot.column * kClusterBlocks);
-  const uint32_t end = slot.share.first + slot.share.rows;  // of the tile's rows
-  return {.z = b.kept.pre_activations + first_column * (bytes / intermediate),
-          .z_row_bytes = bytes,
-          .numbers = slot.tokens,
-          .weights = slot.weights,
-          .rows = slot.share.rows,
-          .padded = last ? align_up(end, kStageRows) - slot.share.first : 0,
-          .columns = first_column < intermediate ? intermediate - first_column : 0,
-          .gradients = b.z_gradients + first_row * bytes + first_column * args.gated.step * 2,
-          .gradient_bytes = bytes,
-          .weighted = b.weighted + (first_row * intermediate + first_column) * 2,
-          .weighted_bytes = uint64_t{intermediate} * 2,
-          .gated = args.gated,
-          .parts = wide ? parts : parts + cluster_rank() * all,
-          .spare = wide ? parts + all : nullptr};
-}
+// Where a task that differentiates has its rows and columns (store_gradients).
+struct GradientPlace {
+  const KernelArgs& args;
+  const Call& c;
+  const TaskSlot& slot;
+
+  __device__ __forceinline__ uint32_t first_column() const {
+    return slot.column * kTaskFeatures + (slot.share.wide ? 0 : cluster_rank() * (kTaskFeatures / kClusterBlocks));
+  }
+  __device__ __forceinline__ uint32_t rows() const { return slot.share.rows; }
+  __device__ __forceinline__ uint32_t columns() const {
+    const uint32_t first = first_column();
+    return first < c.shape.intermediate ? c.shape.intermediate - first : 0;
+  }
+  // Rows from rows() to here are to be zeros: a tile's, by one block.
+  __device__ __forceinline__ uint32_t padded() const {
+    const uint32_t end = slot.share.first + slot.share.rows;
+    const bool last = !slot.share.wide || cluster_rank() == kClusterBlocks - 1;
+    return last ? align_up(end, kStageRows) - slot.share.first : 0;
+  }
+  __device__ __forceinline__ float weight(uint32_t r) const { return slot.weights[r]; }
+  // Of rows that do not exist, any.
+  __device__ __forceinline__ const uint8_t* z(uint32_t r) const {
+    const uint32_t bytes = kept_row_bytes(args), number = r < rows() ? slot.tokens[r] : 0;
+    return args.backward.kept.pre_activations + uint64_t{number} * bytes +
+           first_column() * (bytes / c.shape.intermediate);
+  }
+  // dZ lies gate beside up, or gates before ups.
+  __device__ __forceinline__ bool in_turn() const { return args.gated.step != 1; }
+  __device__ __forceinline__ uint32_t to_up() const { return args.gated.up; }
+  __device__ __forceinline__ uint32_t gradient_bytes() const { return args.backward.z_columns * 2; }
+  __device__ __forceinline__ uint8_t* gradients(uint32_t r, uint32_t element) const {
+    return args.backward.z_gradients + row(r) * gradient_bytes() + (first_column() * args.gated.step + element) * 2;
+  }
+  __device__ __forceinline__ uint32_t weighted_bytes() const { return c.shape.intermediate * 2; }
+  __device__ __forceinline__ uint8_t* weighted(uint32_t r, uint32_t column) const {
+    return args.backward.weighted + row(r) * weighted_bytes() + (first_column() + column) * 2;
+  }
+  // A row of a wide task has one part of dS, and zero in place of the other block's.
+  __device__ __forceinline__ void store_part(uint32_t r, float sum) const {
+    const uint64_t all = uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
+    float* const parts = args.backward.weight_parts + all * slot.column * kClusterBlocks + slot.tokens[r];
+    parts[slot.share.wide ? 0 : cluster_rank() * all] = sum;
+    if (slot.share.wide) parts[all] = 0.0f;
+  }
+
+ private:
+  __device__ __forceinline__ uint64_t row(uint32_t r) const {
+    return uint64_t{slot.inner} * kTileTokens + slot.share.first + r;
+  }
+};
 
 // A combine weight's gradient, the sum of its parts, by all warps that have seen the stop: not the last one of a block.
 __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const Call& c) {
@@ -668,15 +693,12 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   trace.begin(1);
   const auto [group_after, staging] = consumer.anew<Dtype>(ring);
   const Lane at = Lane::of_thread(group_after);
-  const bool wide = slot.share.wide;
-  const uint32_t first_column =
-      slot.column * kTaskFeatures + (wide ? 0 : cluster_rank() * (kTaskFeatures / kClusterBlocks));
+  const GradientPlace where{args, c, slot};
   if (is_one_of<kDifferentiating>(kind)) {
-    store_gradients<Dtype, kActivation>(
-        staging, at, acc, gradient_rows<is_gated(kActivation)>(args, c, slot, first_column), args.clamped);
+    store_gradients<Dtype, kActivation>(staging, at, acc, where, args.clamped);
   } else {
-    store_returned_rows<Dtype>(staging, at, acc, nullptr, slot.share.rows, first_column, c.shape.hidden, slot.weights,
-                               slot.to);
+    store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
+                               slot.weights, slot.to);
   }
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
