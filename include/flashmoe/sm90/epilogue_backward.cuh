@@ -147,6 +147,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const Lane& at
   constexpr bool kGated = is_gated(A);
   constexpr uint32_t kColumns = 64, kGroups = kColumns / 8, kPieces = 2 * kCount / kColumns;
   constexpr uint32_t kPasses = min_of(2u, kPieces), kPassAccumulators = kCount / kPasses;
+  constexpr uint32_t kAtOnce = 4;  // groups whose pre-activations are on their way
   constexpr uint32_t kPassColumns = kColumns * (kPieces / kPasses), kZBytes = kGated ? 4 : 2;
   const uint32_t own = detail::own_staging(staging, at);
   const uint32_t slab = at.group * 64 + at.warp * detail::kWarpRows, chunk = at.lane % 8;
@@ -164,18 +165,29 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const Lane& at
       if (at_column >= columns) break;
       const float weight[2] = {where.weight(slab + at.row()), where.weight(slab + at.row() + 8)};
 #pragma unroll
-      for (uint32_t g = 0; g < kGroups; g += 2) {
-        uint32_t weighted[4];
+      for (uint32_t g = 0; g < kGroups; g += kAtOnce) {
+        uint2 pre[kAtOnce * 2];  // of a group two rows'
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-          const uint32_t group = p * kGroups + g + i / 2, h = i % 2, d = group * 4 + 2 * h;
-          const bool exists = at_column + (g + i / 2) * 8 < columns;
-          const uint2 pre = detail::load_pre_activations<Dtype, kGated>(z[h] + group * 8 * kZBytes, exists);
-          weighted[i] =
-              detail::differentiate_pair<Dtype, A>(acc[0][d], acc[0][d + 1], pre, weight[h], in_turn, sum[h], shape);
+        for (uint32_t i = 0; i < kAtOnce * 2; ++i) {
+          const uint32_t group = g + i / 2;
+          pre[i] = detail::load_pre_activations<Dtype, kGated>(z[i % 2] + (p * kGroups + group) * 8 * kZBytes,
+                                                               at_column + group * 8 < columns);
         }
-        detail::store_matrices(detail::staged_groups(own, at) ^ g * 16, weighted);
-        if (g % 4 == 2) __syncwarp();  // else ptxas loads so far ahead that it spills
+#pragma unroll
+        for (uint32_t pair = 0; pair < kAtOnce; pair += 2) {
+          uint32_t weighted[4];
+#pragma unroll
+          for (uint32_t i = 0; i < 4; ++i) {
+            const uint32_t h = i % 2, d = (p * kGroups + g + pair + i / 2) * 4 + 2 * h;
+            uint2& z_of = pre[pair * 2 + i];
+            // One after the other: else many are computed side by side, and their temporaries spill.
+            asm volatile("" : "+r"(z_of.x), "+r"(z_of.y));
+            weighted[i] =
+                detail::differentiate_pair<Dtype, A>(acc[0][d], acc[0][d + 1], z_of, weight[h], in_turn, sum[h], shape);
+            asm volatile("" : "+f"(acc[0][d]), "+f"(acc[0][d + 1]), "+r"(weighted[i]));
+          }
+          detail::store_matrices(detail::staged_groups(own, at) ^ (g + pair) * 16, weighted);
+        }
       }
       const uint32_t first = slab + at.lane / 8, here = at_column + chunk * 8;
       detail::store_lines(own, at, where.weighted(first, here), where.weighted_bytes(), first, where.rows(),

@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
 
 // Has the L2 fetch what a task reads of a kept row, since it comes from memory otherwise, when the epilogue wants it.
 __device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, uint32_t row, uint32_t column) {
-  const uint32_t bytes = kept_row_bytes(args), each = bytes / c.shape.intermediate * kTaskFeatures;
+  const uint32_t bytes = kept_row_bytes(args), each = kTaskFeatures * (bytes == c.shape.intermediate * 2 ? 2 : 4);
   const uint8_t* const from = args.backward.kept.pre_activations + uint64_t{row} * bytes + column * each;
   prefetch_to_l2(from, min_of(each, bytes - column * each));
 }
@@ -594,6 +594,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
 }
 
 // Where a task that differentiates has its rows and columns (store_gradients).
+template <bool kGated>
 struct GradientPlace {
   const KernelArgs& args;
   const Call& c;
@@ -617,8 +618,7 @@ struct GradientPlace {
   // Of rows that do not exist, any.
   __device__ __forceinline__ const uint8_t* z(uint32_t r) const {
     const uint32_t bytes = kept_row_bytes(args), number = r < rows() ? slot.tokens[r] : 0;
-    return args.backward.kept.pre_activations + uint64_t{number} * bytes +
-           first_column() * (bytes / c.shape.intermediate);
+    return args.backward.kept.pre_activations + uint64_t{number} * bytes + first_column() * (kGated ? 4 : 2);
   }
   // dZ lies gate beside up, or gates before ups.
   __device__ __forceinline__ bool in_turn() const { return args.gated.step != 1; }
@@ -693,7 +693,7 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   trace.begin(1);
   const auto [group_after, staging] = consumer.anew<Dtype>(ring);
   const Lane at = Lane::of_thread(group_after);
-  const GradientPlace where{args, c, slot};
+  const GradientPlace<is_gated(kActivation)> where{args, c, slot};
   if (is_one_of<kDifferentiating>(kind)) {
     store_gradients<Dtype, kActivation>(staging, at, acc, where, args.clamped);
   } else {
@@ -750,8 +750,9 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     }
     trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
-      tasks.put_stored(slot.stored);                     // else nobody waits for it
-    if constexpr (kQuantised<Dtype>) asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
+      tasks.put_stored(slot.stored);  // else nobody waits for it
+    if constexpr (kQuantised<Dtype> || kIsBackward)
+      asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);
   }
 }
