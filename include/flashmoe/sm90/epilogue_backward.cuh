@@ -112,6 +112,39 @@ __device__ __forceinline__ void store_zeros(uint8_t* at, uint64_t row_bytes, uin
   }
 }
 
+// The thread's place, found anew wherever it is needed: the accumulators leave no registers to keep it.
+__device__ __forceinline__ Lane this_lane() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return Lane::of_thread(thread / kWarpgroup);
+}
+__device__ __forceinline__ uint32_t slab_of(const Lane& at) {
+  return at.group * 64 + at.warp * kWarpRows;
+}
+
+// Stores the piece of w a that is staged, and the gradients of its 64 columns, which are in the accumulators.
+template <bool kGated, uint32_t kCount, class Where>
+__device__ __forceinline__ void store_finished(uint32_t staging, const float (&acc)[kCount], uint32_t piece,
+                                               uint32_t column, bool in_turn, const Where& where) {
+  const Lane at = this_lane();
+  const uint32_t own = own_staging(staging, at), first = slab_of(at) + at.lane / 8;
+  const uint32_t here = column + at.lane % 8 * 8, columns = where.columns();
+  store_lines(own, at, where.weighted(first, here), where.weighted_bytes(), first, where.rows(), here < columns);
+#pragma unroll
+  for (uint32_t which = 0; which < (kGated ? 2 : 1); ++which) {
+    if (!in_turn) {
+      stage_words(own, at, acc, piece, which);
+      store_lines(own, at, where.gradients(first, here + which * where.to_up()), where.gradient_bytes(), first,
+                  where.rows(), here < columns);
+    } else if constexpr (kGated) {
+      const uint32_t pair = column + which * 32 + at.lane % 8 * 4;
+      stage_pairs(own, at, acc, piece, which);
+      store_lines(own, at, where.gradients(first, pair * 2), where.gradient_bytes(), first, where.rows(),
+                  pair < columns);
+    }
+  }
+}
+
 // The rows' parts of dS: sums over a row's four lanes.
 template <class Where>
 __device__ __forceinline__ void store_weight_parts(const Lane& at, float (&sum)[2], const Where& where) {
@@ -141,20 +174,21 @@ __device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, 
 // `where` says of the block's share of rows, and from the block's first column on, whatever is asked of it, anew each time:
 // kept, it would take too many registers.
 template <class Dtype, Activation A, uint32_t kCount, class Where>
-__device__ __forceinline__ void store_gradients(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
-                                                const Where& where, const ClampedShape& shape) {
+__device__ __forceinline__ void store_gradients(uint32_t staging, float (&acc)[1][kCount], const Where& where,
+                                                const ClampedShape& shape) {
   static_assert(Dtype::kBytes == 2);
   constexpr bool kGated = is_gated(A);
   constexpr uint32_t kColumns = 64, kGroups = kColumns / 8, kPieces = 2 * kCount / kColumns;
   constexpr uint32_t kPasses = min_of(2u, kPieces), kPassAccumulators = kCount / kPasses;
   constexpr uint32_t kAtOnce = 4;  // groups whose pre-activations are on their way
   constexpr uint32_t kPassColumns = kColumns * (kPieces / kPasses), kZBytes = kGated ? 4 : 2;
-  const uint32_t own = detail::own_staging(staging, at);
-  const uint32_t slab = at.group * 64 + at.warp * detail::kWarpRows, chunk = at.lane % 8;
   const bool in_turn = kGated && where.in_turn();
   const uint8_t* z[2];
 #pragma unroll
-  for (uint32_t h = 0; h < 2; ++h) z[h] = where.z(slab + at.row() + 8 * h) + at.token() * kZBytes;
+  for (uint32_t h = 0; h < 2; ++h) {
+    const Lane at = detail::this_lane();
+    z[h] = where.z(detail::slab_of(at) + at.row() + 8 * h) + at.token() * kZBytes;
+  }
   float sum[2] = {};
   uint32_t column = 0;
 #pragma unroll 1
@@ -163,7 +197,9 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const Lane& at
     for (uint32_t p = 0; p < kPieces / kPasses; ++p) {
       const uint32_t at_column = column + p * kColumns, columns = where.columns();
       if (at_column >= columns) break;
-      const float weight[2] = {where.weight(slab + at.row()), where.weight(slab + at.row() + 8)};
+      const Lane at = detail::this_lane();
+      const uint32_t own = detail::own_staging(staging, at), row = detail::slab_of(at) + at.row();
+      const float weight[2] = {where.weight(row), where.weight(row + 8)};
 #pragma unroll
       for (uint32_t g = 0; g < kGroups; g += kAtOnce) {
         uint2 pre[kAtOnce * 2];  // of a group two rows'
@@ -189,22 +225,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const Lane& at
           detail::store_matrices(detail::staged_groups(own, at) ^ (g + pair) * 16, weighted);
         }
       }
-      const uint32_t first = slab + at.lane / 8, here = at_column + chunk * 8;
-      detail::store_lines(own, at, where.weighted(first, here), where.weighted_bytes(), first, where.rows(),
-                          here < columns);
-#pragma unroll
-      for (uint32_t which = 0; which < (kGated ? 2 : 1); ++which) {
-        if (!in_turn) {
-          detail::stage_words(own, at, acc[0], p, which);
-          detail::store_lines(own, at, where.gradients(first, here + which * where.to_up()), where.gradient_bytes(),
-                              first, where.rows(), here < columns);
-        } else if constexpr (kGated) {
-          const uint32_t pair = at_column + which * (kColumns / 2) + chunk * 4;
-          detail::stage_pairs(own, at, acc[0], p, which);
-          detail::store_lines(own, at, where.gradients(first, pair * 2), where.gradient_bytes(), first, where.rows(),
-                              pair < columns);
-        }
-      }
+      detail::store_finished<kGated>(staging, acc[0], p, at_column, in_turn, where);
     }
     column += kPassColumns;
     if (column >= where.columns() || column == kPieces * kColumns) break;
@@ -213,6 +234,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const Lane& at
 #pragma unroll
     for (uint32_t i = kPassAccumulators; i < kCount; ++i) acc[0][i - kPassAccumulators] = acc[0][i];
   }
+  const Lane at = detail::this_lane();
   detail::store_weight_parts(at, sum, where);
   detail::store_padding(at, min_of(where.columns(), kPieces * kColumns), in_turn, kGated, where);
   named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)

@@ -695,7 +695,7 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   const Lane at = Lane::of_thread(group_after);
   const GradientPlace<is_gated(kActivation)> where{args, c, slot};
   if (is_one_of<kDifferentiating>(kind)) {
-    store_gradients<Dtype, kActivation>(staging, at, acc, where, args.clamped);
+    store_gradients<Dtype, kActivation>(staging, acc, where, args.clamped);
   } else {
     store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
                                slot.weights, slot.to);
