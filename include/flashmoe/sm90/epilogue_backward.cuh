@@ -49,29 +49,36 @@ __device__ __forceinline__ uint2 load_pre_activations(const uint8_t* from, bool 
 }
 
 // From dA of two neighbouring columns and z: what takes their places (`first`, `second`: words of gates and ups, or of one
-// column each where these lie in turn), w a packed, and the columns' term of dS.
+// column each where these lie in turn), and the columns' term of dS.
 template <class Dtype, Activation A>
-__device__ __forceinline__ uint32_t differentiate_pair(float& first, float& second, const uint2& z, float weight,
-                                                       bool in_turn, float& sum, const ClampedShape& shape) {
+__device__ __forceinline__ void differentiate_pair(float& first, float& second, const uint2& z, float weight,
+                                                   bool in_turn, float& sum, const ClampedShape& shape) {
   if constexpr (is_gated(A)) {
     const float2 low = Dtype::unpack(z.x), high = Dtype::unpack(z.y);
     const ValueAndSlope g0 = differentiate<A>(low.x, shape), g1 = differentiate<A>(high.x, shape);
     const ValueAndSlope u0 = differentiate_up<A>(low.y, shape), u1 = differentiate_up<A>(high.y, shape);
-    const float a0 = g0.value * u0.value, a1 = g1.value * u1.value;
-    sum = fmaf(second, a1, fmaf(first, a0, sum));
+    sum = fmaf(second, g1.value * u1.value, fmaf(first, g0.value * u0.value, sum));
     const float d0 = weight * first, d1 = weight * second;
     const float gate0 = d0 * g0.slope * u0.value, gate1 = d1 * g1.slope * u1.value;
     const float up0 = d0 * g0.value * u0.slope, up1 = d1 * g1.value * u1.slope;
     first = __uint_as_float(Dtype::pack(gate0, in_turn ? up0 : gate1));
     second = __uint_as_float(Dtype::pack(in_turn ? gate1 : up0, up1));
-    return Dtype::pack(weight * a0, weight * a1);
   } else {
     const float2 v = Dtype::unpack(z.x);
     const ValueAndSlope a = differentiate<A>(v.x, shape), b = differentiate<A>(v.y, shape);
     sum = fmaf(second, b.value, fmaf(first, a.value, sum));
     first = __uint_as_float(Dtype::pack(weight * first * a.slope, weight * second * b.slope));
-    return Dtype::pack(weight * a.value, weight * b.value);
   }
+}
+
+// w a of two neighbouring columns, packed.
+template <class Dtype, Activation A>
+__device__ __forceinline__ uint32_t weighted_pair(const uint2& z, float weight, const ClampedShape& shape) {
+  const float2 low = Dtype::unpack(z.x), high = Dtype::unpack(z.y);
+  float a = low.x, b = is_gated(A) ? high.x : low.y;
+  activate_pair<Tf32, A>(a, b, shape);
+  if constexpr (is_gated(A)) a *= shaped_up<A>(low.y, shape), b *= shaped_up<A>(high.y, shape);
+  return Dtype::pack(weight * a, weight * b);
 }
 
 // Stages the words that are left in the accumulators of a piece, 64 columns: the `which`-th of each row and group.
@@ -122,14 +129,13 @@ __device__ __forceinline__ uint32_t slab_of(const Lane& at) {
   return at.group * 64 + at.warp * kWarpRows;
 }
 
-// Stores the piece of w a that is staged, and the gradients of its 64 columns, which are in the accumulators.
+// Stores the gradients of a piece's 64 columns, which are in the accumulators.
 template <bool kGated, uint32_t kCount, class Where>
 __device__ __forceinline__ void store_finished(uint32_t staging, const float (&acc)[kCount], uint32_t piece,
                                                uint32_t column, bool in_turn, const Where& where) {
   const Lane at = this_lane();
   const uint32_t own = own_staging(staging, at), first = slab_of(at) + at.lane / 8;
   const uint32_t here = column + at.lane % 8 * 8, columns = where.columns();
-  store_lines(own, at, where.weighted(first, here), where.weighted_bytes(), first, where.rows(), here < columns);
 #pragma unroll
   for (uint32_t which = 0; which < (kGated ? 2 : 1); ++which) {
     if (!in_turn) {
@@ -142,6 +148,34 @@ __device__ __forceinline__ void store_finished(uint32_t staging, const float (&a
       store_lines(own, at, where.gradients(first, pair * 2), where.gradient_bytes(), first, where.rows(),
                   pair < columns);
     }
+  }
+}
+
+// Stores w a of `end` columns at most. No sums are left in registers by then, so that z is loaded a second time, from the
+// caches.
+template <class Dtype, Activation A, class Where>
+__device__ __forceinline__ void store_weighted(uint32_t staging, uint32_t end, const Where& where,
+                                               const ClampedShape& shape) {
+  constexpr uint32_t kColumns = 64, kZBytes = is_gated(A) ? 4 : 2;
+  const Lane at = this_lane();
+  const uint32_t own = own_staging(staging, at), row = slab_of(at) + at.row(), first = slab_of(at) + at.lane / 8;
+  const uint8_t* const z[2] = {where.z(row) + at.token() * kZBytes, where.z(row + 8) + at.token() * kZBytes};
+  const float weight[2] = {where.weight(row), where.weight(row + 8)};
+#pragma unroll 1
+  for (uint32_t column = 0; column < end; column += kColumns) {
+    Piece<Dtype> piece;
+#pragma unroll
+    for (uint32_t g = 0; g < Piece<Dtype>::kGroups; ++g) {
+      const uint32_t at_column = column + g * 8;
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        const uint2 pre = load_pre_activations<Dtype, is_gated(A)>(z[h] + at_column * kZBytes, at_column < end);
+        piece.word[g][h][0] = weighted_pair<Dtype, A>(pre, weight[h], shape);
+      }
+    }
+    stage_piece(own, at, piece);
+    const uint32_t here = column + at.lane % 8 * 8;
+    store_lines(own, at, where.weighted(first, here), where.weighted_bytes(), first, where.rows(), here < end);
   }
 }
 
@@ -198,7 +232,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, float (&acc)[1
       const uint32_t at_column = column + p * kColumns, columns = where.columns();
       if (at_column >= columns) break;
       const Lane at = detail::this_lane();
-      const uint32_t own = detail::own_staging(staging, at), row = detail::slab_of(at) + at.row();
+      const uint32_t row = detail::slab_of(at) + at.row();
       const float weight[2] = {where.weight(row), where.weight(row + 8)};
 #pragma unroll
       for (uint32_t g = 0; g < kGroups; g += kAtOnce) {
@@ -210,20 +244,11 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, float (&acc)[1
                                                                at_column + group * 8 < columns);
         }
 #pragma unroll
-        for (uint32_t pair = 0; pair < kAtOnce; pair += 2) {
-          uint32_t weighted[4];
-#pragma unroll
-          for (uint32_t i = 0; i < 4; ++i) {
-            const uint32_t h = i % 2, d = (p * kGroups + g + pair + i / 2) * 4 + 2 * h;
-            uint2& z_of = pre[pair * 2 + i];
-            // One after the other: else many are computed side by side, and their temporaries spill.
-            asm volatile("" : "+r"(z_of.x), "+r"(z_of.y));
-            weighted[i] =
-                detail::differentiate_pair<Dtype, A>(acc[0][d], acc[0][d + 1], z_of, weight[h], in_turn, sum[h], shape);
-            asm volatile("" : "+f"(acc[0][d]), "+f"(acc[0][d + 1]), "+r"(weighted[i]));
-          }
-          detail::store_matrices(detail::staged_groups(own, at) ^ (g + pair) * 16, weighted);
+        for (uint32_t i = 0; i < kAtOnce * 2; ++i) {
+          const uint32_t h = i % 2, d = (p * kGroups + g + i / 2) * 4 + 2 * h;
+          detail::differentiate_pair<Dtype, A>(acc[0][d], acc[0][d + 1], pre[i], weight[h], in_turn, sum[h], shape);
         }
+        __syncwarp();  // else ptxas loads so far ahead that it spills
       }
       detail::store_finished<kGated>(staging, acc[0], p, at_column, in_turn, where);
     }
@@ -236,7 +261,9 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, float (&acc)[1
   }
   const Lane at = detail::this_lane();
   detail::store_weight_parts(at, sum, where);
-  detail::store_padding(at, min_of(where.columns(), kPieces * kColumns), in_turn, kGated, where);
+  const uint32_t columns = min_of(where.columns(), kPieces * kColumns);
+  detail::store_weighted<Dtype, A>(staging, columns, where, shape);
+  detail::store_padding(at, columns, in_turn, kGated, where);
   named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
 }
 
