@@ -132,8 +132,9 @@ __device__ __forceinline__ uint32_t slab_of(const Lane& at) {
 // Stores the gradients of a piece's 64 columns, which are in the accumulators.
 template <bool kGated, uint32_t kCount, class Where>
 __device__ __forceinline__ void store_finished(uint32_t staging, const float (&acc)[kCount], uint32_t piece,
-                                               uint32_t column, bool in_turn, const Where& where) {
+                                               bool in_turn, const Where& where) {
   const Lane at = this_lane();
+  const uint32_t column = piece * 64;
   const uint32_t own = own_staging(staging, at), first = slab_of(at) + at.lane / 8;
   const uint32_t here = column + at.lane % 8 * 8, columns = where.columns();
 #pragma unroll
@@ -206,62 +207,46 @@ __device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, 
 }  // namespace detail
 
 // `where` says of the block's share of rows, and from the block's first column on, whatever is asked of it, anew each time:
-// kept, it would take too many registers.
+// kept, it would take too many registers. (Nor can pieces be a loop that moves accumulators, as in store_rows(): where both are
+// changed, ptxas finds too few registers for wgmma.)
 template <class Dtype, Activation A, uint32_t kCount, class Where>
 __device__ __forceinline__ void store_gradients(uint32_t staging, float (&acc)[1][kCount], const Where& where,
                                                 const ClampedShape& shape) {
   static_assert(Dtype::kBytes == 2);
   constexpr bool kGated = is_gated(A);
   constexpr uint32_t kColumns = 64, kGroups = kColumns / 8, kPieces = 2 * kCount / kColumns;
-  constexpr uint32_t kPasses = min_of(2u, kPieces), kPassAccumulators = kCount / kPasses;
   constexpr uint32_t kAtOnce = 4;  // groups whose pre-activations are on their way
-  constexpr uint32_t kPassColumns = kColumns * (kPieces / kPasses), kZBytes = kGated ? 4 : 2;
+  constexpr uint32_t kZBytes = kGated ? 4 : 2;
   const bool in_turn = kGated && where.in_turn();
-  const uint8_t* z[2];
-#pragma unroll
-  for (uint32_t h = 0; h < 2; ++h) {
-    const Lane at = detail::this_lane();
-    z[h] = where.z(detail::slab_of(at) + at.row() + 8 * h) + at.token() * kZBytes;
-  }
   float sum[2] = {};
-  uint32_t column = 0;
-#pragma unroll 1
-  while (true) {
 #pragma unroll
-    for (uint32_t p = 0; p < kPieces / kPasses; ++p) {
-      const uint32_t at_column = column + p * kColumns, columns = where.columns();
-      if (at_column >= columns) break;
-      const Lane at = detail::this_lane();
-      const uint32_t row = detail::slab_of(at) + at.row();
-      const float weight[2] = {where.weight(row), where.weight(row + 8)};
+  for (uint32_t p = 0; p < kPieces; ++p) {
+    const uint32_t columns = where.columns();
+    if (p * kColumns >= columns) break;
+    const Lane at = detail::this_lane();
+    const uint32_t row = detail::slab_of(at) + at.row();
+    const uint8_t* const z[2] = {where.z(row) + at.token() * kZBytes, where.z(row + 8) + at.token() * kZBytes};
+    const float weight[2] = {where.weight(row), where.weight(row + 8)};
 #pragma unroll
-      for (uint32_t g = 0; g < kGroups; g += kAtOnce) {
-        uint2 pre[kAtOnce * 2];  // of a group two rows'
+    for (uint32_t g = p * kGroups; g < (p + 1) * kGroups; g += kAtOnce) {
+      uint2 pre[kAtOnce * 2];  // of a group two rows'
 #pragma unroll
-        for (uint32_t i = 0; i < kAtOnce * 2; ++i) {
-          const uint32_t group = g + i / 2;
-          pre[i] = detail::load_pre_activations<Dtype, kGated>(z[i % 2] + (p * kGroups + group) * 8 * kZBytes,
-                                                               at_column + group * 8 < columns);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kAtOnce * 2; ++i) {
-          const uint32_t h = i % 2, d = (p * kGroups + g + i / 2) * 4 + 2 * h;
-          detail::differentiate_pair<Dtype, A>(acc[0][d], acc[0][d + 1], pre[i], weight[h], in_turn, sum[h], shape);
-        }
-        __syncwarp();  // else ptxas loads so far ahead that it spills
+      for (uint32_t i = 0; i < kAtOnce * 2; ++i) {
+        const uint32_t column = (g + i / 2) * 8;
+        pre[i] = detail::load_pre_activations<Dtype, kGated>(z[i % 2] + column * kZBytes, column < columns);
       }
-      detail::store_finished<kGated>(staging, acc[0], p, at_column, in_turn, where);
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce * 2; ++i) {
+        const uint32_t h = i % 2, d = (g + i / 2) * 4 + 2 * h;
+        detail::differentiate_pair<Dtype, A>(acc[0][d], acc[0][d + 1], pre[i], weight[h], in_turn, sum[h], shape);
+      }
+      __syncwarp();  // else ptxas loads so far ahead that it spills
     }
-    column += kPassColumns;
-    if (column >= where.columns() || column == kPieces * kColumns) break;
-#pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) z[h] += kPassColumns * kZBytes;
-#pragma unroll
-    for (uint32_t i = kPassAccumulators; i < kCount; ++i) acc[0][i - kPassAccumulators] = acc[0][i];
+    detail::store_finished<kGated>(staging, acc[0], p, in_turn, where);
   }
   const Lane at = detail::this_lane();
-  detail::store_weight_parts(at, sum, where);
   const uint32_t columns = min_of(where.columns(), kPieces * kColumns);
+  detail::store_weight_parts(at, sum, where);
   detail::store_weighted<Dtype, A>(staging, columns, where, shape);
   detail::store_padding(at, columns, in_turn, kGated, where);
   named_barrier_sync(group_barrier(at.group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
