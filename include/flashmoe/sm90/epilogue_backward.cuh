@@ -67,7 +67,7 @@ __device__ __forceinline__ void differentiate_pair(float& first, float& second, 
     const float2 v = Dtype::unpack(z.x);
     const ValueAndSlope a = differentiate<A>(v.x, shape), b = differentiate<A>(v.y, shape);
     sum = fmaf(second, b.value, fmaf(first, a.value, sum));
-    first = __uint_as_float(Dtype::pack(weight * first * a.slope, weight * second * b.slope));
+    first = weight * first * a.slope, second = weight * second * b.slope;
   }
 }
 
@@ -81,16 +81,19 @@ __device__ __forceinline__ uint32_t weighted_pair(const uint2& z, float weight, 
   return Dtype::pack(weight * a, weight * b);
 }
 
-// Stages the words that are left in the accumulators of a piece, 64 columns: the `which`-th of each row and group.
-template <uint32_t kCount>
+// Stages the gradients that are left in the accumulators of a piece, 64 columns: with a gate words, the `which`-th of each row
+// and group; else the numbers themselves.
+template <class Dtype, bool kGated, uint32_t kCount>
 __device__ __forceinline__ void stage_words(uint32_t own, const Lane& at, const float (&acc)[kCount], uint32_t piece,
                                             uint32_t which) {
   const uint32_t to = staged_groups(own, at);
+  const auto word = [&](uint32_t d) {
+    return kGated ? __float_as_uint(acc[d + which]) : Dtype::pack(acc[d], acc[d + 1]);
+  };
 #pragma unroll
   for (uint32_t g = 0; g < 8; g += 2) {
-    const uint32_t d = (piece * 8 + g) * 4 + which;
-    store_matrices(to ^ g * 16, {__float_as_uint(acc[d]), __float_as_uint(acc[d + 2]), __float_as_uint(acc[d + 4]),
-                                 __float_as_uint(acc[d + 6])});
+    const uint32_t d = (piece * 8 + g) * 4;
+    store_matrices(to ^ g * 16, {word(d), word(d + 2), word(d + 4), word(d + 6)});
   }
 }
 
@@ -130,7 +133,7 @@ __device__ __forceinline__ uint32_t slab_of(const Lane& at) {
 }
 
 // Stores the gradients of a piece's 64 columns, which are in the accumulators.
-template <bool kGated, uint32_t kCount, class Where>
+template <class Dtype, bool kGated, uint32_t kCount, class Where>
 __device__ __forceinline__ void store_finished(uint32_t staging, const float (&acc)[kCount], uint32_t piece,
                                                bool in_turn, const Where& where) {
   const Lane at = this_lane();
@@ -140,7 +143,7 @@ __device__ __forceinline__ void store_finished(uint32_t staging, const float (&a
 #pragma unroll
   for (uint32_t which = 0; which < (kGated ? 2 : 1); ++which) {
     if (!in_turn) {
-      stage_words(own, at, acc, piece, which);
+      stage_words<Dtype, kGated>(own, at, acc, piece, which);
       store_lines(own, at, where.gradients(first, here + which * where.to_up()), where.gradient_bytes(), first,
                   where.rows(), here < columns);
     } else if constexpr (kGated) {
@@ -242,7 +245,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, float (&acc)[1
       }
       __syncwarp();  // else ptxas loads so far ahead that it spills
     }
-    detail::store_finished<kGated>(staging, acc[0], p, in_turn, where);
+    detail::store_finished<Dtype, kGated>(staging, acc[0], p, in_turn, where);
   }
   const Lane at = detail::this_lane();
   const uint32_t columns = min_of(where.columns(), kPieces * kColumns);
