@@ -278,20 +278,6 @@ __device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call
   }
 }
 
-// Every warp of the team: chooses, or copies, the experts of the token block's tokens. False as build_packets().
-template <class Dtype>
-__device__ __forceinline__ bool choose_experts_of(const KernelArgs& args, const Call& c, Shared& s,
-                                                  const DispatchScratch& scratch, uint32_t b) {
-  if constexpr (kIsBackward) {
-    copy_kept(args.backward.kept, c, b, scratch.packets());
-  } else {
-    if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
-    if (c.shape.slices != 1) slice_block(c, b, scratch.packets());
-    if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, scratch.packets());
-  }
-  return true;
-}
-
 // The team's part of one token block. False if the call is over.
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
@@ -299,7 +285,13 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const DispatchScratch scratch{stages};
   const PacketScratch packets = scratch.packets();
   trace.begin();
-  if (!choose_experts_of<Dtype>(args, c, s, scratch, b)) return false;
+  if constexpr (kIsBackward) {
+    copy_kept(args.backward.kept, c, b, packets);
+  } else {
+    if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
+    if (c.shape.slices != 1) slice_block(c, b, packets);
+    if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
+  }
   trace.end(Phase::kGate, b, 0);
   trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);

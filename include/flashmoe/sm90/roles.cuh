@@ -367,8 +367,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       if (!kIsBackward && !loads_intermediate) joiner.close();
       return;
     }
-    const bool gathers = is_one_of<kGathering>(slot.kind) || is_over_rows(slot.kind);
-    if (apart && gathers) {
+    if (apart && (is_one_of<kGathering>(slot.kind) || is_over_rows(slot.kind))) {
       // The first warp may still load GEMM1's stages, while the second is here. It must not go on: a wait tells phases
       // apart by one parity bit, and a barrier that is two phases behind looks as if it had been passed.
       named_barrier_sync(kLoaderBarrier, kLoaders);
@@ -441,7 +440,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }
       }
     });
-    const bool free = !kIsBackward && !loads_intermediate && !gathers && c.shape.ranks > 1;
+    const bool free = !kIsBackward && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
     if (free && !tasks.is_full(n + 2)) returns.step();
