@@ -5,9 +5,9 @@
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
 activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
 every activation, for the others with SwiGLU alone; for transposed weights, and for experts in FP8, with what differs
-most; where a forward pass keeps what its gradients need, likewise; with the program of docs/extending.md for 16-bit
-types; and, to put to other ranks, with NVSHMEM's headers of two
-releases (tools/nvshmem_headers.py). A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
+most; where a forward pass keeps what its gradients need, and the backward pass, likewise; with the program of
+docs/extending.md for 16-bit types; and, to put to other ranks, with NVSHMEM's headers of two releases
+(tools/nvshmem_headers.py). A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
 serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only
 far slower; so each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
 
@@ -49,7 +49,8 @@ WGMMA, WGMMA_FP8 = "HGMMA", "QGMMA"
 
 BF16, SWIGLU, GEGLU, RELU2, CLAMPED = 1, 3, 4, 5, 6  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
-TRANSPOSED, QUANTISED, KEEP = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1", "-DFLASHMOE_KEEP=1"
+TRANSPOSED, QUANTISED = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1"
+KEEP, BACKWARD = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
@@ -198,15 +199,22 @@ def quantised_instances() -> list[tuple[str, ...]]:
     return [*(instance(*kind) for kind in kinds), instance(BF16, SWIGLU, TRACE)]
 
 
-def keeping_instances() -> list[tuple[str, ...]]:
-    """Of what gradients need: with and without a gate, with the one of most registers, and with each order of a gate's
-    accumulators."""
+def training_instances() -> list[tuple[str, ...]]:
+    """Of forward passes that keep what gradients need, and of backward passes: with and without a gate, with the one of
+    most registers, and of both layouts of weights."""
 
     def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
-        return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", KEEP, *more)
+        return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *more)
 
-    kinds = ((BF16, 1), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
-    return [*(instance(*kind) for kind in kinds), *(instance(BF16, each, TRANSPOSED) for each in (1, CLAMPED))]
+    kinds = [
+        (BF16, 1),
+        (BF16, SWIGLU),
+        (BF16, CLAMPED),
+        (2, SWIGLU),
+        (BF16, 1, TRANSPOSED),
+        (BF16, CLAMPED, TRANSPOSED),
+    ]
+    return [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in kinds]
 
 
 def rdma_units(source: Path) -> list[Unit]:
@@ -236,7 +244,7 @@ def units() -> list[Unit]:
                 *instances(),
                 *transposed_instances(),
                 *quantised_instances(),
-                *keeping_instances(),
+                *training_instances(),
                 *program_instances(),
             )
             found += [Unit(source, defines) for defines in kinds]
