@@ -11,7 +11,7 @@ from . import _ffi
 from . import placement as placements
 from .errors import HeapError, InvalidArgument
 from .limits import Room, checked_capacity_factor
-from .scales import check_slices, kinds
+from .scales import SCALE_OF, check_slices, common_kind
 from .spec import (
     ACTIVATIONS,
     DTYPES,
@@ -23,7 +23,6 @@ from .spec import (
     RETURN_CHOICES,
     SCALE_BLOCK,
     SCORES,
-    WEIGHT_SCALES,
     LayerSpec,
     bounded,
     element_types,
@@ -79,7 +78,7 @@ class Tensors(NamedTuple):
         return self[-2:]
 
 
-SCALES = ("gate_up_scale", "down_scale", "shared_gate_up_scale", "shared_down_scale", "x_scale")
+SCALES = (*SCALE_OF.values(), "x_scale")
 """The scales among `Tensors`, in their order."""
 
 WRITTEN = {"load": ("[E] int64", "int64"), "router_logits": ("[T, E] float32", "float32")}
@@ -197,7 +196,7 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
     placement = placement_of(room, options.placement, layer.parts)
     local = len(placements.local_experts(placement, room.rank))
     _check_shapes(operands, layer, tokens, local)
-    layer = replace(layer, weight_scales=_weight_scales(operands, layer, local))
+    layer = replace(layer, weight_scales=_weight_scales(operands, layer))
     return Arguments(operands, tokens, resolved(room, layer, options, placement, tokens), placement)
 
 
@@ -359,11 +358,6 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placemen
         )
 
 
-_MATRICES = ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
-"""The tensors that may be in FP8, each with a scale."""
-_SCALES = {name: f"{name.removesuffix('_proj')}_scale" for name in _MATRICES}
-
-
 def y_type(x_type: str) -> str:
     """The element type of y, and of all that is not quantised."""
     return "bfloat16" if x_type == FP8 else x_type
@@ -385,7 +379,7 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
             continue
         each = operands[name] = as_operand(name, tensor, f"a {', '.join(known)} tensor", known)
         expected, of = y_type(operands["x"].dtype), "the type of " + ("y" if operands["x"].dtype == FP8 else "x")
-        if name in _MATRICES and operands["gate_up_proj"].dtype == FP8:
+        if name in SCALE_OF and operands["gate_up_proj"].dtype == FP8:
             expected, of = FP8, "the type of gate_up_proj"
         if name != "x" and each.dtype != expected:
             raise InvalidArgument(f"{name}: expected {expected}, {of}, got {list(each.shape)} {each.dtype}")
@@ -406,7 +400,7 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
 
 def _check_scales_given(operands: dict[str, Described]) -> None:
     """What is in FP8 has scales, nothing else has any, and of x the router sees what it was before."""
-    for name, scale in ({"x": "x_scale"} | _SCALES).items():
+    for name, scale in ({"x": "x_scale"} | SCALE_OF).items():
         quantised = name in operands and operands[name].dtype == FP8
         if quantised and scale not in operands:
             raise InvalidArgument(f"{scale}: expected a tensor with {name} of {FP8}, got None")
@@ -610,20 +604,9 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
             raise InvalidArgument(f"{name}: expected router with it, got None")
 
 
-def _weight_scales(operands: dict[str, Described], layer: LayerSpec, local: int) -> str:
+def _weight_scales(operands: dict[str, Described], layer: LayerSpec) -> str:
     """What shares a scale in all quantised matrices, of which the shapes are known to be the layer's."""
-    halves = 2 if layer.gated and not layer.interleaved else 1
-    found, first = set(WEIGHT_SCALES), ""
-    for name, scale in _SCALES.items():
-        if scale not in operands:
-            continue
-        *lead, rows, columns = operands[name].shape
-        up = halves if name in ("gate_up_proj", "shared_gate_up") else 1
-        of_this = kinds(scale, operands[scale].shape, tuple(lead), rows, columns, up)
-        if not found & of_this:
-            raise InvalidArgument(
-                f"{scale}: expected a scale for each {' or '.join(sorted(found))}, as {first} has, got "
-                f"{list(operands[scale].shape)}"
-            )
-        found, first = found & of_this, first or scale
-    return min(found, key=WEIGHT_SCALES.index) if first else "none"
+    shapes = {
+        name: (operands[name].shape, operands[scale].shape) for name, scale in SCALE_OF.items() if scale in operands
+    }
+    return common_kind(shapes, layer.halves) if shapes else "none"

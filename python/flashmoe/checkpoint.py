@@ -36,10 +36,10 @@ from .architectures import Architecture, architecture_of, rule_of
 from .errors import CheckpointError, InvalidArgument
 from .foreign import REFUSALS, checkpoint_error, is_count, parsed, read, reason, shown
 from .memory import format_bytes, machine_bytes
-from .scales import check_slices, kinds
+from .scales import SCALE_OF, check_slices, common_kind
 from .shares import Box, Cut, checked_ids
 from .slices import cut_scales
-from .spec import FP8, GATED, WEIGHT_SCALES
+from .spec import FP8, halves_of
 from .tensor_file import DTYPES, MOST_HEADER_BYTES, WEIGHTS, Stored, TensorFile, read_header
 
 Weights = TypeVar("Weights")
@@ -66,13 +66,6 @@ OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up
 """The tensors of experts, by the names of `flashmoe.moe`."""
 SHARED = ("shared_gate_up", "shared_down", "shared_gate", "shared_gate_up_scale", "shared_down_scale")
 """The tensors of a shared expert, by the names of `flashmoe.moe`."""
-SCALES = {
-    "gate_up_proj": "gate_up_scale",
-    "down_proj": "down_scale",
-    "shared_gate_up": "shared_gate_up_scale",
-    "shared_down": "shared_down_scale",
-}
-"""The matrices that may be in FP8, and their scales."""
 _SCALE_ENDS = ("_scale_inv", "_scale")
 """What follows the name of a matrix in that of its scales."""
 _MOST_LAYER_DIGITS = 9
@@ -173,11 +166,11 @@ class MoELayerOf(Generic[Weights]):
         """What shares a scale, one of `flashmoe.spec.WEIGHT_SCALES`."""
         if self.gate_up_scale is None:
             return "none"
-        _, rows, _ = self.gate_up_proj.shape
-        halves = rows // self.intermediate if not self.options.get("interleaved") else 1
-        up = kinds("gate_up_scale", self.gate_up_scale.shape, *_matrices_of(self.gate_up_proj.shape), halves)
-        down = kinds("down_scale", self.down_scale.shape, *_matrices_of(self.down_proj.shape))
-        return min(up & down, key=WEIGHT_SCALES.index)
+        shapes = {
+            "gate_up_proj": (self.gate_up_proj.shape, self.gate_up_scale.shape),
+            "down_proj": (self.down_proj.shape, self.down_scale.shape),
+        }
+        return common_kind(shapes, halves_of(self.activation, bool(self.options.get("interleaved"))))
 
     def with_experts(self, experts: Sequence[int]) -> Self:
         """The layer with the weights of these experts alone, in this order; its router remains [E, H]."""
@@ -269,7 +262,7 @@ def load_layer(
     arrays = _read_planned(plan)
     if "choice_bias" in arrays:
         arrays["choice_bias"] = arrays["choice_bias"].astype(np.float32)
-    for name in set(SCALES.values()) & set(arrays):
+    for name in set(SCALE_OF.values()) & set(arrays):
         arrays[name] = np.repeat(arrays[name].astype(np.float32), plan[name].repeats, axis=-2)
     if slices != 1 and "gate_up_scale" in arrays:
         arrays |= _scales_of_slices(arrays, whole, how, ids)
@@ -472,7 +465,7 @@ class _Planned:
         """Of the field `name` of a layer, that of these experts or slices; itself, if it is not of experts."""
         if name not in OF_EXPERTS:
             return self
-        if name in SCALES.values():  # few bytes: of slices' experts all are read, and cut in memory
+        if name in SCALE_OF.values():  # few bytes: of slices' experts all are read, and cut in memory
             return self.of_experts(sorted({id // how.slices for id in ids}))
         share = how.share(name, self.shape, ids)
         by_expert: dict[int | None, list[tuple[tuple[int | slice, ...], Stored]]] = {}
@@ -670,42 +663,29 @@ def _scales_of_slices(
     first, down = (whole[name].shape for name in ("gate_up_proj", "down_proj"))
     experts = sorted({id // how.slices for id in ids})
     at = [experts.index(id // how.slices) * how.slices + id % how.slices for id in ids]
-    halves = 2 if how.activation in GATED and not how.interleaved else 1
+    halves = halves_of(how.activation, how.interleaved)
     both = arrays["gate_up_scale"], arrays["down_scale"]
     return {name: each[at] for name, each in cut_scales(how.slices, *both, first[1:], down[1:], halves).items()}
 
 
-def _matrices_of(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
-    """What lies before the last two axes, and these."""
-    return shape[:-2], shape[-2], shape[-1]
-
-
 def _check_dtypes(block: str, plan: dict[str, _Planned]) -> None:
     """Raise unless all are of one dtype; or the experts' matrices are in FP8, and of one dtype is what is left."""
-    matrices = {name: plan[name].dtype for name in SCALES if name in plan}
+    matrices = {name: plan[name].dtype for name in SCALE_OF if name in plan}
     quantised = FP8 in {dtype.name for dtype in matrices.values()}
     if quantised:
         _one_dtype(f"{block} matrices", matrices.values())
-    apart = {"choice_bias", *SCALES.values(), *(matrices if quantised else ())}
+    apart = {"choice_bias", *SCALE_OF.values(), *(matrices if quantised else ())}
     _one_dtype(block, (planned.dtype for name, planned in plan.items() if name not in apart))
 
 
 def _check_scales(block: str, plan: dict[str, _Planned], halves: int) -> None:
     """Raise unless matrices in FP8 have scales as `flashmoe.moe` takes them."""
-    found, first = set(WEIGHT_SCALES), ""
-    for name, scale in SCALES.items():
-        if scale not in plan:
-            continue
-        lead, rows, columns = _matrices_of(plan[name].shape)
-        parts = halves if name in ("gate_up_proj", "shared_gate_up") else 1
-        try:
-            of_this = kinds(scale, plan[scale].repeated, lead, rows, columns, parts)
-        except InvalidArgument as error:
-            raise CheckpointError(f"{block} {error}") from None
-        if not found & of_this:
-            expected = f"a scale for each {' or '.join(sorted(found))}, as {first} has"
-            raise checkpoint_error(f"{block} {scale}", expected, shown(list(plan[scale].repeated)))
-        found, first = found & of_this, first or scale
+    shapes = {name: (plan[name].shape, plan[scale].repeated) for name, scale in SCALE_OF.items() if scale in plan}
+    try:
+        if shapes:
+            common_kind(shapes, halves)
+    except InvalidArgument as error:
+        raise CheckpointError(f"{block} {error}") from None
 
 
 def _one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:

@@ -544,8 +544,7 @@ def _add_matrices(
     """The parameters of matrices [*lead, *up] and [*lead, *down], and of their scales: no gradient leads to them where
     they are quantised."""
     order = reversed if layer.transposed else tuple
-    halves = 2 if layer.gated and not layer.interleaved else 1
-    for name, shape, parts in (("gate_up_proj", up, halves), ("down_proj", down, 1)):
+    for name, shape, parts in (("gate_up_proj", up, layer.halves), ("down_proj", down, 1)):
         scale = None
         if layer.quantised:
             rows, columns = shape

@@ -19,11 +19,11 @@ import ml_dtypes
 import numpy as np
 
 from .architectures import architecture_of
-from .checkpoint import SCALES, MoELayer, read_config, tensor_headers
+from .checkpoint import MoELayer, read_config, tensor_headers
 from .errors import InvalidArgument
 from .foreign import REFUSALS, checkpoint_error, reason
-from .scales import check_slices
-from .spec import SCALE_BLOCK, one_of, scale_blocks
+from .scales import SCALE_OF, block_rows, check_slices, parts_of
+from .spec import SCALE_BLOCK, halves_of, one_of, scale_blocks
 from .tensor_file import DTYPES, QUANTISED, Stored, TensorFile
 
 __all__ = ["dequantize", "quantize_checkpoint", "quantize_layer", "quantize_rows", "quantize_weights"]
@@ -100,13 +100,12 @@ def quantize_layer(layer: MoELayer, scales: str = "block") -> MoELayer:
         raise InvalidArgument("layer: expected matrices that are not transposed, got transposed ones")
     check_slices("slices", layer.slices, layer.intermediate)
     made: dict[str, Any] = {}
-    for name, scale in SCALES.items():
+    halves = halves_of(layer.activation, bool(layer.options.get("interleaved")))
+    for name, scale in SCALE_OF.items():
         matrices = getattr(layer, name)
         if matrices is None:
             continue
-        gated = (matrices.shape[-2] > layer.intermediate and name == "gate_up_proj") or name == "shared_gate_up"
-        halves = 2 if gated and not layer.options.get("interleaved") else 1
-        made[name], made[scale] = quantize_weights(matrices, scales, halves)
+        made[name], made[scale] = quantize_weights(matrices, scales, parts_of(name, halves))
     return replace(layer, **made)
 
 
@@ -191,8 +190,7 @@ def _halves(stored: Stored) -> int:
 
 def _scale_shape(stored: Stored) -> tuple[int, ...]:
     *lead, rows, columns = stored.shape
-    halves = _halves(stored)
-    return (*lead, halves * scale_blocks(rows // halves), scale_blocks(columns))
+    return (*lead, block_rows(rows, _halves(stored)), scale_blocks(columns))
 
 
 def _write_file(path: Path, file: TensorFile, chosen: set[str]) -> None:

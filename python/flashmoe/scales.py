@@ -8,8 +8,18 @@ blocks of its own, since checkpoints store them apart: the blocks of the matrix 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from .errors import InvalidArgument
-from .spec import FP8, SCALE_BLOCK, scale_blocks
+from .spec import FP8, SCALE_BLOCK, WEIGHT_SCALES, scale_blocks
+
+SCALE_OF = {
+    "gate_up_proj": "gate_up_scale",
+    "down_proj": "down_scale",
+    "shared_gate_up": "shared_gate_up_scale",
+    "shared_down": "shared_down_scale",
+}
+"""The matrices that may be in FP8, by the names of `flashmoe.moe`, and their scales."""
 
 
 def block_rows(rows: int, halves: int) -> int:
@@ -17,17 +27,33 @@ def block_rows(rows: int, halves: int) -> int:
     return halves * scale_blocks(rows // halves)
 
 
-def kinds(
-    name: str, given: tuple[int, ...], lead: tuple[int, ...], rows: int, columns: int, halves: int = 1
-) -> set[str]:
-    """Which of ``tensor``, ``row`` and ``block`` scales of shape `given` may be, of matrices [*lead, rows, columns]: of
-    small ones several, which then mean the same. Raises `InvalidArgument`, by the tensor's name, if there is none.
-    """
-    blocks = block_rows(rows, halves), scale_blocks(columns)
+def parts_of(matrix: str, halves: int) -> int:
+    """In how many parts, one behind the other, the matrix of that name is, where first ones have `halves`."""
+    return halves if matrix in ("gate_up_proj", "shared_gate_up") else 1
+
+
+def common_kind(shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], halves: int) -> str:
+    """What shares a scale in all of a layer's matrices: ``tensor``, ``row`` or ``block``, of several that mean the same
+    the first. `shapes`: by a matrix's name its own and its scale's. Raises `InvalidArgument`, by the scale's name."""
+    found, first = set(WEIGHT_SCALES), ""
+    for matrix, (shape, given) in shapes.items():
+        name = SCALE_OF[matrix]
+        of_this = _kinds(name, tuple(given), tuple(shape), parts_of(matrix, halves))
+        if not found & of_this:
+            raise InvalidArgument(
+                f"{name}: expected a scale for each {' or '.join(sorted(found))}, as {first} has, got {list(given)}"
+            )
+        found, first = found & of_this, first or name
+    return min(found, key=WEIGHT_SCALES.index)
+
+
+def _kinds(name: str, given: tuple[int, ...], shape: tuple[int, ...], parts: int) -> set[str]:
+    """Which kinds scales of shape `given` may be, of matrices of this shape: of small ones several."""
+    *lead, rows, columns = shape
     shapes = {
-        "block": ((*lead, *blocks),),
+        "block": ((*lead, block_rows(rows, parts), scale_blocks(columns)),),
         "row": ((*lead, rows, 1), (*lead, rows)),
-        "tensor": ((*lead, 1, 1), lead, (*lead, 1)),
+        "tensor": ((*lead, 1, 1), (*lead,), (*lead, 1)),
     }
     if found := {kind for kind, accepted in shapes.items() if given in accepted}:
         return found

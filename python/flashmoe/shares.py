@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .errors import InvalidArgument
-from .spec import GATED, MAX_EXPERTS, bounded
+from .spec import MAX_EXPERTS, bounded, halves_of
 
 Box = tuple[slice, ...]
 """A part of a tensor: of each axis, from where to where."""
@@ -62,8 +62,8 @@ class Cut(NamedTuple):
             return None, 1
         if name == "down_proj":
             return (1 if self.transposed else 2), 1
-        gated = self.activation in GATED and not self.interleaved
-        return (2 if self.transposed and name == "gate_up_proj" else 1), (2 if gated else 1)
+        of = halves_of(self.activation, self.interleaved)
+        return (2 if self.transposed and name == "gate_up_proj" else 1), of
 
 
 def checked_ids(ids: Sequence[int] | None, experts: int, slices: int) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from .errors import InvalidArgument
-from .scales import check_slices, kinds
-from .spec import GATED, bounded
+from .scales import check_slices, common_kind
+from .spec import bounded, halves_of
 
 
 def cut(
@@ -39,7 +39,7 @@ def cut(
     experts, width = len(down_proj), down_proj.shape[1 if transposed else 2]
     if width % bounded("slices", slices, 1, width):
         raise InvalidArgument(f"slices: expected a divisor of I={width}, got {slices}")
-    halves = 2 if activation in GATED and not interleaved else 1
+    halves = halves_of(activation, interleaved)
     parts = {
         "gate_up_proj": _columns(slices, gate_up_proj, 2 if transposed else 1, halves),
         "down_proj": _columns(slices, down_proj, 1 if transposed else 2, 1),
@@ -63,14 +63,11 @@ def cut_scales(
     """The same of scales alone, of experts' matrices of shapes `first` and `down`; the first has so many halves."""
     experts, width = len(down_scale), down[1]
     check_slices("slices", slices, width // slices)
-    of_first = kinds("gate_up_scale", tuple(gate_up_scale.shape), (experts,), *first, halves)
-    of_both = of_first & kinds("down_scale", tuple(down_scale.shape), (experts,), *down)
-    if not of_both:
-        raise InvalidArgument(
-            f"down_scale: expected a scale for each {' or '.join(sorted(of_first))}, as gate_up_scale has, got "
-            f"{list(down_scale.shape)}"
-        )
-    kind = max(of_both)  # those of one matrix, a row and a block are cut alike, if they are the same
+    shapes = {
+        "gate_up_proj": ((experts, *first), gate_up_scale.shape),
+        "down_proj": ((experts, *down), down_scale.shape),
+    }
+    kind = common_kind(shapes, halves)  # those of one matrix, a row and a block are cut alike, if they are the same
     repeated, of_down = _repeated(gate_up_scale, slices), _repeated(down_scale, slices)
     return {
         "gate_up_scale": repeated if kind == "tensor" else _columns(slices, gate_up_scale, 1, halves),

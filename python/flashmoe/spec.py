@@ -60,6 +60,11 @@ MAX_CUDA_TOP_K = 32
 MAX_CUDA_RANKS = 32
 
 
+def halves_of(activation: str, interleaved: bool) -> int:
+    """In how many parts, one behind the other, an expert's first matrix is: gate rows and up rows, or all of them."""
+    return 2 if activation in GATED and not interleaved else 1
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """A layer of E experts: ``y[t] = sum_k w[t, k] * (down[e] @ act(gate_up[e] @ x[t]))``, see `flashmoe.moe`.
@@ -152,6 +157,11 @@ class LayerSpec:
     def gated(self) -> bool:
         """Whether the activation has a gate, so that an expert's first matrix has 2I rows."""
         return self.activation in GATED
+
+    @property
+    def halves(self) -> int:
+        """As `halves_of`."""
+        return halves_of(self.activation, self.interleaved)
 
     @property
     def gate_up_rows(self) -> int:

@@ -76,7 +76,7 @@ import numpy as np
 
 from .reference import activate, dequantised, quantised_rows, rounded, row_scales, scaled_rows, scores
 from .reference.quantised import BLOCK
-from .spec import GATED
+from .spec import GATED, halves_of
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -175,7 +175,7 @@ def call_error(
         gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
     rows = x
     if quantised:
-        halves = 2 if activation in GATED and not shape.get("interleaved") else 1
+        halves = halves_of(activation, shape.get("interleaved", False))
         gate_up_proj, down_proj = dequantised(gate_up_proj, gate_up_scale, halves), dequantised(down_proj, down_scale)
         rows = quantised_rows(given.astype(np.float32)) if x_scale is None else scaled_rows(given, x_scale)
         if shared_down is not None:
@@ -329,7 +329,7 @@ def _slices(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The matrices [n, 2I or I, H] and [n, H, I] of a shared expert's slices of this width I."""
     hidden, n = len(down), down.shape[1] // width
-    if activation in GATED and not interleaved:  # of the gate rows and of the up rows
+    if halves_of(activation, interleaved) == 2:  # of the gate rows and of the up rows
         up = up.reshape(2, n, width, hidden).swapaxes(0, 1)
     return up.reshape(n, -1, hidden), down.reshape(hidden, n, width).swapaxes(0, 1)
 

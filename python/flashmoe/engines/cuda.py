@@ -20,6 +20,7 @@ from ..arguments import Options, Tensors, check
 from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
+from ..scales import SCALE_OF
 from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, LayerSpec, bounded, scale_blocks
 from ..tensors import DeviceOperand, as_view, device_operand
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
@@ -30,7 +31,6 @@ from .cuda_report import Ended, counted, timed, trace_events
 _MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
 _ALIGNMENT = 16  # of a row's address: what its copies move at a time
 _VECTORS = ("gate_up_bias", "down_bias", "router_bias", "choice_bias")
-_SCALES = ("gate_up_scale", "down_scale", "shared_gate_up_scale", "shared_down_scale")
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
 
@@ -306,7 +306,7 @@ def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
     numbers["shared_gate"] = (
         _aligned("shared_gate", operands["shared_gate"]).address if "shared_gate" in operands else 0
     )
-    for name in (*_VECTORS, *_SCALES):
+    for name in (*_VECTORS, *SCALE_OF.values()):
         numbers[name] = operands[name].address if name in operands else 0
     return numbers
 
