@@ -32,7 +32,7 @@ def activate(
     if activation not in GATED:
         known = "relu, relu2, gelu, silu, swiglu, geglu or clamped_swiglu"
         raise ValueError(f"activation: expected {known}, got {activation!r}")
-    gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else np.split(z, 2, axis=-1)
+    gate, up = _halves(z, interleaved)
     if activation == "swiglu":
         return activate(gate, "silu") * up
     if activation == "geglu":
@@ -58,7 +58,7 @@ def activate_backward(
     at 0, that of the inside at a limit. float64."""
     if activation not in GATED:
         return grad * _slope(z, activation)
-    gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else np.split(z, 2, axis=-1)
+    gate, up = _halves(z, interleaved)
     if activation == "clamped_swiglu":
         most = math.inf if limit is None else limit
         inside = np.minimum(gate, most)
@@ -69,6 +69,11 @@ def activate_backward(
         act, slope, other, passes = activate(gate, plain), _slope(gate, plain), up, np.ones(up.shape, bool)
     parts = grad * slope * other, grad * act * passes
     return np.stack(parts, axis=-1).reshape(z.shape) if interleaved else np.concatenate(parts, axis=-1)
+
+
+def _halves(z: np.ndarray, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Gates and ups."""
+    return (z[..., ::2], z[..., 1::2]) if interleaved else tuple(np.split(z, 2, axis=-1))
 
 
 def _slope(z: np.ndarray, activation: str) -> np.ndarray:

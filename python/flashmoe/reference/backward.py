@@ -8,10 +8,7 @@ import numpy as np
 
 from .activations import activate, activate_backward
 from .forward import kept_choices
-from .routing import choice_values, choose, router_logits, scores, weigh
-
-LEAST_SUM = 1e-20
-"""What is added to the sum of sigmoids that divides them."""
+from .routing import LEAST_SUM, route, scores
 
 
 def moe_gradients(
@@ -54,20 +51,16 @@ def moe_gradients(
     gradients; these add up. Nothing is said of which experts a token has: neither choice nor drop has a derivative, and
     with `round_logits` rounding is taken for what it is nearly, the identity.
     """
-    x_type = np.asarray(x).dtype
-    grad, x = np.asarray(grad, np.float64), np.asarray(x, np.float64)
+    x, logits = np.asarray(x), None
+    rule = {"renormalize": renormalize, "score": score, "routed_scale": routed_scale}
+    if topk_ids is None:
+        choice = {"choice_bias": choice_bias, "groups": groups, "top_groups": top_groups, "round_logits": round_logits}
+        logits, topk_ids, topk_weights = route(x, router, router_bias, top_k, **choice, **rule)
+    grad, x = np.asarray(grad, np.float64), x.astype(np.float64)
     up, down, shared_up, shared_down_ = (
         _untransposed(each, transposed) for each in (gate_up_proj, down_proj, shared_gate_up, shared_down)
     )
     shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
-    logits = None
-    if topk_ids is None:
-        logits = router_logits(x, router, router_bias)
-        if round_logits:
-            logits = logits.astype(x_type).astype(np.float64)
-        by = choice_values(logits, score=score, choice_bias=choice_bias, groups=groups, top_groups=top_groups)
-        topk_ids = choose(by, top_k)
-        topk_weights = weigh(logits, topk_ids, renormalize, score=score, routed_scale=routed_scale)
     weights = np.asarray(topk_weights, np.float64)
     kept = kept_choices(np.array(topk_ids, np.int64), capacity_factor, len(up))
 
@@ -76,7 +69,6 @@ def moe_gradients(
     if logits is None:
         found["topk_weights"] = of_weights
     else:
-        rule = {"renormalize": renormalize, "score": score, "routed_scale": routed_scale}
         by_logit = of_logits(logits, np.asarray(topk_ids), of_weights, **rule)
         if logits_grad is not None:
             by_logit = by_logit + logits_grad

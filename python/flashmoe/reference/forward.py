@@ -10,7 +10,7 @@ import numpy as np
 
 from .activations import GATED, activate
 from .quantised import dequantised, quantised_rows, scaled_rows
-from .routing import choice_values, choose, router_logits, scores, weigh
+from .routing import route, scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,11 @@ def moe_reference(
     router_bias [E]; gate_up_bias [E, 2I or I]; down_bias [E, H]. Any float dtype; all of it is computed in
     float64.
     """
-    x_type = np.asarray(x).dtype
+    x = np.asarray(x)
+    if topk_ids is None:
+        rule = {"score": score, "choice_bias": choice_bias, "groups": groups, "top_groups": top_groups}
+        rule |= {"round_logits": round_logits, "routed_scale": routed_scale, "renormalize": renormalize}
+        _, topk_ids, topk_weights = route(x, router, router_bias, top_k, **rule)
     given = [x, gate_up_proj, down_proj, shared_gate_up, shared_down]
     halves = 2 if activation in GATED and not interleaved else 1
     rows, gate_up_proj, down_proj, up, down = _numbers(given, transposed, halves, **scales)
@@ -104,13 +108,6 @@ def moe_reference(
     experts = gate_up_proj.shape[0]
     shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
 
-    if topk_ids is None:
-        logits = router_logits(x, router, router_bias)
-        if round_logits:
-            logits = logits.astype(x_type).astype(np.float64)
-        by = choice_values(logits, score=score, choice_bias=choice_bias, groups=groups, top_groups=top_groups)
-        topk_ids = choose(by, top_k)
-        topk_weights = weigh(logits, topk_ids, renormalize, score=score, routed_scale=routed_scale)
     weights = np.asarray(topk_weights, np.float64)
     kept = kept_choices(np.array(topk_ids, np.int64), capacity_factor, experts)
 

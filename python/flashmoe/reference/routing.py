@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+LEAST_SUM = 1e-20
+"""What is added to the sum of sigmoids that divides them."""
+
 
 def router_logits(x: np.ndarray, router: np.ndarray, router_bias: np.ndarray | None = None) -> np.ndarray:
     """float64 [T, E]: router @ x[t] + router_bias."""
@@ -51,10 +54,33 @@ def weigh(
     """Scores of logits [T, E] at ids [T, K], divided by their sum over these if `renormalize`, times `routed_scale`."""
     if score == "sigmoid":
         chosen = np.take_along_axis(scores(logits, score), ids, axis=1)
-        return routed_scale * chosen / ((chosen.sum(axis=1, keepdims=True) + 1e-20) if renormalize else 1.0)
+        return routed_scale * chosen / ((chosen.sum(axis=1, keepdims=True) + LEAST_SUM) if renormalize else 1.0)
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
     chosen = np.take_along_axis(exponentials, ids, axis=1)
     return routed_scale * chosen / (chosen if renormalize else exponentials).sum(axis=1, keepdims=True)
+
+
+def route(
+    x: np.ndarray,
+    router: np.ndarray,
+    router_bias: np.ndarray | None,
+    top_k: int,
+    *,
+    renormalize: bool,
+    score: str,
+    choice_bias: np.ndarray | None,
+    round_logits: bool,
+    routed_scale: float,
+    groups: int,
+    top_groups: int | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits [T, E], and ids and weights [T, K], of tokens x [T, H] as the layer is given them."""
+    logits = router_logits(x, router, router_bias)
+    if round_logits:
+        logits = logits.astype(x.dtype).astype(np.float64)
+    by = choice_values(logits, score=score, choice_bias=choice_bias, groups=groups, top_groups=top_groups)
+    ids = choose(by, top_k)
+    return logits, ids, weigh(logits, ids, renormalize, score=score, routed_scale=routed_scale)
 
 
 def check_topk(logits: np.ndarray, ids: np.ndarray, slack: float | np.ndarray = 0.0) -> np.ndarray:
