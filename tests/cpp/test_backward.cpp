@@ -9,6 +9,7 @@
 
 #include "check.h"
 #include "cpu/context.h"
+#include "limits.h"
 
 namespace flashmoe::test {
 namespace {
@@ -19,19 +20,14 @@ constexpr uint32_t kRanks = 3, kMaxTokens = 30, kRuns = 3;
 using Floats = std::vector<float>;
 
 Limits limits() {
-  Limits l;
-  l.ranks = kRanks;
-  l.max_tokens = kMaxTokens;
-  l.hidden = 20;
-  l.intermediate = 12;
-  l.experts = l.max_local_experts = 9;
-  l.top_k = 4;
-  l.shared = 2;
-  l.x_bytes = l.intermediate_bytes = l.return_bytes = 4;
-  l.return_slots = 5;
-  l.staging = 1;
-  l.processors = 2;
-  return l;
+  return in_fp32({.ranks = kRanks,
+                  .max_tokens = kMaxTokens,
+                  .hidden = 20,
+                  .experts = 9,
+                  .max_local_experts = 9,
+                  .top_k = 4,
+                  .shared = 2,
+                  .intermediate = 12});
 }
 
 // One call as one rank makes it; every rank draws the same layer.

@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "cpu/context.h"
+#include "limits.h"
 #include "reference.h"
 
 namespace flashmoe::test {
@@ -19,19 +20,13 @@ constexpr uint32_t kTokens = 60, kHidden = 20, kIntermediate = 12, kExperts = 8,
 constexpr uint32_t kChosen = kExperts - 1;  // nobody chooses the last one, whose matrix is zero
 
 Limits limits(uint32_t ranks) {
-  Limits l;
-  l.ranks = ranks;
-  l.max_tokens = kTokens;
-  l.hidden = kHidden;
-  l.intermediate = kIntermediate;
-  l.experts = kExperts;
-  l.max_local_experts = kExperts / ranks;
-  l.top_k = kTopK;
-  l.x_bytes = l.intermediate_bytes = l.return_bytes = 4;
-  l.return_slots = max_of(kTopK, ranks);
-  l.staging = 1;
-  l.processors = 2;
-  return l;
+  return in_fp32({.ranks = ranks,
+                  .max_tokens = kTokens,
+                  .hidden = kHidden,
+                  .experts = kExperts,
+                  .max_local_experts = kExperts / ranks,
+                  .top_k = kTopK,
+                  .intermediate = kIntermediate});
 }
 
 // Random numbers of a type, in its memory, and as what they are.

@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "cpu/context.h"
+#include "limits.h"
 
 namespace flashmoe::test {
 namespace {
@@ -18,19 +19,14 @@ constexpr uint32_t kUpBlocks = 2 * scale_blocks(kIntermediate) * scale_blocks(kH
 constexpr uint32_t kDownBlocks = scale_blocks(kHidden) * scale_blocks(kIntermediate);
 
 Limits limits(uint32_t ranks) {
-  Limits l;
-  l.ranks = ranks;
-  l.max_tokens = kTokens;
-  l.hidden = kHidden;
-  l.intermediate = kIntermediate;
-  l.experts = kExperts;
-  l.max_local_experts = kExperts / ranks;
-  l.top_k = kTopK;
+  Limits l = in_fp32({.ranks = ranks,
+                      .max_tokens = kTokens,
+                      .hidden = kHidden,
+                      .experts = kExperts,
+                      .max_local_experts = kExperts / ranks,
+                      .top_k = kTopK,
+                      .intermediate = kIntermediate});
   l.x_bytes = l.intermediate_bytes = 1;
-  l.return_bytes = 4;
-  l.return_slots = max_of(kTopK, ranks);
-  l.staging = 1;
-  l.processors = 2;
   return l;
 }
 

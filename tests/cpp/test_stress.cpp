@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "cpu/context.h"
+#include "limits.h"
 #include "reference.h"
 
 namespace flashmoe::test {
@@ -25,19 +26,13 @@ constexpr uint32_t kCallsPerGroup = 500;
 constexpr uint32_t kVerifyEvery = 20;
 
 Limits limits() {
-  Limits l;
-  l.ranks = kRanks;
-  l.max_tokens = kMaxTokens;
-  l.hidden = 24;
-  l.intermediate = 24;
-  l.experts = 12;
-  l.max_local_experts = 12;
-  l.top_k = 4;
-  l.x_bytes = l.intermediate_bytes = l.return_bytes = 4;
-  l.return_slots = 4;
-  l.staging = 1;
-  l.processors = 2;
-  return l;
+  return in_fp32({.ranks = kRanks,
+                  .max_tokens = kMaxTokens,
+                  .hidden = 24,
+                  .experts = 12,
+                  .max_local_experts = 12,
+                  .top_k = 4,
+                  .intermediate = 24});
 }
 
 // Random numbers of a type, in its memory, and as the doubles that they are.

@@ -17,6 +17,7 @@ from bounds import Expected, RouterRule, Weights, choice_values, choose, expecte
 from flashmoe.nn import MoE
 from flashmoe.report import CallReport
 from flashmoe.spec import GATED
+from hypothesis import HealthCheck, seed, settings
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -34,6 +35,18 @@ SEED = int(os.environ.get("FLASHMOE_SEED") or secrets.randbelow(2**31))
 """Of what is new in each run; conftest.py prints it."""
 PATIENCE = 10.0
 """Seconds without progress after which a kernel gives up."""
+
+
+def at_random(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """New examples in each run, which FLASHMOE_SEED repeats."""
+    how = settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    return lambda test: seed(SEED)(how(test))
 
 
 @dataclass(eq=False)

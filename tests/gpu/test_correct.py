@@ -15,7 +15,7 @@ import flashmoe
 import pytest
 import torch
 from flashmoe.tolerance import error_bound
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from layers import (
     ACTIVATIONS,
@@ -23,6 +23,7 @@ from layers import (
     DTYPES,
     SEED,
     Problem,
+    at_random,
     call,
     check,
     context_of,
@@ -252,14 +253,7 @@ def shapes(draw) -> dict:
 
 
 @pytest.mark.timeout(0)
-@seed(SEED)
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    database=None,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-)
+@at_random(EXAMPLES)
 @given(shape=shapes())
 def test_random_shapes(shape):
     run_and_check(random_problem(**shape))

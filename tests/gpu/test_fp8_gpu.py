@@ -19,10 +19,10 @@ import pytest
 import torch
 from flashmoe.launch import RankPool
 from flashmoe.report import CallReport
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
-from layers import PATIENCE, SEED, poisoned_outputs
+from layers import PATIENCE, at_random, poisoned_outputs
 from problems import ACTIVATIONS, Outcome, Problem, check, quantised, random_problem
 from ranks import device_of, joined
 
@@ -296,14 +296,7 @@ def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.timeout(0)
-@seed(SEED)
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    database=None,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-)
+@at_random(EXAMPLES)
 @given(case=cases())
 def test_any_layer_agrees_with_the_reference(case: Any):
     arguments, quantisation = case
