@@ -47,7 +47,6 @@ constexpr std::array<uint32_t, kProducts> each_product(uint32_t v) {
   return all;
 }
 
-// The largest call a context serves. Equal on every rank of a group, except where noted.
 // A choice of an expert, which other thread blocks load as one word: it is its own signal.
 struct alignas(16) FewChoice {
   uint64_t epoch;
@@ -55,6 +54,7 @@ struct alignas(16) FewChoice {
   uint32_t expert;
 };
 
+// The largest call a context serves. Equal on every rank of a group, except where noted.
 struct Limits {
   uint32_t ranks = 1;
   uint32_t max_tokens = 0;         // per rank

@@ -105,12 +105,12 @@ struct StageWeights<Dtype> {
 
 // kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied.
 template <class Dtype, uint32_t kStages>
-__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, Slot& at, Sums<Dtype>& sums) {
+__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, StageSlot& at, Sums<Dtype>& sums) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t feature = b.warp() * kBlocks * kProductRows;
   StageWeights<Dtype> weights[kStages];
   uint32_t from[kStages];
-  Slot next = at;
+  StageSlot next = at;
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s, next.advance()) {
     wait(barrier_of(p.weights_full, next), next.parity);
@@ -128,7 +128,8 @@ __device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, S
 }
 
 template <class Dtype>
-__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, Slot& at, Sums<Dtype>& sums) {
+__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
+                                         Sums<Dtype>& sums) {
 #pragma unroll 1
   for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, rows, at, sums);
   if (stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
@@ -211,7 +212,8 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   using TheTasks = Tasks<Dtype, is_gated(kActivation)>;
   const TheTasks tasks{b};
-  Slot handed{kFewTasks}, at{kFewStages};
+  HandedSlot handed;
+  StageSlot at;
   while (true) {
     const uint32_t word = next_task(b, handed);
     if (word == kNoTask) return;

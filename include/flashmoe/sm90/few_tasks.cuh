@@ -56,17 +56,20 @@ struct Tasks {
   __device__ __forceinline__ uint32_t arrivals() const { return tiles(0) * kFewConsumers; }
 };
 
-// A place in a ring of barriers.
+// A place in a ring of so many slots.
+template <uint32_t kCount>
 struct Slot {
-  uint32_t count;  // of slots
   uint32_t at = 0, parity = 0;
 
   __device__ __forceinline__ void advance() {
-    at = at + 1 == count ? 0 : at + 1;
+    at = at + 1 == kCount ? 0 : at + 1;
     parity ^= at == 0;
   }
 };
-__device__ __forceinline__ uint32_t barrier_of(const uint64_t* barriers, const Slot& slot) {
+using StageSlot = Slot<kFewStages>;
+using HandedSlot = Slot<kFewTasks>;
+template <uint32_t kCount>
+__device__ __forceinline__ uint32_t barrier_of(const uint64_t (&barriers)[kCount], const Slot<kCount>& slot) {
   return shared_address(barriers + slot.at);
 }
 
@@ -85,7 +88,7 @@ __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
 }
 
 // The next task that is handed on, kNoTask behind the last; leaves its slot. One warp.
-__device__ __forceinline__ uint32_t next_task(const Block& b, Slot& slot) {
+__device__ __forceinline__ uint32_t next_task(const Block& b, HandedSlot& slot) {
   wait(barrier_of(b.s.pipeline.task_full, slot), slot.parity);
   const uint32_t word = *const_cast<volatile uint32_t*>(&b.s.pipeline.task[slot.at]);
   P::sync();
@@ -98,7 +101,7 @@ __device__ __forceinline__ uint32_t next_task(const Block& b, Slot& slot) {
 
 template <class TheTasks, class Dtype>
 __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks& tasks, const Task& task,
-                                                  Slot& stage) {
+                                                  StageSlot& stage) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t expert = b.routing.unit_expert[task.unit];
   const bool shared = b.is_shared(expert);
@@ -122,7 +125,8 @@ template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_weights(const Block& b) {
   const Tasks<Dtype, kGated> tasks{b};
   FewPipeline& p = b.s.pipeline;
-  Slot handed{kFewTasks}, stage{kFewStages};
+  HandedSlot handed;
+  StageSlot stage;
   for (uint32_t i = blockIdx.x;; handed.advance()) {
     const bool exists = i < tasks.count();
     wait(barrier_of(p.task_empty, handed), handed.parity ^ 1);
@@ -156,7 +160,8 @@ __device__ __forceinline__ void load_rows(const Block& b) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t first = P::lane() / 8, chunk = P::lane() % 8;
   const uint64_t pitch = b.c.intermediate_row(0, 1) - b.c.intermediate_row(0, 0);
-  Slot handed{kFewTasks}, stage{kFewStages};
+  HandedSlot handed;
+  StageSlot stage;
   while (true) {
     const uint32_t word = next_task(b, handed);
     if (word == kNoTask) return;
