@@ -1,17 +1,18 @@
 """How far an engine's gradients may be from the reference's, derived as `flashmoe.tolerance` derives it for y.
 
-The gradients are computed in float32 from what the forward pass has kept (pre-activations in float32, weights) and dY,
-and rounded to their tensors' types in these places alone:
+The gradients are computed in float32 from what the forward pass has kept (pre-activations, weights) and dY, and rounded
+to their tensors' types in these places alone:
 
-1. a row's part of a token's dX, ``dz @ gate_up``, before it travels home;
-2. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
-3. every result, once.
+1. the pre-activations, when they are kept;
+2. a row's part of a token's dX, ``dz @ gate_up``, before it travels home;
+3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
+4. every result, once.
 
-**A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error, ``g = dY @ down`` that of a dot product
-over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is the sum of what each factor's variance
-leads to, that of act' by the second derivative. Where act' jumps (relu at 0, the limits of a clamp) and z is within 8
-standard deviations of that place, engine and reference may be on different sides: the jump is the deviation. The
-gradient of w is ``a . g + b . dY``, added up in float64.
+**A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, that of place
+1, ``g = dY @ down`` that of a dot product over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is
+the sum of what each factor's variance leads to, that of act' by the second derivative. Where act' jumps (relu at 0, the
+limits of a clamp) and z is within 8 standard deviations of that place, engine and reference may be on different sides:
+the jump is the deviation. The gradient of w is ``a . g + b . dY``, added up in float64.
 
 **The router.** The gradients of logits are computed in float64 from the logits and the gradients of weights, and
 rounded to float32. What they owe to the errors of either is carried by the Jacobian and its derivatives, by
@@ -212,6 +213,8 @@ class _Expert:
         exact = np.zeros_like
         on_input, bias = layer.weights_on_input, 0.0 if self.up_bias is None else self.up_bias
         z, z_variance = _scaled_linear(x, w, w_variance, self.up, bias) if on_input else _linear(x, 0.0, self.up, bias)
+        if layer.dtype != "float32":
+            z_variance = z_variance + _rounding(z, layer.dtype)
         a, a_variance = _activated(z, z_variance, layer.activation, **layer.shape)
         g, g_variance = _linear(dy, 0.0, self.down.T, 0.0)
         scaled = (w * x, w_variance * x**2 + _VARIANCE32 * (w * x) ** 2), (w * dy, w_variance * dy**2)

@@ -133,8 +133,9 @@ def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return load, x.new_empty((x.shape[0], experts) if given.get("with_logits") else (0, 0), dtype=torch.float32)
 
 
-def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
-    """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there."""
+def by_operator(context: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
+    """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there.
+    `main_grad`: gradients of weights and biases are added to their attributes of that name."""
     check_tensors(tensors._asdict())
     options = as_plain_values(options)
     load, logits = tensors.written
@@ -145,6 +146,9 @@ def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
     _check_written(tensors)
     observe = moe_kept if trains else moe_observed
     size = 0 if load is None else load.shape[0]
+    if trains and main_grad:
+        _check_main_grads(tensors)
+        given["main_grad"] = True
     y, chosen, made, *_ = observe(context, **given, load_size=size, with_logits=logits is not None)
     if load is not None:
         load.add_(chosen)
@@ -157,6 +161,33 @@ def _trains(tensors: Tensors) -> bool:
     """Whether the call keeps what its gradients need: where they are recorded, and there is an engine for them."""
     recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
     return recorded and tensors.x.device.type == "cpu" and tensors.gate_up_scale is None
+
+
+def _check_main_grads(tensors: Tensors) -> None:
+    """Raises `InvalidArgument` for a weight or bias that gradients lead to without a `main_grad` for them, and
+    `NotImplementedError` under a compiler."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("main_grad: FlashMoE adds to it in eager mode alone; call the layer uncompiled")
+    for place in _PARAMETERS:
+        parameter = tensors[place]
+        if parameter is not None and parameter.requires_grad:
+            _main_grad_of(Tensors._fields[place], parameter)
+
+
+def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
+    """Where its gradient is to be added; raises `InvalidArgument` where that cannot be."""
+    found = getattr(parameter, "main_grad", None)
+    expected = f"{name}.main_grad: expected {list(parameter.shape)} float32 on {parameter.device}, contiguous"
+    if not isinstance(found, Tensor):
+        raise InvalidArgument(f"{expected}, got {'none' if found is None else type(found).__name__}")
+    operands.refuse_hollow(f"{name}.main_grad", found)
+    alike = found.shape == parameter.shape and found.device == parameter.device
+    if not (alike and found.dtype == torch.float32 and found.is_contiguous()):
+        raise InvalidArgument(
+            f"{expected}, got {list(found.shape)} {operands.dtype_name(found)} on {found.device} with strides "
+            f"{list(found.stride())}"
+        )
+    return found
 
 
 def _check_written(tensors: Tensors) -> None:
@@ -178,8 +209,8 @@ def _check_written(tensors: Tensors) -> None:
 
 
 def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_moe_observed`, and what the gradients need: two int64 that own it."""
-    bound = _OBSERVED.bind(*args, **kwargs)
+    """`_moe_observed`, and what the gradients need: two int64 that own it. `main_grad` is for these."""
+    bound = _KEPT.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     load, logits = _observations(given)
@@ -199,14 +230,28 @@ def _moe_backward(
 ) -> list[Tensor]:
     """The gradients of a call of ``moe_kept``, for those of y and of the logits, if they have one: of its tensors at
     `wanted`. `inputs` are its tensors, each at its place in `given`; places are those in `Tensors`."""
-    tensors = {Tensors._fields[place]: each for place, each in zip(given, inputs, strict=True)}
-    results = {place: torch.empty_like(tensors[Tensors._fields[place]]) for place in {0, *wanted}}
-    read = tensors | {"y": grad.contiguous()}
+    results = {place: torch.empty_like(inputs[given.index(place)]) for place in {0, *wanted}}
+    _write_gradients(context, grad, logits_grad, kept, inputs, given, results)
+    return [results[place] for place in wanted]
+
+
+def _write_gradients(
+    context: int,
+    grad: Tensor,
+    logits_grad: Tensor | None,
+    kept: Tensor,
+    inputs: Sequence[Tensor],
+    given: Sequence[int],
+    results: Mapping[int, Tensor],
+    accumulates: bool = False,
+) -> None:
+    """Those of `results`, by place; `accumulates`: added to what is there, of weights and biases."""
+    names = Tensors._fields
+    read = {names[place]: each for place, each in zip(given, inputs, strict=True)} | {"y": grad.contiguous()}
     if logits_grad is not None:
         read["router_logits"] = logits_grad.contiguous()
-    ctx = _context(context, grad.shape[0])
-    run_backward(ctx, int(kept[0]), read, {Tensors._fields[place]: each for place, each in results.items()})
-    return [results[place] for place in wanted]
+    written = {names[place]: each for place, each in results.items()}
+    run_backward(_context(context, grad.shape[0]), int(kept[0]), read, written, accumulates)
 
 
 def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -228,12 +273,24 @@ _OBSERVED = _SIGNATURE.replace(
         inspect.Parameter("with_logits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
     ]
 )
-_OBSERVED_SCHEMA = f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False) -> (Tensor, Tensor, Tensor"
+_OBSERVED_SCHEMA = f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False"
 moe_observed = torch.library.custom_op(
-    "flashmoe::moe_observed", _moe_observed, mutates_args=(), schema=f"{_OBSERVED_SCHEMA})"
+    "flashmoe::moe_observed",
+    _moe_observed,
+    mutates_args=(),
+    schema=f"{_OBSERVED_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+_KEPT = _OBSERVED.replace(
+    parameters=[
+        *_OBSERVED.parameters.values(),
+        inspect.Parameter("main_grad", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
+    ]
 )
 moe_kept = torch.library.custom_op(
-    "flashmoe::moe_kept", _moe_kept, mutates_args=(), schema=f"{_OBSERVED_SCHEMA}, Tensor)"
+    "flashmoe::moe_kept",
+    _moe_kept,
+    mutates_args=(),
+    schema=f"{_OBSERVED_SCHEMA}, bool main_grad=False) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
 
@@ -242,11 +299,11 @@ moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, 
 no_backward = torch.library.custom_op("flashmoe::no_backward", _no_backward, mutates_args=())
 
 
-def call(number: int, tensors: Tensors, options: Options) -> Tensor:
+def call(number: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
     """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
     an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
-        return by_operator(number, tensors, options)
+        return by_operator(number, tensors, options, main_grad)
     return run(_context(number, tensors.x.shape[0]), tensors, options, False)
 
 
@@ -322,7 +379,7 @@ def _refuse_meta_beside_others(tensors: Tensors) -> None:
 
 @moe_kept.register_fake
 def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = _OBSERVED.bind(*args, **kwargs).arguments
+    given = _KEPT.bind(*args, **kwargs).arguments
     return _fake(given), *_observations(given), torch.empty(2, dtype=torch.int64)
 
 
@@ -365,6 +422,9 @@ _PLACES = {
 }
 """Where each tensor among the arguments is in `Tensors`."""
 _CONSTANT = Tensors._fields.index("choice_bias")  # moves a choice, which has no derivative
+_PARAMETERS = sorted(set(range(*map(Tensors._fields.index, ("gate_up_proj", "gate_up_scale")))) - {_CONSTANT})
+"""The places of weights and biases that have gradients."""
+_MAIN_GRAD = list(_KEPT.parameters).index("main_grad")
 
 
 def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -372,18 +432,39 @@ def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.context = inputs[0]
     ctx.positions = [position for position, each in enumerate(inputs) if isinstance(each, Tensor)]
     ctx.save_for_backward(output[3], *(inputs[position] for position in ctx.positions))
+    # Saved tensors may be others by then (checkpointing detaches them): these have the attribute.
+    ctx.parameters = {}
+    if inputs[_MAIN_GRAD]:
+        of_parameters = [position for position in ctx.positions if _PLACES[position] in _PARAMETERS]
+        ctx.parameters = {_PLACES[position]: inputs[position] for position in of_parameters}
 
 
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, kept: None) -> tuple[Any, ...]:
-    """One gradient per argument of the call, None for those that need none."""
+    """One gradient per argument of the call, None for those that need none, or are added to a `main_grad`."""
     needed, (kept, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(inputs[ctx.positions.index(1)])  # of x's shape; only the logits led here
     given = [_PLACES[position] for position in ctx.positions]
     wanted = [position for position in ctx.positions if needed[position] and _PLACES[position] != _CONSTANT]
-    results = moe_backward(ctx.context, grad, logits, kept, inputs, given, [_PLACES[each] for each in wanted])
+    of_call, places = (ctx.context, grad, logits, kept, inputs, given), [_PLACES[each] for each in wanted]
+    if ctx.parameters:
+        results = _accumulate(of_call, places, ctx.parameters)
+    else:
+        results = moe_backward(*of_call, places)
     gradients = dict(zip(wanted, results, strict=True))
     return tuple(gradients.get(position) for position in range(len(needed)))
+
+
+def _accumulate(of_call: tuple[Any, ...], wanted: Sequence[int], parameters: Mapping[int, Tensor]) -> list[Any]:
+    """As ``moe_backward``, of whose arguments `of_call` are the first, but the gradients of `parameters` are added to
+    their `main_grad`, and None here."""
+    *_, inputs, given = of_call
+    sums = {place: _main_grad_of(Tensors._fields[place], parameters[place]) for place in wanted if place in parameters}
+    others = {place: torch.empty_like(inputs[given.index(place)]) for place in {0, *wanted} - sums.keys()}
+    _write_gradients(*of_call, others | sums, accumulates=True)
+    for each in sums.values():
+        torch.autograd.graph.increment_version(each)  # PyTorch has not seen the write
+    return [others.get(place) for place in wanted]
 
 
 for _operator in (moe, moe_observed):

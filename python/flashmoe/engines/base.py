@@ -56,10 +56,11 @@ class Engine(ABC):
         """The same, and what its gradients need, as a DLPack exporter of two int64 whose memory owns that."""
         raise NotImplementedError(f"flashmoe.moe: expected the CPU engine for gradients, got {type(self).__name__}")
 
-    def backward(self, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    def backward(self, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any], accumulates: bool) -> None:
         """The gradients of the call that left `kept` (the first of its numbers): writes those in `wanted`, by the names
         of `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
-        ``router_logits``, that of the logits. All contiguous."""
+        ``router_logits``, that of the logits. All contiguous. `accumulates`: those of weights and biases are added to
+        what is there, in float32."""
         raise NotImplementedError(f"flashmoe.moe: expected the CPU engine for gradients, got {type(self).__name__}")
 
     @abstractmethod
