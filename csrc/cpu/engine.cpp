@@ -166,6 +166,7 @@ void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
     case Epilogue::kActivate: return activate_columns(product, index, at);
     case Epilogue::kReturn: return return_columns(product, index, at);
     case Epilogue::kKeep: return keep_columns(index, at);
+    case Epilogue::kDifferentiate:  // a GPU's: here BackwardEngine multiplies
     case Epilogue::kSend:
     case Epilogue::kOutput: break;  // of no product
   }

@@ -65,11 +65,11 @@ void Context::take_memory(const Membership& who) {
 
 // ---- Layers -----------------------------------------------------------------------------------------------
 
-const Kernels& Context::kernels(const std::string& cubin, bool quantised, DriverStream stream) {
+const Kernels& Context::kernels(const std::string& cubin, bool with_few, DriverStream stream) {
   std::unique_ptr<Kernels>& loaded = kernels_[cubin];
   if (loaded == nullptr) {
     device_.refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Kernels>(device_, cubin, quantised, puts_);
+    loaded = std::make_unique<Kernels>(device_, cubin, with_few, puts_);
   }
   return *loaded;
 }
@@ -96,7 +96,10 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
       element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
-  const Kernels& loaded = kernels(layer.cubin, spec.quantised(), stream);
+  if (layer.keeps && (l.ranks != 1 || spec.quantised() || element_bytes(spec.y_type) != 2)) {
+    throw Error(Error::Kind::kInvalidArgument, "layer: expected a rank alone and a 16-bit type to keep for gradients");
+  }
+  const Kernels& loaded = kernels(layer.cubin, !spec.quantised() && !layer.keeps, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");
@@ -138,6 +141,11 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
     check(driver().cuMemsetD8Async(reinterpret_cast<DevicePtr>(plan.args.trace), 0, trace_.bytes(), stream), "trace");
   }
   plan.kernels.launch(plan.args, plan.few(), processors(), stream);
+}
+
+uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens) {
+  const std::lock_guard lock(mutex_);
+  return KeptLayout(plan_of(layer).spec, tokens).bytes;
 }
 
 void Context::synchronize(DriverStream stream) {

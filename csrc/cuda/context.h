@@ -33,6 +33,9 @@ class Context {
   // device: one stream, or streams that wait for each other. Throws what an earlier call of this context ran into.
   void call(int64_t layer, const TokenSpec& tokens, DriverStream stream);
 
+  // Bytes that a call of so many tokens keeps, of a layer that keeps.
+  uint64_t kept_bytes(int64_t layer, uint32_t tokens);
+
   // Waits for the device, then throws what a call ran into, if one did. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
 
@@ -52,7 +55,7 @@ class Context {
 
  private:
   void take_memory(const Membership& who);
-  const Kernels& kernels(const std::string& cubin, bool quantised, DriverStream stream);
+  const Kernels& kernels(const std::string& cubin, bool with_few, DriverStream stream);
   const Placement& placement(const Layer& layer, DriverStream stream);
   Plan& plan_of(int64_t layer) const;
   void check_health();

@@ -24,8 +24,22 @@ struct Layer {
   bool topk_ids_64 = false;        // given ids are int64
   bool topk_weights_as_x = false;  // given weights are of x's type, not float32
   bool traced = false;
-  uint64_t kept = 0;  // [El, I, H] fp32, see KernelArgs
-  std::string cubin;  // file of the kernel compiled for the spec's types and activation, and traced
+  bool keeps = false;  // what gradients need (a rank alone, 16-bit types)
+  uint64_t kept = 0;   // [El, I, H] fp32, see KernelArgs
+  std::string cubin;   // file of the kernel compiled for the spec's types and activation, and traced
+};
+
+// Where what a call keeps lies in its memory: pre-activations first (KeptOutputs).
+struct KeptLayout {
+  uint64_t ids, weights, bytes;
+
+  KeptLayout(const LayerSpec& spec, uint64_t tokens) {
+    const uint64_t columns = uint64_t{spec.intermediate} * (spec.gated() ? 2 : 1);
+    const uint64_t routed = spec.top_k * spec.slices, choices = routed + shared_experts(spec.shared);
+    ids = tokens * (routed + spec.shared) * columns * element_bytes(spec.intermediate_type);
+    weights = ids + tokens * choices * sizeof(int32_t);
+    bytes = weights + tokens * choices * sizeof(float);
+  }
 };
 
 // What changes from call to call.
@@ -36,6 +50,7 @@ struct TokenSpec {
   uint64_t out = 0;
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
   uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not asked for
+  uint64_t keep = 0;                        // of a layer that keeps: memory of KeptLayout, aligned to 16 bytes
 };
 
 }  // namespace flashmoe::cuda

@@ -167,7 +167,7 @@ Placement::Placement(const Device& device, const host::PlacementTables& t, uint3
 }
 
 Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& loaded, uint8_t* trace)
-    : kernels(loaded), spec(layer.spec) {
+    : kernels(loaded), spec(layer.spec), keeps(layer.keeps) {
   args.call = call_of(common, layer, where);
   args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
   args.clamped = {spec.limit, spec.alpha, spec.up_offset};
@@ -185,7 +185,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 }
 
 bool Plan::few() const {
-  if (spec.quantised()) return false;
+  if (spec.quantised() || keeps) return false;
   return is_few(args.call.shape, element_bytes(spec.x_type), spec.transposed);
 }
 
@@ -211,6 +211,11 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);
   args.load = reinterpret_cast<uint64_t*>(t.load);
   args.router_logits = reinterpret_cast<float*>(t.router_logits);
+  if (keeps) {
+    const KeptLayout layout(spec, t.tokens);
+    args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.keep + layout.ids),
+                 reinterpret_cast<float*>(t.keep + layout.weights)};
+  }
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
   if (t.topk_ids == 0 && t.tokens != 0 && !few()) {
     args.tokens =

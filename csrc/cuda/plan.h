@@ -36,6 +36,7 @@ struct Plan {
   sm90::KernelArgs args{};
   const Kernels& kernels;
   const LayerSpec spec;
+  const bool keeps;
 };
 
 }  // namespace flashmoe::cuda

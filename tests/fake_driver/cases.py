@@ -576,6 +576,42 @@ def test_what_a_call_writes_to(ctx, tokens):
 
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
+@pytest.mark.parametrize(("activation", "columns"), [("swiglu", 2 * I), ("gelu", I)])
+def test_what_a_call_keeps(ctx, device, tokens, activation, columns):
+    """It is a tensor of the call's own; the kernel is another one, whatever the number of tokens is."""
+    weights = {"gate_up_proj": on_gpu(E, columns, H), "down_proj": on_gpu(E, H, I), "router": on_gpu(E, H)}
+    tensors, options = Tensors(x=on_gpu(tokens, H), **weights), Options(top_k=K, activation=activation)
+    ctx._engine.call(tensors, options, False)
+    assert launched()["kept"] == 0 and launched()["few"] == (tokens == 3)
+    kept = [ctx._engine.call_and_keep(tensors, options)[1] for _ in range(2)]
+    assert device == [jit.Variant("bfloat16", activation, keeps=keeps) for keeps in (False, True)]
+    seen, (first, second) = launched(), kept
+    rows = tokens * K
+    assert first.shape == second.shape == (rows * (2 * columns + 4 + 4),) and first.data_ptr() != second.data_ptr()
+    at = second.data_ptr()
+    assert [seen["kept"], seen["kept_ids"], seen["kept_weights"]] == [
+        at,
+        at + 2 * rows * columns,
+        at + 2 * rows * columns + 4 * rows,
+    ]
+    assert seen["few"] == 0
+
+
+def test_what_cannot_be_kept_is_named(ctx):
+    weights = {"gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I), "router": (E, H)}
+    tensors = Tensors(
+        x=on_gpu(8, H, dtype=torch.float32),
+        **{name: on_gpu(*shape, dtype=torch.float32) for name, shape in weights.items()},
+    )
+    expected = "gradients: expected bfloat16 or float16 experts, got float32"
+    with (
+        flashmoe.Context(engine="cuda", **SIZES, dtype="float32") as wide,
+        pytest.raises(NotImplementedError, match=expected),
+    ):
+        wide._engine.call_and_keep(tensors, Options(top_k=K))
+
+
+@pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
 def test_calls_write_to_the_load_of_their_context(monkeypatch, tokens):
     """Unless they have one of their own; nobody waits for it to be read."""
     made = on_gpu(E, dtype=torch.int64)
@@ -708,9 +744,9 @@ def test_a_sparse_tensor_is_no_layer_found_again(name):
         "topk_weights": torch.zeros(9, K),
     }
     weights = {"gate_up_proj": torch.zeros(E, 2 * I, H), "down_proj": torch.zeros(E, H, I)}
-    known = cuda._key(Tensors(**dense, **weights), Options(), False)
+    known = cuda._key(Tensors(**dense, **weights), Options(), False, False)
     assert known is not None
-    assert cuda._key(Tensors(**{**dense, name: dense[name].to_sparse()}, **weights), Options(), False) != known
+    assert cuda._key(Tensors(**{**dense, name: dense[name].to_sparse()}, **weights), Options(), False, False) != known
 
 
 def test_layers_are_found_again(ctx, device):

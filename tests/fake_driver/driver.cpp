@@ -110,6 +110,9 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));
   put("topk_weights", reinterpret_cast<uint64_t>(a.topk_weights)), put("topk_ids_64", a.topk_ids_64);
   put("load", reinterpret_cast<uint64_t>(a.load)), put("router_logits", reinterpret_cast<uint64_t>(a.router_logits));
+  put("kept", reinterpret_cast<uint64_t>(a.keep.pre_activations));
+  put("kept_ids", reinterpret_cast<uint64_t>(a.keep.ids));
+  put("kept_weights", reinterpret_cast<uint64_t>(a.keep.weights));
   put("renormalize", a.rule.renormalize), put("gate_up_bias", reinterpret_cast<uint64_t>(a.gate_up_bias));
   put("down_bias", reinterpret_cast<uint64_t>(a.down_bias));
   put("router_bias", reinterpret_cast<uint64_t>(a.router_bias)), put("traced", a.trace != nullptr);

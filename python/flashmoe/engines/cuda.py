@@ -91,14 +91,22 @@ class CudaEngine(Engine):
         self._unread: tuple[Prepared, int] | None = None  # layer and T of a call whose report was not asked for
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
+        return self._call(tensors, options, trace, False)[0]
+
+    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+        """What gradients need is a tensor of bytes on the device."""
+        return self._call(tensors, options, False, True)
+
+    def _call(self, tensors: Tensors, options: Options, trace: bool, keep: bool) -> tuple[Any, Any]:
+        """The result, and what is kept, or None."""
         import torch
 
         handle = self.checked_handle()
-        key = _key(tensors, options, trace)
+        key = _key(tensors, options, trace, keep)
         x = tensors.x
         layer = self.layers.get(key)
         if layer is None:
-            layer = self._prepare(tensors, options, trace)
+            layer = self._prepare(tensors, options, trace, keep)
             if key is not None:
                 self._remember(key, layer)
         tokens = x.shape[0]
@@ -114,13 +122,29 @@ class CudaEngine(Engine):
         scale = _address("x_scale", tensors.x_scale, T=tokens, blocks=scale_blocks(layer.layer.hidden))
         out = torch.empty_like(x, dtype=layer.y_type, memory_format=torch.contiguous_format, requires_grad=False)
         stream = current_stream(self.device)
-        _ffi.library().cuda_call(
-            handle, layer.number, stream, tokens, address, row_bytes, scale, out.data_ptr(), ids, weights, load, logits
+        library, kept, keeps_at = _ffi.library(), None, 0
+        if keep:
+            kept = x.new_empty(library.cuda_kept_bytes(handle, layer.number, tokens), dtype=torch.uint8)
+            keeps_at = kept.data_ptr()
+        library.cuda_call(
+            handle,
+            layer.number,
+            stream,
+            tokens,
+            address,
+            row_bytes,
+            scale,
+            out.data_ptr(),
+            ids,
+            weights,
+            load,
+            logits,
+            keeps_at,
         )
         self._unread = layer, tokens
         if trace:
             self._report = self._traced(self.last_call())
-        return out
+        return out, kept
 
     def last_call(self) -> CallReport | None:
         if self._unread is not None:
@@ -137,7 +161,7 @@ class CudaEngine(Engine):
             _ffi.library().cuda_remove_layer(self.checked_handle(), self.layers.pop(oldest).number)
         self.layers[key] = layer
 
-    def _prepare(self, tensors: Tensors, options: Options, trace: bool) -> Prepared:
+    def _prepare(self, tensors: Tensors, options: Options, trace: bool, keep: bool) -> Prepared:
         """Checks everything that `_key` looks at, and tells the library of the layer."""
         args = check(self.room, partial(device_operand, device=self.device), tensors, options)
         layer = args.layer
@@ -153,9 +177,11 @@ class CudaEngine(Engine):
                 f"transposed: expected {' or '.join(jit.TRANSPOSED)} weights with it on the CUDA engine, got "
                 f"{layer.weight_type}"
             )
+        if keep:
+            _check_kept(layer, self.room.ranks)
         exact = layer.exact and layer.x_type == "float32"
         variant = jit.Variant(
-            layer.y_type, layer.activation, bool(trace), exact, self.rdma, layer.transposed, layer.quantised
+            layer.y_type, layer.activation, bool(trace), exact, self.rdma, layer.transposed, layer.quantised, keep
         )
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),
@@ -164,6 +190,7 @@ class CudaEngine(Engine):
             _addresses(args.operands),
             str(jit.kernel(variant)),
             bool(trace),
+            keep,
             current_stream(self.device),
         )
         rank = self.room.rank
@@ -249,6 +276,16 @@ def _check_quantised(layer: LayerSpec, transport: str) -> None:
         )
 
 
+def _check_kept(layer: LayerSpec, ranks: int) -> None:
+    """Raises `NotImplementedError` for what there is no kernel of that keeps what gradients need."""
+    if layer.y_type not in jit.KEPT or layer.quantised:
+        raise NotImplementedError(
+            f"CUDA engine: gradients: expected {' or '.join(jit.KEPT)} experts, got {layer.weight_type}"
+        )
+    if ranks != 1:
+        raise NotImplementedError(f"CUDA engine: gradients: expected a rank alone, got {ranks} ranks")
+
+
 def _chosen_profile(
     asked: ContextSpec, given: Mapping[str, int] | None, ordinal: int
 ) -> tuple[dict[str, int], str | None]:
@@ -271,7 +308,7 @@ def _chosen_profile(
     return stored_profile(setting)
 
 
-def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
+def _key(tensors: Tensors, options: Options, trace: bool, keep: bool) -> Any:
     """Equal for calls that differ in nothing but their tokens; None if there is something in them that has no place in
     memory, which the checks will refuse."""
     x, ids, weights = tensors.x, tensors.topk_ids, tensors.topk_weights
@@ -288,7 +325,7 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
             parts += (scale.shape[1:], scale.dtype, scale.device, scale.layout)
         for each in tensors.written:
             parts += (each.shape[1:], each.dtype, each.device, each.layout) if each is not None else (None,)
-        key = (*parts, options, type(options.top_k), ids is None, weights is None, trace)  # True is equal to 1
+        key = (*parts, options, type(options.top_k), ids is None, weights is None, trace, keep)  # True is equal to 1
         hash(key)
         return key
     except (AttributeError, TypeError, RuntimeError):
