@@ -92,7 +92,7 @@ def train(
     return [list(each) for each in zip(*by_rank, strict=True)]
 
 
-def check(problem: Problem, grads: list[np.ndarray], found: Gradients) -> dict[str, float]:
+def check(problem: Problem, grads: list[np.ndarray], found: Gradients, engine: str = "cpu") -> dict[str, float]:
     """Every gradient is within its bound; how far, as a part of the bound, by name the worst."""
     rule = {name: problem.options[name] for name in ("renormalize", "score", "routed_scale") if name in problem.options}
     rule = {"renormalize": True, "score": "softmax", "routed_scale": 1.0} | rule
@@ -109,6 +109,7 @@ def check(problem: Problem, grads: list[np.ndarray], found: Gradients) -> dict[s
         problem.gate_up_proj,
         problem.down_proj,
         return_mode=_return_mode(problem),
+        engine=engine,
         router=problem.router,
         router_bias=problem.router_bias,
         rule=rule,

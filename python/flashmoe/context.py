@@ -59,12 +59,19 @@ def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any,
 
 
 def run_backward(
-    ctx: Context, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any], accumulates: bool
+    ctx: Context,
+    kept: Any,
+    options: Options,
+    given: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    accumulates: bool,
 ) -> None:
     """The gradients of a call that left `kept`; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
+    if options.placement is not None:
+        options = options._replace(placement=placements.as_placed(options.placement))
     with Call():
-        engine.backward(kept, given, wanted, accumulates)
+        engine.backward(kept, options, given, wanted, accumulates)
 
 
 def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:

@@ -50,8 +50,8 @@ _ACTIVATIONS = {
 TRANSPOSED = ("bfloat16", "float16")
 """The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
 
-KEPT = ("bfloat16", "float16")
-"""The types that kernels keep what gradients need of."""
+TRAINED = ("bfloat16", "float16")
+"""The types of layers whose gradients there are kernels of."""
 
 BESIDE_FP8 = ("bfloat16", "float16")
 """The types of y beside experts in FP8 that there are kernels of."""
@@ -82,6 +82,8 @@ class Variant:
     """The experts' matrices, and the rows that they multiply, are in e4m3."""
     keeps: bool = False
     """It keeps what the layer's gradients need; of 16-bit types."""
+    backward: bool = False
+    """It computes these."""
 
     @property
     def title(self) -> str:
@@ -90,6 +92,7 @@ class Variant:
         activation = _ACTIVATIONS[self.activation]
         words = ["exact"] * self.exact + ["FP8"] * self.quantised + [dtype, activation]
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
+        words += ["backward"] * self.backward
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
@@ -105,6 +108,7 @@ class Variant:
             *["-DFLASHMOE_TRANSPOSED=1"] * self.transposed,
             *["-DFLASHMOE_QUANTISED=1"] * self.quantised,
             *["-DFLASHMOE_KEEP=1"] * self.keeps,
+            *["-DFLASHMOE_BACKWARD=1"] * self.backward,
         ]
 
 

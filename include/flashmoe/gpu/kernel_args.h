@@ -86,7 +86,7 @@ struct ScaleTable {
 struct KeptOutputs {
   uint8_t*
       pre_activations;  // [T C, I, 2], gate and up side by side, or [T C, I]: row (token, choice) at token C + choice
-  int32_t* ids;         // [T, top_k] as Call::routing
+  int32_t* ids;         // [T, top_k] chosen experts, ~expert where the choice was dropped
   float* weights;       // [T, top_k]
 };
 
@@ -105,6 +105,8 @@ struct BackwardArgs {
   float* weights;       // [T, top_k], written: the sums of these
   uint8_t* gate_up;     // written: the gradients of gate_up_proj and down_proj, contiguous; null: not wanted
   uint8_t* down;
+  uint8_t* gate_up_bias;  // likewise, of the biases
+  uint8_t* down_bias;
 };
 
 struct KernelArgs {

@@ -267,14 +267,24 @@ __device__ __forceinline__ void quantise_block(const KernelArgs& args, const Cal
   }
 }
 
-// Every warp of the team, once the token block's packets are built: its routing, to where it is kept.
+// Every warp of the team: the token block's routing, to where it is kept. Before its packets are built, all choices;
+__device__ __forceinline__ void keep_choices(const KeptOutputs& keep, const Call& c, uint32_t b,
+                                             const PacketScratch& s) {
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
+    keep.ids[first + i] = s.ids[i];
+  }
+}
+// and then, by the same threads, which of them were dropped, and the weights.
 __device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call& c, uint32_t b) {
   const uint32_t first = b << c.policy.log2_block, top_k = c.shape.top_k;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
     const uint32_t token = first + i / top_k, k = i % top_k;
-    keep.ids[uint64_t{token} * top_k + k] = c.routing(token)[k];
-    keep.weights[uint64_t{token} * top_k + k] = c.weights(token)[k];
+    const uint64_t at = uint64_t{token} * top_k + k;
+    if (c.routing(token)[k] < 0) keep.ids[at] = ~keep.ids[at];
+    keep.weights[at] = c.weights(token)[k];
   }
 }
 
@@ -297,6 +307,10 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
+  if constexpr (kKeepBuild) {
+    keep_choices(args.keep, c, b, packets);
+    Team::team_sync();  // build_packets() turns ids into choices in place
+  }
   const bool built =
       kIsBackward ? build_known_packets<Team>(c, b, packets) : build_packets<Team>(c, b, packets, args.load);
   if (!built) {

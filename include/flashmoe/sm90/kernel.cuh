@@ -34,6 +34,7 @@
 #pragma once
 
 #include "flashmoe/gpu/leave.cuh"
+#include "flashmoe/sm90/bias_gradients.cuh"
 #include "flashmoe/sm90/dispatch.cuh"
 #include "flashmoe/sm90/roles.cuh"
 #include "flashmoe/sm90/send.cuh"
@@ -154,7 +155,10 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
   }
-  if constexpr (kIsBackward) sum_weight_parts(args, c);
+  if constexpr (kIsBackward) {
+    sum_weight_parts(args, c);
+    sum_biases<Dtype>(args, c);
+  }
   if (c.policy.joined == 0) {
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
     Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp>(c, sums, s.returns).run(c);
