@@ -143,9 +143,8 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     f("down_bias", g.down_bias);
     f.done();
     const auto c = context(handle);
-    const TokenSpec t{.tokens = static_cast<uint32_t>(tokens),
-                      .x = static_cast<uint64_t>(y),
-                      .out = static_cast<uint64_t>(x_out)};
+    const TokenSpec t{
+        .tokens = static_cast<uint32_t>(tokens), .x = static_cast<uint64_t>(y), .out = static_cast<uint64_t>(x_out)};
     c->backward(layer, t, g, stream_of(stream));
   });
 }

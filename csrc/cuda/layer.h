@@ -33,8 +33,8 @@ struct Layer {
   bool topk_weights_as_x = false;  // given weights are of x's type, not float32
   bool traced = false;
   Pass pass = Pass::kInference;
-  uint64_t kept = 0;   // [El, I, H] fp32, see KernelArgs
-  std::string cubin;   // file of the kernel compiled for the spec's types and activation, and traced
+  uint64_t kept = 0;  // [El, I, H] fp32, see KernelArgs
+  std::string cubin;  // file of the kernel compiled for the spec's types and activation, and traced
 };
 
 // Where what a call keeps lies in its memory: pre-activations first (KeptOutputs).
@@ -79,10 +79,10 @@ struct TokenSpec {
 struct GradientSpec {
   uint64_t kept = 0;  // by the forward pass
   uint64_t x = 0, x_row_bytes = 0;
-  uint64_t memory = 0;                            // of PassLayout
-  uint64_t weights = 0;                           // [T, K] fp32, written: of the combine weights
-  uint64_t gate_up = 0, down = 0;                 // written, as the tensors; 0: not wanted
-  uint64_t gate_up_bias = 0, down_bias = 0;       // likewise
+  uint64_t memory = 0;                       // of PassLayout
+  uint64_t weights = 0;                      // [T, K] fp32, written: of the combine weights
+  uint64_t gate_up = 0, down = 0;            // written, as the tensors; 0: not wanted
+  uint64_t gate_up_bias = 0, down_bias = 0;  // likewise
 };
 
 }  // namespace flashmoe::cuda
