@@ -30,6 +30,17 @@ __device__ __forceinline__ void store_streaming16(uint8_t* to, uint32_t half) {
   asm volatile("st.global.cs.u16 [%0], %1;" ::"l"(to), "h"(static_cast<uint16_t>(half)) : "memory");
 }
 
+// Two numbers, rounded; what is beyond the type as its largest value, since infinities have no slope.
+template <class Dtype>
+__device__ __forceinline__ uint32_t pack_finite(float low, float high) {
+  if constexpr (std::is_same_v<Dtype, Fp16>) {
+    constexpr float kLargest = 65504.0f;
+    low = gpu::detail::max_or_nan(gpu::detail::min_or_nan(low, kLargest), -kLargest);
+    high = gpu::detail::max_or_nan(gpu::detail::min_or_nan(high, kLargest), -kLargest);
+  }
+  return Dtype::pack(low, high);
+}
+
 }  // namespace detail
 
 // Where a task's rows are kept: row r of the block's share as row numbers[r] of KeptOutputs::pre_activations.
@@ -100,17 +111,17 @@ struct PreActivations {
                                                      uint32_t g, uint32_t h) {
     if constexpr (kOrder == Columns::kResults) {
       const uint32_t d = g * 4 + 2 * h;
-      detail::store_streaming(to + at.token() * kColumnBytes, Dtype::pack(acc[d], acc[d + 1]));
+      detail::store_streaming(to + at.token() * kColumnBytes, detail::pack_finite<Dtype>(acc[d], acc[d + 1]));
     } else if constexpr (kOrder == Columns::kPairs) {
       const uint32_t d = g * 8 + 2 * h;
-      detail::store_streaming(to + at.lane % 4 * kColumnBytes, Dtype::pack(acc[d], acc[d + 1]));
-      detail::store_streaming(to + (at.lane % 4 + 4) * kColumnBytes, Dtype::pack(acc[d + 4], acc[d + 5]));
+      detail::store_streaming(to + at.lane % 4 * kColumnBytes, detail::pack_finite<Dtype>(acc[d], acc[d + 1]));
+      detail::store_streaming(to + (at.lane % 4 + 4) * kColumnBytes, detail::pack_finite<Dtype>(acc[d + 4], acc[d + 5]));
     } else {
       constexpr bool kSpans = kOrder == Columns::kSpans;
       constexpr uint32_t kUp = kSpans ? kSpanColumns / 2 : 4;
       const uint32_t d = (kSpans ? g / 8 * kSpanColumns + g % 8 * 4 : g * 8) + 2 * h;
-      detail::store_streaming(to + at.token() * kColumnBytes, Dtype::pack(acc[d], acc[d + kUp]),
-                              Dtype::pack(acc[d + 1], acc[d + kUp + 1]));
+      detail::store_streaming(to + at.token() * kColumnBytes, detail::pack_finite<Dtype>(acc[d], acc[d + kUp]),
+                              detail::pack_finite<Dtype>(acc[d + 1], acc[d + kUp + 1]));
     }
   }
 };

@@ -167,7 +167,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
   __syncwarp();  // lanes leave a wait one by one
-  if constexpr (kTransposed ||
+  if constexpr (kTransposed || kKeepBuild ||
                 kQuantised<
                     Dtype>) {  // read again: else, with few shapes, ptxas keeps it all along the roles, and spills
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

@@ -60,7 +60,7 @@ template <class Dtype, bool kTransposed, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
   if constexpr (kQuantised<Dtype>) {
     f.template operator()<TokensByFeatures<Wide, Major::kK>>();
-  } else if constexpr (kTransposed || kIsBackward) {
+  } else if constexpr (kTransposed || kIsBackward || kKeepBuild) {
     constexpr Major kMajor = kTransposed ? Major::kMn : Major::kK;
     if (wide) return f.template operator()<TokensByFeatures<Wide, kMajor>>();
     return f.template operator()<TokensByFeatures<Narrow, kMajor>>();

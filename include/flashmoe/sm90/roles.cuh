@@ -489,7 +489,7 @@ struct Consumer {
 
   template <class Dtype>
   __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
-    if constexpr (!kQuantised<Dtype> && !kIsBackward) return *this;
+    if constexpr (!kQuantised<Dtype> && !kIsBackward && !kKeepBuild) return *this;
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return of_group(ring, thread / kWarpgroup);
@@ -531,7 +531,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint32_t features = with_product(kind, [&]<uint32_t p>() { return weight_rows<p>(c, kGated); });
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
-  if constexpr (Shape::kMajorB == Major::kMn || kQuantised<Dtype>) {
+  if constexpr (Shape::kMajorB == Major::kMn || kQuantised<Dtype> || kKeepBuild) {
     if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Factor, Stage>(ring, stages_of(slot));
   }
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
@@ -750,7 +750,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
       tasks.put_stored(slot.stored);  // else nobody waits for it
-    if constexpr (kQuantised<Dtype> || kIsBackward)
+    if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild)
       asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);
   }

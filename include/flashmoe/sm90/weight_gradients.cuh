@@ -84,16 +84,19 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
   from += chunk * 16;
   // Tiles were formed, and other blocks stored their rows, through the generic proxy; the clerk acquired them with the stop.
   if (thread == 0) fence_proxy_async_global();
-  uint32_t token[kEach];
-  const auto look = [&](uint32_t base) {
+  // Looked up two stages ahead: a round trip to the L2 takes about as long as a stage's products.
+  uint32_t token[kEach], next[kEach];
+  const auto look = [&](uint32_t (&to)[kEach], uint32_t base) {
+    if (base >= rows) return;
     const Row* const tile_rows = c.tile_row(tiles[base / kTileTokens], base % kTileTokens);
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
       const uint32_t r = first + i * kRowsApart;
-      token[i] = base + r < rows ? tile_rows[r].token : ~0u;
+      to[i] = base + r < rows ? tile_rows[r].token : ~0u;
     }
   };
-  if (rows != 0) look(0);
+  look(token, 0);
+  look(next, kStageRows);
 #pragma unroll 1
   for (uint32_t base = 0; base < rows; base += kStageRows) {
     wait(ring.empty(), ring.parity);
@@ -114,9 +117,11 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
                            valid ? row + s * kSpanColumns * Dtype::kBytes : from, valid ? 16 : 0);
       }
     }
-    if (base + kStageRows < rows) look(base + kStageRows);
     cp_async_arrive_noinc(ring.full());
     ring.advance();
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) token[i] = next[i];
+    look(next, base + 2 * kStageRows);
   }
 }
 
