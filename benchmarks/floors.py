@@ -42,6 +42,22 @@ def grouped_gemms(counts: torch.Tensor, rows: int, hidden: int, inner: int, w1: 
     return call
 
 
+def backward_floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tensor, w2: torch.Tensor):
+    """The four grouped GEMMs of a backward pass on ready inputs, their rows spread over the experts at random: of rows, by
+    both matrices, and over rows, of the matrices' shapes."""
+    offsets = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts).cumsum(0).int()
+    x, dy = (torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, dz = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for columns in (inner, w1.shape[1]))
+
+    def call(_: int) -> None:
+        torch._grouped_mm(dy, w2, offs=offsets)
+        torch._grouped_mm(dz, w1, offs=offsets)
+        torch._grouped_mm(dy.t(), a, offs=offsets)
+        torch._grouped_mm(dz.t(), x, offs=offsets)
+
+    return call
+
+
 def exchange(rows: int, hidden: int) -> Callable[[int], None]:
     """NCCL's all-to-all of so many rows, one way, as many to each rank."""
     rows = rows // dist.get_world_size() * dist.get_world_size()

@@ -449,6 +449,18 @@ def test_memory_explains_every_term(capsys):
     assert "fits" in printed
 
 
+def test_memory_of_training(capsys):
+    """A row of Qwen3's keeps 2 I bfloat16, its place and weight; K of them a token."""
+    assert main(["memory", "--model", "qwen3-30b-a3b", "--tokens", "64", "--training"]) == 0
+    printed = capsys.readouterr().out
+    assert f"64 x 8 x {2 * 2 * 768 + 32:,} B" in printed and "per layer and token" in printed
+    assert "64 x 3 x 4,096 B" in printed  # x of a token, on three other ranks
+    assert main(["memory", "--model", "qwen3-30b-a3b", "--tokens", "64", "--training", "--activation", "silu"]) == 0
+    assert f"64 x 8 x {2 * 768 + 32:,} B" in capsys.readouterr().out
+    assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--training"]) == 2
+    assert "training: expected the CPU engine" in capsys.readouterr().err
+
+
 def test_memory_depends_on_sizes_and_return_mode():
     sizes = {"max_tokens": 128, "hidden": 256, "intermediate": 128, "experts": 16, "top_k": 4}
     direct = memory.plan_memory(ranks=2, **sizes, return_mode="direct")

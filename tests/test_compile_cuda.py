@@ -90,6 +90,15 @@ def test_instances_of_experts_in_fp8(tool):
     assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
 
 
+def test_instances_of_training(tool):
+    found = tool.training_instances()
+    assert len(found) == len(set(found)) == 12
+    assert not any("-DFLASHMOE_DTYPE=0" in defines or tool.QUANTISED in defines for defines in found)
+    for which in (tool.KEEP, tool.BACKWARD):
+        assert sum(which in defines for defines in found) == 6
+    assert [unit.defines for unit in tool.units() if {tool.KEEP, tool.BACKWARD} & set(unit.defines)] == found
+
+
 def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):
     puts = [unit for unit in tool.units() if tool.RDMA in unit.defines]
     by_release = Counter(unit.nvshmem for unit in puts)

@@ -13,6 +13,7 @@ import flashmoe.slices
 import numpy as np
 import pytest
 import torch
+from flashmoe import memory
 from flashmoe.launch import RankPool
 from flashmoe.spec import GATED
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from layer_options import CLAMPED, WITH_SHARED
 from test_slices import Sliced
 from torch.utils.checkpoint import checkpoint
-from training import EXPERTS, as_tensor, check, gradients_of, train, trainable
+from training import EXPERTS, as_tensor, check, gradients_of, kept_bytes, train, trainable
 
 SIZES = {"hidden": 48, "intermediate": 24, "experts": 16, "top_k": 4}
 DEEPSEEK = {"score": "sigmoid", "choice_bias": True, "groups": 4, "top_groups": 2, "routed_scale": 2.5}
@@ -71,6 +72,17 @@ def test_shared_experts(pool: RankPool, options: dict[str, Any], count: int):
 @pytest.mark.parametrize("options", [{}, {"fused": False}, CLAMPED, {"activation": "gelu"}], ids=str)
 def test_half_types(pool: RankPool, options: dict[str, Any], dtype: str):
     problem, grads = trainable(5, [65, 7], dtype=dtype, biases=(True,) * 3, **SIZES, **options)
+    check(problem, grads, train(pool, problem, grads)[0])
+
+
+def test_pre_activations_beyond_float16_have_the_slope_of_their_end(pool: RankPool):
+    """As those that a clamp ends: they are kept as the largest value. (An infinity's slope would be NaN.)"""
+    problem, grads = trainable(14, [40], dtype="float16", fused=False, **SIZES, **CLAMPED)
+    steep = problem.gate_up_proj.astype(np.float32)
+    steep[::2] *= 5e4
+    problem = replace(problem, x=[4 * each for each in problem.x], gate_up_proj=steep.astype(np.float16))
+    z = np.einsum("th,eih->tei", problem.x[0].astype(np.float32), steep)
+    assert 0.3 < (np.abs(z) > 65504.0).mean() < 0.5
     check(problem, grads, train(pool, problem, grads)[0])
 
 
@@ -221,6 +233,36 @@ def test_without_gradients_nothing_is_kept():
     y.sum().backward()
     del y
     assert kept_objects() == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"activation": "relu2"}, {"shared": 2}], ids=str)
+def test_what_is_kept_is_what_is_planned(options: dict[str, Any], dtype: str):
+    problem, _, ctx = one_rank(dtype=dtype, **options)
+    tensors = {name: as_tensor(each) if isinstance(each, np.ndarray) else each
+               for name, each in problem.arguments(0).items()}  # fmt: skip
+    tensors["x"].requires_grad_()
+    limits = {name: each for name, each in problem.limits().items() if name not in ("timeout", "return_mode")}
+    activation = options.get("activation", "swiglu")
+    plan = memory.plan_memory(ranks=1, training=True, activation=activation, **limits)
+    assert kept_bytes(flashmoe.moe(ctx, **tensors)) == plan.kept_bytes
+    rows = {term.name: term.elem_bytes for term in plan.terms if term.region == "kept"}["kept_rows"]
+    width = 24 if "activation" in options else 48
+    assert rows == width * (2 if dtype == "bfloat16" else 4) + 32
+
+
+def _kept_on(rank: int, ranks: int, name: str) -> int:
+    limits = {"max_tokens": 64, "dtype": "bfloat16"}
+    with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits, **SIZES) as ctx:
+        return kept_bytes(module_of(ctx)(torch.randn(64, 48).bfloat16()))
+
+
+def test_ranks_keep_at_most_what_is_planned_of_even_loads(pool: RankPool):
+    """All together; less by the tokens that have no expert on some rank."""
+    plan = memory.plan_memory(ranks=4, training=True, max_tokens=64, **SIZES)
+    received = next(term.bytes for term in plan.terms if term.name == "kept_tokens")
+    kept = sum(pool.call(_kept_on, [()] * 4))
+    assert 4 * (plan.kept_bytes - received // 2) < kept <= 4 * plan.kept_bytes
 
 
 def test_passes_in_any_order():

@@ -53,6 +53,14 @@ def gradients_of(context: flashmoe.Context, arguments: dict[str, Any], grad: np.
     return {name: as_array(each.grad) for name, each in leaves.items()} | {"y": as_array(y.detach())}
 
 
+def kept_bytes(y: torch.Tensor) -> int:
+    """What the call that y is the result of has kept, by the engine's own count."""
+    node = y.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    return int(node.saved_tensors[0][1])
+
+
 def _as_rank(
     rank: int, ranks: int, _: str, name: str, limits: dict[str, Any], calls: list[tuple], how: dict[str, Any]
 ) -> Gradients:
@@ -84,7 +92,7 @@ def train(
     return [list(each) for each in zip(*by_rank, strict=True)]
 
 
-def check(problem: Problem, grads: list[np.ndarray], found: Gradients) -> dict[str, float]:
+def check(problem: Problem, grads: list[np.ndarray], found: Gradients, engine: str = "cpu") -> dict[str, float]:
     """Every gradient is within its bound; how far, as a part of the bound, by name the worst."""
     rule = {name: problem.options[name] for name in ("renormalize", "score", "routed_scale") if name in problem.options}
     rule = {"renormalize": True, "score": "softmax", "routed_scale": 1.0} | rule
@@ -101,6 +109,7 @@ def check(problem: Problem, grads: list[np.ndarray], found: Gradients) -> dict[s
         problem.gate_up_proj,
         problem.down_proj,
         return_mode=_return_mode(problem),
+        engine=engine,
         router=problem.router,
         router_bias=problem.router_bias,
         rule=rule,
@@ -160,4 +169,4 @@ def _reference_call(problem: Problem, rank: int, x: np.ndarray, grad: np.ndarray
     return call, given
 
 
-__all__ = ["DEFAULT_TILE", "as_tensor", "check", "gradients_of", "train", "trainable"]
+__all__ = ["DEFAULT_TILE", "as_tensor", "check", "gradients_of", "kept_bytes", "train", "trainable"]

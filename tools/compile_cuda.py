@@ -5,8 +5,9 @@
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
 activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
 every activation, for the others with SwiGLU alone; for transposed weights, and for experts in FP8, with what differs
-most; with the program of docs/extending.md for 16-bit types; and, to put to other ranks, with NVSHMEM's headers of two
-releases (tools/nvshmem_headers.py). A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
+most; where a forward pass keeps what its gradients need, and the backward pass, likewise; with the program of
+docs/extending.md for 16-bit types; and, to put to other ranks, with NVSHMEM's headers of two releases
+(tools/nvshmem_headers.py). A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
 serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only
 far slower; so each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
 
@@ -49,6 +50,7 @@ WGMMA, WGMMA_FP8 = "HGMMA", "QGMMA"
 BF16, SWIGLU, GEGLU, RELU2, CLAMPED = 1, 3, 4, 5, 6  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
 TRANSPOSED, QUANTISED = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1"
+KEEP, BACKWARD = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
@@ -197,6 +199,24 @@ def quantised_instances() -> list[tuple[str, ...]]:
     return [*(instance(*kind) for kind in kinds), instance(BF16, SWIGLU, TRACE)]
 
 
+def training_instances() -> list[tuple[str, ...]]:
+    """Of forward passes that keep what gradients need, and of backward passes: with and without a gate, with the one of
+    most registers, and of both layouts of weights."""
+
+    def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
+        return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *more)
+
+    kinds = [
+        (BF16, 1),
+        (BF16, SWIGLU),
+        (BF16, CLAMPED),
+        (2, SWIGLU),
+        (BF16, 1, TRANSPOSED),
+        (BF16, CLAMPED, TRANSPOSED),
+    ]
+    return [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in kinds]
+
+
 def rdma_units(source: Path) -> list[Unit]:
     """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
     with the oldest, whose calls are all in it, since each takes half a minute of a core."""
@@ -220,7 +240,13 @@ def units() -> list[Unit]:
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
         if Unit(source).fused:
-            kinds = (*instances(), *transposed_instances(), *quantised_instances(), *program_instances())
+            kinds = (
+                *instances(),
+                *transposed_instances(),
+                *quantised_instances(),
+                *training_instances(),
+                *program_instances(),
+            )
             found += [Unit(source, defines) for defines in kinds]
             found += rdma_units(source)
         else:

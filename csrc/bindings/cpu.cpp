@@ -82,6 +82,18 @@ FieldRows layout_fields(Map limits) {
   });
 }
 
+// Bytes that a call keeps of each row, row of the shared expert, token received, and own token.
+ffi::Array<int64_t> bytes_kept(Map layer) {
+  return guarded([&] {
+    const KeptBytes each = kept_bytes(layer_of(std::move(layer)));
+    ffi::Array<int64_t> out;
+    for (const uint64_t bytes : {each.row, each.shared_row, each.received, each.token}) {
+      out.push_back(static_cast<int64_t>(bytes));
+    }
+    return out;
+  });
+}
+
 int64_t rows_of_rank(Map limits) {
   return guarded([&] { return static_cast<int64_t>(limits_of(limits).rows_of_rank()); });
 }
@@ -328,12 +340,14 @@ void* memory_of(const Named& tensors, const char* name) {
 }
 
 // Throws Error where a tensor of a backward pass is not as the kept call's was: one that is missing, of another number of
-// elements, or of elements of another size. `all`: none may be missing.
-void check_tensors(const Kept& kept, const Named& tensors, bool all) {
+// elements, or of elements of another size. `all`: none may be missing. `float32`: those of weights and biases are.
+void check_tensors(const Kept& kept, const Named& tensors, bool all, bool float32) {
   const LayerSpec& l = kept.spec;
   const uint64_t t = kept.tokens, h = l.hidden, e = l.experts, up = l.gate_up_rows(), i = l.intermediate, s = l.shared;
   const uint64_t local = kept.local_experts() - shared_experts(l.shared);
   const bool routed = l.routing != Routing::kGiven;
+  const uint32_t of_matrix = element_bytes(float32 ? DType::kFloat32 : l.weight_type);
+  const uint32_t of_other = element_bytes(float32 ? DType::kFloat32 : l.y_type);
   const struct {
     const char* name;
     uint64_t elements;
@@ -341,16 +355,16 @@ void check_tensors(const Kept& kept, const Named& tensors, bool all) {
     uint32_t bytes;
   } rows[] = {{"x", t * h, true, element_bytes(l.x_type)},
               {"y", t * h, all, element_bytes(l.y_type)},
-              {"gate_up_proj", local * up * h, true, element_bytes(l.weight_type)},
-              {"down_proj", local * h * i, true, element_bytes(l.weight_type)},
-              {"gate_up_bias", local * up, l.gate_up_bias, element_bytes(l.y_type)},
-              {"down_bias", local * h, l.down_bias, element_bytes(l.y_type)},
-              {"router", e * h, routed, element_bytes(l.y_type)},
-              {"router_bias", e, l.router_bias, element_bytes(l.y_type)},
+              {"gate_up_proj", local * up * h, true, of_matrix},
+              {"down_proj", local * h * i, true, of_matrix},
+              {"gate_up_bias", local * up, l.gate_up_bias, of_other},
+              {"down_bias", local * h, l.down_bias, of_other},
+              {"router", e * h, routed, of_other},
+              {"router_bias", e, l.router_bias, of_other},
               {"choice_bias", e, l.choice_bias, 4},
-              {"shared_gate_up", s * up * h, s != 0, element_bytes(l.weight_type)},
-              {"shared_down", s * h * i, s != 0, element_bytes(l.weight_type)},
-              {"shared_gate", h, l.shared_gate, element_bytes(l.y_type)},
+              {"shared_gate_up", s * up * h, s != 0, of_matrix},
+              {"shared_down", s * h * i, s != 0, of_matrix},
+              {"shared_gate", h, l.shared_gate, of_other},
               {"topk_weights", t * l.top_k, !routed, 0},  // of two types
               {"router_logits", t * e, false, 4}};
   for (const auto& row : rows) {
@@ -370,14 +384,15 @@ void check_tensors(const Kept& kept, const Named& tensors, bool all) {
 }
 
 // The gradients of the call that left `kept`, from its tensors by name and `y`, the gradient of its result (perhaps
-// `logits`, too): of those in `wanted`, by the names of their tensors, x among them.
+// `logits`, too): of those in `wanted`, by the names of their tensors, x among them. `accumulates`: of weights and biases
+// they are added to what is there, float32.
 void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t groups, int64_t perturbation,
-                      const Named& given, const Named& wanted) {
+                      const Named& given, const Named& wanted, bool accumulates) {
   guarded([&] {
     const auto context = registry<Context>().get(handle);
     const auto kept = registry<Kept>().get(kept_handle);
-    check_tensors(*kept, given, true);
-    check_tensors(*kept, wanted, false);
+    check_tensors(*kept, given, true, false);
+    check_tensors(*kept, wanted, false, accumulates);
     const ffi::String weights("topk_weights");
     const bool narrow = given.count(weights) != 0 && given.at(weights).dtype().bits != 32;
     const auto in = [&](const char* name) { return memory_of(given, name); };
@@ -405,7 +420,8 @@ void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t gr
                               .shared_gate_up = out("shared_gate_up"),
                               .shared_down = out("shared_down"),
                               .shared_gate = out("shared_gate"),
-                              .topk_weights = out("topk_weights")};
+                              .topk_weights = out("topk_weights"),
+                              .accumulates = accumulates};
     CallOptions options;
     options.groups = static_cast<uint32_t>(groups);
     options.order = order_of(std::move(order));
@@ -419,6 +435,7 @@ void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t gr
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(option_names, flashmoe::cpu::option_names)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bytes_kept, flashmoe::cpu::bytes_kept)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantise_rows, flashmoe::cpu::quantise_rows)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)

@@ -73,9 +73,9 @@ Matrix matrix(Fields& f, const std::string& name) {
   return m;
 }
 
-// tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts.
+// tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts. pass: see Pass.
 int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin, bool traced,
-                  int64_t stream) {
+                  int64_t pass, int64_t stream) {
   return guarded([&] {
     Layer l;
     l.spec = layer_of(layer);
@@ -99,6 +99,7 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map 
     f("topk_weights_as_x", l.topk_weights_as_x);
     f.done();
     l.traced = traced;
+    l.pass = static_cast<Pass>(pass);
     l.cubin = cubin;
     return context(handle)->add_layer(l, stream_of(stream));
   });
@@ -109,7 +110,8 @@ void remove_layer(int64_t handle, int64_t layer) {
 }
 
 void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t x, int64_t x_row_bytes,
-          int64_t x_scale, int64_t out, int64_t topk_ids, int64_t topk_weights, int64_t load, int64_t router_logits) {
+          int64_t x_scale, int64_t out, int64_t topk_ids, int64_t topk_weights, int64_t load, int64_t router_logits,
+          int64_t keep) {
   guarded([&] {
     const TokenSpec t{.tokens = static_cast<uint32_t>(tokens),
                       .x = static_cast<uint64_t>(x),
@@ -119,9 +121,42 @@ void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t
                       .topk_ids = static_cast<uint64_t>(topk_ids),
                       .topk_weights = static_cast<uint64_t>(topk_weights),
                       .load = static_cast<uint64_t>(load),
-                      .router_logits = static_cast<uint64_t>(router_logits)};
+                      .router_logits = static_cast<uint64_t>(router_logits),
+                      .keep = static_cast<uint64_t>(keep)};
     context(handle)->call(layer, t, stream_of(stream));
   });
+}
+
+// gradients: the fields of GradientSpec, by name.
+void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t y, int64_t x_out, Map gradients) {
+  guarded([&] {
+    GradientSpec g;
+    Fields f("gradients", gradients);
+    f("kept", g.kept);
+    f("x", g.x);
+    f("x_row_bytes", g.x_row_bytes);
+    f("memory", g.memory);
+    f("weights", g.weights);
+    f("gate_up", g.gate_up);
+    f("down", g.down);
+    f("gate_up_bias", g.gate_up_bias);
+    f("down_bias", g.down_bias);
+    f.done();
+    const auto c = context(handle);
+    const TokenSpec t{
+        .tokens = static_cast<uint32_t>(tokens), .x = static_cast<uint64_t>(y), .out = static_cast<uint64_t>(x_out)};
+    c->backward(layer, t, g, stream_of(stream));
+  });
+}
+
+int64_t kept_bytes(int64_t handle, int64_t layer, int64_t tokens) {
+  return guarded(
+      [&] { return static_cast<int64_t>(context(handle)->kept_bytes(layer, static_cast<uint32_t>(tokens))); });
+}
+
+int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens) {
+  return guarded(
+      [&] { return static_cast<int64_t>(context(handle)->pass_bytes(layer, static_cast<uint32_t>(tokens))); });
 }
 
 void synchronize(int64_t handle, int64_t stream) {
@@ -183,6 +218,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_describe, flashmoe::cuda::describe)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_add_layer, flashmoe::cuda::add_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_bytes, flashmoe::cuda::kept_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_pass_bytes, flashmoe::cuda::pass_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_synchronize, flashmoe::cuda::synchronize)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_routing, flashmoe::cuda::read_routing)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_received, flashmoe::cuda::read_received)

@@ -95,16 +95,16 @@ void BackwardEngine::hidden_gradients(uint32_t tile, uint32_t slice) {
   const uint32_t step = spec().interleaved ? 2 : 1;
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Kept::Row& row = pass_->kept.rows()[numbers_[r]];
-    const float* gate = row.z + to_slice;
-    const float* up = spec().gated() ? gate + width : nullptr;
+    float* gate = room(gate_, n);
+    pass_->kept.load(gate, row, to_slice, n);
+    float* up = nullptr;
+    if (spec().gated()) pass_->kept.load(up = room(up_, n), row, width + to_slice, n);
     float* to = pass_->pre_activations(t.expert, numbers_[r]) + to_slice * step;
     const float scale = spec().weights_on_input ? 1.0f : row.weight;
     activate_backward({to, to + (spec().interleaved ? 1 : width), step}, gate, up, grad + size_t{r} * n, spec(), scale,
                       n);
-    float* act = room(act_, n);
-    std::copy_n(gate, n, act);
-    activate(act, up, spec(), n);
-    double of_weight = dot(act, grad + size_t{r} * n, n);
+    activate(gate, up, spec(), n);
+    double of_weight = dot(gate, grad + size_t{r} * n, n);
     if (slice == 0 && layer_.down_bias != nullptr) {
       float* bias = room(bias_, hidden);
       widen(bias, at(layer_.down_bias, spec().y_type, uint64_t{t.expert} * hidden), spec().y_type, hidden);

@@ -40,7 +40,7 @@ class BackwardEngine : public Engine {
   Backward* pass_ = nullptr;
   const GradientLayout* layout_ = nullptr;
   std::vector<uint64_t> numbers_;  // of the tile's rows, among all kept ones
-  std::vector<float> part_, act_;
+  std::vector<float> part_, gate_;
   std::vector<double> of_weights_, scores_;
   std::vector<int32_t> ids_;
 };

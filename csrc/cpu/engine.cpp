@@ -166,6 +166,7 @@ void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
     case Epilogue::kActivate: return activate_columns(product, index, at);
     case Epilogue::kReturn: return return_columns(product, index, at);
     case Epilogue::kKeep: return keep_columns(index, at);
+    case Epilogue::kDifferentiate:  // a GPU's: here BackwardEngine multiplies
     case Epilogue::kSend:
     case Epilogue::kOutput: break;  // of no product
   }
@@ -366,10 +367,11 @@ void Engine::keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, con
   const Tile::Shape& t = c_.tile(tile)->shape;
   const uint32_t width = c_.shape.intermediate * (c_.shape.is_shared(t.expert) ? c_.shape.shared : 1);
   const uint64_t elements = kept_elements(spec(), width);
-  float* to = layer_.keep->pre_activations(c_, tile, elements) + size_t{slice} * c_.shape.intermediate + of.first;
-  for (uint32_t r = 0; r < t.rows; ++r, to += elements) {
-    std::copy_n(gate + size_t{r} * pitch, of.count, to);
-    if (up != nullptr) std::copy_n(up + size_t{r} * pitch, of.count, to + width);
+  const uint64_t first = uint64_t{slice} * c_.shape.intermediate + of.first;
+  uint8_t* row = layer_.keep->pre_activations(c_, tile, elements);
+  for (uint32_t r = 0; r < t.rows; ++r, row += elements * element_bytes(spec().y_type)) {
+    layer_.keep->store(row, first, gate + size_t{r} * pitch, of.count);
+    if (up != nullptr) layer_.keep->store(row, width + first, up + size_t{r} * pitch, of.count);
   }
   if (of.first == 0 && slice == 0) layer_.keep->copy_received(c_, tile);
 }

@@ -12,7 +12,8 @@
 namespace flashmoe::cpu {
 
 // What a backward pass reads and writes besides what the forward pass has kept. Null results are not wanted, and not
-// computed, but for the gradient of x. Each is of its tensor's shape and type.
+// computed, but for the gradient of x. Each is of its tensor's shape and type; or, where it accumulates, those of weights
+// and biases are float32, and added to what is there.
 struct Gradients {
   Layer layer;                    // the forward pass's tensors, but for out
   const void* y = nullptr;        // [T, H], of the results: what all others are made from
@@ -28,6 +29,7 @@ struct Gradients {
   void* shared_down = nullptr;
   void* shared_gate = nullptr;
   void* topk_weights = nullptr;  // [T, K], of the type of the weights
+  bool accumulates = false;
 };
 
 // A backward pass that runs.

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "cpu/types.h"
 #include "host/error.h"
 #include "host/text.h"
 
@@ -16,11 +17,27 @@ Kept::Tile& Kept::tile(uint32_t t) {
   return *tiles_[t];
 }
 
-float* Kept::pre_activations(const Call& call, uint32_t t, uint64_t elements) {
+uint8_t* Kept::pre_activations(const Call& call, uint32_t t, uint64_t elements) {
   Tile& kept = tile(t);
+  const uint64_t bytes = call.tile(t)->shape.rows * elements * element_bytes(spec.y_type);
   const std::lock_guard lock(mutex_);
-  if (kept.z == nullptr) kept.z = std::make_unique_for_overwrite<float[]>(call.tile(t)->shape.rows * elements);
+  if (kept.z == nullptr) kept.z = std::make_unique_for_overwrite<uint8_t[]>(bytes);
   return kept.z.get();
+}
+
+void Kept::store(uint8_t* row, uint64_t first, const float* values, uint32_t n) const {
+  uint8_t* const to = row + first * element_bytes(spec.y_type);
+  narrow(to, values, spec.y_type, n);
+  if (spec.y_type != DType::kFloat16) return;
+  // What is beyond its range becomes its largest value: with an infinity, a slope that has come to 0 would be NaN.
+  uint16_t* const halves = reinterpret_cast<uint16_t*>(to);
+  for (uint32_t i = 0; i < n; ++i) {
+    if ((halves[i] & 0x7fffu) == 0x7c00u) halves[i] = static_cast<uint16_t>(halves[i] - 1);
+  }
+}
+
+void Kept::load(float* to, const Row& row, uint64_t first, uint32_t n) const {
+  widen(to, row.z + first * element_bytes(spec.y_type), spec.y_type, n);
 }
 
 void Kept::copy_received(const Call& call, uint32_t t) {
@@ -65,8 +82,7 @@ void Kept::collect(const Call& call) {
     if (tiles_[t] == nullptr) continue;
     const auto shape = call.tile(t)->shape;
     const uint32_t width = call.shape.intermediate * (call.shape.is_shared(shape.expert) ? call.shape.shared : 1);
-    const uint64_t each = kept_elements(spec, width);
-    elements_ += shape.rows * each;
+    const uint64_t each = kept_elements(spec, width) * element_bytes(spec.y_type);
     const uint8_t* x = tiles_[t]->received.data();
     for (uint32_t r = 0; r < shape.rows; ++r) {
       const flashmoe::Row& row = *call.tile_row(t, r);
@@ -111,9 +127,23 @@ void Kept::gather_received(const Call& call, const std::vector<const uint8_t*>& 
   received_.shrink_to_fit();
 }
 
+KeptBytes kept_bytes(const LayerSpec& l) {
+  const auto row = [&](uint32_t width) {
+    return kept_elements(l, width) * element_bytes(l.y_type) + sizeof(Kept::Row);
+  };
+  const uint64_t choices = l.top_k * l.slices + shared_experts(l.shared);
+  const uint64_t logits = l.routing == Routing::kGiven ? 0 : l.experts * sizeof(float);
+  return {.row = row(l.intermediate),
+          .shared_row = l.shared == 0 ? 0 : row(l.intermediate * l.shared),
+          .received = l.token_row_bytes(),
+          .token = choices * (sizeof(int32_t) + sizeof(float)) + logits};
+}
+
 uint64_t Kept::bytes() const {
-  return elements_ * sizeof(float) + received_.size() + rows_.size() * sizeof(Row) + logits.size() * sizeof(float) +
-         ids.size() * (sizeof(int32_t) + sizeof(float));
+  const KeptBytes each = kept_bytes(spec);
+  const uint64_t of_shared = spec.shared == 0 ? 0 : first_.back() - first_[first_.size() - 2];
+  return (rows_.size() - of_shared) * each.row + of_shared * each.shared_row + received_count_ * each.received +
+         tokens * each.token;
 }
 
 uint64_t Kept::find(uint32_t expert, CanonicalRow row) const {

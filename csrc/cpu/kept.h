@@ -12,20 +12,31 @@
 
 namespace flashmoe::cpu {
 
+// What a call of a layer keeps, by what there is one of for each.
+struct KeptBytes {
+  uint64_t row,
+      shared_row;     // a row that one of this rank's experts computes, or the shared one: pre-activations, place
+  uint64_t received;  // a token of another rank, however many experts have it: x
+  uint64_t token;     // an own token: its choices and their weights, and its logits
+};
+KeptBytes kept_bytes(const LayerSpec& layer);
+
 class Kept {
  public:
   static constexpr uint32_t kOwn = 0xffffffffu;
 
   struct Row : CanonicalRow {
     float weight;         // combine weight
-    const float* z;       // [kept_elements()]
+    const uint8_t* z;     // [kept_elements()] of y's type
     uint32_t received;    // which of the rows of other ranks it is; kOwn: it is this rank's token
     bool first_of_token;  // no expert before has the token
   };
 
   // ---- while the call runs: its processors, side by side ---------------------------------------------------------
   // Room for the pre-activations of the tile's rows, of so many elements each.
-  float* pre_activations(const Call& call, uint32_t tile, uint64_t elements);
+  uint8_t* pre_activations(const Call& call, uint32_t tile, uint64_t elements);
+  // n of them, from element `first` of a row's on.
+  void store(uint8_t* row, uint64_t first, const float* values, uint32_t n) const;
   // Copies the tile's rows of other ranks, once.
   void copy_received(const Call& call, uint32_t tile);
 
@@ -40,6 +51,8 @@ class Kept {
   uint32_t local_experts() const { return static_cast<uint32_t>(first_.size()) - 1; }
   // Whether the local expert is a whole one or the first slice of one: later slices have no bias of the second product.
   bool has_down_bias(uint32_t expert) const { return later_slices_.empty() || later_slices_[expert] == 0; }
+  // n of a row's pre-activations, from element `first` on, in fp32.
+  void load(float* to, const Row& row, uint64_t first, uint32_t n) const;
   // The number of the expert's row of that token; throws where the expert has none.
   uint64_t find(uint32_t expert, CanonicalRow row) const;
   const uint8_t* received_row(uint32_t n) const { return received_.data() + uint64_t{n} * row_bytes_; }
@@ -56,7 +69,7 @@ class Kept {
 
  private:
   struct Tile {
-    std::unique_ptr<float[]> z;
+    std::unique_ptr<uint8_t[]> z;
     std::vector<uint8_t> received;  // of the tile's rows from other ranks, one behind the other
   };
   Tile& tile(uint32_t t);
@@ -69,7 +82,6 @@ class Kept {
   std::vector<uint64_t> first_;
   std::vector<uint8_t> later_slices_;  // of each local expert: whether it is one; empty where experts are whole
   std::vector<uint8_t> received_;
-  uint64_t elements_ = 0;  // pre-activations
   uint32_t row_bytes_ = 0, received_count_ = 0;
 };
 

@@ -16,8 +16,8 @@ struct Matrix {
   uint32_t expert;    // local; of gate_up and down
   uint32_t features;  // gate_up's rows, down's columns, the router's experts
   void *to, *bias;    // null: not wanted
-  DType type;
-  bool by_feature;  // H numbers of a feature are neighbours; else features are
+  DType type;         // of `to`
+  bool by_feature;    // H numbers of a feature are neighbours; else features are
   uint64_t first_row, rows;
 };
 
@@ -41,14 +41,16 @@ class Parts {
   }
 
  private:
+  // The type of results for tensors of type t.
+  DType of(DType t) const { return g_.accumulates ? DType::kFloat32 : t; }
   void list() {
     for (uint32_t l = 0; l < pass_.kept.local_experts(); ++l) list_expert(l);
     const uint32_t tokens = pass_.kept.tokens;
     if (spec_.routing != Routing::kGiven) {
-      add({Matrix::Of::kRouter, 0, spec_.experts, g_.router, g_.router_bias, spec_.y_type, true, 0, tokens});
+      add({Matrix::Of::kRouter, 0, spec_.experts, g_.router, g_.router_bias, of(spec_.y_type), true, 0, tokens});
     }
     if (spec_.shared_gate) {
-      add({Matrix::Of::kSharedGate, 0, 1, g_.shared_gate, nullptr, spec_.y_type, true, 0, tokens});
+      add({Matrix::Of::kSharedGate, 0, 1, g_.shared_gate, nullptr, of(spec_.y_type), true, 0, tokens});
     }
   }
   void list_expert(uint32_t l) {
@@ -59,11 +61,11 @@ class Parts {
       return to == nullptr ? nullptr : at(to, type, l * each);
     };
     const uint64_t h = spec_.hidden;
-    const DType t = spec_.weight_type;
+    const DType t = of(spec_.weight_type), of_bias = of(spec_.y_type);
     add({Matrix::Of::kGateUp, l, up, shared ? g_.shared_gate_up : of_expert(g_.gate_up, up * h, t),
-         shared ? nullptr : of_expert(g_.gate_up_bias, up, spec_.y_type), t, !spec_.transposed, begin, rows});
+         shared ? nullptr : of_expert(g_.gate_up_bias, up, of_bias), t, !spec_.transposed, begin, rows});
     add({Matrix::Of::kDown, l, down, shared ? g_.shared_down : of_expert(g_.down, down * h, t),
-         shared ? nullptr : of_expert(g_.down_bias, h, spec_.y_type), t, spec_.transposed, begin, rows});
+         shared ? nullptr : of_expert(g_.down_bias, h, of_bias), t, spec_.transposed, begin, rows});
   }
   void add(const Matrix& m) {
     if (m.to != nullptr || m.bias != nullptr) matrices_.push_back(m);
@@ -93,7 +95,7 @@ class Parts {
     if (bias_of_down && !pass_.kept.has_down_bias(m.expert)) std::fill(b_.bias.begin(), b_.bias.end(), 0.0);
     float* row = room(b_.row, b_.bias.size());
     std::transform(b_.bias.begin(), b_.bias.end(), row, [](double v) { return static_cast<float>(v); });
-    narrow(at(m.bias, spec_.y_type, bias_of_down ? 0 : first), row, spec_.y_type, b_.bias.size());
+    put(m.bias, of(spec_.y_type), bias_of_down ? 0 : first, row, b_.bias.size());
   }
 
   // The two factors of row n: features [first, first + count), and H numbers.
@@ -109,9 +111,10 @@ class Parts {
     if (m.of == Matrix::Of::kGateUp) {
       std::copy_n(pass_.pre_activations(m.expert, n) + first, count, left);
     } else {
-      const float* gate = row.z + first;
-      std::copy_n(gate, count, left);
-      activate(left, spec_.gated() ? gate + pass_.width(m.expert) : nullptr, spec_, count);
+      float* up = nullptr;
+      pass_.kept.load(left, row, first, count);
+      if (spec_.gated()) pass_.kept.load(up = room(b_.row, count), row, pass_.width(m.expert) + first, count);
+      activate(left, up, spec_, count);
     }
     const bool x = m.of == Matrix::Of::kGateUp;
     const void* from = at(x ? layer_.x : g_.y, spec_.x_type, uint64_t{row.token} * hidden);
@@ -126,12 +129,18 @@ class Parts {
 
   void store(const Matrix& m, uint32_t first, uint32_t count, const float* sum) {
     const uint32_t hidden = spec_.hidden;
-    if (m.by_feature) return narrow(at(m.to, m.type, uint64_t{first} * hidden), sum, m.type, uint64_t{count} * hidden);
+    if (m.by_feature) return put(m.to, m.type, uint64_t{first} * hidden, sum, uint64_t{count} * hidden);
     float* row = room(b_.row, count);
     for (uint32_t h = 0; h < hidden; ++h) {
       for (uint32_t i = 0; i < count; ++i) row[i] = sum[size_t{i} * hidden + h];
-      narrow(at(m.to, m.type, uint64_t{h} * m.features + first), row, m.type, count);
+      put(m.to, m.type, uint64_t{h} * m.features + first, row, count);
     }
+  }
+
+  // n elements of a result, from element `first` on.
+  void put(void* to, DType type, uint64_t first, const float* values, uint64_t n) const {
+    if (!g_.accumulates) return narrow(at(to, type, first), values, type, n);
+    accumulate(static_cast<float*>(to) + first, values, DType::kFloat32, n);
   }
 
   Backward& pass_;

@@ -65,11 +65,11 @@ void Context::take_memory(const Membership& who) {
 
 // ---- Layers -----------------------------------------------------------------------------------------------
 
-const Kernels& Context::kernels(const std::string& cubin, bool quantised, DriverStream stream) {
+const Kernels& Context::kernels(const std::string& cubin, bool with_few, DriverStream stream) {
   std::unique_ptr<Kernels>& loaded = kernels_[cubin];
   if (loaded == nullptr) {
     device_.refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Kernels>(device_, cubin, quantised, puts_);
+    loaded = std::make_unique<Kernels>(device_, cubin, with_few, puts_);
   }
   return *loaded;
 }
@@ -96,7 +96,11 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
       element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
-  const Kernels& loaded = kernels(layer.cubin, spec.quantised(), stream);
+  const bool trains = layer.pass != Pass::kInference;
+  if (trains && (l.ranks != 1 || spec.quantised() || element_bytes(spec.y_type) != 2)) {
+    throw Error(Error::Kind::kInvalidArgument, "layer: expected a rank alone and a 16-bit type for gradients");
+  }
+  const Kernels& loaded = kernels(layer.cubin, !spec.quantised() && !trains, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");
@@ -121,8 +125,8 @@ Plan& Context::plan_of(int64_t layer) const {
 
 // ---- Calls ------------------------------------------------------------------------------------------------
 
-void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) {
-  const std::lock_guard lock(mutex_);
+// The layer's plan, once it knows its tokens.
+Plan& Context::plan_for(int64_t layer, const TokenSpec& tokens) {
   check_health();
   Plan& plan = plan_of(layer);
   const Limits& limits = common_.limits;
@@ -130,14 +134,42 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
     throw Error(Error::Kind::kHeap,
                 concat("max_tokens: expected at most ", limits.max_tokens, ", got ", tokens.tokens));
   }
-  if (tokens.tokens == 0 && limits.ranks == 1) return;  // alone, a rank without tokens has nothing to compute
   plan.set_tokens(common_, tokens);
+  return plan;
+}
+
+void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  Plan& plan = plan_for(layer, tokens);
+  if (tokens.tokens == 0 && common_.limits.ranks == 1) return;  // alone, a rank without tokens has nothing to compute
+  launch(plan, stream);
+}
+
+void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  Plan& plan = plan_for(layer, tokens);
+  plan.set_gradients(gradients);
+  launch(plan, stream);
+}
+
+void Context::launch(Plan& plan, DriverStream stream) {
   const Device::Use use(device_);
   if (plan.args.trace != nullptr) {
     device_.refuse_capture(stream, "tracing");
     check(driver().cuMemsetD8Async(reinterpret_cast<DevicePtr>(plan.args.trace), 0, trace_.bytes(), stream), "trace");
   }
   plan.kernels.launch(plan.args, plan.few(), processors(), stream);
+}
+
+uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens) {
+  const std::lock_guard lock(mutex_);
+  return KeptLayout(plan_of(layer).spec, tokens).bytes;
+}
+
+uint64_t Context::pass_bytes(int64_t layer, uint32_t tokens) {
+  const std::lock_guard lock(mutex_);
+  const Plan& plan = plan_of(layer);
+  return PassLayout(plan.spec, tokens, plan.args.call.shape.local_experts).bytes;
 }
 
 void Context::synchronize(DriverStream stream) {

@@ -32,6 +32,12 @@ class Context {
   // Launches the kernel; does nothing else to the stream, and does not wait. Calls must follow one another on the
   // device: one stream, or streams that wait for each other. Throws what an earlier call of this context ran into.
   void call(int64_t layer, const TokenSpec& tokens, DriverStream stream);
+  // The same of a backward pass, of at least one token.
+  void backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream);
+
+  // Bytes that a call of so many tokens keeps, of a layer of Pass::kForward; and that a call of Pass::kBackward needs.
+  uint64_t kept_bytes(int64_t layer, uint32_t tokens);
+  uint64_t pass_bytes(int64_t layer, uint32_t tokens);
 
   // Waits for the device, then throws what a call ran into, if one did. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
@@ -52,9 +58,11 @@ class Context {
 
  private:
   void take_memory(const Membership& who);
-  const Kernels& kernels(const std::string& cubin, bool quantised, DriverStream stream);
+  const Kernels& kernels(const std::string& cubin, bool with_few, DriverStream stream);
   const Placement& placement(const Layer& layer, DriverStream stream);
   Plan& plan_of(int64_t layer) const;
+  Plan& plan_for(int64_t layer, const TokenSpec& tokens);
+  void launch(Plan& plan, DriverStream stream);
   void check_health();
 
   std::mutex mutex_;  // calls come from any thread

@@ -6,10 +6,18 @@
 
 #include "cuda/tensor_map.h"
 #include "flashmoe/protocol/call.h"
+#include "flashmoe/sm90/geometry.h"
 #include "flashmoe/spec/layer.h"
 #include "host/placement.h"
 
 namespace flashmoe::cuda {
+
+// What its calls compute. Passes that train are of a rank alone and of 16-bit types.
+enum class Pass : uint32_t {
+  kInference,
+  kForward,   // the layer, and what gradients need is kept
+  kBackward,  // the gradients of what was kept
+};
 
 // A layer as calls share it: what it is, and where everything but its tokens lies.
 struct Layer {
@@ -24,8 +32,35 @@ struct Layer {
   bool topk_ids_64 = false;        // given ids are int64
   bool topk_weights_as_x = false;  // given weights are of x's type, not float32
   bool traced = false;
+  Pass pass = Pass::kInference;
   uint64_t kept = 0;  // [El, I, H] fp32, see KernelArgs
   std::string cubin;  // file of the kernel compiled for the spec's types and activation, and traced
+};
+
+// Where what a call keeps lies in its memory: pre-activations first (KeptOutputs).
+struct KeptLayout {
+  uint64_t ids, weights, bytes;
+
+  KeptLayout(const LayerSpec& spec, uint64_t tokens) {
+    const uint64_t routed = spec.top_k * spec.slices, choices = routed + shared_experts(spec.shared);
+    ids = tokens * (routed + spec.shared) * spec.gate_up_rows() * element_bytes(spec.intermediate_type);
+    weights = ids + tokens * choices * sizeof(int32_t);
+    bytes = weights + tokens * choices * sizeof(float);
+  }
+};
+
+// Where a backward pass has what nobody reads after it: rows of tiles, dZ first (BackwardArgs).
+struct PassLayout {
+  uint64_t tiles, weighted, parts, bytes;
+
+  PassLayout(const LayerSpec& spec, uint64_t tokens, uint64_t local_experts) {
+    const uint64_t choices = tokens * spec.top_k, element = element_bytes(spec.y_type);
+    tiles = choices / sm90::kTileTokens + min_of(local_experts, choices);
+    weighted = tiles * sm90::kTileTokens * spec.gate_up_rows() * element;
+    parts = weighted + tiles * sm90::kTileTokens * spec.intermediate * element;
+    const uint64_t of_choice = ceil_div(spec.intermediate, sm90::kTaskFeatures) * sm90::kClusterBlocks;
+    bytes = parts + of_choice * choices * sizeof(float);
+  }
 };
 
 // What changes from call to call.
@@ -36,6 +71,18 @@ struct TokenSpec {
   uint64_t out = 0;
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
   uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not asked for
+  uint64_t keep = 0;                        // of Pass::kForward: memory of KeptLayout, aligned to 16 bytes
+};
+
+// What a backward pass has besides, whose TokenSpec has dY for x and dX for out. All contiguous but x; memory is aligned to
+// 16 bytes.
+struct GradientSpec {
+  uint64_t kept = 0;  // by the forward pass
+  uint64_t x = 0, x_row_bytes = 0;
+  uint64_t memory = 0;                       // of PassLayout
+  uint64_t weights = 0;                      // [T, K] fp32, written: of the combine weights
+  uint64_t gate_up = 0, down = 0;            // written, as the tensors; 0: not wanted
+  uint64_t gate_up_bias = 0, down_bias = 0;  // likewise
 };
 
 }  // namespace flashmoe::cuda

@@ -19,13 +19,22 @@ Shape shape_of(const Call& c, const LayerSpec& spec) {
           .return_bytes = element_bytes(spec.return_type)};
 }
 
+// Columns of results that a task of each product has. The host library, whose program is the forward one, serves backward
+// passes too: none of their products cuts gates and ups.
+std::array<uint32_t, kProducts> columns_of(const Layer& layer) {
+  return sm90::columns_per_task(layer.spec.gated() && layer.pass != Pass::kBackward);
+}
+
 Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   const LayerSpec& spec = layer.spec;
   Call c = common.call;
   c.set_layer(spec);
+  if (layer.pass == Pass::kBackward) {  // its intermediate rows are the pre-activations' gradients
+    c.memory.intermediate_row_bytes = spec.gate_up_rows() * element_bytes(spec.intermediate_type);
+  }
   c.shape.local_experts = where.local_experts;
   c.placement = {.owner = where.owner, .by_owner = where.by_owner, .owner_base = where.owner_base};
-  c.cut_columns(sm90::columns_per_task(spec.gated()));
+  c.cut_columns(columns_of(layer));
   const Shape shape = shape_of(c, spec);
   c.policy.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
   const bool alone = c.shape.ranks == 1;  // it returns nothing to others
@@ -56,6 +65,19 @@ TensorMapShape down_map(const LayerSpec& spec, const Matrix& m, uint32_t experts
   return transposed_shape(m, bytes, spec.hidden, 1, 0, spec.intermediate, experts);
 }
 
+// Of a backward pass, which multiplies by what the forward pass does, but contracts over the other axis: H of down_proj, and
+// all rows of gate_up_proj. So what is K-major there is MN-major here.
+TensorMapShape backward_gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t experts) {
+  const uint32_t bytes = element_bytes(spec.weight_type), rows = spec.gate_up_rows();
+  if (spec.transposed) return down_shape(m, bytes, spec.hidden, rows, experts);
+  return transposed_shape(m, bytes, spec.hidden, 1, 0, rows, experts);
+}
+TensorMapShape backward_down_map(const LayerSpec& spec, const Matrix& m, uint32_t experts) {
+  const uint32_t bytes = element_bytes(spec.weight_type);
+  if (spec.transposed) return down_shape(m, bytes, spec.intermediate, spec.hidden, experts);
+  return transposed_shape(m, bytes, spec.intermediate, 1, 0, spec.hidden, experts);
+}
+
 // The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down,
 // or the other way round.
 void set_shared(sm90::KernelArgs& a, const Layer& layer) {
@@ -77,8 +99,13 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   const DType type = spec.weight_type;
   const uint32_t experts = a.call.shape.routed_local_experts();
   if (experts != 0) {  // else it has no tasks
-    a.gate_up = encode(gate_up_map(spec, layer.gate_up, experts, a.gated), layer.gate_up.data, type, "gate_up_proj");
-    a.down = encode(down_map(spec, layer.down, experts), layer.down.data, type, "down_proj");
+    const bool backward = layer.pass == Pass::kBackward;
+    const TensorMapShape gate_up = backward ? backward_gate_up_map(spec, layer.gate_up, experts)
+                                            : gate_up_map(spec, layer.gate_up, experts, a.gated);
+    const TensorMapShape down =
+        backward ? backward_down_map(spec, layer.down, experts) : down_map(spec, layer.down, experts);
+    a.gate_up = encode(gate_up, layer.gate_up.data, type, "gate_up_proj");
+    a.down = encode(down, layer.down.data, type, "down_proj");
   }
   if (spec.shared != 0) set_shared(a, layer);
   a.router_rows = rows_of(layer.router);
@@ -165,7 +192,7 @@ Placement::Placement(const Device& device, const host::PlacementTables& t, uint3
 }
 
 Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& loaded, uint8_t* trace)
-    : kernels(loaded), spec(layer.spec) {
+    : kernels(loaded), spec(layer.spec), pass(layer.pass) {
   args.call = call_of(common, layer, where);
   args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
   args.clamped = {spec.limit, spec.alpha, spec.up_offset};
@@ -174,7 +201,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.rule = rule_of(layer);
   set_weights(args, layer);
   if (spec.quantised()) set_scales(args, layer);
-  set_intermediate_rows(args, spec, common.limits);
+  if (pass != Pass::kBackward) set_intermediate_rows(args, spec, common.limits);  // else see set_gradients()
   args.topk_ids_64 = layer.topk_ids_64;
   args.topk_weights_as_x = layer.topk_weights_as_x;
   args.host_fault = common.fault;
@@ -183,7 +210,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 }
 
 bool Plan::few() const {
-  if (spec.quantised()) return false;
+  if (spec.quantised() || pass != Pass::kInference) return false;
   return is_few(args.call.shape, element_bytes(spec.x_type), spec.transposed);
 }
 
@@ -195,7 +222,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   c.policy.log2_block = static_cast<uint32_t>(
       std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
   c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, spec.top_k, spec.experts);
-  c.policy.joined = joins_rows(shape, t.tokens, c.shape.capacity) ? 1 : 0;
+  c.policy.joined = pass != Pass::kBackward && joins_rows(shape, t.tokens, c.shape.capacity) ? 1 : 0;
   args.x = reinterpret_cast<const uint8_t*>(t.x);
   args.x_row_bytes = t.x_row_bytes;
   args.x_scale = reinterpret_cast<const float*>(t.x_scale);
@@ -204,11 +231,48 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);
   args.load = reinterpret_cast<uint64_t*>(t.load);
   args.router_logits = reinterpret_cast<float*>(t.router_logits);
+  if (pass == Pass::kForward) {
+    const KeptLayout layout(spec, t.tokens);
+    args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.keep + layout.ids),
+                 reinterpret_cast<float*>(t.keep + layout.weights)};
+  }
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
-  if (t.topk_ids == 0 && t.tokens != 0 && !few()) {
+  if (t.topk_ids == 0 && t.tokens != 0 && !few() && pass != Pass::kBackward) {
     args.tokens =
         encode(rows_shape(t.x_row_bytes, element_bytes(spec.x_type), c.shape.hidden, t.tokens), t.x, spec.x_type, "x");
   }
+}
+
+void Plan::set_gradients(const GradientSpec& g) {
+  const CallShape& shape = args.call.shape;
+  const KeptLayout kept(spec, shape.tokens);
+  const PassLayout layout(spec, shape.tokens, shape.local_experts);
+  const uint64_t rows = layout.tiles * sm90::kTileTokens;
+  const uint32_t bytes = element_bytes(spec.y_type), z_columns = spec.gate_up_rows();
+  const Matrix z{g.memory, uint64_t{z_columns} * bytes, rows * z_columns * bytes};
+  const Matrix weighted{g.memory + layout.weighted, uint64_t{spec.intermediate} * bytes,
+                        rows * spec.intermediate * bytes};
+  const auto at = [](uint64_t address) { return reinterpret_cast<uint8_t*>(address); };
+  args.x_row_bytes = spec.hidden * bytes;
+  sm90::BackwardArgs& b = args.backward;
+  b.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids), reinterpret_cast<float*>(g.kept + kept.weights)};
+  b.x = at(g.x);
+  b.x_row_bytes = g.x_row_bytes;
+  b.z_gradients = at(z.data);
+  b.weighted = at(weighted.data);
+  b.z_columns = z_columns;
+  b.weight_parts = reinterpret_cast<float*>(g.memory + layout.parts);
+  b.weights = reinterpret_cast<float*>(g.weights);
+  b.gate_up = at(g.gate_up);
+  b.down = at(g.down);
+  b.gate_up_bias = at(g.gate_up_bias);
+  b.down_bias = at(g.down_bias);
+  args.intermediate = encode(rows_shape(z.row_bytes, bytes, z_columns, rows), z.data, spec.y_type, "rows of dZ");
+  b.z_columns_map = encode(transposed_shape(z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
+                           spec.y_type, "columns of dZ");
+  b.weighted_columns =
+      encode(transposed_shape(weighted, bytes, spec.intermediate, 1, 0, static_cast<uint32_t>(rows), 1), weighted.data,
+             spec.y_type, "columns of activations");
 }
 
 }  // namespace flashmoe::cuda

@@ -30,12 +30,15 @@ struct Plan {
   // Encodes the layer's tensor maps. trace: null unless it is traced.
   Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& kernels, uint8_t* trace);
   void set_tokens(const Common& common, const TokenSpec& tokens);
+  // Of Pass::kBackward, behind set_tokens(). Encodes the tensor maps of rows.
+  void set_gradients(const GradientSpec& g);
   // Whether the kernel of a few tokens takes the call.
   bool few() const;
 
   sm90::KernelArgs args{};
   const Kernels& kernels;
   const LayerSpec spec;
+  const Pass pass;
 };
 
 }  // namespace flashmoe::cuda

@@ -58,11 +58,20 @@ def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any,
         return engine.call_and_keep(tensors, options)
 
 
-def run_backward(ctx: Context, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def run_backward(
+    ctx: Context,
+    kept: Any,
+    options: Options,
+    given: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    accumulates: bool,
+) -> None:
     """The gradients of a call that left `kept`; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
+    if options.placement is not None:
+        options = options._replace(placement=placements.as_placed(options.placement))
     with Call():
-        engine.backward(kept, given, wanted)
+        engine.backward(kept, options, given, wanted, accumulates)
 
 
 def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:

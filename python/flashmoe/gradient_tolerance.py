@@ -1,17 +1,20 @@
 """How far an engine's gradients may be from the reference's, derived as `flashmoe.tolerance` derives it for y.
 
-The gradients are computed in float32 from what the forward pass has kept (pre-activations in float32, weights) and dY,
-and rounded to their tensors' types in these places alone:
+The gradients are computed in float32 from what the forward pass has kept (pre-activations, weights) and dY, and rounded
+to their tensors' types in these places alone:
 
-1. a row's part of a token's dX, ``dz @ gate_up``, before it travels home;
-2. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
-3. every result, once.
+1. the pre-activations, when they are kept;
+2. a row's part of a token's dX, ``dz @ gate_up``, before it travels home;
+3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
+4. every result, once;
+5. on a GPU besides: dz, and ``w a``, since tensor cores multiply by them; and what the experts owe to dX, before what the
+   router does is added.
 
-**A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error, ``g = dY @ down`` that of a dot product
-over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is the sum of what each factor's variance
-leads to, that of act' by the second derivative. Where act' jumps (relu at 0, the limits of a clamp) and z is within 8
-standard deviations of that place, engine and reference may be on different sides: the jump is the deviation. The
-gradient of w is ``a . g + b . dY``, added up in float64.
+**A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, that of place
+1, ``g = dY @ down`` that of a dot product over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is
+the sum of what each factor's variance leads to, that of act' by the second derivative. Where act' jumps (relu at 0, the
+limits of a clamp) and z is within 8 standard deviations of that place, engine and reference may be on different sides:
+the jump is the deviation. The gradient of w is ``a . g + b . dY``, added up in float64.
 
 **The router.** The gradients of logits are computed in float64 from the logits and the gradients of weights, and
 rounded to float32. What they owe to the errors of either is carried by the Jacobian and its derivatives, by
@@ -112,6 +115,7 @@ def gradient_errors(
     down_proj: np.ndarray,
     *,
     return_mode: str,
+    engine: str = "cpu",
     router: np.ndarray | None = None,
     router_bias: np.ndarray | None = None,
     rule: Mapping[str, Any] | None = None,
@@ -127,16 +131,16 @@ def gradient_errors(
 ) -> dict[str, Any]:
     """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`: of the experts' tensors,
     all E of them, one `CallError`, of what each rank has for itself (x, topk_weights, the router's and the shared
-    expert's tensors) a list of them. `rule`: `renormalize`, `score` and `routed_scale`. The rest as in
+    expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `rule`: `renormalize`, `score` and `routed_scale`. The rest as in
     `flashmoe.tolerance.call_error`.
     """
     dtype = calls[0].x.dtype.name
     matrices = [None if m is None else np.asarray(m, np.float64) for m in (gate_up_proj, down_proj)]
     up, down = (each.swapaxes(1, 2) if transposed else each for each in matrices)
-    layer = _Layer(dtype, activation, shape, weights_on_input)
+    layer = _Layer(dtype, activation, shape, weights_on_input, engine == "cuda")
     errors: dict[str, Any] = {name: [] for name in ("x", "topk_weights", "router", "router_bias", "shared_gate_up")}
     errors |= {name: [] for name in ("shared_down", "shared_gate")}
-    homes = [_Home(call, return_mode, len(calls)) for call in calls]
+    homes = [_Home(call, return_mode, len(calls), layer.on_gpu) for call in calls]
     of_experts = []
     for expert in range(len(up)):
         sums = _Sums.of(up[expert], down[expert])
@@ -192,6 +196,7 @@ class _Layer:
     activation: str
     shape: Mapping[str, Any]
     weights_on_input: bool
+    on_gpu: bool = False
 
 
 @dataclass
@@ -212,6 +217,8 @@ class _Expert:
         exact = np.zeros_like
         on_input, bias = layer.weights_on_input, 0.0 if self.up_bias is None else self.up_bias
         z, z_variance = _scaled_linear(x, w, w_variance, self.up, bias) if on_input else _linear(x, 0.0, self.up, bias)
+        if layer.dtype != "float32":
+            z_variance = z_variance + _rounding(z, layer.dtype)
         a, a_variance = _activated(z, z_variance, layer.activation, **layer.shape)
         g, g_variance = _linear(dy, 0.0, self.down.T, 0.0)
         scaled = (w * x, w_variance * x**2 + _VARIANCE32 * (w * x) ** 2), (w * dy, w_variance * dy**2)
@@ -220,8 +227,15 @@ class _Expert:
             df = df[0], df[1] + _VARIANCE32 * df[0] ** 2
         weight, weight_variance = (np.ones_like(w), np.zeros_like(w)) if on_input else (w, w_variance)
         dz, dz_variance = _backward(layer, z, z_variance, g, g_variance, weight, weight_variance)
+        if layer.on_gpu:
+            dz_variance = dz_variance + _rounding(dz, layer.dtype)
         sums.of_up.add(dz, dz_variance, *rows)
-        sums.of_down.add(*df, a, a_variance)
+        if layer.on_gpu and not on_input:
+            weighted = w * a
+            variance = w**2 * a_variance + w_variance * a**2 + _VARIANCE32 * weighted**2
+            sums.of_down.add(dy, exact(dy), weighted, variance + _rounding(weighted, layer.dtype))
+        else:
+            sums.of_down.add(*df, a, a_variance)
         one = np.ones((len(t), 1))
         sums.up_bias.add(one, exact(one), dz, dz_variance)
         sums.down_bias.add(one, exact(one), *df)
@@ -321,8 +335,8 @@ def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
 class _Home:
     """A rank's tokens: what their dX is made of."""
 
-    def __init__(self, call: RankCall, return_mode: str, ranks: int) -> None:
-        self.call, self.reduced = call, return_mode == "reduced"
+    def __init__(self, call: RankCall, return_mode: str, ranks: int, on_gpu: bool) -> None:
+        self.call, self.reduced, self.on_gpu = call, return_mode == "reduced", on_gpu
         self.x, self.grad = (np.asarray(each, np.float64) for each in (call.x, call.grad))
         self.by_rank = np.zeros((ranks, *self.x.shape))
         self.terms = np.zeros((ranks, len(self.x)))
@@ -338,6 +352,8 @@ class _Home:
 
     def add_term(self, values: np.ndarray, variance: np.ndarray) -> None:
         """One that does not travel."""
+        if self.on_gpu:
+            self.variance += _rounding(self.by_rank[self.call.rank], self.call.x.dtype.name)
         self.by_rank[self.call.rank] += values
         self.squares += values**2
         self.variance += variance

@@ -50,6 +50,9 @@ _ACTIVATIONS = {
 TRANSPOSED = ("bfloat16", "float16")
 """The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
 
+TRAINED = ("bfloat16", "float16")
+"""The types of layers whose gradients there are kernels of."""
+
 BESIDE_FP8 = ("bfloat16", "float16")
 """The types of y beside experts in FP8 that there are kernels of."""
 
@@ -77,6 +80,10 @@ class Variant:
     """The experts' matrices are [El, H, 2I or I] and [El, I, H]."""
     quantised: bool = False
     """The experts' matrices, and the rows that they multiply, are in e4m3."""
+    keeps: bool = False
+    """It keeps what the layer's gradients need; of 16-bit types."""
+    backward: bool = False
+    """It computes these."""
 
     @property
     def title(self) -> str:
@@ -84,7 +91,8 @@ class Variant:
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         activation = _ACTIVATIONS[self.activation]
         words = ["exact"] * self.exact + ["FP8"] * self.quantised + [dtype, activation]
-        words += ["transposed"] * self.transposed
+        words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
+        words += ["backward"] * self.backward
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
@@ -99,6 +107,8 @@ class Variant:
             *["-DFLASHMOE_RDMA=1"] * self.rdma,
             *["-DFLASHMOE_TRANSPOSED=1"] * self.transposed,
             *["-DFLASHMOE_QUANTISED=1"] * self.quantised,
+            *["-DFLASHMOE_KEEP=1"] * self.keeps,
+            *["-DFLASHMOE_BACKWARD=1"] * self.backward,
         ]
 
 

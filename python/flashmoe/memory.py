@@ -8,13 +8,14 @@ GPU's kernels and tables of a few KB), and the buffer of a traced call.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import _ffi
 from .errors import HeapError, InvalidArgument
-from .limits import checked_context
+from .limits import ContextSpec, checked_context
 from .placement import Placement
+from .spec import ACTIVATIONS, FP8, one_of, truth
 
 HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""
@@ -49,7 +50,7 @@ class Term:
 
     name: str
     region: str
-    """``heap``: mapped by the other ranks; ``workspace``: private."""
+    """``heap``: mapped by the other ranks; ``workspace``: private; ``kept``: by a call, until its backward pass."""
     shape: tuple[int, ...]
     elem_bytes: int
     bytes: int
@@ -86,8 +87,13 @@ class MemoryPlan:
         return sum(term.bytes for term in self.terms if term.region == "workspace")
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that one call keeps on a rank for its gradients, if every rank computes as many rows."""
+        return sum(term.bytes for term in self.terms if term.region == "kept")
+
+    @property
     def total_bytes(self) -> int:
-        """Both."""
+        """Heap and workspace."""
         return self.heap_bytes + self.workspace_bytes
 
 
@@ -121,9 +127,11 @@ def plan_memory(
     placement: Placement | None = None,
     slices: int = 1,
     weight_dtype: str | None = None,
+    training: bool = False,
+    activation: str = "swiglu",
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`). ``"auto"``: of ranks that have each
-    other's memory mapped.
+    other's memory mapped. `training`: and what a call keeps for its gradients, with a router and an `activation`.
 
     `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
     GPU, default `HOPPER_PROCESSORS`.
@@ -150,8 +158,33 @@ def plan_memory(
         slices=slices,
         weight_dtype=weight_dtype,
     )
-    fields = _ffi.layout_fields(engine, made_for.limits())
-    return MemoryPlan(ranks, max_tokens, tuple(Term(**field) for field in fields))
+    terms = [Term(**field) for field in _ffi.layout_fields(engine, made_for.limits())]
+    if truth("training", training):
+        terms += _kept_terms(made_for, one_of("activation", activation, ACTIVATIONS))
+    return MemoryPlan(ranks, max_tokens, tuple(terms))
+
+
+def _kept_terms(made_for: ContextSpec, activation: str) -> list[Term]:
+    """What a call keeps of the largest layer, where ranks have even loads: as many rows as there are choices."""
+    if made_for.engine != "cpu" or made_for.layer.quantised:
+        what = f"{made_for.engine} engine, weights in {made_for.layer.weight_type}"
+        raise InvalidArgument(f"training: expected the CPU engine, weights not in {FP8}, got {what}")
+    layer = replace(made_for.layer, activation=activation, return_mode="direct")
+    row, shared_row, received, token = _ffi.library().bytes_kept(layer.to_map())
+    elsewhere = min(layer.choices, made_for.ranks - 1)
+    pre_activations = "pre-activations of rows, each with its home, token and weight"
+    rows = [
+        ("kept_rows", layer.choices, row, f"[token][choice] {pre_activations}"),
+        ("kept_shared_rows", layer.shared_experts, shared_row, f"[token] {pre_activations}, of the shared expert"),
+        ("kept_tokens", elsewhere, received, "[token][rank] at most: x of other ranks' tokens, once a rank"),
+        ("kept_routing", 1, token, "[token] choices, their weights, and the router's logits"),
+    ]
+    tokens = made_for.max_tokens
+    return [
+        Term(name, "kept", (tokens, count), each, tokens * count * each, "this rank", why)
+        for name, count, each, why in rows
+        if count
+    ]
 
 
 def compare_published(ranks: int) -> list[Comparison]:

@@ -109,6 +109,13 @@ class Experts(torch.nn.Module):
         self._inputs = layer.hidden, layer.intermediate
         self.reset_parameters()
 
+    def forward(self, number: int, others: dict[str, Tensor | None], options: Options, main_grad: bool) -> Tensor:
+        """The layer's output, of these parameters and the `others` of `flashmoe.moe`. That what wraps this module
+        alone, as FSDP2 does, has its parameters in place while they are used."""
+        own = {name: getattr(self, parameter) for name, parameter in _OF_EXPERTS.items()}
+        tensors = Tensors(**{name: _local(each) for name, each in (own | others).items()})
+        return call(number, tensors, options, main_grad)
+
     def reset_parameters(self) -> None:
         """Draws new random weights and clears the biases."""
         _reset(self.gate_up_proj, self.gate_up_proj_bias, self._inputs[0], self.gate_up_proj_scale_inv)
@@ -254,6 +261,10 @@ class MoE(torch.nn.Module):
     HeapError
         The layer exceeds the context's limits.
     """
+
+    main_grad: bool = False
+    """Whether backward passes add each parameter's gradient to its attribute `main_grad`, which the caller has set to a
+    contiguous float32 tensor of its shape, and leave its `grad` alone (docs/training.md)."""
 
     def __init__(
         self,
@@ -494,26 +505,23 @@ class MoE(torch.nn.Module):
         logits = None
         if truth("return_router_logits", return_router_logits):
             logits = tokens.new_empty((tokens.shape[0], gate.weight.shape[0]), dtype=torch.float32)
-        tensors = Tensors(
-            tokens,
-            experts.gate_up_proj,
-            experts.down_proj,
-            router=gate.weight,
-            router_bias=gate.bias,
-            choice_bias=gate.choice_bias,
-            gate_up_bias=experts.gate_up_proj_bias,
-            down_bias=experts.down_proj_bias,
-            shared_gate_up=None if shared is None else shared.gate_up_proj,
-            shared_down=None if shared is None else shared.down_proj,
-            shared_gate=None if shared_gate is None else shared_gate.weight,
-            gate_up_scale=experts.gate_up_proj_scale_inv,
-            down_scale=experts.down_proj_scale_inv,
-            shared_gate_up_scale=None if shared is None else shared.gate_up_proj_scale_inv,
-            shared_down_scale=None if shared is None else shared.down_proj_scale_inv,
-            load=self.load,
-            router_logits=logits,
-        )
-        y = call(self._context_id, tensors, self._options)
+        tensors: dict[str, Tensor | None] = {
+            "x": tokens,
+            "router": gate.weight,
+            "router_bias": gate.bias,
+            "choice_bias": gate.choice_bias,
+            "shared_gate": None if shared_gate is None else shared_gate.weight,
+            "load": self.load,
+            "router_logits": logits,
+        }
+        if shared is not None:
+            tensors |= {
+                "shared_gate_up": shared.gate_up_proj,
+                "shared_down": shared.down_proj,
+                "shared_gate_up_scale": shared.gate_up_proj_scale_inv,
+                "shared_down_scale": shared.down_proj_scale_inv,
+            }
+        y = experts(self._context_id, tensors, self._options, truth("main_grad", self.main_grad))
         if replicas is not None:
             of_all = x.numel() // hidden
             y = replicas.gathered(y, of_all)
@@ -527,6 +535,11 @@ class MoE(torch.nn.Module):
             f"top_k={self.top_k}, activation={self.activation!r}, renormalize={self.renormalize}, "
             f"rank {self.ctx.rank} of {self.ctx.ranks}"
         )
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part of a DTensor; else the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:

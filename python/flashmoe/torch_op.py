@@ -25,6 +25,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from . import tensors as operands
 from .arguments import WRITTEN, Options, Tensors, as_plain_values
+from .engines import cuda_training
 from .context import Context, context_id, contexts, run, run_and_keep, run_backward
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext
@@ -103,11 +104,14 @@ def _run(
 ) -> Any:
     """The call of `_moe`'s arguments: its result, or that and what it keeps."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
-    options = Options(**{name: given[name] for name in Options._fields})
-    if options.placement is not None:
-        options = options._replace(placement=from_flat(options.placement))
+    options = _options_of(given)
     ctx = _context(given["context"], tensors.x.shape[0])
     return run_and_keep(ctx, tensors, options) if keep else run(ctx, tensors, options, False)
+
+
+def _options_of(given: Mapping[str, Any]) -> Options:
+    options = Options(**{name: given[name] for name in Options._fields})
+    return options if options.placement is None else options._replace(placement=from_flat(options.placement))
 
 
 def _tensors_of(given: Mapping[str, Any]) -> Tensors:
@@ -133,8 +137,9 @@ def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return load, x.new_empty((x.shape[0], experts) if given.get("with_logits") else (0, 0), dtype=torch.float32)
 
 
-def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
-    """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there."""
+def by_operator(context: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
+    """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there.
+    `main_grad`: gradients of weights and biases are added to their attributes of that name."""
     check_tensors(tensors._asdict())
     options = as_plain_values(options)
     load, logits = tensors.written
@@ -145,6 +150,9 @@ def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
     _check_written(tensors)
     observe = moe_kept if trains else moe_observed
     size = 0 if load is None else load.shape[0]
+    if trains and main_grad:
+        _check_main_grads(tensors)
+        given["main_grad"] = True
     y, chosen, made, *_ = observe(context, **given, load_size=size, with_logits=logits is not None)
     if load is not None:
         load.add_(chosen)
@@ -156,7 +164,39 @@ def by_operator(context: int, tensors: Tensors, options: Options) -> Tensor:
 def _trains(tensors: Tensors) -> bool:
     """Whether the call keeps what its gradients need: where they are recorded, and there is an engine for them."""
     recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
-    return recorded and tensors.x.device.type == "cpu" and tensors.gate_up_scale is None
+    return recorded and tensors.x.device.type in ("cpu", "cuda") and tensors.gate_up_scale is None
+
+
+def _check_main_grads(tensors: Tensors) -> None:
+    """Raises `InvalidArgument` for a weight or bias that gradients lead to without a `main_grad` for them, and
+    `NotImplementedError` under a compiler."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("main_grad: FlashMoE adds to it in eager mode alone; call the layer uncompiled")
+    if tensors.x.device.type != "cpu":
+        raise NotImplementedError(
+            f"main_grad: FlashMoE adds to it on the CPU engine alone, got x on {tensors.x.device}; leave it out, and add "
+            "each parameter's grad"
+        )
+    for place in _PARAMETERS:
+        parameter = tensors[place]
+        if parameter is not None and parameter.requires_grad:
+            _main_grad_of(Tensors._fields[place], parameter)
+
+
+def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
+    """Where its gradient is to be added; raises `InvalidArgument` where that cannot be."""
+    found = getattr(parameter, "main_grad", None)
+    expected = f"{name}.main_grad: expected {list(parameter.shape)} float32 on {parameter.device}, contiguous"
+    if not isinstance(found, Tensor):
+        raise InvalidArgument(f"{expected}, got {'none' if found is None else type(found).__name__}")
+    operands.refuse_hollow(f"{name}.main_grad", found)
+    alike = found.shape == parameter.shape and found.device == parameter.device
+    if not (alike and found.dtype == torch.float32 and found.is_contiguous()):
+        raise InvalidArgument(
+            f"{expected}, got {list(found.shape)} {operands.dtype_name(found)} on {found.device} with strides "
+            f"{list(found.stride())}"
+        )
+    return found
 
 
 def _check_written(tensors: Tensors) -> None:
@@ -178,40 +218,53 @@ def _check_written(tensors: Tensors) -> None:
 
 
 def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_moe_observed`, and what the gradients need: two int64 that own it."""
-    bound = _OBSERVED.bind(*args, **kwargs)
+    """`_moe_observed`, and what the gradients need: two int64 that own it. `main_grad` is for these."""
+    bound = _KEPT.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     load, logits = _observations(given)
     asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
     y, kept = _run(given, keep=True, **asked)
-    return y, load, logits, torch.from_dlpack(kept)
+    return y, load, logits, kept
 
 
-def _moe_backward(
+def _moe_backward(*args: Any, **kwargs: Any) -> list[Tensor]:
+    """The gradients of a call of ``moe_kept`` with these options, for those of y (`grad`) and of the logits, if they have
+    one (`logits_grad`): of its tensors at `wanted`. `inputs` are its tensors, each at its place in `given`; places are
+    those in `Tensors`."""
+    bound = _BACKWARD.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = bound.arguments
+    options = {name: a[name] for name in _OPTIONS}
+    results = {place: torch.empty_like(a["inputs"][a["given"].index(place)]) for place in {0, *a["wanted"]}}
+    _write_gradients(*bound.args[: len(_BACKWARD_TENSORS) - 1], options, results)
+    return [results[place] for place in a["wanted"]]
+
+
+def _write_gradients(
     context: int,
     grad: Tensor,
     logits_grad: Tensor | None,
     kept: Tensor,
     inputs: Sequence[Tensor],
     given: Sequence[int],
-    wanted: Sequence[int],
-) -> list[Tensor]:
-    """The gradients of a call of ``moe_kept``, for those of y and of the logits, if they have one: of its tensors at
-    `wanted`. `inputs` are its tensors, each at its place in `given`; places are those in `Tensors`."""
-    tensors = {Tensors._fields[place]: each for place, each in zip(given, inputs, strict=True)}
-    results = {place: torch.empty_like(tensors[Tensors._fields[place]]) for place in {0, *wanted}}
-    read = tensors | {"y": grad.contiguous()}
+    options: Mapping[str, Any],
+    results: Mapping[int, Tensor],
+    accumulates: bool = False,
+) -> None:
+    """Those of `results`, by place; `accumulates`: added to what is there, of weights and biases."""
+    names = Tensors._fields
+    read = {names[place]: each for place, each in zip(given, inputs, strict=True)} | {"y": grad.contiguous()}
     if logits_grad is not None:
         read["router_logits"] = logits_grad.contiguous()
+    written = {names[place]: each for place, each in results.items()}
     ctx = _context(context, grad.shape[0])
-    run_backward(ctx, int(kept[0]), read, {Tensors._fields[place]: each for place, each in results.items()})
-    return [results[place] for place in wanted]
+    run_backward(ctx, kept, _options_of(options), read, written, accumulates)
 
 
 def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     raise NotImplementedError(
-        "flashmoe.moe: FlashMoE has no backward pass on a GPU or of weights in FP8; call the layer under "
+        "flashmoe.moe: FlashMoE has no backward pass of weights in FP8; call the layer under "
         "torch.no_grad(), or detach its input and freeze its weights (torch.ops.flashmoe.moe itself has none anywhere: "
         "call flashmoe.moe)"
     )
@@ -219,6 +272,7 @@ def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
 _SIGNATURE = inspect.signature(_moe)
+_DEFAULTS = {name: each.default for name, each in _SIGNATURE.parameters.items() if each.default is not each.empty}
 
 _SCHEMA = torch.library.infer_schema(_moe, mutates_args=()).removesuffix(") -> Tensor")
 _OBSERVED = _SIGNATURE.replace(
@@ -228,25 +282,50 @@ _OBSERVED = _SIGNATURE.replace(
         inspect.Parameter("with_logits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
     ]
 )
-_OBSERVED_SCHEMA = f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False) -> (Tensor, Tensor, Tensor"
+_OBSERVED_SCHEMA = f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False"
 moe_observed = torch.library.custom_op(
-    "flashmoe::moe_observed", _moe_observed, mutates_args=(), schema=f"{_OBSERVED_SCHEMA})"
+    "flashmoe::moe_observed",
+    _moe_observed,
+    mutates_args=(),
+    schema=f"{_OBSERVED_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+_KEPT = _OBSERVED.replace(
+    parameters=[
+        *_OBSERVED.parameters.values(),
+        inspect.Parameter("main_grad", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
+    ]
 )
 moe_kept = torch.library.custom_op(
-    "flashmoe::moe_kept", _moe_kept, mutates_args=(), schema=f"{_OBSERVED_SCHEMA}, Tensor)"
+    "flashmoe::moe_kept",
+    _moe_kept,
+    mutates_args=(),
+    schema=f"{_OBSERVED_SCHEMA}, bool main_grad=False) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-moe_backward = torch.library.custom_op("flashmoe::moe_backward", _moe_backward, mutates_args=())
+_OPTIONS = [name for name in _SIGNATURE.parameters if name in Options._fields]
+_BACKWARD_TENSORS = ("context", "grad", "logits_grad", "kept", "inputs", "given", "wanted")
+_BACKWARD = inspect.Signature(
+    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _BACKWARD_TENSORS]
+    + [_SIGNATURE.parameters[name] for name in _OPTIONS]
+)
+_OPTION_SCHEMA = ", ".join(each for each in _SCHEMA.split(", ") if each.split(" ")[-1].split("=")[0] in _OPTIONS)
+moe_backward = torch.library.custom_op(
+    "flashmoe::moe_backward",
+    _moe_backward,
+    mutates_args=(),
+    schema="(SymInt context, Tensor grad, Tensor? logits_grad, Tensor kept, Tensor[] inputs, SymInt[] given, "
+    f"SymInt[] wanted, {_OPTION_SCHEMA}) -> Tensor[]",
+)
 
 # The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
 # formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
 no_backward = torch.library.custom_op("flashmoe::no_backward", _no_backward, mutates_args=())
 
 
-def call(number: int, tensors: Tensors, options: Options) -> Tensor:
+def call(number: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
     """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
     an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
-        return by_operator(number, tensors, options)
+        return by_operator(number, tensors, options, main_grad)
     return run(_context(number, tensors.x.shape[0]), tensors, options, False)
 
 
@@ -322,21 +401,23 @@ def _refuse_meta_beside_others(tensors: Tensors) -> None:
 
 @moe_kept.register_fake
 def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = _OBSERVED.bind(*args, **kwargs).arguments
-    return _fake(given), *_observations(given), torch.empty(2, dtype=torch.int64)
+    given = _KEPT.bind(*args, **kwargs).arguments
+    return _fake(given), *_observations(given), _fake_kept(given)
+
+
+def _fake_kept(given: Mapping[str, Any]) -> Tensor:
+    tensors, options = _tensors_of(given), _options_of({**_DEFAULTS, **given})
+    if tensors.x.device.type != "cuda":
+        return torch.empty(2, dtype=torch.int64)
+    ranks = getattr(contexts.get(given["context"]), "ranks", 1)
+    each = 0 if cuda_training.missing(tensors, options, ranks) else cuda_training.kept_bytes(tensors, options)
+    return tensors.x.new_empty(tensors.x.shape[0] * each, dtype=torch.uint8)
 
 
 @moe_backward.register_fake
-def _(
-    context: int,
-    grad: Tensor,
-    logits_grad: Tensor | None,
-    kept: Tensor,
-    inputs: Sequence[Tensor],
-    given: Sequence[int],
-    wanted: Sequence[int],
-) -> list[Tensor]:
-    return [torch.empty_like(inputs[given.index(place)]) for place in wanted]
+def _(*args: Any, **kwargs: Any) -> list[Tensor]:
+    a = _BACKWARD.bind(*args, **kwargs).arguments
+    return [torch.empty_like(a["inputs"][a["given"].index(place)]) for place in a["wanted"]]
 
 
 @no_backward.register_fake
@@ -365,25 +446,53 @@ _PLACES = {
 }
 """Where each tensor among the arguments is in `Tensors`."""
 _CONSTANT = Tensors._fields.index("choice_bias")  # moves a choice, which has no derivative
+_PARAMETERS = sorted(set(range(*map(Tensors._fields.index, ("gate_up_proj", "gate_up_scale")))) - {_CONSTANT})
+"""The places of weights and biases that have gradients."""
+_OPTION_POSITIONS = {list(_SIGNATURE.parameters).index(name): name for name in _OPTIONS}
+_MAIN_GRAD = list(_KEPT.parameters).index("main_grad")
 
 
 def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.context = inputs[0]
+    ctx.options = {name: inputs[position] for position, name in _OPTION_POSITIONS.items()}
     ctx.positions = [position for position, each in enumerate(inputs) if isinstance(each, Tensor)]
     ctx.save_for_backward(output[3], *(inputs[position] for position in ctx.positions))
+    # Saved tensors may be others by then (checkpointing detaches them): these have the attribute.
+    ctx.parameters = {}
+    if inputs[_MAIN_GRAD]:
+        of_parameters = [position for position in ctx.positions if _PLACES[position] in _PARAMETERS]
+        ctx.parameters = {_PLACES[position]: inputs[position] for position in of_parameters}
 
 
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, kept: None) -> tuple[Any, ...]:
-    """One gradient per argument of the call, None for those that need none."""
+    """One gradient per argument of the call, None for those that need none, or are added to a `main_grad`."""
     needed, (kept, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(inputs[ctx.positions.index(1)])  # of x's shape; only the logits led here
     given = [_PLACES[position] for position in ctx.positions]
     wanted = [position for position in ctx.positions if needed[position] and _PLACES[position] != _CONSTANT]
-    results = moe_backward(ctx.context, grad, logits, kept, inputs, given, [_PLACES[each] for each in wanted])
+    of_call, places = (ctx.context, grad, logits, kept, inputs, given), [_PLACES[each] for each in wanted]
+    if ctx.parameters:
+        results = _accumulate(of_call, ctx.options, places, ctx.parameters)
+    else:
+        results = moe_backward(*of_call, places, **ctx.options)
     gradients = dict(zip(wanted, results, strict=True))
     return tuple(gradients.get(position) for position in range(len(needed)))
+
+
+def _accumulate(
+    of_call: tuple[Any, ...], options: Mapping[str, Any], wanted: Sequence[int], parameters: Mapping[int, Tensor]
+) -> list[Any]:
+    """As ``moe_backward``, of whose arguments `of_call` are the first, but the gradients of `parameters` are added to
+    their `main_grad`, and None here."""
+    *_, inputs, given = of_call
+    sums = {place: _main_grad_of(Tensors._fields[place], parameters[place]) for place in wanted if place in parameters}
+    others = {place: torch.empty_like(inputs[given.index(place)]) for place in {0, *wanted} - sums.keys()}
+    _write_gradients(*of_call, options, others | sums, accumulates=True)
+    for each in sums.values():
+        torch.autograd.graph.increment_version(each)  # PyTorch has not seen the write
+    return [others.get(place) for place in wanted]
 
 
 for _operator in (moe, moe_observed):

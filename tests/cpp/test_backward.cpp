@@ -47,6 +47,7 @@ struct Work {
     spec.shared_gate = spec.shared != 0 && !spec.weights_on_input;
     spec.limit = 1.0f;
     spec.set_types(DType::kFloat32);
+    accumulates = below(2) == 0;
     for (uint32_t e = 0; e < spec.experts; ++e) {
       const uint32_t first = below(kRanks);
       options.placement.expert(first);
@@ -95,9 +96,10 @@ struct Work {
   }
   // All gradients, one behind the other.
   Floats backward(Context& context) {
-    Floats of_x(x.size(), NAN), of_up(gate_up.size(), NAN), of_down(down.size(), NAN), of_router(router.size(), NAN);
-    Floats of_shared_up(shared_gate_up.size(), NAN), of_shared_down(shared_down.size(), NAN);
-    Gradients g{.layer = layer(), .y = y.data()};
+    const float was = accumulates ? 0.0f : NAN;
+    Floats of_x(x.size(), NAN), of_up(gate_up.size(), was), of_down(down.size(), was), of_router(router.size(), was);
+    Floats of_shared_up(shared_gate_up.size(), was), of_shared_down(shared_down.size(), was);
+    Gradients g{.layer = layer(), .y = y.data(), .accumulates = accumulates};
     g.x = of_x.data(), g.gate_up = of_up.data(), g.down = of_down.data(), g.router = of_router.data();
     g.shared_gate_up = of_shared_up.data(), g.shared_down = of_shared_down.data();
     context.backward(*kept, g, options);
@@ -110,6 +112,7 @@ struct Work {
 
   LayerSpec spec;
   CallOptions options;
+  bool accumulates;
   Floats x, y, gate_up, down, router, shared_gate_up, shared_down, shared_gate, out;
   std::unique_ptr<Kept> kept;
 

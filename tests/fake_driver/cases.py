@@ -576,6 +576,84 @@ def test_what_a_call_writes_to(ctx, tokens):
 
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
+@pytest.mark.parametrize(("activation", "columns"), [("swiglu", 2 * I), ("gelu", I)])
+def test_what_a_call_keeps(ctx, device, tokens, activation, columns):
+    """It is a tensor of the call's own; the kernel is another one, whatever the number of tokens is."""
+    weights = {"gate_up_proj": on_gpu(E, columns, H), "down_proj": on_gpu(E, H, I), "router": on_gpu(E, H)}
+    tensors, options = Tensors(x=on_gpu(tokens, H), **weights), Options(top_k=K, activation=activation)
+    ctx._engine.call(tensors, options, False)
+    assert launched()["kept"] == 0 and launched()["few"] == (tokens == 3)
+    kept = [ctx._engine.call_and_keep(tensors, options)[1] for _ in range(2)]
+    assert device == [jit.Variant("bfloat16", activation, keeps=keeps) for keeps in (False, True)]
+    seen, (first, second) = launched(), kept
+    rows = tokens * K
+    assert first.shape == second.shape == (rows * (2 * columns + 4 + 4) + 4 * tokens * E,)
+    assert first.data_ptr() != second.data_ptr()
+    at = second.data_ptr()
+    assert [seen["kept"], seen["kept_ids"], seen["kept_weights"]] == [
+        at,
+        at + 2 * rows * columns,
+        at + 2 * rows * columns + 4 * rows,
+    ]
+    assert seen["few"] == 0 and seen["router_logits"] == at + rows * (2 * columns + 4 + 4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("activation", "columns"), [("swiglu", 2 * I), ("gelu", I)])
+def test_a_backward_pass(ctx, device, activation, columns, transposed):
+    """It reads both matrices along the other axis, rows of dZ by two maps, and has memory for every tile."""
+    tokens = 100
+    step = -1 if transposed else 1
+    tensors = Tensors(
+        x=on_gpu(tokens, 2 * H)[:, :H],
+        gate_up_proj=on_gpu(E, *(columns, H)[::step]),
+        down_proj=on_gpu(E, *(H, I)[::step]),
+        topk_ids=on_gpu(tokens, K, dtype=torch.int32),
+        topk_weights=on_gpu(tokens, K, dtype=torch.float32),
+    )
+    options = Options(activation=activation, transposed=transposed)
+    _, kept = ctx._engine.call_and_keep(tensors, options)
+    named = {name: each for name, each in tensors._asdict().items() if each is not None}
+    names = ("x", "gate_up_proj", "down_proj", "topk_weights")
+    wanted = {name: torch.empty(named[name].shape, dtype=named[name].dtype).as_subclass(OnGpu) for name in names}
+    dy = on_gpu(tokens, H)
+    ctx._engine.backward(kept, options, named | {"y": dy}, wanted, False)
+    assert device[-1] == jit.Variant("bfloat16", activation, transposed=transposed, backward=True)
+    seen, of = launched(), launched()["backward"]
+    tiles = tokens * K // 256 + E
+    assert (seen["few"], seen["x"], seen["x_row_bytes"], of["x"], of["x_row_bytes"]) == (
+        0, dy.data_ptr(), 2 * H, tensors.x.data_ptr(), 4 * H,
+    )  # fmt: skip
+    assert (of["kept"], of["kept_ids"]) == (kept.data_ptr(), kept.data_ptr() + 2 * tokens * K * columns)
+    assert (of["gate_up"], of["down"]) == (wanted["gate_up_proj"].data_ptr(), wanted["down_proj"].data_ptr())
+    assert (of["gate_up_bias"], of["down_bias"], of["z_columns"]) == (0, 0, columns)
+    assert (seen["gemm0_columns"], seen["gemm1_columns"]) == (1, 1)
+    assert seen["intermediate_row_bytes"] == 2 * columns
+    first = of["z_gradients"]
+    assert of["weighted"] == first + tiles * 256 * 2 * columns
+    assert of["weight_parts"] == of["weighted"] + tiles * 256 * 2 * I
+    rows, z, weighted = seen["intermediate_rows"], of["z_columns_map"], of["weighted_columns"]
+    assert (rows["base"], rows["dims"], rows["box"]) == (first, [columns, tiles * 256], [64, 32])
+    assert (z["base"], z["dims"], z["box"]) == (first, [columns, tiles * 256, 1, 1, 1], [64, 64, 1, 1, 1])
+    assert (weighted["dims"], weighted["strides"][0]) == ([I, tiles * 256, 1, 1, 1], 2 * I)
+    along = [64, 8, 1, 16, 1] if transposed else [64, 64, 1, 1, 1]
+    assert seen["gate_up"]["box"] == seen["down"]["box"] == along
+    by_rows = [columns, 8, 1, H // 8, E], [H, 8, 1, I // 8, E]
+    by_columns = [H, columns, 1, 1, E], [I, H, 1, 1, E]
+    assert (seen["gate_up"]["dims"], seen["down"]["dims"]) == (by_rows if transposed else by_columns)
+
+
+def test_layers_without_gradients_are_named(ctx):
+    """When the backward pass comes: their forward pass keeps nothing."""
+    tensors = Tensors(on_gpu(8, H), on_gpu(E, 2 * I, H), on_gpu(E, H, I), on_gpu(E, H))
+    options = Options(top_k=K, weights_on_input=True)
+    _, kept = ctx._engine.call_and_keep(tensors, options)
+    assert kept.numel() == launched()["kept"] == 0
+    with pytest.raises(NotImplementedError, match="no backward pass of weights_on_input on a GPU"):
+        ctx._engine.backward(kept, options, {"x": tensors.x, "y": tensors.x}, {}, False)
+
+
+@pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
 def test_calls_write_to_the_load_of_their_context(monkeypatch, tokens):
     """Unless they have one of their own; nobody waits for it to be read."""
     made = on_gpu(E, dtype=torch.int64)
@@ -708,9 +786,9 @@ def test_a_sparse_tensor_is_no_layer_found_again(name):
         "topk_weights": torch.zeros(9, K),
     }
     weights = {"gate_up_proj": torch.zeros(E, 2 * I, H), "down_proj": torch.zeros(E, H, I)}
-    known = cuda._key(Tensors(**dense, **weights), Options(), False)
+    known = cuda._key(Tensors(**dense, **weights), Options(), False, 0)
     assert known is not None
-    assert cuda._key(Tensors(**{**dense, name: dense[name].to_sparse()}, **weights), Options(), False) != known
+    assert cuda._key(Tensors(**{**dense, name: dense[name].to_sparse()}, **weights), Options(), False, 0) != known
 
 
 def test_layers_are_found_again(ctx, device):

@@ -75,6 +75,22 @@ std::string described(const sm90::ScaleTable& t) {
   return list(words, 6);
 }
 
+std::string described(const sm90::BackwardArgs& b) {
+  std::ostringstream out;
+  auto put = [&](const char* name, const void* at) {
+    out << "\"" << name << "\": " << reinterpret_cast<uint64_t>(at) << ", ";
+  };
+  out << "{";
+  put("kept", b.kept.pre_activations), put("kept_ids", b.kept.ids), put("kept_weights", b.kept.weights), put("x", b.x);
+  put("z_gradients", b.z_gradients), put("weighted", b.weighted), put("weight_parts", b.weight_parts);
+  put("weights", b.weights), put("gate_up", b.gate_up), put("down", b.down), put("gate_up_bias", b.gate_up_bias);
+  put("down_bias", b.down_bias);
+  out << "\"x_row_bytes\": " << b.x_row_bytes << ", \"z_columns\": " << b.z_columns
+      << ", \"z_columns_map\": " << described(b.z_columns_map)
+      << ", \"weighted_columns\": " << described(b.weighted_columns) << "}";
+  return out.str();
+}
+
 // Functions, as cuModuleGetFunction numbers them.
 constexpr uintptr_t kMoe = 1, kFew = 2;
 
@@ -110,6 +126,9 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));
   put("topk_weights", reinterpret_cast<uint64_t>(a.topk_weights)), put("topk_ids_64", a.topk_ids_64);
   put("load", reinterpret_cast<uint64_t>(a.load)), put("router_logits", reinterpret_cast<uint64_t>(a.router_logits));
+  put("kept", reinterpret_cast<uint64_t>(a.keep.pre_activations));
+  put("kept_ids", reinterpret_cast<uint64_t>(a.keep.ids));
+  put("kept_weights", reinterpret_cast<uint64_t>(a.keep.weights));
   put("renormalize", a.rule.renormalize), put("gate_up_bias", reinterpret_cast<uint64_t>(a.gate_up_bias));
   put("down_bias", reinterpret_cast<uint64_t>(a.down_bias));
   put("router_bias", reinterpret_cast<uint64_t>(a.router_bias)), put("traced", a.trace != nullptr);
@@ -122,7 +141,8 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"token_rows\": " << described(a.tokens) << ", \"gate_up_scale\": " << described(a.gate_up_scale)
       << ", \"down_scale\": " << described(a.down_scale)
       << ", \"shared_gate_up_scale\": " << described(a.shared_gate_up_scale)
-      << ", \"shared_down_scale\": " << described(a.shared_down_scale) << "}";
+      << ", \"shared_down_scale\": " << described(a.shared_down_scale) << ", \"backward\": " << described(a.backward)
+      << "}";
   last_launch = out.str();
 }
 

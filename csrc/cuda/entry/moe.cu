@@ -3,6 +3,8 @@
 //   FLASHMOE_QUANTISED   1: the experts' matrices and the rows that they multiply are in e4m3 (of a 16-bit type the rest)
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRANSPOSED  1: the experts' matrices are [El, H, 2I or I] and [El, I, H], of 16-bit types
+//   FLASHMOE_KEEP        1: keep what the layer's gradients need, of 16-bit types and a rank that is alone
+//   FLASHMOE_BACKWARD    1: the backward pass of what is kept, of the same layer
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
@@ -45,9 +47,11 @@ struct DtypeOf<DType::kFloat16> {
 using Plain = DtypeOf<DType{FLASHMOE_DTYPE}>::Type;
 using Dtype = std::conditional_t<kQuantisedBuild, Quantised<Plain>, Plain>;
 inline constexpr Activation kActivation{FLASHMOE_ACTIVATION};
-inline constexpr bool kTransposed = FLASHMOE_TRANSPOSED != 0;
+// Of matrices as they are multiplied: a backward pass contracts over the other axis.
+inline constexpr bool kTransposed = (FLASHMOE_TRANSPOSED != 0) != kIsBackward;
 static_assert(!kQuantised<Dtype> || (Dtype::kBytes == 2 && !kTransposed));
 static_assert(!kTransposed || Dtype::kBytes == 2);  // wgmma takes no MN-major operands of other types
+static_assert(!(kKeepBuild || kIsBackward) || (Dtype::kBytes == 2 && !kQuantised<Dtype>));
 
 }  // namespace flashmoe::sm90
 
@@ -61,7 +65,7 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
 
-#if !FLASHMOE_QUANTISED
+#if !FLASHMOE_QUANTISED && !FLASHMOE_KEEP && !FLASHMOE_BACKWARD
 extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
     flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;

@@ -48,8 +48,8 @@ __device__ __forceinline__ float silu(float x, float alpha = 1.0f) {
 // x (1 + erf(x / sqrt 2)) / 2 = max(x, 0) - |x| h, with h = erfc(|x| / sqrt 2) / 2. The polynomial q is log2(h), so
 // that the special function unit, which does 4 operations a clock and scheduler, is used once (exp2); other formulas
 // use it twice. Minimax for |x| <= 5.75, where the relative error is 5.4e-6; beyond, the absolute one is below 1e-12.
-__device__ __forceinline__ float gelu(float x) {
-  const float u = fabsf(x);
+// h, for u = |x|:
+__device__ __forceinline__ float normal_tail(float u) {
   float q = fmaf(u, -1.8255128e-06f, 6.1440482e-05f);
   q = fmaf(u, q, -9.2949249e-04f);
   q = fmaf(u, q, 8.5046170e-03f);
@@ -57,7 +57,11 @@ __device__ __forceinline__ float gelu(float x) {
   q = fmaf(u, q, -4.5846818e-01f);
   q = fmaf(u, q, -1.1512501f);
   q = fmaf(u, q, -9.9999533e-01f);
-  return fmaf(-u, detail::exp2_approx(q), detail::max_or_nan(x, 0.0f));
+  return detail::exp2_approx(q);
+}
+__device__ __forceinline__ float gelu(float x) {
+  const float u = fabsf(x);
+  return fmaf(-u, normal_tail(u), detail::max_or_nan(x, 0.0f));
 }
 
 // The same for results of 8 significant bits (bf16): minimax for the same range, relative error of the tail 3.1e-4,

@@ -81,6 +81,34 @@ struct ScaleTable {
   uint32_t up;      // from a gate's to its up's, where these lie behind all gates
 };
 
+// What a forward pass keeps for its gradients, of a rank that is alone; C is the number of a token's choices, one for each
+// slice of an expert and of the shared one.
+struct KeptOutputs {
+  uint8_t*
+      pre_activations;  // [T C, I, 2], gate and up side by side, or [T C, I]: row (token, choice) at token C + choice
+  int32_t* ids;         // [T, top_k] chosen experts, ~expert where the choice was dropped
+  float* weights;       // [T, top_k]
+};
+
+// What a backward pass reads and writes besides, whose x, out, gate_up, down and intermediate are dY, dX, down_proj,
+// gate_up_proj and dZ. Rows of tiles: 256 a tile, one behind the other, in the order of intermediate rows.
+struct BackwardArgs {
+  KeptOutputs kept;  // read
+  const uint8_t* x;  // [T, H], rows x_row_bytes apart
+  uint64_t x_row_bytes;
+  uint8_t* z_gradients;     // [tiles * 256, 2I or I] dZ, in the order of gate_up_proj's rows
+  uint8_t* weighted;        // [tiles * 256, I] activations times the combine weight
+  TensorMap z_columns_map;  // both as operands whose rows are contracted: boxes of 64 columns by 64 rows
+  TensorMap weighted_columns;
+  uint32_t z_columns;   // 2I or I
+  float* weight_parts;  // [2 blocks of columns][T C] what each has of a combine weight's gradient
+  float* weights;       // [T, top_k], written: the sums of these
+  uint8_t* gate_up;     // written: the gradients of gate_up_proj and down_proj, contiguous; null: not wanted
+  uint8_t* down;
+  uint8_t* gate_up_bias;  // likewise, of the biases
+  uint8_t* down_bias;
+};
+
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
@@ -129,6 +157,9 @@ struct KernelArgs {
   ScaleTable gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale;
   uint32_t scales_by_row;  // 1: each row of weights has a scale
   const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised
+
+  KeptOutputs keep;       // of kernels that keep (FLASHMOE_KEEP)
+  BackwardArgs backward;  // of backward passes (kBackward)
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

@@ -10,10 +10,15 @@
 #ifndef FLASHMOE_QUANTISED
 #define FLASHMOE_QUANTISED 0
 #endif
+// 1: the kernel of a forward pass that keeps what its gradients need.
+#ifndef FLASHMOE_KEEP
+#define FLASHMOE_KEEP 0
+#endif
 
 namespace flashmoe::gpu {
 
 inline constexpr bool kQuantisedBuild = FLASHMOE_QUANTISED != 0;
+inline constexpr bool kKeepBuild = FLASHMOE_KEEP != 0;
 
 // For 16 bytes of elements: spread() gives them as fp32, accumulate() adds the i-th to sum[i], round() packs sums.
 template <class Dtype>

@@ -28,7 +28,7 @@ struct CanonicalRow {
 };
 
 // Elements that are kept of a row of an expert whose intermediate rows are `width` wide: the pre-activations, gates
-// before ups, whatever the order of the matrix's rows.
+// before ups, whatever the order of the matrix's rows; each of y's type.
 FLASHMOE_HD constexpr uint64_t kept_elements(const LayerSpec& layer, uint32_t width) {
   return uint64_t{layer.gated() ? 2u : 1u} * width;
 }

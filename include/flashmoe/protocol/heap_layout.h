@@ -303,10 +303,8 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      [](const Limits& l) { return FieldShape{{l.all_local_experts(), l.max_tiles_per_expert(), 1, 1}, 4}; },
      "[expert][i] the expert's i-th tile, in the order in which they closed"},
     {WorkField::kExpertStates, "expert_states", Writer::kSelf,
-     [](const Limits& l) {
-       return FieldShape{{kExpertProducts != 0 ? l.all_local_experts() : 0, 1, 1, 1}, sizeof(ExpertState)};
-     },
-     "[expert] how many tiles it has, and how many are done (programs with products of experts)"},
+     [](const Limits& l) { return FieldShape{{l.all_local_experts(), 1, 1, 1}, sizeof(ExpertState)}; },
+     "[expert] how many tiles it has, and how many are done (backward passes, programs with products of experts)"},
     {WorkField::kReadyTiles, "ready_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
      "[list] tiles ready for a product; what the next band leaves moves back (OS warp only)"},

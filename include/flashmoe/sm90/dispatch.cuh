@@ -146,6 +146,15 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
   }
 }
 
+// Every warp of the team: the routing that the forward pass has kept, likewise.
+__device__ __forceinline__ void copy_kept(const KeptOutputs& kept, const Call& c, uint32_t b, const PacketScratch& s) {
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
+    s.ids[i] = kept.ids[first + i];
+    s.weights[i] = kept.weights[first + i];
+  }
+}
+
 // Logits of the token are not finite.
 __device__ __forceinline__ void post_bad_logits(const Call& c, Shared& s, uint32_t token) {
   s.router_bad = 1;
@@ -258,6 +267,27 @@ __device__ __forceinline__ void quantise_block(const KernelArgs& args, const Cal
   }
 }
 
+// Every warp of the team: the token block's routing, to where it is kept. Before its packets are built, all choices;
+__device__ __forceinline__ void keep_choices(const KeptOutputs& keep, const Call& c, uint32_t b,
+                                             const PacketScratch& s) {
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
+    keep.ids[first + i] = s.ids[i];
+  }
+}
+// and then, by the same threads, which of them were dropped, and the weights.
+__device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call& c, uint32_t b) {
+  const uint32_t first = b << c.policy.log2_block, top_k = c.shape.top_k;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
+    const uint32_t token = first + i / top_k, k = i % top_k;
+    const uint64_t at = uint64_t{token} * top_k + k;
+    if (c.routing(token)[k] < 0) keep.ids[at] = ~keep.ids[at];
+    keep.weights[at] = c.weights(token)[k];
+  }
+}
+
 // The team's part of one token block. False if the call is over.
 template <class Dtype, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
@@ -265,20 +295,31 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const DispatchScratch scratch{stages};
   const PacketScratch packets = scratch.packets();
   trace.begin();
-  if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
-  if (c.shape.slices != 1) slice_block(c, b, packets);
-  if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
+  if constexpr (kIsBackward) {
+    copy_kept(args.backward.kept, c, b, packets);
+  } else {
+    if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
+    if (c.shape.slices != 1) slice_block(c, b, packets);
+    if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
+  }
   trace.end(Phase::kGate, b, 0);
   trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
-  if (!build_packets<Team>(c, b, packets, args.load)) {
+  if constexpr (kKeepBuild) {
+    keep_choices(args.keep, c, b, packets);
+    Team::team_sync();  // build_packets() turns ids into choices in place
+  }
+  const bool built =
+      kIsBackward ? build_known_packets<Team>(c, b, packets) : build_packets<Team>(c, b, packets, args.load);
+  if (!built) {
     Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
   }
   if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh
+  if constexpr (kKeepBuild) keep_routing(args.keep, c, b);
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();

@@ -249,15 +249,16 @@ __device__ __forceinline__ void scale_rows(const Lane& at, float (&acc)[1][kCoun
 }
 
 // As store_activated and store_returned, but these change the accumulators; `bias` is the expert's row, null: none.
-template <class Dtype, Activation A, Columns kOrder, uint32_t kCount>
+template <class Dtype, Activation A, Columns kOrder, class Kept, uint32_t kCount>
 __device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
                                                      const void* bias, uint32_t rows, uint32_t first_column,
                                                      uint32_t intermediate, uint8_t* tile, uint64_t pitch,
-                                                     GatedRows gated, const ClampedShape& shape) {
+                                                     GatedRows gated, const ClampedShape& shape, const Kept& kept) {
   const uint32_t columns = first_column < intermediate ? intermediate - first_column : 0;
   uint8_t* const to = tile + uint64_t{first_column} * Dtype::kBytes;
   const uint32_t own = detail::own_staging(staging, at);
   detail::add_bias<Dtype, kOrder>(acc[0], own, bias, at, first_column, intermediate, gated);
+  kept.template rows<Dtype, kOrder>(at, acc[0], rows);
   detail::store_rows<Dtype, kOrder>(
       own, at, acc[0], rows, columns,
       [&](uint32_t, float& low, float& high, float up_low, float up_high) {

@@ -34,6 +34,7 @@
 #pragma once
 
 #include "flashmoe/gpu/leave.cuh"
+#include "flashmoe/sm90/bias_gradients.cuh"
 #include "flashmoe/sm90/dispatch.cuh"
 #include "flashmoe/sm90/roles.cuh"
 #include "flashmoe/sm90/send.cuh"
@@ -144,7 +145,8 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
-  if constexpr (!kRdma) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
+  // (A backward pass is of a rank alone, so far.)
+  if constexpr (!kRdma && !kIsBackward) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
@@ -153,15 +155,19 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
   }
+  if constexpr (kIsBackward) {
+    sum_weight_parts(args, c);
+    sum_biases<Dtype>(args, c);
+  }
   if (c.policy.joined == 0) {
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
     Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp>(c, sums, s.returns).run(c);
-  } else if (joins_late_rows(c)) {
+  } else if (!kIsBackward && joins_late_rows(c)) {
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
   __syncwarp();  // lanes leave a wait one by one
-  if constexpr (kTransposed ||
+  if constexpr (kTransposed || kKeepBuild ||
                 kQuantised<
                     Dtype>) {  // read again: else, with few shapes, ptxas keeps it all along the roles, and spills
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

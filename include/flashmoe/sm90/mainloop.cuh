@@ -60,9 +60,10 @@ template <class Dtype, bool kTransposed, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half, F&& f) {
   if constexpr (kQuantised<Dtype>) {
     f.template operator()<TokensByFeatures<Wide, Major::kK>>();
-  } else if constexpr (kTransposed) {
-    if (wide) return f.template operator()<TokensByFeatures<Wide, Major::kMn>>();
-    return f.template operator()<TokensByFeatures<Narrow, Major::kMn>>();
+  } else if constexpr (kTransposed || kIsBackward || kKeepBuild) {
+    constexpr Major kMajor = kTransposed ? Major::kMn : Major::kK;
+    if (wide) return f.template operator()<TokensByFeatures<Wide, kMajor>>();
+    return f.template operator()<TokensByFeatures<Narrow, kMajor>>();
   } else if (!wide) {
     if (cover <= 8) return f.template operator()<FeaturesByTokens<Narrow, 8>>();
     if (cover <= 16) return f.template operator()<FeaturesByTokens<Narrow, 16>>();

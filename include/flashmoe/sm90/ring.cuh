@@ -38,7 +38,7 @@ struct TaskSlot {
     uint64_t to[Wide::kTokens];       // returned: where the results go
   };
   alignas(8) float weights[Wide::kTokens];  // returned: combine weights
-  uint32_t tokens[Wide::kTokens];           // returned: whose rows they are
+  uint32_t tokens[Wide::kTokens];           // returned: whose rows they are. Gathered: where they are kept (kept_row)
 };
 
 // Slots go from each block's clerk to its loaders and consumers, and back. The first block of a cluster leads: its

@@ -3,7 +3,9 @@
 
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/sm90/epilogue.cuh"
+#include "flashmoe/sm90/epilogue_backward.cuh"
 #include "flashmoe/sm90/epilogue_kept.cuh"
+#include "flashmoe/sm90/epilogue_pre_activations.cuh"
 #include "flashmoe/sm90/epilogue_quantised.cuh"
 #include "flashmoe/sm90/epilogue_rows.cuh"
 #include "flashmoe/sm90/expert_rows.cuh"
@@ -11,6 +13,7 @@
 #include "flashmoe/sm90/mainloop.cuh"
 #include "flashmoe/sm90/mainloop_quantised.cuh"
 #include "flashmoe/sm90/ring.cuh"
+#include "flashmoe/sm90/weight_gradients.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -39,6 +42,23 @@ __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call
       c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
   if (c.policy.joined != 0 && c.shape.top_k == 1) to = args.out + uint64_t{row.token} * c.memory.return_row_bytes;
   return reinterpret_cast<uint64_t>(to);
+}
+
+// Where a row's pre-activations are kept (KeptOutputs).
+__device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint32_t slice) {
+  return row.token * (c.shape.routed_top_k() + c.shape.shared) + row.k + slice;
+}
+
+// The bytes of a row of pre-activations.
+__device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
+  return args.backward.z_columns * 2;
+}
+
+// Has the L2 fetch what a task reads of a kept row, since it comes from memory otherwise, when the epilogue wants it.
+__device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, uint32_t row, uint32_t column) {
+  const uint32_t bytes = kept_row_bytes(args), each = kTaskFeatures * (bytes == c.shape.intermediate * 2 ? 2 : 4);
+  const uint8_t* const from = args.backward.kept.pre_activations + uint64_t{row} * bytes + column * each;
+  prefetch_to_l2(from, min_of(each, bytes - column * each));
 }
 
 // Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
@@ -80,10 +100,12 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
     if (is_one_of<kGathering>(task.kind)) {
       slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
-      if (args.weights_on_input != 0) slot.weights[r] = row[i].weight;
+      if constexpr (kKeepBuild || kIsBackward) slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
+      if constexpr (kIsBackward) prefetch_kept(args, c, slot.tokens[r], task.column);
+      if (kIsBackward || args.weights_on_input != 0) slot.weights[r] = row[i].weight;
     } else {
       slot.to[r] = result_of(args, c, row[i]);
-      slot.weights[r] = args.weights_on_input != 0 ? 1.0f : row[i].weight;
+      slot.weights[r] = kIsBackward || args.weights_on_input != 0 ? 1.0f : row[i].weight;
       slot.tokens[r] = row[i].token;
     }
   }
@@ -108,6 +130,22 @@ __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, 
   slot.slices = 1;
   slot.k_bytes = stages * kRowBytes;  // so that Wide::stages(k_bytes) is `stages`
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
+}
+
+// The same for a product over an expert's rows behind the stop.
+__device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
+  if (Platform::lane() != 0) return;
+  const uint32_t rows = rows_of_expert(c, task.index);
+  slot.index = slot.tile = slot.expert = task.index;
+  slot.column = task.column;
+  slot.slices = 1;
+  slot.k_bytes = ceil_div(rows, kStageRows) * kRowBytes;  // so that Wide::stages(k_bytes) is right
+  slot.share = {.wide = true, .first = 0, .rows = rows, .cover = Wide::kTokens};
+}
+
+// Whether a task is one behind the stop.
+__device__ __forceinline__ bool is_over_rows(TaskKind kind) {
+  return kIsBackward && kind == kOverRows;
 }
 
 // Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: its code has to come from memory. So while the
@@ -162,6 +200,8 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
     look_up_rehearsal(slot);
   } else if (is_one_of<kOfExpert>(task.kind)) {
     look_up_expert(c, task, slot);
+  } else if (is_over_rows(task.kind)) {
+    look_up_over_rows(c, task, slot);
   } else if (task.kind != TaskKind::kStop) {
     look_up<Dtype>(args, c, task, slot);
   }
@@ -190,6 +230,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   const uint32_t rehearsed = rehearsals<Dtype>(c);
   uint32_t stages = 0, stored = 0;  // of the tasks so far
   uint32_t reported = 0;
+  bool stopped = false;  // the queue has no more tasks
   auto report_done = [&](uint32_t taken) {
     if (reported == taken || !ring.is_done(reported)) return false;
     if (P::lane() == 0) ring.report_done(reported);
@@ -201,10 +242,14 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
       if (!report_done(n)) __nanosleep(kPause);
     }
     Task task = rehearsal(n);
-    if (n >= rehearsed) {
+    if (n >= rehearsed && !stopped) {
       uint64_t ticket = 0;
       if (P::lane() == 0) ticket = take_ticket<P>(c);
       task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
+    }
+    if constexpr (kIsBackward) {
+      stopped |= task.kind == TaskKind::kStop;
+      if (stopped) task = take_weight_task(args, c);
     }
     if (P::lane() == 0) ring.hand_on(n, task);
     put_task<Dtype>(args, c, ring, n, task, stored);
@@ -226,7 +271,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
-    if (slot.index != kNoTile) retire<P>(c, {slot.kind, slot.column, slot.index});
+    if (slot.index != kNoTile && !is_over_rows(slot.kind)) retire<P>(c, {slot.kind, slot.column, slot.index});
     P::sync();
     if (P::lane() == 0) ring.put_free(retired);
     ++retired;
@@ -305,6 +350,21 @@ __device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
   return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
 }
 
+// Loaders: a task behind the stop.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                               Pipeline& ring, Count&& count) {
+  const BackwardArgs& b = args.backward;
+  const WeightTask task = WeightTask::of(args, slot.column);
+  const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+  const uint32_t first_column = task.first_column + cluster_rank() * kBoxFeatures;
+  const uint32_t columns = first_row < c.shape.hidden ? c.shape.hidden - first_row : 0;
+  const FeatureSpans spans{task.of_down ? &b.weighted_columns : &b.z_columns_map, first_column, false, 0, false};
+  const uint8_t* const from = (task.of_down ? args.x : b.x) + (columns != 0 ? first_row * Dtype::kBytes : 0);
+  load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, from, task.of_down ? args.x_row_bytes : b.x_row_bytes,
+                          columns, spans, count);
+}
+
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
 // (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
 // consumers have stored, or, with several ranks, does a piece of the returns.
@@ -324,10 +384,10 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   for (uint32_t n = 0;; ++n) {
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) {
-      if (!loads_intermediate) joiner.close();
+      if (!kIsBackward && !loads_intermediate) joiner.close();
       return;
     }
-    if (apart && is_one_of<kGathering>(slot.kind)) {
+    if (apart && (is_one_of<kGathering>(slot.kind) || is_over_rows(slot.kind))) {
       // The first warp may still load GEMM1's stages, while the second is here. It must not go on: a wait tells phases
       // apart by one parity bit, and a barrier that is two phases behind looks as if it had been passed.
       named_barrier_sync(kLoaderBarrier, kLoaders);
@@ -336,6 +396,13 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
     const bool wide = slot.share.wide, shared = c.shape.is_shared(slot.expert);
     const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
+    if constexpr (kIsBackward) {
+      if (is_over_rows(slot.kind)) {
+        load_over_rows<Dtype>(args, c, slot, ring, count);
+        tasks.put_done(n);
+        continue;
+      }
+    }
     with_product(slot.kind, [&]<uint32_t p>() {
       constexpr uint32_t kColumns = kColumnsPerTask<p, kGated> / kClusterBlocks;  // of results, that a box makes
       const auto features = [&] {
@@ -384,7 +451,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         intermediate_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
         apart = true;
       }
-      if constexpr (p == kReturning) {
+      if constexpr (p == kReturning && !kIsBackward) {
         if (!loads_intermediate && joins_late_rows(c)) {
           while (!tasks.is_stored(slot.stored)) {
             if (!joiner.step()) __nanosleep(kPause);
@@ -394,7 +461,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }
       }
     });
-    const bool free = !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
+    const bool free = !kIsBackward && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
     if (free && !tasks.is_full(n + 2)) returns.step();
@@ -436,14 +503,14 @@ __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call&
   });
 }
 
-// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, the sums leave no registers to keep
-// them, so that they are found anew.
+// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, and in a backward pass, the sums leave no
+// registers to keep them, so that they are found anew.
 struct Consumer {
   uint32_t group, staging;
 
   template <class Dtype>
   __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
-    if constexpr (!kQuantised<Dtype>) return *this;
+    if constexpr (!kQuantised<Dtype> && !kIsBackward && !kKeepBuild) return *this;
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return of_group(ring, thread / kWarpgroup);
@@ -452,6 +519,16 @@ struct Consumer {
     return {group, ring.stages + kStages * kStageBytes + group * kStagingBytes};
   }
 };
+
+// Who keeps the pre-activations of a task that activates, whose first column of results is `first_column`.
+template <bool kGated>
+__device__ __forceinline__ auto keeper(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                       uint32_t first_column) {
+  if constexpr (!kKeepBuild)
+    return NothingKept{};
+  else
+    return PreActivations<kGated>{args.keep.pre_activations, slot.tokens, first_column, c.shape.intermediate};
+}
 
 // A consumer warpgroup's part of one task, in one of its shapes.
 template <class Dtype, Activation kActivation, class Shape, class Trace>
@@ -475,7 +552,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint32_t features = with_product(kind, [&]<uint32_t p>() { return weight_rows<p>(c, kGated); });
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
-  if constexpr (Shape::kMajorB == Major::kMn || kQuantised<Dtype>) {
+  if constexpr (Shape::kMajorB == Major::kMn || kQuantised<Dtype> || kKeepBuild) {
     if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Factor, Stage>(ring, stages_of(slot));
   }
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
@@ -517,12 +594,14 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
       if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {
         store_activated_rows<Dtype, kActivation, kOrder>(staging, at, acc, expert_bias(), rows, first_column(),
-                                                         c.shape.intermediate, tile, pitch, args.gated, args.clamped);
+                                                         c.shape.intermediate, tile, pitch, args.gated, args.clamped,
+                                                         keeper<kGated>(args, c, slot, first_column()));
       });
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
       store_activated<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(),
-                                                            c.shape.intermediate, tile, pitch, args.clamped);
+                                                            c.shape.intermediate, tile, pitch, args.clamped,
+                                                            keeper<kGated>(args, c, slot, first_column()));
     }
   } else if constexpr (kRows) {
     store_returned_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.shape.hidden, slot.weights,
@@ -532,6 +611,77 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
                                             slot.to);
   }
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
+}
+
+// Where a task that differentiates has its rows and columns (store_gradients).
+template <bool kGated>
+struct GradientPlace {
+  const KernelArgs& args;
+  const Call& c;
+  const TaskSlot& slot;
+
+  __device__ __forceinline__ uint32_t first_column() const {
+    return slot.column * kTaskFeatures + (slot.share.wide ? 0 : cluster_rank() * (kTaskFeatures / kClusterBlocks));
+  }
+  __device__ __forceinline__ uint32_t rows() const { return slot.share.rows; }
+  __device__ __forceinline__ uint32_t columns() const {
+    const uint32_t first = first_column();
+    return first < c.shape.intermediate ? c.shape.intermediate - first : 0;
+  }
+  // Rows from rows() to here are to be zeros: a tile's, by one block.
+  __device__ __forceinline__ uint32_t padded() const {
+    const uint32_t end = slot.share.first + slot.share.rows;
+    const bool last = !slot.share.wide || cluster_rank() == kClusterBlocks - 1;
+    return last ? align_up(end, kStageRows) - slot.share.first : 0;
+  }
+  __device__ __forceinline__ float weight(uint32_t r) const { return slot.weights[r]; }
+  // Of rows that do not exist, any.
+  __device__ __forceinline__ const uint8_t* z(uint32_t r) const {
+    const uint32_t bytes = kept_row_bytes(args), number = r < rows() ? slot.tokens[r] : 0;
+    return args.backward.kept.pre_activations + uint64_t{number} * bytes + first_column() * (kGated ? 4 : 2);
+  }
+  // dZ lies gate beside up, or gates before ups.
+  __device__ __forceinline__ bool in_turn() const { return args.gated.step != 1; }
+  __device__ __forceinline__ uint32_t to_up() const { return args.gated.up; }
+  __device__ __forceinline__ uint32_t gradient_bytes() const { return args.backward.z_columns * 2; }
+  __device__ __forceinline__ uint8_t* gradients(uint32_t r, uint32_t element) const {
+    return args.backward.z_gradients + row(r) * gradient_bytes() + (first_column() * args.gated.step + element) * 2;
+  }
+  __device__ __forceinline__ uint32_t weighted_bytes() const { return c.shape.intermediate * 2; }
+  __device__ __forceinline__ uint8_t* weighted(uint32_t r, uint32_t column) const {
+    return args.backward.weighted + row(r) * weighted_bytes() + (first_column() + column) * 2;
+  }
+  // A row of a wide task has one part of dS, and zero in place of the other block's.
+  __device__ __forceinline__ void store_part(uint32_t r, float sum) const {
+    const uint64_t all = uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
+    float* const parts = args.backward.weight_parts + all * slot.column * kClusterBlocks + slot.tokens[r];
+    parts[slot.share.wide ? 0 : cluster_rank() * all] = sum;
+    if (slot.share.wide) parts[all] = 0.0f;
+  }
+
+ private:
+  __device__ __forceinline__ uint64_t row(uint32_t r) const {
+    return uint64_t{slot.inner} * kTileTokens + slot.share.first + r;
+  }
+};
+
+// A combine weight's gradient, the sum of its parts, by all warps that have seen the stop: not the last one of a block.
+__device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const Call& c) {
+  constexpr uint32_t kSummers = (kWarps - 1) * 32;
+  uint32_t thread;  // volatile, so that it is not kept along the roles
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  if (thread >= kSummers) return;
+  const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
+  const uint32_t all = c.shape.tokens * (c.shape.routed_top_k() + c.shape.shared);
+#pragma unroll 1
+  for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
+    float sum = 0.0f;
+    if (args.backward.kept.ids[i] >= 0) {
+#pragma unroll 4
+      for (uint32_t p = 0; p < parts; ++p) sum += args.backward.weight_parts[uint64_t{p} * all + i];
+    }
+    args.backward.weights[i] = sum;
+  }
 }
 
 // A consumer warpgroup's part of one task of an expert.
@@ -550,6 +700,45 @@ __device__ __forceinline__ void compute_expert(const KernelArgs& args, const Cal
   }
 }
 
+// A consumer warpgroup's part of one task of a backward pass, in one of its shapes.
+template <class Dtype, Activation kActivation, class Shape, class Trace>
+__device__ __forceinline__ void compute_gradients(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                  Pipeline& ring, const Consumer& consumer, const Trace& trace) {
+  using Stage = typename Shape::Stage;
+  const TaskKind kind = slot.kind;  // kept: else it is read again after the mainloop
+  const uint32_t group = consumer.anew<Dtype>(ring).group;
+  if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
+  Accumulators<Shape> acc;
+  multiply<Dtype, Shape>(ring, group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
+  trace.begin(1);
+  const auto [group_after, staging] = consumer.anew<Dtype>(ring);
+  const Lane at = Lane::of_thread(group_after);
+  const GradientPlace<is_gated(kActivation)> where{args, c, slot};
+  if (is_one_of<kDifferentiating>(kind)) {
+    store_gradients<Dtype, kActivation>(staging, acc, where, args.clamped);
+  } else {
+    store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
+                               slot.weights, slot.to);
+  }
+  trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
+}
+
+// A consumer warpgroup's part of one task behind the stop.
+template <class Dtype, bool kTransposedLayer>
+__device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                                  const Consumer& consumer) {
+  const uint32_t stages = Wide::stages(slot.k_bytes);
+  if (stages == 0) {
+    const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
+    return store_no_gradients<Dtype>(to, Lane::of_thread(consumer.anew<Dtype>(ring).group));
+  }
+  float acc[1][128];
+  multiply_rows<Dtype>(ring, consumer.anew<Dtype>(ring).group, stages, acc[0]);
+  const auto [group, staging] = consumer.anew<Dtype>(ring);
+  const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
+  store_weight_gradients<Dtype>(staging, Lane::of_thread(group), acc, to);
+}
+
 // A consumer warpgroup: `group` 0 or 1.
 template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
@@ -564,7 +753,15 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     if (slot.kind == TaskKind::kStop) return;
     trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
-    if (is_one_of<kOfExpert>(slot.kind)) {
+    if constexpr (kIsBackward) {
+      if (is_over_rows(slot.kind)) {
+        compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
+      } else {
+        with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
+          compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
+        });
+      }
+    } else if (is_one_of<kOfExpert>(slot.kind)) {
       if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);
     } else {
       const bool half = is_half<Dtype, is_gated(kActivation)>(c, slot);
@@ -573,8 +770,10 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
       });
     }
     trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
-    if (is_one_of<kHome>(slot.kind) && joins_late_rows(c)) tasks.put_stored(slot.stored);  // else nobody waits for it
-    if constexpr (kQuantised<Dtype>) asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
+    if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
+      tasks.put_stored(slot.stored);  // else nobody waits for it
+    if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild)
+      asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);
   }
 }

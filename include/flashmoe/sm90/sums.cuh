@@ -101,7 +101,9 @@ class SumEngine {
 
   // Bit s: slot s of the token's return rows holds something.
   __device__ __forceinline__ uint32_t used_slots(uint32_t token) const {
-    if (!c_.reduced() && c_.shape.capacity == 0) return c_.shape.top_k == 32 ? 0xffffffffu : (1u << c_.shape.top_k) - 1;
+    // (A backward pass has the drops of the forward's capacity.)
+    if (!kIsBackward && !c_.reduced() && c_.shape.capacity == 0)
+      return c_.shape.top_k == 32 ? 0xffffffffu : (1u << c_.shape.top_k) - 1;
     const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
     uint32_t used = 0;
 #pragma unroll 4

@@ -102,4 +102,9 @@ __device__ __forceinline__ void cp_async_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Has the L2 fetch so many bytes, a multiple of 16, as the address is.
+__device__ __forceinline__ void prefetch_to_l2(const uint8_t* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 }  // namespace flashmoe::sm90

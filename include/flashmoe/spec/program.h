@@ -56,11 +56,12 @@ enum class Operand : uint32_t {
 
 // What becomes of a task's results.
 enum class Epilogue : uint32_t {
-  kActivate,  // bias and activation; to the tile's intermediate rows
-  kReturn,    // bias and combine weight; to each row's home, or to where they are reduced
-  kKeep,      // the sum in fp32; to the expert's matrix, which stays here
-  kSend,      // the sum; to the token's home
-  kOutput,    // the sum; to the layer's output
+  kActivate,       // bias and activation; to the tile's intermediate rows
+  kDifferentiate,  // the activation's gradient; to the tile's intermediate rows (docs/training.md)
+  kReturn,         // bias and combine weight; to each row's home, or to where they are reduced
+  kKeep,           // the sum in fp32; to the expert's matrix, which stays here
+  kSend,           // the sum; to the token's home
+  kOutput,         // the sum; to the layer's output
 };
 
 enum class Taker : uint32_t {
@@ -154,8 +155,23 @@ inline constexpr auto kForwardAndOuter = and_product(kForward, {.kind = TaskKind
                                                                 .after = TaskKind::kGemm0,
                                                                 .phase = Phase::kGemm1});
 
+// Its backward pass, with dY for tokens: dA = dY down, dX = dZ gate_up. It differs from the layer in nothing that sizes of
+// memory follow from. Products over an expert's rows come behind the stop, and are not in the table (kOverRows).
+inline constexpr auto kBackward = [] {
+  auto program = kForward;
+  program[0].right = Operand::kDown;
+  program[0].epilogue = Epilogue::kDifferentiate;
+  program[1].right = Operand::kGateUp;
+  return program;
+}();
+
 // A build has one program: sizes of memory follow from it.
-#ifndef FLASHMOE_PROGRAM
+#ifndef FLASHMOE_BACKWARD
+#define FLASHMOE_BACKWARD 0
+#endif
+#if FLASHMOE_BACKWARD
+#define FLASHMOE_PROGRAM kBackward
+#elif !defined(FLASHMOE_PROGRAM)
 #define FLASHMOE_PROGRAM kForward
 #endif
 inline constexpr auto& kProgram = FLASHMOE_PROGRAM;
@@ -245,6 +261,8 @@ struct Product {
 // Sets of kinds by which whoever runs tasks tells them apart.
 inline constexpr uint32_t kGathering = kinds_where(reads_tokens);
 inline constexpr uint32_t kOfExpert = kinds_where([](const TaskRow& r) { return r.of == Unit::kExpert; });
+inline constexpr uint32_t kDifferentiating =
+    kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kDifferentiate; });
 inline constexpr uint32_t kActivating = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kActivate; });
 inline constexpr uint32_t kOverHidden = kinds_where([](const TaskRow& r) { return r.over == Axis::kHidden; });
 inline constexpr uint32_t kHome = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kReturn; });
@@ -253,6 +271,11 @@ inline constexpr uint32_t kHome = kinds_where([](const TaskRow& r) { return r.ep
 template <uint32_t kKinds>
 inline constexpr TaskKind kOnly =
     std::has_single_bit(kKinds) ? static_cast<TaskKind>(std::countr_zero(kKinds)) : TaskKind::kNone;
+
+// Whether the program is a backward pass. Then clusters go on behind the stop, with tasks of this kind, which nobody awaits
+// and no queue has: products over an expert's rows, for the gradients of its weights.
+inline constexpr bool kIsBackward = kDifferentiating != 0;
+inline constexpr TaskKind kOverRows = TaskKind::kOuter;
 
 consteval bool is_sound() {
   bool sound = true;

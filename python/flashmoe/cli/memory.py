@@ -10,6 +10,7 @@ from .. import memory, models
 from ..errors import HeapError, InvalidArgument
 from ..limits import engine_return_mode
 from ..placement import roomy
+from ..spec import ACTIVATIONS
 from .console import console, print_error
 from .render import show_comparisons, show_memory_plan
 
@@ -52,6 +53,10 @@ def command(
             "all ranks must fit into this machine's memory and swap, and their heaps into the free space of /dev/shm]"
         ),
     ] = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="Also what a layer's call keeps for its gradients. CPU engine.")
+    ] = False,
+    activation: Annotated[str, typer.Option(help=f"With --training: {', '.join(ACTIVATIONS)}.")] = "swiglu",
     table: Annotated[
         bool, typer.Option("--table", help="FlashDMoE's table of memory, and the CUDA engine's figures beside it.")
     ] = False,
@@ -79,6 +84,8 @@ def command(
         shared_intermediate=shared_intermediate,
         weight_dtype=weight_dtype,
         placement=roomy(sizes["experts"], ranks, copies) if copies else None,
+        training=training,
+        activation=activation,
         **sizes,
     )
     further = {"copies": copies, "shared_intermediate": shared_intermediate}

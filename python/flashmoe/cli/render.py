@@ -170,7 +170,10 @@ def show_verdict(verdict: Verdict) -> None:
 def show_memory_plan(plan: MemoryPlan, described: str) -> None:
     """Every term of a memory plan, largest first, with its formula and purpose."""
     console.print(Text(f"{plan.ranks} ranks x {plan.max_tokens:,} tokens, {described}", style="bold"))
-    for region, meaning in (("heap", "mapped by the other ranks"), ("workspace", "private to the rank")):
+    regions = [("heap", "mapped by the other ranks"), ("workspace", "private to the rank")]
+    if plan.kept_bytes:
+        regions.append(("kept", "by each layer's call until its backward pass; ranks with even loads"))
+    for region, meaning in regions:
         console.print()
         console.print(Text(f"{region}, per rank ({meaning})", style="bold"))
         table = Table(box=None, pad_edge=False)
@@ -187,6 +190,11 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
         table.add_row("total", format_bytes(total), style="bold")
         console.print(table)
     console.print()
+    if plan.kept_bytes:
+        each = plan.kept_bytes / plan.max_tokens
+        console.print(
+            f"for gradients: {format_bytes(each)} per layer and token, {format_bytes(plan.kept_bytes)} per layer"
+        )
     console.print(
         f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
         f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"

@@ -52,15 +52,24 @@ class Engine(ABC):
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         """A call of `flashmoe.moe`: its result [T, H], of x's library and type."""
 
+    @abstractmethod
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
-        """The same, and what its gradients need, as a DLPack exporter of two int64 whose memory owns that."""
-        raise NotImplementedError(f"flashmoe.moe: expected the CPU engine for gradients, got {type(self).__name__}")
+        """The same, and what its gradients need: a tensor of PyTorch. On the CPU engine it is two int64, whose memory
+        owns the rest; on the CUDA engine all of it, bytes on the device."""
 
-    def backward(self, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        """The gradients of the call that left `kept` (the first of its numbers): writes those in `wanted`, by the names
-        of `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
-        ``router_logits``, that of the logits. All contiguous."""
-        raise NotImplementedError(f"flashmoe.moe: expected the CPU engine for gradients, got {type(self).__name__}")
+    @abstractmethod
+    def backward(
+        self,
+        kept: Any,
+        options: Options,
+        given: Mapping[str, Any],
+        wanted: Mapping[str, Any],
+        accumulates: bool,
+    ) -> None:
+        """The gradients of the call of these options that left `kept`: writes those in `wanted`, by the names of
+        `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
+        ``router_logits``, that of the logits; these two contiguous. `accumulates`: those of weights and biases are
+        added to what is there, in float32."""
 
     @abstractmethod
     def last_call(self) -> CallReport | None:

@@ -63,12 +63,22 @@ class CpuEngine(Engine):
         return self._call(tensors, options, trace, False)[0]
 
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
-        return self._call(tensors, options, False, True)
+        import torch
 
-    def backward(self, kept: int, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        y, kept = self._call(tensors, options, False, True)
+        return y, torch.from_dlpack(kept)
+
+    def backward(
+        self,
+        kept: Any,
+        options: Options,
+        given: Mapping[str, Any],
+        wanted: Mapping[str, Any],
+        accumulates: bool,
+    ) -> None:
         views = [{name: host_view(each) for name, each in tensors.items()} for tensors in (given, wanted)]
-        order = self._order()
-        _ffi.library().context_backward(self.checked_handle(), kept, order, 1, self._perturbation, *views)
+        how = int(kept[0]), self._order(), 1, self._perturbation
+        _ffi.library().context_backward(self.checked_handle(), *how, *views, accumulates)
 
     def _call(self, tensors: Tensors, options: Options, trace: bool, keep: bool) -> tuple[Any, Any]:
         """The result, and what is kept, or None."""

@@ -25,13 +25,22 @@ from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, LayerSpec, bounded, scale_
 from ..tensors import DeviceOperand, as_view, device_operand
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
+from . import cuda_training
 from .base import Engine, Membership
 from .cuda_report import Ended, counted, timed, trace_events
 
 _MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
 _ALIGNMENT = 16  # of a row's address: what its copies move at a time
 _VECTORS = ("gate_up_bias", "down_bias", "router_bias", "choice_bias")
+_GRADIENTS = {
+    "gate_up": "gate_up_proj",
+    "down": "down_proj",
+    "gate_up_bias": "gate_up_bias",
+    "down_bias": "down_bias",
+}
+"""What a backward pass's kernel writes of a layer's tensors."""
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
+_INFERENCE, _FORWARD, _BACKWARD = range(3)  # cuda::Pass
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
 
 
@@ -91,16 +100,92 @@ class CudaEngine(Engine):
         self._unread: tuple[Prepared, int] | None = None  # layer and T of a call whose report was not asked for
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
+        return self._call(tensors, options, trace, None)
+
+    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+        """What is kept is empty where there are no gradients."""
+        import torch
+
+        x, asked = tensors.x, tensors.router_logits
+        if cuda_training.missing(tensors, options, self.room.ranks) is not None:
+            return self._call(tensors, options, False, None), x.new_empty(0, dtype=torch.uint8)
+        kept = x.new_empty(x.shape[0] * cuda_training.kept_bytes(tensors, options), dtype=torch.uint8)
+        logits = cuda_training.kept_logits(kept, tensors)
+        y = self._call(tensors._replace(router_logits=logits), options, False, kept)
+        if asked is not None:
+            asked.copy_(logits)
+        return y, kept
+
+    def backward(
+        self,
+        kept: Any,
+        options: Options,
+        given: Mapping[str, Any],
+        wanted: Mapping[str, Any],
+        accumulates: bool,
+    ) -> None:
+        tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})._replace(router_logits=None)
+        if (without := cuda_training.missing(tensors, options, self.room.ranks)) is not None:
+            raise NotImplementedError(
+                f"flashmoe.moe: FlashMoE has no backward pass of {without} on a GPU; call the layer under "
+                "torch.no_grad(), or detach its input and freeze its weights"
+            )
+        if accumulates:
+            raise NotImplementedError("main_grad: FlashMoE adds to it on the CPU engine alone")
+        library, handle = _ffi.library(), self.checked_handle()
+        layer = self._layer(tensors, options, False, _BACKWARD)
+        tokens = tensors.x.shape[0]
+        if tokens == 0:
+            for each in wanted.values():
+                each.zero_()
+            return
+        dy = given["y"] if given["y"].data_ptr() % _ALIGNMENT == 0 else given["y"].clone()
+        routing_end = library.cuda_kept_bytes(handle, layer.number, tokens)
+        ids, weights = cuda_training.kept_routing(kept, routing_end, tokens, layer.layer.choices)
+        address, row_bytes = self._rows(tensors.x, layer)
+        dx = dy.new_empty(dy.shape)
+        of_weights = weights.new_empty(weights.shape)
+        memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens))
+        written = {name: each if each.is_contiguous() else each.new_empty(each.shape) for name, each in wanted.items()}
+        library.cuda_backward(
+            handle,
+            layer.number,
+            current_stream(self.device),
+            tokens,
+            dy.data_ptr(),
+            dx.data_ptr(),
+            {
+                "kept": kept.data_ptr(),
+                "x": address,
+                "x_row_bytes": row_bytes,
+                "memory": memory.data_ptr(),
+                "weights": of_weights.data_ptr(),
+            }
+            | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
+        )
+        for place in _GRADIENTS.values():
+            if place in wanted and written[place] is not wanted[place]:
+                wanted[place].copy_(written[place])
+        computed = cuda_training.Computed(dx, of_weights, ids, cuda_training.kept_logits(kept, tensors))
+        cuda_training.finish(tensors, options, given, wanted, computed)
+
+    def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
+        """The layer of such calls, known from an earlier one or prepared now."""
+        key = _key(tensors, options, trace, pass_)
+        layer = self.layers.get(key)
+        if layer is None:
+            layer = self._prepare(tensors, options, trace, pass_)
+            if key is not None:
+                self._remember(key, layer)
+        return layer
+
+    def _call(self, tensors: Tensors, options: Options, trace: bool, kept: Any) -> Any:
+        """The result. `kept`: memory for what gradients need, or None."""
         import torch
 
         handle = self.checked_handle()
-        key = _key(tensors, options, trace)
         x = tensors.x
-        layer = self.layers.get(key)
-        if layer is None:
-            layer = self._prepare(tensors, options, trace)
-            if key is not None:
-                self._remember(key, layer)
+        layer = self._layer(tensors, options, trace, _INFERENCE if kept is None else _FORWARD)
         tokens = x.shape[0]
         most = self.room.limits["max_tokens"]
         if tokens > most:
@@ -115,7 +200,19 @@ class CudaEngine(Engine):
         out = torch.empty_like(x, dtype=layer.y_type, memory_format=torch.contiguous_format, requires_grad=False)
         stream = current_stream(self.device)
         _ffi.library().cuda_call(
-            handle, layer.number, stream, tokens, address, row_bytes, scale, out.data_ptr(), ids, weights, load, logits
+            handle,
+            layer.number,
+            stream,
+            tokens,
+            address,
+            row_bytes,
+            scale,
+            out.data_ptr(),
+            ids,
+            weights,
+            load,
+            logits,
+            0 if kept is None else kept.data_ptr(),
         )
         self._unread = layer, tokens
         if trace:
@@ -137,7 +234,7 @@ class CudaEngine(Engine):
             _ffi.library().cuda_remove_layer(self.checked_handle(), self.layers.pop(oldest).number)
         self.layers[key] = layer
 
-    def _prepare(self, tensors: Tensors, options: Options, trace: bool) -> Prepared:
+    def _prepare(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
         """Checks everything that `_key` looks at, and tells the library of the layer."""
         args = check(self.room, partial(device_operand, device=self.device), tensors, options)
         layer = args.layer
@@ -153,9 +250,16 @@ class CudaEngine(Engine):
                 f"transposed: expected {' or '.join(jit.TRANSPOSED)} weights with it on the CUDA engine, got "
                 f"{layer.weight_type}"
             )
-        exact = layer.exact and layer.x_type == "float32"
         variant = jit.Variant(
-            layer.y_type, layer.activation, bool(trace), exact, self.rdma, layer.transposed, layer.quantised
+            layer.y_type,
+            layer.activation,
+            trace=bool(trace),
+            exact=layer.exact and layer.x_type == "float32",
+            rdma=self.rdma,
+            transposed=layer.transposed,
+            quantised=layer.quantised,
+            keeps=pass_ == _FORWARD,
+            backward=pass_ == _BACKWARD,
         )
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),
@@ -164,6 +268,7 @@ class CudaEngine(Engine):
             _addresses(args.operands),
             str(jit.kernel(variant)),
             bool(trace),
+            pass_,
             current_stream(self.device),
         )
         rank = self.room.rank
@@ -271,7 +376,7 @@ def _chosen_profile(
     return stored_profile(setting)
 
 
-def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
+def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
     """Equal for calls that differ in nothing but their tokens; None if there is something in them that has no place in
     memory, which the checks will refuse."""
     x, ids, weights = tensors.x, tensors.topk_ids, tensors.topk_weights
@@ -288,7 +393,7 @@ def _key(tensors: Tensors, options: Options, trace: bool) -> Any:
             parts += (scale.shape[1:], scale.dtype, scale.device, scale.layout)
         for each in tensors.written:
             parts += (each.shape[1:], each.dtype, each.device, each.layout) if each is not None else (None,)
-        key = (*parts, options, type(options.top_k), ids is None, weights is None, trace)  # True is equal to 1
+        key = (*parts, options, type(options.top_k), ids is None, weights is None, trace, pass_)  # True is equal to 1
         hash(key)
         return key
     except (AttributeError, TypeError, RuntimeError):

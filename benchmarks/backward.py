@@ -1,0 +1,104 @@
+"""A backward pass on one GPU beside the bare GEMMs of the same layer, and what it costs a forward pass to keep for it.
+
+    python benchmarks/backward.py [--shapes NAME ...] [--out benchmarks/results/backward/h200x1.json]
+
+Per shape, in one run, in turn, by two timers ("busy": with the GPU kept busy before each so that no launch gap is in the
+figure; "plain": with the launches in it):
+
+  backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
+  given       the same with the routing given: of x, the weights of the choices and both matrices
+  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs (floors.py)
+  keeps       the forward pass that keeps what gradients need
+  inference   the forward pass that keeps nothing
+
+Medians and spread of --repeats. Prints ratios, writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import statistics
+from contextlib import closing
+from typing import Any
+
+import flashmoe
+import torch
+from floors import backward_floor_call
+from harness import QUERY, SHAPES, LoneLayer, commit_option, described, flops, in_turn, milliseconds, nvidia_smi, write
+
+DEFAULT = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
+
+
+def calls_of(layer: LoneLayer) -> dict[str, Any]:
+    """What is timed of a layer, by name."""
+    x = layer.xs[0].requires_grad_()
+    matrices = [layer.w1.requires_grad_(), layer.w2.requires_grad_()]
+    router, dy = layer.router.requires_grad_(), torch.randn_like(x)
+    ids = torch.rand(len(x), layer.experts, device="cuda").topk(layer.top_k).indices.int()
+    weights = torch.rand(len(x), layer.top_k, device="cuda").requires_grad_()
+    y = layer(0)
+    y_given = flashmoe.moe(
+        layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, activation=layer.activation
+    )
+
+    def inference(_: int) -> torch.Tensor:
+        with torch.no_grad():
+            return layer(0)
+
+    def backward(_: int) -> Any:
+        return torch.autograd.grad(y, [x, router, *matrices], dy, retain_graph=True)
+
+    def given(_: int) -> Any:
+        return torch.autograd.grad(y_given, [x, weights, *matrices], dy, retain_graph=True)
+
+    return {"backward": backward, "given": given, "keeps": lambda _: layer(0), "inference": inference}
+
+
+def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
+    hidden, inner, experts, top_k, _, _ = SHAPES[name]
+    with closing(LoneLayer(name, tokens)) as layer:
+        calls = calls_of(layer)
+        bare = backward_floor_call(tokens * top_k, hidden, inner, experts, layer.w1.detach(), layer.w2.detach())
+        timed = in_turn(milliseconds, {**calls, "floor": bare}, repeats)
+        layer.context.synchronize()
+    row: dict[str, Any] = {"shape": name, "tokens": tokens}
+    for (call, busy), times in timed.items():
+        row[f"{'' if busy else 'plain_'}{call}_ms"] = statistics.median(times)
+        if busy:
+            row[f"{call}_min_max"] = [min(times), max(times)]
+    for kind in ("", "plain_"):
+        for call in ("backward", "given"):
+            row[f"{kind}{call}_ratio"] = row[f"{kind}{call}_ms"] / row[f"{kind}floor_ms"]
+        row[f"{kind}keeps_ratio"] = row[f"{kind}keeps_ms"] / row[f"{kind}inference_ms"]
+    row["tflops"] = 2 * flops(name, tokens) / row["given_ms"] * 1e-9
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=DEFAULT)
+    parser.add_argument("--repeats", type=int, default=32)
+    parser.add_argument("--out", type=pathlib.Path)
+    commit_option(parser)
+    args = parser.parse_args()
+    result: dict[str, Any] = {**described(args.commit), "shapes": []}
+    print(f"{result['device']}: milliseconds, and parts of the floor, busy and plain")
+    print(f"{'shape':>12} {'tokens':>6} {'floor':>7} {'backward':>8} busy plain {'given':>7} busy plain keeps/inference")
+    for name in args.shapes:
+        tokens = SHAPES[name][-1][0]
+        row = measure(name, tokens, args.repeats)
+        row["nvidia_smi"] = {QUERY: nvidia_smi()}
+        result["shapes"].append(row)
+        figures = [f"{name:>12} {tokens:>6} {row['floor_ms']:7.3f}"]
+        for call, width in (("backward", 8), ("given", 7)):
+            figures.append(f"{row[f'{call}_ms']:{width}.3f} {row[f'{call}_ratio']:.3f} {row[f'plain_{call}_ratio']:.3f}")
+        figures.append(f"{row['keeps_ms']:.3f}/{row['inference_ms']:.3f} {row['keeps_ratio']:.3f}")
+        print(" ".join(figures), flush=True)
+        torch.cuda.empty_cache()
+    if args.out:
+        write(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

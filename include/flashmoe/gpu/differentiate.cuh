@@ -1,0 +1,56 @@
+// What a backward pass makes of pre-activations: activations once more, and their slopes.
+#pragma once
+
+#include "flashmoe/gpu/activate.cuh"
+
+namespace flashmoe::gpu {
+
+// Of an activation of one number: its value and its slope.
+struct ValueAndSlope {
+  float value, slope;
+};
+
+namespace detail {
+
+__device__ __forceinline__ ValueAndSlope silu_and_slope(float x, float alpha = 1.0f) {
+  constexpr float kLog2E = 1.44269504f;
+  const float s = reciprocal_approx(1.0f + exp2_approx(x * (-kLog2E * alpha))), value = x * s;
+  return {value, fmaf(alpha * value, 1.0f - s, s)};
+}
+
+// The slope is the normal distribution's function plus x times its density.
+__device__ __forceinline__ ValueAndSlope gelu_and_slope(float x) {
+  constexpr float kHalfLog2E = 0.72134752f, kDensityAt0 = 0.39894228f;
+  const float u = fabsf(x), tail = normal_tail(u);
+  const float density = kDensityAt0 * exp2_approx(x * x * -kHalfLog2E);
+  return {fmaf(-u, tail, max_or_nan(x, 0.0f)), fmaf(x, density, x < 0.0f ? tail : 1.0f - tail)};
+}
+
+}  // namespace detail
+
+// Of a gate, or all there is. Where there is no slope, PyTorch's: 0 of relu at 0, the inside's at a limit.
+template <Activation A>
+__device__ __forceinline__ ValueAndSlope differentiate(float x, const ClampedShape& shape) {
+  if constexpr (A == Activation::kRelu || A == Activation::kRelu2) {
+    const float value = detail::max_or_nan(x, 0.0f);
+    if constexpr (A == Activation::kRelu2) return {value * value, 2.0f * value};
+    return {value, x > 0.0f ? 1.0f : 0.0f};
+  } else if constexpr (A == Activation::kClampedSwiGlu) {
+    ValueAndSlope s = detail::silu_and_slope(detail::min_or_nan(x, shape.limit), shape.alpha);
+    if (x > shape.limit) s.slope = 0.0f;
+    return s;
+  } else if constexpr (A == Activation::kGelu || A == Activation::kGeGlu) {
+    return detail::gelu_and_slope(x);
+  } else {
+    return detail::silu_and_slope(x);
+  }
+}
+
+// What an activated gate is multiplied by, and its slope.
+template <Activation A>
+__device__ __forceinline__ ValueAndSlope differentiate_up(float up, const ClampedShape& shape) {
+  const bool inside = A != Activation::kClampedSwiGlu || (up >= -shape.limit && up <= shape.limit);
+  return {shaped_up<A>(up, shape), inside ? 1.0f : 0.0f};
+}
+
+}  // namespace flashmoe::gpu

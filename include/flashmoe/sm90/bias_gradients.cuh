@@ -1,0 +1,85 @@
+// Gradients of biases, behind the stop, by all warps that have seen it: sums over an expert's rows, of dZ for gate_up_bias
+// and of w dY for down_bias, in float64 and in the order of its tiles.
+#pragma once
+
+#include "flashmoe/sm90/weight_gradients.cuh"
+
+namespace flashmoe::sm90 {
+
+namespace detail {
+
+inline constexpr uint32_t kBiasColumns = 8;  // of a thread: 16 bytes
+
+// The sum of 8 columns over an expert's rows. line(tile, r): where they lie in row r of a tile; weight(tile, r).
+template <class Dtype, class Line, class Weight>
+__device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, double (&sum)[kBiasColumns], Line&& line,
+                                            Weight&& weight) {
+  const uint32_t* const tiles = c.expert_tiles(expert);
+  const uint32_t rows = rows_of_expert(c, expert);
+#pragma unroll 1
+  for (uint32_t base = 0; base < rows; base += kTileTokens) {
+    const uint32_t tile = tiles[base / kTileTokens], end = min_of(rows - base, kTileTokens);
+#pragma unroll 4
+    for (uint32_t r = 0; r < end; ++r) {
+      const uint4 words = *reinterpret_cast<const uint4*>(line(tile, r));
+      const double w = weight(tile, r);
+      const uint32_t word[kBiasColumns / 2] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (uint32_t i = 0; i < kBiasColumns / 2; ++i) {
+        const float2 pair = Dtype::unpack(word[i]);
+        sum[2 * i] += w * pair.x, sum[2 * i + 1] += w * pair.y;
+      }
+    }
+  }
+}
+
+template <class Dtype>
+__device__ __forceinline__ void store_columns(uint8_t* to, const double (&sum)[kBiasColumns]) {
+  uint32_t word[kBiasColumns / 2];
+#pragma unroll
+  for (uint32_t i = 0; i < kBiasColumns / 2; ++i) {
+    word[i] = Dtype::pack(static_cast<float>(sum[2 * i]), static_cast<float>(sum[2 * i + 1]));
+  }
+  store_global16(to, {word[0], word[1], word[2], word[3]});
+}
+
+}  // namespace detail
+
+// Not the last warp of a block, which sees no stop.
+template <class Dtype>
+__device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c) {
+  using namespace detail;
+  constexpr uint32_t kSummers = (kWarps - 1) * 32;
+  const BackwardArgs& b = args.backward;
+  const uint32_t of_up = b.gate_up_bias == nullptr ? 0 : b.z_columns / kBiasColumns;
+  const uint32_t of_down = b.down_bias == nullptr ? 0 : c.shape.hidden / kBiasColumns;
+  const uint32_t each = of_up + of_down;
+  uint32_t thread;  // volatile, so that it is not kept along the roles
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  // Where the call has failed, tiles may not be what they should.
+  if (each == 0 || thread >= kSummers || Platform::load_relaxed(&c.control()->abort.value) != 0) return;
+#pragma unroll 1
+  for (uint32_t i = blockIdx.x * kSummers + thread; i < each * c.shape.local_experts; i += gridDim.x * kSummers) {
+    const uint32_t expert = i / each, n = i % each;
+    double sum[kBiasColumns] = {};
+    if (n < of_up) {
+      const uint32_t bytes = b.z_columns * Dtype::kBytes;
+      sum_columns<Dtype>(
+          c, expert, sum,
+          [&](uint32_t tile, uint32_t r) {
+            return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16;
+          },
+          [](uint32_t, uint32_t) { return 1.0f; });
+      store_columns<Dtype>(b.gate_up_bias + uint64_t{expert} * bytes + n * 16, sum);
+    } else {
+      const uint32_t at = (n - of_up) * 16;
+      sum_columns<Dtype>(
+          c, expert, sum,
+          [&](uint32_t tile, uint32_t r) { return args.x + c.tile_row(tile, r)->token * args.x_row_bytes + at; },
+          [&](uint32_t tile, uint32_t r) { return c.tile_row(tile, r)->weight; });
+      store_columns<Dtype>(b.down_bias + uint64_t{expert} * c.shape.hidden * Dtype::kBytes + at, sum);
+    }
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,201 @@
+// Consumer warpgroups: Epilogue::kDifferentiate, where the accumulators are dA, tokens down.
+//
+// Of each row of the task, from its pre-activations z and its combine weight w, with a = act(z):
+//   to the tile's rows of dZ   w dA act'(z), gate and up
+//   to its weighted rows       w a
+//   a part of dS               the sum of dA a over the task's columns, in an order that columns alone decide on
+// A piece is 32 columns. A warp stages its accumulators, fp32, in its own buffer, and takes them from there by rows: 4 columns of
+// four rows a lane, so that all it loads and stores of a row is side by side. All pieces run the same code: it is executed once a
+// task, and unrolled it was 80 KiB, which took longer to fetch than to run (38 us of 63 us a task).
+#pragma once
+
+#include "flashmoe/gpu/differentiate.cuh"
+#include "flashmoe/sm90/epilogue_rows.cuh"
+
+namespace flashmoe::sm90 {
+
+namespace detail {
+
+inline constexpr uint32_t kGradientColumns = 32;            // of a piece
+inline constexpr uint32_t kLaneColumns = 4, kLaneRows = 4;  // of a lane in a piece
+inline constexpr uint32_t kLaneRowsApart = kWarpRows / kLaneRows;
+
+// Stages the n-th 32 columns of accumulators, as stage_piece() of fp32 does.
+template <uint32_t kCount>
+__device__ __forceinline__ void stage_columns(uint32_t own, const Lane& at, const float (&acc)[kCount], uint32_t n) {
+  const uint32_t to = own + staged_in_piece(at.row(), at.lane % 4 / 2) + at.lane % 2 * 8;
+#pragma unroll
+  for (uint32_t g = 0; g < 4; ++g) {
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t d = (n * 4 + g) * 4 + 2 * h;
+      store_shared8((to ^ g * 32) + h * 8 * kLineBytes, __float_as_uint(acc[d]), __float_as_uint(acc[d + 1]));
+    }
+  }
+}
+
+// Pre-activations of a lane's columns of one row: gate and up of each, or without a gate a half each, in z.x and z.y.
+template <bool kGated>
+__device__ __forceinline__ uint4 load_pre_activations(const uint8_t* from, bool exists) {
+  if (!exists) return {};
+  if constexpr (kGated) return __ldcs(reinterpret_cast<const uint4*>(from));
+  const uint2 z = __ldcs(reinterpret_cast<const uint2*>(from));
+  return {z.x, z.y, 0, 0};
+}
+
+// What becomes of a lane's columns of one row.
+struct LaneGradients {
+  uint32_t gates[2], ups[2];  // or without a gate all in `gates`
+  uint32_t weighted[2];
+};
+
+__device__ __forceinline__ void store_words(uint8_t* to, const uint32_t (&words)[2]) {
+  *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
+}
+
+// From dA and z of a lane's columns of one row: what is stored, and added to `sum` the columns' term of dS. in_turn: gates lie
+// beside their ups, and these take turns in the words of gates and ups.
+template <class Dtype, Activation A>
+__device__ __forceinline__ LaneGradients differentiate_columns(const float (&da)[kLaneColumns], const uint4& z,
+                                                               float weight, bool in_turn, float& sum,
+                                                               const ClampedShape& shape) {
+  constexpr bool kGated = is_gated(A);
+  const uint32_t word[4] = {z.x, z.y, z.z, z.w};
+  float a[kLaneColumns], gate[kLaneColumns], up[kLaneColumns];
+#pragma unroll
+  for (uint32_t j = 0; j < kLaneColumns; ++j) {
+    const float2 pair = Dtype::unpack(word[kGated ? j : j / 2]);
+    const float d = weight * da[j];
+    const ValueAndSlope g = differentiate<A>(kGated || j % 2 == 0 ? pair.x : pair.y, shape);
+    a[j] = g.value, gate[j] = d * g.slope, up[j] = 0.0f;
+    if constexpr (kGated) {
+      const ValueAndSlope u = differentiate_up<A>(pair.y, shape);
+      a[j] *= u.value, gate[j] *= u.value, up[j] = d * g.value * u.slope;
+    }
+    sum = fmaf(da[j], a[j], sum);
+    a[j] *= weight;
+  }
+  LaneGradients to;
+#pragma unroll
+  for (uint32_t j = 0; j < 2; ++j) {
+    to.weighted[j] = Dtype::pack(a[2 * j], a[2 * j + 1]);
+    to.gates[j] = Dtype::pack(gate[2 * j], in_turn ? up[2 * j] : gate[2 * j + 1]);
+    to.ups[j] = Dtype::pack(in_turn ? gate[2 * j + 1] : up[2 * j], up[2 * j + 1]);
+  }
+  return to;
+}
+
+// Zeros in rows [from, to) of the share, `bytes` of each from `at` on. One warpgroup.
+__device__ __forceinline__ void store_zeros(uint8_t* at, uint64_t row_bytes, uint32_t from, uint32_t to, uint32_t bytes,
+                                            uint32_t thread) {
+  const uint32_t chunks = bytes / 16;
+#pragma unroll 1
+  for (uint32_t i = thread; i < (to - from) * chunks; i += kWarpgroup) {
+    store_global16(at + (from + i / chunks) * row_bytes + i % chunks * 16, uint4{});
+  }
+}
+
+// The thread's place, found anew wherever it is needed: the accumulators leave no registers to keep it.
+__device__ __forceinline__ Lane this_lane() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return Lane::of_thread(thread / kWarpgroup);
+}
+__device__ __forceinline__ uint32_t slab_of(const Lane& at) {
+  return at.group * 64 + at.warp * kWarpRows;
+}
+
+// Stores a lane's columns, from `column` on, of row r of the share.
+template <bool kGated, class Where>
+__device__ __forceinline__ void store_lane(const LaneGradients& g, uint32_t r, uint32_t column, bool in_turn,
+                                           const Where& where) {
+  store_words(where.weighted(r, column), g.weighted);
+  if (kGated && in_turn) {
+    store_global16(where.gradients(r, column * 2), {g.gates[0], g.ups[0], g.gates[1], g.ups[1]});
+    return;
+  }
+  store_words(where.gradients(r, column), g.gates);
+  if constexpr (kGated) store_words(where.gradients(r, column + where.to_up()), g.ups);
+}
+
+// The rows' parts of dS: sums over a row's eight lanes.
+template <class Where>
+__device__ __forceinline__ void store_weight_parts(float (&sum)[kLaneRows], const Where& where) {
+  const Lane at = this_lane();
+  const uint32_t first = slab_of(at) + at.lane / 8;
+#pragma unroll
+  for (uint32_t i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+    for (uint32_t lanes = 1; lanes < 8; lanes *= 2) sum[i] += __shfl_xor_sync(kFullWarp, sum[i], lanes);
+    const uint32_t r = first + i * kLaneRowsApart;
+    if (at.lane % 8 == 0 && r < where.rows()) where.store_part(r, sum[i]);
+  }
+}
+
+// Zeros behind a tile's rows, in so many columns of w a, and of its gates and ups.
+template <class Where>
+__device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, bool in_turn, bool gated,
+                                              const Where& where) {
+  const uint32_t rows = where.rows(), padded = where.padded(), thread = at.warp * 32 + at.lane, bytes = columns * 2;
+  if (at.group != 0 || padded <= rows) return;
+  store_zeros(where.weighted(0, 0), where.weighted_bytes(), rows, padded, bytes, thread);
+  store_zeros(where.gradients(0, 0), where.gradient_bytes(), rows, padded, in_turn ? 2 * bytes : bytes, thread);
+  if (in_turn || !gated) return;
+  store_zeros(where.gradients(0, where.to_up()), where.gradient_bytes(), rows, padded, bytes, thread);
+}
+
+}  // namespace detail
+
+// `where` says of the block's share of rows, and from the block's first column on, whatever is asked of it, anew each time:
+// kept, it would take too many registers.
+template <class Dtype, Activation A, uint32_t kCount, class Where>
+__device__ __forceinline__ void store_gradients(uint32_t staging, const float (&acc)[1][kCount], const Where& where,
+                                                const ClampedShape& shape) {
+  using namespace detail;
+  static_assert(Dtype::kBytes == 2);
+  constexpr bool kGated = is_gated(A);
+  constexpr uint32_t kPieces = 2 * kCount / kGradientColumns, kZBytes = kGated ? 4 : 2;
+  const bool in_turn = kGated && where.in_turn();
+  const uint32_t columns = min_of(where.columns(), kPieces * kGradientColumns);
+  float sum[kLaneRows] = {};
+  uint4 z[kLaneRows];  // on their way while the piece before is computed
+  const auto load = [&](const Lane& at, uint32_t i, uint32_t piece) {
+    const uint32_t column = piece * kGradientColumns + at.lane % 8 * kLaneColumns;
+    const uint32_t r = slab_of(at) + at.lane / 8 + i * kLaneRowsApart;
+    z[i] = load_pre_activations<kGated>(where.z(r) + column * kZBytes, column < columns);
+  };
+#pragma unroll
+  for (uint32_t i = 0; i < kLaneRows; ++i) load(this_lane(), i, 0);
+#pragma unroll 1
+  for (uint32_t piece = 0; piece * kGradientColumns < columns; ++piece) {
+    const Lane at = this_lane();
+    const uint32_t own = own_staging(staging, at), column = piece * kGradientColumns + at.lane % 8 * kLaneColumns;
+#pragma unroll
+    for (uint32_t n = 0; n < kPieces; ++n) {
+      if (piece == n) stage_columns(own, at, acc[0], n);
+    }
+    __syncwarp();
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneRows; ++i) {
+      const uint32_t r = slab_of(at) + at.lane / 8 + i * kLaneRowsApart;
+      const uint4 staged = load_shared16(own + staged_in_piece(at.lane / 8 + i * kLaneRowsApart, at.lane % 8));
+      const float da[kLaneColumns] = {__uint_as_float(staged.x), __uint_as_float(staged.y), __uint_as_float(staged.z),
+                                      __uint_as_float(staged.w)};
+      const uint4 now = z[i];
+      load(at, i, piece + 1);
+      float term = 0.0f;
+      const LaneGradients made = differentiate_columns<Dtype, A>(da, now, where.weight(r), in_turn, term, shape);
+      if (column < columns) {
+        sum[i] += term;
+        if (r < where.rows()) store_lane<kGated>(made, r, column, in_turn, where);
+      }
+      __syncwarp();  // else ptxas computes rows side by side, and spills
+    }
+  }
+  store_weight_parts(sum, where);
+  store_padding(this_lane(), columns, in_turn, kGated, where);
+  named_barrier_sync(
+      group_barrier(this_lane().group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,129 @@
+// Consumer warpgroups: pre-activations, as a backward pass needs them, to memory that outlives the call (docs/training.md).
+//
+// Gate and up of a column lie side by side, so that a thread, which has both, stores from registers, and those that have
+// neighbouring columns fill sectors of 32 bytes together.
+#pragma once
+
+#include "flashmoe/sm90/epilogue_rows.cuh"
+
+namespace flashmoe::sm90 {
+
+// Of kernels that keep nothing.
+struct NothingKept {
+  template <class Dtype, Columns kOrder, uint32_t kCount>
+  __device__ __forceinline__ void rows(const Lane&, const float (&)[kCount], uint32_t) const {}
+  template <class Dtype, class Stage, uint32_t N>
+  __device__ __forceinline__ void tokens(const Lane&, const Accumulators<FeaturesByTokens<Stage, N>>&,
+                                         const FeatureBias (&)[Stage::kMs], uint32_t) const {}
+};
+
+namespace detail {
+
+// Stores that nobody reads before the backward pass.
+__device__ __forceinline__ void store_streaming(uint8_t* to, uint32_t low, uint32_t high) {
+  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+}
+__device__ __forceinline__ void store_streaming(uint8_t* to, uint32_t word) {
+  asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ void store_streaming16(uint8_t* to, uint32_t half) {
+  asm volatile("st.global.cs.u16 [%0], %1;" ::"l"(to), "h"(static_cast<uint16_t>(half)) : "memory");
+}
+
+// Two numbers, rounded; what is beyond the type as its largest value, since infinities have no slope.
+template <class Dtype>
+__device__ __forceinline__ uint32_t pack_finite(float low, float high) {
+  if constexpr (std::is_same_v<Dtype, Fp16>) {
+    constexpr float kLargest = 65504.0f;
+    low = gpu::detail::max_or_nan(gpu::detail::min_or_nan(low, kLargest), -kLargest);
+    high = gpu::detail::max_or_nan(gpu::detail::min_or_nan(high, kLargest), -kLargest);
+  }
+  return Dtype::pack(low, high);
+}
+
+}  // namespace detail
+
+// Where a task's rows are kept: row r of the block's share as row numbers[r] of KeptOutputs::pre_activations.
+template <bool kGated>
+struct PreActivations {
+  uint8_t* data;
+  const uint32_t* numbers;
+  uint32_t first_column, intermediate;
+
+  // Bytes of a column of 16-bit elements.
+  static constexpr uint32_t kColumnBytes = kGated ? 4 : 2;
+
+  __device__ __forceinline__ uint8_t* row(uint32_t r) const {
+    return data + (uint64_t{numbers[r]} * intermediate + first_column) * kColumnBytes;
+  }
+
+  // Of TokensByFeatures, biases added.
+  template <class Dtype, Columns kOrder, uint32_t kCount>
+  __device__ __forceinline__ void rows(const Lane& at, const float (&acc)[kCount], uint32_t rows) const {
+    const uint32_t left = first_column < intermediate ? intermediate - first_column : 0;
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const uint32_t r = at.group * 64 + at.warp * detail::kWarpRows + at.row() + 8 * h;
+      if (r >= rows) break;
+      uint8_t* const line = row(r);
+#pragma unroll
+      for (uint32_t g = 0; g < kCount / 4 / detail::kJoined<kOrder>; ++g) {
+        if (g * 8 >= left) break;
+        store_group<Dtype, kOrder>(line + g * 8 * kColumnBytes, at, acc, g, h);
+      }
+    }
+  }
+
+  // Of FeaturesByTokens, biases not added yet.
+  template <class Dtype, class Stage, uint32_t N>
+  __device__ __forceinline__ void tokens(const Lane& at, const Accumulators<FeaturesByTokens<Stage, N>>& acc,
+                                         const FeatureBias (&bias)[Stage::kMs], uint32_t rows) const {
+    const uint32_t left = first_column < intermediate ? intermediate - first_column : 0;
+#pragma unroll
+    for (uint32_t j = 0; j < N / 8; ++j) {
+#pragma unroll
+      for (uint32_t t = 0; t < 2; ++t) {
+        const uint32_t r = j * 8 + at.token() + t;
+        if (r >= rows) break;
+        uint8_t* const line = row(r);
+#pragma unroll
+        for (uint32_t m = 0; m < Stage::kMs; ++m) {
+          const float low = acc[m][4 * j + t] + bias[m].low, high = acc[m][4 * j + 2 + t] + bias[m].high;
+          const uint32_t both = Dtype::pack(low, high);
+          const uint32_t feature = at.group * Stage::kGroupFeatures + m * 64;
+          if constexpr (kGated) {
+            const uint32_t column = feature / 2 + at.warp * 8 + at.row();
+            if (column < left) detail::store_streaming(line + column * kColumnBytes, both);
+          } else {
+            const uint32_t column = feature + at.warp * 16 + at.row();
+            if (column < left) detail::store_streaming16(line + column * kColumnBytes, both);
+            if (column + 8 < left) detail::store_streaming16(line + (column + 8) * kColumnBytes, both >> 16);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // What a thread has of the g-th 8 columns of its row h, which begin at `to`. (Accumulators as in finish_piece.)
+  template <class Dtype, Columns kOrder, uint32_t kCount>
+  static __device__ __forceinline__ void store_group(uint8_t* to, const Lane& at, const float (&acc)[kCount],
+                                                     uint32_t g, uint32_t h) {
+    if constexpr (kOrder == Columns::kResults) {
+      const uint32_t d = g * 4 + 2 * h;
+      detail::store_streaming(to + at.token() * kColumnBytes, detail::pack_finite<Dtype>(acc[d], acc[d + 1]));
+    } else if constexpr (kOrder == Columns::kPairs) {
+      const uint32_t d = g * 8 + 2 * h;
+      detail::store_streaming(to + at.lane % 4 * kColumnBytes, detail::pack_finite<Dtype>(acc[d], acc[d + 1]));
+      detail::store_streaming(to + (at.lane % 4 + 4) * kColumnBytes, detail::pack_finite<Dtype>(acc[d + 4], acc[d + 5]));
+    } else {
+      constexpr bool kSpans = kOrder == Columns::kSpans;
+      constexpr uint32_t kUp = kSpans ? kSpanColumns / 2 : 4;
+      const uint32_t d = (kSpans ? g / 8 * kSpanColumns + g % 8 * 4 : g * 8) + 2 * h;
+      detail::store_streaming(to + at.token() * kColumnBytes, detail::pack_finite<Dtype>(acc[d], acc[d + kUp]),
+                              detail::pack_finite<Dtype>(acc[d + 1], acc[d + kUp + 1]));
+    }
+  }
+};
+
+}  // namespace flashmoe::sm90

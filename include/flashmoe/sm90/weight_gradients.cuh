@@ -1,0 +1,188 @@
+// Products over an expert's rows, the gradients of its weights, of clusters for which the queue holds no more tasks:
+//
+//   down_proj     [H, I]   dY^T (w a)
+//   gate_up_proj  [2I, H]  dZ^T x      (transposed layers: [I, H] and [H, 2I])
+//
+// Stops stand behind all tasks of the queue, dX's among them, which a tile's dA makes ready: so all rows of dZ and of w a are
+// stored by then, and whoever has taken a stop may read them. Tasks are taken by tickets. One is of an expert, 256 rows of
+// H, each block has 128 of them and a warpgroup 64, and 256 columns of I or 2I.
+//
+// A stage, in the places of a Wide one, has 64 rows of the expert. Both operands are MN-major:
+//   dY or x    at 32 KiB  2 spans of 64 columns of H, one for each warpgroup, gathered; zeros beyond the expert's rows
+//   w a or dZ  at 0       4 spans of 64 columns; each block loads two for both, rows of tiles by the copy engine. Beyond the
+//                         expert's rows these are zeros (epilogue_backward.cuh)
+// The order of a sum is that of an expert's tiles, and all of these but its last one are full.
+#pragma once
+
+#include "flashmoe/sm90/epilogue_backward.cuh"
+#include "flashmoe/sm90/expert_rows.cuh"
+#include "flashmoe/sm90/load.cuh"
+
+namespace flashmoe::sm90 {
+
+// The tasks of an expert: `down` of down_proj's gradient, and behind them `gate_up`.
+struct WeightTasks {
+  uint32_t down, gate_up;
+
+  static __device__ __forceinline__ WeightTasks of(const KernelArgs& args) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
+    return {args.backward.down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.backward.gate_up == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
+  }
+  __device__ __forceinline__ uint32_t all() const { return down + gate_up; }
+};
+
+// What one of them multiplies: Task::column says which it is of its expert's.
+struct WeightTask {
+  bool of_down;
+  uint32_t first_row, first_column;  // of H and of the other axis
+  uint32_t columns;                  // of the other axis
+
+  static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t n) {
+    const WeightTasks tasks = WeightTasks::of(args);
+    const CallShape& s = args.call.shape;
+    const bool of_down = n < tasks.down;
+    const uint32_t m = of_down ? n : n - tasks.down, blocks = ceil_div(s.hidden, kTaskFeatures);
+    return {of_down, m % blocks * kTaskFeatures, m / blocks * kTaskFeatures,
+            of_down ? s.intermediate : args.backward.z_columns};
+  }
+};
+
+// The next task of the ticket, or the stop. One warp.
+__device__ __forceinline__ Task take_weight_task(const KernelArgs& args, const Call& c) {
+  using P = Platform;
+  uint64_t ticket = 0;
+  // Where the call has failed, tiles may not be what they should: no task is taken.
+  const bool failed = P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0;
+  if (P::lane() == 0 && !failed) ticket = P::fetch_add(&c.control()->few_tasks.value, uint64_t{1});
+  const auto n = static_cast<uint32_t>(P::broadcast(ticket, 0));
+  const uint32_t each = WeightTasks::of(args).all();
+  if (failed || each == 0 || n >= each * c.shape.local_experts) return {TaskKind::kStop, 0, 0};
+  return {kOverRows, n % each, n / each};
+}
+
+// How many rows an expert has. One lane.
+__device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t expert) {
+  const uint32_t tiles = c.expert_state(expert)->tiles;
+  if (tiles == 0) return 0;
+  return (tiles - 1) * kTileTokens + c.tile(c.expert_tiles(expert)[tiles - 1])->shape.rows;
+}
+
+// All stages of a task, of an expert with `rows` rows. All loader threads; the first calls count() with each. from: token
+// rows, the block's first column of H, `row_bytes` apart; `columns` of them exist from there on.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t expert, uint32_t rows,
+                                                 const uint8_t* from, uint64_t row_bytes, uint32_t columns,
+                                                 const FeatureSpans& spans, Count&& count) {
+  static_assert(Dtype::kBytes == 2);
+  constexpr uint32_t kRowsApart = kLoaders / 8, kEach = kStageRows / kRowsApart, kSpans = kConsumers;
+  const uint32_t thread = loader_thread();
+  const uint32_t chunk = thread % 8, first = thread / 8;
+  const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
+  const uint32_t* const tiles = c.expert_tiles(expert);
+  from += chunk * 16;
+  // Tiles were formed, and other blocks stored their rows, through the generic proxy; the clerk acquired them with the stop.
+  if (thread == 0) fence_proxy_async_global();
+  // Looked up two stages ahead: a round trip to the L2 takes about as long as a stage's products.
+  uint32_t token[kEach], next[kEach];
+  const auto look = [&](uint32_t (&to)[kEach], uint32_t base) {
+    if (base >= rows) return;
+    const Row* const tile_rows = c.tile_row(tiles[base / kTileTokens], base % kTileTokens);
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+      const uint32_t r = first + i * kRowsApart;
+      to[i] = base + r < rows ? tile_rows[r].token : ~0u;
+    }
+  };
+  look(token, 0);
+  look(next, kStageRows);
+#pragma unroll 1
+  for (uint32_t base = 0; base < rows; base += kStageRows) {
+    wait(ring.empty(), ring.parity);
+    if (thread == 0) {
+      arrive_expect_tx(ring.full(), Wide::kFeatureBytes);
+      const uint32_t row = tiles[base / kTileTokens] * kTileTokens + base % kTileTokens;
+      spans.template load<Dtype, Wide>(ring, row * Dtype::kBytes);
+      count();
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+      const uint8_t* const row = token[i] != ~0u ? from + token[i] * row_bytes : from;
+#pragma unroll
+      for (uint32_t s = 0; s < kSpans; ++s) {
+        const uint32_t column = s * kSpanColumns + chunk * (16 / Dtype::kBytes);
+        const bool valid = token[i] != ~0u && column < columns;
+        cp_async16_or_zero(ring.data() + Wide::tokens(0) + s * kSpanBytes + slot + i * kRowsApart * kRowBytes,
+                           valid ? row + s * kSpanColumns * Dtype::kBytes : from, valid ? 16 : 0);
+      }
+    }
+    cp_async_arrive_noinc(ring.full());
+    ring.advance();
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) token[i] = next[i];
+    look(next, base + 2 * kStageRows);
+  }
+}
+
+namespace detail {
+
+// store_tokens() of accumulators that are 64 rows down.
+struct OneProduct {
+  static constexpr uint32_t kMs = 1;
+};
+
+}  // namespace detail
+
+// Where a block's part of a task's results goes: 128 rows of H by 256 columns of an expert's matrix.
+struct WeightOutput {
+  uint8_t* to;
+  bool across;             // the matrix has a row for each column, and H goes along it
+  uint32_t rows, columns;  // that exist of H, of the columns
+  uint64_t row_bytes;      // from row to row of the matrix
+
+  template <class Dtype, bool kTransposedLayer>
+  static __device__ __forceinline__ WeightOutput of(const KernelArgs& args, uint32_t expert, uint32_t n) {
+    const WeightTask task = WeightTask::of(args, n);
+    const uint32_t hidden = args.call.shape.hidden;
+    const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+    const bool across = task.of_down == kTransposedLayer;
+    const uint64_t pitch = across ? hidden : task.columns;
+    const uint64_t first = across ? task.first_column * pitch + first_row : first_row * pitch + task.first_column;
+    uint8_t* const all = task.of_down ? args.backward.down : args.backward.gate_up;
+    return {all + (uint64_t{expert} * hidden * task.columns + first) * Dtype::kBytes, across,
+            first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * Dtype::kBytes};
+  }
+};
+
+// Stores a warpgroup's 64 rows of H by 256 columns, rounded once.
+template <class Dtype>
+__device__ __forceinline__ void store_weight_gradients(uint32_t staging, const Lane& at, float (&acc)[1][128],
+                                                       const WeightOutput& out) {
+  if (out.across) {
+    using Row = detail::StagedRow<Dtype, detail::OneProduct, false>;
+    const uint32_t group_row = at.group * Row::kColumns, rows = group_row < out.rows ? out.rows - group_row : 0;
+    uint8_t* const base = out.to + group_row * Dtype::kBytes;
+    detail::store_tokens<Dtype, Row, 1, 256>(
+        staging, at, acc, out.columns, rows, [](uint32_t, uint32_t, float (&)[4]) {},
+        [&](uint32_t column) { return base + column * out.row_bytes; });
+  } else {
+    detail::store_rows<Dtype, Columns::kResults>(
+        detail::own_staging(staging, at), at, acc[0], out.rows, out.columns,
+        [](uint32_t, float&, float&, float, float) {}, [&](uint32_t row) { return out.to + row * out.row_bytes; });
+  }
+}
+
+// The same of an expert without rows: zeros.
+template <class Dtype>
+__device__ __forceinline__ void store_no_gradients(const WeightOutput& out, const Lane& at) {
+  const uint32_t skipped = min_of(out.rows, at.group * 64), rows = min_of(out.rows - skipped, 64u);
+  const uint32_t columns = min_of(out.columns, kTaskFeatures), thread = at.warp * 32 + at.lane;
+  if (out.across) {
+    detail::store_zeros(out.to + skipped * Dtype::kBytes, out.row_bytes, 0, columns, rows * Dtype::kBytes, thread);
+  } else {
+    detail::store_zeros(out.to + skipped * out.row_bytes, out.row_bytes, 0, rows, columns * Dtype::kBytes, thread);
+  }
+}
+
+}  // namespace flashmoe::sm90

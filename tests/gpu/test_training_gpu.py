@@ -1,0 +1,339 @@
+"""Gradients on a GPU, of a rank alone: against the float64 reference within derived bounds.
+
+FLASHMOE_EXAMPLES sets the number of random layers, FLASHMOE_SEED makes a run repeat another. Memory that PyTorch gives
+begins as NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import flashmoe
+import flashmoe.nn
+import numpy as np
+import pytest
+import torch
+from flashmoe.spec import GATED
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_options import CLAMPED
+from layers import PATIENCE, at_random, module_of, random_problem
+from layers import context_of as context_of_gpu
+from problems import Problem
+from training import CONSTANT, as_array, as_tensor, check, trainable
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "30"))
+USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4, "dtype": "bfloat16", "scale": 1.0}
+GIVEN = {"fused": False}
+BIASES = {"biases": (True,) * 3}
+GPT_OSS = CLAMPED | {"interleaved": True, "transposed": True} | BIASES
+DEEPSEEK = {"score": "sigmoid", "choice_bias": True, "groups": 4, "top_groups": 2, "routed_scale": 2.5}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Results and memory begin as NaN, whatever their type, so that what nobody writes is noticed."""
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(math.nan if tensor.is_floating_point() else 255)
+
+    with pytest.MonkeyPatch.context() as patch:
+        empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
+        patch.setattr(torch, "empty_like", lambda *args, **how: poison(empty_like(*args, **how)))
+        patch.setattr(torch.Tensor, "new_empty", lambda *args, **how: poison(new_empty(*args, **how)))
+        yield
+
+
+def leaves_of(problem: Problem) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The arguments of `flashmoe.moe` on the device, and those among them that have gradients."""
+    arguments = problem.arguments(0)
+    tensors = {name: as_tensor(each).cuda() if isinstance(each, np.ndarray) else each for name, each in arguments.items()}
+    leaves = {name: each for name, each in tensors.items() if torch.is_tensor(each) and name not in CONSTANT}
+    return tensors, leaves
+
+
+def gradients_of(
+    context: flashmoe.Context, problem: Problem, grad: np.ndarray, **instead: torch.Tensor
+) -> dict[str, np.ndarray]:
+    """Of one call, by name, for the gradient of y; and y. `instead`: tensors in place of the problem's."""
+    tensors, leaves = leaves_of(problem)
+    tensors |= instead
+    leaves |= instead
+    for each in leaves.values():
+        each.requires_grad_()
+    with poisoned():
+        y = flashmoe.moe(context, **tensors)
+        found = torch.autograd.grad(y, list(leaves.values()), as_tensor(grad).cuda())
+    context.synchronize()
+    named = dict(zip(leaves, found, strict=True))
+    return {name: as_array(each.cpu()) for name, each in named.items()} | {"y": as_array(y.detach().cpu())}
+
+
+def context_of(problem: Problem, **more: Any) -> flashmoe.Context:
+    return flashmoe.Context(engine="cuda", **problem.limits() | {"timeout": PATIENCE, "return_mode": "direct"} | more)
+
+
+def run_and_check(seed: int, tokens: int, **sizes: Any) -> None:
+    problem, grads = trainable(seed, [tokens], **USUAL | sizes)
+    with context_of(problem) as context:
+        check(problem, grads, [gradients_of(context, problem, grads[0])], engine="cuda")
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "given": GIVEN,
+    "given, biases": GIVEN | BIASES,
+    "router": {},
+    "router, biases": BIASES,
+    "not normalised": {"renormalize": False},
+    "sigmoid, not normalised": {"score": "sigmoid", "renormalize": False},
+    "DeepSeek-V3": DEEPSEEK,
+    "relu": GIVEN | {"activation": "relu"},
+    "relu2": GIVEN | {"activation": "relu2"},
+    "gelu": BIASES | {"activation": "gelu"},
+    "silu": GIVEN | {"activation": "silu"},
+    "geglu": {"activation": "geglu"},
+    "clamped": CLAMPED | BIASES,
+    "interleaved": {"interleaved": True},
+    "transposed": GIVEN | {"transposed": True},
+    "transposed, no gate": GIVEN | {"transposed": True, "activation": "relu"},
+    "gpt-oss": GPT_OSS,
+    "a capacity": {"capacity_factor": 0.5, "skew": 3.0},
+    "a capacity, given": GIVEN | {"capacity_factor": 0.5, "skew": 3.0},
+}
+EDGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "no tokens": (0, {}),
+    "one token": (1, {}),
+    "nine tokens": (9, GIVEN),
+    "one expert a token": (301, {"top_k": 1}),
+    "two experts a token": (1000, {"top_k": 2, "experts": 4}),
+    "every expert for every token": (150, {"top_k": 16}),
+    "all tokens to one expert": (700, {"top_k": 1, "skew": 50.0}),
+    "experts without tokens": (3, {"experts": 100} | BIASES),
+    "the smallest sizes": (70, {"hidden": 8, "intermediate": 8} | BIASES),
+    "the smallest H": (70, {"hidden": 8, "intermediate": 1000}),
+    "the smallest I": (70, {"hidden": 1000, "intermediate": 8}),
+    "sizes just above a tile's": (257, {"hidden": 264, "intermediate": 264}),
+    "transposed, sizes just above a tile's": (257, {"hidden": 264, "intermediate": 264, "transposed": True}),
+    "several tiles": (1500, {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layers(options, dtype):
+    run_and_check(3, 333, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize(("tokens", "options"), EDGES.values(), ids=EDGES)
+def test_edges(tokens, options):
+    run_and_check(4, tokens, **options)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
+    """A seed, T, and what `trainable` is told."""
+    activation = draw(st.sampled_from(["swiglu", "relu", "gelu", "clamped_swiglu"]))
+    options: dict[str, Any] = {"activation": activation, "transposed": draw(st.booleans())}
+    if activation == "clamped_swiglu":
+        options |= CLAMPED
+    if activation in GATED:
+        options["interleaved"] = draw(st.booleans())
+    experts = draw(st.integers(1, 24))
+    sizes = {name: 8 * draw(st.integers(1, 50)) for name in ("hidden", "intermediate")}
+    options |= sizes | {"experts": experts, "top_k": draw(st.integers(1, min(experts, 6)))}
+    options |= {"fused": draw(st.booleans()), "skew": draw(st.sampled_from([0.0, 3.0, 50.0]))}
+    options["biases"] = tuple(draw(st.booleans()) for _ in range(3))
+    if draw(st.booleans()):
+        options["capacity_factor"] = draw(st.sampled_from([0.3, 1.0]))
+    return draw(st.integers(0, 2**31 - 1)), draw(st.integers(0, 700)), options
+
+
+@at_random(EXAMPLES)
+@given(layers())
+def test_random_layers(layer):
+    seed, tokens, options = layer
+    run_and_check(seed, tokens, **options)
+
+
+# Bits
+
+
+def test_bits_are_those_of_every_run():
+    """Fifty of a size at which most tiles are full, and clusters differ in what they get."""
+    problem, grads = trainable(6, [1500], **USUAL | BIASES | {"hidden": 512, "experts": 8})
+    with context_of(problem) as context:
+        first = gradients_of(context, problem, grads[0])
+        for _ in range(49):
+            for name, each in gradients_of(context, problem, grads[0]).items():
+                assert each.tobytes() == first[name].tobytes(), name
+
+
+@pytest.mark.parametrize("tokens", [300, 1500])
+def test_the_forward_pass_has_the_bits_that_it_has_without(tokens):
+    problem, grads = trainable(7, [tokens], **USUAL | BIASES)
+    with context_of(problem) as context:
+        found = gradients_of(context, problem, grads[0])["y"]
+        with torch.no_grad():
+            y = flashmoe.moe(context, **leaves_of(problem)[0])
+        assert as_array(y.cpu()).tobytes() == found.tobytes()
+
+
+# Calls
+
+
+def test_rows_of_x_may_lie_apart():
+    problem, grads = trainable(8, [101], **USUAL | GIVEN)
+    with context_of(problem) as context:
+        expected = gradients_of(context, problem, grads[0])
+        wide = torch.full((101, 512), math.nan, dtype=torch.bfloat16, device="cuda")
+        wide[:, 64:320] = as_tensor(problem.x[0]).cuda()
+        found = gradients_of(context, problem, grads[0], x=wide[:, 64:320])
+    assert all(np.array_equal(found[name], each) for name, each in expected.items())
+
+
+def test_passes_of_any_number_of_tokens_in_any_order():
+    """Their gradients are those of calls of their own, whatever else the context has done."""
+    whole, grads = trainable(9, [900], **USUAL | BIASES)
+    parts = [slice(0, 900), slice(0, 3), slice(100, 757)]
+    problems = [replace(whole, x=[whole.x[0][part]]) for part in parts]
+    given = [grads[0][part] for part in parts]
+    with context_of(whole) as context:
+        expected = [gradients_of(context, *each) for each in zip(problems, given, strict=True)]
+        calls = []
+        for problem in problems:
+            tensors, leaves = leaves_of(problem)
+            for each in leaves.values():
+                each.requires_grad_()
+            calls.append((flashmoe.moe(context, **tensors), leaves))
+        for n in (1, 2, 0):
+            y, leaves = calls[n]
+            found = torch.autograd.grad(y, list(leaves.values()), as_tensor(given[n]).cuda(), retain_graph=True)
+            again = torch.autograd.grad(y, list(leaves.values()), as_tensor(given[n]).cuda())
+            for name, one, two in zip(leaves, found, again, strict=True):
+                assert torch.equal(one, two), name
+                assert as_array(one.cpu()).tobytes() == expected[n][name].tobytes(), name
+
+
+def test_some_gradients_alone():
+    problem, grads = trainable(10, [200], **USUAL | BIASES)
+    with context_of(problem) as context:
+        expected = gradients_of(context, problem, grads[0])
+        for names in (["x"], ["down_proj"], ["gate_up_proj", "down_bias"], ["router"]):
+            tensors, leaves = leaves_of(problem)
+            for name in names:
+                leaves[name].requires_grad_()
+            y = flashmoe.moe(context, **tensors)
+            found = torch.autograd.grad(y, [leaves[name] for name in names], as_tensor(grads[0]).cuda())
+            for name, each in zip(names, found, strict=True):
+                assert as_array(each.cpu()).tobytes() == expected[name].tobytes(), name
+
+
+def test_nothing_is_kept_without_gradients():
+    problem, _ = trainable(11, [500], **USUAL)
+    with context_of(problem) as context:
+        tensors, leaves = leaves_of(problem)
+        leaves["x"].requires_grad_()
+        made = []
+        for recorded in (False, True):
+            before = torch.cuda.memory_allocated()
+            with torch.set_grad_enabled(recorded):
+                y = flashmoe.moe(context, **tensors)
+            made.append(torch.cuda.memory_allocated() - before - y.numel() * 2)
+            del y
+    kept = 500 * (4 * (2 * 192 * 2 + 8) + 4 * 16)
+    assert made[0] < 4096 and kept <= made[1] < kept + 8192
+
+
+def test_a_step_in_a_graph():
+    """Forward and backward pass, captured together: a replay sees what its tensors have then."""
+    problem, grads = trainable(12, [300], **USUAL | GIVEN)
+    other, more = trainable(13, [300], **USUAL | GIVEN)
+    with context_of(problem) as context:
+        tensors, leaves = leaves_of(problem)
+        dy = as_tensor(grads[0]).cuda()
+        for each in leaves.values():
+            each.requires_grad_()
+
+        def step() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(flashmoe.moe(context, **tensors), list(leaves.values()), dy)
+
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        with torch.no_grad():
+            for name, each in leaves_of(other)[0].items():
+                if torch.is_tensor(each):
+                    tensors[name].copy_(each)
+            dy.copy_(as_tensor(more[0]))
+        for each in found:
+            each.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = gradients_of(context, other, more[0])
+        for name, each in zip(leaves, found, strict=True):
+            assert as_array(each.cpu()).tobytes() == expected[name].tobytes(), name
+
+
+def test_logits_have_gradients():
+    """As of an auxiliary loss; those of the result are added to them."""
+    problem, grads = trainable(14, [90], **USUAL)
+    logits_grad = np.random.default_rng(1).standard_normal((90, 16)).astype(np.float32)
+    with context_of(problem) as context:
+        tensors, leaves = leaves_of(problem)
+        for each in leaves.values():
+            each.requires_grad_()
+        logits = torch.zeros(90, 16, device="cuda")
+        y = flashmoe.moe(context, **tensors, router_logits=logits)
+        pair = [y, logits], [as_tensor(grads[0]).cuda(), torch.from_numpy(logits_grad).cuda()]
+        both = torch.autograd.grad(pair[0], list(leaves.values()), pair[1], retain_graph=True)
+        of_y = torch.autograd.grad(y, list(leaves.values()), pair[1][0])
+    names = list(leaves)
+    found = (both[names.index("router")] - of_y[names.index("router")]).double().cpu().numpy()
+    expected = logits_grad.T.astype(np.float64) @ problem.x[0].astype(np.float64)
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)  # both are rounded to bfloat16
+
+
+def test_a_module():
+    """Its parameters' gradients are those of the function's tensors."""
+    problem = random_problem(15, 200, hidden=256, intermediate=192, experts=16, top_k=4)
+    dy = torch.randn_like(problem.x)
+    with context_of_gpu(problem) as context:
+        module = module_of(context, problem)
+        module(problem.x).backward(dy)
+        arguments = problem.arguments()
+        leaves = {name: arguments[name].requires_grad_() for name in ("gate_up_proj", "down_proj", "router")}
+        found = torch.autograd.grad(flashmoe.moe(context, **arguments), list(leaves.values()), dy)
+        expected = dict(zip(leaves, found, strict=True))
+    named = {name.rpartition(".")[2]: each.grad for name, each in module.named_parameters()}
+    assert torch.equal(named["gate_up_proj"], expected["gate_up_proj"])
+    assert torch.equal(named["down_proj"], expected["down_proj"])
+    assert any(torch.equal(each, expected["router"]) for each in named.values() if each.shape == expected["router"].shape)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("x of float32", {"dtype": "float32"}),
+    "a shared expert": ("a shared expert", {"shared": 1}),
+    "weights on the input": ("weights_on_input", GIVEN | {"weights_on_input": True}),
+}
+
+
+@pytest.mark.parametrize(("said", "options"), REFUSED.values(), ids=REFUSED)
+def test_what_has_no_gradients_is_named(said, options):
+    """By the backward pass: the forward pass is what it is without."""
+    problem, grads = trainable(16, [40], **USUAL | options)
+    with (
+        context_of(problem) as context,
+        pytest.raises(NotImplementedError, match=f"FlashMoE has no backward pass of {said}.* on a GPU"),
+    ):
+        gradients_of(context, problem, grads[0])
