@@ -211,7 +211,7 @@ def _moe_backward(
 
 def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     raise NotImplementedError(
-        "flashmoe.moe: FlashMoE has no backward pass on a GPU or of weights in FP8; call the layer under "
+        "flashmoe.moe: FlashMoE has no backward pass on a GPU or of quantised weights; call the layer under "
         "torch.no_grad(), or detach its input and freeze its weights (torch.ops.flashmoe.moe itself has none anywhere: "
         "call flashmoe.moe)"
     )
