@@ -200,10 +200,10 @@ def quantize_checkpoint(source: str | Path, target: str | Path, dtype: str = FP8
     for path, header in headers.items():
         _write_file(target / path.name, header, chosen)
     _copy_others(source, target, {path.name for path in headers})
-    kept = {stored.name for stored in tensors if len(stored.shape) == 2} - chosen.keys()
+    matrices = {stored.name for stored in tensors if len(stored.shape) == 2 and stored.name.endswith(".weight")}
     config["quantization_config"] = {
         **form.config,
-        "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
+        "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in matrices - chosen.keys()),
     }
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(headers) > 1 or (source / "model.safetensors.index.json").exists():
