@@ -26,7 +26,7 @@ from flashmoe.spec import FP8, MXFP4
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
-from problems import ACTIVATIONS, Problem, Ranks, check, in_mxfp4, quantised, random_problem
+from problems import ACTIVATIONS, PATIENCE, Problem, Ranks, check, in_mxfp4, quantised, random_problem
 from test_properties import at_random
 
 EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) * 2 // 5
@@ -227,6 +227,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "given routing": {"fused": False},
     "shared": {"shared": 1, "shared_gate": True},
     "shared, in slices": {"shared": 3, "intermediate": 96},
+    "shared, interleaved": {"shared": 2, "intermediate": 64, "interleaved": True, **CLAMPED},
     "float32": {"dtype": "float32"},
     "float16": {"dtype": "float16"},
 }
@@ -480,6 +481,20 @@ def test_a_context_is_made_for_one_type(made_for: str, called: str):
         pytest.raises(flashmoe.HeapError, match=f"^gate_up_proj: expected {expected}, which .* got {called}"),
     ):
         flashmoe.moe(context, **problem.arguments(0))
+
+
+def _call_in(rank: int, ranks: int, name: str, weights: str) -> None:
+    problem = random_problem(13, [3, 3], **SIZES)
+    problem = in_mxfp4(problem) if weights == MXFP4 else problem
+    limits = problem.limits() | {"rank": rank, "ranks": ranks, "name": name, "processors": 1}
+    with flashmoe.Context(**limits) as context:
+        flashmoe.moe(context, **problem.arguments(rank))
+
+
+def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
+    """Their memory is the same, so that the first call says it."""
+    with pytest.raises(flashmoe.FlashMoEError, match=r"dtype of weights: rank 0 has mxfp4, rank 1 has bfloat16"):
+        ranks._pool.call(_call_in, [(MXFP4,), ("bfloat16",)], ranks=2, timeout=6 * PATIENCE)
 
 
 def test_a_gpu_has_no_kernel_yet_and_says_so():

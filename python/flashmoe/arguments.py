@@ -381,7 +381,7 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
             of_this = "float32" if name == "x_scale" else scale_type
             operands[name] = as_operand(name, tensor, f"{of_this} scales", (of_this,))
             continue
-        types = (*known, *set(STORED_AS) - set(known)) if name in SCALE_OF else known
+        types = (*DTYPES, *STORED_AS) if name in SCALE_OF else known
         each = operands[name] = _numbers(name, as_operand(name, tensor, f"a {', '.join(types)} tensor", types))
         expected, of = y_type(operands["x"].dtype), "the type of " + ("y" if operands["x"].dtype == FP8 else "x")
         if name in SCALE_OF and operands["gate_up_proj"].dtype in ENCODINGS:
