@@ -557,7 +557,7 @@ def _add_matrices(
             scale = _parameter(*of_scales, dtype=getattr(torch, encoding.scale), trained=False)
         module.register_parameter(name + elements, weight)
         module.register_parameter(name + scales, scale)
-    return {name: names[name] for name in (*_MATRICES, *(SCALE_OF[each] for each in _MATRICES))}
+    return names
 
 
 def _described(module: Experts | SharedExpert) -> str:
