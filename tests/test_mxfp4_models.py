@@ -127,6 +127,8 @@ def test_a_slice_that_cuts_a_block_is_refused(folders: tuple[Path, Path], monkey
     with pytest.raises(flashmoe.InvalidArgument, match=message), monkeypatch.context() as patched:
         patched.setattr(os, "preadv", lambda *_: pytest.fail("a tensor is read"))
         load_layer(folders[1], 1, slices=2, held=[1])
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^slices: expected a divisor of I=96, got 5$"):
+        load_layer(folders[1], 1, slices=5)
 
 
 def changed(folder: Path, source: Path, change: dict[str, np.ndarray | None], **config: Any) -> Path:

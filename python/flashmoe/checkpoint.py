@@ -264,7 +264,7 @@ def load_layer(
     if slices != 1 or held is not None:
         how = Cut(slices, fields["activation"], bool(row.options.get("interleaved")), transposed)
         if encoding:
-            check_slices(encoding.dtype, "slices", slices, sizes["inner"] // slices)
+            _check_slices(encoding, slices, sizes["inner"])
         whole, plan = plan, {name: planned.share(name, how, ids) for name, planned in plan.items()}
         fields |= {"slices": slices, "held": None if held is None else ids}
     arrays = _read_planned(plan)
@@ -720,6 +720,14 @@ def _check_scales(block: str, plan: dict[str, _Planned], encoding: Encoding | No
             common_kind(encoding, shapes, halves)
     except InvalidArgument as error:
         raise CheckpointError(f"{block} {error}") from None
+
+
+def _check_slices(encoding: Encoding, slices: int, inner: int) -> None:
+    """Raises `InvalidArgument` unless so many slices of experts with I columns have whole blocks."""
+    width, left = divmod(inner, slices)
+    if left:
+        raise InvalidArgument(f"slices: expected a divisor of I={inner}, got {slices}")
+    check_slices(encoding.dtype, "slices", slices, width)
 
 
 def _one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
