@@ -52,7 +52,9 @@ LAYERS = itertools.count()
 def plugin():
     register()
     register()  # as vLLM may
-    with set_current_vllm_config(VllmConfig()):
+    with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patched:
+        # vLLM asks for it where it makes parameters in FP8; there is no process group here.
+        patched.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
         yield
 
 
