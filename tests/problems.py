@@ -11,7 +11,7 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 from flashmoe.launch import RankPool
-from flashmoe.quantize import quantize_rows, quantize_weights
+from flashmoe.quantize import quantize_mxfp4, quantize_rows, quantize_weights
 from flashmoe.reference import (
     ReferenceResult,
     check_topk,
@@ -22,7 +22,7 @@ from flashmoe.reference import (
     weigh,
 )
 from flashmoe.report import CallReport
-from flashmoe.spec import GATED
+from flashmoe.spec import ENCODINGS, GATED, STORED_AS
 from flashmoe.tolerance import CallError, call_error, router_error
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -97,14 +97,24 @@ class Problem:
             chosen.append(rank if rank in holders else holders[without.index(rank) % len(holders)])
         return chosen
 
+    @property
+    def weight_dtype(self) -> str:
+        """That of the experts' matrices."""
+        return self.dtype if self.gate_up_scale is None else STORED_AS[self.down_proj.dtype.name]
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """The shape of the matrices of that name, as numbers."""
+        encoding, shape = ENCODINGS.get(self.weight_dtype), getattr(self, name).shape
+        return shape if encoding is None else encoding.numbers(shape)
+
     def limits(self) -> dict[str, Any]:
         """A context's sizes, as small as this call allows."""
-        experts, hidden, intermediate = self.down_proj.shape
+        experts, hidden, intermediate = self.numbers("down_proj")
         if self.options.get("transposed"):
             hidden, intermediate = intermediate, hidden
         width = 0
         if self.shared_down is not None:
-            width = self.shared_down.shape[0 if self.options.get("transposed") else 1]
+            width = self.numbers("shared_down")[0 if self.options.get("transposed") else 1]
         return {
             "max_tokens": max(1, *(len(x) for x in self.x)),
             "hidden": hidden,
@@ -112,7 +122,7 @@ class Problem:
             "experts": experts,
             "top_k": self.topk_ids[0].shape[1] if self.topk_ids else self.top_k,
             "dtype": self.dtype,
-            "weight_dtype": self.dtype if self.gate_up_scale is None else self.down_proj.dtype.name,
+            "weight_dtype": self.weight_dtype,
             "placement": self.owners(),
             "timeout": PATIENCE,
             "shared_intermediate": width,
@@ -238,6 +248,18 @@ def quantised(problem: Problem, scales: str = "block", x: bool = False) -> Probl
     if x:
         made["x"], made["x_scale"] = map(list, zip(*map(quantize_rows, problem.x), strict=True))
     return replace(problem, **made)
+
+
+def in_mxfp4(problem: Problem) -> Problem:
+    """The problem with its experts' matrices in MXFP4, which are not transposed then."""
+    turned = bool(problem.options.get("transposed"))
+    made: dict[str, Any] = {}
+    for name in ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down"):
+        matrices = getattr(problem, name)
+        if matrices is not None:
+            scale = f"{name.removesuffix('_proj')}_scale"
+            made[name], made[scale] = quantize_mxfp4(matrices.swapaxes(-2, -1) if turned else matrices)
+    return replace(problem, **made, options={key: each for key, each in problem.options.items() if key != "transposed"})
 
 
 def is_certain(problem: Problem, x: np.ndarray) -> np.ndarray:

@@ -364,7 +364,7 @@ def test_scales_of_weights_that_are_not_quantised_are_refused():
     plain = random_problem(11, [3], **SIZES)
     with flashmoe.Context(processors=1, **plain.limits()) as context:
         refused = pytest.raises(
-            flashmoe.InvalidArgument, match=r"^down_scale: expected down_proj of float8_e4m3fn with"
+            flashmoe.InvalidArgument, match=r"^down_scale: expected down_proj of float8_e4m3fn or mxfp4 with"
         )
         with refused:
             flashmoe.moe(context, **plain.arguments(0) | {"down_scale": np.ones((12, 2, 2), np.float32)})
@@ -401,7 +401,7 @@ def test_a_context_has_memory_for_one_of_both(problem: Problem):
                 flashmoe.moe(context, **other.arguments(0))
             flashmoe.moe(context, **made_for.arguments(0))
     with pytest.raises(
-        flashmoe.InvalidArgument, match=r"^weight_dtype: expected one of bfloat16, float8_e4m3fn, got 'fl"
+        flashmoe.InvalidArgument, match=r"^weight_dtype: expected one of bfloat16, float8_e4m3fn, mxfp4, got"
     ):
         flashmoe.Context(**plain.limits() | {"weight_dtype": "float16"})
 

@@ -216,7 +216,8 @@ def test_what_cannot_be_quantised_is_refused(tmp_path, quantised: Path):
     tensors["model.layers.0.mlp.experts.0.up_proj.weight"][0, 0] = np.inf
     with pytest.raises(flashmoe.InvalidArgument, match=r"^matrices: expected finite numbers, got others among them"):
         quantize_checkpoint(write(tmp_path / "inf", tensors, config), tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"^path: expected a model whose experts are not stored transposed"):
+    message = r"^path: expected a model whose checkpoints have experts in float8_e4m3fn, got Llama 4"
+    with pytest.raises(CheckpointError, match=message):
         quantize_checkpoint(write(tmp_path / "llama", tensors, {"model_type": "llama4_text"}), tmp_path / "out2")
 
 
@@ -406,7 +407,7 @@ def test_experts_in_fp8_are_not_spread(of_transformers, quantised: Path):
     from flashmoe.integrations.transformers import load_parallel, parallelize
 
     with pytest.raises(
-        flashmoe.InvalidArgument, match=r"^FP8Experts: expected experts that are not in FP8, got float8"
+        flashmoe.InvalidArgument, match=r"^FP8Experts: expected experts that are not quantised, got float8"
     ):
         parallelize(of_transformers, max_tokens=64)
     options = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}

@@ -52,7 +52,7 @@ def test_options_have_the_same_names_and_numbers_in_python_and_cpp(option, names
 def test_every_option_of_the_library_is_compared():
     options = {str(option) for option in _ffi.library().option_names()}
     assert options == {"dtype", "activation", "routing", "return_mode", "weight_scales", "phase"}
-    assert set(spec.ELEMENT_BYTES) == set(spec.ELEMENT_TYPES)
+    assert {*spec.ELEMENT_BYTES, spec.MXFP4} == set(spec.ELEMENT_TYPES)
 
 
 def test_a_layer_is_frozen():
@@ -92,7 +92,7 @@ def test_no_other_field_may_be_there(call, monkeypatch):
             3,
             "activation: expected one of relu, gelu, silu, swiglu, geglu, relu2, clamped_swiglu, got no text",
         ),
-        ("x_type", "float8", "x_type: expected one of float32, bfloat16, float16, float8_e4m3fn, got float8"),
+        ("x_type", "float8", "x_type: expected one of float32, bfloat16, float16, float8_e4m3fn, mxfp4, got float8"),
         ("hidden", -1, r"hidden: expected an integer in \[0, 4294967295\], got -1"),
         ("experts", 2**32, r"experts: expected an integer in \[0, 4294967295\], got 4294967296"),
         ("top_k", "2", r"top_k: expected an integer in \[0, 4294967295\], got something else"),

@@ -101,6 +101,17 @@ def test_what_is_not_computed_is_refused_by_name(case):
     assert str(refused.value) == f"{message}; FlashMoE does not compute these experts in vLLM, {ADVICE}"
 
 
+def test_experts_in_another_fp8_are_refused_by_name():
+    computed = {"weight_block_size": [128, 128], "activation_scheme": "dynamic", "store_dtype": None}
+    computed["is_checkpoint_fp8_serialized"] = True
+    recognise.check_fp8(SimpleNamespace(**computed))
+    for name, other in (("weight_block_size", None), ("activation_scheme", "static"), ("store_dtype", "mxfp4")):
+        with pytest.raises(InvalidArgument) as refused:
+            recognise.check_fp8(SimpleNamespace(**computed | {name: other}))
+        message = f"{name}: expected {computed[name]!r}, got {other!r}"
+        assert str(refused.value) == f"{message}; FlashMoE does not compute these experts in vLLM, {ADVICE}"
+
+
 @pytest.mark.parametrize("activation", recognise.ACTIVATIONS)
 def test_what_is_computed_is_not_refused(activation):
     recognise.check(config(activation=activation, swiglu_limit=None if activation == "gelu" else 7.0))

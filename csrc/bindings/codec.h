@@ -153,9 +153,10 @@ inline LayerSpec layer_of(Map map) {
         host::concat(name, ": expected ", name_of(expected), " beside weights of ", name_of(l.weight_type),
                      " and a y of ", name_of(l.y_type), ", got ", name_of(other)));
   }
-  if (l.quantised() != (l.weight_scales != WeightScales::kNone)) {
+  const bool scaled = has_scales(l.weight_type);
+  if (scaled != (l.weight_scales != WeightScales::kNone)) {
     throw host::Error(host::Error::Kind::kInvalidArgument,
-                      host::concat("weight_scales: expected ", l.quantised() ? "some" : "none", " with weights of ",
+                      host::concat("weight_scales: expected ", scaled ? "some" : "none", " with weights of ",
                                    name_of(l.weight_type), ", got ", name_of(l.weight_scales)));
   }
   return l;

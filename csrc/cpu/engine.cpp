@@ -256,17 +256,20 @@ Engine::Weights Engine::weights_of(const TaskRow& product, uint32_t expert, uint
 Engine::RowScales Engine::scales_of(const TaskRow& product, uint32_t expert, uint64_t row) const {
   const LayerSpec& l = spec();
   const bool up = product.right == Operand::kGateUp, shared = c_.shape.is_shared(expert);
-  const float* data = up ? layer_.gate_up_scale : layer_.down_scale;
-  if (shared) data = up ? layer_.shared_gate_up_scale : layer_.shared_down_scale;
+  const void* of_all = up ? layer_.gate_up_scale : layer_.down_scale;
+  if (shared) of_all = up ? layer_.shared_gate_up_scale : layer_.shared_down_scale;
+  const Encoding e = encoding_of(l.weight_type);
+  const auto number = [&](uint64_t i) { return static_cast<const uint8_t*>(of_all) + i * e.scale_bytes; };
   const uint32_t width = l.intermediate * (shared ? l.shared : 1), halves = up && l.gated() ? 2 : 1;
   const uint32_t rows = up ? halves * width : l.hidden, length = up ? l.hidden : width;
   const uint64_t before = shared ? 0 : expert;
-  if (l.weight_scales == WeightScales::kTensor) return {data + before, 0};
-  if (l.weight_scales == WeightScales::kRow) return {data + before * rows + row, 0};
+  if (l.weight_scales == WeightScales::kTensor) return {number(before), 0};
+  if (l.weight_scales == WeightScales::kRow) return {number(before * rows + row), 0};
   // Gate and up have blocks of their own, unless their rows take turns.
   const uint32_t parts = l.interleaved ? 1 : halves, part_rows = rows / parts;
-  const uint64_t block = row / part_rows * scale_blocks(part_rows) + row % part_rows / kScaleBlock;
-  return {data + (before * parts * scale_blocks(part_rows) + block) * scale_blocks(length), 1};
+  const uint64_t part_blocks = ceil_div(part_rows, e.block_rows);
+  const uint64_t block = row / part_rows * part_blocks + row % part_rows / e.block_rows;
+  return {number((before * parts * part_blocks + block) * ceil_div(length, e.block_columns)), 1};
 }
 
 // rows * weights^T of what load_quantised_rows() has loaded: the sum over blocks of 128 columns, ascending, of their
@@ -286,7 +289,7 @@ float* Engine::multiply_quantised(std::vector<float>& to, const TaskRow& product
          gemm_);
     for (uint32_t i = 0; i < columns; ++i) {
       const RowScales s = scales_of(product, of.expert, from.row + of.first + uint64_t{i} * of.step);
-      scales[i] = s.data[size_t{k} * s.step];
+      scales[i] = reinterpret_cast<const float*>(s.data)[size_t{k} * s.step];
     }
     for (uint32_t r = 0; r < count; ++r) {
       const float scale = row_scales_[size_t{r} * blocks + k];
@@ -298,6 +301,23 @@ float* Engine::multiply_quantised(std::vector<float>& to, const TaskRow& product
   return out;
 }
 
+// The numbers of `columns` rows of weights in mxfp4, one row behind the other, in fp32: exactly what they stand for.
+const float* Engine::dequantised_rows(const TaskRow& product, const Weights& from, Features of, uint32_t columns) {
+  const uint32_t length = contracted(product, of.expert), block = encoding_of(spec().weight_type).block_columns;
+  float* const wide = room(features_, size_t{columns} * length);
+  for (uint32_t i = 0; i < columns; ++i) {
+    const uint64_t row = of.first + uint64_t{i} * of.step;
+    float* const to = wide + size_t{i} * length;
+    widen(to, at(from.data, spec().weight_type, row * from.pitch), spec().weight_type, length);
+    const uint8_t* const scales = scales_of(product, of.expert, from.row + row).data;
+    for (uint32_t first = 0; first < length; first += block) {
+      const float scale = e8m0_to_float(scales[first / block]);
+      for (uint32_t k = first; k < first + block; ++k) to[k] *= scale;
+    }
+  }
+  return wide;
+}
+
 // rows * weights^T, with `columns` rows of weights.
 float* Engine::multiply_rows(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
                              const Weights& from, Features of, uint32_t columns) {
@@ -305,7 +325,9 @@ float* Engine::multiply_rows(std::vector<float>& to, const TaskRow& product, con
   DType type = spec().weight_type;
   const void* weights = nullptr;
   uint64_t stride = of.step * from.pitch;
-  if (!spec().transposed) {
+  if (has_scales(type)) {
+    weights = dequantised_rows(product, from, of, columns), type = DType::kFloat32, stride = length;
+  } else if (!spec().transposed) {
     weights = at(from.data, type, of.first * from.pitch);
   } else {
     float* wide = room(features_, size_t{columns} * length);

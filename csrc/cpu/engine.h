@@ -24,10 +24,10 @@ inline float* room(std::vector<float>& buffer, size_t n) {
 
 // Element i of elements of type t.
 inline const uint8_t* at(const void* elements, DType t, uint64_t i) {
-  return static_cast<const uint8_t*>(elements) + i * element_bytes(t);
+  return static_cast<const uint8_t*>(elements) + stored_bytes(t, i);
 }
 inline uint8_t* at(void* elements, DType t, uint64_t i) {
-  return static_cast<uint8_t*>(elements) + i * element_bytes(t);
+  return static_cast<uint8_t*>(elements) + stored_bytes(t, i);
 }
 
 // One per processor thread, kept from call to call for its buffers; call, layer and columns of tasks change between
@@ -94,8 +94,8 @@ class Engine {
   const Call& c_;
   const Layer& layer_;
   ActorTrace& trace_;
-  // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a transposed matrix,
-  // packet scratch; of quantised rows their scales, and the products of a block of 128.
+  // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a matrix that is
+  // transposed or in mxfp4; of quantised rows their scales, and the products of a block of 128.
   std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_, row_scales_, block_;
   RouterBuffers router_;
   GemmBuffers gemm_;
@@ -135,12 +135,13 @@ class Engine {
   };
   Weights weights_of(const TaskRow& product, uint32_t expert, uint32_t slice) const;
   uint32_t contracted(const TaskRow& product, uint32_t expert) const;
-  // Of weights in FP8: a row's scales, for each block of columns.
+  // Of quantised weights: a row's scales, for each block of columns.
   struct RowScales {
-    const float* data;
-    uint32_t step;  // from one to the next
+    const uint8_t* data;
+    uint32_t step;  // from one to the next: 0 or 1
   };
   RowScales scales_of(const TaskRow& product, uint32_t expert, uint64_t row) const;
+  const float* dequantised_rows(const TaskRow& product, const Weights& from, Features of, uint32_t columns);
   uint8_t* intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) const;
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
   float* load_quantised_rows(const TaskRow& product, uint32_t tile, uint32_t columns);

@@ -23,10 +23,11 @@ struct Layer {
   const void* shared_gate_up = nullptr;  // [2 Is, H] or [Is, H], as gate_up of one expert; null where there is none
   const void* shared_down = nullptr;     // [H, Is]; or transposed, as all
   const void* shared_gate = nullptr;     // [H]; may be null
-  // Of weights in FP8: [El], [El, rows], or of blocks [El, ceil(rows / 128), ceil(columns / 128)], where the gate's rows
-  // and the up's have blocks of their own unless they are interleaved. Of the shared expert: the same without El.
-  const float *gate_up_scale = nullptr, *down_scale = nullptr;
-  const float *shared_gate_up_scale = nullptr, *shared_down_scale = nullptr;
+  // Of quantised weights: [El], [El, rows], or of blocks (spec/encoding.h) [El, blocks of rows, blocks of columns], where
+  // the gate's rows and the up's have blocks of their own unless they are interleaved. Of the shared expert: the same
+  // without El.
+  const void *gate_up_scale = nullptr, *down_scale = nullptr;
+  const void *shared_gate_up_scale = nullptr, *shared_down_scale = nullptr;
   const int32_t* topk_ids = nullptr;   // [T, K]; null where the router decides
   const void* topk_weights = nullptr;  // [T, K]
   DType topk_weight_type = DType::kFloat32;

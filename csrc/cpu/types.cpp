@@ -77,7 +77,21 @@ constexpr auto kE4M3 = [] {
   return values;
 }();
 
+// The two elements of mxfp4 in each byte, the first in its low bits: e2m1 counts halves, then whole numbers, then twos.
+constexpr auto kE2M1Pairs = [] {
+  constexpr float kMagnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  const auto value = [&](uint32_t e) { return (e & 8u) != 0 ? -kMagnitudes[e & 7u] : kMagnitudes[e & 7u]; };
+  std::array<std::array<float, 2>, 256> pairs{};
+  for (uint32_t byte = 0; byte < pairs.size(); ++byte) pairs[byte] = {value(byte & 15u), value(byte >> 4)};
+  return pairs;
+}();
+
 }  // namespace
+
+float e8m0_to_float(uint8_t e) {
+  if (e == 0xff) return std::numeric_limits<float>::quiet_NaN();
+  return std::bit_cast<float>(e != 0 ? uint32_t{e} << 23 : 1u << 22);
+}
 
 float e4m3_to_float(uint8_t e) {
   return kE4M3[e];
@@ -89,6 +103,9 @@ void widen(float* to, const void* from, DType t, uint64_t n) {
   switch (t) {
     case DType::kFloat8E4M3:
       for (uint64_t i = 0; i < n; ++i) to[i] = kE4M3[e[i]];
+      return;
+    case DType::kMxFp4:
+      for (uint64_t i = 0; i < n / 2; ++i) std::memcpy(to + 2 * i, kE2M1Pairs[e[i]].data(), sizeof(kE2M1Pairs[0]));
       return;
     case DType::kFloat32: std::memcpy(to, from, n * 4); return;
     case DType::kBFloat16:
@@ -109,6 +126,7 @@ void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step
     case DType::kFloat8E4M3:
       for (uint64_t i = 0; i < n; ++i) to[i] = kE4M3[e[i * step]];
       return;
+    case DType::kMxFp4: return;
     case DType::kFloat32:
       for (uint64_t i = 0; i < n; ++i) to[i] = f[i * step];
       return;
@@ -129,6 +147,7 @@ void narrow(void* to, const float* from, DType t, uint64_t n, float scale) {
     case DType::kFloat8E4M3:
       for (uint64_t i = 0; i < n; ++i) e[i] = float_to_e4m3(from[i] * scale);
       return;
+    case DType::kMxFp4: return;
     case DType::kFloat32:
       for (uint64_t i = 0; i < n; ++i) f[i] = from[i] * scale;
       return;
@@ -147,6 +166,7 @@ void round_to(float* v, DType t, uint64_t n) {
     case DType::kFloat8E4M3:
       for (uint64_t i = 0; i < n; ++i) v[i] = kE4M3[float_to_e4m3(v[i])];
       return;
+    case DType::kMxFp4: return;
     case DType::kBFloat16:
       for (uint64_t i = 0; i < n; ++i) v[i] = bf16_to_float(float_to_bf16(v[i]));
       return;
@@ -164,6 +184,7 @@ void accumulate(float* acc, const void* from, DType t, uint64_t n) {
     case DType::kFloat8E4M3:
       for (uint64_t i = 0; i < n; ++i) acc[i] += kE4M3[e[i]];
       return;
+    case DType::kMxFp4: return;
     case DType::kFloat32:
       for (uint64_t i = 0; i < n; ++i) acc[i] += f[i];
       return;

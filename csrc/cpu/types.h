@@ -32,7 +32,10 @@ uint16_t float_to_half(float f);
 float e4m3_to_float(uint8_t e);
 uint8_t float_to_e4m3(float f);
 
-// n elements of type t to fp32.
+// A scale of mxfp4, 2^(e - 127); 0xff is NaN.
+float e8m0_to_float(uint8_t e);
+
+// n elements of type t to fp32; of mxfp4, without their scales. Other functions here have no rows of that type.
 void widen(float* to, const void* from, DType t, uint64_t n);
 // Every step-th of the elements.
 void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step);

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .foreign import checkpoint_error, is_count, shown
+from .spec import FP8, MXFP4
 
 GATED = dict.fromkeys(("silu", "swish"), "swiglu") | dict.fromkeys(("gelu", "gelu_python"), "geglu")
 """The operator's activation of experts with a gate, by Transformers' name for what is applied to the gate."""
@@ -38,6 +39,9 @@ class Architecture:
     """Names in the block of further tensors, by the arguments of `flashmoe.moe`; a layer has all of them."""
     own_router: str = ""
     """The rule of a router that the operator does not compute."""
+    quantised: tuple[str, ...] = (FP8,)
+    """Element types of weights in quantised checkpoints of the kind. In MXFP4 matrices are not transposed, since blocks
+    lie along what a product contracts, whatever `options` say of others."""
 
 
 _NORMALISED = {"renormalize": ("norm_topk_prob", True)}
@@ -76,11 +80,13 @@ ARCHITECTURES = {
             "gate_up_bias": "experts.gate_up_proj_bias",
             "down_bias": "experts.down_proj_bias",
         },
+        quantised=(MXFP4,),
     ),
     "llama4_text": Architecture(
         "Llama 4",
         "intermediate_size",
         {"renormalize": False, "score": "sigmoid", "transposed": True, "weights_on_input": True, **_LINEAR},
+        quantised=(),
     ),
     "qwen3_next": Architecture("Qwen3-Next", options=_LINEAR, keys=_NORMALISED),
 }

@@ -16,6 +16,7 @@ from .spec import (
     ACTIVATIONS,
     DTYPES,
     ELEMENT_BYTES,
+    ENCODINGS,
     FP8,
     GATED,
     MAX_EXPERTS,
@@ -23,6 +24,7 @@ from .spec import (
     RETURN_CHOICES,
     SCALE_BLOCK,
     SCORES,
+    STORED_AS,
     LayerSpec,
     bounded,
     element_types,
@@ -119,18 +121,18 @@ class LayerOptions(TypedDict, total=False):
 
 
 class CallOptions(LayerOptions, total=False):
-    """What `flashmoe.moe` takes besides: options of the layer; scales of what is in FP8, float32, contiguous
-    (docs/fp8.md); and contiguous tensors, where x is, that the call writes to. On a GPU the launch does that, also in a
-    replayed graph; where PyTorch is given an operator, what comes behind it. What a call that fails leaves in them is
-    undefined."""
+    """What `flashmoe.moe` takes besides: options of the layer; scales of what is in FP8, float32, or in MXFP4, uint8,
+    contiguous (docs/fp8.md, docs/mxfp4.md); and contiguous tensors, where x is, that the call writes to. On a GPU the
+    launch does that, also in a replayed graph; where PyTorch is given an operator, what comes behind it. What a call
+    that fails leaves in them is undefined."""
 
     gate_up_scale: Any
     """Of gate_up_proj in float8_e4m3fn, and so are the other matrices: what its elements are multiplied by. One for
     each block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)], or ceil(I / 128) without a gate, as
     ``_scale_inv`` of checkpoints; or for each row, [El, 2I or I, 1]; or each matrix, [El, 1, 1]. All of a layer are of
-    one kind."""
+    one kind. Of gate_up_proj in MXFP4, [El, 2I or I, H / 32, 16] uint8: e8m0, [El, 2I or I, H / 32]."""
     down_scale: Any
-    """The same of down_proj: [El, ceil(H / 128), ceil(I / 128)], [El, H, 1] or [El, 1, 1]."""
+    """The same of down_proj: [El, ceil(H / 128), ceil(I / 128)], [El, H, 1] or [El, 1, 1]; [El, H, I / 32]."""
     shared_gate_up_scale: Any
     """Of the shared expert's matrices: without El, of its width Is."""
     shared_down_scale: Any
@@ -307,8 +309,8 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.
             f"x: expected at most {ELEMENT_BYTES[widest]} bytes an element (the context's dtype is {widest}), "
             f"got {layer.y_type}"
         )
-    if layer.quantised != room.layer.quantised:
-        expected = FP8 if room.layer.quantised else ", ".join(DTYPES)
+    if layer.encoding != room.layer.encoding:
+        expected = ", ".join(DTYPES) if room.layer.encoding is None else room.layer.weight_type
         raise HeapError(
             f"gate_up_proj: expected {expected}, which the context's memory is made for (see its weight_dtype), got "
             f"{layer.weight_type}"
@@ -368,6 +370,7 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
     is of scores, and these are float32; and for what is quantised."""
     known = (*DTYPES, FP8)
     operands: dict[str, Described] = {}
+    scale_type = "float32"
     for name, tensor in zip(Tensors._fields, tensors.floats, strict=False):  # they come first
         if tensor is None and name not in ("x", "gate_up_proj", "down_proj"):
             continue
@@ -375,12 +378,15 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
             operands[name] = as_operand(name, tensor, "[E] float32", ("float32",))
             continue
         if name.endswith("_scale"):
-            operands[name] = as_operand(name, tensor, "float32 scales", ("float32",))
+            of_this = "float32" if name == "x_scale" else scale_type
+            operands[name] = as_operand(name, tensor, f"{of_this} scales", (of_this,))
             continue
-        each = operands[name] = as_operand(name, tensor, f"a {', '.join(known)} tensor", known)
+        types = (*DTYPES, *STORED_AS) if name in SCALE_OF else known
+        each = operands[name] = _numbers(name, as_operand(name, tensor, f"a {', '.join(types)} tensor", types))
         expected, of = y_type(operands["x"].dtype), "the type of " + ("y" if operands["x"].dtype == FP8 else "x")
-        if name in SCALE_OF and operands["gate_up_proj"].dtype == FP8:
-            expected, of = FP8, "the type of gate_up_proj"
+        if name in SCALE_OF and operands["gate_up_proj"].dtype in ENCODINGS:
+            expected, of = operands["gate_up_proj"].dtype, "the type of gate_up_proj"
+            scale_type = ENCODINGS[expected].scale
         if name != "x" and each.dtype != expected:
             raise InvalidArgument(f"{name}: expected {expected}, {of}, got {list(each.shape)} {each.dtype}")
     _check_scales_given(operands)
@@ -398,19 +404,34 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
     return operands
 
 
+def _numbers(name: str, each: Described) -> Described:
+    """What the operand's elements stand for: matrices whose elements are packed, as what they are of. Raises
+    `InvalidArgument`."""
+    encoding = ENCODINGS.get(STORED_AS.get(each.dtype, ""))
+    if encoding is None or not encoding.packed:
+        return each
+    axes = 3 if name.startswith("shared_") else 4
+    if len(each.shape) != axes or each.shape[-1] != encoding.packed:
+        symbols = ", ".join(["El", "rows", f"columns / {encoding.block[1]}", str(encoding.packed)][-axes:])
+        raise InvalidArgument(f"{name}: expected [{symbols}] {each.dtype}, got {list(each.shape)}")
+    return each.of_numbers(encoding.numbers(each.shape), STORED_AS[each.dtype])
+
+
 def _check_scales_given(operands: dict[str, Described]) -> None:
-    """What is in FP8 has scales, nothing else has any, and of x the router sees what it was before."""
+    """What is quantised has scales, nothing else has any, and of x the router sees what it was before."""
     for name, scale in ({"x": "x_scale"} | SCALE_OF).items():
-        quantised = name in operands and operands[name].dtype == FP8
+        quantised = name in operands and operands[name].dtype in ENCODINGS
         if quantised and scale not in operands:
-            raise InvalidArgument(f"{scale}: expected a tensor with {name} of {FP8}, got None")
+            raise InvalidArgument(f"{scale}: expected a tensor with {name} of {operands[name].dtype}, got None")
         if scale in operands and not quantised:
             got = operands[name].dtype if name in operands else "None"
-            raise InvalidArgument(f"{scale}: expected {name} of {FP8} with it, got {got}")
+            types = FP8 if name == "x" else " or ".join(ENCODINGS)
+            raise InvalidArgument(f"{scale}: expected {name} of {types} with it, got {got}")
     if "x_scale" not in operands:
         return
     if operands["gate_up_proj"].dtype != FP8:
-        raise InvalidArgument(f"x: expected {', '.join(DTYPES)} with weights of these, got {FP8}")
+        of = "these" if operands["gate_up_proj"].dtype in DTYPES else operands["gate_up_proj"].dtype
+        raise InvalidArgument(f"x: expected {', '.join(DTYPES)} with weights of {of}, got {FP8}")
     for name in ("router", "shared_gate"):
         if name in operands:
             raise InvalidArgument(f"{name}: expected none with x of {FP8}, of which it would see what is left, got one")
@@ -485,13 +506,19 @@ def _layer(operands: dict[str, Described], options: Options, experts: int, top_k
 
 
 def check_quantised(layer: LayerSpec) -> None:
-    """Refuses what layers of weights in FP8 cannot be."""
-    if not layer.quantised:
+    """Refuses what layers of quantised weights cannot be."""
+    encoding, dtype = layer.encoding, layer.weight_type
+    if encoding is None:
         return
     if layer.transposed:
-        raise InvalidArgument(f"transposed: expected False with weights of {FP8}, got True")
+        raise InvalidArgument(f"transposed: expected False with weights of {dtype}, got True")
     for name, count in (("slices", layer.slices), ("shared_down", layer.shared)):
-        check_slices(name, count, layer.intermediate)
+        check_slices(dtype, name, count, layer.intermediate)
+    for name, columns in (("hidden", layer.hidden), ("intermediate", layer.intermediate)):
+        if encoding.whole_blocks and columns % encoding.block[1]:
+            raise InvalidArgument(
+                f"{name}: expected a multiple of {encoding.block[1]} with weights of {dtype}, got {columns}"
+            )
 
 
 def _slices(operands: dict[str, Described], intermediate: int, inner: int) -> int:
@@ -609,4 +636,4 @@ def _weight_scales(operands: dict[str, Described], layer: LayerSpec) -> str:
     shapes = {
         name: (operands[name].shape, operands[scale].shape) for name, scale in SCALE_OF.items() if scale in operands
     }
-    return common_kind(shapes, layer.halves) if shapes else "none"
+    return common_kind(layer.encoding, shapes, layer.halves) if shapes else "none"

@@ -13,6 +13,7 @@ understood as they are found, in a block ``….mlp``, ``….block_sparse_moe`` o
   ``shared_experts.``
 
 * of matrices in FP8 their scales: ``….weight_scale_inv`` or ``….weight_scale``, merged ``….gate_up_proj_scale_inv``
+* experts in MXFP4, merged, as gpt-oss has them: ``experts.gate_up_proj_blocks``, ``….gate_up_proj_scales``
 
 Experts without a gate have ``up_proj`` and ``down_proj`` alone. A shared expert that `flashmoe.moe` does not take is
 left out, and named.
@@ -39,8 +40,9 @@ from .memory import format_bytes, machine_bytes
 from .scales import SCALE_OF, check_slices, common_kind
 from .shares import Box, Cut, checked_ids
 from .slices import cut_scales
-from .spec import FP8, halves_of
-from .tensor_file import DTYPES, MOST_HEADER_BYTES, WEIGHTS, Stored, TensorFile, read_header
+from .spec import ENCODINGS, FP8, MXFP4, STORED_AS, Encoding, halves_of
+from .tensor_file import BYTES, DTYPES, MOST_HEADER_BYTES, READ, WEIGHTS, Stored, TensorFile, read_header
+from .tensors import dtype_name
 
 Weights = TypeVar("Weights")
 
@@ -55,19 +57,16 @@ _BLOCK = re.compile(
     r"\.(?:(?:gate|router)\.weight$|experts\.)"
 )
 _SHARED = re.compile(r"(?P<name>shared_experts?(?:_gate)?)\.")
-_QUANTISED = {
-    "_blocks": "MXFP4",
-    "_scales": "MXFP4",
-    "weight_packed": "packed integers",
-    "qweight": "packed integers",
-}
-"""How weights of fewer bits are stored, by the end of the name of a tensor that they have."""
+_QUANTISED = {"weight_packed": "packed integers", "qweight": "packed integers"}
+"""How weights of fewer bits are stored that are not read, by the end of the name of a tensor that they have."""
 OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
 """The tensors of experts, by the names of `flashmoe.moe`."""
 SHARED = ("shared_gate_up", "shared_down", "shared_gate", "shared_gate_up_scale", "shared_down_scale")
 """The tensors of a shared expert, by the names of `flashmoe.moe`."""
 _SCALE_ENDS = ("_scale_inv", "_scale")
 """What follows the name of a matrix in that of its scales."""
+_BLOCKS, _BLOCK_SCALES = ENCODINGS[MXFP4].suffixes
+_MERGED = ("experts.down_proj", f"experts.down_proj{_BLOCKS}")
 _MOST_LAYER_DIGITS = 9
 _EXPERT = re.compile(r"experts\.[0-9]+\.(?P<projection>\w+)\.weight")
 _GATED = ["gate_proj", "up_proj", "down_proj"]
@@ -78,7 +77,8 @@ _MIXTRAL = ["w1", "w3", "w2"]  # gate, up and down
 @dataclass(frozen=True, eq=False)
 class MoELayerOf(Generic[Weights]):
     """The weights and the routing rule of one MoE layer. All but `choice_bias` share one dtype (see `DTYPES`); or the
-    experts' matrices are in FP8 and have scales.
+    experts' matrices are quantised and have scales: in FP8, or in MXFP4, whose tensors have the shapes that
+    `flashmoe.moe` takes.
 
     E is the number of experts, H the hidden size, I the intermediate size of one expert. `tensors` and `rule` are what
     `flashmoe.moe` takes.
@@ -114,7 +114,7 @@ class MoELayerOf(Generic[Weights]):
     shared_gate: np.ndarray | None = None
     """[1, H]"""
     gate_up_scale: Weights | None = None
-    """Of matrices in FP8, and so are the others: float32, as `flashmoe.moe` takes it."""
+    """Of quantised matrices, and so are the others: as `flashmoe.moe` takes it."""
     down_scale: Weights | None = None
     shared_gate_up_scale: np.ndarray | None = None
     shared_down_scale: np.ndarray | None = None
@@ -144,33 +144,39 @@ class MoELayerOf(Generic[Weights]):
     @property
     def intermediate(self) -> int:
         """I."""
-        return self.down_proj.shape[1 if self.options.get("transposed") else 2]
+        return self._numbers("down_proj")[1 if self.options.get("transposed") else 2]
 
     @property
     def shared_intermediate(self) -> int:
         """Is, the intermediate size of the shared expert; 0: there is none."""
-        return 0 if self.shared_down is None else self.shared_down.shape[0 if self.options.get("transposed") else 1]
+        if self.shared_down is None:
+            return 0
+        return self._numbers("shared_down")[0 if self.options.get("transposed") else 1]
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of every tensor but those in FP8 and their scales, as NumPy's."""
+        """The dtype of every tensor but the quantised ones and their scales, as NumPy's."""
         return self.router.dtype
 
     @property
     def weight_dtype(self) -> str:
         """The dtype of the experts' matrices, as `flashmoe.Context` takes it."""
-        return self.dtype.name if self.gate_up_scale is None else FP8
+        return self.dtype.name if self.gate_up_scale is None else STORED_AS[dtype_name(self.gate_up_proj)]
 
     @property
     def weight_scales(self) -> str:
         """What shares a scale, one of `flashmoe.spec.WEIGHT_SCALES`."""
         if self.gate_up_scale is None:
             return "none"
-        shapes = {
-            "gate_up_proj": (self.gate_up_proj.shape, self.gate_up_scale.shape),
-            "down_proj": (self.down_proj.shape, self.down_scale.shape),
-        }
-        return common_kind(shapes, halves_of(self.activation, bool(self.options.get("interleaved"))))
+        scales = {"gate_up_proj": self.gate_up_scale, "down_proj": self.down_scale}
+        shapes = {name: (self._numbers(name), scale.shape) for name, scale in scales.items()}
+        halves = halves_of(self.activation, bool(self.options.get("interleaved")))
+        return common_kind(ENCODINGS[self.weight_dtype], shapes, halves)
+
+    def _numbers(self, name: str) -> tuple[int, ...]:
+        """The shape of the matrices of that name, as numbers."""
+        shape = getattr(self, name).shape
+        return shape if self.gate_up_scale is None else ENCODINGS[self.weight_dtype].numbers(shape)
 
     def with_experts(self, experts: Sequence[int]) -> Self:
         """The layer with the weights of these experts alone, in this order; its router remains [E, H]."""
@@ -231,9 +237,9 @@ def load_layer(
             the others no byte is. `flashmoe.placement.local_experts` has those of a rank.
 
     Raises:
-        InvalidArgument: `slices` is no divisor of I, or cuts blocks of matrices in FP8; or `held` are no such ids.
+        InvalidArgument: `slices` is no divisor of I, or cuts blocks of quantised matrices; or `held` are no such ids.
         CheckpointError: a file is missing, truncated or not what its name says; the layer is absent or lacks
-            a tensor; the block holds a tensor that `MoELayer` has no place for, or quantised weights; shapes or
+            a tensor; the block holds a tensor that `MoELayer` has no place for, or packed integers; shapes or
             dtypes disagree with each other or with the config; or the model or its routing rule is unknown.
     """
     path = Path(path)
@@ -242,30 +248,32 @@ def load_layer(
     row = architecture_of(config)
     block = _find_block(tensors.names, layer)
     plan, gated, left_out = _plan_block(tensors, block, row)
-    _check_dtypes(block, plan)
-    transposed = bool(row.options.get("transposed"))
+    encoding = _checked_encoding(block, plan)
+    transposed = bool(row.options.get("transposed")) and not (encoding and encoding.packed)
     sizes = _checked_sizes(block, plan, gated, transposed)
     if left_out := left_out or _odd_width(plan, sizes["inner"]):
         plan = {name: planned for name, planned in plan.items() if name not in SHARED}
-    _check_scales(block, plan, 2 if gated and not row.options.get("interleaved") else 1)
+    _check_scales(block, plan, encoding, 2 if gated and not row.options.get("interleaved") else 1)
     _check_config(block, row, config, **sizes)
     overrides = {"top_k": top_k, "renormalize": renormalize, "activation": activation}
     rule = rule_of(row, config, gated=gated, experts=sizes["experts"], **overrides)
     fields = {name: rule.pop(name, True) for name in overrides}  # a router of the model's own has no renormalize
+    if not transposed:
+        rule.pop("transposed", None)
     ids = checked_ids(held, sizes["experts"], slices)
     if slices != 1 or held is not None:
         how = Cut(slices, fields["activation"], bool(row.options.get("interleaved")), transposed)
+        if encoding:
+            _check_slices(encoding, slices, sizes["inner"])
         whole, plan = plan, {name: planned.share(name, how, ids) for name, planned in plan.items()}
-        if "gate_up_scale" in plan:
-            check_slices("slices", slices, sizes["inner"] // slices)
         fields |= {"slices": slices, "held": None if held is None else ids}
     arrays = _read_planned(plan)
     if "choice_bias" in arrays:
         arrays["choice_bias"] = arrays["choice_bias"].astype(np.float32)
     for name in set(SCALE_OF.values()) & set(arrays):
-        arrays[name] = np.repeat(arrays[name].astype(np.float32), plan[name].repeats, axis=-2)
-    if slices != 1 and "gate_up_scale" in arrays:
-        arrays |= _scales_of_slices(arrays, whole, how, ids)
+        arrays[name] = np.repeat(arrays[name].astype(encoding.scale), plan[name].repeats, axis=-2)
+    if slices != 1 and encoding:
+        arrays |= _scales_of_slices(arrays, whole, encoding, how, ids)
     for name in ("shared_gate_up", "shared_down"):
         if name in arrays and transposed:
             arrays[name] = np.ascontiguousarray(arrays[name].T)
@@ -455,11 +463,17 @@ class _Planned:
     def of(cls, stored: Stored, axes: int = 0) -> _Planned:
         """A tensor as it is; with axes of one element behind its own, if they are fewer."""
         shape = stored.shape + (1,) * (axes - len(stored.shape))
-        return cls(WEIGHTS[stored.dtype], shape, [((), stored, None)])
+        return cls(READ[stored.dtype], shape, [((), stored, None)])
 
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The shape of the matrices that it has the elements of."""
+        dtype = STORED_AS.get(self.dtype.name)
+        return self.shape if dtype is None else ENCODINGS[dtype].numbers(self.shape)
 
     def share(self, name: str, how: Cut, ids: Sequence[int]) -> _Planned:
         """Of the field `name` of a layer, that of these experts or slices; itself, if it is not of experts."""
@@ -517,19 +531,11 @@ def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[
         raise checkpoint_error(router.name, "a non-empty array [E, H]", f"shape {shown(list(router.shape))}")
     plan = {"router": _Planned.of(router)}
 
-    if "experts.down_proj" in parts:
-        gated = "experts.up_proj" not in parts
-        first = "experts.gate_up_proj" if gated else "experts.up_proj"
-        used = {first, "experts.down_proj"}
-        plan["gate_up_proj"] = _Planned.of(tensors.matrix(f"{block}.{first}"))
-        plan["down_proj"] = _Planned.of(tensors.matrix(f"{block}.experts.down_proj"))
-        if plan["down_proj"].dtype.name == FP8:
-            scales = [tensors.stored(tensors.scale_of(f"{block}.{name}")) for name in (first, "experts.down_proj")]
-            plan |= {
-                name: _Planned.of(each, axes=3)
-                for name, each in zip(("gate_up_scale", "down_scale"), scales, strict=True)
-            }
-            used |= {each.name.removeprefix(f"{block}.") for each in scales}
+    if not parts.isdisjoint(_MERGED):
+        gated = parts.isdisjoint(("experts.up_proj", f"experts.up_proj{_BLOCKS}"))
+        of_experts = _plan_merged(tensors, block, parts, "gate_up_proj" if gated else "up_proj")
+        used = {part.name.removeprefix(f"{block}.") for each in of_experts.values() for _, part, _ in each.parts}
+        plan |= of_experts
     else:
         order = _projections(parts)
         gated = order is not _UNGATED
@@ -553,6 +559,32 @@ def _plan_block(tensors: _Tensors, block: str, row: Architecture) -> tuple[dict[
     if gated and not row.options.get("interleaved") and (of_shared := _plan_shared(tensors, block, shared)):
         return plan | of_shared, gated, ()
     return plan, gated, tuple(sorted(set(shared.values())))
+
+
+def _plan_merged(tensors: _Tensors, block: str, parts: set[str], first: str) -> dict[str, _Planned]:
+    """The matrices of all experts in one tensor each, of which the first has that name; and their scales."""
+    names = [f"{block}.experts.{name}" for name in (first, "down_proj")]
+    packed = f"experts.down_proj{_BLOCKS}" in parts
+    if packed:
+        matrices = [_packed(tensors.stored(name + _BLOCKS, BYTES)) for name in names]
+    else:
+        matrices = [_Planned.of(tensors.matrix(name)) for name in names]
+    plan = dict(zip(("gate_up_proj", "down_proj"), matrices, strict=True))
+    if packed:
+        scales = [tensors.stored(name + _BLOCK_SCALES, BYTES) for name in names]
+    elif plan["down_proj"].dtype.name == FP8:
+        scales = [tensors.stored(tensors.scale_of(name)) for name in names]
+    else:
+        return plan
+    plan["gate_up_scale"], plan["down_scale"] = (_Planned.of(each, axes=3) for each in scales)
+    return plan
+
+
+def _packed(stored: Stored) -> _Planned:
+    """Elements [E, rows, columns / 32, 16] of all experts in MXFP4."""
+    if len(stored.shape) != 4 or stored.shape[-1] != ENCODINGS[MXFP4].packed:
+        raise checkpoint_error(stored.name, "shape [E, rows, columns / 32, 16]", shown(list(stored.shape)))
+    return _Planned.of(stored)
 
 
 def _plan_shared(tensors: _Tensors, block: str, shared: dict[str, str]) -> dict[str, _Planned]:
@@ -657,35 +689,45 @@ def _plan_scales(block: str, matrices: list[Stored], experts: list[list[Stored]]
 
 
 def _scales_of_slices(
-    arrays: dict[str, np.ndarray], whole: dict[str, _Planned], how: Cut, ids: Sequence[int]
+    arrays: dict[str, np.ndarray], whole: dict[str, _Planned], encoding: Encoding, how: Cut, ids: Sequence[int]
 ) -> dict[str, np.ndarray]:
     """The scales of these slices, of those of their experts."""
-    first, down = (whole[name].shape for name in ("gate_up_proj", "down_proj"))
+    first, down = (whole[name].numbers for name in ("gate_up_proj", "down_proj"))
     experts = sorted({id // how.slices for id in ids})
     at = [experts.index(id // how.slices) * how.slices + id % how.slices for id in ids]
     halves = halves_of(how.activation, how.interleaved)
     both = arrays["gate_up_scale"], arrays["down_scale"]
-    return {name: each[at] for name, each in cut_scales(how.slices, *both, first[1:], down[1:], halves).items()}
+    made = cut_scales(encoding.dtype, how.slices, *both, first[1:], down[1:], halves)
+    return {name: each[at] for name, each in made.items()}
 
 
-def _check_dtypes(block: str, plan: dict[str, _Planned]) -> None:
-    """Raise unless all are of one dtype; or the experts' matrices are in FP8, and of one dtype is what is left."""
+def _checked_encoding(block: str, plan: dict[str, _Planned]) -> Encoding | None:
+    """That of the experts' matrices, if they are quantised. Raise unless all are of one dtype; or the matrices are
+    quantised in one, and of one is what is left."""
     matrices = {name: plan[name].dtype for name in SCALE_OF if name in plan}
-    quantised = FP8 in {dtype.name for dtype in matrices.values()}
-    if quantised:
-        _one_dtype(f"{block} matrices", matrices.values())
+    quantised = not STORED_AS.keys().isdisjoint(dtype.name for dtype in matrices.values())
     apart = {"choice_bias", *SCALE_OF.values(), *(matrices if quantised else ())}
+    stored = _one_dtype(f"{block} matrices", matrices.values()) if quantised else None
     _one_dtype(block, (planned.dtype for name, planned in plan.items() if name not in apart))
+    return None if stored is None else ENCODINGS[STORED_AS[stored.name]]
 
 
-def _check_scales(block: str, plan: dict[str, _Planned], halves: int) -> None:
-    """Raise unless matrices in FP8 have scales as `flashmoe.moe` takes them."""
-    shapes = {name: (plan[name].shape, plan[scale].repeated) for name, scale in SCALE_OF.items() if scale in plan}
+def _check_scales(block: str, plan: dict[str, _Planned], encoding: Encoding | None, halves: int) -> None:
+    """Raise unless quantised matrices have scales as `flashmoe.moe` takes them."""
+    shapes = {name: (plan[name].numbers, plan[scale].repeated) for name, scale in SCALE_OF.items() if scale in plan}
     try:
-        if shapes:
-            common_kind(shapes, halves)
+        if encoding:
+            common_kind(encoding, shapes, halves)
     except InvalidArgument as error:
         raise CheckpointError(f"{block} {error}") from None
+
+
+def _check_slices(encoding: Encoding, slices: int, inner: int) -> None:
+    """Raises `InvalidArgument` unless so many slices of experts with I columns have whole blocks."""
+    width, left = divmod(inner, slices)
+    if left:
+        raise InvalidArgument(f"slices: expected a divisor of I={inner}, got {slices}")
+    check_slices(encoding.dtype, "slices", slices, width)
 
 
 def _one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
@@ -699,7 +741,7 @@ def _one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
 def _checked_sizes(block: str, plan: dict[str, _Planned], gated: bool, transposed: bool) -> dict[str, int]:
     """E, H and I, once the tensors are known to fit together."""
     experts, hidden = plan["router"].shape
-    down = plan["down_proj"].shape
+    down = plan["down_proj"].numbers
     order = slice(None, None, -1 if transposed else 1)
     if len(down) != 3 or down[0] != experts or down[1:][order][0] != hidden or 0 in down:
         raise checkpoint_error(
@@ -718,8 +760,9 @@ def _checked_sizes(block: str, plan: dict[str, _Planned], gated: bool, transpose
     if "shared_down" in plan:
         expected["shared_down"] = [hidden, plan["shared_down"].shape[1]]
     for name, shape in expected.items():
-        if name in plan and list(plan[name].shape) != shape:
-            raise checkpoint_error(f"{block} {name}", f"shape {shape}", shown(list(plan[name].shape)))
+        got = list(plan[name].numbers if name in SCALE_OF else plan[name].shape) if name in plan else shape
+        if got != shape:
+            raise checkpoint_error(f"{block} {name}", f"shape {shape}", shown(got))
     return {"experts": experts, "hidden": hidden, "inner": inner}
 
 

@@ -17,7 +17,7 @@ from .errors import InvalidArgument
 from .spec import (
     DTYPES,
     ELEMENT_BYTES,
-    FP8,
+    ENCODINGS,
     MAX_CUDA_EXPERTS,
     MAX_CUDA_RANKS,
     MAX_CUDA_TOKENS,
@@ -145,7 +145,7 @@ def checked_context(
     experts = bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
     top_k = bounded("top_k", top_k, 1, min(experts, MAX_CUDA_TOP_K) if cuda else experts)
     dtype = one_of("dtype", dtype, DTYPES)
-    weights = dtype if weight_dtype is None else one_of("weight_dtype", weight_dtype, (dtype, FP8))
+    weights = dtype if weight_dtype is None else one_of("weight_dtype", weight_dtype, (dtype, *ENCODINGS))
     intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
     rdma = checked_transport(transport, engine, ranks) == "rdma"
     slices = checked_slices(slices, experts, top_k, ranks, cuda)

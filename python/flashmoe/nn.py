@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
@@ -26,19 +27,18 @@ from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
 from .replicated import Replicas
-from .scales import block_rows
+from .scales import SCALE_OF, scale_shape
 from .slices import cut
 from .spec import (
     DTYPES,
+    ENCODINGS,
     FP8,
     MAX_EXPERTS,
     MAX_WIDTH,
-    WEIGHT_SCALES,
     LayerSpec,
     bounded,
     element_types,
     one_of,
-    scale_blocks,
     truth,
 )
 from .torch_op import call, check_tensors, context_id, saving_contexts
@@ -46,15 +46,17 @@ from .torch_op import call, check_tensors, context_id, saving_contexts
 __all__ = ["Experts", "MoE", "Router", "SharedExpert", "saving_contexts"]
 
 
-_OF_EXPERTS = {
-    "gate_up_proj": "gate_up_proj",
-    "down_proj": "down_proj",
-    "gate_up_bias": "gate_up_proj_bias",
-    "down_bias": "down_proj_bias",
-    "gate_up_scale": "gate_up_proj_scale_inv",
-    "down_scale": "down_proj_scale_inv",
+_MATRICES = ("gate_up_proj", "down_proj")
+"""Those of experts and of a shared one, by the names of `Experts` and `SharedExpert`."""
+_BIASES = {"gate_up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias"}
+"""The names of experts' biases: of `flashmoe.moe`, and of parameters."""
+_SHARED = {
+    "gate_up_proj": "shared_gate_up",
+    "down_proj": "shared_down",
+    "gate_up_scale": "shared_gate_up_scale",
+    "down_scale": "shared_down_scale",
 }
-"""The names of experts' tensors: of `flashmoe.moe`, and of parameters."""
+"""The names of `flashmoe.moe` for a shared expert's tensors, by those for the experts'."""
 TOKENS = ("own", "replicated")
 """Whose tokens a rank has."""
 
@@ -72,7 +74,7 @@ class Router(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws new random weights and clears the bias."""
-        _reset(self.weight, self.bias, self.weight.shape[1])
+        _draw(self.weight, self.weight.shape[1], self.bias)
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, bias={self.bias is not None}, {self.weight.dtype}"
@@ -84,7 +86,9 @@ class Experts(torch.nn.Module):
     `gate_up_proj` [El, 2I, H], an expert's gate rows before its up rows, or [El, I, H] where the activation
     has no gate; `down_proj` [El, H, I]; of a transposed layer [El, H, 2I or I] and [El, I, H]; with biases
     `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H]; with weights in FP8 `gate_up_proj_scale_inv` and
-    `down_proj_scale_inv`, float32, which see in `flashmoe.moe` by their names there.
+    `down_proj_scale_inv`, float32, which see in `flashmoe.moe` by their names there. With weights in MXFP4 there are
+    `gate_up_proj_blocks` [El, 2I or I, H / 32, 16], `down_proj_blocks` [El, H, I / 32, 16], `gate_up_proj_scales`
+    [El, 2I or I, H / 32] and `down_proj_scales` [El, H, I / 32] instead, uint8, as checkpoints of gpt-oss have them.
 
     ``load_state_dict`` takes each of them for these El experts, as ``state_dict`` gives it, or for all E, as
     a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`. Of a layer whose
@@ -103,7 +107,8 @@ class Experts(torch.nn.Module):
         local = len(self.ids)
 
         up, down = (layer.gate_up_rows, layer.hidden), (layer.hidden, layer.intermediate)
-        _add_matrices(self, layer, (local,), up, down, dtype)
+        self.names = _add_matrices(self, layer, (local,), up, down, dtype)
+        """The names of the parameters, by those of `flashmoe.moe`."""
         self.gate_up_proj_bias = _parameter(local, layer.gate_up_rows, dtype=dtype) if bias else None
         self.down_proj_bias = _parameter(local, layer.hidden, dtype=dtype) if bias else None
         self._inputs = layer.hidden, layer.intermediate
@@ -112,23 +117,22 @@ class Experts(torch.nn.Module):
     def forward(self, number: int, others: dict[str, Tensor | None], options: Options, main_grad: bool) -> Tensor:
         """The layer's output, of these parameters and the `others` of `flashmoe.moe`. That what wraps this module
         alone, as FSDP2 does, has its parameters in place while they are used."""
-        own = {name: getattr(self, parameter) for name, parameter in _OF_EXPERTS.items()}
+        own = {name: getattr(self, parameter) for name, parameter in (self.names | _BIASES).items()}
         tensors = Tensors(**{name: _local(each) for name, each in (own | others).items()})
         return call(number, tensors, options, main_grad)
 
     def reset_parameters(self) -> None:
         """Draws new random weights and clears the biases."""
-        _reset(self.gate_up_proj, self.gate_up_proj_bias, self._inputs[0], self.gate_up_proj_scale_inv)
-        _reset(self.down_proj, self.down_proj_bias, self._inputs[1], self.down_proj_scale_inv)
+        for name, inputs in zip(_MATRICES, self._inputs, strict=True):
+            _reset(self, name, inputs, getattr(self, f"{name}_bias"))
 
     def extra_repr(self) -> str:
-        shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
-        return f"{shapes}, bias={self.down_proj_bias is not None}, {self.down_proj.dtype}, of E={self.total}"
+        return f"{_described(self)}, bias={self.down_proj_bias is not None}, of E={self.total}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # `state_dict` is load_state_dict's own copy: entries may be replaced.
         local = len(self.ids)
-        state_dict |= self._cut({name: state_dict.get(prefix + name) for name in _OF_EXPERTS.values()}, prefix)
+        state_dict |= self._cut(state_dict, prefix)
         for name, parameter in self.named_parameters(recurse=False):
             given = state_dict.get(prefix + name)
             if given is None or given.ndim != parameter.ndim:
@@ -140,21 +144,22 @@ class Experts(torch.nn.Module):
                 state_dict[prefix + name] = given[self.ids]
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def _cut(self, given: dict[str, Tensor | None], prefix: str) -> dict[str, Tensor]:
+    def _cut(self, state_dict: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         """The entries for slices in place of those for whole experts; none if that is not what is given."""
-        up, down, *others = given.values()
+        names = {ours: prefix + name for ours, name in (self.names | _BIASES).items()}
+        given = {ours: state_dict.get(name) for ours, name in names.items()}
+        up, down, mine = given["gate_up_proj"], given["down_proj"], getattr(self, self.names["down_proj"])
         axis = 1 if self.form["transposed"] else 2
-        matrices = up is not None and down is not None and up.ndim == down.ndim == 3
-        if self._slices == 1 or not matrices or down.shape[axis] != self._slices * self.down_proj.shape[axis]:
+        matrices = up is not None and down is not None and up.ndim == down.ndim == mine.ndim
+        if self._slices == 1 or not matrices or down.shape[axis] != self._slices * mine.shape[axis]:
             return {}
-        parts = cut(self._slices, up, down, *others, **self.form)
-        return {prefix + _OF_EXPERTS[name]: part for name, part in parts.items()}
+        return {names[ours]: part for ours, part in cut(self._slices, **given, **self.form).items()}
 
 
 class SharedExpert(torch.nn.Module):
     """The parameters of a shared expert, whole on every rank: `gate_up_proj` [2Is, H], gate rows first, or [Is, H]
     where the activation has no gate; `down_proj` [H, Is]; of a transposed layer [H, 2Is or Is] and [Is, H]. With
-    weights in FP8 `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as the experts'.
+    weights in FP8 `gate_up_proj_scale_inv` and `down_proj_scale_inv`, and in MXFP4 other names, as the experts'.
 
     ``load_state_dict`` also takes ``gate_proj.weight``, ``up_proj.weight`` and ``down_proj.weight``, as blocks of
     Transformers have them, each perhaps with a ``weight_scale_inv``.
@@ -164,18 +169,18 @@ class SharedExpert(torch.nn.Module):
         super().__init__()
         width = layer.shared * layer.intermediate
         up, down = (layer.shared * layer.gate_up_rows, layer.hidden), (layer.hidden, width)
-        _add_matrices(self, layer, (), up, down, dtype)
+        self.names = _add_matrices(self, layer, (), up, down, dtype)
+        """The names of the parameters, by those that `flashmoe.moe` has for the experts'."""
         self._inputs = layer.hidden, width
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new random weights."""
-        _reset(self.gate_up_proj, None, self._inputs[0], self.gate_up_proj_scale_inv)
-        _reset(self.down_proj, None, self._inputs[1], self.down_proj_scale_inv)
+        for name, inputs in zip(_MATRICES, self._inputs, strict=True):
+            _reset(self, name, inputs)
 
     def extra_repr(self) -> str:
-        shapes = f"gate_up_proj={list(self.gate_up_proj.shape)}, down_proj={list(self.down_proj.shape)}"
-        return f"{shapes}, {self.down_proj.dtype}"
+        return _described(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # `state_dict` is load_state_dict's own copy: entries may be replaced.
@@ -194,7 +199,7 @@ class MoE(torch.nn.Module):
 
     With a context of the CPU engine the layer trains (docs/training.md): all ranks make the same backward passes. With
     one of the CUDA engine parameters and tokens may require gradients, as in a model that has not been frozen, but a
-    backward pass that reaches the layer raises `NotImplementedError`; so it does with weights in FP8 and with
+    backward pass that reaches the layer raises `NotImplementedError`; so it does with quantised weights and with
     `tokens` ``"replicated"``, and everywhere a call with forward-mode derivatives.
 
     The layer runs `flashmoe.moe`, which see; under ``torch.compile(fullgraph=True)``, too, it is one
@@ -218,6 +223,7 @@ class MoE(torch.nn.Module):
     ``shared_expert_gate.weight``  [1, H], with `shared_gate`
     ``….gate_up_proj_scale_inv``   float32, of experts in FP8; see `Experts`
     ``….down_proj_scale_inv``      float32, likewise
+    ``….gate_up_proj_blocks``      uint8, of experts in MXFP4, as is ``….gate_up_proj_scales``; see `Experts`
     ============================== ======================================================================
 
     Initial values are random, also the router's, and differ from rank to rank: load weights before use. Where
@@ -242,8 +248,8 @@ class MoE(torch.nn.Module):
     shared_intermediate, shared_gate:
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     dtype:
-        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are in
-        FP8 where those of the context are (its `weight_dtype`).
+        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are
+        quantised where those of the context are (its `weight_dtype`).
     weight_scales:
         Of weights in FP8: a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
     count_load:
@@ -332,11 +338,11 @@ class MoE(torch.nn.Module):
             shared=width // intermediate,
             experts=experts,
             top_k=bounded("top_k", top_k, 1, experts),
-            **element_types(dtype_name, FP8 if ctx.weight_dtype == FP8 else ""),
+            **element_types(dtype_name, ctx.weight_dtype if ctx.weight_dtype in ENCODINGS else ""),
         )
         check_quantised(layer)
-        if layer.quantised:
-            layer = replace(layer, weight_scales=one_of("weight_scales", weight_scales, WEIGHT_SCALES[1:]))
+        if layer.encoding is not None:
+            layer = replace(layer, weight_scales=one_of("weight_scales", weight_scales, layer.encoding.kinds))
         room = room_of(ctx)
         placed = placement_of(room, self.placement, layer.parts)
         mine = ctx.local_experts(placed)
@@ -431,9 +437,9 @@ class MoE(torch.nn.Module):
                 weight_scales=layer.weight_scales,
                 **how,
             )
-        mine = module.experts.ids
+        mine, names = module.experts.ids, module.experts.names | _BIASES
         of_router = {"weight": layer.router, "bias": layer.router_bias, "choice_bias": layer.choice_bias}
-        of_experts = {name: getattr(layer, name) for name in _OF_EXPERTS}
+        of_experts = {name: getattr(layer, name) for name in names}
         if layer.held is not None:
             if list(layer.held) != mine or (slices > 1 and not is_cut):
                 what = "slices" if module.experts.total > layer.experts else "experts"
@@ -443,13 +449,12 @@ class MoE(torch.nn.Module):
                 )
             mine = list(range(len(mine)))
         if slices > 1 and not is_cut:
-            of_experts = cut(slices, *of_experts.values(), **module.experts.form)
+            of_experts = cut(slices, **of_experts, **module.experts.form)
         weights = {f"gate.{name}": each.copy() for name, each in of_router.items() if each is not None}
-        weights |= {f"experts.{_OF_EXPERTS[name]}": each[mine] for name, each in of_experts.items() if each is not None}
-        names = ("shared_expert.gate_up_proj", "shared_expert.down_proj", "shared_expert_gate.weight")
-        names += ("shared_expert.gate_up_proj_scale_inv", "shared_expert.down_proj_scale_inv")
-        shared = zip(names, layer.shared().values(), strict=True)
-        weights |= {name: each.copy() for name, each in shared if each is not None}
+        weights |= {f"experts.{names[name]}": each[mine] for name, each in of_experts.items() if each is not None}
+        shared = {f"shared_expert.{names[ours]}": getattr(layer, theirs) for ours, theirs in _SHARED.items()}
+        shared["shared_expert_gate.weight"] = layer.shared_gate
+        weights |= {name: each.copy() for name, each in shared.items() if each is not None}
         device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
         state = {name: _tensor(array).to(device) for name, array in weights.items()}
         module.load_state_dict(state, assign=True)
@@ -515,12 +520,7 @@ class MoE(torch.nn.Module):
             "router_logits": logits,
         }
         if shared is not None:
-            tensors |= {
-                "shared_gate_up": shared.gate_up_proj,
-                "shared_down": shared.down_proj,
-                "shared_gate_up_scale": shared.gate_up_proj_scale_inv,
-                "shared_down_scale": shared.down_proj_scale_inv,
-            }
+            tensors |= {_SHARED[ours]: getattr(shared, name) for ours, name in shared.names.items()}
         y = experts(self._context_id, tensors, self._options, truth("main_grad", self.main_grad))
         if replicas is not None:
             of_all = x.numel() // hidden
@@ -542,8 +542,8 @@ def _local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+def _parameter(*shape: int, dtype: torch.dtype, trained: bool = True) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trained)
 
 
 def _add_matrices(
@@ -553,41 +553,57 @@ def _add_matrices(
     up: tuple[int, int],
     down: tuple[int, int],
     dtype: torch.dtype,
-) -> None:
+) -> dict[str, str]:
     """The parameters of matrices [*lead, *up] and [*lead, *down], and of their scales: no gradient leads to them where
-    they are quantised."""
-    order = reversed if layer.transposed else tuple
-    for name, shape, parts in (("gate_up_proj", up, layer.halves), ("down_proj", down, 1)):
+    they are quantised. Returns their names, by those that `flashmoe.moe` has for experts' tensors."""
+    order, encoding = reversed if layer.transposed else tuple, layer.encoding
+    elements, scales = ENCODINGS[FP8].suffixes if encoding is None else encoding.suffixes
+    names = {}
+    for name, shape, parts in zip(_MATRICES, (up, down), (layer.halves, 1), strict=True):
+        names |= {name: name + elements, SCALE_OF[name]: name + scales}
         scale = None
-        if layer.quantised:
-            rows, columns = shape
-            of_block = block_rows(rows, parts), scale_blocks(columns)
-            shapes = {"block": of_block, "row": (rows, 1), "tensor": (1, 1)}
-            weight = _parameter(*lead, *shape, dtype=torch.float8_e4m3fn).requires_grad_(False)
-            scale = _parameter(*lead, *shapes[layer.weight_scales], dtype=torch.float32).requires_grad_(False)
-        else:
+        if encoding is None:
             weight = _parameter(*lead, *order(shape), dtype=dtype)
-        module.register_parameter(name, weight)
-        module.register_parameter(f"{name}_scale_inv", scale)
+        else:
+            shape = (*lead, *shape)
+            weight = _parameter(*encoding.elements(shape), dtype=getattr(torch, encoding.stored), trained=False)
+            of_scales = scale_shape(encoding, layer.weight_scales, shape, parts)
+            scale = _parameter(*of_scales, dtype=getattr(torch, encoding.scale), trained=False)
+        module.register_parameter(name + elements, weight)
+        module.register_parameter(name + scales, scale)
+    return names
 
 
-def _reset(
+def _described(module: Experts | SharedExpert) -> str:
+    matrices = [(name, getattr(module, module.names[name])) for name in _MATRICES]
+    return ", ".join(f"{name}={list(each.shape)}" for name, each in matrices) + f", {matrices[1][1].dtype}"
+
+
+def _reset(module: Experts | SharedExpert, name: str, inputs: int, bias: torch.nn.Parameter | None = None) -> None:
+    """Draws the matrices of that name, and a bias."""
+    _draw(getattr(module, module.names[name]), inputs, bias, getattr(module, module.names[SCALE_OF[name]]))
+
+
+def _draw(
     weight: torch.nn.Parameter,
-    bias: torch.nn.Parameter | None,
     inputs: int,
+    bias: torch.nn.Parameter | None = None,
     scale: torch.nn.Parameter | None = None,
 ) -> None:
     """Weights as `torch.nn.Linear` draws them, uniform within 1 / sqrt(inputs); a bias of zeros."""
     bound = inputs**-0.5
-    if scale is None:
-        torch.nn.init.uniform_(weight, -bound, bound)
-    else:
-        largest = torch.finfo(weight.dtype).max
-        with torch.no_grad():
-            weight.copy_(torch.empty(weight.shape, device=weight.device).uniform_(-largest, largest))
-        torch.nn.init.constant_(scale, bound / largest)
     if bias is not None:
         torch.nn.init.zeros_(bias)
+    with torch.no_grad():
+        if scale is None:
+            weight.uniform_(-bound, bound)
+        elif weight.dtype == torch.uint8:  # any codes of e2m1, whose largest number is 6
+            weight.random_(0, 256)
+            scale.fill_(127 + math.floor(math.log2(bound / 6.0)))
+        else:
+            largest = torch.finfo(weight.dtype).max
+            weight.copy_(torch.empty(weight.shape, device=weight.device).uniform_(-largest, largest))
+            scale.fill_(bound / largest)
 
 
 def _tensor(array: np.ndarray) -> Tensor:

@@ -44,7 +44,8 @@ def moe(
     halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16; experts' matrices may
-    be in FP8. T may differ by rank, and be 0. What engines ask, when a call is over: `Context`. Scales: `CallOptions`.
+    be in FP8 or MXFP4 (scales: `CallOptions`). T may differ by rank, and be 0. What engines ask, when a call is over:
+    `Context`.
 
     Parameters
     ----------
@@ -82,7 +83,7 @@ def moe(
     depend on timing, and with ``"direct"`` not on R either.
 
     With PyTorch tensors the CPU engine has gradients (docs/training.md), by backward passes that all ranks make in one
-    order. On the CUDA engine and of FP8 they raise `NotImplementedError`, as do forward-mode derivatives everywhere.
+    order. On the CUDA engine and of quantised weights they raise `NotImplementedError`, as do forward-mode derivatives.
     Where PyTorch compiles, traces or transforms calls, or records gradients, and for tensors without values, a call
     without `trace` is one operator, such as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
 

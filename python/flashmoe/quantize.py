@@ -1,7 +1,8 @@
-"""Weights in FP8, from others: of a tensor, a layer, or the experts of a whole checkpoint.
+"""Weights in FP8 or MXFP4, from others: of a tensor, a layer, or the experts of a whole checkpoint.
 
-As checkpoints have them (DeepSeek-V3 and Qwen3 in FP8): elements in float8_e4m3fn, and a scale in float32 for each
-block of 128 rows and columns, which is the block's largest magnitude / 448. Rounded to nearest, ties to even.
+As checkpoints have them. FP8 (DeepSeek-V3 and Qwen3 in FP8): elements in float8_e4m3fn, and a scale in float32 for each
+block of 128 rows and columns, which is the block's largest magnitude / 448. MXFP4 (gpt-oss): e2m1, and a scale in e8m0
+for each 32 elements of a row, by the rule of the OCP Microscaling Formats. Rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -22,17 +23,29 @@ from .architectures import architecture_of
 from .checkpoint import MoELayer, read_config, tensor_headers
 from .errors import InvalidArgument
 from .foreign import REFUSALS, checkpoint_error, reason
-from .scales import SCALE_OF, block_rows, check_slices, parts_of
-from .spec import SCALE_BLOCK, halves_of, one_of, scale_blocks
-from .tensor_file import DTYPES, QUANTISED, Stored, TensorFile
+from .scales import SCALE_OF, check_slices, parts_of, scale_shape
+from .spec import ENCODINGS, FP8, MXFP4, SCALE_BLOCK, halves_of, one_of, scale_blocks
+from .tensor_file import DTYPES, QUANTISED, READ, Stored, TensorFile
 
-__all__ = ["dequantize", "quantize_checkpoint", "quantize_layer", "quantize_rows", "quantize_weights"]
+__all__ = [
+    "dequantize",
+    "dequantize_mxfp4",
+    "quantize_checkpoint",
+    "quantize_layer",
+    "quantize_mxfp4",
+    "quantize_rows",
+    "quantize_weights",
+]
 
 LARGEST = np.float32(448.0)
 """Of e4m3."""
 _LEAST_SCALE = np.float32(2.0**-126)
 """That of zeros: the smallest normal number."""
 _SCALES = ("block", "row", "tensor")
+_LARGEST_EXPONENT = 2
+"""Of e2m1, whose largest number is 1.5 2^2."""
+_SCALE_BIAS = 127
+"""Of e8m0."""
 _PIECE = 1 << 26  # bytes that are copied at a time
 
 _EXPERTS = re.compile(
@@ -77,8 +90,7 @@ def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 
     else:
         largest = _largest_of_blocks(matrices.reshape(*lead, halves, rows // halves, columns))
         largest = largest.reshape(*lead, -1, largest.shape[-1])
-    if not np.isfinite(largest).all():
-        raise InvalidArgument("matrices: expected finite numbers, got others among them")
+    _check_finite(largest)
     scale = np.maximum(largest / LARGEST, _LEAST_SCALE)
     return _as_e4m3(matrices / _spread(scale, rows, columns, halves)), scale
 
@@ -90,47 +102,96 @@ def dequantize(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.n
     return elements.astype(np.float64) * _spread(np.asarray(scale, np.float64), rows, columns, halves)
 
 
-def quantize_layer(layer: MoELayer, scales: str = "block") -> MoELayer:
-    """The layer with its experts' matrices, and the shared expert's, in FP8. Of a layer in slices a row and a matrix
-    that share a scale are a slice's, not those of the whole expert. Raises `InvalidArgument` for a layer that is in FP8
-    already, for transposed matrices, and for slices that are no multiple of 128 wide."""
+def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices [..., n], n a multiple of 32, in MXFP4: e2m1 [..., n / 32, 16] uint8, two to a byte, the first in its
+    low bits; and a scale 2^(e - 127) for each 32 of a row, e [..., n / 32] uint8.
+
+    As the OCP Microscaling Formats have it: e - 127 is the exponent of the block's largest magnitude less 2, that of
+    e2m1's largest numbers, and at least -127, as for zeros; an element is the number / scale, rounded to nearest, ties
+    to even, 6 beyond 6. So numbers between 7 and 8 scales are off by up to a quarter, others by half a step.
+
+    Raises `InvalidArgument` for another n, and for numbers that are not finite.
+    """
+    encoding = ENCODINGS[MXFP4]
+    columns = encoding.block[1]
+    matrices = np.asarray(matrices, np.float32)
+    if matrices.shape[-1] % columns:
+        raise InvalidArgument(f"matrices: expected a multiple of {columns} columns, got {list(matrices.shape)}")
+    blocks = matrices.reshape(*matrices.shape[:-1], -1, columns)
+    largest = np.abs(blocks).max(axis=-1, initial=0.0)
+    _check_finite(largest)
+    _, exponent = np.frexp(largest)  # of numbers in [0.5, 1)
+    scale = np.where(largest > 0.0, np.maximum(exponent - 1 - _LARGEST_EXPONENT, -_SCALE_BIAS), -_SCALE_BIAS)
+    codes = np.ldexp(blocks, -scale[..., None]).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (scale + _SCALE_BIAS).astype(np.uint8)
+
+
+def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float32 [..., n]: what e2m1 [..., n / 32, 16] uint8 stand for with scales [..., n / 32]: exactly, but infinite
+    beyond float32. NaN where a scale is 0xff."""
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], -1)
+    numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    with np.errstate(over="ignore"):
+        numbers = np.ldexp(numbers, scales[..., None].astype(np.int32) - _SCALE_BIAS)
+    return np.where(scales[..., None] == 255, np.float32(np.nan), numbers).reshape(*scales.shape[:-1], -1)
+
+
+def quantize_layer(layer: MoELayer, scales: str = "block", dtype: str = FP8) -> MoELayer:
+    """The layer with its experts' matrices, and the shared expert's, in FP8 or in ``"mxfp4"``. Of a layer in slices a
+    row and a matrix that share a scale are a slice's, not those of the whole expert. In MXFP4 transposed matrices are
+    turned, as those of gpt-oss are: blocks lie along what a product contracts.
+
+    Raises `InvalidArgument` for a layer that is quantised already, for slices that cut blocks, in FP8 for transposed
+    matrices, and in MXFP4 for other scales than of blocks, and for an H or I that is no multiple of 32.
+    """
+    encoding = ENCODINGS[one_of("dtype", dtype, tuple(ENCODINGS))]
+    one_of("scales", scales, encoding.kinds)
     if layer.gate_up_scale is not None:
-        raise InvalidArgument("layer: expected weights that are not quantised, got FP8")
-    if layer.options.get("transposed"):
+        raise InvalidArgument(
+            f"layer: expected weights that are not quantised, got {ENCODINGS[layer.weight_dtype].name}"
+        )
+    transposed = bool(layer.options.get("transposed"))
+    if transposed and dtype == FP8:
         raise InvalidArgument("layer: expected matrices that are not transposed, got transposed ones")
-    check_slices("slices", layer.slices, layer.intermediate)
+    check_slices(dtype, "slices", layer.slices, layer.intermediate)
     made: dict[str, Any] = {}
     halves = halves_of(layer.activation, bool(layer.options.get("interleaved")))
     for name, scale in SCALE_OF.items():
         matrices = getattr(layer, name)
         if matrices is None:
             continue
-        made[name], made[scale] = quantize_weights(matrices, scales, parts_of(name, halves))
-    return replace(layer, **made)
+        if dtype == MXFP4:
+            made[name], made[scale] = _in_mxfp4(matrices.swapaxes(-2, -1) if transposed else matrices)
+        else:
+            made[name], made[scale] = quantize_weights(matrices, scales, parts_of(name, halves))
+    return replace(layer, **made, options={key: each for key, each in layer.options.items() if key != "transposed"})
 
 
-def quantize_checkpoint(source: str | Path, target: str | Path) -> None:
-    """Writes the checkpoint `source` to the folder `target`, which is made, with the matrices of its experts in FP8.
+def quantize_checkpoint(source: str | Path, target: str | Path, dtype: str = FP8) -> None:
+    """Writes the checkpoint `source` to the folder `target`, which is made, with the matrices of its experts in FP8, or
+    those of gpt-oss in ``"mxfp4"``.
 
     A shard of `source` becomes one of the same name, tensor by tensor, so that this takes the memory of the largest
-    tensor or so. Experts one by one, ``experts.N.gate_proj.weight``, get a ``….weight_scale_inv`` each; merged ones,
-    ``experts.gate_up_proj``, a ``…_scale_inv``. All else stays as it is, and is named in the ``quantization_config``
-    that ``config.json`` gets. Other files of the folder, such as a tokenizer's, are copied.
+    tensor or so. In FP8 experts one by one, ``experts.N.gate_proj.weight``, get a ``….weight_scale_inv`` each; merged
+    ones, ``experts.gate_up_proj``, a ``…_scale_inv``. In MXFP4 ``experts.gate_up_proj`` [E, H, 2I] becomes
+    ``…_blocks`` [E, 2I, H / 32, 16] and ``…_scales`` [E, 2I, H / 32]. All else stays as it is, and is named in the
+    ``quantization_config`` that ``config.json`` gets. Other files of the folder, such as a tokenizer's, are copied.
 
     Raises `CheckpointError` for a file of `source` that cannot be read, a checkpoint without experts in one of
-    ``F32, F16, BF16``, or one that is quantised; `InvalidArgument` if `target` exists and is not empty, or weights are
-    not finite.
+    ``F32, F16, BF16``, one that is quantised, or one of a model that has none in `dtype`; `InvalidArgument` if `target`
+    exists and is not empty, or weights are not finite or, in MXFP4, no blocks of 32.
     """
     source, target = Path(source), Path(target)
+    form = _FORMS[one_of("dtype", dtype, tuple(_FORMS))]
     config = read_config(source)
     headers = tensor_headers(source)
     tensors = [stored for header in headers.values() for stored in header.tensors.values()]
-    chosen = {stored.name for stored in tensors if _is_quantised_here(stored)}
+    chosen = {stored.name: form(stored) for stored in tensors if _is_quantised_here(stored)}
     if "quantization_config" in config or any(stored.dtype in QUANTISED for stored in tensors):
         raise checkpoint_error("path", f"a checkpoint that is not quantised in {source}", "one that is")
     architecture = architecture_of(config.get("text_config", config))
-    if architecture.options.get("transposed"):
-        raise checkpoint_error("path", "a model whose experts are not stored transposed", architecture.name)
+    if dtype not in architecture.quantised:
+        raise checkpoint_error("path", f"a model whose checkpoints have experts in {dtype}", architecture.name)
     if not chosen:
         raise checkpoint_error("path", f"matrices of experts in {', '.join(DTYPES)} in {source}", "none")
     target.mkdir(parents=True, exist_ok=True)
@@ -139,17 +200,27 @@ def quantize_checkpoint(source: str | Path, target: str | Path) -> None:
     for path, header in headers.items():
         _write_file(target / path.name, header, chosen)
     _copy_others(source, target, {path.name for path in headers})
-    kept = {stored.name for stored in tensors if len(stored.shape) == 2} - chosen
+    matrices = {stored.name for stored in tensors if len(stored.shape) == 2 and stored.name.endswith(".weight")}
     config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
-        "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
+        **form.config,
+        "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in matrices - chosen.keys()),
     }
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(headers) > 1 or (source / "model.safetensors.index.json").exists():
         _write_index(target, headers, chosen)
+
+
+def _in_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices [..., rows, columns], one by one, so that float32 copies are of one alone."""
+    made = [quantize_mxfp4(matrix) for matrix in matrices.reshape(-1, *matrices.shape[-2:])]
+    blocks, scales = (np.stack(each) for each in zip(*made, strict=True))
+    lead = matrices.shape[:-2]
+    return blocks.reshape(*lead, *blocks.shape[1:]), scales.reshape(*lead, *scales.shape[1:])
+
+
+def _check_finite(largest: np.ndarray) -> None:
+    if not np.isfinite(largest).all():
+        raise InvalidArgument("matrices: expected finite numbers, got others among them")
 
 
 def _as_e4m3(values: np.ndarray) -> np.ndarray:
@@ -180,20 +251,59 @@ def _is_quantised_here(stored: Stored) -> bool:
     return bool(_EXPERTS.fullmatch(stored.name)) and len(stored.shape) in (2, 3) and stored.dtype in DTYPES
 
 
-def _scale_name(name: str) -> str:
-    return f"{name}_scale_inv"
+@dataclass(frozen=True)
+class _InFP8:
+    """Matrices of a checkpoint, one or merged, in FP8: what is stored of them, elements and scales."""
+
+    of: Stored
+
+    config: ClassVar[dict[str, Any]] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
+    }
+
+    @property
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Names, types as a file names them, and shapes."""
+        scales = scale_shape(ENCODINGS[FP8], "block", self.of.shape, self._halves)
+        return [(self.of.name, "F8_E4M3", self.of.shape), (f"{self.of.name}_scale_inv", "F32", scales)]
+
+    def made(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Both of one matrix."""
+        return quantize_weights(matrix, halves=self._halves)
+
+    @property
+    def _halves(self) -> int:
+        return 2 if self.of.name.endswith("gate_up_proj") else 1
 
 
-def _halves(stored: Stored) -> int:
-    return 2 if stored.name.endswith("gate_up_proj") else 1
+@dataclass(frozen=True)
+class _InMXFP4:
+    """The same of gpt-oss in MXFP4, whose matrices are stored transposed before."""
+
+    of: Stored
+
+    config: ClassVar[dict[str, Any]] = {"quant_method": "mxfp4"}
+
+    @property
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        *lead, columns, rows = self.of.shape
+        shape, encoding = (*lead, rows, columns), ENCODINGS[MXFP4]
+        scales = scale_shape(encoding, "block", shape, 1)
+        elements, of_blocks = (self.of.name + suffix for suffix in encoding.suffixes)
+        return [(elements, "U8", encoding.elements(shape)), (of_blocks, "U8", scales)]
+
+    def made(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return quantize_mxfp4(matrix.T)
 
 
-def _scale_shape(stored: Stored) -> tuple[int, ...]:
-    *lead, rows, columns = stored.shape
-    return (*lead, block_rows(rows, _halves(stored)), scale_blocks(columns))
+_Form = _InFP8 | _InMXFP4
+_FORMS: dict[str, type[_Form]] = {FP8: _InFP8, MXFP4: _InMXFP4}
 
 
-def _write_file(path: Path, file: TensorFile, chosen: set[str]) -> None:
+def _write_file(path: Path, file: TensorFile, chosen: dict[str, _Form]) -> None:
     """The file's tensors, each of `chosen` as two: its elements, and behind them its scales."""
     header: dict[str, Any] = {"__metadata__": file.metadata} if file.metadata else {}
     end = 0
@@ -205,8 +315,8 @@ def _write_file(path: Path, file: TensorFile, chosen: set[str]) -> None:
 
     for name, stored in file.tensors.items():
         if name in chosen:
-            add(name, "F8_E4M3", stored.shape, math.prod(stored.shape))
-            add(_scale_name(name), "F32", _scale_shape(stored), 4 * math.prod(_scale_shape(stored)))
+            for made, dtype, shape in chosen[name].tensors:
+                add(made, dtype, shape, READ[dtype].itemsize * math.prod(shape))
         else:
             add(name, stored.dtype, stored.shape, stored.bytes)
     encoded = json.dumps(header).encode()
@@ -214,18 +324,16 @@ def _write_file(path: Path, file: TensorFile, chosen: set[str]) -> None:
     with open(path, "wb") as to:
         to.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, stored in file.tensors.items():
-            for part in _quantised(stored) if name in chosen else _pieces(stored):
+            for part in _quantised(chosen[name]) if name in chosen else _pieces(stored):
                 to.write(part.reshape(-1).view(np.uint8).data)
 
 
-def _quantised(stored: Stored) -> tuple[np.ndarray, np.ndarray]:
+def _quantised(form: _Form) -> tuple[np.ndarray, ...]:
     """Matrix by matrix, so that float32 copies are of one alone."""
-    array = np.empty(stored.shape, DTYPES[stored.dtype])
-    _read(stored, array)
-    matrices = array.reshape(-1, *stored.shape[-2:])
-    made = [quantize_weights(matrix, halves=_halves(stored)) for matrix in matrices]
-    elements, scales = (np.stack(each) for each in zip(*made, strict=True))
-    return elements.reshape(stored.shape), scales.reshape(_scale_shape(stored))
+    array = np.empty(form.of.shape, DTYPES[form.of.dtype])
+    _read(form.of, array)
+    made = [form.made(matrix) for matrix in array.reshape(-1, *form.of.shape[-2:])]
+    return tuple(np.stack(each) for each in zip(*made, strict=True))
 
 
 def _read(stored: Stored, array: np.ndarray) -> None:
@@ -243,13 +351,12 @@ def _pieces(stored: Stored) -> Iterator[np.ndarray]:
         yield piece
 
 
-def _write_index(target: Path, headers: dict[Path, Any], chosen: set[str]) -> None:
+def _write_index(target: Path, headers: dict[Path, Any], chosen: dict[str, _Form]) -> None:
     where = {}
     for path, header in headers.items():
         for name in header.tensors:
-            where[name] = path.name
-            if name in chosen:
-                where[_scale_name(name)] = path.name
+            for made in [each for each, *_ in chosen[name].tensors] if name in chosen else [name]:
+                where[made] = path.name
     total = sum((target / path.name).stat().st_size for path in headers)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

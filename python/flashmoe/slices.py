@@ -15,7 +15,8 @@ import numpy as np
 
 from .errors import InvalidArgument
 from .scales import check_slices, common_kind
-from .spec import bounded, halves_of
+from .spec import ENCODINGS, STORED_AS, bounded, halves_of
+from .tensors import dtype_name
 
 
 def cut(
@@ -34,11 +35,22 @@ def cut(
     """The tensors of experts [E, ...] as those of their slices [E slices, ...], by the names of `flashmoe.moe`.
 
     Of NumPy or PyTorch, and as the options say. The bias of the second product is the first slice's; the others' is 0.
-    Raises `InvalidArgument` unless `slices` divides I, into whole blocks of 128 where matrices have scales.
+    Raises `InvalidArgument` unless `slices` divides I, into whole blocks where matrices have scales: of 128 columns, or
+    of 32 where they are in MXFP4.
     """
-    experts, width = len(down_proj), down_proj.shape[1 if transposed else 2]
+    dtype = None if down_scale is None else STORED_AS.get(dtype_name(down_proj))
+    if down_scale is not None and dtype is None:
+        raise InvalidArgument(
+            f"down_scale: expected down_proj of {' or '.join(STORED_AS)}, got {dtype_name(down_proj)}"
+        )
+    shapes = gate_up_proj.shape, down_proj.shape
+    if dtype is not None:
+        shapes = tuple(ENCODINGS[dtype].numbers(shape) for shape in shapes)
+    experts, width = len(down_proj), shapes[1][1 if transposed else 2]
     if width % bounded("slices", slices, 1, width):
         raise InvalidArgument(f"slices: expected a divisor of I={width}, got {slices}")
+    if dtype is not None:
+        check_slices(dtype, "slices", slices, width // slices)
     halves = halves_of(activation, interleaved)
     parts = {
         "gate_up_proj": _columns(slices, gate_up_proj, 2 if transposed else 1, halves),
@@ -51,23 +63,29 @@ def cut(
         in_parts = np.zeros(shape, down_bias.dtype) if isinstance(down_bias, np.ndarray) else down_bias.new_zeros(shape)
         in_parts[:, 0] = down_bias
         parts["down_bias"] = in_parts.reshape(experts * slices, -1)
-    if gate_up_scale is not None:
-        matrices = tuple(gate_up_proj.shape[1:]), tuple(down_proj.shape[1:])
-        parts |= cut_scales(slices, gate_up_scale, down_scale, *matrices, halves)
+    if dtype is not None:
+        parts |= cut_scales(dtype, slices, gate_up_scale, down_scale, *(each[1:] for each in shapes), halves)
     return parts
 
 
 def cut_scales(
-    slices: int, gate_up_scale: Any, down_scale: Any, first: tuple[int, ...], down: tuple[int, ...], halves: int
+    dtype: str,
+    slices: int,
+    gate_up_scale: Any,
+    down_scale: Any,
+    first: tuple[int, ...],
+    down: tuple[int, ...],
+    halves: int,
 ) -> dict[str, Any]:
-    """The same of scales alone, of experts' matrices of shapes `first` and `down`; the first has so many halves."""
-    experts, width = len(down_scale), down[1]
-    check_slices("slices", slices, width // slices)
+    """The same of scales alone, of experts' matrices in `dtype` of shapes `first` and `down`; the first has so many
+    halves."""
+    experts = len(down_scale)
     shapes = {
         "gate_up_proj": ((experts, *first), gate_up_scale.shape),
         "down_proj": ((experts, *down), down_scale.shape),
     }
-    kind = common_kind(shapes, halves)  # those of one matrix, a row and a block are cut alike, if they are the same
+    # Those of one matrix, a row and a block are cut alike, if they are the same.
+    kind = common_kind(ENCODINGS[dtype], shapes, halves)
     repeated, of_down = _repeated(gate_up_scale, slices), _repeated(down_scale, slices)
     return {
         "gate_up_scale": repeated if kind == "tensor" else _columns(slices, gate_up_scale, 1, halves),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,94 @@ DTYPES = ("float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"
 """Element type of quantised weights and rows."""
 
-ELEMENT_TYPES = (*DTYPES, FP8)
+MXFP4 = "mxfp4"
+"""The other type of quantised weights: e2m1 in blocks of 32, each with a scale in e8m0 (OCP Microscaling Formats)."""
+
+ELEMENT_TYPES = (*DTYPES, FP8, MXFP4)
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+"""Of what rows are in."""
 
 WEIGHT_SCALES = ("none", "tensor", "row", "block")
-"""What numbers of a quantised matrix share a scale: all, a row's, or those of a block of 128 x 128."""
+"""What numbers of a quantised matrix share a scale: all, a row's, or those of a block (`Encoding.block`)."""
 
 SCALE_BLOCK = 128
-"""Elements of a quantised row, and rows and columns of a block of weights, that share a scale."""
+"""Elements of a quantised row that share a scale."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How quantised matrices are stored: the one place that knows it (C++: include/flashmoe/spec/encoding.h)."""
+
+    dtype: str
+    """Element type of weights."""
+    name: str
+    """The same in short."""
+    suffixes: tuple[str, str]
+    """What follows the name of merged experts' matrices in those of the tensors that have their elements and scales."""
+    stored: str
+    """Element type of the tensor that has the elements."""
+    packed: int
+    """Length of the last axis of that tensor, a block's, with one of blocks before it; 0: it has the matrix's axes."""
+    block: tuple[int, int]
+    """Rows and columns of a matrix that share a scale, where scales are those of blocks."""
+    scale: str
+    """Element type of the scales."""
+    kinds: tuple[str, ...]
+    """Those of `WEIGHT_SCALES` that it has."""
+    rows_quantised: bool
+    """Whether the rows that it is multiplied with are quantised, too (docs/fp8.md); else they are of y's type."""
+    whole_blocks: bool
+    """Whether the columns of a matrix are a multiple of a block's; else the last block may be smaller."""
+
+    def numbers(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the matrices whose elements are in a tensor of this shape."""
+        if not self.packed:
+            return tuple(shape)
+        *lead, blocks, _ = shape
+        return (*lead, blocks * self.block[1])
+
+    def elements(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tensor that has the elements of matrices of this shape."""
+        if not self.packed:
+            return tuple(shape)
+        *lead, columns = shape
+        return (*lead, columns // self.block[1], self.packed)
+
+    def scale_columns(self, columns: int) -> int:
+        """Scales of a row of blocks."""
+        return -(-columns // self.block[1])
+
+
+ENCODINGS = {
+    FP8: Encoding(
+        FP8,
+        "FP8",
+        ("", "_scale_inv"),
+        stored=FP8,
+        packed=0,
+        block=(SCALE_BLOCK, SCALE_BLOCK),
+        scale="float32",
+        kinds=WEIGHT_SCALES[1:],
+        rows_quantised=True,
+        whole_blocks=False,
+    ),
+    MXFP4: Encoding(
+        MXFP4,
+        "MXFP4",
+        ("_blocks", "_scales"),
+        stored="uint8",
+        packed=16,
+        block=(1, 32),
+        scale="uint8",
+        kinds=("block",),
+        rows_quantised=False,
+        whole_blocks=True,
+    ),
+}
+"""By the element type of weights."""
+STORED_AS = {encoding.stored: dtype for dtype, encoding in ENCODINGS.items()}
+"""The element type of weights, by that of the tensor that has their elements."""
 
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu", "relu2", "clamped_swiglu")
 
@@ -121,7 +201,7 @@ class LayerSpec:
     down_bias: bool = False
     """Whether the experts have a bias [El, H] behind the second product."""
     x_type: str = "bfloat16"
-    """Element type of x [T, H] as it is given: that of y, or with quantised weights `FP8`."""
+    """Element type of x [T, H] as it is given: that of y, or with weights of `FP8` that."""
     token_type: str = "bfloat16"
     """Element type of x's rows as they go to other ranks and are multiplied. Rows of `FP8` have scales
     (`row_bytes`)."""
@@ -179,9 +259,14 @@ class LayerSpec:
         return row_bytes(self.hidden, self.token_type)
 
     @property
+    def encoding(self) -> Encoding | None:
+        """How the weights are stored, if they are quantised."""
+        return ENCODINGS.get(self.weight_type)
+
+    @property
     def quantised(self) -> bool:
-        """Whether weights are in `FP8`, and so are the rows that they are multiplied with."""
-        return self.weight_type == FP8
+        """Whether rows are quantised, as they are sent and multiplied: with weights of `FP8`."""
+        return self.token_type == FP8
 
     @property
     def return_row_bytes(self) -> int:
@@ -208,9 +293,17 @@ def scale_blocks(elements: int) -> int:
 
 def element_types(dtype: str, weights: str = "", x: str = "") -> dict[str, str]:
     """The element types of a `LayerSpec` whose y is of `dtype`, by the names of its fields: those that the engines
-    have. `weights` and `x`, as given: `dtype`, the default, or `FP8`."""
-    multiplied = dict.fromkeys(("token_type", "weight_type", "intermediate_type"), weights or dtype)
-    return {"x_type": x or dtype, "y_type": dtype, "return_type": dtype, **multiplied}
+    have. `weights`: `dtype`, the default, or one of `ENCODINGS`; `x`, as given: `dtype`, the default, or `FP8`."""
+    weights = weights or dtype
+    rows = weights if weights == dtype or ENCODINGS[weights].rows_quantised else dtype
+    return {
+        "x_type": x or dtype,
+        "token_type": rows,
+        "weight_type": weights,
+        "intermediate_type": rows,
+        "y_type": dtype,
+        "return_type": dtype,
+    }
 
 
 def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int:

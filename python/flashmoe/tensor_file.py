@@ -25,7 +25,13 @@ QUANTISED = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 """Those of weights that have scales."""
 
 WEIGHTS = DTYPES | QUANTISED
-"""Those of weights."""
+"""Those of weights that have an element to each number."""
+
+BYTES = {"U8": np.dtype(np.uint8)}
+"""That of elements of weights which are packed, and of their scales."""
+
+READ = WEIGHTS | BYTES
+"""All of them."""
 
 MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -39,7 +45,7 @@ class Stored(NamedTuple):
 
     name: str
     dtype: str
-    """As the file names it: one of `WEIGHTS`, or another."""
+    """As the file names it: one of `READ`, or another."""
     shape: tuple[int, ...]
     path: Path
     offset: int
@@ -56,7 +62,7 @@ class Stored(NamedTuple):
     def read_box_into(self, array: np.ndarray, box: tuple[slice, ...]) -> None:
         """Read the part of it that has these elements of each axis, and no other byte, to an array of its dtype and of
         that part's shape. Raises `foreign.REFUSALS`."""
-        size = WEIGHTS[self.dtype].itemsize
+        size = READ[self.dtype].itemsize
         shape = [each.stop - each.start for each in box]
         whole = len(box)  # axes from here on are all there: their elements follow one another
         while whole > 0 and shape[whole - 1] == self.shape[whole - 1]:
@@ -95,7 +101,7 @@ class TensorFile:
 
 
 def read_header(path: Path) -> TensorFile:
-    """What a file holds, once that is known to be consistent: each tensor of `WEIGHTS` has the bytes of its shape, and
+    """What a file holds, once that is known to be consistent: each tensor of `READ` has the bytes of its shape, and
     together they fill the file, without gaps, and without a byte that two share. Raises `foreign.REFUSALS`."""
     with opened(path) as file:
         begin, header = _header(file)
@@ -135,7 +141,7 @@ def _stored(path: Path, begin: int, name: str, said: Any) -> Stored:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)) or offsets[0] > offsets[1]:
         raise ValueError(f"{shown(name)} with data_offsets {shown(offsets)}")
     size = offsets[1] - offsets[0]
-    if dtype in WEIGHTS and size != _count(shape, size) * WEIGHTS[dtype].itemsize:
+    if dtype in READ and size != _count(shape, size) * READ[dtype].itemsize:
         raise ValueError(f"{shown(name)} of {dtype} {shown(shape)} in {size} bytes")
     return Stored(name, dtype, tuple(shape), path, begin + offsets[0], size)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -40,12 +40,19 @@ class Described(Protocol):
     @property
     def dtype(self) -> str: ...
 
+    def of_numbers(self, shape: tuple[int, ...], dtype: str) -> Described:
+        """The same memory as matrices of that shape and type, which a tensor of others has the elements of."""
+        ...
+
 
 class Operand(NamedTuple):
     """A contiguous tensor in host memory, as far as it can be told without looking at a value; see `host_view`."""
 
     shape: tuple[int, ...]
     dtype: str
+
+    def of_numbers(self, shape: tuple[int, ...], dtype: str) -> Operand:
+        return Operand(shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,9 @@ class DeviceOperand:
     """From one row to the next."""
     matrix_bytes: int
     """From one matrix to the next; of a single matrix, its extent."""
+
+    def of_numbers(self, shape: tuple[int, ...], dtype: str) -> DeviceOperand:
+        return replace(self, shape=shape, dtype=dtype)
 
 
 def dtype_name(tensor: Any) -> str:

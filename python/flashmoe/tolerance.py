@@ -52,6 +52,9 @@ one of IEEE's. Of an intermediate row they do not start from the same numbers. S
 
 What is quantised is not in the bound: it is a property of the format, and the same in the reference.
 
+**MXFP4** (`docs/mxfp4.md`). What its elements stand for has at most two bits of mantissa, so that the engine has them
+exactly; rows are not quantised. So all is as above without FP8, of the dequantised weights.
+
 **FP8 on tensor cores** (`tensor_cores`). Hopper's add up products of e4m3 in steps of 32, each with the sum so far: all
 33 are aligned to the largest of them and truncated, towards zero, at 13 bits behind its leading one (DeepSeek-V3,
 section 3.3.2; SageAttention2, section 3.2). With G the largest, a term loses at most g = 2^-13 G, in the mean g / 2,
@@ -74,7 +77,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .reference import activate, dequantised, quantised_rows, rounded, row_scales, scaled_rows, scores
+from .reference import (
+    activate,
+    dequantised,
+    quantised_rows,
+    rounded,
+    row_scales,
+    rows_are_quantised,
+    scaled_rows,
+    scores,
+)
 from .reference.quantised import BLOCK
 from .spec import GATED, halves_of
 
@@ -168,19 +180,21 @@ def call_error(
     slices. `tensor_cores`: products in FP8 are added up by Hopper's. `shape`: the further options of
     `reference.activate`.
     """
-    dtype, quantised = "bfloat16" if x_scale is not None else x.dtype.name, gate_up_scale is not None
+    dtype = "bfloat16" if x_scale is not None else x.dtype.name
+    quantised = gate_up_scale is not None and rows_are_quantised(gate_up_proj)
     given, x = x, np.asarray(x, np.float64)
-    gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (gate_up_proj, down_proj))
-    if transposed:
-        gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
     rows = x
-    if quantised:
+    if gate_up_scale is not None:
         halves = halves_of(activation, shape.get("interleaved", False))
         gate_up_proj, down_proj = dequantised(gate_up_proj, gate_up_scale, halves), dequantised(down_proj, down_scale)
-        rows = quantised_rows(given.astype(np.float32)) if x_scale is None else scaled_rows(given, x_scale)
         if shared_down is not None:
             shared_gate_up = dequantised(shared_gate_up, shared_gate_up_scale, halves)
             shared_down = dequantised(shared_down, shared_down_scale)
+    gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (gate_up_proj, down_proj))
+    if transposed:
+        gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
+    if quantised:
+        rows = quantised_rows(given.astype(np.float32)) if x_scale is None else scaled_rows(given, x_scale)
     biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
     weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
     matrices = [*zip(gate_up_proj, down_proj, strict=True)]

@@ -264,7 +264,7 @@ def _write_gradients(
 
 def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     raise NotImplementedError(
-        "flashmoe.moe: FlashMoE has no backward pass of weights in FP8; call the layer under "
+        "flashmoe.moe: FlashMoE has no backward pass of quantised weights; call the layer under "
         "torch.no_grad(), or detach its input and freeze its weights (torch.ops.flashmoe.moe itself has none anywhere: "
         "call flashmoe.moe)"
     )

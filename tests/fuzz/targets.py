@@ -26,7 +26,7 @@ import numpy as np
 from flashmoe import checkpoint
 from flashmoe.architectures import ARCHITECTURES
 from flashmoe.errors import FlashMoEError
-from flashmoe.spec import GATED
+from flashmoe.spec import ENCODINGS, GATED
 from flashmoe.tuning import knobs, profiles
 from foreign_tensors import Foreign
 from json_mutations import Object
@@ -83,6 +83,7 @@ UNGATED = {"gate.weight": [4, 8], "experts.up_proj": [4, 6, 8], "experts.down_pr
 _LAYOUTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 NAMES = tuple(f"experts.{i}.{name}.weight" for i in (0, 1, 3, 4) for names in _LAYOUTS for name in names)
 NAMES += (*FUSED, "experts.up_proj", "shared_expert.up_proj.weight")
+NAMES += tuple(f"experts.{name}_{what}" for name in ("gate_up_proj", "down_proj") for what in ("blocks", "scales"))
 BLOCKS = ("model.layers.0.mlp", "model.layers.1.mlp", "model.layers.1.block_sparse_moe", "layers.99999999999.mlp")
 TENSORS = tuple(f"{block}.{name}" for block in BLOCKS for name in NAMES)
 _ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
@@ -94,11 +95,15 @@ def _checked_layer(layer: checkpoint.MoELayer | None) -> None:
         return
     E, H, I = layer.experts, layer.hidden, layer.intermediate
     rows = 2 * I if layer.activation in GATED else I
-    assert layer.router.shape == (E, H) and layer.down_proj.shape == (E, H, I)
-    assert layer.gate_up_proj.shape == (E, rows, H) and 1 <= layer.top_k <= E and type(layer.renormalize) is bool
-    arrays = (layer.router, layer.gate_up_proj, layer.down_proj)
-    assert sum(array.nbytes for array in arrays) <= MACHINE
-    assert all(array.dtype == layer.dtype and array.flags.c_contiguous for array in arrays)
+    encoding = ENCODINGS.get(layer.weight_dtype)
+    of_matrices = np.dtype(layer.dtype if encoding is None else encoding.stored)
+    shapes = (E, rows, H), (E, H, I)
+    assert layer.router.shape == (E, H) and 1 <= layer.top_k <= E and type(layer.renormalize) is bool
+    matrices = (layer.gate_up_proj, layer.down_proj)
+    assert [each.shape for each in matrices] == [encoding.elements(each) if encoding else each for each in shapes]
+    assert layer.router.nbytes + sum(each.nbytes for each in matrices) <= MACHINE
+    assert layer.router.flags.c_contiguous
+    assert all(each.dtype == of_matrices and each.flags.c_contiguous for each in matrices)
 
 
 def write_tensors(path: Path, shapes: dict[str, list[int]], dtype: str = "BF16") -> None:

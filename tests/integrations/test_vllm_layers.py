@@ -7,17 +7,21 @@ from types import SimpleNamespace
 
 import flashmoe
 import ml_dtypes
+import numpy as np
 import pytest
 import torch
 
 vllm = pytest.importorskip("vllm", reason="there is no vLLM: see `make test-integrations`")
 
 from flashmoe.integrations.vllm import hooks, recognise, register  # noqa: E402
+from flashmoe.quantize import quantize_weights  # noqa: E402
+from flashmoe.reference import moe_reference  # noqa: E402
 from flashmoe.tolerance import call_error  # noqa: E402
 from torch import Tensor  # noqa: E402
 from vllm import envs  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
+from vllm.model_executor.layers import quantization  # noqa: E402
 from vllm.model_executor.layers.activation import (  # noqa: E402
     GeluAndMul,
     SiluAndMul,
@@ -30,13 +34,17 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FusedMoEParallelConfig,
     RoutingMethodType,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter  # noqa: E402
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner  # noqa: E402
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # noqa: E402
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
 
 H, I, E = 64, 48, 8
+FP8_H, FP8_I = 192, 256
+"""Of layers in FP8: vLLM wants gates and ups of whole blocks."""
 LAYERS = itertools.count()
 
 
@@ -44,19 +52,23 @@ LAYERS = itertools.count()
 def plugin():
     register()
     register()  # as vLLM may
-    with set_current_vllm_config(VllmConfig()):
+    with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patched:
+        # vLLM asks for it where it makes parameters in FP8; there is no process group here.
+        patched.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
         yield
 
 
-def config(top_k=2, activation=MoEActivation.SILU, dtype=torch.float32, parallel=None, **options) -> FusedMoEConfig:
+def config(
+    top_k=2, activation=MoEActivation.SILU, dtype=torch.float32, parallel=None, hidden=H, inner=I, **options
+) -> FusedMoEConfig:
     sizes = dict.fromkeys(("tp_size", "pcp_size", "dp_size", "ep_size", "sp_size"), 1)
     ranks = dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank", "ep_rank"), 0)
     more = {"use_ep": False, "all2all_backend": "allgather_reducescatter", "enable_eplb": False}
     return FusedMoEConfig(
         num_experts=E,
         experts_per_token=top_k,
-        hidden_dim=H,
-        intermediate_size=I,
+        hidden_dim=hidden,
+        intermediate_size=inner,
         num_local_experts=E,
         num_logical_experts=E,
         activation=activation,
@@ -176,6 +188,99 @@ def check(layer: Layer, act, x: Tensor, ids: Tensor, weights: Tensor) -> None:
     assert 0.0 < (y.double() - expected).norm() <= error.bound < 0.05 * expected.norm()
 
 
+# ---- FP8 -------------------------------------------------------------------------------------------------------------
+
+
+class Fp8Layer(torch.nn.Module):
+    """The same of experts in FP8, whose method is what vLLM's configuration of that name gives them."""
+
+    def __init__(self, moe: FusedMoEConfig, **changes) -> None:
+        super().__init__()
+        self.moe_config, self.activation = moe, moe.activation
+        self.apply_router_weight_on_input = False
+        self.global_num_experts, self.expert_map = moe.num_experts, None
+        self.swiglu_limit, self.swiglu_alpha, self.swiglu_beta = moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta
+        said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        self.method = hooks.FlashMoEFp8Method(get_quantization_config("fp8").from_config(said | changes), self)
+        sizes = moe.hidden_dim, moe.intermediate_size
+        self.method.create_weights(self, E, *sizes, moe.in_dtype, weight_loader=None)
+        random = np.random.default_rng(1)
+        for name in ("w13", "w2"):
+            weight, scale = getattr(self, f"{name}_weight"), getattr(self, f"{name}_weight_scale_inv")
+            matrices = random.standard_normal(weight.shape) * 3.0 / weight.shape[-1] ** 0.5
+            elements, scales = quantize_weights(matrices, halves=2 if name == "w13" else 1)
+            weight.data = torch.from_numpy(elements.view(np.uint8)).view(torch.float8_e4m3fn)
+            assert scale.shape == scales.shape
+            scale.data = torch.from_numpy(scales)
+        for name in ("w13_bias", "w2_bias"):
+            if hasattr(self, name):
+                getattr(self, name).data = torch.from_numpy(random.standard_normal(getattr(self, name).shape)).to(
+                    moe.in_dtype
+                )
+        self.method.process_weights_after_loading(self)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        return self.method.apply(self, x, topk_weights, topk_ids, None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{}, {"has_bias": True}, {"swiglu_limit": LIMIT}], ids=["plain", "biases", "limit"])
+def test_a_layer_in_fp8_is_within_its_bound(options, dtype):
+    layer = Fp8Layer(config(dtype=dtype, hidden=FP8_H, inner=FP8_I, **options))
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(70, FP8_H, generator=random).to(dtype)
+    weights, ids = torch.rand(70, E, generator=random).topk(2)
+    y = layer(x, ids.to(torch.int32), weights)
+    assert (y.shape, y.dtype) == (x.shape, dtype)
+    (x_array,) = arrays(x)
+    elements = [
+        each.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn) for each in (layer.w13_weight, layer.w2_weight)
+    ]
+    experts = {
+        "gate_up_scale": layer.w13_weight_scale_inv.numpy(),
+        "down_scale": layer.w2_weight_scale_inv.numpy(),
+        **recognise.activation_of("silu", layer.swiglu_limit, None, None),
+    }
+    if hasattr(layer, "w13_bias"):
+        experts["gate_up_bias"], experts["down_bias"] = arrays(layer.w13_bias, layer.w2_bias)
+    routed = ids.numpy(), weights.numpy()
+    expected = moe_reference(x_array, *elements, topk_ids=routed[0], topk_weights=routed[1], **experts)
+    allowed = call_error(x_array, *elements, *routed, return_mode="direct", placement=[0] * E, **experts)
+    error = np.linalg.norm(y.double().numpy() - expected.y)
+    assert 0.0 < error <= allowed.bound < 0.05 * np.linalg.norm(expected.y)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_block_size": [64, 64]}, r"weight_block_size: expected \[128, 128\], got \[64, 64\]"),
+        ({"weight_block_size": None}, r"weight_block_size: expected \[128, 128\], got None"),
+        ({"store_dtype": "mxfp4"}, "store_dtype: expected None, got 'mxfp4'"),
+    ],
+)
+def test_experts_in_another_fp8_are_refused_when_the_model_is_built(changes, message):
+    with pytest.raises(flashmoe.InvalidArgument, match=rf"^{message}; FlashMoE does not compute these experts in vLLM"):
+        Fp8Layer(config(hidden=FP8_H, inner=FP8_I), **changes)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^tp_size: expected 1, got 2"):
+        Fp8Layer(config(parallel={"tp_size": 2}))
+
+
+def test_vllm_s_configuration_gives_experts_in_fp8_our_method():
+    kind = get_quantization_config("fp8")
+    assert kind is hooks.FlashMoEFp8Config
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = config(hidden=FP8_H, inner=FP8_I)
+    name = "model.layers.0.mlp.experts"
+    assert isinstance(kind.from_config(said).get_quant_method(layer, name), hooks.FlashMoEFp8Method)
+    skipped = kind.from_config(said | {"ignored_layers": [name]})
+    assert isinstance(skipped.get_quant_method(layer, name), hooks.FlashMoEMethod)
+
+
+# ---- What holds of both ----------------------------------------------------------------------------------------------
+
+
 def test_weights_that_change_in_place_are_used():
     layer = Layer(config())
     inputs = routing(5, 2, torch.float32)
@@ -232,7 +337,8 @@ def runner_of(method: object, router: object) -> MoERunner:
 def test_what_the_method_does_not_see_is_refused_by_layer():
     method = UnquantizedFusedMoEMethod(config())
     assert isinstance(runner_of(method, object()), hooks.FlashMoERunner)
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^layers\.1: expected unquantised experts, got int; "):
+    refused = r"^layers\.1: expected experts that are not quantised, or in FP8, got int; "
+    with pytest.raises(flashmoe.InvalidArgument, match=refused):
         runner_of(1, object())
     with pytest.raises(flashmoe.InvalidArgument, match=r"^layers\.2: expected a router without zero experts, got Zero"):
         runner_of(method, ZeroExpertRouter.__new__(ZeroExpertRouter))
@@ -245,6 +351,12 @@ def test_another_plugin_in_the_same_place_is_named(monkeypatch):
     monkeypatch.setitem(op_registry_oot, "UnquantizedFusedMoEMethod", Other)
     with pytest.raises(
         flashmoe.InvalidArgument, match=rf"^Unquan.*: expected no other plugin .*, got {__name__}\.Other; "
+    ):
+        register()
+    monkeypatch.undo()
+    monkeypatch.setitem(quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG, "fp8", Other)
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=rf"^Fp8Config: expected no other plugin .*, got {__name__}\.Other; "
     ):
         register()
 

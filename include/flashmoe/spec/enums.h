@@ -10,11 +10,12 @@
 namespace flashmoe {
 
 // One row for each value: its name here, its name in Python and in messages. The numbers count from 0.
-#define FLASHMOE_DTYPES(ROW) \
-  ROW(kFloat32, "float32")   \
-  ROW(kBFloat16, "bfloat16") \
-  ROW(kFloat16, "float16")   \
-  ROW(kFloat8E4M3, "float8_e4m3fn")
+#define FLASHMOE_DTYPES(ROW)        \
+  ROW(kFloat32, "float32")          \
+  ROW(kBFloat16, "bfloat16")        \
+  ROW(kFloat16, "float16")          \
+  ROW(kFloat8E4M3, "float8_e4m3fn") \
+  ROW(kMxFp4, "mxfp4")
 
 #define FLASHMOE_ACTIVATIONS(ROW) \
   ROW(kRelu, "relu")              \
@@ -37,7 +38,7 @@ namespace flashmoe {
   ROW(kDirect, "direct")           \
   ROW(kReduced, "reduced")
 
-// What numbers of a matrix in FP8 share a scale: all (or none has one), a row's, or those of a block of 128 x 128.
+// What numbers of a quantised matrix share a scale: all (or none has one), a row's, or those of a block (spec/encoding.h).
 #define FLASHMOE_WEIGHT_SCALES(ROW) \
   ROW(kNone, "none")                \
   ROW(kTensor, "tensor")            \
@@ -112,6 +113,7 @@ FLASHMOE_HD constexpr bool is_gated(Activation a) {
   return a == Activation::kSwiGlu || a == Activation::kGeGlu || a == Activation::kClampedSwiGlu;
 }
 
+// Of what rows are in; spec/encoding.h has the bits of all.
 FLASHMOE_HD constexpr uint32_t element_bytes(DType t) {
   return t == DType::kFloat32 ? 4 : t == DType::kFloat8E4M3 ? 1 : 2;
 }

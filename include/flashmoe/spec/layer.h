@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "flashmoe/spec/encoding.h"
 #include "flashmoe/spec/enums.h"
 #include "flashmoe/spec/rows.h"
 
@@ -53,6 +54,7 @@ struct LayerSpec : AgreedLayer {
   constexpr void set_types(DType t) {
     x_type = token_type = weight_type = intermediate_type = return_type = y_type = t;
   }
+  // Whether rows are quantised.
   FLASHMOE_HD constexpr bool quantised() const { return token_type == DType::kFloat8E4M3; }
   FLASHMOE_HD constexpr uint32_t token_row_bytes() const { return row_bytes(hidden, element_bytes(token_type)); }
   FLASHMOE_HD constexpr uint32_t intermediate_row_bytes() const {
@@ -113,15 +115,15 @@ constexpr void for_each_field(LayerSpec& l, F&& f) {
 }
 
 // The name of an element type's field that is not as it must be beside the others, and in `expected` what would be;
-// null if there is none. All are one type; or y_type is one, and what is multiplied is in e4m3. This is where further
-// products of mixed types would be let in.
+// null if there is none. All are one type; or y_type is one, and what is multiplied is in e4m3, or the matrices alone are
+// in mxfp4. This is where further products of mixed types would be let in.
 constexpr const char* differing_type(const LayerSpec& l, DType& expected) {
   const bool quantised = l.weight_type == DType::kFloat8E4M3;
   expected = l.y_type;
-  if (l.y_type == DType::kFloat8E4M3) return expected = DType::kBFloat16, "y_type";
+  if (has_scales(l.y_type)) return expected = DType::kBFloat16, "y_type";
   if (l.return_type != l.y_type) return "return_type";
   if (l.x_type != l.y_type && !(quantised && l.x_type == DType::kFloat8E4M3)) return "x_type";
-  if (!quantised && l.weight_type != l.y_type) return "weight_type";
+  if (!has_scales(l.weight_type) && l.weight_type != l.y_type) return "weight_type";
   if (quantised) expected = DType::kFloat8E4M3;
   if (l.token_type != expected) return "token_type";
   if (l.intermediate_type != expected) return "intermediate_type";

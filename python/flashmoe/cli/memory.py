@@ -31,7 +31,7 @@ def command(
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     weight_dtype: Annotated[
-        str | None, typer.Option(help="Of the experts' weights: dtype, or float8_e4m3fn.  [default: dtype]")
+        str | None, typer.Option(help="Of the experts' weights: dtype, float8_e4m3fn or mxfp4.  [default: dtype]")
     ] = None,
     return_: Annotated[
         str, typer.Option("--return", help="direct, reduced or auto: room for both; cuda: the one it takes untuned.")

@@ -13,7 +13,7 @@ from ..checkpoint import MoELayer, load_layer, shipped_layer
 from ..errors import InvalidArgument
 from ..memory import check_fits, plan_memory
 from ..placement import contiguous
-from ..spec import DTYPES, FP8
+from ..spec import DTYPES, ENCODINGS
 from . import device
 from .console import working
 
@@ -118,8 +118,8 @@ def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, 
         "return_mode": request.return_mode,
         "shared_intermediate": getattr(sized, "shared_intermediate", 0),  # random layers have none
     }
-    if request.engine == "cuda" and limits["weight_dtype"] == FP8:
-        raise InvalidArgument(f"--engine cuda: weights: expected {', '.join(DTYPES)}, got {FP8}")
+    if request.engine == "cuda" and limits["weight_dtype"] in ENCODINGS:
+        raise InvalidArgument(f"--engine cuda: weights: expected {', '.join(DTYPES)}, got {limits['weight_dtype']}")
     plan = plan_memory(engine=request.engine, ranks=request.ranks, **limits)
     if request.engine == "cpu":
         check_fits(plan)
@@ -137,7 +137,7 @@ def _cast(layer: MoELayer, dtype: str | None) -> MoELayer:
     if dtype not in models.DTYPES:
         raise InvalidArgument(f"--dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
     if layer.gate_up_scale is not None:
-        raise InvalidArgument(f"--dtype: expected none with {layer.name}, whose experts are in FP8, got {dtype!r}")
+        raise InvalidArgument(f"--dtype: expected none with {layer.name}, whose experts are quantised, got {dtype!r}")
     arrays = {"router": layer.router, **layer.tensors()}
     arrays.pop("choice_bias", None)  # float32 whatever the others are
     return replace(layer, **{name: array.astype(models.DTYPES[dtype]) for name, array in arrays.items()})

@@ -21,7 +21,7 @@ from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
-from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, LayerSpec, bounded, scale_blocks
+from ..spec import DTYPES, ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
 from ..tensors import DeviceOperand, as_view, device_operand
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
@@ -343,7 +343,12 @@ def current_stream(device: int) -> int:
 
 
 def _check_quantised(layer: LayerSpec, transport: str) -> None:
-    """Raises `InvalidArgument` for what there is no kernel of with weights in FP8: other types beside them, puts."""
+    """Raises `InvalidArgument` for what there is no kernel of with quantised weights: those of a type, and with FP8
+    other types beside them, and puts."""
+    if layer.weight_type == MXFP4:
+        raise InvalidArgument(
+            f"CUDA engine: weights: expected {', '.join((*DTYPES, FP8))}, got {MXFP4}, of which it has no kernel yet"
+        )
     if layer.quantised and transport == "rdma":
         raise InvalidArgument(
             f"CUDA engine: transport: expected mapped memory with weights of {FP8}, got {transport!r}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..growing import Shape
-from ..spec import FP8
+from ..spec import STORED_AS
 
 
 def as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -14,11 +14,20 @@ def as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:
     return weights if weights.dtype in (torch.float32, dtype) else weights.to(torch.float32)
 
 
-def shape_of(weights: Tensor, hidden: int, intermediate: int, top_k: int, shared_intermediate: int = 0) -> Shape:
-    """What a context is made for whose calls have such a `down_proj` of all experts."""
+def shape_of(
+    weights: Tensor,
+    hidden: int,
+    intermediate: int,
+    top_k: int,
+    shared_intermediate: int = 0,
+    beside: torch.dtype | None = None,
+) -> Shape:
+    """What a context is made for whose calls have such a `down_proj` of all experts. `beside`: the type of biases,
+    which is that of x; default, where weights are quantised: bfloat16."""
     device = weights.device.index if weights.device.type == "cuda" else None
     dtype = str(weights.dtype).removeprefix("torch.")
     sizes = hidden, intermediate, weights.shape[0], top_k, shared_intermediate
-    if dtype == FP8:  # models in it compute in types of 16 bits
-        return Shape(device, "bfloat16", *sizes, weight_dtype=FP8)
+    if (quantised := STORED_AS.get(dtype)) is not None:
+        of_x = str(beside or torch.bfloat16).removeprefix("torch.")
+        return Shape(device, of_x, *sizes, weight_dtype=quantised)
     return Shape(device, dtype, *sizes)

@@ -8,7 +8,7 @@ far an engine may be off is another matter, see `flashmoe.tolerance`.
 from .activations import activate, activate_backward
 from .backward import moe_gradients
 from .forward import ReferenceResult, moe_reference
-from .quantised import dequantised, quantised_rows, rounded, row_scales, scaled_rows
+from .quantised import dequantised, quantised_rows, rounded, row_scales, rows_are_quantised, scaled_rows
 from .routing import check_topk, choice_values, choose, router_logits, scores, weigh
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "rounded",
     "router_logits",
     "row_scales",
+    "rows_are_quantised",
     "scaled_rows",
     "scores",
     "weigh",

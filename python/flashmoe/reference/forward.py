@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .activations import GATED, activate
-from .quantised import dequantised, quantised_rows, scaled_rows
+from .quantised import dequantised, quantised_rows, rows_are_quantised, scaled_rows
 from .routing import route, scores
 
 
@@ -84,8 +84,8 @@ def moe_reference(
     A shared expert (DeepSeekMoE, section 3.2) adds ``sigmoid(shared_gate @ x[t])`` (or 1) times its FFN of x.
 
     With `scales` (gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale, x_scale) weights are what
-    `dequantised` says of them, and the experts' operands are quantised: x, unless it comes with `x_scale`, and what
-    ``act`` gives, both by rows (`quantised_rows`). The router sees x as it is given.
+    `dequantised` says of them. Of e4m3, not of e2m1, the experts' operands are quantised, too: x, unless it comes with
+    `x_scale`, and what ``act`` gives, both by rows (`quantised_rows`). The router sees x as it is given.
 
     These are equations 5.1 (the expert), 5.2 (C) and 5.3 (the weighted sum) of the FlashDMoE thesis. The
     capacity is that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert
@@ -104,7 +104,7 @@ def moe_reference(
     given = [x, gate_up_proj, down_proj, shared_gate_up, shared_down]
     halves = 2 if activation in GATED and not interleaved else 1
     rows, gate_up_proj, down_proj, up, down = _numbers(given, transposed, halves, **scales)
-    x, quantised = np.asarray(x, np.float64), scales.get("gate_up_scale") is not None
+    x, quantised = np.asarray(x, np.float64), scales.get("gate_up_scale") is not None and rows_are_quantised(given[1])
     experts = gate_up_proj.shape[0]
     shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
 
@@ -144,11 +144,12 @@ def _numbers(
     none."""
     rows, *matrices = (None if each is None else np.asarray(each, np.float64) for each in tensors)
     if gate_up_scale is not None:
+        x, *given = tensors
         of_matrices = (gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale)
-        both = zip(matrices, of_matrices, (halves, 1, halves, 1), strict=True)
+        both = zip(given, of_matrices, (halves, 1, halves, 1), strict=True)
         matrices = [None if each is None else dequantised(each, scale, parts) for each, scale, parts in both]
-        x = tensors[0]
-        rows = quantised_rows(np.asarray(x, np.float32)) if x_scale is None else scaled_rows(x, x_scale)
+        if rows_are_quantised(given[0]):
+            rows = quantised_rows(np.asarray(x, np.float32)) if x_scale is None else scaled_rows(x, x_scale)
     return [rows, *(each.swapaxes(-2, -1) if transposed and each is not None else each for each in matrices)]
 
 

@@ -1,6 +1,7 @@
 """Quantised weights and rows: what they stand for, in float64, and how rows are quantised.
 
-e4m3 is here a list of its numbers: what rounds to which of them is looked up, by no conversion of a library.
+e4m3 and e2m1 are here lists of their numbers: what rounds to which of them is looked up, by no conversion of a library.
+Matrices of bytes are of e2m1 in blocks of 32, as the OCP Microscaling Formats have them, others of e4m3.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ _NUMBERS = np.array(
 """The 127 magnitudes of e4m3, ascending: 8 subnormal ones, then 8 in each binade up to 448, where the last would be
 NaN."""
 _MIDDLES = (_NUMBERS[1:] + _NUMBERS[:-1]) / 2.0
+
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""The 16 numbers of e2m1, by their codes."""
+_E8M0 = np.append(2.0 ** np.arange(-127.0, 128.0), np.nan)
+"""The 256 scales of e8m0, by their codes."""
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
@@ -49,10 +55,25 @@ def scaled_rows(elements: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return elements.astype(np.float64) * np.asarray(scale, np.float64)[:, np.arange(elements.shape[1]) // BLOCK]
 
 
+def rows_are_quantised(matrices: np.ndarray) -> bool:
+    """Whether matrices with scales are of a type whose rows are quantised, too: not of e2m1."""
+    return matrices.dtype != np.uint8
+
+
+def unpacked(blocks: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """What weights of e2m1 [..., n / 32, 16] uint8, with scales [..., n / 32] of e8m0, stand for: [..., n]. A byte has
+    two, the first in its low bits."""
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    numbers = _E2M1[codes] * _E8M0[scale][..., None]
+    return numbers.reshape(*blocks.shape[:-2], -1)
+
+
 def dequantised(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.ndarray:
     """What weights [..., rows, columns] stand for, with a scale for each block [..., blocks, blocks], row [..., rows,
     1] or [..., rows], or matrix [..., 1, 1] or [...]. `halves`: 2 where gate rows and up rows have blocks of their
-    own."""
+    own. Of e2m1 as `unpacked` has it."""
+    if not rows_are_quantised(elements):
+        return unpacked(elements, scale)
     *lead, rows, columns = elements.shape
     scale = np.asarray(scale, np.float64)
     scale = scale.reshape(*lead, *(*scale.shape[len(lead) :], 1, 1)[:2])

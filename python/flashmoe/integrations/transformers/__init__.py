@@ -16,13 +16,26 @@ from __future__ import annotations
 from ._release import INSTALLED, NEWEST, OLDEST, WITH_EXPERT_PARALLELISM
 from .experts import experts_forward, register
 from .fuse import fuse
+from .mxfp4 import load_mxfp4
+from .mxfp4 import register as register_mxfp4
 from .parallel import load_parallel, parallelize
 from .recognise import ExpertsOptions, recognise
 
 register()
+register_mxfp4()
 if INSTALLED >= WITH_EXPERT_PARALLELISM:
     from . import expert_parallel
 
     expert_parallel.register()
 
-__all__ = ["NEWEST", "OLDEST", "ExpertsOptions", "experts_forward", "fuse", "load_parallel", "parallelize", "recognise"]
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "ExpertsOptions",
+    "experts_forward",
+    "fuse",
+    "load_mxfp4",
+    "load_parallel",
+    "parallelize",
+    "recognise",
+]

@@ -16,7 +16,7 @@ from ...arguments import Options, Tensors
 from ...context import Context, context_id
 from ...errors import InvalidArgument
 from ...growing import GrowingContext, growing_context
-from ...spec import DTYPES
+from ...spec import DTYPES, ENCODINGS
 from ...torch_op import call
 from ..operands import as_taken, shape_of
 from .attributes import remembered, tensor_of
@@ -26,6 +26,7 @@ NAME = "flashmoe"
 
 _DEVICES = ("cpu", "cuda", "meta")
 _TYPES = tuple(getattr(torch, name) for name in DTYPES)
+_QUANTISED = tuple(getattr(torch, encoding.stored) for encoding in ENCODINGS.values())
 _PLAIN = (torch.nn.Parameter, type(None), Tensor)
 
 _CONTEXT = "_flashmoe_context"
@@ -53,7 +54,7 @@ def experts_forward(
     Parameters
     ----------
     module:
-        Its weights are of `hidden_states`' dtype, or in FP8 with scales (CPU engine), and on its device.
+        Its weights are of `hidden_states`' dtype, or quantised with scales, and on its device.
     hidden_states: [T, H]
     top_k_index: [T, K] int32 or int64
         A token's experts; they are distinct.
@@ -126,13 +127,18 @@ def of_group(module: torch.nn.Module, context: Context) -> None:
     vars(module)[_CONTEXT] = context
     vars(module)[_SLICES] = len(context.placement) // module.num_experts
     mark_as_share(module, len(context.local_experts()))
-    module.__class__ = _always(type(module))
+    always_here(module)
     module.register_state_dict_pre_hook(_refuse_state_dict)
 
 
 def mark_as_share(module: torch.nn.Module, experts: int) -> None:
     """Says that the module's tensors are of so many experts, those of this rank."""
     vars(module)[_LOCAL] = experts
+
+
+def always_here(module: torch.nn.Module) -> None:
+    """Makes an experts module one that this implementation computes, whichever is chosen."""
+    module.__class__ = _always(type(module))
 
 
 @cache
@@ -181,8 +187,8 @@ def _check(module: torch.nn.Module, tensors: Tensors) -> None:
         if type(tensor) not in _PLAIN:
             _refuse_distributed(module, tensors)
     for name, weight in (("gate_up_proj", tensors.gate_up_proj), ("down_proj", tensors.down_proj)):
-        allowed = _TYPES if tensors.gate_up_scale is None else (torch.float8_e4m3fn,)
-        if weight.ndim != 3 or weight.dtype not in allowed:
+        allowed = _TYPES if tensors.gate_up_scale is None else _QUANTISED
+        if weight.ndim != (4 if weight.dtype is torch.uint8 else 3) or weight.dtype not in allowed:
             types = ", ".join(map(str, allowed))
             raise InvalidArgument(
                 f"{type(module).__name__}: expected {name} [E, ., .] of {types}, got {list(weight.shape)} "
@@ -210,12 +216,13 @@ def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared
     held: GrowingContext | Context | None = vars(module).get(attribute)
     if isinstance(held, Context):
         return context_id(held)
-    down = tensor_of(module, options.down)
+    down, bias = tensor_of(module, options.down), options.down_bias
+    beside = None if bias is None else tensor_of(module, bias).dtype
     shape = remembered(
         module,
         "_flashmoe_shape",
-        (down.device, down.dtype, down.shape, options, top_k, shared_intermediate),
-        lambda: shape_of(down, *options.sizes(module), top_k, shared_intermediate),
+        (down.device, down.dtype, beside, down.shape, options, top_k, shared_intermediate),
+        lambda: shape_of(down, *options.sizes(module), top_k, shared_intermediate, beside=beside),
     )
     if held is None or held.shape != shape:
         held = vars(module)[attribute] = growing_context(shape)

@@ -22,7 +22,8 @@ from ...limits import checked_slices
 from ...moving import place_in, together
 from ...placement import checked, holders, local_experts
 from ...shares import Cut, Share
-from ...spec import FP8
+from ...spec import ENCODINGS, STORED_AS
+from ...tensors import dtype_name
 from .experts import experts_modules, of_group
 from .llama4 import patch_blocks
 from .recognise import ExpertsOptions, recognise
@@ -130,9 +131,12 @@ def load_parallel(
     """
     rank, ranks = place_in(group)
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "fp8":
-        raise InvalidArgument(f"path: expected a checkpoint whose experts are not in FP8, got one in {path}")
-    kind = model_class or _class_of(config)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method in (names := {encoding.name.lower(): encoding.name for encoding in ENCODINGS.values()}):
+        raise InvalidArgument(
+            f"path: expected a checkpoint whose experts are not in {names[method]}, got one in {path}"
+        )
+    kind = model_class or class_of(config)
     _top_k_of(config, top_k)  # before anything is read
     with torch.device("meta"):
         whole = checked_modules(kind(config))[0]
@@ -194,13 +198,14 @@ def checked_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
         raise InvalidArgument(
             f"{type(model).__name__}: expected experts modules, on Transformers' interface or of Llama 4, got none"
         )
+    for module in modules:
+        if (options := recognise(module)).gate_up_scale is not None:
+            dtype = STORED_AS[dtype_name(getattr(module, options.down))]
+            raise InvalidArgument(f"{type(module).__name__}: expected experts that are not quantised, got {dtype}")
     alike = {(module.num_experts, *module.down_proj.shape[1:], module.down_proj.dtype) for module in modules}
     if len(alike) > 1:
         kinds = "; ".join(f"E={experts}, {kind}, H and I {sizes}" for experts, *sizes, kind in sorted(alike, key=str))
         raise InvalidArgument(f"{type(model).__name__}: expected experts modules of one shape and type, got {kinds}")
-    for module in modules:
-        if recognise(module).gate_up_scale is not None:
-            raise InvalidArgument(f"{type(module).__name__}: expected experts that are not in FP8, got {FP8}")
     return modules
 
 
@@ -212,7 +217,7 @@ def _top_k_of(config: Any, top_k: int | None) -> int:
     return top_k
 
 
-def _class_of(config: Any) -> type[transformers.PreTrainedModel]:
+def class_of(config: Any) -> type[transformers.PreTrainedModel]:
     names = config.architectures or ["no architectures"]
     kind = getattr(transformers, names[0], None)
     if kind is None:

@@ -19,6 +19,7 @@ from transformers.integrations import moe as interface
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from ...errors import InvalidArgument
+from ...spec import ENCODINGS, FP8, MXFP4
 from .attributes import remembered, tensor_of
 
 _SILU = (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu)
@@ -36,6 +37,8 @@ UNGATED = (
 )
 """The operator's activation where `act_fn` is all that lies between the two products."""
 
+_BLOCKS = ENCODINGS[MXFP4].suffixes[0]
+"""What follows the name of matrices in that of their elements in MXFP4."""
 FLAGS = {
     "has_post_expert_norm": (False, "False"),
     "_is_expert_parallel": (
@@ -64,7 +67,7 @@ class ExpertsOptions:
     down_bias: str | None
     """[E, H]"""
     gate_up_scale: str | None = None
-    """Of experts in FP8, as is the next."""
+    """Of experts in FP8 or MXFP4, as is the next."""
     down_scale: str | None = None
     interleaved: bool = False
     limit: float | None = None
@@ -79,7 +82,10 @@ class ExpertsOptions:
 
     def sizes(self, module: torch.nn.Module) -> tuple[int, int]:
         """H and I."""
-        _, first, second = tensor_of(module, self.down).shape
+        shape = tensor_of(module, self.down).shape
+        if self.down.endswith(_BLOCKS):
+            shape = ENCODINGS[MXFP4].numbers(shape)
+        _, first, second = shape
         return (second, first) if self.transposed else (first, second)
 
 
@@ -96,7 +102,8 @@ def recognise(module: torch.nn.Module, *, is_share: bool = False) -> ExpertsOpti
     kind, own, act = type(module), module.__dict__, module._modules.get("act_fn")
     approximate = None if act is None else act.__dict__.get("approximate")
     gate = getattr(kind, "_apply_gate", None)
-    made_of = (is_share, kind, gate, own.get("act_fn"), act, approximate, *map(own.get, _READ))
+    blocks = f"down_proj{_BLOCKS}" in module._parameters
+    made_of = (is_share, kind, blocks, gate, own.get("act_fn"), act, approximate, *map(own.get, _READ))
     return remembered(module, "_flashmoe_recognised", made_of, lambda: _recognised(module, is_share))
 
 
@@ -113,14 +120,16 @@ def _recognised(module: torch.nn.Module, is_share: bool) -> ExpertsOptions:
     quantised = isinstance(module, FP8Experts)
     if quantised and (scheme := getattr(module, "activation_scheme", "dynamic")) != "dynamic":
         raise _refusal(module, "activation_scheme", "dynamic", scheme)
+    blocks = f"down_proj{_BLOCKS}" in module._parameters  # as .mxfp4 has left it
+    elements, scale = ENCODINGS[MXFP4 if blocks else FP8].suffixes
     return ExpertsOptions(
-        transposed=bool(getattr(module, "is_transposed", False)),
-        gate_up=first,
-        down="down_proj",
+        transposed=bool(getattr(module, "is_transposed", False)) and not blocks,
+        gate_up=first + elements,
+        down="down_proj" + elements,
         gate_up_bias=f"{first}_bias" if module.has_bias else None,
         down_bias="down_proj_bias" if module.has_bias else None,
-        gate_up_scale=f"{first}_scale_inv" if quantised else None,
-        down_scale="down_proj_scale_inv" if quantised else None,
+        gate_up_scale=first + scale if quantised or blocks else None,
+        down_scale="down_proj" + scale if quantised or blocks else None,
         **gate,
     )
 

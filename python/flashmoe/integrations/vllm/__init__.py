@@ -1,7 +1,8 @@
 """FlashMoE in vLLM 0.32 and 0.33; see docs/vllm.md.
 
 vLLM finds `register` by the entry point of this package in the group ``vllm.general_plugins`` and calls it in each of
-its processes. From then on its unquantised fused experts are computed by the operator. Importing this imports no vLLM.
+its processes. From then on its fused experts, unquantised or in FP8, are computed by the operator. Importing this
+imports no vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["NEWEST", "OLDEST", "register"]
 
 
 def register() -> None:
-    """Puts FlashMoE in the place of vLLM's unquantised fused experts. Idempotent.
+    """Puts FlashMoE in the place of vLLM's fused experts, unquantised or in FP8. Idempotent.
 
     Raises
     ------

@@ -58,7 +58,8 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Fills `output` [T, H]. `w1`, `w2`: gate_up_proj and down_proj of `flashmoe.moe`; T > 0."""
+        """Fills `output` [T, H]. `w1`, `w2`: gate_up_proj and down_proj of `flashmoe.moe`, which quantises x itself
+        where they are in FP8; T > 0."""
         if expert_map is not None:
             raise recognise.refusal("expert_map", "None", "a map of experts to ranks")
         if activation is not self.moe_config.activation:
@@ -69,6 +70,8 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
             w2,
             gate_up_bias=self.w1_bias,
             down_bias=self.w2_bias,
+            gate_up_scale=self.w1_scale,
+            down_scale=self.w2_scale,
             topk_ids=topk_ids.contiguous(),
             topk_weights=as_taken(topk_weights, hidden_states.dtype).contiguous(),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InvalidArgument
-from ...spec import DTYPES
+from ...spec import DTYPES, SCALE_BLOCK
 
 ADVICE = "set VLLM_PLUGINS to the plugins that are to be loaded, without flashmoe"
 """How vLLM is had without this plugin."""
@@ -19,6 +19,15 @@ PARALLEL = ("tp_size", "dp_size", "pcp_size", "ep_size", "sp_size")
 
 FLAGS = {"moe_backend": "auto", "is_lora_enabled": False}
 """Of a layer's `FusedMoEConfig`: what the operator has one value of."""
+
+FP8_FLAGS = {
+    "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
+    "activation_scheme": "dynamic",
+    "store_dtype": None,
+    "is_checkpoint_fp8_serialized": True,
+}
+"""Of vLLM's `Fp8Config`: what the operator has one value of. (Where a matrix has one scale, gate and up have two, of
+which vLLM makes one by quantising anew.)"""
 
 ACTIVATIONS = ("silu", "gelu", "swigluoai", "swigluoai_uninterleave")
 """Values of vLLM's `MoEActivation` that the operator has."""
@@ -40,6 +49,13 @@ def check(moe: Any) -> None:
     if dtype not in DTYPES:
         raise refusal("in_dtype", f"one of {', '.join(DTYPES)}", dtype)
     activation_of(moe.activation.value, moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)
+
+
+def check_fp8(config: Any) -> None:
+    """Raises `InvalidArgument` for experts in FP8 that the operator does not compute. `config`: vLLM's `Fp8Config`."""
+    for name, value in FP8_FLAGS.items():
+        if (got := getattr(config, name)) != value:
+            raise refusal(name, repr(value), repr(got))
 
 
 def activation_of(name: str, limit: float | None, alpha: float | None, beta: float | None) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+// How elements are stored, and which of a matrix share a scale: the one place that knows it of every type.
+// Python's is flashmoe.spec.ENCODINGS.
+#pragma once
+
+#include <cstdint>
+
+#include "flashmoe/spec/enums.h"
+#include "flashmoe/spec/rows.h"
+
+namespace flashmoe {
+
+struct Encoding {
+  uint32_t bits;                       // of an element
+  uint32_t scale_bytes;                // of a matrix's scale; 0: there are none
+  uint32_t block_rows, block_columns;  // of a matrix: what shares a scale, where scales are those of blocks
+};
+
+// The mxfp4 of the OCP Microscaling Formats: e2m1, two to a byte, the first in the low bits; a scale is e8m0.
+constexpr Encoding encoding_of(DType t) {
+  switch (t) {
+    case DType::kFloat32: return {32, 0, 1, 1};
+    case DType::kBFloat16:
+    case DType::kFloat16: return {16, 0, 1, 1};
+    case DType::kFloat8E4M3: return {8, 4, kScaleBlock, kScaleBlock};
+    case DType::kMxFp4: return {4, 1, 1, 32};
+  }
+  return {};
+}
+
+// Whether matrices of that type have scales.
+constexpr bool has_scales(DType t) {
+  return encoding_of(t).scale_bytes != 0;
+}
+// Bytes of n elements; of e2m1 n is even.
+constexpr uint64_t stored_bytes(DType t, uint64_t n) {
+  return n * encoding_of(t).bits / 8;
+}
+
+}  // namespace flashmoe

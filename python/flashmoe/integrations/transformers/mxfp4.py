@@ -1,0 +1,120 @@
+"""gpt-oss with its experts in MXFP4, as its checkpoints have them: `load_mxfp4`.
+
+By itself Transformers has such experts computed by kernels of the Hub, which lay them out anew, or makes them bfloat16
+as it loads them. Here its loader is told, by a quantisation method of another name, to leave them in the parameters
+that `flashmoe.moe` takes: ``gate_up_proj_blocks``, ``gate_up_proj_scales`` and those of ``down_proj``, uint8.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ...errors import CheckpointError, InvalidArgument
+from ...scales import scale_shape
+from ...spec import ENCODINGS, MXFP4
+from .experts import NAME, always_here, experts_modules
+from .parallel import class_of
+from .recognise import recognise
+
+METHOD = "flashmoe_mxfp4"
+PUBLISHED = "mxfp4"
+"""The method's name in checkpoints."""
+
+
+def load_mxfp4(
+    path: str | Path, *, model_class: type[transformers.PreTrainedModel] | None = None, **options: Any
+) -> transformers.PreTrainedModel:
+    """The model of a checkpoint of gpt-oss whose experts are in MXFP4, which they stay: `flashmoe.moe` computes them,
+    whatever implementation is chosen later. Saved, it is such a checkpoint again. It does not train.
+
+    Parameters
+    ----------
+    path:
+        The checkpoint's folder. None is downloaded.
+    model_class:
+        Default: the class of Transformers that the configuration names.
+    options:
+        Of the class's ``from_pretrained``, such as `dtype`.
+
+    Raises
+    ------
+    InvalidArgument
+        The configuration says nothing of MXFP4, or the model's experts are not of gpt-oss.
+    CheckpointError
+        The checkpoint lacks tensors of experts.
+    """
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    said = getattr(config, "quantization_config", None) or {}
+    if said.get("quant_method") != PUBLISHED:
+        raise InvalidArgument(
+            f"path: expected a checkpoint with quant_method {PUBLISHED!r}, got {said.get('quant_method')!r} in {path}"
+        )
+    config.quantization_config = said | {"quant_method": METHOD}
+    kind = model_class or class_of(config)
+    how = {"experts_implementation": NAME, "output_loading_info": True, **options}
+    model, info = kind.from_pretrained(path, config=config, **how)
+    if missing := sorted(name for name in info["missing_keys"] if ".experts." in name):
+        raise CheckpointError(f"path: expected all tensors of experts in {path}, got none for {missing[:4]}")
+    return model
+
+
+class Mxfp4ExpertsConfig(QuantizationConfigMixin):
+    """What the configuration of such a model says, and what is saved of it."""
+
+    def __init__(self, modules_to_not_convert: list[str] | None = None, **_: Any) -> None:
+        self.quant_method = METHOD
+        self.modules_to_not_convert = modules_to_not_convert
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": PUBLISHED, "modules_to_not_convert": self.modules_to_not_convert}
+
+
+class Mxfp4ExpertsQuantizer(HfQuantizer):
+    """Gives a model's experts, before they are loaded, the parameters that the checkpoint has."""
+
+    def _process_model_before_weight_loading(self, model: transformers.PreTrainedModel, **_: Any) -> Any:
+        modules = experts_modules(model)
+        if not modules:
+            raise InvalidArgument(f"{type(model).__name__}: expected experts on Transformers' interface, got none")
+        for module in modules:
+            _take_blocks(module)
+        return model
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def register() -> None:
+    """Makes the method known to Transformers. Idempotent."""
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(METHOD)(Mxfp4ExpertsConfig)
+        register_quantizer(METHOD)(Mxfp4ExpertsQuantizer)
+
+
+def _take_blocks(module: torch.nn.Module) -> None:
+    """Replaces the matrices of an experts module by what has them in MXFP4. Raises `InvalidArgument`."""
+    options, encoding = recognise(module), ENCODINGS[MXFP4]
+    if not options.transposed or options.gate_up_scale is not None:
+        raise InvalidArgument(f"{type(module).__name__}: expected the experts of gpt-oss, got others")
+    for name in (options.gate_up, options.down):
+        whole = getattr(module, name)
+        experts, columns, rows = whole.shape
+        shape = (experts, rows, columns)
+        delattr(module, name)
+        shapes = encoding.elements(shape), scale_shape(encoding, "block", shape, 1)
+        for suffix, of_this in zip(encoding.suffixes, shapes, strict=True):
+            data = torch.empty(of_this, dtype=torch.uint8, device=whole.device)
+            module.register_parameter(name + suffix, torch.nn.Parameter(data, requires_grad=False))
+    module._is_hf_initialized = True  # what the model would initialise is not there any more
+    always_here(module)

@@ -1,0 +1,512 @@
+"""Weights in MXFP4 on the CPU engine: every code and scale, the quantiser's rule, layers against the float64 reference
+and against the same numbers in bfloat16.
+
+FLASHMOE_EXAMPLES bounds the number of random layers, of which there are 200 at most but in nightly runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import flashmoe
+import ml_dtypes
+import numpy as np
+import pytest
+from flashmoe.checkpoint import shipped_layer
+from flashmoe.engines.cuda import CudaEngine
+from flashmoe.limits import checked_context
+from flashmoe.memory import plan_memory
+from flashmoe.quantize import dequantize_mxfp4, quantize_layer, quantize_mxfp4
+from flashmoe.reference import dequantised
+from flashmoe.slices import cut
+from flashmoe.spec import FP8, MXFP4
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_options import CLAMPED
+from problems import ACTIVATIONS, PATIENCE, Problem, Ranks, check, in_mxfp4, quantised, random_problem
+from test_properties import at_random
+
+EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) * 2 // 5
+SIZES = {"hidden": 224, "intermediate": 160, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
+"""Multiples of 32, but of no larger power of two."""
+TOKENS = [65, 0, 7, 33]
+NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+"""The magnitudes of e2m1, by their codes."""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+# ---- Codes and scales ----------------------------------------------------------------------------------------
+
+
+def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """What a matrix [rows, n / 32, 16] stands for, number by number."""
+    made = np.empty((len(blocks), 32 * blocks.shape[1]))
+    for row, block, byte in np.ndindex(blocks.shape):
+        scale = math.nan if scales[row, block] == 255 else 2.0 ** (int(scales[row, block]) - 127)
+        for place, code in enumerate(divmod(int(blocks[row, block, byte]), 16)[::-1]):
+            made[row, 32 * block + 2 * byte + place] = (-1.0) ** (code >> 3) * NUMBERS[code & 7] * scale
+    return made
+
+
+def seen_by_engine(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The numbers of a matrix [256, 8, 16] as the engine has them: its products with unit vectors of both signs, of
+    which ReLU leaves one."""
+    ones = np.zeros((1, 256, 8, 16), np.uint8)
+    for i in range(256):
+        ones[0, i, i // 32, i % 32 // 2] = 2 << 4 * (i % 2)
+    x = np.concatenate([np.eye(256), -np.eye(256)]).astype(np.float32)
+    sizes = {"max_tokens": 512, "hidden": 256, "intermediate": 256, "experts": 1, "top_k": 1, "dtype": "float32"}
+    with flashmoe.Context(weight_dtype=MXFP4, processors=2, **sizes) as context:
+        y = flashmoe.moe(
+            context,
+            x,
+            blocks[None],
+            ones,
+            gate_up_scale=scales[None],
+            down_scale=np.full((1, 256, 8), 127, np.uint8),
+            activation="relu",
+            topk_ids=np.zeros((512, 1), np.int32),
+            topk_weights=np.ones((512, 1), np.float32),
+        )
+    return (y[:256] - y[256:]).T.astype(np.float64)
+
+
+def test_all_codes_with_all_scales():
+    """Row e has scale e and, in each block, every code twice. But for the two largest scales, of which some numbers are
+    beyond float32: these have others twice."""
+    codes = np.arange(32, dtype=np.uint8) % 16
+    blocks = np.broadcast_to(codes[0::2] | codes[1::2] << 4, (256, 8, 16)).copy()
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    blocks[253] &= 0xDD  # neither 4 nor 6
+    blocks[254] &= 0xBB  # no more than 1.5
+    blocks[255], scales[255] = 0, 0
+    expected = unpacked(blocks, scales)
+    assert len(np.unique(expected[100])) == 15  # two zeros are equal
+    np.testing.assert_array_equal(seen_by_engine(blocks, scales), expected)
+    np.testing.assert_array_equal(dequantised(blocks, scales), expected)
+    np.testing.assert_array_equal(dequantize_mxfp4(blocks, scales), expected)
+
+
+def test_every_byte_in_every_place():
+    """256 bytes, each in 16 places, with a scale of its own for each block."""
+    blocks = ((np.arange(256)[:, None, None] + 16 * np.arange(8)[:, None] + 37 * np.arange(16)) % 256).astype(np.uint8)
+    scales = np.random.default_rng(1).integers(97, 157, (256, 8)).astype(np.uint8)
+    expected = unpacked(blocks, scales)
+    np.testing.assert_array_equal(seen_by_engine(blocks, scales), expected)
+    np.testing.assert_array_equal(dequantised(blocks, scales), expected)
+
+
+def test_a_nan_scale_makes_its_experts_tokens_nan_and_no_other():
+    problem = in_mxfp4(random_problem(1, [9], **SIZES, fused=False))
+    problem.gate_up_scale = problem.gate_up_scale.copy()
+    problem.gate_up_scale[3, 17, 2] = 255
+    with flashmoe.Context(processors=2, **problem.limits()) as context:
+        y = flashmoe.moe(context, **problem.arguments(0)).astype(np.float32)
+    of_expert = (problem.topk_ids[0] == 3).any(axis=1)
+    assert 0 < of_expert.sum() < 9
+    assert np.isnan(y[of_expert]).all()
+    assert np.isfinite(y[~of_expert]).all()
+    assert np.isnan(dequantised(problem.gate_up_proj, problem.gate_up_scale)[3, 17, 64:96]).all()
+    assert np.isnan(dequantize_mxfp4(problem.gate_up_proj, problem.gate_up_scale)).sum() == 32
+
+
+# ---- The quantiser -------------------------------------------------------------------------------------------
+
+
+def by_rule(block: np.ndarray) -> tuple[int, list[float]]:
+    """A block's scale as an exponent, and its numbers before the scale, by the rule in words."""
+    largest = max(abs(float(each)) for each in block)
+    exponent = -127 if largest == 0.0 else max(math.floor(math.log2(largest)) - 2, -127)
+    chosen = []
+    for each in block:
+        wanted = abs(float(each)) / 2.0**exponent
+        distances = [abs(wanted - number) for number in NUMBERS]
+        nearest = [code for code, distance in enumerate(distances) if distance == min(distances)]
+        code = nearest[0] if len(nearest) == 1 else next(code for code in nearest if code % 2 == 0)
+        chosen.append(math.copysign(NUMBERS[code], float(each)))
+    return exponent, chosen
+
+
+@pytest.mark.parametrize("size", [1.0, 3e-5, 1e30, 2.0**-130])
+def test_the_rule(size: float):
+    random = np.random.default_rng(2)
+    matrices = (size * random.standard_normal((3, 20, 96))).astype(np.float32)
+    matrices[0, :, :32] = size * np.round(8.0 * matrices[0, :, :32] / size) / 8.0  # many in the middle of two numbers
+    matrices[1, 3] = 0.0
+    matrices[1, 4, :8] = size * 2.0 ** np.arange(8)
+    blocks, scales = quantize_mxfp4(matrices)
+    assert (blocks.shape, blocks.dtype) == ((3, 20, 3, 16), np.uint8)
+    assert (scales.shape, scales.dtype) == ((3, 20, 3), np.uint8)
+    numbers = dequantize_mxfp4(blocks, scales).reshape(-1, 32).astype(np.float64)
+    for block, scale, made in zip(matrices.reshape(-1, 32), scales.flat, numbers, strict=True):
+        exponent, expected = by_rule(block)
+        assert int(scale) - 127 == exponent
+        np.testing.assert_array_equal(made, np.array(expected) * 2.0**exponent)
+
+
+def test_what_numbers_become():
+    """7 scales and more become 6; middles the even code; signs stay, also of what becomes 0."""
+    block = np.zeros(32, np.float32)
+    block[:13] = [7.96875, -7.0, 5.0, 4.99, -3.5, 2.5, 1.75, -1.25, 0.75, 0.25, 0.2500001, -0.25, -0.0]
+    blocks, scales = quantize_mxfp4(block)
+    assert scales.tolist() == [127]
+    numbers = dequantize_mxfp4(blocks, scales)
+    assert numbers[:13].tolist() == [6.0, -6.0, 4.0, 4.0, -4.0, 2.0, 2.0, -1.0, 1.0, 0.0, 0.5, -0.0, -0.0]
+    assert np.signbit(numbers[[11, 12]]).all()
+
+
+def test_what_is_in_mxfp4_stays_as_it_is():
+    """But for scales that are larger than the rule's."""
+    random = np.random.default_rng(3)
+    blocks = random.integers(0, 256, (50, 4, 16)).astype(np.uint8)
+    blocks[..., 0] = 0x77  # a 6, so that the scale is the rule's
+    scales = random.integers(0, 253, (50, 4)).astype(np.uint8)
+    again, scales_again = quantize_mxfp4(dequantize_mxfp4(blocks, scales))
+    np.testing.assert_array_equal(again, blocks)
+    np.testing.assert_array_equal(scales_again, scales)
+
+
+def test_every_bf16_value_is_within_half_a_step_or_a_quarter():
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    every = every[np.isfinite(every.astype(np.float32))].astype(np.float32)
+    values = np.zeros((len(every), 32), np.float32)
+    values[:, 5] = every
+    made = dequantize_mxfp4(*quantize_mxfp4(values))
+    assert (made[:, [*range(5), *range(6, 32)]] == 0.0).all()
+    exact, least = every.astype(np.float64), 2.0**-129  # half of the smallest number but 0
+    assert (np.abs(made[:, 5] - exact) <= np.maximum(np.abs(exact) / 4, least)).all()
+
+
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        (np.ones((4, 48)), r"^matrices: expected a multiple of 32 columns, got \[4, 48\]"),
+        (np.array([[np.inf] + [0.0] * 31]), "^matrices: expected finite numbers, got others among them"),
+        (np.array([[np.nan] + [0.0] * 31]), "^matrices: expected finite numbers, got others among them"),
+    ],
+)
+def test_what_cannot_be_quantised(matrices: np.ndarray, message: str):
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        quantize_mxfp4(matrices)
+
+
+def test_a_layer_is_quantised():
+    layer, _ = shipped_layer()
+    ours = quantize_layer(layer, dtype=MXFP4)
+    assert (ours.weight_dtype, ours.weight_scales, ours.intermediate) == (MXFP4, "block", layer.intermediate)
+    blocks, scales = quantize_mxfp4(layer.down_proj)
+    np.testing.assert_array_equal(ours.down_proj, blocks)
+    np.testing.assert_array_equal(ours.down_scale, scales)
+    assert ours.with_experts([2, 5]).gate_up_scale.shape == (2, 256, 8)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^layer: expected weights that are not quantised, got MXFP4"):
+        quantize_layer(ours)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^scales: expected one of block, got 'row'"):
+        quantize_layer(layer, "row", MXFP4)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^dtype: expected one of float8_e4m3fn, mxfp4, got 'int4'"):
+        quantize_layer(layer, dtype="int4")
+
+
+# ---- Layers --------------------------------------------------------------------------------------------------
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no gate": {"activation": "silu"},
+    "biases": {"biases": (True, True, True)},
+    "gpt-oss": {"transposed": True, "interleaved": True, **CLAMPED} | {"biases": (True, True, True)},
+    "weights on input": {"weights_on_input": True},
+    "capacity": {"capacity_factor": 0.6, "skew": 3.0},
+    "given routing": {"fused": False},
+    "shared": {"shared": 1, "shared_gate": True},
+    "shared, in slices": {"shared": 3, "intermediate": 96},
+    "shared, interleaved": {"shared": 2, "intermediate": 64, "interleaved": True, **CLAMPED},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layers(ranks: Ranks, options: dict[str, Any]):
+    """On one rank and on two, in tasks of other columns."""
+    problem = in_mxfp4(random_problem(1, [65], **SIZES | options))
+    check(problem, ranks.call(problem))
+    problem = in_mxfp4(random_problem(2, [65, 7], **SIZES | options))
+    check(problem, ranks.call(problem, tile=(16, 24)))
+
+
+@pytest.mark.parametrize("return_mode", ["direct", "reduced"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_four_ranks_of_uneven_tokens(ranks: Ranks, options: dict[str, Any], return_mode: str):
+    problem = in_mxfp4(random_problem(3, TOKENS, **SIZES | options, return_mode=return_mode))
+    check(problem, ranks.call(problem))
+
+
+def dequantised_problem(problem: Problem) -> Problem:
+    """The same numbers as elements of x's type."""
+    kind, names = problem.x[0].dtype, ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
+    made: dict[str, Any] = {}
+    for name in names:
+        scale = f"{name.removesuffix('_proj')}_scale"
+        if getattr(problem, name) is not None:
+            made |= {name: dequantize_mxfp4(getattr(problem, name), getattr(problem, scale)).astype(kind), scale: None}
+    return replace(problem, **made)
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_bits_are_those_of_the_same_numbers_in_x_s_type(ranks: Ranks, options: dict[str, Any]):
+    """Which has them exactly: these scales are no smaller than 2^-12."""
+    problem = in_mxfp4(random_problem(4, [40, 9], **SIZES | options))
+    plain = dequantised_problem(problem)
+    assert (dequantize_mxfp4(problem.down_proj, problem.down_scale) == plain.down_proj.astype(np.float32)).all()
+    for ours, theirs in zip(ranks.call(problem), ranks.call(plain), strict=True):
+        np.testing.assert_array_equal(ours.y, theirs.y)
+        assert ours.report.bytes_sent == theirs.report.bytes_sent  # rows are not quantised
+
+
+def test_experts_of_several_ranks(ranks: Ranks):
+    copies = [[0, 2], 1, [3, 1, 0], 2, 3, [0, 1, 2, 3], 2, [1], [3, 2], 0, 1, [2, 0]]
+    problem = in_mxfp4(random_problem(5, TOKENS, **SIZES, placement=copies))
+    check(problem, ranks.call(problem))
+
+
+def test_bits_are_the_same_in_every_run_and_on_every_number_of_ranks(ranks: Ranks):
+    whole = in_mxfp4(random_problem(6, [96], **SIZES, return_mode="direct"))
+    (alone,) = ranks.call(whole)
+    parts = replace(whole, x=[whole.x[0][:10], whole.x[0][10:10], whole.x[0][10:63], whole.x[0][63:]])
+    for outcomes in ranks.calls([parts] * 4, perturb=[0, 1, 2, 3]):
+        np.testing.assert_array_equal(np.concatenate([outcome.y for outcome in outcomes]), alone.y)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_experts_in_slices(ranks: Ranks, interleaved: bool):
+    """Slices of whole blocks of 32: their numbers are those of the whole expert."""
+    options = {"interleaved": True, **CLAMPED} if interleaved else {}
+    sizes = SIZES | {"intermediate": 192, "biases": (False, True, True)}
+    whole = in_mxfp4(random_problem(7, [40, 9, 0, 21], **sizes, **options))
+    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+    shape = {"activation": options.get("activation", "swiglu"), "interleaved": interleaved}
+    parts = cut(2, *(getattr(whole, name) for name in names), **shape)
+    assert parts["down_proj"].shape == (24, 224, 3, 16)
+    placement = [n % 4 for n in range(24)]
+    limits = whole.limits() | {"intermediate": 96, "slices": 2, "placement": placement}
+    sliced = replace(whole, **parts, placement=placement, options=whole.options | {"slices": 2})
+    expected = ranks.call(replace(whole, options=whole.options | {"return_mode": "reduced"}))
+    check(whole, expected)
+    for ours, theirs in zip(ranks.call(sliced, limits), expected, strict=True):
+        error = np.linalg.norm(ours.y.astype(np.float64) - theirs.reference.y)
+        assert error <= 1.5 * theirs.allowed.bound  # sums of two slices' results are rounded once more
+
+
+def test_the_bound_notices_wrong_scales_and_nibbles(ranks: Ranks):
+    problem = in_mxfp4(random_problem(8, [256], **SIZES, fused=False))
+    with flashmoe.Context(processors=2, **problem.limits()) as context:
+
+        def error(**changed: np.ndarray) -> float:
+            y = flashmoe.moe(context, **problem.arguments(0) | changed)
+            return float(np.linalg.norm(y.astype(np.float64) - expected))
+
+        (outcome,) = ranks.call(problem)
+        check(problem, [outcome])
+        expected, bound = outcome.reference.y, outcome.allowed.bound
+        assert 0.5 * bound < error() < bound
+        swapped = problem.gate_up_proj >> 4 | problem.gate_up_proj << 4
+        assert error(gate_up_proj=swapped) > 5 * bound
+        assert error(down_scale=problem.down_scale[:, :, ::-1].copy()) > 5 * bound
+        assert error(gate_up_scale=np.roll(problem.gate_up_scale, 1, axis=1)) > 5 * bound
+
+
+def test_memory_is_that_of_x_s_type():
+    sizes = {"ranks": 4, "max_tokens": 64, "hidden": 2880, "intermediate": 2880, "experts": 32, "top_k": 4}
+    assert plan_memory(**sizes, weight_dtype=MXFP4) == plan_memory(**sizes)
+
+
+# ---- Random layers -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of `random_problem`, and how to call."""
+    count = draw(st.sampled_from([1, 2, 4]))
+    experts = draw(st.integers(1, 24))
+    size = st.integers(1, 10).map(lambda blocks: 32 * blocks)
+    holders = st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True)
+    activation = draw(st.sampled_from([*ACTIVATIONS, "clamped_swiglu"]))
+    gated = activation in ("swiglu", "clamped_swiglu")
+    problem = {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "tokens": draw(st.lists(st.integers(0, 120), min_size=count, max_size=count)),
+        "hidden": draw(size),
+        "intermediate": draw(size),
+        "experts": experts,
+        "top_k": draw(st.integers(1, min(6, experts))),
+        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
+        "fused": draw(st.booleans()),
+        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
+        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
+        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        "placement": draw(st.none() | st.lists(holders, min_size=experts, max_size=experts)),
+        "activation": activation,
+        "interleaved": gated and draw(st.booleans()),
+        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
+        "return_mode": draw(st.sampled_from(["direct", "reduced", "auto"])),
+    }
+    if activation == "clamped_swiglu":
+        problem |= {"limit": draw(st.sampled_from([0.75, 7.0])), "alpha": 1.702, "up_offset": 1.0}
+    tile = draw(st.sampled_from([(128, 256), (8, 16)]) | st.tuples(st.integers(4, 128), st.integers(4, 200)))
+    return problem, {"perturb": [draw(st.just(0) | st.integers(1, 2**31 - 1))], "tile": tile}
+
+
+@pytest.mark.timeout(0)
+@at_random(EXAMPLES)
+@given(case=cases())
+def test_any_layer_agrees_with_the_reference(ranks: Ranks, case: Any):
+    arguments, how = case
+    problem = in_mxfp4(random_problem(**arguments))
+    check(problem, ranks.call(problem, problem.limits() | {"processors": 2}, **how))
+
+
+# ---- What is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return in_mxfp4(random_problem(9, [3], **SIZES, fused=False, shared=1))
+
+
+REFUSED = {
+    "no scale": ({"down_scale": None}, "down_scale: expected a tensor with down_proj of mxfp4, got None"),
+    "blocks of another size": (
+        {"gate_up_scale": np.ones((12, 320, 14), np.uint8)},
+        r"gate_up_scale: expected \[12, 320, 7\] \(a scale for each 1 x 32\), got \[12, 320, 14\]",
+    ),
+    "scales of another type": (
+        {"gate_up_scale": np.ones((12, 320, 7), np.float32)},
+        r"gate_up_scale: expected uint8 scales, got \[12, 320, 7\] float32",
+    ),
+    "bytes without blocks": (
+        {"gate_up_proj": np.ones((12, 320, 112), np.uint8)},
+        r"gate_up_proj: expected \[El, rows, columns / 32, 16\] uint8, got \[12, 320, 112\]",
+    ),
+    "a shared matrix with an axis of experts": (
+        {"shared_down": np.ones((1, 224, 5, 16), np.uint8)},
+        r"shared_down: expected \[rows, columns / 32, 16\] uint8, got \[1, 224, 5, 16\]",
+    ),
+    "a matrix of another type": (
+        {"down_proj": np.ones((12, 224, 160), ml_dtypes.bfloat16)},
+        r"down_proj: expected mxfp4, the type of gate_up_proj, got \[12, 224, 160\] bfloat16",
+    ),
+    "a matrix in FP8": (
+        {"down_proj": np.ones((12, 224, 160), ml_dtypes.float8_e4m3fn)},
+        r"down_proj: expected mxfp4, the type of gate_up_proj, got \[12, 224, 160\] float8_e4m3fn",
+    ),
+    "scales of what is not quantised": (
+        {"gate_up_proj": np.ones((12, 320, 224), ml_dtypes.bfloat16)},
+        "down_proj: expected bfloat16, the type of x, got",
+    ),
+    "another intermediate size": (
+        {"gate_up_proj": np.ones((12, 256, 7, 16), np.uint8)},
+        r"gate_up_proj: expected \[El=12, 2I=320, H=224\] mxfp4, got \[12, 256, 224\] mxfp4",
+    ),
+    "x of bytes": (
+        {"x": np.ones((3, 224), np.uint8)},
+        "x: expected a float32, bfloat16, float16, float8_e4m3fn tensor",
+    ),
+    "x in FP8": (
+        {"x": np.ones((3, 224), ml_dtypes.float8_e4m3fn), "x_scale": np.ones((3, 2), np.float32)},
+        "x: expected float32, bfloat16, float16 with weights of mxfp4, got float8_e4m3fn",
+    ),
+    "a bias of bytes": ({"gate_up_bias": np.ones((12, 320), np.uint8)}, "gate_up_bias: expected a float32, bfloat16"),
+    "transposed": (
+        {"transposed": True, "shared_gate_up": None, "shared_down": None}
+        | {"shared_gate_up_scale": None, "shared_down_scale": None}
+        | {"gate_up_proj": np.ones((12, 224, 10, 16), np.uint8), "gate_up_scale": np.ones((12, 224, 10), np.uint8)}
+        | {"down_proj": np.ones((12, 160, 7, 16), np.uint8), "down_scale": np.ones((12, 160, 7), np.uint8)},
+        "transposed: expected False with weights of mxfp4, got True",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(problem: Problem, change: dict[str, Any], message: str):
+    with flashmoe.Context(**problem.limits()) as context:
+        with pytest.raises(flashmoe.InvalidArgument, match="^" + message):
+            flashmoe.moe(context, **problem.arguments(0) | change)
+        y = flashmoe.moe(context, **problem.arguments(0))  # it stays usable
+        assert np.isfinite(y.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("name", ["hidden", "intermediate"])
+def test_sizes_that_are_no_blocks_are_refused(name: str):
+    """Matrices cannot even be of them; but a module's parameters, before they are made."""
+    torch = pytest.importorskip("torch")
+    from flashmoe.nn import MoE
+
+    sizes = {"hidden": 64, "intermediate": 64, name: 48}
+    with flashmoe.Context(max_tokens=4, experts=4, top_k=2, weight_dtype=MXFP4, **sizes) as context:
+        message = f"^{name}: expected a multiple of 32 with weights of mxfp4, got 48"
+        with pytest.raises(flashmoe.InvalidArgument, match=message):
+            MoE(context, sizes["hidden"], sizes["intermediate"], 4, 2)
+    assert torch.is_grad_enabled()
+
+
+def test_slices_that_cut_blocks_are_refused():
+    problem = in_mxfp4(random_problem(10, [3], **SIZES))
+    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+    message = r"^slices: expected slices of a multiple of 32 columns with weights of mxfp4, .*, got 2 slices of I=80"
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        cut(2, *(getattr(problem, name) for name in names))
+    layer, _ = shipped_layer()
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^slices: expected slices of a multiple of 32 columns"):
+        quantize_layer(replace(layer, slices=2, down_proj=layer.down_proj[..., :16]), dtype=MXFP4)
+
+
+@pytest.mark.parametrize(("made_for", "called"), [("bfloat16", MXFP4), (FP8, MXFP4), (MXFP4, "bfloat16"), (MXFP4, FP8)])
+def test_a_context_is_made_for_one_type(made_for: str, called: str):
+    problem = random_problem(11, [3], **SIZES)
+    if called == MXFP4:
+        problem = in_mxfp4(problem)
+    elif called == FP8:
+        problem = quantised(problem)
+    expected = "float32, bfloat16, float16" if made_for == "bfloat16" else made_for
+    with (
+        flashmoe.Context(**problem.limits() | {"weight_dtype": made_for}) as context,
+        pytest.raises(flashmoe.HeapError, match=f"^gate_up_proj: expected {expected}, which .* got {called}"),
+    ):
+        flashmoe.moe(context, **problem.arguments(0))
+
+
+def _call_in(rank: int, ranks: int, name: str, weights: str) -> None:
+    problem = random_problem(13, [3, 3], **SIZES)
+    problem = in_mxfp4(problem) if weights == MXFP4 else problem
+    limits = problem.limits() | {"rank": rank, "ranks": ranks, "name": name, "processors": 1}
+    with flashmoe.Context(**limits) as context:
+        flashmoe.moe(context, **problem.arguments(rank))
+
+
+def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
+    """Their memory is the same, so that the first call says it."""
+    with pytest.raises(flashmoe.FlashMoEError, match=r"dtype of weights: rank \d has \w+, rank \d has \w+"):
+        ranks._pool.call(_call_in, [(MXFP4,), ("bfloat16",)], ranks=2, timeout=6 * PATIENCE)
+
+
+def test_a_gpu_has_no_kernel_yet_and_says_so():
+    message = (
+        "^CUDA engine: weights: expected float32, bfloat16, float16, float8_e4m3fn, got mxfp4, of which it has no k"
+    )
+    sizes = {"max_tokens": 4, "hidden": 64, "intermediate": 64, "experts": 4, "top_k": 2}
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        flashmoe.Context(engine="cuda", weight_dtype=MXFP4, **sizes)
+    defaults = {"ranks": 1, "dtype": "bfloat16", "placement": None, "return_mode": "auto", "processors": None}
+    asked = checked_context(
+        engine="cuda", weight_dtype=MXFP4, capacity_factor=None, transport="auto", **sizes, **defaults
+    )
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        CudaEngine(asked, None, 0, None)
