@@ -234,7 +234,7 @@ def test_a_module_has_the_checkpoint_s_parameters(folders: tuple[Path, Path]):
         with torch.enable_grad():
             tracked = module(as_tensor(x).clone().requires_grad_())
             assert torch.equal(tracked.detach(), y)
-            with pytest.raises(NotImplementedError, match="no backward pass on a GPU or of quantised weights"):
+            with pytest.raises(NotImplementedError, match="no backward pass of quantised weights"):
                 tracked.sum().backward()
         assert "down_proj=[4, 64, 3, 16]" in repr(module)
         with pytest.raises(flashmoe.InvalidArgument, match=r"^weight_scales: expected one of block, got 'row'"):
