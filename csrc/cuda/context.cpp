@@ -65,11 +65,11 @@ void Context::take_memory(const Membership& who) {
 
 // ---- Layers -----------------------------------------------------------------------------------------------
 
-const Kernels& Context::kernels(const std::string& cubin, bool quantised, DriverStream stream) {
+const Kernels& Context::kernels(const std::string& cubin, DriverStream stream) {
   std::unique_ptr<Kernels>& loaded = kernels_[cubin];
   if (loaded == nullptr) {
     device_.refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Kernels>(device_, cubin, quantised, puts_);
+    loaded = std::make_unique<Kernels>(device_, cubin, puts_);
   }
   return *loaded;
 }
@@ -96,7 +96,7 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
       element_bytes(spec.return_type) > l.return_bytes) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
-  const Kernels& loaded = kernels(layer.cubin, spec.quantised(), stream);
+  const Kernels& loaded = kernels(layer.cubin, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");

@@ -52,7 +52,7 @@ class Context {
 
  private:
   void take_memory(const Membership& who);
-  const Kernels& kernels(const std::string& cubin, bool quantised, DriverStream stream);
+  const Kernels& kernels(const std::string& cubin, DriverStream stream);
   const Placement& placement(const Layer& layer, DriverStream stream);
   Plan& plan_of(int64_t layer) const;
   void check_health();

@@ -9,11 +9,11 @@
 
 namespace flashmoe::cuda {
 
-// The kernels of one cubin: that for any number of tokens, and that for a few, which there is none of for experts in e4m3.
+// The kernels of one cubin: that for any number of tokens, and that for a few.
 class Kernels {
  public:
   // api: null, but where kernels put: NVSHMEM then tells their module where everything is.
-  Kernels(const Device& device, const std::string& cubin, bool quantised, const Nvshmem* api);
+  Kernels(const Device& device, const std::string& cubin, const Nvshmem* api);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
