@@ -1,17 +1,20 @@
 """How fast one GPU decodes: calls of 1 to 256 tokens, beside the speed at which its memory is read.
 
-    python benchmarks/decode.py [--layers NAME ...] [--tokens T ...] [--out benchmarks/results/decode/h200x1.json]
+    python benchmarks/decode.py [--layers NAME ...] [--types bf16 fp8] [--tokens T ...]
+                                [--out benchmarks/results/decode/h200x1.json]
 
-Random bf16 layers. The weights of eight layers take turns, so that none stays in the L2; the calls of all eight are one
-CUDA graph, and a figure is an eighth of its time. The tokens of a call are the first T of one batch, each layer has a
-router of its own. "weights": the bytes of the experts that the tokens choose, and nothing else, over the time, router
-included; "of read": over the speed at which a sum reads 2 GiB of fp32, in the same run. Medians; smallest and largest.
+Random layers, in bf16, or with experts in e4m3 and a scale for each 128 x 128 beside bf16. The weights of eight layers
+take turns, so that none stays in the L2; the calls of all eight are one CUDA graph, and a figure is an eighth of its
+time. The tokens of a call are the first T of one batch, each layer has a router of its own. "weights": the bytes of the
+experts that the tokens choose, in FP8 with their scales, and nothing else, over the time, router included; "of read":
+over the speed at which a sum reads 2 GiB of fp32, in the same run. Medians; smallest and largest.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -19,9 +22,11 @@ from typing import Any
 
 import flashmoe
 import torch
+from fp8 import by_block, weights
 from harness import QUERY, SHAPES, commit_option, described, milliseconds, nvidia_smi, write
 
 LAYERS = 8
+TYPES = ("bf16", "fp8")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 READ_BYTES = 2 << 30
 
@@ -51,29 +56,42 @@ def read_speed() -> float:
 class Layers:
     """Eight layers of a shape, and the context of their calls."""
 
-    def __init__(self, name: str, most: int) -> None:
+    def __init__(self, name: str, most: int, weight_type: str) -> None:
         hidden, inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
         torch.manual_seed(1)
         normal = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
         self.x = normal(most, hidden)
         rows = inner * (2 if self.activation == "swiglu" else 1)
-        self.weights = [
-            [normal(self.experts, *shape) * 0.02 for shape in ((hidden,), (rows, hidden), (hidden, inner))]
-            for _ in range(LAYERS)
-        ]
-        self.expert_bytes = 2 * (rows + inner) * hidden
+        matrices = ((rows, hidden), (hidden, inner))
+        self.routers = [normal(self.experts, hidden) * 0.02 for _ in range(LAYERS)]
+        self.weights = [self.matrices(weight_type, matrices, normal) for _ in range(LAYERS)]
+        self.expert_bytes = sum(each.nbytes for each in self.weights[0].values()) // self.experts
         torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
         sizes = {"hidden": hidden, "intermediate": inner, "experts": self.experts, "top_k": self.top_k}
-        self.context = flashmoe.Context(engine="cuda", max_tokens=most, return_mode="direct", profile={}, **sizes)
+        types = {"dtype": "bfloat16", "weight_dtype": "float8_e4m3fn"} if weight_type == "fp8" else {}
+        options = {"return_mode": "direct", "profile": {}}
+        self.context = flashmoe.Context(engine="cuda", max_tokens=most, **options, **sizes, **types)
+
+    def matrices(
+        self, weight_type: str, shapes: tuple[tuple[int, int], ...], normal: Callable[..., torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """A layer's, as arguments of `flashmoe.moe`."""
+        names = ("gate_up", "down")
+        if weight_type == "bf16":
+            of_layer = [normal(self.experts, *shape) * 0.02 for shape in shapes]
+            return {f"{name}_proj": each for name, each in zip(names, of_layer, strict=True)}
+        made = {}
+        for name, shape in zip(names, shapes, strict=True):
+            made[f"{name}_proj"], made[f"{name}_scale"] = weights(self.experts, *shape, by_block)
+        return made
 
     def call(self, tokens: int, layer: int) -> torch.Tensor:
-        router, w1, w2 = self.weights[layer]
-        options = {"router": router, "top_k": self.top_k, "activation": self.activation}
-        return flashmoe.moe(self.context, self.x[:tokens], w1, w2, **options)
+        options = {"router": self.routers[layer], "top_k": self.top_k, "activation": self.activation}
+        return flashmoe.moe(self.context, self.x[:tokens], **self.weights[layer], **options)
 
     def touched_bytes(self, tokens: int) -> float:
         """Bytes of the experts that a layer's tokens choose, on average."""
-        chosen = [(self.x[:tokens] @ router.mT).topk(self.top_k).indices.unique() for router, _, _ in self.weights]
+        chosen = [(self.x[:tokens] @ router.mT).topk(self.top_k).indices.unique() for router in self.routers]
         return statistics.mean(len(experts) for experts in chosen) * self.expert_bytes
 
     def measure(self, tokens: int, repeats: int, read: float) -> dict[str, Any]:
@@ -88,6 +106,7 @@ class Layers:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="*", default=["qwen3-30b", "mixtral"], choices=SHAPES)
+    parser.add_argument("--types", nargs="*", default=TYPES, choices=TYPES)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--repeats", type=int, default=16)
     parser.add_argument("--out", type=pathlib.Path)
@@ -95,15 +114,14 @@ def main() -> None:
     args = parser.parse_args()
     read = read_speed()
     result: dict[str, Any] = {**described(args.commit), "read_tb_s": read / 1e12, "layers": []}
-    print(f"{result['device']}, read at {read / 1e12:.2f} TB/s\n{'layer':>12} {'tokens':>6}       us  TB/s of read")
-    for name in args.layers:
-        layers = Layers(name, max(args.tokens))
+    print(f"{result['device']}, read at {read / 1e12:.2f} TB/s\n{'layer':>17} {'tokens':>6}       us  TB/s of read")
+    for name, weight_type in itertools.product(args.layers, args.types):
+        layers = Layers(name, max(args.tokens), weight_type)
         for tokens in args.tokens:
-            row = {"layer": name} | layers.measure(tokens, args.repeats, read)
+            row = {"layer": name, "type": weight_type} | layers.measure(tokens, args.repeats, read)
             result["layers"].append(row)
-            print(
-                f"{name:>12} {tokens:>6} {row['us']:8.1f} {row['weights_tb_s']:5.2f} {row['of_read']:7.3f}", flush=True
-            )
+            figures = f"{tokens:>6} {row['us']:8.1f} {row['weights_tb_s']:5.2f} {row['of_read']:7.3f}"
+            print(f"{name:>12} {weight_type} {figures}", flush=True)
         layers.context.close()
         del layers
         torch.cuda.empty_cache()

@@ -287,9 +287,11 @@ def routed(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, ...]:
     return logits, values, ids, slack, variance
 
 
-def check(problem: Problem, outcomes: list[Outcome], *, tensor_cores: bool = False) -> None:
+def check(
+    problem: Problem, outcomes: list[Outcome], *, tensor_cores: bool = False, shared_in_slices: bool = False
+) -> None:
     """Every rank's y is within the bound of the reference, and its routing and drops are the reference's.
-    `tensor_cores`: these computed it, see `call_error`."""
+    `tensor_cores`, `shared_in_slices`: see `call_error`."""
     for rank, outcome in enumerate(outcomes):
         x, y, report = problem.x[rank], outcome.y, outcome.report
         assert (y.shape, y.dtype.name) == (x.shape, problem.dtype)
@@ -328,6 +330,7 @@ def check(problem: Problem, outcomes: list[Outcome], *, tensor_cores: bool = Fal
             placement=problem.destinations(rank),
             rank=rank,
             tensor_cores=tensor_cores,
+            shared_in_slices=shared_in_slices,
             **experts,
         )
         outcome.allowed = allowed

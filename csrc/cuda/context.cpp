@@ -100,7 +100,7 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   if (trains && (l.ranks != 1 || spec.quantised() || element_bytes(spec.y_type) != 2)) {
     throw Error(Error::Kind::kInvalidArgument, "layer: expected a rank alone and a 16-bit type for gradients");
   }
-  const Kernels& loaded = kernels(layer.cubin, !spec.quantised() && !trains, stream);
+  const Kernels& loaded = kernels(layer.cubin, !trains, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");

@@ -9,8 +9,7 @@
 
 namespace flashmoe::cuda {
 
-// The kernels of one cubin: that for any number of tokens, and that for a few, which there is none of for experts in e4m3 and
-// for what keeps.
+// The kernels of one cubin: that for any number of tokens, and that for a few, which there is none of for training.
 class Kernels {
  public:
   // api: null, but where kernels put: NVSHMEM then tells their module where everything is.

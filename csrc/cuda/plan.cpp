@@ -210,15 +210,14 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 }
 
 bool Plan::few() const {
-  if (spec.quantised() || pass != Pass::kInference) return false;
-  return is_few(args.call.shape, element_bytes(spec.x_type), spec.transposed);
+  return pass == Pass::kInference && is_few(args.call.shape, element_bytes(spec.y_type), spec.transposed);
 }
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
   const Shape shape = shape_of(c, spec);
   c.shape.tokens = t.tokens;
-  args.few_parts = few_parts(c.shape, element_bytes(spec.x_type));
+  args.few_parts = few_parts(c.shape, element_bytes(spec.weight_type));
   c.policy.log2_block = static_cast<uint32_t>(
       std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
   c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, spec.top_k, spec.experts);

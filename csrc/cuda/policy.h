@@ -28,10 +28,10 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 
 // Whether the kernel of a few tokens takes the call (sm90/few.cuh), which computes the forward and nothing else, goes over
 // weights along K, and has room for 2048 choices, those of the shared expert's slices too. Its time is that of reading the
-// weights up to about 16 rows an expert.
+// weights up to about 16 rows an expert. element_bytes: of y.
 bool is_few(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // Of a call of few tokens, in how many parts GEMM1 sums the intermediate columns: the same for any number of tokens up to
-// kFewExactTokens, and 1 beyond.
+// kFewExactTokens, and 1 beyond. element_bytes: of weights.
 uint32_t few_parts(const CallShape& shape, uint32_t element_bytes);
 
 // Whether a token's rows are joined as they come, so that there is no Combine (actors/joiner.h). With two rows a token

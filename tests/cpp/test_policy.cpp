@@ -142,6 +142,35 @@ void check_token_blocks() {
   for (const auto& e : expected) CHECK_EQ(cuda::token_block(e.tokens, e.experts, e.top_k, e.processors), e.block);
 }
 
+// Rows of few tokens with experts in FP8 lie in fp32 where tiles of rows in e4m3 have their place (sm90/few_block.cuh).
+void check_few_rows_fit() {
+  uint32_t checked = 0;
+  for (const uint32_t experts : {1u, 2u, 3u, 8u, 60u, 128u, 1024u}) {
+    for (const uint32_t top_k : {1u, 2u, 8u, 32u}) {
+      for (const uint32_t tokens : {1u, 2u, 8u, 9u, 16u, 31u, 64u, 255u, 256u}) {
+        for (const uint32_t shared : {0u, 1u, 4u}) {
+          for (const uint32_t capacity : {0u, 1u, 3u}) {
+            const uint32_t one = shared == 0 ? 0 : 1;
+            const CallShape call{
+                .ranks = 1, .tokens = tokens, .experts = experts + one, .top_k = top_k + one, .shared = shared};
+            if (top_k > experts || !cuda::is_few(call, 2, false)) continue;
+            Limits l{.max_tokens = tokens, .hidden = 256, .experts = experts, .max_local_experts = experts};
+            l.top_k = top_k, l.shared = shared, l.capacity = capacity;
+            l.x_bytes = l.intermediate_bytes = 1, l.intermediate = 16, l.tile_rows = sm90::kTileTokens;
+            const uint64_t rows =
+                l.max_rows() + uint64_t{tokens} * (shared - one);  // a slice's rows are rows of their own
+            const auto field = static_cast<uint32_t>(WorkField::kIntermediate);
+            const WorkLayout layout = make_work_layout(l);
+            CHECK(rows * l.intermediate * sizeof(float) <= layout.offset[field + 1] - layout.offset[field]);
+            ++checked;
+          }
+        }
+      }
+    }
+  }
+  CHECK(checked > 500);
+}
+
 void check_few_and_joined() {
   auto few = [](uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t shared = 0) {
     const uint32_t one = shared == 0 ? 0 : 1;
@@ -154,10 +183,10 @@ void check_few_and_joined() {
   CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));        // slices
   CHECK(cuda::is_few(few(8, 128, 8), 4, false) && !cuda::is_few(few(9, 128, 8), 4, false));
   // Parts of GEMM1: of a token there are to be 256 tasks, of 16 stages at least.
-  auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate) {
+  auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate, uint32_t element_bytes = 2) {
     shape.hidden = hidden;
     shape.intermediate = intermediate;
-    return cuda::few_parts(shape, 2);
+    return cuda::few_parts(shape, element_bytes);
   };
   CHECK_EQ(parts(few(1, 128, 8), 2048, 768), 1u);
   CHECK_EQ(parts(few(1, 8, 2), 4096, 14336), 4u);
@@ -165,6 +194,7 @@ void check_few_and_joined() {
   CHECK_EQ(parts(few(9, 8, 2), 4096, 14336), 1u);
   CHECK_EQ(parts(few(1, 8, 1), 128, 65536), kMostFewParts);
   CHECK_EQ(parts(few(1, 64, 8), 32768, 65536), 1u);
+  CHECK(parts(few(1, 8, 1), 128, 8192) == 8 && parts(few(1, 8, 1), 128, 8192, 1) == 4);  // FP8: half as many stages
   CallShape two_ranks = few(1, 128, 8);
   two_ranks.ranks = 2;
   CHECK(!cuda::is_few(two_ranks, 2, false) && !cuda::is_few(few(1, 128, 8), 2, true));
@@ -265,6 +295,7 @@ int main() {
   check_asked_orders();
   check_token_blocks();
   check_few_and_joined();
+  check_few_rows_fit();
   check_return_groups();
   check_link();
   check_tasks();

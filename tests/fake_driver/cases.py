@@ -428,8 +428,10 @@ def in_fp8(tokens: int = 100, scales: str = "block", **changes) -> dict:
     ],
 )
 def test_experts_in_fp8(device, scales, of_up, of_down):
-    args = in_fp8(3, scales)
+    args = in_fp8(100, scales)
     with flashmoe.Context(engine="cuda", **FP8_SIZES) as ctx:
+        flashmoe.moe(ctx, **args | {"x": args["x"][:3]})
+        assert (launched()["few"], launched()["geometry"], launched()["token_rows"]) == (1, 1, None)
         y = flashmoe.moe(ctx, **args)
     assert y.dtype == torch.bfloat16
     assert device == [jit.Variant("bfloat16", "swiglu", quantised=True)]
@@ -445,7 +447,7 @@ def test_experts_in_fp8(device, scales, of_up, of_down):
     }
     assert (seen["down"]["type"], seen["down"]["box"]) == (0, [128, 8, 1, 16, 1])
     assert (seen["router"]["type"], seen["router"]["box"]) == (9, [64, 32, 1, 1, 1])
-    assert (seen["token_rows"]["type"], seen["token_rows"]["dims"]) == (9, [H, 3])
+    assert (seen["token_rows"]["type"], seen["token_rows"]["dims"]) == (9, [H, 100])
     rows = seen["intermediate_rows"]
     assert (rows["type"], rows["dims"][:2], rows["box"]) == (0, [I, 256], [128, 32, 1])
     assert rows["strides"] == [I, 256 * (I + 16)]

@@ -1,8 +1,7 @@
 """Experts in FP8 on the CUDA engine, against the float64 reference: scales, options, edges, groups, random layers.
 
-Problems, their quantisation and the check are those of the CPU engine's tests (tests/problems.py), with what tensor
-cores add to the bound. Every output begins as NaN. FLASHMOE_EXAMPLES sets the number of random layers, FLASHMOE_SEED
-makes a run repeat another.
+Calls of few tokens have a kernel of their own: test_few_fp8.py. FLASHMOE_EXAMPLES sets the number of random layers,
+FLASHMOE_SEED makes a run repeat another.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ import pytest
 import torch
 from flashmoe.launch import RankPool
 from flashmoe.report import CallReport
+from fp8_layers import call, context_of, on_gpu, on_host, run_and_check
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
-from layers import PATIENCE, at_random, poisoned_outputs
+from layers import at_random
 from problems import ACTIVATIONS, Outcome, Problem, check, quantised, random_problem
 from ranks import device_of, joined
 
@@ -31,46 +31,6 @@ pytestmark = pytest.mark.gpu
 EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "200"))
 SIZES: dict[str, Any] = {"hidden": 272, "intermediate": 144, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
 """Neither is a multiple of 128: the last blocks are smaller."""
-
-
-def on_gpu(array: Any, device: str = "cuda") -> Any:
-    """An array of NumPy's as a tensor; what is none stays as it is."""
-    if not isinstance(array, np.ndarray):
-        return array
-    types = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
-    array = np.ascontiguousarray(array)
-    if array.dtype.name not in types:
-        return torch.from_numpy(array).to(device)
-    words = array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint8)
-    return torch.from_numpy(words).view(types[array.dtype.name]).to(device)
-
-
-def on_host(y: torch.Tensor) -> np.ndarray:
-    if y.dtype == torch.bfloat16:
-        return y.view(torch.uint16).cpu().numpy().view(ml_dtypes.bfloat16)
-    return y.cpu().numpy()
-
-
-def call(context: flashmoe.Context, problem: Problem, rank: int = 0) -> tuple[np.ndarray, CallReport]:
-    arguments = {name: on_gpu(each, f"cuda:{context.device}") for name, each in problem.arguments(rank).items()}
-    with poisoned_outputs():
-        y = flashmoe.moe(context, **arguments)
-    context.synchronize()
-    return on_host(y), context.last_call
-
-
-def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
-    return flashmoe.Context(**problem.limits() | {"engine": "cuda", "timeout": PATIENCE} | changes)
-
-
-def run_and_check(problem: Problem, **changes: Any) -> np.ndarray:
-    """Twice: the bits are the same. The first output."""
-    with context_of(problem, **changes) as context:
-        y, report = call(context, problem)
-        again, _ = call(context, problem)
-    check(problem, [Outcome(y, report)], tensor_cores=True)
-    np.testing.assert_array_equal(y, again)
-    return y
 
 
 # ---- Layers --------------------------------------------------------------------------------------------------
@@ -107,7 +67,6 @@ def test_layers(options: dict[str, Any], scales: str):
     "tokens", [0, 1, 2, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 600]
 )
 def test_tokens_around_the_sizes_of_tiles(tokens: int):
-    """Few tokens, too, go through the general kernel."""
     run_and_check(quantised(random_problem(tokens, [tokens], **SIZES | {"experts": 2, "top_k": 2})))
 
 

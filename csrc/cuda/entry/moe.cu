@@ -65,7 +65,7 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
 
-#if !FLASHMOE_QUANTISED && !FLASHMOE_KEEP && !FLASHMOE_BACKWARD
+#if !FLASHMOE_KEEP && !FLASHMOE_BACKWARD
 extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
     flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;
@@ -73,4 +73,3 @@ extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
   auto& shared = *reinterpret_cast<sm90::FewShared*>(memory);
   sm90::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared);
 }
-#endif

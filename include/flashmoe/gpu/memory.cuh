@@ -54,6 +54,12 @@ __device__ __forceinline__ float load_shared4(uint32_t from) {
   return v;
 }
 
+__device__ __forceinline__ float2 load_shared8(uint32_t from) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+  return v;
+}
+
 // Four 8x8 matrices of 16-bit elements, as fragments: the l-th address is that of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

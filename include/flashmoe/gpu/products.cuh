@@ -71,6 +71,14 @@ class TensorSums {
                                       uint32_t b1) {
     detail::mma<Dtype>(sum_[n], a0, a1, a2, a3, b0, b1);
   }
+  // Adds to sum n what mma gave of both blocks by its eight tokens, times scales: of the lane's row of the first block and
+  // of the second, by each of its two tokens.
+  __device__ __forceinline__ void add_scaled(uint32_t n, const float (&products)[4], float2 first, float2 second) {
+    sum_[n][0] = fmaf(products[0], first.x, sum_[n][0]);
+    sum_[n][1] = fmaf(products[1], first.y, sum_[n][1]);
+    sum_[n][2] = fmaf(products[2], second.x, sum_[n][2]);
+    sum_[n][3] = fmaf(products[3], second.y, sum_[n][3]);
+  }
   // Where all sums are parts of those of the same eight tokens: makes them one.
   __device__ __forceinline__ void join() {
 #pragma unroll

@@ -18,6 +18,25 @@ __device__ __forceinline__ float scale_of(float largest) {
   const float quotient = __fdiv_rn(largest, kLargestE4M3);
   return quotient > kLeastScale ? quotient : kLeastScale;
 }
+// The same, and its reciprocal, without a branch: several can be under way at once. The quotient has the bits of scale_of()
+// for every largest magnitude there is, which were compared; the reciprocal is rounded as IEEE says where the scale is
+// finite, and no number where it is infinite, as the block's elements then are.
+struct BlockScale {
+  float scale, inverse;
+
+  explicit __device__ __forceinline__ BlockScale(float largest) {
+    constexpr float kInverse = 1.0f / kLargestE4M3;
+    const float first = __fmul_rn(largest, kInverse);
+    const float quotient = fmaf(fmaf(-kLargestE4M3, first, largest), kInverse, first);
+    scale = largest > kLargestFloat ? largest : fmaxf(quotient, kLeastScale);
+    float near;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(scale));
+    inverse = fmaf(near, -fmaf(near, scale, -1.0f), near);
+  }
+
+ private:
+  static constexpr float kLargestFloat = 0x1.fffffep127f;
+};
 // Two values times `inverse`, to nearest even, `low` in the low byte.
 __device__ __forceinline__ uint32_t pack_e4m3(float low, float high, float inverse) {
   uint16_t v;
@@ -25,6 +44,14 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high, float inver
       : "=h"(v)
       : "f"(__fmul_rn(high, inverse)), "f"(__fmul_rn(low, inverse)));
   return v;
+}
+
+// Four e4m3 as fp16, which has all of them exactly: the first two, and the others.
+__device__ __forceinline__ void widen_e4m3(uint32_t four, uint32_t& first, uint32_t& second) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(second)
+      : "r"(four));
 }
 
 // Quantises a row of `elements`, a multiple of 16, from `from` to `to`. One warp.

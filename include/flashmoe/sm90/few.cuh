@@ -11,12 +11,13 @@
 //   then, by a block's warps (sm90/few_tasks.cuh, sm90/few_gemms.cuh):
 //   0-7     consumers: GEMM0's tasks, then GEMM1's; intermediate and weighted rows to device memory
 //   8       takes tasks, and loads their weights (one thread)
-//   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored
+//   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
+//           (few_rows_quantised.cuh)
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
 // Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
 // in several sums side by side, and of few rows' long ones parts are tasks of their own. In calls of more tokens they are
-// summed along K in steps of 16 as in the general kernel, and have its bits.
+// summed along K in steps of 16 as in the general kernel, and have its bits; but for weights in e4m3, see docs/fp8.md.
 //
 // Waits: for logits, choices, a unit's rows and at the meeting, all bounded (wait_until). The protocol's queues and signals
 // are left alone.
@@ -25,6 +26,7 @@
 #include "flashmoe/gpu/leave.cuh"
 #include "flashmoe/sm90/few_gemms.cuh"
 #include "flashmoe/sm90/few_routing.cuh"
+#include "flashmoe/sm90/few_rows_quantised.cuh"
 
 namespace flashmoe::sm90 {
 namespace few {
@@ -48,6 +50,8 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
     consume_tasks<Dtype, kActivation>(b, trace);
   } else if (b.warp() == kFewConsumers) {
     if (P::lane() == 0) load_weights<Dtype, kGated>(b);
+  } else if constexpr (kQuantised<Dtype>) {
+    load_quantised_rows<Dtype, kGated>(b, b.warp() - kFewConsumers - 1);
   } else if (b.warp() == kFewConsumers + 1) {
     load_rows<Dtype, kGated>(b);
   }
@@ -81,7 +85,7 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   }
   __syncthreads();
   trace.begin();
-  if (args.topk_ids == nullptr) few::compute_logits<Dtype>(b);
+  if (args.topk_ids == nullptr) few::compute_logits<typename Scores<Dtype>::Type>(b);
   trace.end(Phase::kGate, blockIdx.x, 0);
   trace.begin();
   const bool ok = few::route<Dtype>(b);

@@ -44,10 +44,22 @@ struct FewScratch {
 //   weights  a k-block of 128 bytes of 128 features, 128-byte swizzled, by the copy engine; full: one arrival, and the bytes
 //   rows     the same k-block of a unit's rows, swizzled likewise, 16 bytes at a time; full: the warp's 32 lanes
 //            empty, of both: an arrival of each consumer warp
-//   tasks    handed on by the warp that loads weights; full: one arrival; empty: the consumers' and the other loader's
+//            behind them, where these and the weights are in e4m3: what their products are multiplied by
+//   tasks    handed on by the warp that loads weights; full: one arrival; empty: the consumers' and the other loaders'
 inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
 inline constexpr uint32_t kFewStages = 7;
 inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
+// Warps that load rows. Those that are quantised as they come take more instructions than one warp has time for.
+inline constexpr uint32_t kFewRowLoaders = kQuantisedBuild ? 3 : 1;
+static_assert(!kQuantisedBuild || kFewConsumers + 1 + kFewRowLoaders == kFewWarps);
+// A k-block of a row in shared memory, which holds e4m3 as fp16 (few_rows_quantised.cuh).
+inline constexpr uint32_t kFewRowPitch = kQuantisedBuild ? 2 * kRowBytes : kRowBytes;
+inline constexpr uint32_t kFewStageRows = 32;  // most rows of a unit
+// Where scales are behind a stage's rows, and its bytes with them: each row's scale times that of the warps' first blocks of
+// weights, and then each one's times that of their second.
+inline constexpr uint32_t kFewScalesAt = kFewStageRows * kFewRowPitch;
+inline constexpr uint32_t kFewRowStageBytes =
+    kFewScalesAt + (kQuantisedBuild ? 2 * kFewStageRows * uint32_t{sizeof(float)} : 0);
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
   uint64_t task_full[kFewTasks], task_empty[kFewTasks];
@@ -58,7 +70,7 @@ struct FewShared {
   union {
     struct {  // swizzled: aligned to 1024 bytes
       uint8_t weights[kFewStages][kBoxFeatures * kRowBytes];
-      uint8_t rows[kFewStages][32 * kRowBytes];  // of a unit
+      uint8_t rows[kFewStages][kFewRowStageBytes];
     };
     struct {
       uint8_t logit_rows[144 * 1024];
@@ -88,6 +100,10 @@ using Sums = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype>, ExactSums
 // Most rows of a unit.
 template <class Dtype>
 inline constexpr uint32_t kUnitRows = Sums<Dtype>::kMostTokens;
+// The type of intermediate rows in device memory. Those that are quantised are so as they are loaded: a scale is that of
+// 128 columns, of which a task of GEMM0 has half.
+template <class Dtype>
+using Inner = std::conditional_t<kQuantised<Dtype>, Tf32, Dtype>;
 
 // Liveness where a rank is alone and its blocks wait for one another: there is nobody else whose progress counts.
 struct NoOthers {
@@ -109,6 +125,13 @@ struct Block {
   __device__ __forceinline__ uint32_t experts() const { return c.shape.routed_experts() + c.shape.shared; }
   __device__ __forceinline__ bool is_shared(uint32_t expert) const { return expert >= c.shape.routed_experts(); }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
+  // An intermediate row. Those in fp32 follow one another: memory for tiles of rows in e4m3 has room for them, for a tile
+  // has 256 rows, and an expert a tile of its own, where this kernel has 16 rows of it on average.
+  template <class Dtype>
+  __device__ __forceinline__ uint8_t* inner_row(uint32_t row) const {
+    if constexpr (!kQuantised<Dtype>) return c.intermediate_row(0, row);
+    return c.intermediate_row(0, 0) + uint64_t{row} * c.shape.intermediate * Inner<Dtype>::kBytes;
+  }
   // Where a token's row begins, in units of 16 bytes behind x.
   __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
     return static_cast<uint32_t>(token * (args.x_row_bytes / 16));

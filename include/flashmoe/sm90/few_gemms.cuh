@@ -2,6 +2,8 @@
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"
+#include "flashmoe/sm90/few_products_quantised.cuh"
+#include "flashmoe/sm90/few_scales.cuh"
 #include "flashmoe/sm90/few_tasks.cuh"
 
 namespace flashmoe::sm90::few {
@@ -10,97 +12,6 @@ namespace flashmoe::sm90::few {
 template <class Dtype>
 struct alignas(2 * Dtype::kBytes) Pair {
   typename Dtype::Element low, high;
-};
-
-// A chunk of a row of a stage: swizzled so that lanes that read together meet in no bank.
-__device__ __forceinline__ uint32_t chunk_address(uint32_t stage, uint32_t row, uint32_t chunk) {
-  return stage + row * kRowBytes + (chunk ^ row % 8) * 16;
-}
-
-// ---- a stage's products ---------------------------------------------------------------------------------------------
-
-// What a warp has of a stage's weights; feature: its first.
-template <class Dtype>
-struct StageWeights {
-  static constexpr uint32_t kSteps = kRowBytes / 32;  // of 16 elements
-  uint32_t fragments[kBlocks][kSteps / 2][4];
-
-  __device__ __forceinline__ void load(uint32_t stage, uint32_t feature) {
-    const uint32_t matrix = P::lane() / 8, row = P::lane() % 8;
-#pragma unroll
-    for (uint32_t i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (uint32_t h = 0; h < kSteps / 2; ++h) {
-        load_matrices(fragments[i][h], chunk_address(stage, feature + i * kProductRows + row, 4 * h + matrix));
-      }
-    }
-  }
-  // Adds the products with the stage's rows. Apart: there are at most eight of them, and the steps have a sum each, for
-  // one alone would make each wait for the one before.
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool apart, TensorSums<Dtype>& sums) const {
-    if (apart) {
-      multiply_eights<1>(stage, 0, [&](uint32_t step, uint32_t) { return step; }, sums);
-      return;
-    }
-#pragma unroll
-    for (uint32_t n = 0; n < kUnitRows<Dtype> / 8; n += 2) {
-      if (8 * n >= rows) break;
-      auto sum_of = [&](uint32_t, uint32_t eight) { return n + eight; };
-      if (8 * n + 8 < rows) {
-        multiply_eights<2>(stage, n, sum_of, sums);
-      } else {
-        multiply_eights<1>(stage, n, sum_of, sums);
-      }
-    }
-  }
-
- private:
-  // With kEights eights of rows, side by side.
-  template <uint32_t kEights, class SumOf>
-  __device__ __forceinline__ void multiply_eights(uint32_t stage, uint32_t first, SumOf&& sum_of,
-                                                  TensorSums<Dtype>& sums) const {
-    static_assert(kBlocks == 2 && kSteps == TensorSums<Dtype>::kSums);
-    const uint32_t matrix = P::lane() / 8, row = P::lane() % 8;
-#pragma unroll
-    for (uint32_t h = 0; h < kSteps / 2; ++h) {
-      const uint32_t (&low)[4] = fragments[0][h], (&high)[4] = fragments[1][h];
-      uint32_t rows[kEights][4];  // of two steps
-#pragma unroll
-      for (uint32_t n = 0; n < kEights; ++n) {
-        load_matrices(rows[n], chunk_address(stage, 8 * (first + n) + row, 4 * h + matrix));
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < 4; i += 2) {
-#pragma unroll
-        for (uint32_t n = 0; n < kEights; ++n) {
-          sums.add(sum_of(2 * h + i / 2, n), low[i], high[i], low[i + 1], high[i + 1], rows[n][i], rows[n][i + 1]);
-        }
-      }
-    }
-  }
-};
-
-template <class Dtype>
-  requires(Dtype::kBytes == 4)  // multiplied as fp32
-struct StageWeights<Dtype> {
-  static constexpr uint32_t kChunks = kRowBytes / 64;  // of a lane
-  uint4 chunks[kBlocks][kChunks];
-
-  static __device__ __forceinline__ uint4 load_chunk(uint32_t stage, uint32_t row, uint32_t j) {
-    return load_shared16(chunk_address(stage, row, P::lane() % 4 * kChunks + j));
-  }
-  __device__ __forceinline__ void load(uint32_t stage, uint32_t feature) {
-#pragma unroll
-    for (uint32_t i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (uint32_t j = 0; j < kChunks; ++j) {
-        chunks[i][j] = load_chunk(stage, feature + i * kProductRows + P::lane() / 4, j);
-      }
-    }
-  }
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool, ExactSums<Dtype, kBlocks>& sums) const {
-    sums.add(chunks, rows, [&](uint32_t t, uint32_t j) { return load_chunk(stage, t, j); });
-  }
 };
 
 // kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied.
@@ -133,7 +44,7 @@ __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t
 #pragma unroll 1
   for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, rows, at, sums);
   if (stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
-  if constexpr (Dtype::kBytes == 2) {
+  if constexpr (Dtype::kBytes == 2 && !kQuantised<Dtype>) {
     if (b.in_parts()) sums.join();
   }
 }
@@ -156,7 +67,8 @@ __device__ __forceinline__ void store_intermediate(const Block& b, uint32_t expe
   const bool shared = b.is_shared(expert);
   const uint32_t biases = expert * b.c.shape.intermediate * (kGated ? 2 : 1);
   const float scale = b.args.weights_on_input != 0 ? b.routing.weights[b.routing.choice[row]] : 1.0f;
-  auto* const to = reinterpret_cast<typename Dtype::Element*>(b.c.intermediate_row(0, row));
+  using To = Inner<Dtype>;
+  auto* const to = reinterpret_cast<typename To::Element*>(b.inner_row<Dtype>(row));
   if constexpr (kGated) {
     if (column >= b.c.shape.intermediate) return;
     const GatedRows at = shared ? b.args.shared_gated : b.args.gated;
@@ -165,9 +77,8 @@ __device__ __forceinline__ void store_intermediate(const Block& b, uint32_t expe
     scale_and_bias<Dtype>(b.args, scale, gate, gate + at.step, low, high);
     scale_and_bias<Dtype>(b.args, scale, gate + at.up, gate + at.step + at.up, low_up, high_up);
     activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
-    *reinterpret_cast<Pair<Dtype>*>(to + column) = {
-        Dtype::narrow(low * shaped_up<kActivation>(low_up, b.args.clamped)),
-        Dtype::narrow(high * shaped_up<kActivation>(high_up, b.args.clamped))};
+    *reinterpret_cast<Pair<To>*>(to + column) = {To::narrow(low * shaped_up<kActivation>(low_up, b.args.clamped)),
+                                                 To::narrow(high * shaped_up<kActivation>(high_up, b.args.clamped))};
   } else {
 #pragma unroll
     for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
@@ -175,7 +86,7 @@ __device__ __forceinline__ void store_intermediate(const Block& b, uint32_t expe
       float low = sums[i][0], high = sums[i][1];
       scale_and_bias<Dtype>(b.args, scale, biases + column, biases + column + 1, low, high);
       activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
-      *reinterpret_cast<Pair<Dtype>*>(to + column) = {Dtype::narrow(low), Dtype::narrow(high)};
+      *reinterpret_cast<Pair<To>*>(to + column) = {To::narrow(low), To::narrow(high)};
     }
   }
 }
@@ -210,7 +121,9 @@ __device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32
 // The consumer warps, each its features of every task.
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
-  using TheTasks = Tasks<Dtype, is_gated(kActivation)>;
+  constexpr bool kGated = is_gated(kActivation);
+  using TheTasks = Tasks<Dtype, kGated>;
+  using TaskRowScales = std::conditional_t<kQuantised<Dtype>, RowScales<kGated>, NoRowScales>;
   const TheTasks tasks{b};
   HandedSlot handed;
   StageSlot at;
@@ -222,23 +135,31 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;
+    auto column_of = [&](uint32_t features) {
+      return task.tile * features + b.warp() * (features / kFewConsumers) + sums.first_row();
+    };
+    const TaskRowScales scales{b, task,
+                               [&] { return column_of(task.product == 0 ? TheTasks::kFeatures : kBoxFeatures); }};
     multiply<Dtype>(b, rows, tasks.stages(task).count, at, sums);
     if (task.product == 0) {
-      const uint32_t column =
-          task.tile * TheTasks::kFeatures + b.warp() * (TheTasks::kFeatures / kFewConsumers) + sums.first_row();
+      const uint32_t column = column_of(TheTasks::kFeatures);
       sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
-        store_intermediate<Dtype, kActivation>(b, expert, column, first + t, sum);
+        scales.scale(sum, [&](const auto& scaled) {
+          store_intermediate<Dtype, kActivation>(b, expert, column, first + t, scaled);
+        });
       });
       P::sync();
       if (P::lane() == 0) P::fetch_add_acq_rel(b.c.few_done(task.unit), 1u);
     } else {
-      const uint32_t column = task.tile * kBoxFeatures + b.warp() * kBlocks * kProductRows + sums.first_row();
+      const uint32_t column = column_of(kBoxFeatures);
       sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
-        if (tasks.parts(1) > 1) {
-          store_part(b, task.part, column, first + t, sum);
-        } else {
-          store_weighted<Dtype>(b, expert, column, first + t, sum);
-        }
+        scales.scale(sum, [&](const auto& scaled) {
+          if (tasks.parts(1) > 1) {
+            store_part(b, task.part, column, first + t, scaled);
+          } else {
+            store_weighted<Dtype>(b, expert, column, first + t, scaled);
+          }
+        });
       });
     }
     trace.end(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile);

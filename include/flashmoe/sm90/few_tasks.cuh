@@ -29,7 +29,8 @@ struct Stages {
 
 template <class Dtype, bool kGated>
 struct Tasks {
-  static constexpr uint32_t kFeatures = kBoxFeatures / (kGated ? 2 : 1);  // intermediate columns of a task
+  static constexpr uint32_t kFeatures = kBoxFeatures / (kGated ? 2 : 1);   // intermediate columns of a task
+  static constexpr uint32_t kElementBytes = Factors<Dtype>::Type::kBytes;  // of weights
 
   const Block& b;
 
@@ -45,7 +46,7 @@ struct Tasks {
   }
   // 16-byte chunks of a row along K, and stages.
   __device__ __forceinline__ uint32_t chunks(uint32_t product) const {
-    return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * Dtype::kBytes / 16;
+    return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * kElementBytes / 16;
   }
   __device__ __forceinline__ Stages stages(const Task& task) const {
     const uint32_t all = ceil_div(chunks(task.product), kRowBytes / 16), n = parts(task.product);
@@ -82,7 +83,7 @@ __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   }
   for (uint32_t i = 0; i < kFewTasks; ++i) {
     barrier_init(shared_address(&p.task_full[i]), 1);
-    barrier_init(shared_address(&p.task_empty[i]), kFewConsumers + 1);
+    barrier_init(shared_address(&p.task_empty[i]), kFewConsumers + kFewRowLoaders);
   }
   fence_barrier_init();
 }
@@ -99,7 +100,7 @@ __device__ __forceinline__ uint32_t next_task(const Block& b, HandedSlot& slot) 
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
-template <class TheTasks, class Dtype>
+template <class TheTasks>
 __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks& tasks, const Task& task,
                                                   StageSlot& stage) {
   FewPipeline& p = b.s.pipeline;
@@ -115,8 +116,8 @@ __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks
     const uint32_t full = barrier_of(p.weights_full, stage);
     wait(barrier_of(p.empty, stage), stage.parity ^ 1);
     arrive_expect_tx(full, sizeof(b.s.weights[0]));
-    tma_load(shared_address(b.s.weights[stage.at]), map, full, (stages.first + i) * kRowBytes / Dtype::kBytes, 0, 0,
-             group, matrix, kEvictFirst);
+    tma_load(shared_address(b.s.weights[stage.at]), map, full, (stages.first + i) * kRowBytes / TheTasks::kElementBytes,
+             0, 0, group, matrix, kEvictFirst);
   }
 }
 
@@ -134,7 +135,7 @@ __device__ __forceinline__ void load_weights(const Block& b) {
     p.task[handed.at] = exists ? task.pack() : kNoTask;
     arrive(barrier_of(p.task_full, handed));
     if (!exists) return;
-    load_task_weights<Tasks<Dtype, kGated>, Dtype>(b, tasks, task, stage);
+    load_task_weights(b, tasks, task, stage);
     // Not before: while the answer comes, a ring of stages is on its way, and a block that has not loaded its task should
     // leave the next to another.
     i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}));

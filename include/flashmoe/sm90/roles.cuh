@@ -338,10 +338,10 @@ __device__ __forceinline__ uint32_t columns_left(const Call& c, const TaskSlot& 
   return all - slot.column * columns_of<kGated>(slot.kind);
 }
 // Whether the first block's half of the features has all that are left, so that the products take no more. (Not of rows in
-// e4m3: those behind would change the scales of the columns before them.)
+// e4m3: those behind would change the scales of the columns before them. Nor for training, whose epilogues have whole tasks.)
 template <class Dtype, bool kGated>
 __device__ __forceinline__ bool is_half(const Call& c, const TaskSlot& slot) {
-  if constexpr (kQuantised<Dtype>) return false;
+  if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild) return false;
   return 2 * columns_left<kGated>(c, slot) <= columns_of<kGated>(slot.kind);
 }
 
@@ -757,7 +757,7 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
       if (is_over_rows(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
-        with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
+        with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, false, [&]<class Shape>() {
           compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
         });
       }

@@ -1,0 +1,215 @@
+"""Calls of a few tokens with experts in FP8, which a kernel of their own computes (include/flashmoe/sm90/few.cuh)."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import flashmoe
+import numpy as np
+import pytest
+import torch
+from fp8_layers import call, context_of, on_gpu, on_host, run_and_check
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_options import CLAMPED
+from layers import at_random
+from problems import ACTIVATIONS, Outcome, Problem, check, quantised, random_problem
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = max(1, int(os.environ.get("FLASHMOE_EXAMPLES", "200")) // 2)
+SIZES: dict[str, Any] = {"hidden": 272, "intermediate": 144, "experts": 24, "top_k": 5, "dtype": "bfloat16"}
+"""Neither is a multiple of 128: the last blocks are smaller."""
+MOST = 76
+"""The most tokens of that layer that are a few: experts have 16 rows on average."""
+
+
+def first_tokens(problem: Problem, n: int, begin: int = 0) -> Problem:
+    names = ("x", "x_scale", "topk_ids", "topk_weights")
+    rows = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
+    return replace(problem, **{name: [each[begin : begin + n] for each in arrays] for name, arrays in rows.items()})
+
+
+@pytest.mark.parametrize("how", ["router", "given", "given, x in FP8"])
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+def test_every_number_of_tokens(scales: str, how: str):
+    """And one more, which the general kernel computes, in turn in one context: neither disturbs the other."""
+    problem = random_problem(41, [MOST + 1], **SIZES, fused=how == "router", skew=3.0, biases=(True, True, True))
+    problem = quantised(problem, scales, x=how == "given, x in FP8")
+    with context_of(problem) as context:
+        for tokens in (*range(1, 10), MOST + 1, 16, 17, 33, MOST + 1, 64, MOST, 1):
+            part = first_tokens(problem, tokens)
+            y, report = call(context, part)
+            check(part, [Outcome(y, report)], tensor_cores=True)
+
+
+@pytest.mark.parametrize("tokens", [128, 256])
+@pytest.mark.parametrize("skew", [0.0, 2.5, 50.0])
+def test_many_of_the_few(tokens: int, skew: float):
+    """Of more rows than a warp multiplies at a time, and of no row at all."""
+    sizes = {"hidden": 512, "intermediate": 128, "experts": 128, "top_k": 8, "dtype": "bfloat16"}
+    run_and_check(quantised(random_problem(51, [tokens], **sizes, skew=skew)))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 96])
+def test_all_tokens_on_one_expert(tokens: int):
+    """Behind experts without tokens."""
+    problem = random_problem(52, [tokens], **SIZES | {"top_k": 1}, fused=False)
+    problem.topk_ids = [np.full((tokens, 1), 23, np.int32)]
+    run_and_check(quantised(problem))
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "whole blocks": {"hidden": 512, "intermediate": 256},
+    "smallest": {"hidden": 16, "intermediate": 16},
+    "no gate": {"activation": "silu"},
+    "GELU": {"activation": "gelu", "intermediate": 400},
+    "GEGLU": {"activation": "geglu"},
+    "ReLU squared": {"activation": "relu2", "intermediate": 128},
+    "biases": {"biases": (True, True, True)},
+    "biases without a gate": {"biases": (True, True, True), "activation": "relu"},
+    "interleaved": {"activation": "clamped_swiglu", "interleaved": True, "biases": (False, True, True), **CLAMPED},
+    "weights on input": {"weights_on_input": True},
+    "capacity": {"capacity_factor": 0.6, "skew": 3.0},
+    "sigmoids": {"score": "sigmoid", "choice_bias": True, "routed_scale": 2.5},
+    "one expert for each token": {"top_k": 1},
+    "shared": {"shared": 1, "shared_gate": True},
+    "parts of the intermediate columns": {"intermediate": 8192, "experts": 6, "top_k": 2},
+    "float16": {"dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("tokens", [5, 48])
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layers(options: dict[str, Any], scales: str, tokens: int):
+    run_and_check(quantised(random_problem(1, [tokens], **SIZES | options), scales))
+
+
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_slices_of_a_shared_expert(interleaved: bool, scales: str):
+    """Here they are choices, each with a row that is rounded. Scales are rows of one table, columns of another."""
+    sizes = SIZES | {"intermediate": 128, "shared": 3, "shared_gate": True, "interleaved": interleaved}
+    run_and_check(quantised(random_problem(54, [7], **sizes), scales), shared_in_slices=True)
+
+
+def test_as_many_numbers_as_a_models_layer_has():
+    sizes = {"hidden": 2048, "intermediate": 768, "experts": 16, "top_k": 8, "dtype": "bfloat16"}
+    problem = quantised(random_problem(11, [32], **sizes))
+    for tokens in (1, 32):
+        run_and_check(first_tokens(problem, tokens))
+
+
+def test_few_thread_blocks():
+    run_and_check(quantised(random_problem(9, [MOST], **SIZES)), processors=4)
+
+
+def test_x_may_come_quantised_which_changes_no_bit():
+    problem = random_problem(5, [40], **SIZES, fused=False)
+    y = run_and_check(quantised(problem))
+    np.testing.assert_array_equal(run_and_check(quantised(problem, x=True)), y)
+
+
+@pytest.mark.parametrize("intermediate", [144, 8192], ids=["whole", "in parts"])
+def test_a_tokens_bits_do_not_depend_on_the_others(intermediate: int):
+    """They switch at eight tokens, once, and are the same at every call."""
+    sizes = SIZES | {"intermediate": intermediate, "experts": 12, "top_k": 2}
+    problem = quantised(random_problem(43, [64], **sizes, skew=3.0))
+    with context_of(problem) as context:
+        together, _ = call(context, problem)
+        apart = np.concatenate([call(context, first_tokens(problem, 1, token))[0] for token in range(64)])
+        for begin in (0, 3, 55):
+            for tokens in (7, 8, 9, 40):
+                part, _ = call(context, first_tokens(problem, tokens, begin))
+                expected = together if len(part) > 8 else apart
+                np.testing.assert_array_equal(part, expected[begin : begin + len(part)])
+        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
+        for _ in range(100):
+            y = flashmoe.moe(context, **arguments)
+        context.synchronize()
+        np.testing.assert_array_equal(on_host(y), together)
+
+
+def test_what_is_no_number_reaches_its_own_token_alone():
+    problem = quantised(random_problem(6, [40], **SIZES, fused=False))
+    expected = run_and_check(problem)
+    x = problem.x[0].copy()
+    x[3, 5], x[7, 100], x[11] = math.nan, math.inf, 0.0
+    with context_of(problem) as context:
+        y, _ = call(context, replace(problem, x=[x]))
+    numbers = y.astype(np.float32)
+    assert np.isnan(numbers[3]).all() and np.isnan(numbers[7]).all() and (numbers[11] == 0.0).all()
+    others = np.setdiff1d(np.arange(40), [3, 7, 11])
+    np.testing.assert_array_equal(y[others], expected[others])
+
+
+def test_the_bound_notices_scales_of_other_blocks():
+    sizes = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "dtype": "bfloat16"}
+    problem = quantised(random_problem(9, [128], **sizes, fused=False))
+    with context_of(problem) as context:
+        y, report = call(context, problem)
+        outcome = Outcome(y, report)
+        check(problem, [outcome], tensor_cores=True)
+        for name in ("gate_up_scale", "down_scale"):
+            for axis in (1, 2):
+                spoiled = np.flip(getattr(problem, name), axis).copy()
+                other, _ = call(context, replace(problem, **{name: spoiled}))
+                error = np.linalg.norm(other.astype(np.float64) - outcome.reference.y)
+                assert error > 2 * outcome.allowed.bound, (name, axis)
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_captured_call_repeats(tokens: int):
+    problem = quantised(random_problem(12, [tokens], **SIZES))
+    with context_of(problem) as context:
+        y, _ = call(context, problem)
+        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = flashmoe.moe(context, **arguments)
+        for _ in range(3):
+            captured.fill_(math.nan)
+            graph.replay()
+            context.synchronize()
+            np.testing.assert_array_equal(on_host(captured), y)
+
+
+@st.composite
+def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of `random_problem` and of `quantised`."""
+    experts = draw(st.integers(1, 40))
+    top_k = draw(st.integers(1, min(8, experts)))
+    size = st.integers(1, 40).map(lambda n: 16 * n) | st.sampled_from([128, 256, 384])
+    fused = draw(st.booleans())
+    problem = {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "tokens": [draw(st.integers(1, min(256, 16 * experts // top_k)) | st.integers(1, 8))],
+        "hidden": draw(size),
+        "intermediate": draw(size),
+        "experts": experts,
+        "top_k": top_k,
+        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16"])),
+        "fused": fused,
+        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
+        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
+        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "weights_on_input": draw(st.booleans()),
+        "shared": draw(st.sampled_from([0, 0, 1])),
+        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
+    }
+    how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
+    how["x"] = not fused and problem["dtype"] == "bfloat16" and draw(st.booleans())
+    return problem, how
+
+
+@pytest.mark.timeout(0)
+@at_random(EXAMPLES)
+@given(case=cases())
+def test_any_layer_agrees_with_the_reference(case: Any):
+    arguments, quantisation = case
+    run_and_check(quantised(random_problem(**arguments), **quantisation))
