@@ -73,3 +73,4 @@ extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
   auto& shared = *reinterpret_cast<sm90::FewShared*>(memory);
   sm90::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared);
 }
+#endif
