@@ -338,7 +338,8 @@ def finite(name: str, value: Any) -> float:
         number = float(value)
     except Exception:  # too large, or whatever a foreign type's __float__ raises
         number = math.nan
-    if not math.isfinite(number) or isinstance(value, (str, bytes)):
+    # A comparison: torch.compile traces no math.isfinite of a number that it takes for a variable.
+    if not -math.inf < number < math.inf or isinstance(value, (str, bytes)):
         raise InvalidArgument(f"{name}: expected a finite number, got {value!r}")
     return number
 
