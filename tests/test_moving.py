@@ -20,7 +20,7 @@ from flashmoe.nn import MoE
 from flashmoe.placement import balanced, contiguous, holders, hybrid, local_experts, move, moves
 from flashmoe.quantize import quantize_layer
 from flashmoe.slices import cut
-from flashmoe.spec import FP8
+from flashmoe.spec import ENCODINGS, FP8, MXFP4
 from gloo import Gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -255,12 +255,12 @@ def test_what_a_context_counts():
         flashmoe.Context(**problem.limits(), count_load=np.zeros(2))
 
 
-# ---- Experts in FP8, whose scales go with them ---------------------------------------------------------------
+# ---- Quantised experts, whose scales go with them ------------------------------------------------------------
 
-WIDE = {"hidden": 136, "experts": 8, "top_k": 3}
+WIDE = {"hidden": 160, "experts": 8, "top_k": 3}
 
 
-def _moved_in_fp8(rank: int, scales: str, slices: int) -> list[np.ndarray]:
+def _moved_quantised(rank: int, dtype: str, scales: str, slices: int) -> list[np.ndarray]:
     """A layer's results, where its experts are at first, elsewhere, and there again."""
     whole = MoELayer(
         "layer", *(random_problem(5, [1], **WIDE, intermediate=128 * slices).arguments(0)[name] for name in
@@ -268,20 +268,22 @@ def _moved_in_fp8(rank: int, scales: str, slices: int) -> list[np.ndarray]:
     )  # fmt: skip
     magnitudes = 2.0 ** np.arange(8)[:, None, None]  # so that no two experts' scales are alike
     whole = replace(whole, gate_up_proj=whole.gate_up_proj * magnitudes, down_proj=whole.down_proj / magnitudes)
-    of_slices = cut(slices, *(getattr(quantize_layer(whole, scales), name) for name in OF_EXPERTS))
-    of_all = {f"{name}_proj": of_slices[f"{name}_proj"] for name in ("gate_up", "down")}
-    of_all |= {f"{name}_proj_scale_inv": of_slices[f"{name}_scale"] for name in ("gate_up", "down")}
+    quantised = quantize_layer(whole, scales, dtype)
+    of_slices = cut(slices, *(getattr(quantised, name) for name in OF_EXPERTS))
+    elements, scale = ENCODINGS[dtype].suffixes
+    of_all = {f"{name}_proj{elements}": of_slices[f"{name}_proj"] for name in ("gate_up", "down")}
+    of_all |= {f"{name}_proj{scale}": of_slices[f"{name}_scale"] for name in ("gate_up", "down")}
     names = [f"move-{os.urandom(6).hex()}"]
     dist.broadcast_object_list(names)
     start = hybrid(8, RANKS, slices)
-    limits = WIDE | {"intermediate": 128, "max_tokens": 9, "dtype": "float32", "weight_dtype": FP8, "slices": slices}
+    limits = WIDE | {"intermediate": 128, "max_tokens": 9, "dtype": "float32", "weight_dtype": dtype, "slices": slices}
     limits |= {"placement": [0] * 5 * slices + [1] * 3 * slices, "processors": 1}
     limits["return_mode"] = "direct" if slices == 1 else "reduced"
     elsewhere = [[*range(RANKS)] if part % 5 == 0 else (part + 3) % RANKS for part in range(8 * slices)]
     results = []
     with flashmoe.Context(rank=rank, ranks=RANKS, name=names[0], **limits) as ctx, torch.no_grad():
-        layer = MoE.from_layer(ctx, quantize_layer(whole, scales), placement=start, slices=slices)
-        x = torch.from_numpy(np.random.default_rng(rank).standard_normal((9, 136)).astype(np.float32))
+        layer = MoE.from_layer(ctx, quantised, placement=start, slices=slices)
+        x = torch.from_numpy(np.random.default_rng(rank).standard_normal((9, 160)).astype(np.float32))
         for placement in (start, elsewhere, start):
             layer.move(placement)
             mine = local_experts(placement, rank)
@@ -295,9 +297,9 @@ def _moved_in_fp8(rank: int, scales: str, slices: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
-def test_scales_go_with_their_experts(on_ranks, scales: str, slices: int):
-    for first, moved, back in on_ranks(_moved_in_fp8, scales, slices):
+@pytest.mark.parametrize(("dtype", "scales"), [(FP8, "block"), (FP8, "row"), (FP8, "tensor"), (MXFP4, "block")])
+def test_scales_go_with_their_experts(on_ranks, dtype: str, scales: str, slices: int):
+    for first, moved, back in on_ranks(_moved_quantised, dtype, scales, slices):
         assert first.tobytes() == back.tobytes()
         if slices == 1:
             assert first.tobytes() == moved.tobytes()

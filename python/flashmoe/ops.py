@@ -44,8 +44,7 @@ def moe(
     halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16; experts' matrices may
-    be in FP8 or MXFP4 (scales: `CallOptions`). T may differ by rank, and be 0. What engines ask, when a call is over:
-    `Context`.
+    be quantised (`CallOptions`). T may differ by rank, and be 0. What engines ask, when a call is over: `Context`.
 
     Parameters
     ----------

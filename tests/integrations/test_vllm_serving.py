@@ -19,6 +19,7 @@ from typing import Any
 
 import flashmoe
 import pytest
+from flashmoe.quantize import quantize_checkpoint
 
 pytestmark = pytest.mark.timeout(900)  # two servers start within the first test
 
@@ -186,7 +187,18 @@ def test_what_the_plugin_computes_is_what_is_served(expected, tmp_path):
     assert difference(found, expected, tokens=1) > 2 * TOLERANCE
 
 
-def test_quantised_experts_are_refused_by_layer_and_kind(tmp_path):
+def test_a_model_with_experts_in_fp8(expected, tmp_path):
+    """Its linear layers stay as they are. The first tokens are as likely as in float32, but for what FP8 and bfloat16
+    round."""
+    quantize_checkpoint(CHECKPOINT, tmp_path / "fp8")
+    options = ("--model", str(tmp_path / "fp8"), "--dtype", "bfloat16", "--enforce-eager")
+    with serving(tmp_path, "flashmoe", *options) as server:
+        found = server.complete(PROMPTS, 1)
+        assert LOG.replace("the unquantised experts", "the experts in FP8") in server.log.read_text()
+    assert TOLERANCE < difference(found, expected, tokens=1) < 0.2
+
+
+def test_experts_quantised_otherwise_are_refused_by_layer_and_kind(tmp_path):
     process = start(tmp_path, 0, "flashmoe", "--quantization", "fp8", "--dtype", "bfloat16")
     try:
         assert process.wait(PATIENCE) != 0
