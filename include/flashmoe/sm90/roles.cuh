@@ -579,8 +579,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
       store_activated<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(),
-                                                            c.shape.intermediate, tile, pitch, args.clamped,
-                                                            keeper<kGated>(args, c, slot, first_column()));
+                                                            c.shape.intermediate, tile, pitch, args.clamped);
     }
   } else if constexpr (kRows) {
     store_returned_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.shape.hidden, slot.weights,
