@@ -2,8 +2,8 @@
 
     python benchmarks/backward.py [--shapes NAME ...] [--out benchmarks/results/backward/h200x1.json]
 
-Per shape, in one run, in turn, by two timers ("busy": with the GPU kept busy before each so that no launch gap is in the
-figure; "plain": with the launches in it):
+Per shape, in one run, in turn, by two timers ("busy": with the GPU kept busy before each, so that no launch gap is in
+the figure; "plain": with the launches in it):
 
   backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
   given       the same with the routing given: of x, the weights of the choices and both matrices
@@ -38,9 +38,7 @@ def calls_of(layer: LoneLayer) -> dict[str, Any]:
     ids = torch.rand(len(x), layer.experts, device="cuda").topk(layer.top_k).indices.int()
     weights = torch.rand(len(x), layer.top_k, device="cuda").requires_grad_()
     y = layer(0)
-    y_given = flashmoe.moe(
-        layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, activation=layer.activation
-    )
+    y_given = flashmoe.moe(layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, activation=layer.activation)
 
     def inference(_: int) -> torch.Tensor:
         with torch.no_grad():
@@ -84,7 +82,9 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {**described(args.commit), "shapes": []}
     print(f"{result['device']}: milliseconds, and parts of the floor, busy and plain")
-    print(f"{'shape':>12} {'tokens':>6} {'floor':>7} {'backward':>8} busy plain {'given':>7} busy plain keeps/inference")
+    print(
+        f"{'shape':>12} {'tokens':>6} {'floor':>7} {'backward':>8} busy plain {'given':>7} busy plain keeps/inference"
+    )
     for name in args.shapes:
         tokens = SHAPES[name][-1][0]
         row = measure(name, tokens, args.repeats)
@@ -92,7 +92,9 @@ def main() -> None:
         result["shapes"].append(row)
         figures = [f"{name:>12} {tokens:>6} {row['floor_ms']:7.3f}"]
         for call, width in (("backward", 8), ("given", 7)):
-            figures.append(f"{row[f'{call}_ms']:{width}.3f} {row[f'{call}_ratio']:.3f} {row[f'plain_{call}_ratio']:.3f}")
+            figures.append(
+                f"{row[f'{call}_ms']:{width}.3f} {row[f'{call}_ratio']:.3f} {row[f'plain_{call}_ratio']:.3f}"
+            )
         figures.append(f"{row['keeps_ms']:.3f}/{row['inference_ms']:.3f} {row['keeps_ratio']:.3f}")
         print(" ".join(figures), flush=True)
         torch.cuda.empty_cache()

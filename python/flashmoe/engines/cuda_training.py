@@ -1,4 +1,4 @@
-"""Gradients on a GPU: which layers have them, what a call keeps for them, and what PyTorch's operators add to the kernel."""
+"""Gradients on a GPU: which layers have them, what a call keeps, and what PyTorch's operators add to the kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def missing(tensors: Tensors, options: Options, ranks: int) -> str | None:
 
 
 def kept_bytes(tensors: Tensors, options: Options) -> int:
-    """Bytes that a call keeps of a token: pre-activations, experts and weights of its choices, and logits of a router."""
+    """Bytes that a call keeps of a token: pre-activations, experts and weights of choices, a router's logits."""
     router, ids = tensors.router, tensors.topk_ids
     choices = options.top_k if ids is None else ids.shape[1]
     columns = tensors.gate_up_proj.shape[2 if options.transposed else 1]
