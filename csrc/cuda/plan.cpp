@@ -37,13 +37,11 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   c.cut_columns(columns_of(layer));
   const Shape shape = shape_of(c, spec);
   c.policy.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
-  if (c.shape.ranks > 1) {  // a rank alone returns nothing to others; its groups depend on its tokens, see set_tokens()
-    c.shape.return_mode = spec.return_mode;
-    const uint64_t return_bytes = grouped_bytes(shape, 0, false, common.limits.rdma != 0);
-    c.policy.groups =
-        return_groups(c.policy.columns[kReturning], c.shape.return_mode, return_bytes, c.policy.group_first);
-    c.config = host::make_config(c, spec, layer.placement, sm90::kReturnColumns);
-  }
+  const bool alone = c.shape.ranks == 1;  // it returns nothing to others
+  if (!alone) c.shape.return_mode = spec.return_mode;
+  c.policy.groups = return_groups(c.policy.columns[kReturning], c.shape.return_mode, alone || common.limits.rdma != 0,
+                                  c.policy.group_first);
+  if (!alone) c.config = host::make_config(c, spec, layer.placement, sm90::kReturnColumns);
   return c;
 }
 
@@ -225,11 +223,6 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
       std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
   c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, spec.top_k, spec.experts);
   c.policy.joined = pass != Pass::kBackward && joins_rows(shape, t.tokens, c.shape.capacity) ? 1 : 0;
-  if (c.shape.ranks == 1) {
-    const uint64_t return_bytes = grouped_bytes(shape, t.tokens, c.policy.joined != 0, false);
-    c.policy.groups =
-        return_groups(c.policy.columns[kReturning], c.shape.return_mode, return_bytes, c.policy.group_first);
-  }
   args.x = reinterpret_cast<const uint8_t*>(t.x);
   args.x_row_bytes = t.x_row_bytes;
   args.x_scale = reinterpret_cast<const float*>(t.x_scale);

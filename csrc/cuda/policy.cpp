@@ -8,8 +8,6 @@
 namespace flashmoe::cuda {
 namespace {
 
-// Less than this returns in less time than more groups' signals take.
-constexpr uint64_t kGroupedReturnBytes = 8u << 20;
 // Tiles of a band (OrderPolicy::raster). With several ranks, as many as an expert of about a thousand rows has.
 constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6;
 constexpr uint32_t kSenders = 16;
@@ -67,22 +65,14 @@ bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {
   return s.top_k == 1 || (s.top_k == 2 && tokens * 2 >= sm90::kTileTokens * s.local_experts);
 }
 
-uint64_t grouped_bytes(const Shape& s, uint32_t tokens, bool joined, bool puts) {
-  if (s.ranks > 1) return puts ? 0 : kGroupedReturnBytes;
-  // Joined rows do not wait for groups, which would only have GEMM1 read the intermediate rows more often.
-  return joined ? 0 : uint64_t{tokens} * s.top_k * s.hidden * s.return_bytes;
-}
-
-uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]) {
-  // Bit i: a group ends after i eighths of the columns. For each group GEMM1 reads the intermediate rows once more.
-  // Rows that go as they are computed, or nowhere: with more than two groups that costs more than it wins to combine
-  // meanwhile. Rows that are reduced go when their group is computed: the link waits for the first group, and all wait
-  // for the last, so that both are small.
+uint32_t return_groups(uint32_t columns, ReturnMode mode, bool whole, uint16_t (&first)[kMaxGroups + 1]) {
+  // Bit i: a group ends after i eighths of the columns. For each group GEMM1 reads the intermediate rows once more, and
+  // writes a smaller part of a row at a time, which memory takes more slowly (docs/measured.md). Rows that go as they are
+  // computed: with more than two groups that costs more than it wins to combine meanwhile. Rows that are reduced go when
+  // their group is computed: the link waits for the first group, and all wait for the last, so that both are small.
   constexpr uint32_t kOnce = 1u << 8, kHalves = 1u << 4 | 1u << 8;
   constexpr uint32_t kDescending = 1u << 2 | 1u << 4 | 1u << 6 | 1u << 7 | 1u << 8;
-  const uint32_t ends = return_bytes < kGroupedReturnBytes ? kOnce
-                        : mode == ReturnMode::kDirect      ? kHalves
-                                                           : kDescending;
+  const uint32_t ends = whole ? kOnce : mode == ReturnMode::kDirect ? kHalves : kDescending;
   uint32_t groups = 0;
   first[0] = 0;
   for (uint32_t eighths = 1; eighths <= 8; ++eighths) {

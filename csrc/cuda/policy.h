@@ -38,13 +38,10 @@ uint32_t few_parts(const CallShape& shape, uint32_t element_bytes);
 // it pays where most tiles are full: while small tasks run, there is no time to join their rows.
 bool joins_rows(const Shape& shape, uint32_t tokens, uint32_t capacity);
 
-// For return_groups(): the bytes of a call's results that are worth being cut into groups. With several ranks it must
-// not depend on `tokens`, of which each rank has its own number: a group's signal means the same columns to all, so all
-// cut alike. `puts`: peers are reached by puts, each of a whole row, so there is one group.
-uint64_t grouped_bytes(const Shape& shape, uint32_t tokens, bool joined, bool puts);
-
-// Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin.
-uint32_t return_groups(uint32_t columns, ReturnMode mode, uint64_t return_bytes, uint16_t (&first)[kMaxGroups + 1]);
+// Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin. They must not depend on the
+// number of tokens, of which each rank has its own: a group's signal means the same columns to all. `whole`: rows are
+// not cut, as of a rank alone, whose combine wins less under GEMM1 than groups cost, and where peers are reached by puts.
+uint32_t return_groups(uint32_t columns, ReturnMode mode, bool whole, uint16_t (&first)[kMaxGroups + 1]);
 
 // Whether the link carries result rows to other ranks as fast as GEMM1 computes them.
 bool link_keeps_up(const Shape& shape);

@@ -42,9 +42,9 @@ std::array<uint32_t, kProducts> gpu_columns(uint32_t hidden, uint32_t intermedia
   return columns;
 }
 
-Starts gpu_groups(uint32_t columns, ReturnMode mode, uint64_t bytes) {
+Starts gpu_groups(uint32_t columns, ReturnMode mode, bool whole = false) {
   uint16_t first[kMaxGroups + 1] = {};
-  const uint32_t groups = cuda::return_groups(columns, mode, bytes, first);
+  const uint32_t groups = cuda::return_groups(columns, mode, whole, first);
   return {first, first + groups + 1};
 }
 
@@ -53,14 +53,13 @@ void check_one_gpu() {
     Layer layer;
     uint32_t tokens, block, gemm0, gemm1;
     bool few, joined;
-    Starts groups;
   } expected[] = {
-      {kPaper64, 16384, 128, 8, 8, false, true, {0, 8}},   {kPaper8, 16384, 128, 8, 8, false, true, {0, 8}},
-      {kPaper128, 16384, 128, 8, 8, false, true, {0, 8}},  {kQwen3, 8192, 64, 6, 8, false, false, {0, 4, 8}},
-      {kQwen3, 1024, 8, 6, 8, false, false, {0, 4, 8}},    {kQwen3, 64, 8, 6, 8, true, false, {0, 8}},
-      {kQwen3, 8, 8, 6, 8, true, false, {0, 8}},           {kQwen3, 1, 8, 6, 8, true, false, {0, 8}},
-      {kMixtral, 8192, 64, 112, 16, false, true, {0, 16}}, {kQwen2, 8192, 64, 11, 8, false, false, {0, 4, 8}},
-      {kPhi, 8192, 64, 50, 16, false, true, {0, 16}},
+      {kPaper64, 16384, 128, 8, 8, false, true},  {kPaper8, 16384, 128, 8, 8, false, true},
+      {kPaper128, 16384, 128, 8, 8, false, true}, {kQwen3, 8192, 64, 6, 8, false, false},
+      {kQwen3, 1024, 8, 6, 8, false, false},      {kQwen3, 64, 8, 6, 8, true, false},
+      {kQwen3, 8, 8, 6, 8, true, false},          {kQwen3, 1, 8, 6, 8, true, false},
+      {kMixtral, 8192, 64, 112, 16, false, true}, {kQwen2, 8192, 64, 11, 8, false, false},
+      {kPhi, 8192, 64, 50, 16, false, true},
   };
   for (const auto& e : expected) {
     const Layer& l = e.layer;
@@ -73,7 +72,6 @@ void check_one_gpu() {
     CHECK_EQ(cuda::is_few(call, 2, false), e.few);
     const bool joined = cuda::joins_rows(shape, e.tokens, 0);
     CHECK_EQ(joined, e.joined);
-    CHECK(gpu_groups(columns[kReturning], kDirect, cuda::grouped_bytes(shape, e.tokens, joined, false)) == e.groups);
     CHECK(!cuda::reduces(1, l.top_k, l.intermediate));
   }
 }
@@ -184,26 +182,15 @@ void check_few_and_joined() {
 }
 
 void check_return_groups() {
-  constexpr uint64_t kEnough = 8 << 20;
-  CHECK(gpu_groups(8, kDirect, kEnough - 1) == Starts({0, 8}));
-  CHECK(gpu_groups(8, kReduced, kEnough - 1) == Starts({0, 8}));
-  CHECK(gpu_groups(8, kDirect, kEnough) == Starts({0, 4, 8}));
-  CHECK(gpu_groups(8, kReduced, kEnough) == Starts({0, 2, 4, 6, 7, 8}));
-  CHECK(gpu_groups(28, kReduced, kEnough) == Starts({0, 7, 14, 21, 25, 28}));
+  CHECK(gpu_groups(8, kDirect) == Starts({0, 4, 8}));
+  CHECK(gpu_groups(8, kReduced) == Starts({0, 2, 4, 6, 7, 8}));
+  CHECK(gpu_groups(28, kReduced) == Starts({0, 7, 14, 21, 25, 28}));
+  for (const ReturnMode mode : {kDirect, kReduced}) CHECK(gpu_groups(8, mode, true) == Starts({0, 8}));
   // No group is without columns.
-  CHECK(gpu_groups(1, kDirect, kEnough) == Starts({0, 1}));
-  CHECK(gpu_groups(1, kReduced, kEnough) == Starts({0, 1}));
-  CHECK(gpu_groups(3, kDirect, kEnough) == Starts({0, 2, 3}));
-  CHECK(gpu_groups(3, kReduced, kEnough) == Starts({0, 1, 2, 3}));
-
-  // Alone, by the bytes of the call: 256 tokens of Qwen3 have 8 MiB.
-  CHECK_EQ(cuda::grouped_bytes(kQwen3.on(1), 256, false, false), kEnough);
-  CHECK_EQ(cuda::grouped_bytes(kQwen3.on(1), 256, true, false), 0u);
-  // With several ranks in groups whatever the tokens, but by puts, which are of whole rows.
-  for (const uint32_t tokens : {0u, 1u, 65536u}) {
-    CHECK(cuda::grouped_bytes(kQwen3.on(2), tokens, false, false) >= kEnough);
-    CHECK_EQ(cuda::grouped_bytes(kQwen3.on(2), tokens, false, true), 0u);
-  }
+  CHECK(gpu_groups(1, kDirect) == Starts({0, 1}));
+  CHECK(gpu_groups(1, kReduced) == Starts({0, 1}));
+  CHECK(gpu_groups(3, kDirect) == Starts({0, 2, 3}));
+  CHECK(gpu_groups(3, kReduced) == Starts({0, 1, 2, 3}));
 }
 
 void check_link() {

@@ -68,6 +68,7 @@ EDGES = {
     "the smallest H": (70, {"hidden": 8, "intermediate": 1000}),
     "the smallest I": (70, {"hidden": 1000, "intermediate": 8}),
     "sizes just above a tile's": (257, {"hidden": 136, "intermediate": 136}),
+    "full tiles whose last tasks are half": (1500, {"hidden": 320, "intermediate": 320, "experts": 4, "top_k": 2}),
     "powers of two": (1024, {"hidden": 1024, "intermediate": 512, "experts": 8, "top_k": 2}),
     "return groups, and more tiles than a window takes": (3000, {"hidden": 1024, "experts": 40}),
     "probabilities not renormalized": (200, {"renormalize": False}),

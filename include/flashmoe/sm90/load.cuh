@@ -13,12 +13,22 @@ struct FeatureBox {
   const TensorMap* map;
   uint32_t c1, c2, c3, expert;
   bool read_once;  // no other cluster is about to load them: see reads_weights_once()
+  bool half;  // the second block's are behind the last ones: nothing is loaded in their place, if it is a Wide stage
 
+  template <class Stage>
+  static constexpr bool kShared = Stage::kFeatures == kClusterBlocks * kBoxFeatures;
+
+  // Of a stage, by both blocks.
+  template <class Stage>
+  __device__ __forceinline__ uint32_t bytes() const {
+    return kShared<Stage> && half ? Stage::kFeatureBytes / kClusterBlocks : Stage::kFeatureBytes;
+  }
   template <class Dtype, class Stage>
   __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
     const uint32_t k = k_byte / Dtype::kBytes;
     const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
-    if constexpr (Stage::kFeatures == kClusterBlocks * kBoxFeatures) {
+    if constexpr (kShared<Stage>) {
+      if (half && cluster_rank() != 0) return;
       tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, expert, hint);
     } else {
 #pragma unroll
@@ -38,6 +48,10 @@ struct FeatureSpans {
   uint32_t expert;
   bool read_once;
 
+  template <class Stage>
+  static __device__ __forceinline__ uint32_t bytes() {
+    return Stage::kFeatureBytes;
+  }
   template <class Dtype, class Stage>
   __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
     constexpr uint32_t kSpans = kBoxBytes / kSpanBytes;
@@ -131,7 +145,7 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
     const uint32_t k = s * kBlocks * kRowBytes;
     wait(ring.empty(), ring.parity);
     if (thread == 0) {
-      arrive_expect_tx(ring.full(), Stage::kFeatureBytes);
+      arrive_expect_tx(ring.full(), features.template bytes<Stage>());
       features.template load<Dtype, Stage>(ring, k);
       count();
     }
@@ -191,11 +205,12 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
       wait(at.empty(), at.parity);
       if constexpr (kScaled) {
         arrive(at.full(), kLoaders - 1);
-        arrive_expect_tx(at.full(), Stage::kFeatureBytes + boxes * kRowBox * kRowBytes + Scales::bytes(from.rows));
+        arrive_expect_tx(at.full(),
+                         features.template bytes<Stage>() + boxes * kRowBox * kRowBytes + Scales::bytes(from.rows));
         scales.load(at, row, from.rows, s, slice * stages + s);  // arrives once
       } else {
         arrive(at.full(), kLoaders);
-        arrive_expect_tx(at.full(), Stage::kFeatureBytes + Stage::kBlocks * boxes * kRowBox * kRowBytes);
+        arrive_expect_tx(at.full(), features.template bytes<Stage>() + Stage::kBlocks * boxes * kRowBox * kRowBytes);
       }
       const uint32_t k_byte = s * Stage::kBlocks * kRowBytes;
       features.template load<Dtype, Stage>(at, k_byte);

@@ -25,11 +25,11 @@ struct FeaturesByTokens {
 // Tokens down, features across: 64 of 128 tokens by all features. A wgmma reads all of its B for 64 rows of A: this one
 // reads 2 + 8 KiB a step, the two of FeaturesByTokens with 128 tokens 2 * (2 + 4). Only for tiles whose tokens fill it,
 // and for all of transposed weights, which are MN-major, and of e4m3. Of these a warpgroup may have no tokens, as the second
-// one of every Narrow tile: it keeps pace.
-template <class Stage_, Major kFeatureMajor>
+// one of every Narrow tile: it keeps pace. kFeatures: fewer than the stage has where the rest of it are behind the last.
+template <class Stage_, Major kFeatureMajor, uint32_t kFeatures = Stage_::kFeatures>
 struct TokensByFeatures {
   using Stage = Stage_;
-  static constexpr uint32_t kMs = 1, kN = Stage::kFeatures, kNextA = kMs * 64, kNextB = 0;
+  static constexpr uint32_t kMs = 1, kN = kFeatures, kNextA = kMs * 64, kNextB = 0;
   static constexpr Major kMajorB = kFeatureMajor;
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::tokens(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
@@ -47,17 +47,17 @@ struct FewByTokens {
 // Whether a shape has tokens down.
 template <class Shape>
 inline constexpr bool kTokensDown = false;
-template <class Stage, Major kMajor>
-inline constexpr bool kTokensDown<TokensByFeatures<Stage, kMajor>> = true;
+template <class Stage, Major kMajor, uint32_t kFeatures>
+inline constexpr bool kTokensDown<TokensByFeatures<Stage, kMajor, kFeatures>> = true;
 
 // A consumer warpgroup's accumulators: kMs times 64 rows by kN columns.
 template <class Shape>
 using Accumulators = float[Shape::kMs][Shape::kN / 2];
 
 // Calls f, a lambda `[&]<class Shape>() {..}`, with the smallest shape that covers `cover` tokens. A wgmma's time grows
-// with N; but each N is one more copy of the code, and no shorter one.
+// with N; but each N is one more copy of the code, and no shorter one. half: the first block's features are the last ones.
 template <class Dtype, bool kTransposed, class F>
-__device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
+__device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half, F&& f) {
   if constexpr (kQuantised<Dtype>) {
     f.template operator()<TokensByFeatures<Wide, Major::kK>>();
   } else if constexpr (kTransposed || kIsBackward || kKeepBuild) {
@@ -79,6 +79,9 @@ __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, F&& f) {
       default: {
         using Rows = TokensByFeatures<Wide, Major::kK>;
         using Full = std::conditional_t<Dtype::kTensorCores, Rows, FeaturesByTokens<Wide, 128>>;
+        if constexpr (Dtype::kTensorCores) {
+          if (half) return f.template operator()<TokensByFeatures<Wide, Major::kK, kBoxFeatures>>();
+        }
         return f.template operator()<Full>();
       }
     }

@@ -325,6 +325,26 @@ __device__ __forceinline__ FeatureSpans spans_of(const KernelArgs& args, bool sh
   return {weights_of<p>(args, shared), first * args.gated.step, args.gated.step == 1, expert, read_once};
 }
 
+// Columns of results that a task of this kind has, and how many there are from the task's first one on.
+template <bool kGated>
+__device__ __forceinline__ uint32_t columns_of(TaskKind kind) {
+  return with_product(kind, [&]<uint32_t p>() { return kColumnsPerTask<p, kGated>; });
+}
+template <bool kGated>
+__device__ __forceinline__ uint32_t columns_left(const Call& c, const TaskSlot& slot) {
+  const uint32_t all = with_product(slot.kind, [&]<uint32_t p>() {
+    return Product<p>::kRight == Operand::kGateUp ? c.shape.intermediate : c.shape.hidden;
+  });
+  return all - slot.column * columns_of<kGated>(slot.kind);
+}
+// Whether the first block's half of the features has all that are left, so that the products take no more. (Not of rows in
+// e4m3: those behind would change the scales of the columns before them. Nor in passes that train: it is one more shape.)
+template <class Dtype, bool kGated>
+__device__ __forceinline__ bool is_half(const Call& c, const TaskSlot& slot) {
+  if constexpr (kQuantised<Dtype> || kKeepBuild || kIsBackward) return false;
+  return 2 * columns_left<kGated>(c, slot) <= columns_of<kGated>(slot.kind);
+}
+
 // From a tile's intermediate rows to the next one's.
 __device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
   return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
@@ -389,7 +409,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         if constexpr (kTransposed) {
           return spans_of<p, kGated>(args, shared, box * kColumns, expert, read_once);
         } else {
-          return FeatureBox{weights_of<p>(args, shared), 0, 0, box * (kColumns / 8), expert, read_once};
+          const bool half = is_half<Dtype, kGated>(c, slot);
+          return FeatureBox{weights_of<p>(args, shared), 0, 0, box * (kColumns / 8), expert, read_once, half};
         }
       }();
       using Factor = typename Factors<Dtype>::Type;
@@ -522,7 +543,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   const bool activates = is_one_of<kActivating>(kind);
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   auto first_column = [&] {
-    const uint32_t columns = with_product(kind, [&]<uint32_t p>() { return kColumnsPerTask<p, kGated>; });
+    const uint32_t columns = columns_of<kGated>(kind);
     return slot.column * columns +
            (kQuantised<Dtype> || slot.share.wide ? 0 : cluster_rank() * columns / kClusterBlocks);
   };
@@ -735,14 +756,15 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
       if (is_over_rows(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
-        with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
+        with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, false, [&]<class Shape>() {
           compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
         });
       }
     } else if (is_one_of<kOfExpert>(slot.kind)) {
       if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);
     } else {
-      with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, [&]<class Shape>() {
+      const bool half = is_half<Dtype, is_gated(kActivation)>(c, slot);
+      with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, half, [&]<class Shape>() {
         compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
       });
     }
