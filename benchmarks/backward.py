@@ -17,6 +17,7 @@ Medians and spread of --repeats. Prints ratios, writes JSON.
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import statistics
 from contextlib import closing
@@ -27,6 +28,7 @@ import torch
 from floors import backward_floor_call
 from harness import QUERY, SHAPES, LoneLayer, commit_option, described, flops, in_turn, milliseconds, nvidia_smi, write
 
+BUSY_CYCLES = 10_000_000  # some 5 ms: autograd and what follows the kernel take the host longer than a launch
 DEFAULT = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
 
 
@@ -58,7 +60,8 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
     with closing(LoneLayer(name, tokens)) as layer:
         calls = calls_of(layer)
         bare = backward_floor_call(tokens * top_k, hidden, inner, experts, layer.w1.detach(), layer.w2.detach())
-        timed = in_turn(milliseconds, {**calls, "floor": bare}, repeats)
+        timer = functools.partial(milliseconds, cycles=BUSY_CYCLES)
+        timed = in_turn(timer, {**calls, "floor": bare}, repeats)
         layer.context.synchronize()
     row: dict[str, Any] = {"shape": name, "tokens": tokens}
     for (call, busy), times in timed.items():

@@ -72,15 +72,16 @@ def finish(
     tensors: Tensors, options: Options, given: Mapping[str, Any], wanted: Mapping[str, Any], computed: Computed
 ) -> None:
     """Writes what is wanted of x, of combine weights and of the router. `given` as in `Engine.backward`."""
-    chosen = computed.ids.where(computed.ids >= 0, ~computed.ids).long()
     of_weights = computed.weights
+    if tensors.router is not None or tensors.down_bias is not None:
+        chosen = computed.ids.where(computed.ids >= 0, ~computed.ids).long()
     if tensors.down_bias is not None:  # a weight's gradient is dY . (down a + bias)
         of_bias = given["y"].double() @ tensors.down_bias.double().T
         of_weights = of_weights + of_bias.gather(1, chosen).where(computed.ids >= 0, 0.0)
-    if "topk_weights" in wanted:
+    if "topk_weights" in wanted and of_weights is not wanted["topk_weights"]:
         wanted["topk_weights"].copy_(of_weights)
     if tensors.router is None:
-        if "x" in wanted:
+        if "x" in wanted and computed.x is not wanted["x"]:
             wanted["x"].copy_(computed.x)
         return
     rule = {"score": options.score, "renormalize": options.renormalize, "routed_scale": options.routed_scale}
