@@ -126,9 +126,7 @@ def commit_option(parser: argparse.ArgumentParser) -> None:
 # ---- one GPU ---------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(
-    call: Callable[[int], Any], repeats: int, busy: bool = True, cycles: int = BUSY_CYCLES
-) -> list[float]:
+def milliseconds(call: Callable[[int], Any], repeats: int, busy: bool = True, cycles: int = BUSY_CYCLES) -> list[float]:
     """Times of single calls, by events. With `busy`, behind work of so many cycles that keeps the GPU from waiting for
     the launch; else the launch is in the figure."""
     return [span(call, i, busy, cycles) for i in range(repeats + WARM_UP)][WARM_UP:]

@@ -143,7 +143,7 @@ class CudaEngine(Engine):
         routing_end = library.cuda_kept_bytes(handle, layer.number, tokens)
         ids, weights = cuda_training.kept_routing(kept, routing_end, tokens, layer.layer.choices)
         address, row_bytes = self._rows(tensors.x, layer)
-        dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # where they are to be, if the kernel can write there
+        dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
         if dx is None or not dx.is_contiguous():
             dx = dy.new_empty(dy.shape)
         if of_weights is None or of_weights.dtype != weights.dtype or not of_weights.is_contiguous():
