@@ -2,8 +2,8 @@
 
     python benchmarks/backward.py [--shapes NAME ...] [--out benchmarks/results/backward/h200x1.json]
 
-Per shape, in one run, in turn, by two timers ("busy": with the GPU kept busy before each so that no launch gap is in the
-figure; "plain": with the launches in it):
+Per shape, in one run, in turn, by two timers ("busy": with the GPU kept busy before each, so that no launch gap is in
+the figure; "plain": with the launches in it):
 
   backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
   given       the same with the routing given: of x, the weights of the choices and both matrices
@@ -17,6 +17,7 @@ Medians and spread of --repeats. Prints ratios, writes JSON.
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import statistics
 from contextlib import closing
@@ -27,6 +28,7 @@ import torch
 from floors import backward_floor_call
 from harness import QUERY, SHAPES, LoneLayer, commit_option, described, flops, in_turn, milliseconds, nvidia_smi, write
 
+BUSY_CYCLES = 10_000_000  # some 5 ms: autograd and what follows the kernel take the host longer than a launch
 DEFAULT = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
 
 
@@ -38,9 +40,7 @@ def calls_of(layer: LoneLayer) -> dict[str, Any]:
     ids = torch.rand(len(x), layer.experts, device="cuda").topk(layer.top_k).indices.int()
     weights = torch.rand(len(x), layer.top_k, device="cuda").requires_grad_()
     y = layer(0)
-    y_given = flashmoe.moe(
-        layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, activation=layer.activation
-    )
+    y_given = flashmoe.moe(layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, activation=layer.activation)
 
     def inference(_: int) -> torch.Tensor:
         with torch.no_grad():
@@ -60,7 +60,8 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
     with closing(LoneLayer(name, tokens)) as layer:
         calls = calls_of(layer)
         bare = backward_floor_call(tokens * top_k, hidden, inner, experts, layer.w1.detach(), layer.w2.detach())
-        timed = in_turn(milliseconds, {**calls, "floor": bare}, repeats)
+        timer = functools.partial(milliseconds, cycles=BUSY_CYCLES)
+        timed = in_turn(timer, {**calls, "floor": bare}, repeats)
         layer.context.synchronize()
     row: dict[str, Any] = {"shape": name, "tokens": tokens}
     for (call, busy), times in timed.items():
@@ -84,7 +85,9 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {**described(args.commit), "shapes": []}
     print(f"{result['device']}: milliseconds, and parts of the floor, busy and plain")
-    print(f"{'shape':>12} {'tokens':>6} {'floor':>7} {'backward':>8} busy plain {'given':>7} busy plain keeps/inference")
+    print(
+        f"{'shape':>12} {'tokens':>6} {'floor':>7} {'backward':>8} busy plain {'given':>7} busy plain keeps/inference"
+    )
     for name in args.shapes:
         tokens = SHAPES[name][-1][0]
         row = measure(name, tokens, args.repeats)
@@ -92,7 +95,9 @@ def main() -> None:
         result["shapes"].append(row)
         figures = [f"{name:>12} {tokens:>6} {row['floor_ms']:7.3f}"]
         for call, width in (("backward", 8), ("given", 7)):
-            figures.append(f"{row[f'{call}_ms']:{width}.3f} {row[f'{call}_ratio']:.3f} {row[f'plain_{call}_ratio']:.3f}")
+            figures.append(
+                f"{row[f'{call}_ms']:{width}.3f} {row[f'{call}_ratio']:.3f} {row[f'plain_{call}_ratio']:.3f}"
+            )
         figures.append(f"{row['keeps_ms']:.3f}/{row['inference_ms']:.3f} {row['keeps_ratio']:.3f}")
         print(" ".join(figures), flush=True)
         torch.cuda.empty_cache()

@@ -43,8 +43,8 @@ def grouped_gemms(counts: torch.Tensor, rows: int, hidden: int, inner: int, w1: 
 
 
 def backward_floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tensor, w2: torch.Tensor):
-    """The four grouped GEMMs of a backward pass on ready inputs, their rows spread over the experts at random: of rows, by
-    both matrices, and over rows, of the matrices' shapes."""
+    """The four grouped GEMMs of a backward pass on ready inputs, their rows spread over the experts at random: two of
+    rows, by the matrices, and two over rows, of the matrices' shapes."""
     offsets = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts).cumsum(0).int()
     x, dy = (torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     a, dz = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for columns in (inner, w1.shape[1]))

@@ -126,19 +126,19 @@ def commit_option(parser: argparse.ArgumentParser) -> None:
 # ---- one GPU ---------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(call: Callable[[int], Any], repeats: int, busy: bool = True) -> list[float]:
-    """Times of single calls, by events. With `busy`, behind work that keeps the GPU from waiting for the launch; else
-    the launch is in the figure."""
-    return [span(call, i, busy) for i in range(repeats + WARM_UP)][WARM_UP:]
+def milliseconds(call: Callable[[int], Any], repeats: int, busy: bool = True, cycles: int = BUSY_CYCLES) -> list[float]:
+    """Times of single calls, by events. With `busy`, behind work of so many cycles that keeps the GPU from waiting for
+    the launch; else the launch is in the figure."""
+    return [span(call, i, busy, cycles) for i in range(repeats + WARM_UP)][WARM_UP:]
 
 
-def span(call: Callable[[int], Any], i: int, busy: bool) -> float:
+def span(call: Callable[[int], Any], i: int, busy: bool, cycles: int = BUSY_CYCLES) -> float:
     """Milliseconds of `call(i)`, by events."""
     import torch
 
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if busy:
-        torch.cuda._sleep(BUSY_CYCLES)
+        torch.cuda._sleep(cycles)
     start.record()
     call(i)
     end.record()

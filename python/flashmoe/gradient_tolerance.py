@@ -7,8 +7,8 @@ to their tensors' types in these places alone:
 2. a row's part of a token's dX, ``dz @ gate_up``, before it travels home;
 3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
 4. every result, once;
-5. on a GPU besides: dz, and ``w a``, since tensor cores multiply by them; and what the experts owe to dX, before what the
-   router does is added.
+5. on a GPU besides: dz, and ``w a``, since tensor cores multiply by them; and what the experts owe to dX, before what
+   the router does is added.
 
 **A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, that of place
 1, ``g = dY @ down`` that of a dot product over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is
@@ -131,8 +131,8 @@ def gradient_errors(
 ) -> dict[str, Any]:
     """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`: of the experts' tensors,
     all E of them, one `CallError`, of what each rank has for itself (x, topk_weights, the router's and the shared
-    expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `rule`: `renormalize`, `score` and `routed_scale`. The rest as in
-    `flashmoe.tolerance.call_error`.
+    expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `rule`: `renormalize`, `score` and
+    `routed_scale`. The rest as in `flashmoe.tolerance.call_error`.
     """
     dtype = calls[0].x.dtype.name
     matrices = [None if m is None else np.asarray(m, np.float64) for m in (gate_up_proj, down_proj)]

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from . import tensors as operands
 from .arguments import WRITTEN, Options, Tensors, as_plain_values
-from .engines import cuda_training
 from .context import Context, context_id, contexts, run, run_and_keep, run_backward
+from .engines import cuda_training
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext
 from .placement import from_flat
@@ -174,8 +174,8 @@ def _check_main_grads(tensors: Tensors) -> None:
         raise NotImplementedError("main_grad: FlashMoE adds to it in eager mode alone; call the layer uncompiled")
     if tensors.x.device.type != "cpu":
         raise NotImplementedError(
-            f"main_grad: FlashMoE adds to it on the CPU engine alone, got x on {tensors.x.device}; leave it out, and add "
-            "each parameter's grad"
+            f"main_grad: FlashMoE adds to it on the CPU engine alone, got x on {tensors.x.device}; leave it out, and "
+            "add each parameter's grad"
         )
     for place in _PARAMETERS:
         parameter = tensors[place]
@@ -229,9 +229,9 @@ def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _moe_backward(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """The gradients of a call of ``moe_kept`` with these options, for those of y (`grad`) and of the logits, if they have
-    one (`logits_grad`): of its tensors at `wanted`. `inputs` are its tensors, each at its place in `given`; places are
-    those in `Tensors`."""
+    """The gradients of a call of ``moe_kept`` with these options, for those of y (`grad`) and of the logits
+    (`logits_grad`, perhaps None): of its tensors at `wanted`. `inputs` are its tensors, each at its place in `given`;
+    places are those in `Tensors`."""
     bound = _BACKWARD.bind(*args, **kwargs)
     bound.apply_defaults()
     a = bound.arguments

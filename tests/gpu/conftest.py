@@ -72,6 +72,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     variants += [jit.Variant(dtype, each, transposed=True) for dtype in jit.TRANSPOSED for each in spec.ACTIVATIONS]
     variants += [jit.Variant(dtype, each, quantised=True) for dtype in jit.BESIDE_FP8 for each in spec.ACTIVATIONS]
     variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
+    trained = [(dtype, each, False) for dtype in jit.TRAINED for each in spec.ACTIVATIONS]
+    trained += [("bfloat16", each, True) for each in spec.ACTIVATIONS] + [("float16", "clamped_swiglu", True)]
+    variants += [
+        jit.Variant(dtype, activation, transposed=transposed, **{which: True})
+        for dtype, activation, transposed in trained
+        for which in ("keeps", "backward")
+    ]
     if torch.cuda.device_count() * RANKS_A_GPU > 1:
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
         variants += [jit.Variant(*each, rdma=True, transposed=True) for each in PUT_TRANSPOSED]

@@ -54,7 +54,9 @@ def poisoned() -> Iterator[None]:
 def leaves_of(problem: Problem) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The arguments of `flashmoe.moe` on the device, and those among them that have gradients."""
     arguments = problem.arguments(0)
-    tensors = {name: as_tensor(each).cuda() if isinstance(each, np.ndarray) else each for name, each in arguments.items()}
+    tensors = {
+        name: as_tensor(each).cuda() if isinstance(each, np.ndarray) else each for name, each in arguments.items()
+    }
     leaves = {name: each for name, each in tensors.items() if torch.is_tensor(each) and name not in CONSTANT}
     return tensors, leaves
 
@@ -318,7 +320,9 @@ def test_a_module():
     named = {name.rpartition(".")[2]: each.grad for name, each in module.named_parameters()}
     assert torch.equal(named["gate_up_proj"], expected["gate_up_proj"])
     assert torch.equal(named["down_proj"], expected["down_proj"])
-    assert any(torch.equal(each, expected["router"]) for each in named.values() if each.shape == expected["router"].shape)
+    assert any(
+        torch.equal(each, expected["router"]) for each in named.values() if each.shape == expected["router"].shape
+    )
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

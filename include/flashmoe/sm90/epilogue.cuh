@@ -208,14 +208,13 @@ __device__ __forceinline__ void scale_tokens(const Lane& at, Accumulators<Featur
 }
 
 // Epilogue::kActivate: activated rows, rounded once, to the tile's intermediate rows: row r at tile + r * pitch. `staging`: the
-// warpgroup's own buffer. `kept` takes the pre-activations (epilogue_pre_activations.cuh).
-template <class Dtype, class Stage, Activation A, uint32_t N, class Kept>
+// warpgroup's own buffer.
+template <class Dtype, class Stage, Activation A, uint32_t N>
 __device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at,
                                                 const Accumulators<FeaturesByTokens<Stage, N>>& acc,
                                                 const FeatureBias (&bias)[Stage::kMs], uint32_t rows,
                                                 uint32_t first_column, uint32_t intermediate, uint8_t* tile,
-                                                uint64_t pitch, const ClampedShape& shape, const Kept& kept) {
-  kept.template tokens<Dtype, Stage, N>(at, acc, bias, rows);
+                                                uint64_t pitch, const ClampedShape& shape) {
   using Row = detail::StagedRow<Dtype, Stage, is_gated(A)>;
   const uint32_t first = first_column + at.group * Row::kColumns;
   const uint32_t columns = first < intermediate ? intermediate - first : 0;

@@ -61,26 +61,27 @@ __device__ __forceinline__ LaneGradients differentiate_columns(const float (&da)
                                                                const ClampedShape& shape) {
   constexpr bool kGated = is_gated(A);
   const uint32_t word[4] = {z.x, z.y, z.z, z.w};
-  float a[kLaneColumns], gate[kLaneColumns], up[kLaneColumns];
-#pragma unroll
-  for (uint32_t j = 0; j < kLaneColumns; ++j) {
-    const float2 pair = Dtype::unpack(word[kGated ? j : j / 2]);
-    const float d = weight * da[j];
-    const ValueAndSlope g = differentiate<A>(kGated || j % 2 == 0 ? pair.x : pair.y, shape);
-    a[j] = g.value, gate[j] = d * g.slope, up[j] = 0.0f;
-    if constexpr (kGated) {
-      const ValueAndSlope u = differentiate_up<A>(pair.y, shape);
-      a[j] *= u.value, gate[j] *= u.value, up[j] = d * g.value * u.slope;
-    }
-    sum = fmaf(da[j], a[j], sum);
-    a[j] *= weight;
-  }
   LaneGradients to;
 #pragma unroll
-  for (uint32_t j = 0; j < 2; ++j) {
-    to.weighted[j] = Dtype::pack(a[2 * j], a[2 * j + 1]);
-    to.gates[j] = Dtype::pack(gate[2 * j], in_turn ? up[2 * j] : gate[2 * j + 1]);
-    to.ups[j] = Dtype::pack(in_turn ? gate[2 * j + 1] : up[2 * j], up[2 * j + 1]);
+  for (uint32_t p = 0; p < 2; ++p) {
+    float a[2], gate[2], up[2] = {};
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+      const float2 pair = Dtype::unpack(word[kGated ? 2 * p + j : p]);
+      const float d = weight * da[2 * p + j];
+      const ValueAndSlope g = differentiate<A>(kGated || j == 0 ? pair.x : pair.y, shape);
+      a[j] = g.value, gate[j] = d * g.slope;
+      if constexpr (kGated) {
+        const ValueAndSlope u = differentiate_up<A>(pair.y, shape);
+        a[j] *= u.value, gate[j] *= u.value, up[j] = d * g.value * u.slope;
+      }
+      sum = fmaf(da[2 * p + j], a[j], sum);
+      a[j] *= weight;
+    }
+    to.weighted[p] = Dtype::pack(a[0], a[1]);
+    to.gates[p] = Dtype::pack(gate[0], in_turn ? up[0] : gate[1]);
+    to.ups[p] = Dtype::pack(in_turn ? gate[1] : up[0], up[1]);
+    __syncwarp();  // else ptxas computes all columns side by side, and spills
   }
   return to;
 }
@@ -155,19 +156,19 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const float (&
   static_assert(Dtype::kBytes == 2);
   constexpr bool kGated = is_gated(A);
   constexpr uint32_t kPieces = 2 * kCount / kGradientColumns, kZBytes = kGated ? 4 : 2;
-  const bool in_turn = kGated && where.in_turn();
-  const uint32_t columns = min_of(where.columns(), kPieces * kGradientColumns);
+  const auto in_turn = [&] { return kGated && where.in_turn(); };
+  const auto columns = [&] { return min_of(where.columns(), kPieces * kGradientColumns); };
   float sum[kLaneRows] = {};
   uint4 z[kLaneRows];  // on their way while the piece before is computed
   const auto load = [&](const Lane& at, uint32_t i, uint32_t piece) {
     const uint32_t column = piece * kGradientColumns + at.lane % 8 * kLaneColumns;
     const uint32_t r = slab_of(at) + at.lane / 8 + i * kLaneRowsApart;
-    z[i] = load_pre_activations<kGated>(where.z(r) + column * kZBytes, column < columns);
+    z[i] = load_pre_activations<kGated>(where.z(r) + column * kZBytes, column < columns());
   };
 #pragma unroll
   for (uint32_t i = 0; i < kLaneRows; ++i) load(this_lane(), i, 0);
 #pragma unroll 1
-  for (uint32_t piece = 0; piece * kGradientColumns < columns; ++piece) {
+  for (uint32_t piece = 0; piece * kGradientColumns < columns(); ++piece) {
     const Lane at = this_lane();
     const uint32_t own = own_staging(staging, at), column = piece * kGradientColumns + at.lane % 8 * kLaneColumns;
 #pragma unroll
@@ -182,18 +183,20 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const float (&
       const float da[kLaneColumns] = {__uint_as_float(staged.x), __uint_as_float(staged.y), __uint_as_float(staged.z),
                                       __uint_as_float(staged.w)};
       const uint4 now = z[i];
-      load(at, i, piece + 1);
       float term = 0.0f;
-      const LaneGradients made = differentiate_columns<Dtype, A>(da, now, where.weight(r), in_turn, term, shape);
-      if (column < columns) {
+      const LaneGradients made = differentiate_columns<Dtype, A>(da, now, where.weight(r), in_turn(), term, shape);
+      if (column < columns()) {
         sum[i] += term;
-        if (r < where.rows()) store_lane<kGated>(made, r, column, in_turn, where);
+        if (r < where.rows()) store_lane<kGated>(made, r, column, in_turn(), where);
       }
       __syncwarp();  // else ptxas computes rows side by side, and spills
     }
+    // All together: a wait for one row's, which may share its scoreboard with what is read of shared memory, is for all.
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneRows; ++i) load(this_lane(), i, piece + 1);
   }
   store_weight_parts(sum, where);
-  store_padding(this_lane(), columns, in_turn, kGated, where);
+  store_padding(this_lane(), columns(), in_turn(), kGated, where);
   named_barrier_sync(
       group_barrier(this_lane().group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
 }

@@ -12,9 +12,6 @@ namespace flashmoe::sm90 {
 struct NothingKept {
   template <class Dtype, Columns kOrder, uint32_t kCount>
   __device__ __forceinline__ void rows(const Lane&, const float (&)[kCount], uint32_t) const {}
-  template <class Dtype, class Stage, uint32_t N>
-  __device__ __forceinline__ void tokens(const Lane&, const Accumulators<FeaturesByTokens<Stage, N>>&,
-                                         const FeatureBias (&)[Stage::kMs], uint32_t) const {}
 };
 
 namespace detail {
@@ -26,10 +23,6 @@ __device__ __forceinline__ void store_streaming(uint8_t* to, uint32_t low, uint3
 __device__ __forceinline__ void store_streaming(uint8_t* to, uint32_t word) {
   asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
-__device__ __forceinline__ void store_streaming16(uint8_t* to, uint32_t half) {
-  asm volatile("st.global.cs.u16 [%0], %1;" ::"l"(to), "h"(static_cast<uint16_t>(half)) : "memory");
-}
-
 // Two numbers, rounded; what is beyond the type as its largest value, since infinities have no slope.
 template <class Dtype>
 __device__ __forceinline__ uint32_t pack_finite(float low, float high) {
@@ -74,36 +67,6 @@ struct PreActivations {
     }
   }
 
-  // Of FeaturesByTokens, biases not added yet.
-  template <class Dtype, class Stage, uint32_t N>
-  __device__ __forceinline__ void tokens(const Lane& at, const Accumulators<FeaturesByTokens<Stage, N>>& acc,
-                                         const FeatureBias (&bias)[Stage::kMs], uint32_t rows) const {
-    const uint32_t left = first_column < intermediate ? intermediate - first_column : 0;
-#pragma unroll
-    for (uint32_t j = 0; j < N / 8; ++j) {
-#pragma unroll
-      for (uint32_t t = 0; t < 2; ++t) {
-        const uint32_t r = j * 8 + at.token() + t;
-        if (r >= rows) break;
-        uint8_t* const line = row(r);
-#pragma unroll
-        for (uint32_t m = 0; m < Stage::kMs; ++m) {
-          const float low = acc[m][4 * j + t] + bias[m].low, high = acc[m][4 * j + 2 + t] + bias[m].high;
-          const uint32_t both = Dtype::pack(low, high);
-          const uint32_t feature = at.group * Stage::kGroupFeatures + m * 64;
-          if constexpr (kGated) {
-            const uint32_t column = feature / 2 + at.warp * 8 + at.row();
-            if (column < left) detail::store_streaming(line + column * kColumnBytes, both);
-          } else {
-            const uint32_t column = feature + at.warp * 16 + at.row();
-            if (column < left) detail::store_streaming16(line + column * kColumnBytes, both);
-            if (column + 8 < left) detail::store_streaming16(line + (column + 8) * kColumnBytes, both >> 16);
-          }
-        }
-      }
-    }
-  }
-
  private:
   // What a thread has of the g-th 8 columns of its row h, which begin at `to`. (Accumulators as in finish_piece.)
   template <class Dtype, Columns kOrder, uint32_t kCount>
@@ -115,7 +78,8 @@ struct PreActivations {
     } else if constexpr (kOrder == Columns::kPairs) {
       const uint32_t d = g * 8 + 2 * h;
       detail::store_streaming(to + at.lane % 4 * kColumnBytes, detail::pack_finite<Dtype>(acc[d], acc[d + 1]));
-      detail::store_streaming(to + (at.lane % 4 + 4) * kColumnBytes, detail::pack_finite<Dtype>(acc[d + 4], acc[d + 5]));
+      detail::store_streaming(to + (at.lane % 4 + 4) * kColumnBytes,
+                              detail::pack_finite<Dtype>(acc[d + 4], acc[d + 5]));
     } else {
       constexpr bool kSpans = kOrder == Columns::kSpans;
       constexpr uint32_t kUp = kSpans ? kSpanColumns / 2 : 4;

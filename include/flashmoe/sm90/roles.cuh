@@ -338,10 +338,10 @@ __device__ __forceinline__ uint32_t columns_left(const Call& c, const TaskSlot& 
   return all - slot.column * columns_of<kGated>(slot.kind);
 }
 // Whether the first block's half of the features has all that are left, so that the products take no more. (Not of rows in
-// e4m3: those behind would change the scales of the columns before them. Nor for training, whose epilogues have whole tasks.)
+// e4m3: those behind would change the scales of the columns before them. Nor in passes that train: it is one more shape.)
 template <class Dtype, bool kGated>
 __device__ __forceinline__ bool is_half(const Call& c, const TaskSlot& slot) {
-  if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild) return false;
+  if constexpr (kQuantised<Dtype> || kKeepBuild || kIsBackward) return false;
   return 2 * columns_left<kGated>(c, slot) <= columns_of<kGated>(slot.kind);
 }
 
@@ -600,8 +600,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
       store_activated<Dtype, Stage, kActivation, Shape::kN>(staging, at, acc, bias, rows, first_column(),
-                                                            c.shape.intermediate, tile, pitch, args.clamped,
-                                                            keeper<kGated>(args, c, slot, first_column()));
+                                                            c.shape.intermediate, tile, pitch, args.clamped);
     }
   } else if constexpr (kRows) {
     store_returned_rows<Dtype>(staging, at, acc, expert_bias(), rows, first_column(), c.shape.hidden, slot.weights,

@@ -143,8 +143,11 @@ class CudaEngine(Engine):
         routing_end = library.cuda_kept_bytes(handle, layer.number, tokens)
         ids, weights = cuda_training.kept_routing(kept, routing_end, tokens, layer.layer.choices)
         address, row_bytes = self._rows(tensors.x, layer)
-        dx = dy.new_empty(dy.shape)
-        of_weights = weights.new_empty(weights.shape)
+        dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
+        if dx is None or not dx.is_contiguous():
+            dx = dy.new_empty(dy.shape)
+        if of_weights is None or of_weights.dtype != weights.dtype or not of_weights.is_contiguous():
+            of_weights = weights.new_empty(weights.shape)
         memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens))
         written = {name: each if each.is_contiguous() else each.new_empty(each.shape) for name, each in wanted.items()}
         library.cuda_backward(

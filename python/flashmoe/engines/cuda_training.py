@@ -1,4 +1,4 @@
-"""Gradients on a GPU: which layers have them, what a call keeps for them, and what PyTorch's operators add to the kernel."""
+"""Gradients on a GPU: which layers have them, what a call keeps, and what PyTorch's operators add to the kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def missing(tensors: Tensors, options: Options, ranks: int) -> str | None:
 
 
 def kept_bytes(tensors: Tensors, options: Options) -> int:
-    """Bytes that a call keeps of a token: pre-activations, experts and weights of its choices, and logits of a router."""
+    """Bytes that a call keeps of a token: pre-activations, experts and weights of choices, a router's logits."""
     router, ids = tensors.router, tensors.topk_ids
     choices = options.top_k if ids is None else ids.shape[1]
     columns = tensors.gate_up_proj.shape[2 if options.transposed else 1]
@@ -72,15 +72,16 @@ def finish(
     tensors: Tensors, options: Options, given: Mapping[str, Any], wanted: Mapping[str, Any], computed: Computed
 ) -> None:
     """Writes what is wanted of x, of combine weights and of the router. `given` as in `Engine.backward`."""
-    chosen = computed.ids.where(computed.ids >= 0, ~computed.ids).long()
     of_weights = computed.weights
+    if tensors.router is not None or tensors.down_bias is not None:
+        chosen = computed.ids.where(computed.ids >= 0, ~computed.ids).long()
     if tensors.down_bias is not None:  # a weight's gradient is dY . (down a + bias)
         of_bias = given["y"].double() @ tensors.down_bias.double().T
         of_weights = of_weights + of_bias.gather(1, chosen).where(computed.ids >= 0, 0.0)
-    if "topk_weights" in wanted:
+    if "topk_weights" in wanted and of_weights is not wanted["topk_weights"]:
         wanted["topk_weights"].copy_(of_weights)
     if tensors.router is None:
-        if "x" in wanted:
+        if "x" in wanted and computed.x is not wanted["x"]:
             wanted["x"].copy_(computed.x)
         return
     rule = {"score": options.score, "renormalize": options.renormalize, "routed_scale": options.routed_scale}
