@@ -198,10 +198,10 @@ bool reduces_of(int64_t ranks, int64_t top_k, int64_t intermediate) {
 }
 
 // Where each group begins, and where the last ends.
-ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_mode, int64_t return_bytes) {
+ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_mode, bool whole) {
   uint16_t first[kMaxGroups + 1];
-  const uint32_t groups = return_groups(static_cast<uint32_t>(columns), static_cast<ReturnMode>(return_mode),
-                                        static_cast<uint64_t>(return_bytes), first);
+  const uint32_t groups =
+      return_groups(static_cast<uint32_t>(columns), static_cast<ReturnMode>(return_mode), whole, first);
   ffi::Array<int64_t> out;
   for (uint32_t g = 0; g <= groups; ++g) out.push_back(first[g]);
   return out;
