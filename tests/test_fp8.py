@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from problems import ACTIVATIONS, PATIENCE, Outcome, Problem, Ranks, check, quantised, random_problem
+from quantised_layers import layer_and_call
 from test_properties import at_random
 
 F8 = ml_dtypes.float8_e4m3fn
@@ -258,32 +259,11 @@ def test_the_bound_is_no_wider_than_it_must_be():
 @st.composite
 def cases(draw) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The arguments of `random_problem`, of `quantised`, and how to call."""
-    count = draw(st.sampled_from([1, 2, 4]))
-    experts = draw(st.integers(1, 24))
     size = st.one_of(st.integers(1, 140), st.integers(141, 300), st.sampled_from([128, 256, 384]))
-    holders = st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True)
-    fused = draw(st.booleans())
-    problem = {
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "tokens": draw(st.lists(st.integers(0, 120), min_size=count, max_size=count)),
-        "hidden": draw(size),
-        "intermediate": draw(size),
-        "experts": experts,
-        "top_k": draw(st.integers(1, min(6, experts))),
-        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
-        "fused": fused,
-        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
-        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
-        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
-        "placement": draw(st.none() | st.lists(holders, min_size=experts, max_size=experts)),
-        "activation": draw(st.sampled_from(ACTIVATIONS)),
-        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
-        "return_mode": draw(st.sampled_from(["direct", "reduced", "auto"])),
-    }
+    problem, call = layer_and_call(draw, size, draw(st.sampled_from(ACTIVATIONS)))
     how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
-    how["x"] = not fused and problem["dtype"] == "bfloat16" and draw(st.booleans())
-    tile = draw(st.sampled_from([(128, 256), (8, 16)]) | st.tuples(st.integers(4, 128), st.integers(4, 200)))
-    return problem, how, {"perturb": [draw(st.just(0) | st.integers(1, 2**31 - 1))], "tile": tile}
+    how["x"] = not problem["fused"] and problem["dtype"] == "bfloat16" and draw(st.booleans())
+    return problem, how, call
 
 
 @pytest.mark.timeout(0)

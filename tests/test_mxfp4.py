@@ -27,6 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from problems import ACTIVATIONS, PATIENCE, Problem, Ranks, check, in_mxfp4, quantised, random_problem
+from quantised_layers import layer_and_call
 from test_properties import at_random
 
 EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) // 5
@@ -334,34 +335,12 @@ def test_memory_is_that_of_x_s_type():
 @st.composite
 def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `random_problem`, and how to call."""
-    count = draw(st.sampled_from([1, 2, 4]))
-    experts = draw(st.integers(1, 24))
-    size = st.integers(1, 10).map(lambda blocks: 32 * blocks)
-    holders = st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True)
     activation = draw(st.sampled_from([*ACTIVATIONS, "clamped_swiglu"]))
-    gated = activation in ("swiglu", "clamped_swiglu")
-    problem = {
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "tokens": draw(st.lists(st.integers(0, 120), min_size=count, max_size=count)),
-        "hidden": draw(size),
-        "intermediate": draw(size),
-        "experts": experts,
-        "top_k": draw(st.integers(1, min(6, experts))),
-        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
-        "fused": draw(st.booleans()),
-        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
-        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
-        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
-        "placement": draw(st.none() | st.lists(holders, min_size=experts, max_size=experts)),
-        "activation": activation,
-        "interleaved": gated and draw(st.booleans()),
-        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
-        "return_mode": draw(st.sampled_from(["direct", "reduced", "auto"])),
-    }
+    problem, how = layer_and_call(draw, st.integers(1, 10).map(lambda blocks: 32 * blocks), activation)
+    problem["interleaved"] = activation in ("swiglu", "clamped_swiglu") and draw(st.booleans())
     if activation == "clamped_swiglu":
         problem |= {"limit": draw(st.sampled_from([0.75, 7.0])), "alpha": 1.702, "up_offset": 1.0}
-    tile = draw(st.sampled_from([(128, 256), (8, 16)]) | st.tuples(st.integers(4, 128), st.integers(4, 200)))
-    return problem, {"perturb": [draw(st.just(0) | st.integers(1, 2**31 - 1))], "tile": tile}
+    return problem, how
 
 
 @pytest.mark.timeout(0)

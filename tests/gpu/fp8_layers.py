@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import torch
 from flashmoe.report import CallReport
+from hypothesis import strategies as st
 from layers import PATIENCE, poisoned_outputs
-from problems import Outcome, Problem, check
+from problems import ACTIVATIONS, Outcome, Problem, check
 
 
 def on_gpu(array: Any, device: str = "cuda") -> Any:
@@ -52,3 +53,26 @@ def run_and_check(problem: Problem, *, shared_in_slices: bool = False, **changes
     check(problem, [Outcome(y, report)], tensor_cores=True, shared_in_slices=shared_in_slices)
     np.testing.assert_array_equal(y, again)
     return y
+
+
+def layer_and_quantisation(draw: st.DrawFn, experts: int, top_k: int, tokens: int) -> tuple[dict, dict]:
+    """The arguments of `random_problem` and of `quantised` for a random layer."""
+    size = st.integers(1, 40).map(lambda n: 16 * n) | st.sampled_from([128, 256, 384])
+    problem: dict[str, Any] = {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "tokens": [tokens],
+        "hidden": draw(size),
+        "intermediate": draw(size),
+        "experts": experts,
+        "top_k": top_k,
+        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16"])),
+        "fused": draw(st.booleans()),
+        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
+        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
+        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
+    }
+    how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
+    how["x"] = not problem["fused"] and problem["dtype"] == "bfloat16" and draw(st.booleans())
+    return problem, how

@@ -11,12 +11,12 @@ import flashmoe
 import numpy as np
 import pytest
 import torch
-from fp8_layers import call, context_of, on_gpu, on_host, run_and_check
+from fp8_layers import call, context_of, layer_and_quantisation, on_gpu, on_host, run_and_check
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import at_random
-from problems import ACTIVATIONS, Outcome, Problem, check, quantised, random_problem
+from problems import Outcome, Problem, check, quantised, random_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -183,27 +183,9 @@ def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `random_problem` and of `quantised`."""
     experts = draw(st.integers(1, 40))
     top_k = draw(st.integers(1, min(8, experts)))
-    size = st.integers(1, 40).map(lambda n: 16 * n) | st.sampled_from([128, 256, 384])
-    fused = draw(st.booleans())
-    problem = {
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "tokens": [draw(st.integers(1, min(256, 16 * experts // top_k)) | st.integers(1, 8))],
-        "hidden": draw(size),
-        "intermediate": draw(size),
-        "experts": experts,
-        "top_k": top_k,
-        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16"])),
-        "fused": fused,
-        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
-        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
-        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
-        "activation": draw(st.sampled_from(ACTIVATIONS)),
-        "weights_on_input": draw(st.booleans()),
-        "shared": draw(st.sampled_from([0, 0, 1])),
-        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
-    }
-    how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
-    how["x"] = not fused and problem["dtype"] == "bfloat16" and draw(st.booleans())
+    tokens = draw(st.integers(1, min(256, 16 * experts // top_k)) | st.integers(1, 8))
+    problem, how = layer_and_quantisation(draw, experts, top_k, tokens)
+    problem |= {"weights_on_input": draw(st.booleans()), "shared": draw(st.sampled_from([0, 0, 1]))}
     return problem, how
 
 
