@@ -2,7 +2,7 @@
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU
 # make test-integrations   the tests in vLLM, in an environment of their own (4 GB)
-# make nightly    make test with 10,000 examples per property test
+# make nightly    make test with 10,000 examples per property test, and every instance of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
 # make lint       check formatting and style;  make format  repairs what can be repaired
@@ -110,7 +110,7 @@ test-cpp: $(VENV)/.package $(VENV)/.test compiler
 
 test-cuda-build: $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
-	@$(BIN)/python tools/compile_cuda.py
+	@$(BIN)/python tools/compile_cuda.py $(COMPILE_FLAGS)
 
 test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
@@ -133,6 +133,7 @@ in-vllm: $(VENV)/.vllm $(VENV)/.package
 
 nightly: export FLASHMOE_EXAMPLES = 10000
 nightly: TEST_TIMEOUT = 14400
+nightly: COMPILE_FLAGS = --every
 nightly: test
 
 # Goes on after a finding, and fails at the end.

@@ -62,48 +62,56 @@ def test_report(tool, capsys):
 
 def test_exact_instances_need_no_wgmma(tool, capsys):
     exact = [unit for unit in tool.units() if tool.EXACT in unit.defines]
-    assert len(exact) == 6  # one of them traced, one clamped
+    assert len(exact) == 2
     assert tool.report(exact[0], compiled(tool, sass=SASS.replace("HGMMA", "FFMA"))) == 0
     assert "  1 UTMALDG, 2 LDGSTS" in capsys.readouterr().out
     assert tool.report(exact[0], compiled(tool, sass=SASS.replace("LDGSTS", "NOP"))) == 1
 
 
-def test_instances(tool):
-    found = tool.instances()
-    # Traced ones, and activations of which one type has all, others the clamped one alone.
-    assert len(found) == len(set(found)) == 16 + 4 + 3 + 6
-    assert sum(tool.TRACE in defines for defines in found) == 4 + 3
+@pytest.mark.parametrize("every", [False, True])
+def test_instances(tool, every):
+    """Each once, and `every` one includes all others."""
+    of_kinds = [tool.instances, tool.transposed_instances, tool.quantised_instances, tool.training_instances]
+    found = [defines for of_kind in of_kinds for defines in of_kind(every)]
+    assert len(found) == len(set(found))
+    assert set(found) <= {defines for of_kind in of_kinds for defines in of_kind(True)}
     assert all(tool.RDMA not in defines for defines in found)
+    compiled = [unit.defines for unit in tool.units(every) if not unit.nvshmem and unit.fused]
+    assert sorted(compiled) == sorted(found + tool.program_instances())
+
+
+def test_instances_of_plain_layers(tool):
+    # bfloat16 has every activation, other types three, exact float32 two; and one is traced.
+    assert len(tool.instances(False)) == 7 + 3 + 3 + 2 + 1
+    assert len(tool.instances(True)) == 4 * 7 * 2
 
 
 def test_instances_of_transposed_weights(tool):
-    found = tool.transposed_instances()
-    assert len(found) == len(set(found)) == 5 and not set(found) & set(tool.instances())
-    assert all(tool.TRANSPOSED in defines and "-DFLASHMOE_DTYPE=0" not in defines for defines in found)
+    for defines in tool.transposed_instances(True):
+        assert tool.TRANSPOSED in defines and "-DFLASHMOE_DTYPE=0" not in defines
 
 
 def test_instances_of_experts_in_fp8(tool):
-    found = tool.quantised_instances()
-    assert len(found) == len(set(found)) == 5 and all(tool.QUANTISED in defines for defines in found)
     units = [unit for unit in tool.units() if tool.QUANTISED in unit.defines]
-    assert [unit.defines for unit in units] == found
+    assert [unit.defines for unit in units] == tool.quantised_instances(False)
     assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
 
 
 def test_instances_of_training(tool):
-    found = tool.training_instances()
-    assert len(found) == len(set(found)) == 12
-    assert not any("-DFLASHMOE_DTYPE=0" in defines or tool.QUANTISED in defines for defines in found)
-    for which in (tool.KEEP, tool.BACKWARD):
-        assert sum(which in defines for defines in found) == 6
-    assert [unit.defines for unit in tool.units() if {tool.KEEP, tool.BACKWARD} & set(unit.defines)] == found
+    for every, of_each in ((False, 4), (True, 2 * 7 * 2)):
+        found = tool.training_instances(every)
+        assert not any("-DFLASHMOE_DTYPE=0" in defines or tool.QUANTISED in defines for defines in found)
+        for which in (tool.KEEP, tool.BACKWARD):
+            assert sum(which in defines for defines in found) == of_each
 
 
 def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):
-    puts = [unit for unit in tool.units() if tool.RDMA in unit.defines]
+    puts = [unit for unit in tool.units(True) if tool.RDMA in unit.defines]
     by_release = Counter(unit.nvshmem for unit in puts)
     assert by_release == dict(zip(nvshmem_headers.RELEASES, (1, 6), strict=True))
     assert len({unit.title for unit in puts}) == 7  # of whose words the names of the results are made
+    always = Counter(unit.nvshmem for unit in tool.units() if tool.RDMA in unit.defines)
+    assert always == dict(zip(nvshmem_headers.RELEASES, (1, 3), strict=True))
     ends = [tuple(map(int, release.split(".")[:2])) for release in nvshmem_headers.RELEASES]
     assert ends == [nvshmem.OLDEST, nvshmem.NEWEST]
     assert not any(unit.nvshmem for unit in tool.units() if unit not in puts)

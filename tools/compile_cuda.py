@@ -1,13 +1,12 @@
 """Compile every CUDA source for Hopper and refuse what would be slow without failing.
 
-    python tools/compile_cuda.py
+    python tools/compile_cuda.py [--every]
 
-No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for every element type and
-activation, and for exact float32 with every activation; traced, since 32 instances would take long, for bfloat16 with
-every activation, for the others with SwiGLU alone; for transposed weights, and for experts in FP8, with what differs
-most; where a forward pass keeps what its gradients need, and the backward pass, likewise; with the program of
-docs/extending.md for 16-bit types; and, to put to other ranks, with NVSHMEM's headers of two releases
-(tools/nvshmem_headers.py). A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
+No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for bfloat16 with every
+activation; for other types, exact float32, transposed weights, experts in FP8, forward passes that keep what gradients
+need, and backward passes, with the activations that differ most; traced; with the program of docs/extending.md; and, to
+put to other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there
+is, which takes three times as long. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
 serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only
 far slower; so each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
 
@@ -47,7 +46,8 @@ INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 LOADS = ("UTMALDG", "LDGSTS")
 WGMMA, WGMMA_FP8 = "HGMMA", "QGMMA"
 
-BF16, SWIGLU, GEGLU, RELU2, CLAMPED = 1, 3, 4, 5, 6  # as csrc/cuda/entry/moe.cu numbers them
+BF16 = 1  # as csrc/cuda/entry/moe.cu numbers them
+ACTIVATIONS = RELU, GELU, SILU, SWIGLU, GEGLU, RELU2, CLAMPED = range(7)
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
 TRANSPOSED, QUANTISED = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1"
 KEEP, BACKWARD = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1"
@@ -162,93 +162,81 @@ class Unit:
         return " ".join([str(self.source.relative_to(ROOT)), *self.defines, *headers])
 
 
-def instances() -> list[tuple[str, ...]]:
-    """What is defined for each instance of the fused kernel."""
+def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
+    """What is defined for an instance of the fused kernel."""
+    return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *more)
+
+
+def instances(every: bool) -> list[tuple[str, ...]]:
+    """Those of plain layers. Unless `every` one is asked for, types other than bfloat16 have the activations of most
+    instructions and registers alone, without a gate and with one, and one is traced."""
     found = []
     for dtype, exact in ((BF16, ()), (2, ()), (0, ()), (0, (EXACT,))):
-        for activation in (SWIGLU, 0, 1, 2):
-            plain = (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *exact)
-            found.append(plain)
-            if dtype == BF16 or activation == SWIGLU:
-                found.append((*plain, TRACE))
-        # The clamped one has most registers; GeGLU and ReLU2 differ from GELU and ReLU by a multiplication.
-        found += [
-            (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *exact)
-            for activation in ((CLAMPED, GEGLU, RELU2) if dtype == BF16 else (CLAMPED,))
-        ]
+        few = (SWIGLU, CLAMPED) if exact else (SWIGLU, GELU, CLAMPED)
+        for activation in ACTIVATIONS if every or dtype == BF16 else few:
+            found.append(instance(dtype, activation, *exact))
+            if every or (dtype, activation) == (BF16, SWIGLU):
+                found.append(instance(dtype, activation, *exact, TRACE))
     return found
 
 
-def transposed_instances() -> list[tuple[str, ...]]:
+def transposed_instances(every: bool) -> list[tuple[str, ...]]:
     """Of transposed weights, which 16-bit types have: without a gate, with it, and with the one of most registers."""
-
-    def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
-        return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", TRANSPOSED, *more)
-
-    kinds = ((BF16, 1), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
-    return [*(instance(*kind) for kind in kinds), instance(BF16, CLAMPED, TRACE)]
+    kinds = ((BF16, GELU), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
+    traced = [instance(BF16, CLAMPED, TRANSPOSED, TRACE)] if every else []
+    return [*(instance(*kind, TRANSPOSED) for kind in kinds), *traced]
 
 
-def quantised_instances() -> list[tuple[str, ...]]:
-    """Of experts in FP8: with and without a gate, with the one of most registers, traced, and beside another type."""
-
-    def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
-        return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", QUANTISED, *more)
-
-    kinds = ((BF16, 1), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
-    return [*(instance(*kind) for kind in kinds), instance(BF16, SWIGLU, TRACE)]
+def quantised_instances(every: bool) -> list[tuple[str, ...]]:
+    """Of experts in FP8: with and without a gate, with the one of most registers, and beside another type."""
+    kinds = ((BF16, GELU), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
+    traced = [instance(BF16, SWIGLU, QUANTISED, TRACE)] if every else []
+    return [*(instance(*kind, QUANTISED) for kind in kinds), *traced]
 
 
-def training_instances() -> list[tuple[str, ...]]:
+def training_instances(every: bool) -> list[tuple[str, ...]]:
     """Of forward passes that keep what gradients need, and of backward passes: with and without a gate, with the one of
     most registers, and of both layouts of weights."""
-
-    def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
-        return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *more)
-
-    kinds = [
-        (BF16, 1),
-        (BF16, SWIGLU),
-        (BF16, CLAMPED),
-        (2, SWIGLU),
-        (BF16, 1, TRANSPOSED),
-        (BF16, CLAMPED, TRANSPOSED),
-    ]
-    return [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in kinds]
+    kinds = [(BF16, GELU), (BF16, SWIGLU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
+    if every:
+        kinds += [(dtype, each, *more) for dtype in (BF16, 2) for each in ACTIVATIONS for more in ((), (TRANSPOSED,))]
+    return [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(kinds)]
 
 
-def rdma_units(source: Path) -> list[Unit]:
+def rdma_units(source: Path, every: bool) -> list[Unit]:
     """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
     with the oldest, whose calls are all in it, since each takes half a minute of a core."""
     oldest, newest = nvshmem_headers.RELEASES
 
     def unit(dtype: int, activation: int, release: str, *more: str) -> Unit:
-        return Unit(source, (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *more, RDMA), release)
+        return Unit(source, instance(dtype, activation, *more, RDMA), release)
 
-    kinds = ((BF16, SWIGLU), (BF16, 1), (2, SWIGLU), (0, SWIGLU), (0, 1))
+    kinds = (
+        ((BF16, SWIGLU), (BF16, GELU), (2, SWIGLU), (0, SWIGLU), (0, GELU)) if every else ((BF16, SWIGLU), (0, GELU))
+    )
     transposed = unit(BF16, CLAMPED, newest, TRANSPOSED)
     return [unit(BF16, SWIGLU, oldest), *(unit(*kind, newest) for kind in kinds), transposed]
 
 
 def program_instances() -> list[tuple[str, ...]]:
     """The same, of the program of docs/extending.md, which is of 16-bit types."""
-    return [(f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={SWIGLU}", OUTER) for dtype in (BF16, 2)]
+    return [instance(dtype, SWIGLU, OUTER) for dtype in (BF16, 2)]
 
 
-def units() -> list[Unit]:
-    """Everything to compile."""
+def units(every: bool = False) -> list[Unit]:
+    """What is to be compiled: of each kind of kernel what tells whether it fits, or `every` instance that there is."""
     found = []
     for source in sorted(SOURCES.rglob("*.cu")):
         if Unit(source).fused:
             kinds = (
-                *instances(),
-                *transposed_instances(),
-                *quantised_instances(),
-                *training_instances(),
+                *instances(every),
+                *transposed_instances(every),
+                *quantised_instances(every),
+                *training_instances(every),
                 *program_instances(),
             )
             found += [Unit(source, defines) for defines in kinds]
-            found += rdma_units(source)
+            found += rdma_units(source, every)
         else:
             found.append(Unit(source))
     return found
@@ -314,7 +302,7 @@ def report(unit: Unit, compiled: Compiled) -> int:
 
 
 def main() -> int:
-    todo = units()
+    todo = units("--every" in sys.argv[1:])
     nvcc = find_nvcc()
     if nvcc is None:
         names = ", ".join(unit.title for unit in todo)
