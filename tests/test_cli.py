@@ -457,6 +457,9 @@ def test_memory_of_training(capsys):
     assert "64 x 3 x 4,096 B" in printed  # x of a token, on three other ranks
     assert main(["memory", "--model", "qwen3-30b-a3b", "--tokens", "64", "--training", "--activation", "silu"]) == 0
     assert f"64 x 8 x {2 * 768 + 32:,} B" in capsys.readouterr().out
+    for encoding in ("float8_e4m3fn", "mxfp4"):
+        assert main(["memory", "--model", "qwen3-30b-a3b", "--training", "--weight-dtype", encoding]) == 2
+        assert f"training: expected weights in bfloat16, got {encoding}" in capsys.readouterr().err
 
 
 def test_memory_of_training_on_a_gpu(capsys):
@@ -478,6 +481,7 @@ def test_memory_of_training_on_a_gpu(capsys):
     for other in (
         ["--ranks", "2"],
         ["--ranks", "1", "--dtype", "float32"],
+        ["--ranks", "1", "--weight-dtype", "float8_e4m3fn"],
         ["--ranks", "1", "--weight-dtype", "mxfp4"],
     ):
         assert main([*command, *other]) == 2

@@ -17,7 +17,7 @@ from .errors import HeapError, InvalidArgument
 from .jit import TRAINED
 from .limits import ContextSpec, checked_context
 from .placement import Placement
-from .spec import ACTIVATIONS, ELEMENT_BYTES, FP8, one_of, truth
+from .spec import ACTIVATIONS, ELEMENT_BYTES, one_of, truth
 
 HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""
@@ -176,8 +176,10 @@ def plan_memory(
 
 def _kept_terms(made_for: ContextSpec, activation: str) -> list[Term]:
     """What a call keeps of the largest layer, where ranks have even loads: as many rows as there are choices."""
-    if made_for.layer.quantised:
-        raise InvalidArgument(f"training: expected weights not in {FP8}, got them in {made_for.layer.weight_type}")
+    if made_for.layer.encoding is not None:
+        raise InvalidArgument(
+            f"training: expected weights in {made_for.layer.y_type}, got {made_for.layer.weight_type}"
+        )
     layer = replace(made_for.layer, activation=activation, return_mode="direct")
     row, shared_row, received, token = _ffi.library().bytes_kept(layer.to_map())
     elsewhere = min(layer.choices, made_for.ranks - 1)
@@ -198,7 +200,7 @@ def _kept_terms(made_for: ContextSpec, activation: str) -> list[Term]:
 def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]:
     """What a call of the largest layer keeps, and the kernel of its backward pass takes, from PyTorch's allocator."""
     spec = made_for.layer
-    if made_for.ranks != 1 or spec.x_type not in TRAINED or spec.quantised or spec.shared or spec.slices != 1:
+    if made_for.ranks != 1 or spec.x_type not in TRAINED or spec.encoding or spec.shared or spec.slices != 1:
         what = f"{made_for.ranks} ranks, {spec.x_type}, weights in {spec.weight_type}"
         what += f", a shared expert of {spec.shared} I" if spec.shared else ""
         raise InvalidArgument(
