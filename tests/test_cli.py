@@ -457,8 +457,35 @@ def test_memory_of_training(capsys):
     assert "64 x 3 x 4,096 B" in printed  # x of a token, on three other ranks
     assert main(["memory", "--model", "qwen3-30b-a3b", "--tokens", "64", "--training", "--activation", "silu"]) == 0
     assert f"64 x 8 x {2 * 768 + 32:,} B" in capsys.readouterr().out
-    assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--training"]) == 2
-    assert "training: expected the CPU engine" in capsys.readouterr().err
+    for encoding in ("float8_e4m3fn", "mxfp4"):
+        assert main(["memory", "--model", "qwen3-30b-a3b", "--training", "--weight-dtype", encoding]) == 2
+        assert f"training: expected weights in bfloat16, got {encoding}" in capsys.readouterr().err
+
+
+def test_memory_of_training_on_a_gpu(capsys):
+    """Kept: 2 I and 8 bytes a choice, and 4 E; in the pass 3 I a row of tiles, of which each expert may have one that
+    is not full, and a float for each choice, 256 columns and half of a pair of blocks."""
+    command = ["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--tokens", "1000", "--training"]
+    assert main([*command, "--ranks", "1"]) == 0
+    printed = capsys.readouterr().out
+    for formula in ("1,000 x 8 x 1,536 x 2 B", "1,000 x 64 B", "1,000 x 128 x 4 B", "6 x 1,000 x 8 x 4 B"):
+        assert formula in printed, formula
+    sizes = {"max_tokens": 1000, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8}
+    plan = memory.plan_memory(engine="cuda", ranks=1, training=True, **sizes)
+    assert plan.kept_bytes == 1000 * (8 * (2 * 768 * 2 + 8) + 4 * 128)
+    assert plan.pass_bytes == (8000 // 256 + 128) * 256 * 3 * 768 * 2 + 6 * 8000 * 4
+    assert f"{memory.format_bytes(plan.pass_bytes)} in a backward pass" in " ".join(printed.split())
+    plain = memory.plan_memory(engine="cuda", ranks=1, training=True, activation="relu2", **sizes | {"max_tokens": 3})
+    assert plain.kept_bytes == 3 * (8 * (768 * 2 + 8) + 4 * 128)
+    assert plain.pass_bytes == 24 * 256 * 2 * 768 * 2 + 6 * 24 * 4
+    for other in (
+        ["--ranks", "2"],
+        ["--ranks", "1", "--dtype", "float32"],
+        ["--ranks", "1", "--weight-dtype", "float8_e4m3fn"],
+        ["--ranks", "1", "--weight-dtype", "mxfp4"],
+    ):
+        assert main([*command, *other]) == 2
+        assert "training: expected 1 rank, bfloat16 or float16" in capsys.readouterr().err
 
 
 def test_memory_depends_on_sizes_and_return_mode():

@@ -128,6 +128,81 @@ def all_close(block: torch.nn.Module, ids: list[int], expected: dict[str, torch.
         assert off <= ROUNDING, f"{name}: {off:.2e}"
 
 
+# Losses of the router
+
+
+IDLE = 6
+"""This expert and all behind it, which are the last rank's, are never chosen."""
+LOADS = [19, 33, 0, 24]
+"""Tokens of the ranks."""
+
+
+def _router_losses(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One that y is in, a load-balancing loss (Switch Transformers, equation 4, of K choices) and a z loss (ST-MoE,
+    equation 5), of one rank's tokens; 0 of none."""
+    count, experts = max(1, len(logits)), logits.shape[1]
+    chosen = logits.topk(SIZES["top_k"]).indices
+    share = torch.bincount(chosen.flatten(), minlength=experts).to(logits.dtype) / count
+    balance = experts * (share * logits.softmax(-1).sum(0) / count).sum()
+    z = torch.logsumexp(logits, -1).square().sum() / count
+    return (y + 0.1 * y**2).sum() / count + 0.3 * balance + 0.2 * z
+
+
+def _layer_with_idle_experts() -> dict[str, torch.Tensor]:
+    """Its state: the first feature of x is 1, and costs an idle expert its choice."""
+    state = {name.removeprefix("moe."): each for name, each in whole().items() if name.startswith("moe.")}
+    state["gate.weight"][IDLE:, 0] = -30.0
+    return state
+
+
+def _tokens_of(rank: int) -> torch.Tensor:
+    x = torch.randn(LOADS[rank], 48, generator=torch.Generator().manual_seed(rank))
+    x[:, 0] = 1.0
+    return x
+
+
+def _with_router_losses(rank: int) -> dict[str, torch.Tensor | None]:
+    """A rank's gradients, and which experts are its."""
+    with joined() as ctx:
+        layer = flashmoe.nn.MoE(ctx, **SIZES)
+        layer.load_state_dict(_layer_with_idle_experts())
+        x = _tokens_of(rank).requires_grad_()
+        y, logits = layer(x, return_router_logits=True)
+        _router_losses(logits, y).backward()
+        found = {name: each.grad for name, each in layer.named_parameters()}
+        return found | {"x": x.grad, "ids": torch.tensor(layer.experts.ids)}
+
+
+def test_losses_of_router_logits_on_four_ranks(on_ranks: Callable[..., Any]):
+    """Beside the whole layer in float64. A rank without tokens, and experts without rows, get zeros, not None."""
+    state = {name: each.double().requires_grad_() for name, each in _layer_with_idle_experts().items()}
+    xs = [_tokens_of(rank).double().requires_grad_() for rank in range(4)]
+    routers = []
+    for x in xs:
+        router = state["gate.weight"].detach().requires_grad_()
+        logits = F.linear(x, router)
+        scores, ids = logits.softmax(-1).topk(SIZES["top_k"])
+        assert not (ids >= IDLE).any()
+        weights = torch.zeros_like(logits).scatter(1, ids, scores / scores.sum(-1, keepdim=True))
+        gate, up = torch.einsum("th,eih->tei", x, state["experts.gate_up_proj"]).chunk(2, dim=-1)
+        rows = torch.einsum("tei,ehi->teh", F.silu(gate) * up, state["experts.down_proj"])
+        _router_losses(logits, (weights[..., None] * rows).sum(1)).backward()
+        routers.append(router.grad)
+
+    for rank, found in enumerate(on_ranks(4, _with_router_losses)):
+        ids = found.pop("ids").tolist()
+        expected = {"x": xs[rank].grad, "gate.weight": routers[rank]}
+        expected |= {name: state[name].grad[ids] for name in found if name.startswith("experts.")}
+        assert expected.keys() == found.keys() and all(each is not None for each in found.values())
+        for name, wanted in expected.items():
+            assert found[name].shape == wanted.shape, name
+            off = (found[name].double() - wanted).norm()
+            assert off <= ROUNDING * wanted.norm(), f"rank {rank}, {name}: {off:.2e} of {wanted.norm():.2e}"
+        # That of a norm of 0 is exact: the rank without tokens, and the last, whose experts have no rows.
+        assert (rank == 2) != bool(found["gate.weight"].any())
+        assert (ids[0] >= IDLE) != bool(found["experts.down_proj"].any()) and (rank == 3) == (ids[0] >= IDLE)
+
+
 # DDP
 
 

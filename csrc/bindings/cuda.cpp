@@ -159,6 +159,21 @@ int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens) {
       [&] { return static_cast<int64_t>(context(handle)->pass_bytes(layer, static_cast<uint32_t>(tokens))); });
 }
 
+// Bytes of a rank alone with so many tokens: of pre-activations and of choices, which a call keeps; of tiles' rows and of
+// parts of combine weights' gradients, in a backward pass.
+ffi::Array<int64_t> training_bytes(Map layer, int64_t tokens) {
+  return guarded([&] {
+    const LayerSpec spec = layer_of(std::move(layer));
+    const KeptLayout kept(spec, static_cast<uint64_t>(tokens));
+    const PassLayout pass(spec, static_cast<uint64_t>(tokens), spec.experts);
+    ffi::Array<int64_t> out;
+    for (const uint64_t bytes : {kept.ids, kept.bytes - kept.ids, pass.parts, pass.bytes - pass.parts}) {
+      out.push_back(static_cast<int64_t>(bytes));
+    }
+    return out;
+  });
+}
+
 void synchronize(int64_t handle, int64_t stream) {
   guarded([&] { context(handle)->synchronize(stream_of(stream)); });
 }
@@ -221,6 +236,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_bytes, flashmoe::cuda::kept_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_pass_bytes, flashmoe::cuda::pass_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_training_bytes, flashmoe::cuda::training_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_synchronize, flashmoe::cuda::synchronize)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_routing, flashmoe::cuda::read_routing)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_received, flashmoe::cuda::read_received)

@@ -7,15 +7,17 @@ GPU's kernels and tables of a few KB), and the buffer of a traced call.
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import _ffi
 from .errors import HeapError, InvalidArgument
+from .jit import TRAINED
 from .limits import ContextSpec, checked_context
 from .placement import Placement
-from .spec import ACTIVATIONS, FP8, one_of, truth
+from .spec import ACTIVATIONS, ELEMENT_BYTES, one_of, truth
 
 HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""
@@ -50,7 +52,8 @@ class Term:
 
     name: str
     region: str
-    """``heap``: mapped by the other ranks; ``workspace``: private; ``kept``: by a call, until its backward pass."""
+    """``heap``: mapped by the other ranks; ``workspace``: private; ``kept``: by a call, until its backward pass;
+    ``pass``: of a backward pass, until it ends."""
     shape: tuple[int, ...]
     elem_bytes: int
     bytes: int
@@ -92,6 +95,11 @@ class MemoryPlan:
         return sum(term.bytes for term in self.terms if term.region == "kept")
 
     @property
+    def pass_bytes(self) -> int:
+        """Bytes that the kernel of one backward pass takes besides, on a GPU."""
+        return sum(term.bytes for term in self.terms if term.region == "pass")
+
+    @property
     def total_bytes(self) -> int:
         """Heap and workspace."""
         return self.heap_bytes + self.workspace_bytes
@@ -131,7 +139,8 @@ def plan_memory(
     activation: str = "swiglu",
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`). ``"auto"``: of ranks that have each
-    other's memory mapped. `training`: and what a call keeps for its gradients, with a router and an `activation`.
+    other's memory mapped. `training`: and what a call keeps for its gradients, with a router and an `activation`, and
+    what a backward pass takes besides.
 
     `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
     GPU, default `HOPPER_PROCESSORS`.
@@ -160,15 +169,17 @@ def plan_memory(
     )
     terms = [Term(**field) for field in _ffi.layout_fields(engine, made_for.limits())]
     if truth("training", training):
-        terms += _kept_terms(made_for, one_of("activation", activation, ACTIVATIONS))
+        of_engine = _training_terms_on_gpu if engine == "cuda" else _kept_terms
+        terms += of_engine(made_for, one_of("activation", activation, ACTIVATIONS))
     return MemoryPlan(ranks, max_tokens, tuple(terms))
 
 
 def _kept_terms(made_for: ContextSpec, activation: str) -> list[Term]:
     """What a call keeps of the largest layer, where ranks have even loads: as many rows as there are choices."""
-    if made_for.engine != "cpu" or made_for.layer.quantised:
-        what = f"{made_for.engine} engine, weights in {made_for.layer.weight_type}"
-        raise InvalidArgument(f"training: expected the CPU engine, weights not in {FP8}, got {what}")
+    if made_for.layer.encoding is not None:
+        raise InvalidArgument(
+            f"training: expected weights in {made_for.layer.y_type}, got {made_for.layer.weight_type}"
+        )
     layer = replace(made_for.layer, activation=activation, return_mode="direct")
     row, shared_row, received, token = _ffi.library().bytes_kept(layer.to_map())
     elsewhere = min(layer.choices, made_for.ranks - 1)
@@ -179,12 +190,44 @@ def _kept_terms(made_for: ContextSpec, activation: str) -> list[Term]:
         ("kept_tokens", elsewhere, received, "[token][rank] at most: x of other ranks' tokens, once a rank"),
         ("kept_routing", 1, token, "[token] choices, their weights, and the router's logits"),
     ]
-    tokens = made_for.max_tokens
     return [
-        Term(name, "kept", (tokens, count), each, tokens * count * each, "this rank", why)
+        _training_term(name, "kept", (made_for.max_tokens, count), each, why)
         for name, count, each, why in rows
         if count
     ]
+
+
+def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]:
+    """What a call of the largest layer keeps, and the kernel of its backward pass takes, from PyTorch's allocator."""
+    spec = made_for.layer
+    if made_for.ranks != 1 or spec.x_type not in TRAINED or spec.encoding or spec.shared or spec.slices != 1:
+        what = f"{made_for.ranks} ranks, {spec.x_type}, weights in {spec.weight_type}"
+        what += f", a shared expert of {spec.shared} I" if spec.shared else ""
+        raise InvalidArgument(
+            f"training: expected 1 rank, {' or '.join(TRAINED)}, experts not cut and none that is shared on the CUDA "
+            f"engine, which has no other gradients, got {what}"
+        )
+    layer = replace(spec, activation=activation, return_mode="direct")
+    tokens, choices, size = made_for.max_tokens, layer.choices, ELEMENT_BYTES[layer.x_type]
+    z, routing, rows, parts = _ffi.library().cuda_training_bytes(layer.to_map(), tokens)
+    columns, columns_z = layer.intermediate, z // (tokens * choices * size)
+    tile_rows, of_choice = rows // ((columns + columns_z) * size), parts // (tokens * choices * 4)
+    return [
+        _training_term(
+            "kept_rows", "kept", (tokens, choices, columns_z), size, "[token][choice][column] pre-activations"
+        ),
+        _training_term("kept_routing", "kept", (tokens,), routing // tokens, "[token] choices and their weights"),
+        _training_term("kept_logits", "kept", (tokens, layer.experts), 4, "[token][expert] the router's logits"),
+        _training_term("z_gradients", "pass", (tile_rows, columns_z), size, "[row of a tile][column] dZ"),
+        _training_term("weighted", "pass", (tile_rows, columns), size, "[row of a tile][column] activations x weight"),
+        _training_term(
+            "weight_parts", "pass", (of_choice, tokens, choices), 4, "[part][token][choice] of weights' gradients"
+        ),
+    ]
+
+
+def _training_term(name: str, region: str, shape: tuple[int, ...], elem_bytes: int, why: str) -> Term:
+    return Term(name, region, shape, elem_bytes, math.prod(shape) * elem_bytes, "this rank", why)
 
 
 def compare_published(ranks: int) -> list[Comparison]:

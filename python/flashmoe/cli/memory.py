@@ -54,7 +54,7 @@ def command(
         ),
     ] = None,
     training: Annotated[
-        bool, typer.Option("--training", help="Also what a layer's call keeps for its gradients. CPU engine.")
+        bool, typer.Option("--training", help="Also what a layer's call keeps for its gradients; cuda: of 1 rank.")
     ] = False,
     activation: Annotated[str, typer.Option(help=f"With --training: {', '.join(ACTIVATIONS)}.")] = "swiglu",
     table: Annotated[

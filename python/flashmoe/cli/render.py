@@ -173,6 +173,8 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
     regions = [("heap", "mapped by the other ranks"), ("workspace", "private to the rank")]
     if plan.kept_bytes:
         regions.append(("kept", "by each layer's call until its backward pass; ranks with even loads"))
+    if plan.pass_bytes:
+        regions.append(("pass", "a backward pass, until it ends, besides"))
     for region, meaning in regions:
         console.print()
         console.print(Text(f"{region}, per rank ({meaning})", style="bold"))
@@ -194,6 +196,7 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
         each = plan.kept_bytes / plan.max_tokens
         console.print(
             f"for gradients: {format_bytes(each)} per layer and token, {format_bytes(plan.kept_bytes)} per layer"
+            + (f"; {format_bytes(plan.pass_bytes)} in a backward pass" if plan.pass_bytes else "")
         )
     console.print(
         f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "

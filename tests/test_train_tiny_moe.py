@@ -1,0 +1,39 @@
+"""The script that trains the shipped model, with this package's experts, for a few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from shipped import FOLDER, windows
+from tokenizers import Tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_tiny_moe.py"
+
+
+def test_it_trains_with_these_experts(tmp_path):
+    """From random weights: the first losses are about those of a guess among all tokens."""
+    passage = Tokenizer.from_file(str(FOLDER / "tokenizer.json")).decode(torch.cat(windows()).tolist())
+    corpus, log, output = tmp_path / "text", tmp_path / "log.json", tmp_path / "model"
+    corpus.write_text(50 * passage, encoding="utf-8")  # a twentieth of it has to have 2048 tokens
+    command = [sys.executable, SCRIPT, corpus, "--experts", "flashmoe", "--log", log, "--output", output]
+    command += ["--steps", "4", "--evaluate-every", "2", "--batch", "1", "--context", "256"]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    logged = json.loads(log.read_text())
+    assert logged["device"] == "cpu" and logged["settings"]["experts"] == "flashmoe"
+    assert [entry["step"] for entry in logged["history"]] == [2, 4]
+    guess = math.log(1024)
+    assert all(abs(entry["train_loss"] - guess) < 0.5 for entry in logged["history"]), logged["history"]
+    assert (output / "model.safetensors").stat().st_size == logged["final"]["bytes"]["model.safetensors"]
