@@ -62,8 +62,12 @@ def layout_of(ranks, implementation="flashmoe", **layout):
 
 
 def _compare(rank, ranks, layout, name, folder=None):
-    """How far a spread model is from the whole one with eager experts, whether it writes the same, and its experts."""
+    """How far a spread model is from the whole one with eager experts, whether it writes the same, and its experts.
+
+    1 is 1e-5, or twice what float32 leaves of the whole one's logits in float64 where that is more: each of both may be
+    off by as much (Qwen3-Next's by 5e-4, on some processors)."""
     whole = with_experts(model_of(name), "eager")
+    exact = with_experts(model_of(name), "eager").double()
     layout = layout_of(ranks, **layout)
     if folder is None:
         model = spread(model_of(name), layout)
@@ -75,7 +79,9 @@ def _compare(rank, ranks, layout, name, folder=None):
     with torch.no_grad():
         # Larger ones, for which the context grows, and one of another length on each.
         for ids in (batch_of(group), batch_of(group, 90 + 7 * group), torch.tensor(PROMPT)):
-            off.append(float((model(ids).logits - whole(ids).logits).abs().max()))
+            expected = whole(ids).logits
+            rounding = float((expected - exact(ids).logits).abs().max())
+            off.append(float((model(ids).logits - expected).abs().max()) / max(1e-5, 2 * rounding))
     same = torch.equal(greedy(model, torch.tensor(PROMPT)), greedy(whole, torch.tensor(PROMPT)))
     return off, same, [each.num_experts for each in experts], [each.down_proj.to_local().shape[0] for each in experts]
 
@@ -95,21 +101,21 @@ E_OF = {"Mixtral": 4, "DeepseekV3": 8}
 def test_a_spread_model_computes_what_the_whole_one_does(on_ranks, name, layout):  # noqa: F811
     ranks, layout = LAYOUTS[layout]
     for off, same, numbers, held in on_ranks(ranks, _compare, layout, name):
-        assert max(off) <= 1e-5 and same
+        assert max(off) <= 1 and same
         assert set(numbers) == set(held) == {E_OF[name] // ranks}
 
 
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(E_OF)))
 def test_every_architecture_on_two_ranks(on_ranks, name):  # noqa: F811
     for off, same, *_ in on_ranks(2, _compare, {}, name):
-        assert max(off) <= 1e-5 and same
+        assert max(off) <= 1 and same
 
 
 def test_a_model_that_the_loader_spreads(on_ranks, tmp_path):  # noqa: F811
     pytest.importorskip("accelerate", reason="Transformers' loader spreads models with the package accelerate alone")
     model_of("Qwen3Moe").save_pretrained(tmp_path)
     for off, same, *_ in on_ranks(2, _compare, {}, "Qwen3Moe", str(tmp_path)):
-        assert max(off) <= 1e-5 and same
+        assert max(off) <= 1 and same
 
 
 def _say(rank, ranks, name, changes):
