@@ -2,9 +2,9 @@
 
     python tools/compile_cuda.py [--every]
 
-No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for bfloat16 with every
-activation; for other types, exact float32, transposed weights, experts in FP8, forward passes that keep what gradients
-need, and backward passes, with the activations that differ most; traced; with the program of docs/extending.md; and, to
+No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for each type, exact float32,
+transposed weights, experts in FP8, forward passes that keep what gradients need, and backward passes, with the
+activations that differ most; traced; with the program of docs/extending.md; and, to
 put to other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there
 is, which takes three times as long. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
 serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only
@@ -168,12 +168,12 @@ def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
 
 
 def instances(every: bool) -> list[tuple[str, ...]]:
-    """Those of plain layers. Unless `every` one is asked for, types other than bfloat16 have the activations of most
-    instructions and registers alone, without a gate and with one, and one is traced."""
+    """Those of plain layers. Unless `every` one is asked for, types have the activations of most instructions and
+    registers alone, without a gate and with one, and one is traced."""
     found = []
     for dtype, exact in ((BF16, ()), (2, ()), (0, ()), (0, (EXACT,))):
         few = (SWIGLU, CLAMPED) if exact else (SWIGLU, GELU, CLAMPED)
-        for activation in ACTIVATIONS if every or dtype == BF16 else few:
+        for activation in ACTIVATIONS if every else few:
             found.append(instance(dtype, activation, *exact))
             if every or (dtype, activation) == (BF16, SWIGLU):
                 found.append(instance(dtype, activation, *exact, TRACE))
