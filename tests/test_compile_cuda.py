@@ -90,10 +90,21 @@ def test_instances_of_experts_in_fp8(tool):
     assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
 
 
+def test_instances_of_experts_in_mxfp4(tool, capsys):
+    found = tool.mxfp4_instances()
+    assert len(found) == len(set(found)) == 5 and all(tool.MXFP4 in defines for defines in found)
+    units = [unit for unit in tool.units() if tool.MXFP4 in unit.defines]
+    assert [unit.defines for unit in units] == found
+    assert tool.report(units[0], compiled(tool)) == 1  # there is no mma.sync
+    assert "no HMMA instruction" in capsys.readouterr().out
+    assert tool.report(units[0], compiled(tool, sass=SASS.replace("HGMMA", "HMMA"))) == 0
+
+
 def test_instances_of_training(tool):
     found = tool.training_instances()
     assert len(found) == len(set(found)) == 12
-    assert not any("-DFLASHMOE_DTYPE=0" in defines or tool.QUANTISED in defines for defines in found)
+    others = {"-DFLASHMOE_DTYPE=0", tool.QUANTISED, tool.MXFP4}
+    assert not any(others & set(defines) for defines in found)
     for which in (tool.KEEP, tool.BACKWARD):
         assert sum(which in defines for defines in found) == 6
     assert [unit.defines for unit in tool.units() if {tool.KEEP, tool.BACKWARD} & set(unit.defines)] == found

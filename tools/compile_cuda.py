@@ -45,11 +45,11 @@ INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 
 # Of the fused kernel, by their names in SASS: TMA loads of the weights, cp.async that gathers the tokens' rows, wgmma.
 LOADS = ("UTMALDG", "LDGSTS")
-WGMMA, WGMMA_FP8 = "HGMMA", "QGMMA"
+WGMMA, WGMMA_FP8, MMA = "HGMMA", "QGMMA", "HMMA"
 
 BF16, SWIGLU, GEGLU, RELU2, CLAMPED = 1, 3, 4, 5, 6  # as csrc/cuda/entry/moe.cu numbers them
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
-TRANSPOSED, QUANTISED = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1"
+TRANSPOSED, QUANTISED, MXFP4 = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1", "-DFLASHMOE_MXFP4=1"
 KEEP, BACKWARD = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
@@ -154,6 +154,8 @@ class Unit:
             return ()
         if QUANTISED in self.defines:
             return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
+        if MXFP4 in self.defines:  # the kernel for a few tokens alone
+            return (MMA, *LOADS)
         return LOADS if EXACT in self.defines else (WGMMA, *LOADS)
 
     @property
@@ -197,6 +199,11 @@ def quantised_instances() -> list[tuple[str, ...]]:
 
     kinds = ((BF16, 1), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
     return [*(instance(*kind) for kind in kinds), instance(BF16, SWIGLU, TRACE)]
+
+
+def mxfp4_instances() -> list[tuple[str, ...]]:
+    """The same of experts in MXFP4."""
+    return [tuple(MXFP4 if define == QUANTISED else define for define in each) for each in quantised_instances()]
 
 
 def training_instances() -> list[tuple[str, ...]]:
@@ -244,6 +251,7 @@ def units() -> list[Unit]:
                 *instances(),
                 *transposed_instances(),
                 *quantised_instances(),
+                *mxfp4_instances(),
                 *training_instances(),
                 *program_instances(),
             )

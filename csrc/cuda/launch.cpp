@@ -2,12 +2,12 @@
 
 namespace flashmoe::cuda {
 
-Kernels::Kernels(const Device& device, const std::string& cubin, bool with_few, const Nvshmem* api)
+Kernels::Kernels(const Device& device, const std::string& cubin, KernelSet which, const Nvshmem* api)
     : device_(device),
       api_(api),
       module_(device, cubin),
-      general_(module_.kernel("flashmoe_moe", sm90::kSharedBytes)),
-      few_(with_few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr) {
+      general_(which.general ? module_.kernel("flashmoe_moe", sm90::kSharedBytes) : nullptr),
+      few_(which.few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr) {
   if (api_ == nullptr) return;
   NvshmemVersion compiled_with{};
   module_.read("nvshmemi_device_lib_version_d", &compiled_with, sizeof(compiled_with));

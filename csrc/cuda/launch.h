@@ -9,11 +9,16 @@
 
 namespace flashmoe::cuda {
 
-// The kernels of one cubin: that for any number of tokens, and that for a few, which there is none of for training.
+// Which kernels a cubin has: that for any number of tokens, and that for a few. Training has none of the second, experts
+// in mxfp4 none of the first.
+struct KernelSet {
+  bool general, few;
+};
+
 class Kernels {
  public:
   // api: null, but where kernels put: NVSHMEM then tells their module where everything is.
-  Kernels(const Device& device, const std::string& cubin, bool with_few, const Nvshmem* api);
+  Kernels(const Device& device, const std::string& cubin, KernelSet which, const Nvshmem* api);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
