@@ -4,11 +4,11 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for each type, exact float32,
 transposed weights, experts in FP8, forward passes that keep what gradients need, and backward passes, with the
-activations that differ most; traced; with the program of docs/extending.md; and, to
-put to other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there
-is, which takes three times as long. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas
-serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only
-far slower; so each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
+activations that differ most; traced; with the program of docs/extending.md; and, to put to other ranks, with
+NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there is, which takes three
+times as long. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or that
+lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so
+each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.

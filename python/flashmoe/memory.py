@@ -82,27 +82,30 @@ class MemoryPlan:
     @property
     def heap_bytes(self) -> int:
         """Bytes of one rank's symmetric heap."""
-        return sum(term.bytes for term in self.terms if term.region == "heap")
+        return self._bytes_of("heap")
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of one rank's private workspace."""
-        return sum(term.bytes for term in self.terms if term.region == "workspace")
+        return self._bytes_of("workspace")
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that one call keeps on a rank for its gradients, if every rank computes as many rows."""
-        return sum(term.bytes for term in self.terms if term.region == "kept")
+        return self._bytes_of("kept")
 
     @property
     def pass_bytes(self) -> int:
         """Bytes that the kernel of one backward pass takes besides, on a GPU."""
-        return sum(term.bytes for term in self.terms if term.region == "pass")
+        return self._bytes_of("pass")
 
     @property
     def total_bytes(self) -> int:
         """Heap and workspace."""
         return self.heap_bytes + self.workspace_bytes
+
+    def _bytes_of(self, region: str) -> int:
+        return sum(term.bytes for term in self.terms if term.region == region)
 
 
 @dataclass(frozen=True)

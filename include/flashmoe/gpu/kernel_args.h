@@ -84,10 +84,9 @@ struct ScaleTable {
 // What a forward pass keeps for its gradients, of a rank that is alone; C is the number of a token's choices, one for each
 // slice of an expert and of the shared one.
 struct KeptOutputs {
-  uint8_t*
-      pre_activations;  // [T C, I, 2], gate and up side by side, or [T C, I]: row (token, choice) at token C + choice
-  int32_t* ids;         // [T, top_k] chosen experts, ~expert where the choice was dropped
-  float* weights;       // [T, top_k]
+  uint8_t* pre_activations;  // [T C, I, 2], gate and up side by side, or [T C, I]; row token C + choice
+  int32_t* ids;              // [T, top_k] chosen experts, ~expert where the choice was dropped
+  float* weights;            // [T, top_k]
 };
 
 // What a backward pass reads and writes besides, whose x, out, gate_up, down and intermediate are dY, dX, down_proj,

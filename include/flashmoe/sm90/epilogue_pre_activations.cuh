@@ -23,6 +23,7 @@ __device__ __forceinline__ void store_streaming(uint8_t* to, uint32_t low, uint3
 __device__ __forceinline__ void store_streaming(uint8_t* to, uint32_t word) {
   asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
+
 // Two numbers, rounded; what is beyond the type as its largest value, since infinities have no slope.
 template <class Dtype>
 __device__ __forceinline__ uint32_t pack_finite(float low, float high) {
