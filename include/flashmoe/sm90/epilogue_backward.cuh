@@ -183,7 +183,6 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const float (&
       const float da[kLaneColumns] = {__uint_as_float(staged.x), __uint_as_float(staged.y), __uint_as_float(staged.z),
                                       __uint_as_float(staged.w)};
       const uint4 now = z[i];
-      load(at, i, piece + 1);
       float term = 0.0f;
       const LaneGradients made = differentiate_columns<Dtype, A>(da, now, where.weight(r), in_turn(), term, shape);
       if (column < columns()) {
@@ -192,6 +191,9 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const float (&
       }
       __syncwarp();  // else ptxas computes rows side by side, and spills
     }
+    // All together: a wait for one row's, which may share its scoreboard with what is read of shared memory, is for all.
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneRows; ++i) load(this_lane(), i, piece + 1);
   }
   store_weight_parts(sum, where);
   store_padding(this_lane(), columns(), in_turn(), kGated, where);
