@@ -88,11 +88,11 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
   uint32_t token[kEach], next[kEach];
   const auto look = [&](uint32_t (&to)[kEach], uint32_t base) {
     if (base >= rows) return;
-    const Row* const tile_rows = c.tile_row(tiles[base / kTileTokens], base % kTileTokens);
+    const Row* const row = c.tile_row(tiles[base / kTileTokens], base % kTileTokens) + first;
+    const bool whole = base + kStageRows <= rows;
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
-      const uint32_t r = first + i * kRowsApart;
-      to[i] = base + r < rows ? tile_rows[r].token : ~0u;
+      to[i] = whole || base + first + i * kRowsApart < rows ? row[i * kRowsApart].token : ~0u;
     }
   };
   look(token, 0);
@@ -106,15 +106,28 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
       spans.template load<Dtype, Wide>(ring, row * Dtype::kBytes);
       count();
     }
+    const uint32_t to = ring.data() + Wide::tokens(0) + slot;
+    if (base + kStageRows <= rows &&
+        columns >= kSpans * kSpanColumns) {  // a lone warp's copies take its instructions' time
 #pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
-      const uint8_t* const row = token[i] != ~0u ? from + token[i] * row_bytes : from;
+      for (uint32_t i = 0; i < kEach; ++i) {
+        const uint8_t* const row = from + token[i] * row_bytes;
 #pragma unroll
-      for (uint32_t s = 0; s < kSpans; ++s) {
-        const uint32_t column = s * kSpanColumns + chunk * (16 / Dtype::kBytes);
-        const bool valid = token[i] != ~0u && column < columns;
-        cp_async16_or_zero(ring.data() + Wide::tokens(0) + s * kSpanBytes + slot + i * kRowsApart * kRowBytes,
-                           valid ? row + s * kSpanColumns * Dtype::kBytes : from, valid ? 16 : 0);
+        for (uint32_t s = 0; s < kSpans; ++s) {
+          cp_async16(to + s * kSpanBytes + i * kRowsApart * kRowBytes, row + s * kSpanColumns * Dtype::kBytes);
+        }
+      }
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < kEach; ++i) {
+        const uint8_t* const row = token[i] != ~0u ? from + token[i] * row_bytes : from;
+#pragma unroll
+        for (uint32_t s = 0; s < kSpans; ++s) {
+          const uint32_t column = s * kSpanColumns + chunk * (16 / Dtype::kBytes);
+          const bool valid = token[i] != ~0u && column < columns;
+          cp_async16_or_zero(to + s * kSpanBytes + i * kRowsApart * kRowBytes,
+                             valid ? row + s * kSpanColumns * Dtype::kBytes : from, valid ? 16 : 0);
+        }
       }
     }
     cp_async_arrive_noinc(ring.full());
