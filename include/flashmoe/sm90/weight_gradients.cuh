@@ -69,72 +69,88 @@ __device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t exper
   return (tiles - 1) * kTileTokens + c.tile(c.expert_tiles(expert)[tiles - 1])->shape.rows;
 }
 
+namespace detail {
+
+// The rows that a loader warp gathers, a tile at a time: of each stage a lane has the number of one of its warp's 32, which lanes
+// that need it get by a shuffle. All are loaded while the tile before is on its way: a number that is moved or multiplied
+// sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
+struct LoaderRows {
+  static constexpr uint32_t kStages = kTileTokens / kStageRows;
+
+  uint32_t token[kStages];
+
+  // row: the lane's, of the first stage.
+  __device__ __forceinline__ void look_up(const Call& c, uint32_t tile, uint32_t row) {
+    const Row* const from = c.tile_row(tile, row);
+#pragma unroll
+    for (uint32_t s = 0; s < kStages; ++s)
+      token[s] = from[s * kStageRows].token;  // of rows beyond the tile's, anything
+  }
+  __device__ __forceinline__ void next_stage() {
+#pragma unroll
+    for (uint32_t s = 1; s < kStages; ++s) token[s - 1] = token[s];
+  }
+};
+
+}  // namespace detail
+
 // All stages of a task, of an expert with `rows` rows. All loader threads; the first calls count() with each. from: token
 // rows, the block's first column of H, `row_bytes` apart; `columns` of them exist from there on.
+//
+// What limits a lone warp is how many instructions it takes: some six for each row of a thread, of which two are its copies.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t expert, uint32_t rows,
                                                  const uint8_t* from, uint64_t row_bytes, uint32_t columns,
                                                  const FeatureSpans& spans, Count&& count) {
   static_assert(Dtype::kBytes == 2);
-  constexpr uint32_t kRowsApart = kLoaders / 8, kEach = kStageRows / kRowsApart, kSpans = kConsumers;
+  constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks, kEach = kStageRows / kRowsApart;
+  static_assert(kEach == kChunks);  // the lanes of a row's chunks have the numbers of all their rows
+  if (rows == 0) return;
   const uint32_t thread = loader_thread();
-  const uint32_t chunk = thread % 8, first = thread / 8;
+  const uint32_t chunk = thread % kChunks, first = thread / kChunks, own_row = first + chunk * kRowsApart;
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
   const uint32_t* const tiles = c.expert_tiles(expert);
+  const uint32_t last_tile = (rows - 1) / kTileTokens;
+  const auto row_units = static_cast<uint32_t>(row_bytes / 16);
   from += chunk * 16;
   // Tiles were formed, and other blocks stored their rows, through the generic proxy; the clerk acquired them with the stop.
   if (thread == 0) fence_proxy_async_global();
-  // Looked up two stages ahead: a round trip to the L2 takes about as long as a stage's products.
-  uint32_t token[kEach], next[kEach];
-  const auto look = [&](uint32_t (&to)[kEach], uint32_t base) {
-    if (base >= rows) return;
-    const Row* const row = c.tile_row(tiles[base / kTileTokens], base % kTileTokens) + first;
-    const bool whole = base + kStageRows <= rows;
-#pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
-      to[i] = whole || base + first + i * kRowsApart < rows ? row[i * kRowsApart].token : ~0u;
-    }
-  };
-  look(token, 0);
-  look(next, kStageRows);
+  uint32_t tile = tiles[0], next_tile = tiles[min_of(1u, last_tile)];
+  detail::LoaderRows now, next;
+  now.look_up(c, tile, own_row);
 #pragma unroll 1
-  for (uint32_t base = 0; base < rows; base += kStageRows) {
-    wait(ring.empty(), ring.parity);
-    if (thread == 0) {
-      arrive_expect_tx(ring.full(), Wide::kFeatureBytes);
-      const uint32_t row = tiles[base / kTileTokens] * kTileTokens + base % kTileTokens;
-      spans.template load<Dtype, Wide>(ring, row * Dtype::kBytes);
-      count();
-    }
-    const uint32_t to = ring.data() + Wide::tokens(0) + slot;
-    if (base + kStageRows <= rows &&
-        columns >= kSpans * kSpanColumns) {  // a lone warp's copies take its instructions' time
+  for (uint32_t t = 0; t <= last_tile; ++t) {
+    next.look_up(c, next_tile, own_row);
+    const uint32_t later_tile = tiles[min_of(t + 2, last_tile)];
+    const uint32_t tile_rows = min_of(rows - t * kTileTokens, kTileTokens);
+#pragma unroll 1
+    for (uint32_t base = 0; base < tile_rows; base += kStageRows) {
+      wait(ring.empty(), ring.parity);
+      if (thread == 0) {
+        arrive_expect_tx(ring.full(), Wide::kFeatureBytes);
+        spans.template load<Dtype, Wide>(ring, (tile * kTileTokens + base) * Dtype::kBytes);
+        count();
+      }
+      const uint32_t left = tile_rows - base, to = ring.data() + Wide::tokens(0) + slot;
+      const uint32_t own = own_row < left ? now.token[0] * row_units : 0;
 #pragma unroll
       for (uint32_t i = 0; i < kEach; ++i) {
-        const uint8_t* const row = from + token[i] * row_bytes;
+        const uint64_t units = __shfl_sync(kFullWarp, own, static_cast<int>(i), kChunks);
+        const uint8_t* const row = from + units * 16;
+        const bool exists = first + i * kRowsApart < left;
 #pragma unroll
-        for (uint32_t s = 0; s < kSpans; ++s) {
-          cp_async16(to + s * kSpanBytes + i * kRowsApart * kRowBytes, row + s * kSpanColumns * Dtype::kBytes);
+        for (uint32_t s = 0; s < kConsumers; ++s) {
+          const bool valid = exists && s * kSpanColumns + chunk * (16 / Dtype::kBytes) < columns;
+          cp_async16_or_zero(to + s * kSpanBytes + i * kRowsApart * kRowBytes, row + s * kSpanColumns * Dtype::kBytes,
+                             valid ? 16 : 0);
         }
       }
-    } else {
-#pragma unroll
-      for (uint32_t i = 0; i < kEach; ++i) {
-        const uint8_t* const row = token[i] != ~0u ? from + token[i] * row_bytes : from;
-#pragma unroll
-        for (uint32_t s = 0; s < kSpans; ++s) {
-          const uint32_t column = s * kSpanColumns + chunk * (16 / Dtype::kBytes);
-          const bool valid = token[i] != ~0u && column < columns;
-          cp_async16_or_zero(to + s * kSpanBytes + i * kRowsApart * kRowBytes,
-                             valid ? row + s * kSpanColumns * Dtype::kBytes : from, valid ? 16 : 0);
-        }
-      }
+      cp_async_arrive_noinc(ring.full());
+      ring.advance();
+      now.next_stage();
     }
-    cp_async_arrive_noinc(ring.full());
-    ring.advance();
-#pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) token[i] = next[i];
-    look(next, base + 2 * kStageRows);
+    now = next;
+    tile = next_tile, next_tile = later_tile;
   }
 }
 
