@@ -36,8 +36,7 @@ __device__ __forceinline__ void stage_columns(uint32_t own, const Lane& at, cons
 
 // Pre-activations of a lane's columns of one row: gate and up of each, or without a gate a half each, in z.x and z.y.
 template <bool kGated>
-__device__ __forceinline__ uint4 load_pre_activations(const uint8_t* from, bool exists) {
-  if (!exists) return {};
+__device__ __forceinline__ uint4 load_pre_activations(const uint8_t* from) {
   if constexpr (kGated) return __ldcs(reinterpret_cast<const uint4*>(from));
   const uint2 z = __ldcs(reinterpret_cast<const uint2*>(from));
   return {z.x, z.y, 0, 0};
@@ -81,7 +80,6 @@ __device__ __forceinline__ LaneGradients differentiate_columns(const float (&da)
     to.weighted[p] = Dtype::pack(a[0], a[1]);
     to.gates[p] = Dtype::pack(gate[0], in_turn ? up[0] : gate[1]);
     to.ups[p] = Dtype::pack(in_turn ? gate[1] : up[0], up[1]);
-    __syncwarp();  // else ptxas computes all columns side by side, and spills
   }
   return to;
 }
@@ -106,18 +104,53 @@ __device__ __forceinline__ uint32_t slab_of(const Lane& at) {
   return at.group * 64 + at.warp * kWarpRows;
 }
 
-// Stores a lane's columns, from `column` on, of row r of the share.
-template <bool kGated, class Where>
-__device__ __forceinline__ void store_lane(const LaneGradients& g, uint32_t r, uint32_t column, bool in_turn,
-                                           const Where& where) {
-  store_words(where.weighted(r, column), g.weighted);
-  if (kGated && in_turn) {
-    store_global16(where.gradients(r, column * 2), {g.gates[0], g.ups[0], g.gates[1], g.ups[1]});
-    return;
+// Where a lane's columns of a piece lie, in rows kLaneRowsApart from one another.
+template <bool kGated>
+struct LanePlaces {
+  static constexpr uint32_t kZBytes = kGated ? 4 : 2;
+
+  const uint8_t* z;          // of the next piece, in the first row of all,
+  uint32_t kept[kLaneRows];  // and how far behind that the lane's rows are, in units of 16 bytes
+  uint8_t *weighted, *gradients;
+
+  // Of the first piece. first: the lane's first row; column: its first column, of `columns`.
+  template <class Where>
+  static __device__ __forceinline__ LanePlaces of(const Where& where, uint32_t first, uint32_t column,
+                                                  uint32_t columns) {
+    LanePlaces at;
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneRows; ++i) {
+      at.kept[i] = where.kept_row(first + i * kLaneRowsApart) * (where.z_bytes() / 16);
+    }
+    at.z = where.z() + (column < columns ? column * kZBytes : 0);
+    at.weighted = where.weighted(first, column);
+    at.gradients = where.gradients(first, where.in_turn() ? 2 * column : column);
+    return at;
   }
-  store_words(where.gradients(r, column), g.gates);
-  if constexpr (kGated) store_words(where.gradients(r, column + where.to_up()), g.ups);
-}
+  __device__ __forceinline__ uint4 load(uint32_t i) const {
+    return load_pre_activations<kGated>(z + uint64_t{kept[i]} * 16);
+  }
+  // Behind the last column: stays where it is.
+  __device__ __forceinline__ void next_z(uint32_t column, uint32_t columns) {
+    if (column < columns) z += kGradientColumns * kZBytes;
+  }
+  __device__ __forceinline__ void next_results(bool in_turn) {
+    weighted += kGradientColumns * 2;
+    gradients += kGradientColumns * (in_turn ? 4 : 2);
+  }
+  // Stores the lane's columns of its i-th row.
+  template <class Where>
+  __device__ __forceinline__ void store(const LaneGradients& g, uint32_t i, const Where& where) const {
+    store_words(weighted + i * kLaneRowsApart * where.weighted_bytes(), g.weighted);
+    uint8_t* const to = gradients + i * kLaneRowsApart * where.gradient_bytes();
+    if (kGated && where.in_turn()) {
+      store_global16(to, {g.gates[0], g.ups[0], g.gates[1], g.ups[1]});
+      return;
+    }
+    store_words(to, g.gates);
+    if constexpr (kGated) store_words(to + where.to_up() * 2, g.ups);
+  }
+};
 
 // The rows' parts of dS: sums over a row's eight lanes.
 template <class Where>
@@ -147,56 +180,57 @@ __device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, 
 
 }  // namespace detail
 
-// `where` says of the block's share of rows, and from the block's first column on, whatever is asked of it, anew each time:
-// kept, it would take too many registers.
+// `where` says of the block's share of rows, and from the block's first column on, whatever is asked of it.
 template <class Dtype, Activation A, uint32_t kCount, class Where>
 __device__ __forceinline__ void store_gradients(uint32_t staging, const float (&acc)[1][kCount], const Where& where,
                                                 const ClampedShape& shape) {
   using namespace detail;
   static_assert(Dtype::kBytes == 2);
   constexpr bool kGated = is_gated(A);
-  constexpr uint32_t kPieces = 2 * kCount / kGradientColumns, kZBytes = kGated ? 4 : 2;
+  constexpr uint32_t kPieces = 2 * kCount / kGradientColumns;
   const auto in_turn = [&] { return kGated && where.in_turn(); };
-  const auto columns = [&] { return min_of(where.columns(), kPieces * kGradientColumns); };
+  const uint32_t columns = min_of(where.columns(), kPieces * kGradientColumns);
   float sum[kLaneRows] = {};
-  uint4 z[kLaneRows];  // on their way while the piece before is computed
-  const auto load = [&](const Lane& at, uint32_t i, uint32_t piece) {
-    const uint32_t column = piece * kGradientColumns + at.lane % 8 * kLaneColumns;
-    const uint32_t r = slab_of(at) + at.lane / 8 + i * kLaneRowsApart;
-    z[i] = load_pre_activations<kGated>(where.z(r) + column * kZBytes, column < columns());
-  };
-#pragma unroll
-  for (uint32_t i = 0; i < kLaneRows; ++i) load(this_lane(), i, 0);
-#pragma unroll 1
-  for (uint32_t piece = 0; piece * kGradientColumns < columns(); ++piece) {
+  if (columns != 0) {
     const Lane at = this_lane();
-    const uint32_t own = own_staging(staging, at), column = piece * kGradientColumns + at.lane % 8 * kLaneColumns;
+    const uint32_t own = own_staging(staging, at), first = slab_of(at) + at.lane / 8;
+    uint32_t column = at.lane % 8 * kLaneColumns;
+    auto left = static_cast<int32_t>(where.rows() - first);
+    auto places = LanePlaces<kGated>::of(where, first, column, columns);
+    // On their way while the piece before is computed. All are loaded, without a condition, and so straight to their registers:
+    // a result that is moved is waited for.
+    uint4 z[kLaneRows];
 #pragma unroll
-    for (uint32_t n = 0; n < kPieces; ++n) {
-      if (piece == n) stage_columns(own, at, acc[0], n);
-    }
-    __syncwarp();
+    for (uint32_t i = 0; i < kLaneRows; ++i) z[i] = places.load(i);
+#pragma unroll 1
+    for (uint32_t piece = 0; piece * kGradientColumns < columns; ++piece, column += kGradientColumns) {
+      asm("" : "+r"(left));  // else which rows exist is kept as bits, and spilled
+      places.next_z(column + kGradientColumns, columns);
 #pragma unroll
-    for (uint32_t i = 0; i < kLaneRows; ++i) {
-      const uint32_t r = slab_of(at) + at.lane / 8 + i * kLaneRowsApart;
-      const uint4 staged = load_shared16(own + staged_in_piece(at.lane / 8 + i * kLaneRowsApart, at.lane % 8));
-      const float da[kLaneColumns] = {__uint_as_float(staged.x), __uint_as_float(staged.y), __uint_as_float(staged.z),
-                                      __uint_as_float(staged.w)};
-      const uint4 now = z[i];
-      float term = 0.0f;
-      const LaneGradients made = differentiate_columns<Dtype, A>(da, now, where.weight(r), in_turn(), term, shape);
-      if (column < columns()) {
-        sum[i] += term;
-        if (r < where.rows()) store_lane<kGated>(made, r, column, in_turn(), where);
+      for (uint32_t n = 0; n < kPieces; ++n) {
+        if (piece == n) stage_columns(own, this_lane(), acc[0], n);
       }
-      __syncwarp();  // else ptxas computes rows side by side, and spills
-    }
-    // All together: a wait for one row's, which may share its scoreboard with what is read of shared memory, is for all.
+      __syncwarp();
 #pragma unroll
-    for (uint32_t i = 0; i < kLaneRows; ++i) load(this_lane(), i, piece + 1);
+      for (uint32_t i = 0; i < kLaneRows; ++i) {
+        const uint4 staged = load_shared16(own + staged_in_piece(at.lane / 8 + i * kLaneRowsApart, at.lane % 8));
+        const float da[kLaneColumns] = {__uint_as_float(staged.x), __uint_as_float(staged.y), __uint_as_float(staged.z),
+                                        __uint_as_float(staged.w)};
+        const float weight = where.weight(first + i * kLaneRowsApart);
+        float term = 0.0f;
+        const LaneGradients made = differentiate_columns<Dtype, A>(da, z[i], weight, in_turn(), term, shape);
+        z[i] = places.load(i);
+        if (column < columns) {
+          sum[i] += term;
+          if (static_cast<int32_t>(i * kLaneRowsApart) < left) places.store(made, i, where);
+        }
+        __syncwarp();  // else ptxas computes rows side by side, and spills
+      }
+      places.next_results(in_turn());
+    }
   }
   store_weight_parts(sum, where);
-  store_padding(this_lane(), columns(), in_turn(), kGated, where);
+  store_padding(this_lane(), columns, in_turn(), kGated, where);
   named_barrier_sync(
       group_barrier(this_lane().group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
 }

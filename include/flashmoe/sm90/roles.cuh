@@ -634,11 +634,12 @@ struct GradientPlace {
     return last ? align_up(end, kStageRows) - slot.share.first : 0;
   }
   __device__ __forceinline__ float weight(uint32_t r) const { return slot.weights[r]; }
-  // Of rows that do not exist, any.
-  __device__ __forceinline__ const uint8_t* z(uint32_t r) const {
-    const uint32_t bytes = kept_row_bytes(args), number = r < rows() ? slot.tokens[r] : 0;
-    return args.backward.kept.pre_activations + uint64_t{number} * bytes + first_column() * (kGated ? 4 : 2);
+  // Where z's rows lie, from the first column on; how many bytes apart; the number of a row's, and of one that does not exist any.
+  __device__ __forceinline__ const uint8_t* z() const {
+    return args.backward.kept.pre_activations + first_column() * (kGated ? 4 : 2);
   }
+  __device__ __forceinline__ uint32_t z_bytes() const { return kept_row_bytes(args); }
+  __device__ __forceinline__ uint32_t kept_row(uint32_t r) const { return r < rows() ? slot.tokens[r] : 0; }
   // dZ lies gate beside up, or gates before ups.
   __device__ __forceinline__ bool in_turn() const { return args.gated.step != 1; }
   __device__ __forceinline__ uint32_t to_up() const { return args.gated.up; }
@@ -646,7 +647,8 @@ struct GradientPlace {
   __device__ __forceinline__ uint8_t* gradients(uint32_t r, uint32_t element) const {
     return args.backward.z_gradients + row(r) * gradient_bytes() + (first_column() * args.gated.step + element) * 2;
   }
-  __device__ __forceinline__ uint32_t weighted_bytes() const { return c.shape.intermediate * 2; }
+  // From arguments alone: what the block has in shared memory is waited for, each row anew.
+  __device__ __forceinline__ uint32_t weighted_bytes() const { return args.backward.z_columns * (kGated ? 1 : 2); }
   __device__ __forceinline__ uint8_t* weighted(uint32_t r, uint32_t column) const {
     return args.backward.weighted + row(r) * weighted_bytes() + (first_column() + column) * 2;
   }

@@ -109,7 +109,13 @@ class CudaEngine(Engine):
         x, asked = tensors.x, tensors.router_logits
         if cuda_training.missing(tensors, options, self.room.ranks) is not None:
             return self._call(tensors, options, False, None), x.new_empty(0, dtype=torch.uint8)
-        kept = x.new_empty(x.shape[0] * cuda_training.kept_bytes(tensors, options), dtype=torch.uint8)
+        size = x.shape[0] * cuda_training.kept_bytes(tensors, options)
+        if size > cuda_training.MOST_KEPT:
+            raise InvalidArgument(
+                f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
+                f"{x.shape[0]} of {size / x.shape[0]:.0f} bytes each"
+            )
+        kept = x.new_empty(size, dtype=torch.uint8)
         logits = cuda_training.kept_logits(kept, tensors)
         y = self._call(tensors._replace(router_logits=logits), options, False, kept)
         if asked is not None:

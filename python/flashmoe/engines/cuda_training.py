@@ -12,6 +12,10 @@ from ..spec import ELEMENT_BYTES
 from ..tensors import dtype_name
 
 
+MOST_KEPT = 1 << 36
+"""Bytes that a call keeps at most: the backward pass numbers 16 of them at a time, in 32 bits."""
+
+
 def missing(tensors: Tensors, options: Options, ranks: int) -> str | None:
     """What of a call there are no gradients of on a GPU, in words; None: there are."""
     if ranks != 1:
