@@ -65,11 +65,11 @@ void Context::take_memory(const Membership& who) {
 
 // ---- Layers -----------------------------------------------------------------------------------------------
 
-const Kernels& Context::kernels(const std::string& cubin, bool with_few, DriverStream stream) {
+const Kernels& Context::kernels(const std::string& cubin, Pass pass, DriverStream stream) {
   std::unique_ptr<Kernels>& loaded = kernels_[cubin];
   if (loaded == nullptr) {
     device_.refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Kernels>(device_, cubin, with_few, puts_);
+    loaded = std::make_unique<Kernels>(device_, cubin, pass, puts_);
   }
   return *loaded;
 }
@@ -100,7 +100,7 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   if (trains && (l.ranks != 1 || spec.quantised() || element_bytes(spec.y_type) != 2)) {
     throw Error(Error::Kind::kInvalidArgument, "layer: expected a rank alone and a 16-bit type for gradients");
   }
-  const Kernels& loaded = kernels(layer.cubin, !trains, stream);
+  const Kernels& loaded = kernels(layer.cubin, layer.pass, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");
@@ -150,6 +150,9 @@ void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpe
   Plan& plan = plan_for(layer, tokens);
   plan.set_gradients(gradients);
   launch(plan, stream);
+  if (plan.args.backward.logit_parts == nullptr) return;
+  const Device::Use use(device_);
+  plan.kernels.launch_logits(plan.args, stream);
 }
 
 void Context::launch(Plan& plan, DriverStream stream) {

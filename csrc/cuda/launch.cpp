@@ -2,12 +2,13 @@
 
 namespace flashmoe::cuda {
 
-Kernels::Kernels(const Device& device, const std::string& cubin, bool with_few, const Nvshmem* api)
+Kernels::Kernels(const Device& device, const std::string& cubin, Pass pass, const Nvshmem* api)
     : device_(device),
       api_(api),
       module_(device, cubin),
       general_(module_.kernel("flashmoe_moe", sm90::kSharedBytes)),
-      few_(with_few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr) {
+      few_(pass == Pass::kInference ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr),
+      logits_(pass == Pass::kBackward ? module_.kernel("flashmoe_logits", 0) : nullptr) {
   if (api_ == nullptr) return;
   NvshmemVersion compiled_with{};
   module_.read("nvshmemi_device_lib_version_d", &compiled_with, sizeof(compiled_with));
@@ -32,6 +33,13 @@ void Kernels::launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverSt
   }
   void* parameters[] = {&args};
   check(driver().cuLaunchKernelEx(&config, few ? few_ : general_, parameters, nullptr), "cannot launch the kernel");
+}
+
+void Kernels::launch_logits(sm90::KernelArgs& args, DriverStream stream) const {
+  const uint32_t blocks = ceil_div(args.call.shape.tokens, gpu::kLogitThreads / 32);
+  LaunchConfig config{blocks, 1, 1, gpu::kLogitThreads, 1, 1, 0, stream, nullptr, 0};
+  void* parameters[] = {&args};
+  check(driver().cuLaunchKernelEx(&config, logits_, parameters, nullptr), "cannot launch the kernel of the logits");
 }
 
 }  // namespace flashmoe::cuda

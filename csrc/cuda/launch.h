@@ -4,16 +4,18 @@
 #include <string>
 
 #include "cuda/device.h"
+#include "cuda/layer.h"
 #include "cuda/transport/nvshmem.h"
 #include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::cuda {
 
-// The kernels of one cubin: that for any number of tokens, and that for a few, which there is none of for training.
+// The kernels of one cubin: that for any number of tokens; for inference that for a few; and of a backward pass that of a
+// router's logits.
 class Kernels {
  public:
   // api: null, but where kernels put: NVSHMEM then tells their module where everything is.
-  Kernels(const Device& device, const std::string& cubin, bool with_few, const Nvshmem* api);
+  Kernels(const Device& device, const std::string& cubin, Pass pass, const Nvshmem* api);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
@@ -21,12 +23,14 @@ class Kernels {
   // Launches one of the two, that for a few tokens or the general one, on so many thread blocks; does nothing else to the
   // stream, and does not wait. The device's context is current.
   void launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverStream stream) const;
+  // The same of that of the logits.
+  void launch_logits(sm90::KernelArgs& args, DriverStream stream) const;
 
  private:
   const Device& device_;
   const Nvshmem* const api_;
   const Module module_;
-  const DriverFunction general_, few_;
+  const DriverFunction general_, few_, logits_;
 };
 
 }  // namespace flashmoe::cuda

@@ -266,6 +266,10 @@ void Plan::set_gradients(const GradientSpec& g) {
   b.down = at(g.down);
   b.gate_up_bias = at(g.gate_up_bias);
   b.down_bias = at(g.down_bias);
+  b.logits = reinterpret_cast<const float*>(g.logits);
+  b.of_logits = reinterpret_cast<const float*>(g.of_logits);
+  b.weights_by_bias = reinterpret_cast<const double*>(g.weights_by_bias);
+  b.logit_parts = reinterpret_cast<uint16_t*>(g.logit_parts);
   args.intermediate = encode(rows_shape(z.row_bytes, bytes, z_columns, rows), z.data, spec.y_type, "rows of dZ");
   b.z_columns_map = encode(transposed_shape(z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
                            spec.y_type, "columns of dZ");

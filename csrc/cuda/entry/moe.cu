@@ -8,6 +8,7 @@
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
+#include "flashmoe/gpu/router_backward.cuh"
 #include "flashmoe/sm90/few.cuh"
 #include "flashmoe/sm90/kernel.cuh"
 
@@ -64,6 +65,15 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   if (!sm90::prepare<sm90::Dtype>(args, shared)) return;
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
+
+#if FLASHMOE_BACKWARD
+extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kLogitThreads)
+    flashmoe_logits(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
+  using namespace flashmoe;
+  const uint32_t token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (token < args.call.shape.tokens) gpu::differentiate_logits(args, token, threadIdx.x % 32);
+}
+#endif
 
 #if !FLASHMOE_KEEP && !FLASHMOE_BACKWARD
 extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)

@@ -89,6 +89,10 @@ struct KeptOutputs {
   float* weights;            // [T, top_k]
 };
 
+// A float32 number is the sum of so many bfloat16 ones, each rounded from what is left.
+inline constexpr uint32_t kLogitParts = 3;
+inline constexpr uint32_t kLogitThreads = 256;  // of a block of that kernel, a warp a token
+
 // What a backward pass reads and writes besides, whose x, out, gate_up, down and intermediate are dY, dX, down_proj,
 // gate_up_proj and dZ. Rows of tiles: 256 a tile, one behind the other, in the order of intermediate rows.
 struct BackwardArgs {
@@ -106,6 +110,11 @@ struct BackwardArgs {
   uint8_t* down;
   uint8_t* gate_up_bias;  // likewise, of the biases
   uint8_t* down_bias;
+  // Of a router, read and written behind all else (gpu/router_backward.cuh).
+  const float* logits;            // [T, E], as they were scored
+  const float* of_logits;         // [T, E]: gradients of theirs that the caller has besides; may be null
+  const double* weights_by_bias;  // [T, top_k]: what down_bias adds to the combine weights' gradients; may be null
+  uint16_t* logit_parts;  // [T, kLogitParts, E], written: gradients of logits, sums of so many bfloat16; may be null
 };
 
 struct KernelArgs {

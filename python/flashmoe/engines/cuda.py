@@ -130,6 +130,8 @@ class CudaEngine(Engine):
         wanted: Mapping[str, Any],
         accumulates: bool,
     ) -> None:
+        import torch
+
         tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})._replace(router_logits=None)
         if (without := cuda_training.missing(tensors, options, self.room.ranks)) is not None:
             raise NotImplementedError(
@@ -154,6 +156,10 @@ class CudaEngine(Engine):
             dx = dy.new_empty(dy.shape)
         if of_weights is None or of_weights.dtype != weights.dtype or not of_weights.is_contiguous():
             of_weights = weights.new_empty(weights.shape)
+        by_bias, parts = cuda_training.weights_by_bias(tensors, given, ids), None
+        if tensors.router is not None:
+            shape = (tokens, cuda_training.LOGIT_PARTS, tensors.router.shape[0])
+            parts = dy.new_empty(shape, dtype=torch.bfloat16)
         memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens))
         written = {name: each if each.is_contiguous() else each.new_empty(each.shape) for name, each in wanted.items()}
         library.cuda_backward(
@@ -169,14 +175,17 @@ class CudaEngine(Engine):
                 "x_row_bytes": row_bytes,
                 "memory": memory.data_ptr(),
                 "weights": of_weights.data_ptr(),
+                "logits": _place(cuda_training.kept_logits(kept, tensors)),
+                "of_logits": _place(given.get("router_logits")),
+                "weights_by_bias": _place(by_bias),
+                "logit_parts": _place(parts),
             }
             | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
         )
         for place in _GRADIENTS.values():
             if place in wanted and written[place] is not wanted[place]:
                 wanted[place].copy_(written[place])
-        computed = cuda_training.Computed(dx, of_weights, ids, cuda_training.kept_logits(kept, tensors))
-        cuda_training.finish(tensors, options, given, wanted, computed)
+        cuda_training.finish(tensors, wanted, cuda_training.Computed(dx, of_weights, by_bias, parts))
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
         """The layer of such calls, known from an earlier one or prepared now."""
@@ -366,6 +375,11 @@ def _check_quantised(layer: LayerSpec, transport: str) -> None:
         raise InvalidArgument(
             f"CUDA engine: x: expected {', '.join(jit.BESIDE_FP8)} or {FP8} with weights of {FP8}, got {layer.y_type}"
         )
+
+
+def _place(tensor: Any) -> int:
+    """Where it is; 0: there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _chosen_profile(

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 from .. import jit
 from ..arguments import Options, Tensors
-from ..reference.routing import LEAST_SUM
 from ..spec import ELEMENT_BYTES
 from ..tensors import dtype_name
-
 
 MOST_KEPT = 1 << 36
 """Bytes that a call keeps at most: the backward pass numbers 16 of them at a time, in 32 bits."""
@@ -60,61 +58,69 @@ def kept_routing(kept: Any, end: int, tokens: int, choices: int) -> tuple[Any, A
 
 
 class Computed(NamedTuple):
-    """What the kernel of a backward pass has computed, and what it was told of the routing."""
+    """What the kernels of a backward pass have computed."""
 
     x: Any
     """[T, H]: what the experts owe to x."""
     weights: Any
     """[T, K] float32: gradients of combine weights, but for what biases owe to them; 0 where a choice was dropped."""
-    ids: Any
-    """[T, K] int32: chosen experts, ``~expert`` where dropped."""
-    logits: Any
-    """[T, E] float32; None without a router."""
+    weights_by_bias: Any
+    """[T, K] float64: that; None without biases."""
+    logit_parts: Any
+    """[T, LOGIT_PARTS, E] bfloat16, of which the sums are the gradients of logits; None without a router."""
 
 
-def finish(
-    tensors: Tensors, options: Options, given: Mapping[str, Any], wanted: Mapping[str, Any], computed: Computed
-) -> None:
-    """Writes what is wanted of x, of combine weights and of the router. `given` as in `Engine.backward`."""
-    of_weights = computed.weights
-    if tensors.router is not None or tensors.down_bias is not None:
-        chosen = computed.ids.where(computed.ids >= 0, ~computed.ids).long()
-    if tensors.down_bias is not None:  # a weight's gradient is dY . (down a + bias)
-        of_bias = given["y"].double() @ tensors.down_bias.double().T
-        of_weights = of_weights + of_bias.gather(1, chosen).where(computed.ids >= 0, 0.0)
-    if "topk_weights" in wanted and of_weights is not wanted["topk_weights"]:
-        wanted["topk_weights"].copy_(of_weights)
+LOGIT_PARTS = 3
+"""A float32 number is the sum of so many bfloat16 ones (kLogitParts)."""
+
+
+def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any:
+    """What `down_bias` owes to the gradients of combine weights, since one is ``dY . (down a + bias)``: [T, K] float64,
+    None without. `given` as in `Engine.backward`; `ids` [T, K], ``~expert`` where dropped."""
+    if tensors.down_bias is None:
+        return None
+    of_bias = given["y"].double() @ tensors.down_bias.double().T
+    return of_bias.gather(1, ids.where(ids >= 0, ~ids).long()).where(ids >= 0, 0.0)
+
+
+def finish(tensors: Tensors, wanted: Mapping[str, Any], computed: Computed) -> None:
+    """Writes what is wanted of x, of combine weights and of the router.
+
+    Products with the gradients of logits are of their parts, so that bfloat16 tensor cores have them, and are added up
+    in float32: a product of float64 or float32 takes several times as long, and that of TF32 is not exact.
+    """
+    import torch
+
     if tensors.router is None:
-        if "x" in wanted and computed.x is not wanted["x"]:
-            wanted["x"].copy_(computed.x)
+        of_weights = computed.weights
+        if computed.weights_by_bias is not None:
+            of_weights = of_weights + computed.weights_by_bias
+        for name, found in (("topk_weights", of_weights), ("x", computed.x)):
+            if name in wanted and found is not wanted[name]:
+                wanted[name].copy_(found)
         return
-    rule = {"score": options.score, "renormalize": options.renormalize, "routed_scale": options.routed_scale}
-    grad = logit_gradients(computed.logits, chosen, of_weights.double(), **rule).float()
-    if "router_logits" in given:
-        grad = grad + given["router_logits"]
-    grad = grad.double()
+    experts = tensors.router.shape[0]
+    parts = computed.logit_parts.flatten(1)  # [T, LOGIT_PARTS E]
     if "x" in wanted:
-        wanted["x"].copy_(computed.x + grad @ tensors.router.double())
+        by_router = sum(_product(parts, each.repeat(LOGIT_PARTS, 1)) for each in _bfloat16(tensors.router))
+        torch.add(by_router, computed.x, out=wanted["x"])
     if "router" in wanted:
-        wanted["router"].copy_(grad.T @ tensors.x.double())
+        by_part = sum(_product(parts.T, each) for each in _bfloat16(tensors.x))
+        wanted["router"].copy_(by_part.view(LOGIT_PARTS, experts, -1).sum(0))
     if "router_bias" in wanted:
-        wanted["router_bias"].copy_(grad.sum(0))
+        wanted["router_bias"].copy_(parts.sum(0, dtype=torch.float64).view(LOGIT_PARTS, experts).sum(0))
 
 
-def logit_gradients(
-    logits: Any, ids: Any, of_weights: Any, *, score: str, renormalize: bool, routed_scale: float
-) -> Any:
-    """The gradients of logits [T, E] in float64, for those of the weights [T, K] of the chosen experts `ids` [T, K],
-    dropped ones among them. As csrc/cpu/router_backward.cpp has it: nothing large cancels where a score is near 1."""
-    sigmoid = score == "sigmoid"
-    scores = logits.double().sigmoid() if sigmoid else logits.double().softmax(1)
-    chosen = scores.gather(1, ids)
-    weighted = (chosen * of_weights).sum(1, keepdim=True)
-    of_chosen = of_weights
-    if renormalize:
-        total = chosen.sum(1, keepdim=True) + (LEAST_SUM if sigmoid else 0.0)
-        of_chosen = (of_weights - weighted / total) / total
-    slope = chosen * (1.0 - chosen) if sigmoid else chosen
-    moved = -scores * (0.0 if sigmoid or renormalize else weighted)
-    # A token has an expert once: so nothing is added up in an order that changes.
-    return routed_scale * moved.scatter(1, ids, moved.gather(1, ids) + slope * of_chosen)
+def _bfloat16(tensor: Any) -> list[Any]:
+    """bfloat16 tensors whose sum one of a 16-bit type is, exactly."""
+    import torch
+
+    high = tensor.to(torch.bfloat16)
+    return [high] if tensor.dtype == torch.bfloat16 else [high, (tensor.float() - high.float()).to(torch.bfloat16)]
+
+
+def _product(left: Any, right: Any) -> Any:
+    """Of bfloat16 matrices, in float32."""
+    import torch
+
+    return torch.mm(left, right, out_dtype=torch.float32)
