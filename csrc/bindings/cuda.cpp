@@ -141,6 +141,7 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     f("down", g.down);
     f("gate_up_bias", g.gate_up_bias);
     f("down_bias", g.down_bias);
+    f("accumulates", g.accumulates);
     f("logits", g.logits);
     f("of_logits", g.of_logits);
     f("weights_by_bias", g.weights_by_bias);

@@ -83,6 +83,7 @@ struct GradientSpec {
   uint64_t weights = 0;                      // [T, K] fp32, written: of the combine weights
   uint64_t gate_up = 0, down = 0;            // written, as the tensors; 0: not wanted
   uint64_t gate_up_bias = 0, down_bias = 0;  // likewise
+  uint64_t accumulates = 0;                  // as in BackwardArgs
   // As in BackwardArgs; 0: none, and without logit_parts none is read.
   uint64_t logits = 0, of_logits = 0, weights_by_bias = 0, logit_parts = 0;
 };

@@ -266,6 +266,7 @@ void Plan::set_gradients(const GradientSpec& g) {
   b.down = at(g.down);
   b.gate_up_bias = at(g.gate_up_bias);
   b.down_bias = at(g.down_bias);
+  b.accumulates = g.accumulates != 0 ? 1 : 0;
   b.logits = reinterpret_cast<const float*>(g.logits);
   b.of_logits = reinterpret_cast<const float*>(g.of_logits);
   b.weights_by_bias = reinterpret_cast<const double*>(g.weights_by_bias);

@@ -172,11 +172,6 @@ def _check_main_grads(tensors: Tensors) -> None:
     `NotImplementedError` under a compiler."""
     if torch.compiler.is_compiling():
         raise NotImplementedError("main_grad: FlashMoE adds to it in eager mode alone; call the layer uncompiled")
-    if tensors.x.device.type != "cpu":
-        raise NotImplementedError(
-            f"main_grad: FlashMoE adds to it on the CPU engine alone, got x on {tensors.x.device}; leave it out, and "
-            "add each parameter's grad"
-        )
     for place in _PARAMETERS:
         parameter = tensors[place]
         if parameter is not None and parameter.requires_grad:

@@ -325,6 +325,24 @@ def test_a_module():
     )
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_gradients_are_added_to_buffers(behind):
+    """In float32, and rounded they are the gradients; also where a buffer is not aligned."""
+    problem = random_problem(18, 200, hidden=256, intermediate=192, experts=16, top_k=4)
+    dy = torch.randn_like(problem.x)
+    with context_of_gpu(problem) as context:
+        module = module_of(context, problem)
+        module(problem.x).backward(dy)
+        module.main_grad = True
+        for each in module.parameters():
+            each.main_grad = torch.zeros(behind + each.numel(), device="cuda")[behind:].view(each.shape)
+        for _ in range(2):
+            module(problem.x).backward(dy)
+        context.synchronize()
+    for name, each in module.named_parameters():
+        assert torch.equal((each.main_grad / 2).to(each.dtype), each.grad), name
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("x of float32", {"dtype": "float32"}),
     "a shared expert": ("a shared expert", {"shared": 1}),

@@ -110,6 +110,7 @@ struct BackwardArgs {
   uint8_t* down;
   uint8_t* gate_up_bias;  // likewise, of the biases
   uint8_t* down_bias;
+  uint32_t accumulates;  // 1: these four are float32, and added to
   // Of a router, read and written behind all else (gpu/router_backward.cuh).
   const float* logits;            // [T, E], as they were scored
   const float* of_logits;         // [T, E]: gradients of theirs that the caller has besides; may be null

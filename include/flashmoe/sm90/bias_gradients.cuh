@@ -33,14 +33,22 @@ __device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, doub
   }
 }
 
+// To the columns from `first` on; or adds them to float32 numbers.
 template <class Dtype>
-__device__ __forceinline__ void store_columns(uint8_t* to, const double (&sum)[kBiasColumns]) {
+__device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, const double (&sum)[kBiasColumns],
+                                              bool accumulates) {
+  if (accumulates) {
+    float* const to = reinterpret_cast<float*>(all) + first;
+#pragma unroll
+    for (uint32_t i = 0; i < kBiasColumns; ++i) to[i] = static_cast<float>(to[i] + sum[i]);
+    return;
+  }
   uint32_t word[kBiasColumns / 2];
 #pragma unroll
   for (uint32_t i = 0; i < kBiasColumns / 2; ++i) {
     word[i] = Dtype::pack(static_cast<float>(sum[2 * i]), static_cast<float>(sum[2 * i + 1]));
   }
-  store_global16(to, {word[0], word[1], word[2], word[3]});
+  store_global16(all + first * Dtype::kBytes, {word[0], word[1], word[2], word[3]});
 }
 
 }  // namespace detail
@@ -54,6 +62,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
   const uint32_t of_up = b.gate_up_bias == nullptr ? 0 : b.z_columns / kBiasColumns;
   const uint32_t of_down = b.down_bias == nullptr ? 0 : c.shape.hidden / kBiasColumns;
   const uint32_t each = of_up + of_down;
+  const bool accumulates = b.accumulates != 0;
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   // Where the call has failed, tiles may not be what they should.
@@ -70,14 +79,15 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
             return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16;
           },
           [](uint32_t, uint32_t) { return 1.0f; });
-      store_columns<Dtype>(b.gate_up_bias + uint64_t{expert} * bytes + n * 16, sum);
+      store_columns<Dtype>(b.gate_up_bias, uint64_t{expert} * b.z_columns + n * kBiasColumns, sum, accumulates);
     } else {
       const uint32_t at = (n - of_up) * 16;
       sum_columns<Dtype>(
           c, expert, sum,
           [&](uint32_t tile, uint32_t r) { return args.x + c.tile_row(tile, r)->token * args.x_row_bytes + at; },
           [&](uint32_t tile, uint32_t r) { return c.tile_row(tile, r)->weight; });
-      store_columns<Dtype>(b.down_bias + uint64_t{expert} * c.shape.hidden * Dtype::kBytes + at, sum);
+      store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kBiasColumns, sum,
+                           accumulates);
     }
   }
 }

@@ -729,7 +729,9 @@ template <class Dtype, bool kTransposedLayer>
 __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
                                                   const Consumer& consumer) {
   const uint32_t stages = Wide::stages(slot.k_bytes);
+  const bool accumulates = args.backward.accumulates != 0;
   if (stages == 0) {
+    if (accumulates) return;
     const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
     return store_no_gradients<Dtype>(to, Lane::of_thread(consumer.anew<Dtype>(ring).group));
   }
@@ -737,6 +739,7 @@ __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const 
   multiply_rows<Dtype>(ring, consumer.anew<Dtype>(ring).group, stages, acc[0]);
   const auto [group, staging] = consumer.anew<Dtype>(ring);
   const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
+  if (accumulates) return add_weight_gradients(Lane::of_thread(group), acc, to);
   store_weight_gradients<Dtype>(staging, Lane::of_thread(group), acc, to);
 }
 

@@ -177,10 +177,11 @@ struct WeightOutput {
     const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
     const bool across = task.of_down == kTransposedLayer;
     const uint64_t pitch = across ? hidden : task.columns;
+    const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
     const uint64_t first = across ? task.first_column * pitch + first_row : first_row * pitch + task.first_column;
     uint8_t* const all = task.of_down ? args.backward.down : args.backward.gate_up;
-    return {all + (uint64_t{expert} * hidden * task.columns + first) * Dtype::kBytes, across,
-            first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * Dtype::kBytes};
+    return {all + (uint64_t{expert} * hidden * task.columns + first) * bytes, across,
+            first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * bytes};
   }
 };
 
@@ -199,6 +200,40 @@ __device__ __forceinline__ void store_weight_gradients(uint32_t staging, const L
     detail::store_rows<Dtype, Columns::kResults>(
         detail::own_staging(staging, at), at, acc[0], out.rows, out.columns,
         [](uint32_t, float&, float&, float, float) {}, [&](uint32_t row) { return out.to + row * out.row_bytes; });
+  }
+}
+
+// The L2 adds to float32 numbers in global memory, and nobody waits for it.
+__device__ __forceinline__ void add_global(uint8_t* to, float v) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(v) : "memory");
+}
+__device__ __forceinline__ void add_global(uint8_t* to, float low, float high) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(low), "f"(high) : "memory");
+}
+
+// Adds a warpgroup's results to float32 numbers, straight from its registers, by the L2. Each has one term, and so one result.
+__device__ __forceinline__ void add_weight_gradients(const Lane& at, const float (&acc)[1][128],
+                                                     const WeightOutput& out) {
+  const uint32_t first_row = at.group * 64 + at.warp * detail::kWarpRows + at.row(), first_column = at.lane % 4 * 2;
+#pragma unroll
+  for (uint32_t h = 0; h < 2; ++h) {
+    const uint32_t row = first_row + h * 8;
+    if (row >= out.rows) continue;
+    uint8_t* to = out.to + (out.across ? row * sizeof(float) + first_column * out.row_bytes
+                                       : row * out.row_bytes + first_column * sizeof(float));
+#pragma unroll
+    for (uint32_t j = 0; j < 32; ++j) {
+      if (j * 8 < out.columns) {  // which are a multiple of 8
+        const float low = acc[0][4 * j + 2 * h], high = acc[0][4 * j + 2 * h + 1];
+        if (out.across) {
+          add_global(to, low);
+          add_global(to + out.row_bytes, high);
+        } else {
+          add_global(to, low, high);
+        }
+      }
+      to += out.across ? 8 * out.row_bytes : 8 * sizeof(float);
+    }
   }
 }
 

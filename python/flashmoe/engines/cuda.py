@@ -39,6 +39,8 @@ _GRADIENTS = {
     "down_bias": "down_bias",
 }
 """What a backward pass's kernel writes of a layer's tensors."""
+_OF_TOKENS = ("x", "topk_weights")
+"""Whose gradients are never added to what is there."""
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _INFERENCE, _FORWARD, _BACKWARD = range(3)  # cuda::Pass
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
@@ -138,14 +140,13 @@ class CudaEngine(Engine):
                 f"flashmoe.moe: FlashMoE has no backward pass of {without} on a GPU; call the layer under "
                 "torch.no_grad(), or detach its input and freeze its weights"
             )
-        if accumulates:
-            raise NotImplementedError("main_grad: FlashMoE adds to it on the CPU engine alone")
         library, handle = _ffi.library(), self.checked_handle()
         layer = self._layer(tensors, options, False, _BACKWARD)
         tokens = tensors.x.shape[0]
         if tokens == 0:
-            for each in wanted.values():
-                each.zero_()
+            for name, each in wanted.items():
+                if not accumulates or name in _OF_TOKENS:
+                    each.zero_()
             return
         dy = given["y"] if given["y"].data_ptr() % _ALIGNMENT == 0 else given["y"].clone()
         routing_end = library.cuda_kept_bytes(handle, layer.number, tokens)
@@ -161,7 +162,13 @@ class CudaEngine(Engine):
             shape = (tokens, cuda_training.LOGIT_PARTS, tensors.router.shape[0])
             parts = dy.new_empty(shape, dtype=torch.bfloat16)
         memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens))
-        written = {name: each if each.is_contiguous() else each.new_empty(each.shape) for name, each in wanted.items()}
+        written = {
+            name: each
+            if each.is_contiguous() and each.data_ptr() % _ALIGNMENT == 0
+            else each.clone(memory_format=torch.contiguous_format)
+            for name, each in wanted.items()
+            if name in _GRADIENTS.values()
+        }
         library.cuda_backward(
             handle,
             layer.number,
@@ -178,6 +185,7 @@ class CudaEngine(Engine):
                 "logits": _place(cuda_training.kept_logits(kept, tensors)),
                 "of_logits": _place(given.get("router_logits")),
                 "weights_by_bias": _place(by_bias),
+                "accumulates": int(accumulates),
                 "logit_parts": _place(parts),
             }
             | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
@@ -185,7 +193,7 @@ class CudaEngine(Engine):
         for place in _GRADIENTS.values():
             if place in wanted and written[place] is not wanted[place]:
                 wanted[place].copy_(written[place])
-        cuda_training.finish(tensors, wanted, cuda_training.Computed(dx, of_weights, by_bias, parts))
+        cuda_training.finish(tensors, wanted, cuda_training.Computed(dx, of_weights, by_bias, parts), accumulates)
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
         """The layer of such calls, known from an earlier one or prepared now."""

@@ -83,8 +83,8 @@ def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any
     return of_bias.gather(1, ids.where(ids >= 0, ~ids).long()).where(ids >= 0, 0.0)
 
 
-def finish(tensors: Tensors, wanted: Mapping[str, Any], computed: Computed) -> None:
-    """Writes what is wanted of x, of combine weights and of the router.
+def finish(tensors: Tensors, wanted: Mapping[str, Any], computed: Computed, accumulates: bool = False) -> None:
+    """Writes what is wanted of x, of combine weights and of the router, or adds to that of the router.
 
     Products with the gradients of logits are of their parts, so that bfloat16 tensor cores have them, and are added up
     in float32: a product of float64 or float32 takes several times as long, and that of TF32 is not exact.
@@ -106,9 +106,14 @@ def finish(tensors: Tensors, wanted: Mapping[str, Any], computed: Computed) -> N
         torch.add(by_router, computed.x, out=wanted["x"])
     if "router" in wanted:
         by_part = sum(_product(parts.T, each) for each in _bfloat16(tensors.x))
-        wanted["router"].copy_(by_part.view(LOGIT_PARTS, experts, -1).sum(0))
+        _write(wanted["router"], by_part.view(LOGIT_PARTS, experts, -1).sum(0), accumulates)
     if "router_bias" in wanted:
-        wanted["router_bias"].copy_(parts.sum(0, dtype=torch.float64).view(LOGIT_PARTS, experts).sum(0))
+        by_token = parts.sum(0, dtype=torch.float64).view(LOGIT_PARTS, experts).sum(0)
+        _write(wanted["router_bias"], by_token, accumulates)
+
+
+def _write(to: Any, found: Any, accumulates: bool) -> None:
+    to.copy_(to + found if accumulates else found)
 
 
 def _bfloat16(tensor: Any) -> list[Any]:
