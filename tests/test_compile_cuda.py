@@ -71,7 +71,13 @@ def test_exact_instances_need_no_wgmma(tool, capsys):
 @pytest.mark.parametrize("every", [False, True])
 def test_instances(tool, every):
     """Each once, and `every` one includes all others."""
-    of_kinds = [tool.instances, tool.transposed_instances, tool.quantised_instances, tool.training_instances]
+    of_kinds = [
+        tool.instances,
+        tool.transposed_instances,
+        tool.quantised_instances,
+        tool.mxfp4_instances,
+        tool.training_instances,
+    ]
     found = [defines for of_kind in of_kinds for defines in of_kind(every)]
     assert len(found) == len(set(found))
     assert set(found) <= {defines for of_kind in of_kinds for defines in of_kind(True)}
@@ -97,10 +103,19 @@ def test_instances_of_experts_in_fp8(tool):
     assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
 
 
+def test_instances_of_experts_in_mxfp4(tool, capsys):
+    units = [unit for unit in tool.units() if tool.MXFP4 in unit.defines]
+    assert [unit.defines for unit in units] == tool.mxfp4_instances(False)
+    assert tool.report(units[0], compiled(tool)) == 1  # there is no mma.sync
+    assert "no HMMA instruction" in capsys.readouterr().out
+    assert tool.report(units[0], compiled(tool, sass=SASS.replace("HGMMA", "HMMA"))) == 0
+
+
 def test_instances_of_training(tool):
+    others = {"-DFLASHMOE_DTYPE=0", tool.QUANTISED, tool.MXFP4}
     for every, of_each in ((False, 4), (True, 2 * 7 * 2)):
         found = tool.training_instances(every)
-        assert not any("-DFLASHMOE_DTYPE=0" in defines or tool.QUANTISED in defines for defines in found)
+        assert not any(others & set(defines) for defines in found)
         for which in (tool.KEEP, tool.BACKWARD):
             assert sum(which in defines for defines in found) == of_each
 

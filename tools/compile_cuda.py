@@ -44,12 +44,12 @@ INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 
 # Of the fused kernel, by their names in SASS: TMA loads of the weights, cp.async that gathers the tokens' rows, wgmma.
 LOADS = ("UTMALDG", "LDGSTS")
-WGMMA, WGMMA_FP8 = "HGMMA", "QGMMA"
+WGMMA, WGMMA_FP8, MMA = "HGMMA", "QGMMA", "HMMA"
 
 BF16 = 1  # as csrc/cuda/entry/moe.cu numbers them
 ACTIVATIONS = RELU, GELU, SILU, SWIGLU, GEGLU, RELU2, CLAMPED = range(7)
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
-TRANSPOSED, QUANTISED = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1"
+TRANSPOSED, QUANTISED, MXFP4 = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1", "-DFLASHMOE_MXFP4=1"
 KEEP, BACKWARD = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
@@ -154,6 +154,8 @@ class Unit:
             return ()
         if QUANTISED in self.defines:
             return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
+        if MXFP4 in self.defines:  # the kernel for a few tokens alone
+            return (MMA, *LOADS)
         return LOADS if EXACT in self.defines else (WGMMA, *LOADS)
 
     @property
@@ -194,6 +196,11 @@ def quantised_instances(every: bool) -> list[tuple[str, ...]]:
     return [*(instance(*kind, QUANTISED) for kind in kinds), *traced]
 
 
+def mxfp4_instances(every: bool) -> list[tuple[str, ...]]:
+    """The same of experts in MXFP4."""
+    return [tuple(MXFP4 if define == QUANTISED else define for define in each) for each in quantised_instances(every)]
+
+
 def training_instances(every: bool) -> list[tuple[str, ...]]:
     """Of forward passes that keep what gradients need, and of backward passes: with and without a gate, with the one of
     most registers, and of both layouts of weights."""
@@ -232,6 +239,7 @@ def units(every: bool = False) -> list[Unit]:
                 *instances(every),
                 *transposed_instances(every),
                 *quantised_instances(every),
+                *mxfp4_instances(every),
                 *training_instances(every),
                 *program_instances(),
             )

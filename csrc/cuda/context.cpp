@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "cuda/limits.h"
+#include "cuda/policy.h"
 #include "cuda/report.h"
 #include "host/fault_message.h"
 #include "host/text.h"
@@ -65,11 +66,11 @@ void Context::take_memory(const Membership& who) {
 
 // ---- Layers -----------------------------------------------------------------------------------------------
 
-const Kernels& Context::kernels(const std::string& cubin, Pass pass, DriverStream stream) {
+const Kernels& Context::kernels(const std::string& cubin, KernelSet which, DriverStream stream) {
   std::unique_ptr<Kernels>& loaded = kernels_[cubin];
   if (loaded == nullptr) {
     device_.refuse_capture(stream, "loading a kernel, as the first call of a dtype and activation does,");
-    loaded = std::make_unique<Kernels>(device_, cubin, pass, puts_);
+    loaded = std::make_unique<Kernels>(device_, cubin, which, puts_);
   }
   return *loaded;
 }
@@ -97,10 +98,11 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
   const bool trains = layer.pass != Pass::kInference;
-  if (trains && (l.ranks != 1 || spec.quantised() || element_bytes(spec.y_type) != 2)) {
+  if (trains && (l.ranks != 1 || has_scales(spec.weight_type) || element_bytes(spec.y_type) != 2)) {
     throw Error(Error::Kind::kInvalidArgument, "layer: expected a rank alone and a 16-bit type for gradients");
   }
-  const Kernels& loaded = kernels(layer.cubin, layer.pass, stream);
+  const KernelSet which{.general = !only_few(spec), .few = !trains, .logits = layer.pass == Pass::kBackward};
+  const Kernels& loaded = kernels(layer.cubin, which, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");
@@ -142,6 +144,12 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
   const std::lock_guard lock(mutex_);
   Plan& plan = plan_for(layer, tokens);
   if (tokens.tokens == 0 && common_.limits.ranks == 1) return;  // alone, a rank without tokens has nothing to compute
+  if (only_few(plan.spec) && !plan.few()) {
+    throw Error(
+        Error::Kind::kInvalidArgument,
+        concat("x: expected at most ", plan.most_few(), " tokens with weights of ", name_of(plan.spec.weight_type),
+               " on the CUDA engine, which has no kernel of more, got ", tokens.tokens));
+  }
   launch(plan, stream);
 }
 

@@ -58,7 +58,7 @@ class Context {
 
  private:
   void take_memory(const Membership& who);
-  const Kernels& kernels(const std::string& cubin, Pass pass, DriverStream stream);
+  const Kernels& kernels(const std::string& cubin, KernelSet which, DriverStream stream);
   const Placement& placement(const Layer& layer, DriverStream stream);
   Plan& plan_of(int64_t layer) const;
   Plan& plan_for(int64_t layer, const TokenSpec& tokens);

@@ -2,13 +2,13 @@
 
 namespace flashmoe::cuda {
 
-Kernels::Kernels(const Device& device, const std::string& cubin, Pass pass, const Nvshmem* api)
+Kernels::Kernels(const Device& device, const std::string& cubin, KernelSet which, const Nvshmem* api)
     : device_(device),
       api_(api),
       module_(device, cubin),
-      general_(module_.kernel("flashmoe_moe", sm90::kSharedBytes)),
-      few_(pass == Pass::kInference ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr),
-      logits_(pass == Pass::kBackward ? module_.kernel("flashmoe_logits", 0) : nullptr) {
+      general_(which.general ? module_.kernel("flashmoe_moe", sm90::kSharedBytes) : nullptr),
+      few_(which.few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr),
+      logits_(which.logits ? module_.kernel("flashmoe_logits", 0) : nullptr) {
   if (api_ == nullptr) return;
   NvshmemVersion compiled_with{};
   module_.read("nvshmemi_device_lib_version_d", &compiled_with, sizeof(compiled_with));

@@ -10,12 +10,16 @@
 
 namespace flashmoe::cuda {
 
-// The kernels of one cubin: that for any number of tokens; for inference that for a few; and of a backward pass that of a
-// router's logits.
+// Which kernels a cubin has: that for any number of tokens, that for a few, and that of a router's logits. Forward passes
+// that keep have no second, backward passes the third in its place, and experts in mxfp4 the second alone.
+struct KernelSet {
+  bool general, few, logits;
+};
+
 class Kernels {
  public:
   // api: null, but where kernels put: NVSHMEM then tells their module where everything is.
-  Kernels(const Device& device, const std::string& cubin, Pass pass, const Nvshmem* api);
+  Kernels(const Device& device, const std::string& cubin, KernelSet which, const Nvshmem* api);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;

@@ -49,11 +49,21 @@ sm90::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
 
+// A row of weights as the copy engine knows it: elements, but bytes where these are smaller.
+struct MapRow {
+  uint32_t bytes, elements;  // of an element; of the row
+
+  MapRow(DType type, uint32_t columns)
+      : bytes(max_of(encoding_of(type).bits / 8, 1u)),
+        elements(static_cast<uint32_t>(stored_bytes(type, columns) / bytes)) {}
+};
+
 // Of the matrices of `experts` experts, or slices of the shared expert.
 TensorMapShape gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t experts, sm90::GatedRows gated) {
   const uint32_t bytes = element_bytes(spec.weight_type);
   if (!spec.transposed) {
-    return gate_up_shape(m, bytes, spec.hidden, spec.intermediate, experts, spec.gated(), gated);
+    const MapRow row(spec.weight_type, spec.hidden);
+    return gate_up_shape(m, row.bytes, row.elements, spec.intermediate, experts, spec.gated(), gated);
   }
   const uint32_t halves = spec.gated() && !spec.interleaved ? 2 : 1;
   return transposed_shape(m, bytes, spec.gate_up_rows() / halves, halves, gated.up, spec.hidden, experts);
@@ -61,7 +71,10 @@ TensorMapShape gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t expe
 
 TensorMapShape down_map(const LayerSpec& spec, const Matrix& m, uint32_t experts) {
   const uint32_t bytes = element_bytes(spec.weight_type);
-  if (!spec.transposed) return down_shape(m, bytes, spec.hidden, spec.intermediate, experts);
+  if (!spec.transposed) {
+    const MapRow row(spec.weight_type, spec.intermediate);
+    return down_shape(m, row.bytes, spec.hidden, row.elements, experts);
+  }
   return transposed_shape(m, bytes, spec.hidden, 1, 0, spec.intermediate, experts);
 }
 
@@ -87,7 +100,8 @@ void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   a.shared_gated = spec.interleaved ? a.gated : sm90::GatedRows{1, spec.shared * spec.intermediate};
   const uint64_t columns = uint64_t{spec.intermediate} * a.shared_gated.step;
   gate_up.expert_bytes = columns * (spec.transposed ? bytes : gate_up.row_bytes);
-  down.expert_bytes = spec.intermediate * (spec.transposed ? down.row_bytes : bytes);
+  down.expert_bytes =
+      spec.transposed ? spec.intermediate * down.row_bytes : stored_bytes(spec.weight_type, spec.intermediate);
   a.shared_gate_up =
       encode(gate_up_map(spec, gate_up, spec.shared, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
   a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
@@ -122,16 +136,17 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
 // expert to the kernel: a slice of rows, or where there is one, the expert.
 sm90::ScaleTable scale_table(const LayerSpec& spec, uint64_t data, uint32_t rows, uint32_t parts, uint32_t columns,
                              uint32_t slices) {
+  const Encoding encoding = encoding_of(spec.weight_type);
   sm90::ScaleTable t{};
-  t.data = reinterpret_cast<const float*>(data);
+  t.data = reinterpret_cast<const void*>(data);
   const uint32_t part = rows / parts;
   if (spec.weight_scales == WeightScales::kTensor) t.expert = slices == 1 ? 1 : 0;
   if (spec.weight_scales == WeightScales::kRow) t.expert = slices == 1 ? rows : part / slices;
   if (spec.weight_scales != WeightScales::kBlock) return t;
-  t.row = scale_blocks(columns);
+  t.row = ceil_div(columns, encoding.block_columns);
   t.step = 1;
-  t.blocks = scale_blocks(part / slices);
-  t.up = scale_blocks(part) * t.row;
+  t.blocks = ceil_div(part / slices, encoding.block_rows);
+  t.up = ceil_div(part, encoding.block_rows) * t.row;
   t.expert = (slices == 1 ? parts : 1) * t.blocks * t.row;
   return t;
 }
@@ -200,7 +215,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.weights_on_input = spec.weights_on_input ? 1 : 0;
   args.rule = rule_of(layer);
   set_weights(args, layer);
-  if (spec.quantised()) set_scales(args, layer);
+  if (has_scales(spec.weight_type)) set_scales(args, layer);
   if (pass != Pass::kBackward) set_intermediate_rows(args, spec, common.limits);  // else see set_gradients()
   args.topk_ids_64 = layer.topk_ids_64;
   args.topk_weights_as_x = layer.topk_weights_as_x;
@@ -212,12 +227,15 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 bool Plan::few() const {
   return pass == Pass::kInference && is_few(args.call.shape, element_bytes(spec.y_type), spec.transposed);
 }
+uint32_t Plan::most_few() const {
+  return few_most(args.call.shape, element_bytes(spec.y_type), spec.transposed);
+}
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
   const Shape shape = shape_of(c, spec);
   c.shape.tokens = t.tokens;
-  args.few_parts = few_parts(c.shape, element_bytes(spec.weight_type));
+  args.few_parts = few_parts(c.shape, encoding_of(spec.weight_type).bits);
   c.policy.log2_block = static_cast<uint32_t>(
       std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
   c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, spec.top_k, spec.experts);

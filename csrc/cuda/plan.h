@@ -32,8 +32,9 @@ struct Plan {
   void set_tokens(const Common& common, const TokenSpec& tokens);
   // Of Pass::kBackward, behind set_tokens(). Encodes the tensor maps of rows.
   void set_gradients(const GradientSpec& g);
-  // Whether the kernel of a few tokens takes the call.
+  // Whether the kernel of a few tokens takes the call, and the most tokens that it takes of the layer.
   bool few() const;
+  uint32_t most_few() const;
 
   sm90::KernelArgs args{};
   const Kernels& kernels;

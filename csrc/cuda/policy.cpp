@@ -41,21 +41,26 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
   return block;
 }
 
-bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
+uint32_t few_most(const CallShape& s, uint32_t element_bytes, bool transposed) {
   constexpr uint32_t kMostRows = 16;  // of an expert, on average
+  if (kExpertProducts != 0 || transposed || s.ranks != 1) return 0;
   const uint32_t top_k = s.routed_top_k();
   // Several slices are choices there, in the general kernel one: more tokens are to have the bits of that.
   const uint32_t most = element_bytes == 2 && s.shared <= 1 ? kFewTokens : kFewExactTokens;
-  return kExpertProducts == 0 && !transposed && s.ranks == 1 && s.tokens <= most &&
-         s.tokens * (top_k + s.shared) <= kFewChoices && s.tokens * top_k <= kMostRows * s.routed_experts();
+  return min_of(most, min_of(kFewChoices / (top_k + s.shared), kMostRows * s.routed_experts() / top_k));
 }
 
-uint32_t few_parts(const CallShape& s, uint32_t element_bytes) {
+bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
+  const uint32_t most = few_most(s, element_bytes, transposed);
+  return most != 0 && s.tokens <= most;
+}
+
+uint32_t few_parts(const CallShape& s, uint32_t weight_bits) {
   // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
   // token has 64 tasks of 224 stages.
   constexpr uint32_t kLeastStages = 16;
   if (s.tokens > kFewExactTokens) return 1;
-  const uint32_t stages = ceil_div(s.intermediate * element_bytes, sm90::kRowBytes);
+  const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, sm90::kRowBytes);
   const uint32_t columns = (s.routed_top_k() + s.shared) * align_up(s.hidden, sm90::kBoxFeatures);
   return std::clamp(min_of(kFewPartColumns / columns, stages / kLeastStages), 1u, kMostFewParts);
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashmoe/protocol/call.h"
+#include "flashmoe/spec/layer.h"
 
 namespace flashmoe::cuda {
 
@@ -30,9 +31,15 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 // weights along K, and has room for 2048 choices, those of the shared expert's slices too. Its time is that of reading the
 // weights up to about 16 rows an expert. element_bytes: of y.
 bool is_few(const CallShape& shape, uint32_t element_bytes, bool transposed);
+// The most tokens of which it does, whatever the call's number is.
+uint32_t few_most(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // Of a call of few tokens, in how many parts GEMM1 sums the intermediate columns: the same for any number of tokens up to
-// kFewExactTokens, and 1 beyond. element_bytes: of weights.
-uint32_t few_parts(const CallShape& shape, uint32_t element_bytes);
+// kFewExactTokens, and 1 beyond. weight_bits: of an element of weights.
+uint32_t few_parts(const CallShape& shape, uint32_t weight_bits);
+// Whether there is no kernel but that of few tokens.
+constexpr bool only_few(const LayerSpec& spec) {
+  return spec.weight_type == DType::kMxFp4;
+}
 
 // Whether a token's rows are joined as they come, so that there is no Combine (actors/joiner.h). With two rows a token
 // it pays where most tiles are full: while small tasks run, there is no time to join their rows.

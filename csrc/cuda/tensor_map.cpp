@@ -13,8 +13,8 @@ int map_type(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return kMapFloat32;
     case DType::kBFloat16: return kMapBFloat16;
-    case DType::kFloat8E4M3: return kMapUInt8;  // which are copied as bytes
-    case DType::kMxFp4:                         // of which there is no kernel
+    case DType::kFloat8E4M3:
+    case DType::kMxFp4: return kMapUInt8;  // which are copied as bytes
     case DType::kFloat16: break;
   }
   return kMapFloat16;

@@ -175,8 +175,8 @@ class Context:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
     weight_dtype:
         Element type of the experts' weights in calls: `dtype`, the default; ``"float8_e4m3fn"``, with which rows go
-        to other ranks in that type, too (docs/fp8.md); or ``"mxfp4"``, with which they do not (docs/mxfp4.md; CPU
-        engine). Memory is made for one of them.
+        to other ranks in that type, too (docs/fp8.md); or ``"mxfp4"``, with which they do not (docs/mxfp4.md; CUDA
+        engine: one rank and calls of few tokens). Memory is made for one of them.
     placement:
         Who holds expert 0, 1, ...: E entries, each a rank, or several that have a copy (see `flashmoe.placement`).
         Default: contiguous shares, as even as possible.

@@ -53,8 +53,8 @@ TRANSPOSED = ("bfloat16", "float16")
 TRAINED = ("bfloat16", "float16")
 """The types of layers whose gradients there are kernels of."""
 
-BESIDE_FP8 = ("bfloat16", "float16")
-"""The types of y beside experts in FP8 that there are kernels of."""
+BESIDE_QUANTISED = ("bfloat16", "float16")
+"""The types of y beside experts in FP8 or MXFP4 that there are kernels of."""
 
 NVCC_SECONDS = 900.0
 """How long a compilation may take. 30 s are usual, several minutes are not unheard of on a busy machine."""
@@ -80,6 +80,8 @@ class Variant:
     """The experts' matrices are [El, H, 2I or I] and [El, I, H]."""
     quantised: bool = False
     """The experts' matrices, and the rows that they multiply, are in e4m3."""
+    mxfp4: bool = False
+    """The experts' matrices are in mxfp4; the kernel for a few tokens alone."""
     keeps: bool = False
     """It keeps what the layer's gradients need; of 16-bit types."""
     backward: bool = False
@@ -90,7 +92,7 @@ class Variant:
         """For messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         activation = _ACTIVATIONS[self.activation]
-        words = ["exact"] * self.exact + ["FP8"] * self.quantised + [dtype, activation]
+        words = ["exact"] * self.exact + ["FP8"] * self.quantised + ["MXFP4"] * self.mxfp4 + [dtype, activation]
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
         words += ["backward"] * self.backward
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
@@ -107,6 +109,7 @@ class Variant:
             *["-DFLASHMOE_RDMA=1"] * self.rdma,
             *["-DFLASHMOE_TRANSPOSED=1"] * self.transposed,
             *["-DFLASHMOE_QUANTISED=1"] * self.quantised,
+            *["-DFLASHMOE_MXFP4=1"] * self.mxfp4,
             *["-DFLASHMOE_KEEP=1"] * self.keeps,
             *["-DFLASHMOE_BACKWARD=1"] * self.backward,
         ]

@@ -18,7 +18,7 @@ import numpy as np
 from .capsule import exported
 from .errors import InvalidArgument
 from .foreign import clipped
-from .spec import FP8
+from .spec import ENCODINGS, FP8
 
 if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
     import tvm_ffi
@@ -29,6 +29,9 @@ _HOST = ("cpu", "cuda_host", "rocm_host")
 
 _WORDS = {np.dtype(ml_dtypes.bfloat16): np.uint16, np.dtype(ml_dtypes.float8_e4m3fn): np.uint8}
 """Types that NumPy exports no memory of, and those as which it does."""
+
+_PACKED = tuple(encoding.stored for encoding in ENCODINGS.values() if encoding.packed)
+"""Types of tensors whose rows are blocks, each along the last axis."""
 
 
 class Described(Protocol):
@@ -192,11 +195,14 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     strides = [
         stride if length > 1 and tensor.numel() else None for stride, length in zip(tensor.stride(), shape, strict=True)
     ]
-    if strides[-1] not in (None, 1):
+    lengths, packed = list(shape), dtype in _PACKED and len(shape) > 2
+    if strides[-1] not in (None, 1) or (packed and strides[-2] not in (None, shape[-1])):
         raise InvalidArgument(f"{name}: expected rows without gaps, got strides {list(tensor.stride())}")
-    row_bytes = size * (shape[-1] if strides[-2] is None else strides[-2])
-    matrix_bytes = row_bytes * shape[-2]
-    if len(shape) > 2 and strides[-3] is not None:
+    if packed:  # a row is the last two axes
+        lengths[-2:], strides[-2:] = [shape[-2] * shape[-1]], [1]
+    row_bytes = size * (lengths[-1] if strides[-2] is None else strides[-2])
+    matrix_bytes = row_bytes * lengths[-2]
+    if len(lengths) > 2 and strides[-3] is not None:
         matrix_bytes = size * strides[-3]
     return DeviceOperand(address, shape, dtype, row_bytes, matrix_bytes)
 

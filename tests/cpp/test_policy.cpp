@@ -183,10 +183,10 @@ void check_few_and_joined() {
   CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));        // slices
   CHECK(cuda::is_few(few(8, 128, 8), 4, false) && !cuda::is_few(few(9, 128, 8), 4, false));
   // Parts of GEMM1: of a token there are to be 256 tasks, of 16 stages at least.
-  auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate, uint32_t element_bytes = 2) {
+  auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate, uint32_t weight_bits = 16) {
     shape.hidden = hidden;
     shape.intermediate = intermediate;
-    return cuda::few_parts(shape, element_bytes);
+    return cuda::few_parts(shape, weight_bits);
   };
   CHECK_EQ(parts(few(1, 128, 8), 2048, 768), 1u);
   CHECK_EQ(parts(few(1, 8, 2), 4096, 14336), 4u);
@@ -194,10 +194,13 @@ void check_few_and_joined() {
   CHECK_EQ(parts(few(9, 8, 2), 4096, 14336), 1u);
   CHECK_EQ(parts(few(1, 8, 1), 128, 65536), kMostFewParts);
   CHECK_EQ(parts(few(1, 64, 8), 32768, 65536), 1u);
-  CHECK(parts(few(1, 8, 1), 128, 8192) == 8 && parts(few(1, 8, 1), 128, 8192, 1) == 4);  // FP8: half as many stages
+  CHECK(parts(few(1, 8, 1), 128, 8192) == 8 && parts(few(1, 8, 1), 128, 8192, 8) == 4);  // FP8: half as many stages
+  CHECK(parts(few(1, 8, 1), 128, 8192, 4) == 2 && parts(few(1, 32, 4), 2880, 2880, 4) == 1);  // MXFP4: a quarter
   CallShape two_ranks = few(1, 128, 8);
   two_ranks.ranks = 2;
   CHECK(!cuda::is_few(two_ranks, 2, false) && !cuda::is_few(few(1, 128, 8), 2, true));
+  CHECK(cuda::few_most(two_ranks, 2, false) == 0 && cuda::few_most(few(1, 8, 2), 2, false) == 64);
+  CHECK(cuda::few_most(few(1, 128, 8), 2, false) == 256 && cuda::few_most(few(1, 256, 8, 1), 2, false) == 227);
   // Two rows a token: from tiles that are full on average. One: always.
   const Shape two = kPaper64.on(1);
   CHECK(cuda::joins_rows(two, 8192, 0) && !cuda::joins_rows(two, 8191, 0));

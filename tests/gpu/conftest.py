@@ -70,7 +70,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in spec.ACTIVATIONS]
     variants += [jit.Variant("float32", activation, exact=True) for activation in spec.ACTIVATIONS]
     variants += [jit.Variant(dtype, each, transposed=True) for dtype in jit.TRANSPOSED for each in spec.ACTIVATIONS]
-    variants += [jit.Variant(dtype, each, quantised=True) for dtype in jit.BESIDE_FP8 for each in spec.ACTIVATIONS]
+    variants += [
+        jit.Variant(dtype, each, **{encoding: True})
+        for encoding in ("quantised", "mxfp4")
+        for dtype in jit.BESIDE_QUANTISED
+        for each in spec.ACTIVATIONS
+    ]
     variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
     trained = [(dtype, each, False) for dtype in jit.TRAINED for each in spec.ACTIVATIONS]
     trained += [("bfloat16", each, True) for each in spec.ACTIVATIONS] + [("float16", "clamped_swiglu", True)]

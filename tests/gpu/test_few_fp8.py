@@ -11,12 +11,12 @@ import flashmoe
 import numpy as np
 import pytest
 import torch
-from fp8_layers import call, context_of, layer_and_quantisation, on_gpu, on_host, run_and_check
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import at_random
 from problems import Outcome, Problem, check, quantised, random_problem
+from quantised_on_gpu import call, context_of, layer_and_quantisation, on_gpu, on_host, run_and_check
 
 pytestmark = pytest.mark.gpu
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 from flashmoe.launch import RankPool
 from flashmoe.report import CallReport
-from fp8_layers import call, context_of, layer_and_quantisation, on_gpu, on_host, run_and_check
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import at_random
 from problems import Outcome, Problem, check, quantised, random_problem
+from quantised_on_gpu import call, context_of, layer_and_quantisation, on_gpu, on_host, run_and_check
 from ranks import device_of, joined
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,7 @@
 // One instance of the fused kernel, and of that for a few tokens, compiled on first use by python/flashmoe/jit.py:
 //   FLASHMOE_DTYPE       of x, weights, intermediate rows and returns, as flashmoe::DType; float32: by TF32 tensor cores
 //   FLASHMOE_QUANTISED   1: the experts' matrices and the rows that they multiply are in e4m3 (of a 16-bit type the rest)
+//   FLASHMOE_MXFP4       1: the experts' matrices are in mxfp4 (of a 16-bit type the rest), of a few tokens alone
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRANSPOSED  1: the experts' matrices are [El, H, 2I or I] and [El, I, H], of 16-bit types
 //   FLASHMOE_KEEP        1: keep what the layer's gradients need, of 16-bit types and a rank that is alone
@@ -46,16 +47,19 @@ struct DtypeOf<DType::kFloat16> {
 };
 
 using Plain = DtypeOf<DType{FLASHMOE_DTYPE}>::Type;
-using Dtype = std::conditional_t<kQuantisedBuild, Quantised<Plain>, Plain>;
+using Dtype =
+    std::conditional_t<kQuantisedBuild, Quantised<Plain>, std::conditional_t<kMxFp4Build, MxFp4<Plain>, Plain>>;
 inline constexpr Activation kActivation{FLASHMOE_ACTIVATION};
 // Of matrices as they are multiplied: a backward pass contracts over the other axis.
 inline constexpr bool kTransposed = (FLASHMOE_TRANSPOSED != 0) != kIsBackward;
-static_assert(!kQuantised<Dtype> || (Dtype::kBytes == 2 && !kTransposed));
+static_assert(!(kQuantisedBuild || kMxFp4Build) || (Dtype::kBytes == 2 && !kTransposed));
+static_assert(!(kQuantisedBuild && kMxFp4Build));
 static_assert(!kTransposed || Dtype::kBytes == 2);  // wgmma takes no MN-major operands of other types
-static_assert(!(kKeepBuild || kIsBackward) || (Dtype::kBytes == 2 && !kQuantised<Dtype>));
+static_assert(!(kKeepBuild || kIsBackward) || (Dtype::kBytes == 2 && !kQuantisedBuild && !kMxFp4Build));
 
 }  // namespace flashmoe::sm90
 
+#if !FLASHMOE_MXFP4
 extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
     __launch_bounds__(flashmoe::sm90::kThreads, 1)
         flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
@@ -65,6 +69,7 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   if (!sm90::prepare<sm90::Dtype>(args, shared)) return;
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
+#endif
 
 #if FLASHMOE_BACKWARD
 extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kLogitThreads)

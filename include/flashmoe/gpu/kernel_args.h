@@ -72,13 +72,18 @@ struct GatedRows {
   uint32_t step, up;
 };
 
-// Scales of e4m3 weights, fp32. Of block b of 128 rows and k-block k of expert e: data[e expert + b row + k step]; of e's
-// row r, where each has one: data[e expert + r].
+// Scales of weights: fp32 of e4m3, e8m0 of mxfp4, a byte each. Of block b of rows (spec/encoding.h) and block k of K of
+// expert e: data[e expert + b row + k step]; of e's row r, where each has one: data[e expert + r].
 struct ScaleTable {
-  const float* data;
+  const void* data;
   uint32_t expert, row, step;
   uint32_t blocks;  // of rows of an expert, or of a slice
   uint32_t up;      // from a gate's to its up's, where these lie behind all gates
+
+  template <class Scale>
+  FLASHMOE_HD const Scale* as() const {
+    return static_cast<const Scale*>(data);
+  }
 };
 
 // What a forward pass keeps for its gradients, of a rank that is alone; C is the number of a token's choices, one for each
@@ -163,6 +168,7 @@ struct KernelArgs {
   float* kept;                    // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 
   // Of experts in e4m3. Their intermediate rows, each tile's by itself: 3D {I, 256, tiles}, box {128, 32, 1}.
+  // In mxfp4: the matrices are bytes, of which a row has H / 2 or I / 2, and a box 128.
   ScaleTable gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale;
   uint32_t scales_by_row;  // 1: each row of weights has a scale
   const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised

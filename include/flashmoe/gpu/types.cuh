@@ -10,6 +10,10 @@
 #ifndef FLASHMOE_QUANTISED
 #define FLASHMOE_QUANTISED 0
 #endif
+// 1: the kernel of layers whose experts' matrices are in mxfp4, beside rows of a 16-bit type.
+#ifndef FLASHMOE_MXFP4
+#define FLASHMOE_MXFP4 0
+#endif
 // 1: the kernel of a forward pass that keeps what its gradients need.
 #ifndef FLASHMOE_KEEP
 #define FLASHMOE_KEEP 0
@@ -18,6 +22,7 @@
 namespace flashmoe::gpu {
 
 inline constexpr bool kQuantisedBuild = FLASHMOE_QUANTISED != 0;
+inline constexpr bool kMxFp4Build = FLASHMOE_MXFP4 != 0;
 inline constexpr bool kKeepBuild = FLASHMOE_KEEP != 0;
 
 // For 16 bytes of elements: spread() gives them as fp32, accumulate() adds the i-th to sum[i], round() packs sums.
@@ -121,6 +126,14 @@ inline constexpr bool kQuantised = false;
 template <class D>
 inline constexpr bool kQuantised<Quantised<D>> = true;
 
+// Of a layer whose experts' matrices are in mxfp4, and all else in D.
+template <class D>
+struct MxFp4 : D {};
+template <class Dtype>
+inline constexpr bool kMxFp4 = false;
+template <class D>
+inline constexpr bool kMxFp4<MxFp4<D>> = true;
+
 // The type of experts' matrices, and of the rows that these multiply.
 template <class Dtype>
 struct Factors {
@@ -129,6 +142,10 @@ struct Factors {
 template <class D>
 struct Factors<Quantised<D>> {
   using Type = E4M3;
+};
+template <class D>
+struct Factors<MxFp4<D>> {
+  using Type = D;  // matrices become so as they are multiplied
 };
 
 // The type in which the router's scores are computed: which experts a token gets must not depend on the 13 bits of fp32
@@ -143,6 +160,8 @@ struct Scores<Tf32> {
 };
 template <class D>
 struct Scores<Quantised<D>> : Scores<D> {};
+template <class D>
+struct Scores<MxFp4<D>> : Scores<D> {};
 
 // Element i of a bias; 0 where there is none, or outside of it.
 template <class Dtype>

@@ -13,11 +13,13 @@
 //   8       takes tasks, and loads their weights (one thread)
 //   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
 //           (few_rows_quantised.cuh)
+//   10      in mxfp4: loads the scales of the weights (few_scales_mxfp4.cuh)
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
 // Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
 // in several sums side by side, and of few rows' long ones parts are tasks of their own. In calls of more tokens they are
-// summed along K in steps of 16 as in the general kernel, and have its bits; but for weights in e4m3, see docs/fp8.md.
+// summed along K in steps of 16 as in the general kernel, and have its bits; but for quantised weights, see docs/fp8.md and
+// docs/mxfp4.md.
 //
 // Waits: for logits, choices, a unit's rows and at the meeting, all bounded (wait_until). The protocol's queues and signals
 // are left alone.
@@ -27,6 +29,7 @@
 #include "flashmoe/sm90/few_gemms.cuh"
 #include "flashmoe/sm90/few_routing.cuh"
 #include "flashmoe/sm90/few_rows_quantised.cuh"
+#include "flashmoe/sm90/few_scales_mxfp4.cuh"
 
 namespace flashmoe::sm90 {
 namespace few {
@@ -54,6 +57,8 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
     load_quantised_rows<Dtype, kGated>(b, b.warp() - kFewConsumers - 1);
   } else if (b.warp() == kFewConsumers + 1) {
     load_rows<Dtype, kGated>(b);
+  } else if constexpr (kMxFp4<Dtype>) {
+    if (b.warp() == kFewConsumers + 2) load_scales<Dtype, kGated>(b);
   }
   trace.begin();
   const bool ok = meet(b);

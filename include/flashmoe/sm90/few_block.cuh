@@ -42,24 +42,39 @@ struct FewScratch {
 // The pipeline: a ring of stages, each of weights and of rows, and tasks. More stages under way are slower: 11 took 1 % longer
 // with 64 to 256 tokens of Qwen3-30B-A3B.
 //   weights  a k-block of 128 bytes of 128 features, 128-byte swizzled, by the copy engine; full: one arrival, and the bytes
+//            behind them in mxfp4: their scales, by a warp whose 32 lanes arrive, too
 //   rows     the same k-block of a unit's rows, swizzled likewise, 16 bytes at a time; full: the warp's 32 lanes
 //            empty, of both: an arrival of each consumer warp
 //            behind them, where these and the weights are in e4m3: what their products are multiplied by
 //   tasks    handed on by the warp that loads weights; full: one arrival; empty: the consumers' and the other loaders'
 inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
-inline constexpr uint32_t kFewStages = 7;
+// Beside mxfp4 rows are four times as wide, and more stages have no room.
+inline constexpr uint32_t kFewStages = kMxFp4Build ? 5 : 7;
 inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
 // Warps that load rows. Those that are quantised as they come take more instructions than one warp has time for.
 inline constexpr uint32_t kFewRowLoaders = kQuantisedBuild ? 3 : 1;
 static_assert(!kQuantisedBuild || kFewConsumers + 1 + kFewRowLoaders == kFewWarps);
-// A k-block of a row in shared memory, which holds e4m3 as fp16 (few_rows_quantised.cuh).
-inline constexpr uint32_t kFewRowPitch = kQuantisedBuild ? 2 * kRowBytes : kRowBytes;
+// Warps that load scales of weights, where these have some of their own.
+inline constexpr uint32_t kFewScaleLoaders = kMxFp4Build ? 1 : 0;
+// A k-block of a row in shared memory, which holds e4m3 as fp16 (few_rows_quantised.cuh), and has 16 bits beside weights
+// of 4.
+inline constexpr uint32_t kFewRowPitch = kQuantisedBuild ? 2 * kRowBytes : kMxFp4Build ? 4 * kRowBytes : kRowBytes;
 inline constexpr uint32_t kFewStageRows = 32;  // most rows of a unit
 // Where scales are behind a stage's rows, and its bytes with them: each row's scale times that of the warps' first blocks of
 // weights, and then each one's times that of their second.
 inline constexpr uint32_t kFewScalesAt = kFewStageRows * kFewRowPitch;
 inline constexpr uint32_t kFewRowStageBytes =
     kFewScalesAt + (kQuantisedBuild ? 2 * kFewStageRows * uint32_t{sizeof(float)} : 0);
+// Scales of a row of weights in mxfp4, as they lie in memory: eight bytes, of which the first is `shift` bits behind the
+// beginning of the words.
+struct alignas(16) StageScaleRow {
+  static constexpr uint32_t kWords = 3;
+  uint32_t words[kWords], shift;
+};
+// Where they are behind a stage's weights, and its bytes with them.
+inline constexpr uint32_t kFewWeightScalesAt = kBoxFeatures * kRowBytes;
+inline constexpr uint32_t kFewWeightStageBytes =
+    kFewWeightScalesAt + (kMxFp4Build ? kBoxFeatures * uint32_t{sizeof(StageScaleRow)} : 0);
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
   uint64_t task_full[kFewTasks], task_empty[kFewTasks];
@@ -69,7 +84,7 @@ struct FewPipeline {
 struct FewShared {
   union {
     struct {  // swizzled: aligned to 1024 bytes
-      uint8_t weights[kFewStages][kBoxFeatures * kRowBytes];
+      uint8_t weights[kFewStages][kFewWeightStageBytes];
       uint8_t rows[kFewStages][kFewRowStageBytes];
     };
     struct {
@@ -96,7 +111,13 @@ inline constexpr uint16_t kDropped = 0xffff;
 // A warp has 16 of a task's 128 rows of weights, two blocks of eight.
 inline constexpr uint32_t kBlocks = 2;
 template <class Dtype>
-using Sums = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype>, ExactSums<Dtype, kBlocks>>;
+struct SumsOf {
+  using Type = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype>, ExactSums<Dtype, kBlocks>>;
+};
+template <class D>
+struct SumsOf<MxFp4<D>> : SumsOf<D> {};
+template <class Dtype>
+using Sums = SumsOf<Dtype>::Type;
 // Most rows of a unit.
 template <class Dtype>
 inline constexpr uint32_t kUnitRows = Sums<Dtype>::kMostTokens;
@@ -104,6 +125,12 @@ inline constexpr uint32_t kUnitRows = Sums<Dtype>::kMostTokens;
 // 128 columns, of which a task of GEMM0 has half.
 template <class Dtype>
 using Inner = std::conditional_t<kQuantised<Dtype>, Tf32, Dtype>;
+
+// Chunk c of a stage's row is the c ^ row_swizzle(row)-th: lanes that read together meet in no bank. They read a chunk of
+// eight rows each, by ldmatrix; beside weights in mxfp4 four chunks of two.
+__device__ __forceinline__ uint32_t row_swizzle(uint32_t row) {
+  return kMxFp4Build ? row % 2 * 4 : row % 8;
+}
 
 // Liveness where a rank is alone and its blocks wait for one another: there is nobody else whose progress counts.
 struct NoOthers {

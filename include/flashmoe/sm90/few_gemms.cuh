@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"
+#include "flashmoe/sm90/few_products_mxfp4.cuh"
 #include "flashmoe/sm90/few_products_quantised.cuh"
 #include "flashmoe/sm90/few_scales.cuh"
 #include "flashmoe/sm90/few_tasks.cuh"
@@ -41,9 +42,10 @@ __device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, S
 template <class Dtype>
 __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
                                          Sums<Dtype>& sums) {
+  constexpr uint32_t kMost = kMxFp4<Dtype> ? 1 : 2;  // of four times as much K one has enough to do
 #pragma unroll 1
-  for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, rows, at, sums);
-  if (stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
+  for (; stages >= kMost; stages -= kMost) multiply_stages<Dtype, kMost>(b, rows, at, sums);
+  if (kMost > 1 && stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
   if constexpr (Dtype::kBytes == 2 && !kQuantised<Dtype>) {
     if (b.in_parts()) sums.join();
   }

@@ -1,24 +1,27 @@
-// Scales of a task's weights in e4m3, in the kernel for a few tokens (sm90/few.cuh).
+// Scales of a task's weights, in the kernel for a few tokens (sm90/few.cuh): where an expert's are, and those of e4m3.
 #pragma once
 
+#include "flashmoe/gpu/mxfp4.cuh"
 #include "flashmoe/sm90/few_tasks.cuh"
 #include "flashmoe/sm90/stage_scales.cuh"
 
 namespace flashmoe::sm90::few {
 
-// Those of the task's expert. A slice of the shared expert is some rows of its gate_up, but some columns of its down: there
-// the matrix is one, and the slice begins some k-blocks further on.
+// Those of the task's expert, fp32 of e4m3 or e8m0 of mxfp4. A slice of the shared expert is some rows of its gate_up, but
+// some columns of its down: there the matrix is one, and the slice begins some k-blocks further on.
+template <class Scale>
 struct ExpertScales {
+  static constexpr uint32_t kColumns = std::is_same_v<Scale, float> ? kScaleBlock : kMxFp4Block;  // of a block
   const ScaleTable& table;
-  const float* first;
+  const Scale* first;
 
   __device__ __forceinline__ ExpertScales(const Block& b, const Task& task)
-      : table(table_of(b, task)), first(table.data) {
+      : table(table_of(b, task)), first(table.as<Scale>()) {
     const uint32_t expert = b.routing.unit_expert[task.unit];
     const bool shared = b.is_shared(expert);
     const uint32_t matrix = shared ? expert - b.c.shape.routed_experts() : expert;
     if (shared && task.product != 0) {
-      first += matrix * (b.c.shape.intermediate / kScaleBlock) * table.step;
+      first += matrix * (b.c.shape.intermediate / kColumns) * table.step;
     } else {
       first += uint64_t{matrix} * table.expert;
     }
@@ -38,7 +41,7 @@ struct ExpertScales {
 template <bool kGated>
 __device__ __forceinline__ TaskScales scales_of(const Block& b, const Task& task) {
   if (b.args.scales_by_row != 0) return {nullptr, 0, 0};
-  const ExpertScales of{b, task};
+  const ExpertScales<float> of{b, task};
   if (kGated && task.product == 0 && b.args.gated.step == 1) {
     return {of.first + task.tile / 2 * of.table.row, of.table.up, of.table.step};
   }
@@ -55,7 +58,7 @@ struct RowScales {
   __device__ __forceinline__ RowScales(const Block& b, const Task& task, ColumnOf&& column_of) {
     const uint32_t column = column_of();
     const bool by_row = b.args.scales_by_row != 0;
-    const ExpertScales expert{b, task};
+    const ExpertScales<float> expert{b, task};
     const bool halves = kGated && task.product == 0;
     const uint32_t columns = task.product == 0 ? b.c.shape.intermediate : b.c.shape.hidden;
     const GatedRows gated = b.is_shared(b.routing.unit_expert[task.unit]) ? b.args.shared_gated : b.args.gated;

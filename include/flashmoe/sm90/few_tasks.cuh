@@ -29,8 +29,10 @@ struct Stages {
 
 template <class Dtype, bool kGated>
 struct Tasks {
-  static constexpr uint32_t kFeatures = kBoxFeatures / (kGated ? 2 : 1);   // intermediate columns of a task
-  static constexpr uint32_t kElementBytes = Factors<Dtype>::Type::kBytes;  // of weights
+  static constexpr uint32_t kFeatures = kBoxFeatures / (kGated ? 2 : 1);    // intermediate columns of a task
+  static constexpr uint32_t kElementBytes = Factors<Dtype>::Type::kBytes;   // of what is multiplied
+  static constexpr uint32_t kMapBytes = kMxFp4<Dtype> ? 1 : kElementBytes;  // of weights, as the copy engine knows them
+  static constexpr uint32_t kStageChunks = (kMxFp4<Dtype> ? 4 : 1) * kRowBytes / 16;  // of rows: of K a stage
 
   const Block& b;
 
@@ -49,7 +51,7 @@ struct Tasks {
     return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * kElementBytes / 16;
   }
   __device__ __forceinline__ Stages stages(const Task& task) const {
-    const uint32_t all = ceil_div(chunks(task.product), kRowBytes / 16), n = parts(task.product);
+    const uint32_t all = ceil_div(chunks(task.product), kStageChunks), n = parts(task.product);
     const uint32_t first = begin_of_part(all, task.part, n);
     return {first, begin_of_part(all, task.part + 1, n) - first};
   }
@@ -77,13 +79,13 @@ __device__ __forceinline__ uint32_t barrier_of(const uint64_t (&barriers)[kCount
 // One thread, before the block's first synchronization.
 __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   for (uint32_t i = 0; i < kFewStages; ++i) {
-    barrier_init(shared_address(&p.weights_full[i]), 1);
+    barrier_init(shared_address(&p.weights_full[i]), 1 + kFewScaleLoaders * P::kLanes);
     barrier_init(shared_address(&p.rows_full[i]), P::kLanes);
     barrier_init(shared_address(&p.empty[i]), kFewConsumers);
   }
   for (uint32_t i = 0; i < kFewTasks; ++i) {
     barrier_init(shared_address(&p.task_full[i]), 1);
-    barrier_init(shared_address(&p.task_empty[i]), kFewConsumers + kFewRowLoaders);
+    barrier_init(shared_address(&p.task_empty[i]), kFewConsumers + kFewRowLoaders + kFewScaleLoaders);
   }
   fence_barrier_init();
 }
@@ -115,9 +117,9 @@ __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks
   for (uint32_t i = 0; i < stages.count; ++i, stage.advance()) {
     const uint32_t full = barrier_of(p.weights_full, stage);
     wait(barrier_of(p.empty, stage), stage.parity ^ 1);
-    arrive_expect_tx(full, sizeof(b.s.weights[0]));
-    tma_load(shared_address(b.s.weights[stage.at]), map, full, (stages.first + i) * kRowBytes / TheTasks::kElementBytes,
-             0, 0, group, matrix, kEvictFirst);
+    arrive_expect_tx(full, kBoxFeatures * kRowBytes);
+    tma_load(shared_address(b.s.weights[stage.at]), map, full, (stages.first + i) * kRowBytes / TheTasks::kMapBytes, 0,
+             0, group, matrix, kEvictFirst);
   }
 }
 
@@ -153,11 +155,12 @@ __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uin
       b, [&] { return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle; });
 }
 
-// One warp: the rows of every task, each as soon as it is there. A lane has a chunk of every fourth row.
+// One warp: the rows of every task, each as soon as it is there. A lane has every eighth chunk of every fourth row.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_rows(const Block& b) {
-  constexpr uint32_t kRowsApart = 4, kMost = kUnitRows<Dtype> / kRowsApart;
-  const Tasks<Dtype, kGated> tasks{b};
+  using TheTasks = Tasks<Dtype, kGated>;
+  constexpr uint32_t kRowsApart = 4, kMost = kUnitRows<Dtype> / kRowsApart, kEights = TheTasks::kStageChunks / 8;
+  const TheTasks tasks{b};
   FewPipeline& p = b.s.pipeline;
   const uint32_t first = P::lane() / 8, chunk = P::lane() % 8;
   const uint64_t pitch = b.c.intermediate_row(0, 1) - b.c.intermediate_row(0, 0);
@@ -178,16 +181,21 @@ __device__ __forceinline__ void load_rows(const Block& b) {
     }
     const Stages stages = tasks.stages(task);
     for (uint32_t s = 0; s < stages.count; ++s, stage.advance()) {
-      const uint32_t at = (stages.first + s) * (kRowBytes / 16) + chunk,
-                     valid = at < tasks.chunks(task.product) ? 16 : 0;
-      const uint32_t to = shared_address(b.s.rows[stage.at]) + first * kRowBytes;
+      const uint32_t at = (stages.first + s) * TheTasks::kStageChunks + chunk;
+      uint32_t valid[kEights];
+#pragma unroll
+      for (uint32_t c = 0; c < kEights; ++c) valid[c] = at + 8 * c < tasks.chunks(task.product) ? 16 : 0;
+      const uint32_t to = shared_address(b.s.rows[stage.at]) + first * kFewRowPitch;
       wait(barrier_of(p.empty, stage), stage.parity ^ 1);
 #pragma unroll
-      for (uint32_t i = 0; i < kMost; ++i) {
-        if (i * kRowsApart >= rows) break;
-        const uint32_t swizzled = chunk ^ (first + i * kRowsApart) % 8;
-        cp_async16_or_zero(to + i * kRowsApart * kRowBytes + swizzled * 16, from[i] + (valid != 0 ? at * 16 : 0),
-                           valid);
+      for (uint32_t c = 0; c < kEights; ++c) {
+#pragma unroll
+        for (uint32_t i = 0; i < kMost; ++i) {
+          if (i * kRowsApart >= rows) break;
+          const uint32_t swizzled = 8 * c + (chunk ^ row_swizzle(first + i * kRowsApart));
+          cp_async16_or_zero(to + i * kRowsApart * kFewRowPitch + swizzled * 16,
+                             from[i] + (valid[c] != 0 ? (at + 8 * c) * 16 : 0), valid[c]);
+        }
       }
       cp_async_arrive_noinc(barrier_of(p.rows_full, stage));
     }

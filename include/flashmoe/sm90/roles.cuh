@@ -491,7 +491,7 @@ __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call&
   with_product(slot.kind, [&]<uint32_t p>() {
     constexpr uint32_t kColumns = kColumnsPerTask<p, kGated>;
     const ScaleTable& w = weight_scales<p>(args, shared);
-    const float* const scales = w.data + uint64_t{expert} * w.expert;
+    const float* const scales = w.as<float>() + uint64_t{expert} * w.expert;
     const uint32_t own = detail::own_staging(staging, at), first = slot.column * kColumns;
     if constexpr (kColumns != kTaskFeatures) {
       const GatedRows gated = shared ? args.shared_gated : args.gated;

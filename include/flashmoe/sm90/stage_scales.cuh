@@ -34,7 +34,7 @@ template <bool kGated>
 __device__ __forceinline__ TaskScales scales_of_task(const ScaleTable& w, bool by_row, uint32_t expert, uint32_t column,
                                                      GatedRows gated) {
   if (by_row) return {nullptr, 0, 0};
-  const float* const all = w.data + uint64_t{expert} * w.expert;
+  const float* const all = w.as<float>() + uint64_t{expert} * w.expert;
   if (kGated && gated.step == 1) return {all + column * w.row, w.up, w.step};
   const uint32_t block = column * StageScales::kWeights;
   return {all + block * w.row, block + 1 < w.blocks ? w.row : 0, w.step};

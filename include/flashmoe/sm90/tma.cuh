@@ -97,6 +97,11 @@ __device__ __forceinline__ void cp_async16_or_zero(uint32_t to, const uint8_t* f
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 
+// 4 bytes, of which the first `valid` are read, the others zero.
+__device__ __forceinline__ void cp_async4_or_zero(uint32_t to, const void* from, uint32_t valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
+}
+
 // One of the arrivals that `barrier` was initialized with, made once all cp.async of this thread so far have landed.
 __device__ __forceinline__ void cp_async_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

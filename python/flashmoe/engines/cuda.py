@@ -21,7 +21,7 @@ from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
-from ..spec import DTYPES, ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
+from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
 from ..tensors import DeviceOperand, as_view, device_operand
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
@@ -68,7 +68,7 @@ class CudaEngine(Engine):
     def __init__(
         self, asked: ContextSpec, who: Membership, device: int | None, profile: Mapping[str, int] | None
     ) -> None:
-        _check_quantised(asked.layer, asked.transport)
+        _check_quantised(asked.layer, asked.ranks, asked.transport)
         ordinal = -1 if device is None else bounded("device", device, 0, 2**15)
         self.profile, mode = _chosen_profile(asked, profile, ordinal)
         """In what the order of tasks differs from the built-in one."""
@@ -88,7 +88,7 @@ class CudaEngine(Engine):
         owner = create(made_for, who.name)
         if owner is None:  # on every rank: some memory is not mapped
             made_for = replace(asked, transport="rdma")
-            _check_quantised(made_for.layer, made_for.transport)
+            _check_quantised(made_for.layer, made_for.ranks, made_for.transport)
             owner = create(made_for, f"{who.name}-rdma")
         super().__init__(owner, library.cuda_close)
         self.room = Room.of(made_for, who.rank)
@@ -264,8 +264,8 @@ class CudaEngine(Engine):
         """Checks everything that `_key` looks at, and tells the library of the layer."""
         args = check(self.room, partial(device_operand, device=self.device), tensors, options)
         layer = args.layer
-        _check_quantised(layer, "auto")
-        each = _ALIGNMENT // min(2, ELEMENT_BYTES[layer.weight_type])
+        _check_quantised(layer, self.room.ranks, "auto")
+        each = _ALIGNMENT if layer.quantised else _ALIGNMENT // 2
         for name, symbol, value in (("x", "H", layer.hidden), ("down_proj", "I", layer.intermediate)):
             if value % each:
                 raise InvalidArgument(
@@ -284,6 +284,7 @@ class CudaEngine(Engine):
             rdma=self.rdma,
             transposed=layer.transposed,
             quantised=layer.quantised,
+            mxfp4=layer.weight_type == MXFP4,
             keeps=pass_ == _FORWARD,
             backward=pass_ == _BACKWARD,
         )
@@ -368,21 +369,22 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)  # without the object that torch.cuda.current_stream makes
 
 
-def _check_quantised(layer: LayerSpec, transport: str) -> None:
-    """Raises `InvalidArgument` for what there is no kernel of with quantised weights: those of a type, and with FP8
-    other types beside them, and puts."""
-    if layer.weight_type == MXFP4:
+def _check_quantised(layer: LayerSpec, ranks: int, transport: str) -> None:
+    """Raises `InvalidArgument` for what there is no kernel of with quantised weights: other types beside them, with FP8
+    puts, and with MXFP4 several ranks. (That calls with MXFP4 are of few tokens, the library sees to.)"""
+    if layer.weight_type == MXFP4 and ranks > 1:
+        raise InvalidArgument(f"CUDA engine: ranks: expected 1 with weights of {MXFP4}, got {ranks}")
+    if layer.weight_type == MXFP4 and layer.y_type not in jit.BESIDE_QUANTISED:
         raise InvalidArgument(
-            f"CUDA engine: weights: expected {', '.join((*DTYPES, FP8))}, got {MXFP4}, of which it has no kernel yet"
+            f"CUDA engine: x: expected {', '.join(jit.BESIDE_QUANTISED)} with weights of {MXFP4}, got {layer.y_type}"
         )
     if layer.quantised and transport == "rdma":
         raise InvalidArgument(
             f"CUDA engine: transport: expected mapped memory with weights of {FP8}, got {transport!r}"
         )
-    if layer.quantised and layer.y_type not in jit.BESIDE_FP8:
-        raise InvalidArgument(
-            f"CUDA engine: x: expected {', '.join(jit.BESIDE_FP8)} or {FP8} with weights of {FP8}, got {layer.y_type}"
-        )
+    if layer.quantised and layer.y_type not in jit.BESIDE_QUANTISED:
+        types = ", ".join(jit.BESIDE_QUANTISED)
+        raise InvalidArgument(f"CUDA engine: x: expected {types} or {FP8} with weights of {FP8}, got {layer.y_type}")
 
 
 def _place(tensor: Any) -> int:
@@ -397,7 +399,7 @@ def _chosen_profile(
     if given is not None:
         return checked_profile(given), None
     layer = asked.layer
-    if layer.quantised:  # none is measured
+    if layer.encoding is not None:  # none is measured
         return {}, None
     setting = Setting(
         device=_ffi.library().cuda_device_name(ordinal),

@@ -1,4 +1,4 @@
-"""Layers with experts in FP8 on the CUDA engine: problems, their quantisation and the check are those of the CPU
+"""Layers with quantised experts on the CUDA engine: problems, their quantisation and the check are those of the CPU
 engine's tests (tests/problems.py), with what tensor cores add to the bound. Every output begins as NaN."""
 
 from __future__ import annotations

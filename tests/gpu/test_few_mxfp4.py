@@ -1,0 +1,262 @@
+"""Calls of a few tokens with experts in MXFP4 (include/flashmoe/sm90/few.cuh); of more there is no kernel."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import flashmoe
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_options import CLAMPED
+from layers import at_random
+from problems import ACTIVATIONS, Outcome, Problem, check, in_mxfp4, random_problem
+from quantised_on_gpu import call, context_of, on_gpu, on_host, run_and_check
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = max(1, int(os.environ.get("FLASHMOE_EXAMPLES", "200")) // 2)
+SIZES: dict[str, Any] = {"hidden": 288, "intermediate": 160, "experts": 24, "top_k": 5, "dtype": "bfloat16"}
+"""Neither is a multiple of 256, so of a stage; rows of 9 and of 5 scales begin at any byte."""
+MOST = 76
+"""The most tokens of that layer that are a few: experts have 16 rows on average."""
+SCALES = ("gate_up_scale", "down_scale")
+
+
+def first_tokens(problem: Problem, n: int, begin: int = 0) -> Problem:
+    names = ("x", "topk_ids", "topk_weights")
+    rows = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
+    return replace(problem, **{name: [each[begin : begin + n] for each in arrays] for name, arrays in rows.items()})
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["router", "given"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_number_of_tokens(dtype: str, fused: bool):
+    """One more is refused, and disturbs none."""
+    options = SIZES | {"dtype": dtype, "fused": fused, "skew": 3.0, "biases": (True, True, True)}
+    problem = in_mxfp4(random_problem(41, [MOST + 1], **options))
+    with context_of(problem) as context:
+        for tokens in (*range(1, 10), 16, 17, 33, 64, MOST, 1):
+            part = first_tokens(problem, tokens)
+            y, report = call(context, part)
+            check(part, [Outcome(y, report)])
+            with pytest.raises(flashmoe.InvalidArgument, match=f"^x: expected at most {MOST} tokens with weights of"):
+                call(context, problem)
+
+
+@pytest.mark.parametrize("tokens", [128, 256])
+@pytest.mark.parametrize("skew", [0.0, 2.5, 50.0])
+def test_many_of_the_few(tokens: int, skew: float):
+    """Of more rows than a warp multiplies at a time, and of no row at all."""
+    sizes = {"hidden": 512, "intermediate": 128, "experts": 128, "top_k": 8, "dtype": "bfloat16"}
+    run_and_check(in_mxfp4(random_problem(51, [tokens], **sizes, skew=skew)))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 17, 96])
+def test_all_tokens_on_one_expert(tokens: int):
+    """The last one, behind experts without tokens."""
+    problem = random_problem(52, [tokens], **SIZES | {"top_k": 1}, fused=False)
+    problem.topk_ids = [np.full((tokens, 1), 23, np.int32)]
+    run_and_check(in_mxfp4(problem))
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "whole stages": {"hidden": 512, "intermediate": 256},
+    "smallest": {"hidden": 32, "intermediate": 32},
+    "no gate": {"activation": "silu"},
+    "GELU": {"activation": "gelu", "intermediate": 416},
+    "GEGLU": {"activation": "geglu"},
+    "ReLU squared": {"activation": "relu2", "intermediate": 128},
+    "biases": {"biases": (True, True, True)},
+    "biases without a gate": {"biases": (True, True, True), "activation": "relu"},
+    "gpt-oss": {"activation": "clamped_swiglu", "interleaved": True, "biases": (True, True, True), **CLAMPED},
+    "weights on input": {"weights_on_input": True},
+    "capacity": {"capacity_factor": 0.6, "skew": 3.0},
+    "sigmoids": {"score": "sigmoid", "choice_bias": True, "routed_scale": 2.5},
+    "one expert for each token": {"top_k": 1},
+    "shared": {"shared": 1, "shared_gate": True},
+    "parts of the intermediate columns": {"intermediate": 8192, "experts": 6, "top_k": 2},
+}
+
+
+@pytest.mark.parametrize("tokens", [5, 48])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layers(options: dict[str, Any], dtype: str, tokens: int):
+    tokens = min(tokens, 16 * options.get("experts", 24) // options.get("top_k", 5))
+    run_and_check(in_mxfp4(random_problem(1, [tokens], **SIZES | options | {"dtype": dtype})))
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_slices_of_a_shared_expert(interleaved: bool):
+    """Here they are choices, each with a row that is rounded. Scales are rows of one table, columns of another."""
+    sizes = SIZES | {"shared": 3, "shared_gate": True, "interleaved": interleaved}
+    run_and_check(in_mxfp4(random_problem(54, [7], **sizes)), shared_in_slices=True)
+
+
+def test_as_many_numbers_as_a_models_layer_has():
+    sizes = {"hidden": 2880, "intermediate": 2880, "experts": 4, "top_k": 2, "dtype": "bfloat16"}
+    options = {"activation": "clamped_swiglu", "interleaved": True, "biases": (True, True, True), **CLAMPED}
+    problem = in_mxfp4(random_problem(11, [32], **sizes, **options))
+    for tokens in (1, 32):
+        run_and_check(first_tokens(problem, tokens))
+
+
+def test_few_thread_blocks():
+    run_and_check(in_mxfp4(random_problem(9, [MOST], **SIZES)), processors=4)
+
+
+@pytest.mark.parametrize("intermediate", [160, 8192], ids=["whole", "in parts"])
+def test_a_tokens_bits_do_not_depend_on_the_others(intermediate: int):
+    """They switch at eight tokens, once, and are the same at every call."""
+    sizes = SIZES | {"intermediate": intermediate, "experts": 12, "top_k": 2}
+    problem = in_mxfp4(random_problem(43, [64], **sizes, skew=3.0))
+    with context_of(problem) as context:
+        together, _ = call(context, problem)
+        apart = np.concatenate([call(context, first_tokens(problem, 1, token))[0] for token in range(64)])
+        for begin in (0, 3, 55):
+            for tokens in (7, 8, 9, 40):
+                part, _ = call(context, first_tokens(problem, tokens, begin))
+                expected = together if len(part) > 8 else apart
+                np.testing.assert_array_equal(part, expected[begin : begin + len(part)])
+        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
+        for _ in range(100):
+            y = flashmoe.moe(context, **arguments)
+        context.synchronize()
+        np.testing.assert_array_equal(on_host(y), together)
+
+
+@pytest.mark.parametrize("tokens", [5, 9, 60])
+def test_scales_beyond_the_usual_change_no_bit(tokens: int):
+    """Of 2 and more they are multiplied by apart. What x loses gate_up gains, and y what down gains: powers of two."""
+    problem = in_mxfp4(random_problem(44, [tokens], **SIZES, fused=False))
+    y = run_and_check(problem)
+    assert max(getattr(problem, name).max() for name in SCALES) < 128
+    for power in (14, 40):
+        x = (problem.x[0].astype(np.float32) * 2.0**-power).astype(problem.x[0].dtype)
+        scales = {name: getattr(problem, name) + np.uint8(power) for name in SCALES}
+        moved = run_and_check(replace(problem, x=[x], **scales))
+        np.testing.assert_array_equal(moved.astype(np.float32), y.astype(np.float32) * 2.0**power)
+
+
+def test_a_block_of_large_scale_among_others():
+    for dtype in ("bfloat16", "float16"):
+        problem = in_mxfp4(random_problem(45, [9], **SIZES | {"dtype": dtype}, scale=0.03))
+        for name in SCALES:
+            scales = getattr(problem, name).copy()
+            scales[:, 7::40, 1] = 128 + np.arange(len(scales))[:, None] % 3
+            problem = replace(problem, **{name: scales})
+        run_and_check(problem)
+
+
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_a_scale_that_is_no_number_reaches_its_experts_tokens_alone(tokens: int):
+    """The first and the last of an expert's, beside which others' lie in the same words."""
+    problem = in_mxfp4(random_problem(46, [tokens], **SIZES | {"top_k": 2}, fused=False))
+    expected = run_and_check(problem)
+    for at in ((0, 0), (-1, -1)):
+        scales = problem.gate_up_scale.copy()
+        scales[11][at] = 255
+        with context_of(problem) as context:
+            y, _ = call(context, replace(problem, gate_up_scale=scales))
+        has = (problem.topk_ids[0] == 11).any(axis=1)
+        assert np.isnan(y[has].astype(np.float32)).all()
+        np.testing.assert_array_equal(y[~has], expected[~has])
+
+
+def test_what_is_no_number_reaches_its_own_token_alone():
+    problem = in_mxfp4(random_problem(6, [40], **SIZES, fused=False))
+    expected = run_and_check(problem)
+    x = problem.x[0].copy()
+    x[3, 5], x[7, 100], x[11] = math.nan, math.inf, 0.0
+    with context_of(problem) as context:
+        y, _ = call(context, replace(problem, x=[x]))
+    numbers = y.astype(np.float32)
+    assert np.isnan(numbers[3]).all() and not np.isfinite(numbers[7]).any() and (numbers[11] == 0.0).all()
+    others = np.setdiff1d(np.arange(40), [3, 7, 11])
+    np.testing.assert_array_equal(y[others], expected[others])
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_scales_may_lie_anywhere(behind: int):
+    """And nothing is read behind them: the bytes there are NaN."""
+    problem = in_mxfp4(random_problem(47, [12], **SIZES))
+    expected = run_and_check(problem)
+    arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
+    for name in SCALES:
+        scales = arguments[name]
+        wide = torch.full((scales.numel() + 8,), 255, dtype=torch.uint8, device=scales.device)
+        arguments[name] = wide[behind : behind + scales.numel()].view(scales.shape)
+        arguments[name].copy_(scales)
+    with context_of(problem) as context:
+        y = flashmoe.moe(context, **arguments)
+        context.synchronize()
+    np.testing.assert_array_equal(on_host(y), expected)
+
+
+def test_the_bound_notices_scales_of_other_blocks():
+    sizes = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "dtype": "bfloat16"}
+    problem = in_mxfp4(random_problem(9, [128], **sizes, fused=False))
+    with context_of(problem) as context:
+        y, report = call(context, problem)
+        outcome = Outcome(y, report)
+        check(problem, [outcome])
+        for name in SCALES:
+            for axis in (1, 2):
+                spoiled = np.flip(getattr(problem, name), axis).copy()
+                other, _ = call(context, replace(problem, **{name: spoiled}))
+                error = np.linalg.norm(other.astype(np.float64) - outcome.reference.y)
+                assert error > 2 * outcome.allowed.bound, (name, axis)
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_captured_call_repeats(tokens: int):
+    problem = in_mxfp4(random_problem(12, [tokens], **SIZES))
+    with context_of(problem) as context:
+        y, _ = call(context, problem)
+        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = flashmoe.moe(context, **arguments)
+        for _ in range(3):
+            captured.fill_(math.nan)
+            graph.replay()
+            context.synchronize()
+            np.testing.assert_array_equal(on_host(captured), y)
+
+
+@st.composite
+def cases(draw) -> dict[str, Any]:
+    """The arguments of `random_problem`."""
+    experts = draw(st.integers(1, 40))
+    top_k = draw(st.integers(1, min(8, experts)))
+    size = st.integers(1, 20).map(lambda n: 32 * n) | st.sampled_from([128, 256, 512])
+    return {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "tokens": [draw(st.integers(1, min(256, 16 * experts // top_k)) | st.integers(1, 8))],
+        "hidden": draw(size),
+        "intermediate": draw(size),
+        "experts": experts,
+        "top_k": top_k,
+        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16"])),
+        "fused": draw(st.booleans()),
+        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
+        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
+        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "weights_on_input": draw(st.booleans()),
+        "shared": draw(st.sampled_from([0, 0, 1])),
+        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
+    }
+
+
+@pytest.mark.timeout(0)
+@at_random(EXAMPLES)
+@given(case=cases())
+def test_any_layer_agrees_with_the_reference(case: dict[str, Any]):
+    run_and_check(in_mxfp4(random_problem(**case)))
