@@ -1,13 +1,14 @@
 """How fast one GPU decodes: calls of 1 to 256 tokens, beside the speed at which its memory is read.
 
-    python benchmarks/decode.py [--layers NAME ...] [--types bf16 fp8] [--tokens T ...]
+    python benchmarks/decode.py [--layers NAME ...] [--types bf16 fp8 mxfp4] [--tokens T ...]
                                 [--out benchmarks/results/decode/h200x1.json]
 
-Random layers, in bf16, or with experts in e4m3 and a scale for each 128 x 128 beside bf16. The weights of eight layers
-take turns, so that none stays in the L2; the calls of all eight are one CUDA graph, and a figure is an eighth of its
-time. The tokens of a call are the first T of one batch, each layer has a router of its own. "weights": the bytes of the
-experts that the tokens choose, in FP8 with their scales, and nothing else, over the time, router included; "of read":
-over the speed at which a sum reads 2 GiB of fp32, in the same run. Medians; smallest and largest.
+Random layers, in bf16, or beside bf16 with experts in e4m3 and a scale for each 128 x 128, or in MXFP4, of which there
+is no kernel of more than 16 rows an expert; those of gpt-oss with its clamped SwiGLU, interleaved rows and biases. The
+weights of eight layers take turns, so that none stays in the L2; the calls of all eight are one CUDA graph, and a
+figure is an eighth of its time. The tokens of a call are the first T of one batch, each layer has a router of its own.
+"weights": the bytes of the experts that the tokens choose, with their scales, and nothing else, over the time, router
+included; "of read": over the speed at which a sum reads 2 GiB of fp32, in the same run. Medians; smallest and largest.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from typing import Any
 
 import flashmoe
 import torch
+from flashmoe.spec import GATED
 from fp8 import by_block, weights
 from harness import QUERY, SHAPES, commit_option, described, milliseconds, nvidia_smi, write
 
 LAYERS = 8
-TYPES = ("bf16", "fp8")
+TYPES = {"bf16": {}, "fp8": {"weight_dtype": "float8_e4m3fn"}, "mxfp4": {"weight_dtype": "mxfp4"}}
+"""And what a context is asked for."""
+GPT_OSS = {"activation": "clamped_swiglu", "interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+OF_GPT_OSS = {"gpt-oss-20b": (2880, 2880, 32, 4), "gpt-oss-120b": (2880, 2880, 128, 4)}  # H, I, E, K
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 READ_BYTES = 2 << 30
 
@@ -57,20 +62,27 @@ class Layers:
     """Eight layers of a shape, and the context of their calls."""
 
     def __init__(self, name: str, most: int, weight_type: str) -> None:
-        hidden, inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
+        if name in OF_GPT_OSS:
+            hidden, inner, self.experts, self.top_k = OF_GPT_OSS[name]
+            self.options = GPT_OSS
+        else:
+            hidden, inner, self.experts, self.top_k, activation, _ = SHAPES[name]
+            self.options = {"activation": activation}
         torch.manual_seed(1)
         normal = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
         self.x = normal(most, hidden)
-        rows = inner * (2 if self.activation == "swiglu" else 1)
+        rows = inner * (2 if self.options["activation"] in GATED else 1)
         matrices = ((rows, hidden), (hidden, inner))
         self.routers = [normal(self.experts, hidden) * 0.02 for _ in range(LAYERS)]
         self.weights = [self.matrices(weight_type, matrices, normal) for _ in range(LAYERS)]
         self.expert_bytes = sum(each.nbytes for each in self.weights[0].values()) // self.experts
+        if name in OF_GPT_OSS:
+            biases = {"gate_up_bias": normal(self.experts, rows), "down_bias": normal(self.experts, hidden)}
+            self.options = {**self.options, **biases}
         torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
         sizes = {"hidden": hidden, "intermediate": inner, "experts": self.experts, "top_k": self.top_k}
-        types = {"dtype": "bfloat16", "weight_dtype": "float8_e4m3fn"} if weight_type == "fp8" else {}
-        options = {"return_mode": "direct", "profile": {}}
-        self.context = flashmoe.Context(engine="cuda", max_tokens=most, **options, **sizes, **types)
+        options = {"return_mode": "direct", "profile": {}, "dtype": "bfloat16", **TYPES[weight_type]}
+        self.context = flashmoe.Context(engine="cuda", max_tokens=most, **options, **sizes)
 
     def matrices(
         self, weight_type: str, shapes: tuple[tuple[int, int], ...], normal: Callable[..., torch.Tensor]
@@ -81,13 +93,18 @@ class Layers:
             of_layer = [normal(self.experts, *shape) * 0.02 for shape in shapes]
             return {f"{name}_proj": each for name, each in zip(names, of_layer, strict=True)}
         made = {}
-        for name, shape in zip(names, shapes, strict=True):
-            made[f"{name}_proj"], made[f"{name}_scale"] = weights(self.experts, *shape, by_block)
+        for name, (rows, columns) in zip(names, shapes, strict=True):
+            if weight_type == "mxfp4":  # any bytes are numbers; scales of 2^-7 and 2^-6
+                blocks = (self.experts, rows, columns // 32)
+                made[f"{name}_proj"] = torch.randint(256, (*blocks, 16), device="cuda", dtype=torch.uint8)
+                made[f"{name}_scale"] = torch.randint(120, 122, blocks, device="cuda", dtype=torch.uint8)
+                continue
+            made[f"{name}_proj"], made[f"{name}_scale"] = weights(self.experts, rows, columns, by_block)
         return made
 
     def call(self, tokens: int, layer: int) -> torch.Tensor:
-        options = {"router": self.routers[layer], "top_k": self.top_k, "activation": self.activation}
-        return flashmoe.moe(self.context, self.x[:tokens], **self.weights[layer], **options)
+        router = {"router": self.routers[layer], "top_k": self.top_k}
+        return flashmoe.moe(self.context, self.x[:tokens], **self.weights[layer], **router, **self.options)
 
     def touched_bytes(self, tokens: int) -> float:
         """Bytes of the experts that a layer's tokens choose, on average."""
@@ -105,8 +122,8 @@ class Layers:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", nargs="*", default=["qwen3-30b", "mixtral"], choices=SHAPES)
-    parser.add_argument("--types", nargs="*", default=TYPES, choices=TYPES)
+    parser.add_argument("--layers", nargs="*", default=["qwen3-30b", "mixtral"], choices=[*SHAPES, *OF_GPT_OSS])
+    parser.add_argument("--types", nargs="*", default=["bf16", "fp8"], choices=TYPES)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--repeats", type=int, default=16)
     parser.add_argument("--out", type=pathlib.Path)
@@ -117,7 +134,8 @@ def main() -> None:
     print(f"{result['device']}, read at {read / 1e12:.2f} TB/s\n{'layer':>17} {'tokens':>6}       us  TB/s of read")
     for name, weight_type in itertools.product(args.layers, args.types):
         layers = Layers(name, max(args.tokens), weight_type)
-        for tokens in args.tokens:
+        few = 16 * layers.experts // layers.top_k  # of MXFP4 there is no kernel of more
+        for tokens in (each for each in args.tokens if weight_type != "mxfp4" or each <= few):
             row = {"layer": name, "type": weight_type} | layers.measure(tokens, args.repeats, read)
             result["layers"].append(row)
             figures = f"{tokens:>6} {row['us']:8.1f} {row['weights_tb_s']:5.2f} {row['of_read']:7.3f}"
