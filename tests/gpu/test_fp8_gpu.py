@@ -221,6 +221,7 @@ def test_ranks_of_uneven_tokens(pool: RankPool, layer: str, return_mode: str):
     options = SIZES | LAYERS[layer] | {"return_mode": return_mode}
     problem = quantised(random_problem(3, TOKENS[: pool.ranks], **options))
     limits = {name: each for name, each in problem.limits().items() if name not in ("ranks", "engine")}
+    limits["return_mode"] = return_mode
     results = pool.call(in_group, [(problem, limits)] * pool.ranks, timeout=120.0)
     check(problem, [Outcome(y, report) for y, report in results], tensor_cores=True)
 
