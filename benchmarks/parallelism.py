@@ -25,6 +25,7 @@ import functools
 import os
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -206,13 +207,15 @@ def placed(
     return rows
 
 
-def start(engine: str) -> dict[str, str]:
+def start(engine: str) -> dict[str, Any]:
     """Joins the group that torchrun has started; where what it measures comes from."""
     if engine == "cuda":
         join()
         return described("", dist.get_world_size())
     dist.init_process_group("gloo")
-    return {"device": f"{cpu_model()}, {os.cpu_count()} cores", "torch": torch.__version__}
+    command = f"torchrun --nproc-per-node {dist.get_world_size()} {' '.join(sys.argv)}"
+    origin = {"device": f"{cpu_model()} x0", "cores": os.cpu_count(), "torch": torch.__version__}
+    return origin | {"command": command}
 
 
 def report(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
