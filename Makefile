@@ -4,6 +4,7 @@
 # make test-integrations   the tests in vLLM, in an environment of their own (4 GB)
 # make nightly    make test with 10,000 examples per property test, and every instance of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
+# make site       the documentation as pages, in build/site/, which are then opened in a browser
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
 # make lint       check formatting and style;  make format  repairs what can be repaired
 # make clean      remove everything that make made
@@ -29,7 +30,7 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz wheel format lint clean \
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz wheel site format lint clean \
         compiler spin
 
 run: $(VENV)/.package
@@ -152,6 +153,21 @@ $(VENV)/.release: pyproject.toml | $(BIN)/python
 wheel: $(VENV)/.package $(VENV)/.release
 	@$(BIN)/python tools/build_release.py
 	@$(BIN)/python tools/check_wheel.py $(RELEASE_PYTHONS)
+
+$(VENV)/.site: pyproject.toml | $(BIN)/python
+	@echo "==> installing what the documentation's pages are made with"
+	@$(call pip-install,$(call extra,site))
+	@touch $@
+
+# Strict: a page that no menu has, or a link to nothing, ends it.
+site: $(VENV)/.site
+	@if ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  echo "==> installing Chromium"; \
+	  { apt-get install -qq -y chromium chromium-driver || \
+	    { apt-get update -qq && apt-get install -qq -y chromium chromium-driver; }; } >/dev/null 2>&1 || true; \
+	fi
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/python tools/check_site.py
 
 # The model checker of tests/test_model.py. Where it cannot be installed, that test says that it was skipped.
 spin:
