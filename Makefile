@@ -112,9 +112,12 @@ test-cuda-build: $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py $(COMPILE_FLAGS)
 
+# Processes that share the Python tests; each has eight ranks of its own, and takes 4 GB. Who is done takes tests of the other,
+# from its end: neighbours stay together, so that what a file prepares is rarely prepared twice. 0: all in pytest's own process.
+PYTEST_WORKERS ?= 2
 test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
-	@$(BIN)/python -m pytest --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
 # What passed on which machine is left in this folder; tests/test_evidence.py says when it is of other sources.
 test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
