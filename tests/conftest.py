@@ -11,8 +11,7 @@ from pathlib import Path
 # Before numpy loads its BLAS: the ranks need the cores, and its threads would spin on them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # As wide as each test says: consoles keep what they find first, and a process of pytest-xdist finds 80.
-for _name in ("COLUMNS", "LINES"):
-    os.environ.pop(_name, None)
+os.environ.update(COLUMNS="", LINES="")
 
 import pytest
 from problems import Ranks
