@@ -92,6 +92,9 @@ compiler:
 # pytest comes last, so that its summary, with the names of what it skipped, ends the output.
 test: test-cpp test-cuda-build test-python
 
+# Each has more threads than two cores, but much of the time one of them alone has work.
+CTEST_JOBS ?= 2
+
 comma := ,
 # $(call cpp-tests,folder,sanitizer)
 define cpp-tests
@@ -100,7 +103,7 @@ define cpp-tests
 	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -DFLASHMOE_TESTS=ON -DFLASHMOE_BINDINGS=OFF \
 	  -DFLASHMOE_SANITIZE=$(2) >/dev/null
 	@$(BIN)/cmake --build $(1) -- --quiet
-	@$(BIN)/ctest --test-dir $(1) --output-on-failure --timeout $(TEST_TIMEOUT)
+	@$(BIN)/ctest --test-dir $(1) --parallel $(CTEST_JOBS) --output-on-failure --timeout $(TEST_TIMEOUT)
 endef
 
 test-cpp: $(VENV)/.package $(VENV)/.test compiler
