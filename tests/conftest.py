@@ -14,6 +14,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.update(COLUMNS="", LINES="")
 
 import pytest
+from flashmoe.launch import RankPool
 from problems import Ranks
 
 
@@ -23,6 +24,13 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Four processes for functions of the tests' own: those of torch.distributed, for the most part."""
+    with RankPool(4) as pool:
+        yield pool
 
 
 @dataclass(frozen=True)
