@@ -92,18 +92,17 @@ compiler:
 # pytest comes last, so that its summary, with the names of what it skipped, ends the output.
 test: test-cpp test-cuda-build test-python
 
-# Each has more threads than two cores, but much of the time one of them alone has work.
-CTEST_JOBS ?= 2
-
 comma := ,
 # $(call cpp-tests,folder,sanitizer)
+# Two tests at a time: of the threads of one, much of the time one alone has work. With ThreadSanitizer those that wait keep
+# both cores busy, and two tests starve each other on a machine that has other work too.
 define cpp-tests
 	@echo "==> C++ tests in $(1)/$(if $(2),$(comma) with the $(2) sanitizer)"
 	@$(BIN)/cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -DFLASHMOE_TESTS=ON -DFLASHMOE_BINDINGS=OFF \
 	  -DFLASHMOE_SANITIZE=$(2) >/dev/null
 	@$(BIN)/cmake --build $(1) -- --quiet
-	@$(BIN)/ctest --test-dir $(1) --parallel $(CTEST_JOBS) --output-on-failure --timeout $(TEST_TIMEOUT)
+	@$(BIN)/ctest --test-dir $(1) --parallel $(if $(filter thread,$(2)),1,2) --output-on-failure --timeout $(TEST_TIMEOUT)
 endef
 
 test-cpp: $(VENV)/.package $(VENV)/.test compiler
