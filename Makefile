@@ -95,13 +95,15 @@ test: test-cpp test-cuda-build test-python
 
 comma := ,
 # $(call cpp-tests,folder,sanitizer)
+# Two tests at a time: of the threads of one, much of the time one alone has work. With ThreadSanitizer those that wait keep
+# both cores busy, and two tests starve each other on a machine that has other work too.
 define cpp-tests
 	@echo "==> C++ tests in $(1)/$(if $(2),$(comma) with the $(2) sanitizer)"
 	@$(BIN)/cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -DFLASHMOE_TESTS=ON -DFLASHMOE_BINDINGS=OFF \
 	  -DFLASHMOE_SANITIZE=$(2) >/dev/null
 	@$(BIN)/cmake --build $(1) -- --quiet
-	@$(BIN)/ctest --test-dir $(1) --output-on-failure --timeout $(TEST_TIMEOUT)
+	@$(BIN)/ctest --test-dir $(1) --parallel $(if $(filter thread,$(2)),1,2) --output-on-failure --timeout $(TEST_TIMEOUT)
 endef
 
 test-cpp: $(VENV)/.package $(VENV)/.test compiler
@@ -113,9 +115,12 @@ test-cuda-build: $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py $(COMPILE_FLAGS)
 
+# Processes that share the Python tests; each has eight ranks of its own, and takes 4 GB. Who is done takes tests of the other,
+# from its end: neighbours stay together, so that what a file prepares is rarely prepared twice. 0: all in pytest's own process.
+PYTEST_WORKERS ?= 2
 test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
-	@$(BIN)/python -m pytest --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
 # What passed on which machine is left in this folder; tests/test_evidence.py says when it is of other sources.
 test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
