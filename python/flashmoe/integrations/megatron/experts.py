@@ -52,17 +52,16 @@ class Experts(nn.Experts):
         with torch.no_grad(), generator:
             drawn = self.ids if on_gpu else range(self.total)
             for name, init in (("gate_up_proj", config.init_method), ("down_proj", config.output_layer_init_method)):
-                for expert, place in self._places(getattr(self, name), drawn):
+                for place in self._places(getattr(self, name), drawn):
                     init(place)
         for bias in (self.gate_up_proj_bias, self.down_proj_bias):
             if bias is not None:
                 torch.nn.init.zeros_(bias)
 
-    def _places(self, parameter: Tensor, experts: Any) -> Iterator[tuple[int, Tensor]]:
-        """Each of `experts` and the matrix to draw it in, which is one of no use where the expert is not here."""
+    def _places(self, parameter: Tensor, experts: Any) -> Iterator[Tensor]:
+        """The matrix to draw each of `experts` in, which is one of no use where the expert is not here."""
         for expert in experts:
-            here = expert in self.ids
-            yield expert, parameter[self.ids.index(expert)] if here else torch.empty_like(parameter[0])
+            yield parameter[self.ids.index(expert)] if expert in self.ids else torch.empty_like(parameter[0])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
