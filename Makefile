@@ -1,7 +1,7 @@
 # make run        set up .venv, install the package, run the demo
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU
-# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 1 GB)
+# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 GB each)
 # make nightly    make test with 10,000 examples per property test, and every instance of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
@@ -77,7 +77,7 @@ $(VENV)/.vllm: tools/vllm_requirements.py pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.training: pyproject.toml | $(BIN)/python
-	@echo "==> installing Megatron-Core, PyTorch and what the tests need"
+	@echo "==> installing Megatron-Core, torchtitan, PyTorch and what the tests need"
 	@$(call pip-install,$(call extra,training))
 	@touch $@
 
