@@ -1,7 +1,7 @@
 # make run        set up .venv, install the package, run the demo
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU
-# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 GB each)
+# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB)
 # make nightly    make test with 10,000 examples per property test, and every instance of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
@@ -126,13 +126,16 @@ test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
 test-gpu: $(VENV)/.package $(VENV)/.test
 	@$(BIN)/python -m pytest -m gpu --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
-# In environments of their own: vLLM asks for other versions than the tests do. A failure in one keeps no other from running.
+# In environments of their own: vLLM asks for other versions than the tests do. A failure in one does not keep the other
+# from running; files that PYTEST_FLAGS names run in theirs alone.
 INTEGRATIONS_VENV ?= .venv-integrations
 TRAINING_VENV ?= .venv-training
 test-integrations:
 	@status=0; \
-	$(MAKE) --no-print-directory VENV=$(TRAINING_VENV) in-training || status=1; \
-	$(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm || status=1; \
+	$(if $(findstring tests/integrations/test_,$(PYTEST_FLAGS)),:, \
+	  $(MAKE) --no-print-directory VENV=$(TRAINING_VENV) in-training) || status=1; \
+	$(if $(findstring tests/integrations/training,$(PYTEST_FLAGS)),:, \
+	  $(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm) || status=1; \
 	exit $$status
 
 in-vllm: export FLASHMOE_EVIDENCE ?= benchmarks/results/integrations
