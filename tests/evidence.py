@@ -42,6 +42,12 @@ class Suite(NamedTuple):
 GPU = Suite("GPU tests", "gpu", "tests", ("include", "csrc"))
 """Of what runs on the GPU, and what launches it."""
 INTEGRATIONS = Suite("tests in frameworks", "integrations", "integrations", ("include", "csrc", "python"))
+TRAINING = Suite(
+    "tests in training frameworks",
+    "integrations/training",
+    "integrations_training",
+    ("include", "csrc", "python"),
+)
 
 
 class Evidence:

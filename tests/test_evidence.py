@@ -179,7 +179,9 @@ def test_a_run_of_other_sources_or_less_is_named(tmp_path):
     assert lacking == "cx1.json: tests/gpu/test_few.py has not run"
 
 
-@pytest.mark.parametrize("suite", [evidence.GPU, evidence.INTEGRATIONS], ids=lambda suite: suite.results)
+@pytest.mark.parametrize(
+    "suite", [evidence.GPU, evidence.INTEGRATIONS, evidence.TRAINING], ids=lambda suite: suite.results
+)
 def test_committed_runs_are_of_these_sources(suite):
     """A notice in pytest's summary, not a failure: who changes the sources need not be able to run them."""
     paths = evidence.committed(suite)

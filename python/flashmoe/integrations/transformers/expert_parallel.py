@@ -6,7 +6,6 @@ has chosen. Only releases from 5.23 on have the interface.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ...context import Context, context_id
 from ...growing import Shape, rounded_tokens
 from ...replicated import Replicas
 from ...torch_op import call
+from ..rooms import GroupRoom, room_of
 from .experts import NAME, mark_as_share, options_of, routed_operands
 from .recognise import recognise
 
@@ -42,7 +42,7 @@ class ExpertParallel(EPImplementation):
         recognise(experts, is_share=True)
         self._experts = experts
         self._replicas = Replicas(tp_mesh.get_group()) if tp_mesh.size() > 1 else None
-        self._room: _GroupRoom | None = None
+        self._room: GroupRoom | None = None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H]: results for hidden_states [T, H], the batch of this rank's `tp_mesh`.
@@ -70,35 +70,5 @@ class ExpertParallel(EPImplementation):
         experts = self.num_local_experts * self.ep_mesh.size()
         shape = Shape(device, str(x.dtype).removeprefix("torch."), *sizes, experts, index.shape[1])
         if self._room is None or self._room.shape != shape:
-            self._room = _room_of(self.ep_mesh.get_group(), shape)
-        return self._room.context(rows)
-
-
-class _GroupRoom:
-    """A context for layers of one shape on a group, which all its ranks replace by a larger one at the same call."""
-
-    def __init__(self, group: Any, shape: Shape) -> None:
-        self.shape = shape
-        self._group = group
-        self._context: Context | None = None
-
-    def context(self, tokens: int) -> Context:
-        """With room for T tokens of a rank; collective, with the same T on all, where there is none yet."""
-        if self._context is None or tokens > self._context.limits["max_tokens"]:
-            self._context = None  # first, so that both need not fit into memory
-            room = rounded_tokens(tokens, self.shape.device)
-            self._context = Context.from_torch(
-                self._group, max_tokens=room, return_mode="direct", **self.shape._asdict()
-            )
-        return self._context
-
-
-_rooms: weakref.WeakValueDictionary[tuple[Any, Shape], _GroupRoom] = weakref.WeakValueDictionary()
-
-
-def _room_of(group: Any, shape: Shape) -> _GroupRoom:
-    """The one that the layers of a shape share, for as long as one of them lives."""
-    found = _rooms.get((group, shape))
-    if found is None:
-        found = _rooms[group, shape] = _GroupRoom(group, shape)
-    return found
+            self._room = room_of(self.ep_mesh.get_group(), shape)
+        return self._room.context(rounded_tokens(rows, device))

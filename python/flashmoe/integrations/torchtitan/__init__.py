@@ -1,0 +1,41 @@
+"""FlashMoE in torchtitan 0.3; see docs/torchtitan.md.
+
+An override, which torchtitan is told of by name:
+``--override.imports flashmoe.integrations.torchtitan.flashmoe_experts``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from ..release import check_release
+
+OLDEST, NEWEST = (0, 3), (0, 3)
+"""The releases, by major and minor number, whose `RoutedExperts` this has been written for."""
+
+RELEASE = check_release("torchtitan", "torchtitan", OLDEST, NEWEST)
+
+from torchtitan.config import override  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
+
+from .experts import FlashMoEExperts, FlashMoERoutedExperts, refusal  # noqa: E402
+
+__all__ = ["NEWEST", "OLDEST", "FlashMoEExperts", "FlashMoERoutedExperts", "flashmoe_experts"]
+
+
+@override(target=RoutedExperts.Config, description="Routed experts, and what sends tokens to them, by FlashMoE.")
+def flashmoe_experts(cfg: RoutedExperts.Config) -> FlashMoERoutedExperts.Config:
+    """The configuration of `FlashMoERoutedExperts` for that of torchtitan's. Raises `InvalidArgument` for experts that
+    the operator does not compute."""
+    for name, got, expected in (
+        ("routed_experts", type(cfg), RoutedExperts.Config),
+        ("inner_experts", type(cfg.inner_experts), GroupedExperts.Config),
+    ):
+        if got is not expected:
+            raise refusal(name, expected.__qualname__, f"{got.__module__}.{got.__qualname__}")
+    inner = FlashMoEExperts.Config(**_fields_of(cfg.inner_experts))
+    return FlashMoERoutedExperts.Config(**_fields_of(cfg) | {"inner_experts": inner})
+
+
+def _fields_of(config: object) -> dict[str, object]:
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.init}

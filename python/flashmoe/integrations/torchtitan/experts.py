@@ -1,0 +1,140 @@
+"""Torchtitan's routed experts as one call of the operator, with torchtitan's parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+from ...arguments import Options, Tensors
+from ...context import context_id
+from ...errors import InvalidArgument
+from ...growing import GrowingContext, Shape, growing_context, rounded_tokens
+from ...torch_op import call, moe_backward, moe_kept
+from ..operands import as_taken
+from ..rooms import GroupRoom, room_of
+
+_PLACES = [Tensors._fields.index(name) for name in ("x", "gate_up_proj", "down_proj", "topk_ids", "topk_weights")]
+_IDS = Tensors._fields.index("topk_ids")
+
+
+class FlashMoEExperts(GroupedExperts):
+    """The parameters of torchtitan's `GroupedExperts`: `w1_EFD` (gate), `w3_EFD` (up), `w2_EDF` (down), with its
+    initial weights and shardings. What wraps this module alone, as FSDP2 does, has them in place for the call."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, number: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[T, D] of x [T, D], computed in its type, ids [T, K] among all E and weights [T, K]."""
+        w1, w2, w3 = (_local(each).to(x.dtype) for each in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        if torch.is_grad_enabled() and any(each.requires_grad for each in (x, weights, w1, w2, w3)):
+            return _Merged.apply(number, x, w1, w3, w2, ids, weights)
+        return call(number, Tensors(x, torch.cat([w1, w3], 1), w2, topk_ids=ids, topk_weights=weights), Options())
+
+
+class FlashMoERoutedExperts(RoutedExperts):
+    """What stands in the place of torchtitan's `RoutedExperts`: its arguments, shardings and parameters. The token
+    dispatcher of its configuration is not made, and its choice makes no difference."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super(RoutedExperts, self).__init__()
+        if type(config.inner_experts) is not FlashMoEExperts.Config:
+            # A converter has been here: its experts would be computed without what it has changed.
+            got = type(config.inner_experts)
+            raise refusal("inner_experts", FlashMoEExperts.Config.__qualname__, f"{got.__module__}.{got.__qualname__}")
+        self.inner_experts = config.inner_experts.build()
+        self._intermediate = config.inner_experts.hidden_dim
+        self._group: Any = None
+        self._ranks = 1
+        self._room: GroupRoom | GrowingContext | None = None
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """As torchtitan's: the parameters are sharded, and experts spread over the mesh ``ep``, if there is one."""
+        super(RoutedExperts, self).parallelize(parallel_dims)
+        mesh = parallel_dims.get_optional_mesh("ep")
+        if mesh is None and parallel_dims.tp_enabled:
+            raise refusal("tensor_parallel_degree", "1 without expert parallelism", parallel_dims.tp)
+        if mesh is not None and mesh.size() > 1:
+            self._group, self._ranks = mesh.get_group(), mesh.size()
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """[B, L, D] of this rank's tokens; every rank of ``ep`` must call, with as many tokens. The numbers of tokens
+        by expert are not looked at.
+
+        Raises
+        ------
+        InvalidArgument, HeapError, GroupError, PeerTimeout, FlashMoEError, NotImplementedError
+            As `flashmoe.moe`.
+        """
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "compile: expected blocks with FlashMoE's experts to run in eager mode, got torch.compile; "
+                "leave 'model' out of compile.components"
+            )
+        x = x_BLD.reshape(-1, x_BLD.shape[-1]).contiguous()
+        ids, scores = (each.reshape(len(x), each.shape[-1]) for each in (topk_expert_ids_BLK, topk_scores_BLK))
+        number = self._context_number(x, ids.shape[1])
+        y = self.inner_experts(number, x, ids.contiguous(), as_taken(scores, x.dtype).contiguous())
+        return y.view(x_BLD.shape)
+
+    def _context_number(self, x: Tensor, top_k: int) -> int:
+        """Of the context for a call with x, which all layers of a shape share: a rank's own, or the group's."""
+        experts, device = self.inner_experts, x.device.index if x.is_cuda else None
+        dtype = str(x.dtype).removeprefix("torch.")
+        shape = Shape(device, dtype, x.shape[1], self._intermediate, experts.num_experts, top_k)
+        alone = self._ranks == 1
+        if self._room is None or self._room.shape != shape:
+            self._room = growing_context(shape) if alone else room_of(self._group, shape)
+        return self._room.number if alone else context_id(self._room.context(rounded_tokens(len(x), device)))
+
+
+class _Merged(torch.autograd.Function):
+    """A call with w1 and w3 side by side, as the operator reads them. They are put so once more for the backward
+    pass: to keep the copy would be to keep, of every layer, weights that FSDP has freed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, number: int, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        y, *_, kept = moe_kept(number, x, torch.cat([w1, w3], 1), w2, topk_ids=ids, topk_weights=weights)
+        ctx.number = number
+        ctx.save_for_backward(kept, x, w1, w3, w2, ids, weights)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, x, w1, w3, w2, ids, weights = ctx.saved_tensors
+        _, of_x, of_w1, of_w3, of_w2, _, of_weights = ctx.needs_input_grad
+        inputs = [x, torch.cat([w1, w3], 1), w2, ids, weights]
+        needed = dict(zip(_PLACES, (of_x, of_w1 or of_w3, of_w2, False, of_weights), strict=True))
+        wanted = [place for place, is_needed in needed.items() if is_needed]
+        results = dict(zip(wanted, moe_backward(ctx.number, grad, None, kept, inputs, _PLACES, wanted), strict=True))
+        of_inputs = [results.get(place) for place in _PLACES if place != _IDS]
+        gate, up = (None, None) if of_inputs[1] is None else of_inputs[1].chunk(2, 1)
+        return None, of_inputs[0], gate, up, of_inputs[2], None, of_inputs[3]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; else the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def refusal(name: str, expected: str, got: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name}: expected {expected}, got {got}; FlashMoE does not compute these experts of torchtitan"
+    )

@@ -1,0 +1,39 @@
+"""Tests in frameworks that train, which `make test-integrations` sets up in an environment of their own. Without its
+framework a file is skipped and says so."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import evidence  # which makes the benchmarks' modules importable
+import pytest
+import torch
+from harness import cpu_model, head, result_path
+
+HERE = Path(__file__).resolve().parent
+FRAMEWORKS = ("megatron-core", "torchtitan")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where a folder for it is named, what has run is recorded."""
+    folder = os.environ.get("FLASHMOE_TRAINING_EVIDENCE")
+    if not folder or session.config.option.collectonly or not any(HERE in item.path.parents for item in session.items):
+        return
+    origin = {
+        "device": f"{cpu_model()} x0",
+        **{name: _release(name) for name in FRAMEWORKS},
+        "torch": torch.__version__,
+        "commit": head(),
+        "command": "make test-integrations",
+    }
+    path = Path(folder) / result_path("integrations_training", cpu_model(), 0).name
+    session.config.pluginmanager.register(evidence.Evidence(evidence.TRAINING, path, origin))
+
+
+def _release(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
