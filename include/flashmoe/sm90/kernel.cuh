@@ -123,6 +123,13 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
   } else if (const uint32_t formers = formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x);
              blockIdx.x <= formers) {
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
+    if constexpr (kTrainsInGroup) {
+      if (formers + 1 == gridDim.x) keep_received(args, c, s.former_sources, blockIdx.x - 1);
+    }
+#if FLASHMOE_GROUP
+  } else if (const uint32_t n = blockIdx.x - 1 - formers; n < c.policy.keepers) {
+    keep_received(args, c, s.former_sources, n);
+#endif
 #if FLASHMOE_RDMA
   } else {
     PutEngine<Dtype, Trace> engine(args, c, trace);
@@ -145,8 +152,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
-  // (A backward pass is of a rank alone, so far.)
-  if constexpr (!kRdma && !kIsBackward) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
+  if constexpr (!kRdma && (!kIsBackward || kTrainsInGroup)) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
@@ -156,7 +162,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
   }
   if constexpr (kIsBackward) {
-    sum_weight_parts(args, c);
+    if constexpr (!kTrainsInGroup) sum_weight_parts(args, c);
     sum_biases<Dtype>(args, c);
   }
   if (c.policy.joined == 0) {
@@ -166,6 +172,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
+  if constexpr (kTrainsInGroup && kIsBackward) collect_weight_gradients(args, c);
   __syncwarp();  // lanes leave a wait one by one
   if constexpr (kTransposed || kKeepBuild ||
                 kQuantised<
