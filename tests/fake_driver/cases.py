@@ -707,12 +707,12 @@ def test_a_backward_pass(ctx, device, activation, columns, transposed):
         topk_weights=on_gpu(tokens, K, dtype=torch.float32),
     )
     options = Options(activation=activation, transposed=transposed)
-    _, kept = ctx._engine.call_and_keep(tensors, options)
+    _, kept, counted = ctx._engine.call_and_keep(tensors, options)
     named = {name: each for name, each in tensors._asdict().items() if each is not None}
     names = ("x", "gate_up_proj", "down_proj", "topk_weights")
     wanted = {name: torch.empty(named[name].shape, dtype=named[name].dtype).as_subclass(OnGpu) for name in names}
     dy = on_gpu(tokens, H)
-    ctx._engine.backward(kept, options, named | {"y": dy}, wanted, False)
+    ctx._engine.backward(kept, counted, options, named | {"y": dy}, wanted, False)
     assert device[-1] == jit.Variant("bfloat16", activation, transposed=transposed, backward=True)
     seen, of = launched(), launched()["backward"]
     tiles = tokens * K // 256 + E
@@ -742,10 +742,10 @@ def test_layers_without_gradients_are_named(ctx):
     """When the backward pass comes: their forward pass keeps nothing."""
     tensors = Tensors(on_gpu(8, H), on_gpu(E, 2 * I, H), on_gpu(E, H, I), on_gpu(E, H))
     options = Options(top_k=K, weights_on_input=True)
-    _, kept = ctx._engine.call_and_keep(tensors, options)
+    _, kept, counted = ctx._engine.call_and_keep(tensors, options)
     assert kept.numel() == launched()["kept"] == 0
     with pytest.raises(NotImplementedError, match="no backward pass of weights_on_input on a GPU"):
-        ctx._engine.backward(kept, options, {"x": tensors.x, "y": tensors.x}, {}, False)
+        ctx._engine.backward(kept, counted, options, {"x": tensors.x, "y": tensors.x}, {}, False)
 
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])

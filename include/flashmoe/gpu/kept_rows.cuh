@@ -11,7 +11,6 @@
 
 namespace flashmoe::gpu {
 
-inline constexpr uint32_t kMoveThreads = 512;  // of a block of either kernel
 inline constexpr uint32_t kTileRows = 256;
 
 // The call that is over. Its epoch is 0 if it failed: then what it has left is not looked at.

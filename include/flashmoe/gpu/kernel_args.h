@@ -132,6 +132,7 @@ struct CountedRows {
   uint32_t* rows;      // [R, El] how many rows each expert has of theirs
   uint32_t* numbers;   // [R, max_tokens] which of its rank's received rows a token's is; kNone where it has none
 };
+inline constexpr uint32_t kMoveThreads = 512;  // of a block of either kernel
 struct MovedRows {
   CountedRows counted;
   uint8_t* pre_activations;  // [rows, 2I or I], by expert, source and token

@@ -19,6 +19,14 @@ struct Source {
 // are no more than about one for each SM.
 inline constexpr uint32_t kPacketsOfLane = 4;
 
+// Of sources in turn, the first whose packets are not all here.
+template <bool>
+struct Turn {
+  uint32_t of = 0;
+};
+template <>
+struct Turn<false> {};
+
 // Where the order of an expert's rows is to be the same in every call (kInTurn), sources are listened to in turn, rank 0
 // first, each to its last packet. Nobody loses by it but who could have begun with what came first: packets of all sources
 // are on their way meanwhile, and all are needed in the end.
@@ -42,7 +50,7 @@ class Arrivals {
   FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
     bool moved = heard_ < c_.shape.ranks && hear_calls(close);
     if constexpr (kInTurn) {
-      while (turn_ < c_.shape.ranks && sources_[turn_].next == sources_[turn_].blocks) ++turn_;
+      while (turn_.of < c_.shape.ranks && sources_[turn_.of].next == sources_[turn_.of].blocks) ++turn_.of;
     }
     const uint32_t width = max_of(1u, min_of(P::kLanes, P::kLanes * kLooks / c_.shape.ranks));  // lanes per source
     const uint32_t per_load = P::kLanes / width;                                                // sources per load
@@ -90,7 +98,7 @@ class Arrivals {
 
  private:
   FLASHMOE_FN bool is_turn(uint32_t p) const {
-    if constexpr (kInTurn) return p == turn_;
+    if constexpr (kInTurn) return p == turn_.of;
     return true;
   }
 
@@ -159,7 +167,7 @@ class Arrivals {
   uint32_t heard_ = 0;     // sources whose call signal has arrived
   uint32_t finished_ = 0;  // sources all of whose packets are here
   uint32_t stranger_ = 0xffffffffu;
-  uint32_t turn_ = 0;  // of sources in turn, the first whose packets are not all here
+  [[no_unique_address]] Turn<kInTurn> turn_;
 };
 
 }  // namespace flashmoe
