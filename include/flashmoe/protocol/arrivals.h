@@ -19,14 +19,6 @@ struct Source {
 // are no more than about one for each SM.
 inline constexpr uint32_t kPacketsOfLane = 4;
 
-// Of sources in turn, the first whose packets are not all here.
-template <bool>
-struct Turn {
-  uint32_t of = 0;
-};
-template <>
-struct Turn<false> {};
-
 // Where the order of an expert's rows is to be the same in every call (kInTurn), sources are listened to in turn, rank 0
 // first, each to its last packet. Nobody loses by it but who could have begun with what came first: packets of all sources
 // are on their way meanwhile, and all are needed in the end.
@@ -49,16 +41,17 @@ class Arrivals {
   template <class Consume, class Close>
   FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
     bool moved = heard_ < c_.shape.ranks && hear_calls(close);
+    [[maybe_unused]] uint32_t turn = 0;  // of sources in turn, the first whose packets are not all here
     if constexpr (kInTurn) {
-      while (turn_.of < c_.shape.ranks && sources_[turn_.of].next == sources_[turn_.of].blocks) ++turn_.of;
+      while (turn < c_.shape.ranks && sources_[turn].next == sources_[turn].blocks) ++turn;
     }
     const uint32_t width = max_of(1u, min_of(P::kLanes, P::kLanes * kLooks / c_.shape.ranks));  // lanes per source
     const uint32_t per_load = P::kLanes / width;                                                // sources per load
     for (uint32_t base = 0; base < c_.shape.ranks; base += per_load) {
       const uint32_t i = base + P::lane() / width;
       const uint32_t p = (c_.rank + i) % c_.shape.ranks;
-      const bool listening =
-          i < c_.shape.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard && is_turn(p);
+      bool listening = i < c_.shape.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard;
+      if constexpr (kInTurn) listening &= p == turn;
       const uint32_t b = listening ? sources_[p].next + P::lane() % width : 0;
       const uint32_t end = listening ? sources_[p].blocks : 0;
       uint64_t word[kDepth];
@@ -97,11 +90,6 @@ class Arrivals {
   FLASHMOE_FN uint32_t stranger() const { return stranger_; }
 
  private:
-  FLASHMOE_FN bool is_turn(uint32_t p) const {
-    if constexpr (kInTurn) return p == turn_.of;
-    return true;
-  }
-
   // After a poll that saw the packet's signal. A rank signals its own packets at device scope.
   FLASHMOE_FN void acquire_packet(uint32_t p, uint32_t b) const {
     const uint64_t* signal = c_.packet_signal(c_.rank, p, b);
@@ -167,7 +155,6 @@ class Arrivals {
   uint32_t heard_ = 0;     // sources whose call signal has arrived
   uint32_t finished_ = 0;  // sources all of whose packets are here
   uint32_t stranger_ = 0xffffffffu;
-  [[no_unique_address]] Turn<kInTurn> turn_;
 };
 
 }  // namespace flashmoe

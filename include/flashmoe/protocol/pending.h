@@ -31,19 +31,15 @@ FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
   }
 }
 
-// How many have seen a source's last packet when all have.
-FLASHMOE_FN uint32_t closers(const Call& c) {
-  if constexpr (kTrainsInGroup) return c.shape.local_experts + c.policy.keepers;
-  return c.shape.local_experts;
-}
-
 // Lanes with `has` add `change` to their counter (p, g). Whoever completes one signals the group to its home (direct),
 // or says that its rows can be reduced. All lanes.
 template <class P>
 FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t g, uint64_t change) {
   if (!has) return;
   uint64_t* counter = c.pending(p, g);
-  if (P::fetch_add_acq_rel(counter, change) + change != Pending::experts(closers(c))) return;
+  uint32_t closers = c.shape.local_experts;
+  if constexpr (kTrainsInGroup) closers += c.policy.keepers;
+  if (P::fetch_add_acq_rel(counter, change) + change != Pending::experts(closers)) return;
   P::store_relaxed(counter, uint64_t{0});
   if (!c.reduced()) {
     signal_return<P>(c, p, g);
