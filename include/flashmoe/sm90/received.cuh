@@ -70,36 +70,69 @@ __device__ __forceinline__ uint32_t within(const GroupArgs& g, uint32_t row) {
   return row < g.rows ? row : g.rows - 1;
 }
 
-// The gradients of combine weights of a block's share of a tile, home: before the tile's rows of group 0 are counted, and so
-// before the group's return signal. One warp.
+// The product of a row of dY with its expert's bias, in float64. One warp; every lane has it.
+template <class Dtype>
+__device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Call& c, const Row& row, uint32_t expert) {
+  using P = Platform;
+  const uint32_t bytes = c.memory.token_row_bytes;
+  const auto* const bias = static_cast<const uint8_t*>(args.down_bias) + uint64_t{expert} * bytes;
+  const uint8_t* const dy = row.source == c.rank ? args.x + row.token * args.x_row_bytes
+                                                 : c.dispatched_row(c.rank, row.source, row.token);
+  double sum = 0.0;
+#pragma unroll 4
+  for (uint32_t at = P::lane() * 16; at < bytes; at += 512) {
+    const uint4 left = load_once(dy + at), right = load_row16(bias + at);
+    const uint32_t l[4] = {left.x, left.y, left.z, left.w}, r[4] = {right.x, right.y, right.z, right.w};
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const float2 a = Dtype::unpack(l[i]), b = Dtype::unpack(r[i]);
+      sum += double{a.x} * b.x + double{a.y} * b.y;
+    }
+  }
+#pragma unroll
+  for (uint32_t lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kFullWarp, sum, lanes);
+  return sum;
+}
+
+// The gradients of combine weights of a block's share of a tile, home: of each row by the task of one of its columns of dX,
+// and so before the return signal of that column's group. One warp.
+template <class Dtype>
 __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, const Call& c, uint32_t tile,
-                                                      const Share& share, uint32_t expert) {
+                                                      uint32_t column, const Share& share, uint32_t expert) {
   using P = Platform;
   const GroupArgs& g = args.group;
   if (!share.wide && cluster_rank() != 0) return;  // both blocks have all rows
   const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
-  const uint32_t first = first_row_of(g, c, tile, expert);
+  const uint32_t first = first_row_of(g, c, tile, expert), step = c.policy.columns[kReturning];
+  const bool biased = args.down_bias != nullptr;
+  // With a bias all lanes take a row, else a row each.
+  const uint32_t rows_at_once = biased ? 1 : P::kLanes, own = biased ? 0 : P::lane();
 #pragma unroll 1
-  for (uint32_t r = share.first + P::lane(); r < share.first + share.rows; r += P::kLanes) {
-    const Row row = *c.tile_row(tile, r);
-    const float* const from = args.backward.weight_parts + within(g, first + r);
+  for (uint32_t r = column + own * step; r < share.rows; r += rows_at_once * step) {
+    const uint32_t in_tile = share.first + r;
+    const Row row = *c.tile_row(tile, in_tile);
+    const float* const from = args.backward.weight_parts + within(g, first + in_tile);
     float sum = 0.0f;
 #pragma unroll 4
     for (uint32_t p = 0; p < parts; ++p) sum += from[uint64_t{p} * g.rows];
+    if (biased) sum = static_cast<float>(sum + multiply_bias<Dtype>(args, c, row, expert));
     uint8_t* const home = c.memory.heaps[row.source] + g.weights_at;
-    reinterpret_cast<float*>(home + uint64_t{row.token} * g.weights_pitch)[row.k] = sum;
+    if (!biased || P::lane() == 0) reinterpret_cast<float*>(home + uint64_t{row.token} * g.weights_pitch)[row.k] = sum;
   }
+  P::sync();
 }
 
-// At home, once all ranks have returned group 0: the gradients of all own choices, 0 where one was dropped. All warps.
+// At home, once all ranks have returned all groups: the gradients of all own choices, 0 where one was dropped. All warps.
 __device__ __forceinline__ void collect_weight_gradients(const KernelArgs& args, const Call& c) {
   using P = Platform;
   const WaitEnd end = wait_until<P>(
       c,
       [&] {
         bool all = true;
-        for (uint32_t q = P::lane(); q < c.shape.ranks && c.shape.tokens != 0; q += P::kLanes) {
-          all &= Signal::epoch(P::load_acquire(c.return_signal(c.rank, q, 0), kSystem)) == c.epoch;
+        const uint32_t signals = c.shape.tokens == 0 ? 0 : c.shape.ranks * c.policy.groups;
+        for (uint32_t i = P::lane(); i < signals; i += P::kLanes) {
+          const uint64_t* const signal = c.return_signal(c.rank, i / c.policy.groups, i % c.policy.groups);
+          all &= Signal::epoch(P::load_acquire(signal, kSystem)) == c.epoch;
         }
         return P::ballot(!all) == 0 ? Step::kDone : Step::kIdle;
       },

@@ -492,8 +492,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       }
     });
     if constexpr (kTrainsInGroup && kIsBackward) {
-      if (!loads_intermediate && is_one_of<kHome>(slot.kind) && slot.column == 0 && slot.tile != kNoTile)
-        send_weight_gradients(args, c, slot.tile, slot.share, slot.expert);
+      if (!loads_intermediate && is_one_of<kHome>(slot.kind) && slot.tile != kNoTile)
+        send_weight_gradients<Dtype>(args, c, slot.tile, slot.column, slot.share, slot.expert);
     }
     const bool free = !kIsBackward && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);

@@ -200,7 +200,8 @@ class CudaEngine(Engine):
             dx = dy.new_empty(dy.shape)
         if of_weights is None or of_weights.dtype != weights.dtype or not of_weights.is_contiguous():
             of_weights = weights.new_empty(weights.shape)
-        by_bias, parts = cuda_training.weights_by_bias(tensors, given, ids), None
+        # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
+        by_bias, parts = cuda_training.weights_by_bias(tensors, given, ids) if alone else None, None
         if tensors.router is not None:
             shape = (tokens, cuda_training.LOGIT_PARTS, tensors.router.shape[0])
             parts = dy.new_empty(shape, dtype=torch.bfloat16)
