@@ -178,9 +178,9 @@ int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int
 }
 
 // Of a layer that keeps, among several ranks: bytes of a call's memory, and where in it the counts are, 2 R + R El words.
-ffi::Array<int64_t> call_layout(int64_t handle, int64_t layer) {
+ffi::Array<int64_t> call_layout(int64_t handle, int64_t layer, int64_t stream) {
   return guarded([&] {
-    const GroupCallLayout layout = context(handle)->call_layout(layer);
+    const GroupCallLayout layout = context(handle)->call_layout(layer, stream_of(stream));
     return ffi::Array<int64_t>{static_cast<int64_t>(layout.bytes), static_cast<int64_t>(layout.tokens)};
   });
 }

@@ -196,8 +196,10 @@ uint64_t Context::pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& row
 
 // ---- Forward passes that keep, among several ranks ------------------------------------------------------------------
 
-GroupCallLayout Context::call_layout(int64_t layer) {
+GroupCallLayout Context::call_layout(int64_t layer, DriverStream stream) {
   const std::lock_guard lock(mutex_);
+  const Device::Use use(device_);
+  device_.refuse_capture(stream, "a forward pass that keeps rows of several ranks, which the host counts,");
   return layout_of_call(plan_of(layer));
 }
 
@@ -221,7 +223,6 @@ gpu::CountedRows Context::counted_rows(const Plan& plan, uint64_t memory) const 
 uint64_t Context::count_rows(int64_t layer, uint64_t memory, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
-  device_.refuse_capture(stream, "counting the rows that a forward pass among several ranks keeps");
   Plan& plan = plan_of(layer);
   plan.kernels.launch_count(plan.args, counted_rows(plan, memory), stream);
   return calls_;

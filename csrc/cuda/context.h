@@ -41,10 +41,11 @@ class Context {
   uint64_t kept_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
   uint64_t pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
 
-  // Of a layer of Pass::kForward, among several ranks. Where its calls have their rows; counts those of the last call there,
+  // Of a layer of Pass::kForward, among several ranks. Where its calls have their rows (refused while `stream` is being
+  // captured); counts those of the last call there,
   // `memory`, and returns which call it was; and moves them from there to `kept`, memory of GroupKeptLayout for as many, whose
   // first_row the caller has written. Both launch a kernel, and do not wait.
-  GroupCallLayout call_layout(int64_t layer);
+  GroupCallLayout call_layout(int64_t layer, DriverStream stream);
   GroupKeptLayout kept_layout(int64_t layer, uint32_t tokens, const KeptRows& rows);
   uint64_t count_rows(int64_t layer, uint64_t memory, DriverStream stream);
   void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const KeptRows& rows, DriverStream stream);

@@ -37,9 +37,10 @@ template <class P>
 FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t g, uint64_t change) {
   if (!has) return;
   uint64_t* counter = c.pending(p, g);
-  uint32_t closers = c.shape.local_experts;
-  if constexpr (kTrainsInGroup) closers += c.policy.keepers;
-  if (P::fetch_add_acq_rel(counter, change) + change != Pending::experts(closers)) return;
+  if (P::fetch_add_acq_rel(counter, change) + change !=
+      Pending::experts(c.shape.local_experts + (kTrainsInGroup ? c.policy.keepers : 0u))) {
+    return;
+  }
   P::store_relaxed(counter, uint64_t{0});
   if (!c.reduced()) {
     signal_return<P>(c, p, g);

@@ -134,13 +134,8 @@ class CudaEngine(Engine):
 
         x, asked, library = tensors.x, tensors.router_logits, _ffi.library()
         handle, stream, tokens = self.checked_handle(), current_stream(self.device), tensors.x.shape[0]
-        if torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument(
-                "capture: expected no forward pass that keeps rows of several ranks, whose number the host reads; call "
-                "the layer under torch.no_grad()"
-            )
         layer = self._layer(tensors, options, False, _FORWARD)
-        size, counts_at = library.cuda_call_layout(handle, layer.number)
+        size, counts_at = library.cuda_call_layout(handle, layer.number, stream)
         memory = x.new_empty(size, dtype=torch.uint8)
         routing = x.new_empty(tokens * cuda_training.kept_routing_bytes(tensors, options), dtype=torch.uint8)
         logits = cuda_training.kept_logits(routing, tensors)
