@@ -75,9 +75,7 @@ namespace flashmoe::cpu {
 namespace {
 
 FieldRows layout_fields(Map limits) {
-  return guarded([&] {
-    return field_rows(limits_of(limits), true);
-  });
+  return guarded([&] { return field_rows(limits_of(limits), true); });
 }
 
 // Bytes that a call keeps of each row, row of the shared expert, token received, and own token.

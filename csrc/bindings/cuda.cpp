@@ -187,8 +187,7 @@ ffi::Array<int64_t> call_layout(int64_t handle, int64_t layer, int64_t stream) {
 
 int64_t count_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory) {
   return guarded([&] {
-    return static_cast<int64_t>(
-        context(handle)->count_rows(layer, static_cast<uint64_t>(memory), stream_of(stream)));
+    return static_cast<int64_t>(context(handle)->count_rows(layer, static_cast<uint64_t>(memory), stream_of(stream)));
   });
 }
 

@@ -32,7 +32,8 @@ class Kernels {
   void launch_logits(sm90::KernelArgs& args, DriverStream stream) const;
   // The same of those behind a forward pass that keeps, among several ranks.
   void launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
-  void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pitch, uint32_t blocks, DriverStream stream) const;
+  void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pitch, uint32_t blocks,
+                   DriverStream stream) const;
 
  private:
   const Device& device_;

@@ -60,7 +60,8 @@ struct KeptLayout {
 struct GroupKeptLayout {
   uint64_t received, numbers, first_row, ids, weights, bytes;
 
-  GroupKeptLayout(const LayerSpec& spec, uint64_t tokens, uint64_t ranks, uint64_t local_experts, const KeptRows& kept) {
+  GroupKeptLayout(const LayerSpec& spec, uint64_t tokens, uint64_t ranks, uint64_t local_experts,
+                  const KeptRows& kept) {
     constexpr uint64_t kAlign = 16;
     received = kept.rows * spec.gate_up_rows() * element_bytes(spec.intermediate_type);
     numbers = received + kept.received * spec.token_row_bytes();
@@ -113,7 +114,7 @@ struct TokenSpec {
   uint64_t out = 0;
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
   uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not asked for
-  uint64_t keep = 0;  // of Pass::kForward: memory of KeptLayout, or GroupCallLayout, aligned to 16 bytes
+  uint64_t keep = 0;     // of Pass::kForward: memory of KeptLayout, or GroupCallLayout, aligned to 16 bytes
   uint64_t routing = 0;  // and among several ranks: for ids, [T, K] int32, and behind them weights, [T, K] fp32
 };
 

@@ -43,8 +43,8 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   c.policy.groups = return_groups(c.policy.columns[kReturning], c.shape.return_mode, alone || common.limits.rdma != 0,
                                   c.policy.group_first);
   if (!alone && layer.pass != Pass::kInference) {
-    c.policy.keepers = static_cast<uint16_t>(
-        sm90::keepers_of(c.shape.ranks, c.shape.local_experts, common.limits.processors));
+    c.policy.keepers =
+        static_cast<uint16_t>(sm90::keepers_of(c.shape.ranks, c.shape.local_experts, common.limits.processors));
   }
   if (!alone) c.config = host::make_config(c, spec, layer.placement, sm90::kReturnColumns);
   return c;

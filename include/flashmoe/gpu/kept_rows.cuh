@@ -64,8 +64,8 @@ __device__ __forceinline__ void move_row(uint8_t* to, const uint8_t* from, uint3
 }
 
 // Received rows, by warps `first`, first + step, ... of all tokens.
-__device__ __forceinline__ void move_received(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t pitch,
-                                              uint32_t first, uint32_t step) {
+__device__ __forceinline__ void move_received(const KernelArgs& args, const Call& c, const MovedRows& to,
+                                              uint32_t pitch, uint32_t first, uint32_t step) {
   const uint32_t bytes = c.memory.token_row_bytes;
   uint32_t before = 0;  // of the ranks so far
   for (uint32_t p = 0; p < c.shape.ranks; before += to.counted.received[p++]) {

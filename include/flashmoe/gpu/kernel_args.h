@@ -154,9 +154,10 @@ struct GroupArgs {
   // Backward passes.
   const uint8_t* x;           // [received_rows, H], as `received` has dY
   const uint32_t* first_row;  // [El + 1] number of each expert's first row
-  uint32_t* gather;           // [tiles * 256], written: a row's token, or of other ranks' its number among those received | kRemote
-  uint64_t weights_at;        // where in a heap the gradients of its tokens' combine weights are, [T, K] floats,
-  uint32_t weights_pitch;     // a token's so many bytes behind the one's before (protocol/gradients.h)
+  uint32_t*
+      gather;  // [tiles * 256], written: a row's token, or of other ranks' its number among those received | kRemote
+  uint64_t weights_at;     // where in a heap the gradients of its tokens' combine weights are, [T, K] floats,
+  uint32_t weights_pitch;  // a token's so many bytes behind the one's before (protocol/gradients.h)
 };
 
 struct KernelArgs {

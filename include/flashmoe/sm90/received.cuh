@@ -72,12 +72,13 @@ __device__ __forceinline__ uint32_t within(const GroupArgs& g, uint32_t row) {
 
 // The product of a row of dY with its expert's bias, in float64. One warp; every lane has it.
 template <class Dtype>
-__device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Call& c, const Row& row, uint32_t expert) {
+__device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Call& c, const Row& row,
+                                                uint32_t expert) {
   using P = Platform;
   const uint32_t bytes = c.memory.token_row_bytes;
   const auto* const bias = static_cast<const uint8_t*>(args.down_bias) + uint64_t{expert} * bytes;
-  const uint8_t* const dy = row.source == c.rank ? args.x + row.token * args.x_row_bytes
-                                                 : c.dispatched_row(c.rank, row.source, row.token);
+  const uint8_t* const dy =
+      row.source == c.rank ? args.x + row.token * args.x_row_bytes : c.dispatched_row(c.rank, row.source, row.token);
   double sum = 0.0;
 #pragma unroll 4
   for (uint32_t at = P::lane() * 16; at < bytes; at += 512) {

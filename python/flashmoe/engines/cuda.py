@@ -134,12 +134,13 @@ class CudaEngine(Engine):
 
         x, asked, library = tensors.x, tensors.router_logits, _ffi.library()
         handle, stream, tokens = self.checked_handle(), current_stream(self.device), tensors.x.shape[0]
-        layer = self._layer(tensors, options, False, _FORWARD)
-        size, counts_at = library.cuda_call_layout(handle, layer.number, stream)
-        memory = x.new_empty(size, dtype=torch.uint8)
         routing = x.new_empty(tokens * cuda_training.kept_routing_bytes(tensors, options), dtype=torch.uint8)
         logits = cuda_training.kept_logits(routing, tensors)
-        y = self._call(tensors._replace(router_logits=logits), options, False, memory, routing)
+        tensors = tensors._replace(router_logits=logits)
+        layer = self._layer(tensors, options, False, _FORWARD)  # the very one of the call
+        size, counts_at = library.cuda_call_layout(handle, layer.number, stream)
+        memory = x.new_empty(size, dtype=torch.uint8)
+        y = self._call(tensors, options, False, memory, routing)
         call = library.cuda_count_rows(handle, layer.number, stream, memory.data_ptr())
         ranks = self.room.ranks
         counts = memory[counts_at : counts_at + 4 * ranks * (2 + layer.local)].view(torch.int32).cpu()
