@@ -78,8 +78,8 @@ def test_what_biases_owe_to_combine_weights():
 def test_rows_that_were_counted():
     """Three ranks, two experts: sizes of what is kept, and where each expert's rows begin."""
     tokens, received = [5, 0, 9], [4, 0, 0]  # this is the last rank
-    rows = [[3, 2], [0, 0], [1, 7]]
-    counts = torch.tensor([*tokens, *received, *sum(rows, [])], dtype=torch.int32)
+    rows = 3, 2, 0, 0, 1, 7
+    counts = torch.tensor([*tokens, *received, *rows], dtype=torch.int32)
     kept, first = cuda_training.counted_rows(counts, 3, 17)
     assert kept == cuda_training.KeptRows(rows=13, received=4, pitch=9, call=17)
     assert first.tolist() == [0, 4, 13] and first.dtype == torch.int32

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import PATIENCE, at_random, module_of, random_problem
 from layers import context_of as context_of_gpu
-from problems import Problem
 from leaves import gradients_of, leaves_of
+from problems import Problem
 from training import as_array, as_tensor, check, trainable
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Gradients on GPUs among several ranks: against the float64 reference within derived bounds, which CPUs' are held to as well.
+"""Gradients on GPUs among several ranks: against the float64 reference within derived bounds.
 
 With FLASHMOE_SHARE_GPUS ranks share a GPU, as in test_group.py."""
 
@@ -99,11 +99,13 @@ def test_the_hundredth_step_has_the_bits_of_the_first(pool):
 
 
 def test_passes_of_any_number_of_tokens_in_any_order(pool):
-    assert everywhere(pool, training_ranks.in_any_order, 9, [200, 150, 130, 90][: pool.ranks], USUAL) == [0] * pool.ranks
+    assert (
+        everywhere(pool, training_ranks.in_any_order, 9, [200, 150, 130, 90][: pool.ranks], USUAL) == [0] * pool.ranks
+    )
 
 
 def test_gradients_of_a_rank_alone(pool):
-    """`direct`: each rank's dX and combine weights' gradients are, to the bit, those of its tokens on a GPU with all experts."""
+    """`direct`: each rank's dX and combine weights' gradients have the bits of its tokens' on a GPU with all experts."""
     seed, tokens, sizes = 11, [150, 120, 90, 60][: pool.ranks], USUAL | GIVEN | DIRECT
     found = everywhere(pool, training_ranks.gradients, [(seed, tokens, sizes)], 1)
     expected = pool.call(training_ranks.alone, [(seed, tokens, sizes)] * pool.ranks, timeout=120.0)[0]
@@ -139,4 +141,3 @@ def test_a_rank_that_is_elsewhere_is_named(pool, how):
 def test_what_has_no_gradients_is_named(pool):
     with pytest.raises(Exception, match="FlashMoE has no backward pass of a shared expert on a GPU"):
         everywhere(pool, training_ranks.gradients, [(16, [40] * pool.ranks, USUAL | {"shared": 1})], 1)
-

@@ -11,8 +11,8 @@ from typing import Any
 import flashmoe
 import numpy as np
 import torch
-from leaves import gradients_of, leaves_of
 from layers import PATIENCE
+from leaves import gradients_of, leaves_of
 from ranks import device_of, joined, processors
 from training import as_array, as_tensor, trainable
 
@@ -25,8 +25,7 @@ def context_for(problem: Any, rank: int, name: str, **more: Any) -> flashmoe.Con
 
 
 def gradients(rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], times: int) -> list[Gradients]:
-    """Of each problem, what `trainable` is told of it, the gradients of its call on this rank; `times` the same bits. What is
-    kept is at most 1.25 times what its rows need."""
+    """Of each problem, what `trainable` is told of it, the gradients of its call on this rank; `times` the same bits."""
     found = []
     for number, (seed, tokens, sizes) in enumerate(calls):
         torch.cuda.set_device(device_of(rank))
@@ -40,7 +39,9 @@ def gradients(rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], 
     return found
 
 
-def kept_and_needed(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> tuple:
+def kept_and_needed(
+    rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]
+) -> tuple:
     """Bytes that a call keeps, and what the rows that it has received need of them."""
     torch.cuda.set_device(device_of(rank))
     problem, _grads = trainable(seed, tokens, **sizes)
@@ -60,8 +61,8 @@ def kept_and_needed(rank: int, ranks: int, _: str, name: str, seed: int, tokens:
 
 
 def in_any_order(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> int:
-    """Three calls on one context, of some of the tokens each, whose backward passes come in another order, and once more: how
-    many gradients are not those of calls of their own."""
+    """Three calls on one context, of some of the tokens each, whose backward passes come in another order, and once more:
+    how many gradients are not those of calls of their own."""
     torch.cuda.set_device(device_of(rank))
     whole, grads = trainable(seed, tokens, **sizes)
     parts = [slice(0, None), slice(0, 3), slice(20, 57)]
@@ -86,9 +87,10 @@ def in_any_order(rank: int, ranks: int, _: str, name: str, seed: int, tokens: li
     return differing
 
 
-def steps(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any], times: int) -> float:
-    """So many steps of one problem, without a wait in between; how far the last one's gradients are from the first one's, in
-    bits of any."""
+def steps(
+    rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any], times: int
+) -> int:
+    """So many steps of one problem, without a wait in between; how many bytes of their gradients are not the first one's."""
     torch.cuda.set_device(device_of(rank))
     problem, grads = trainable(seed, tokens, **sizes)
     with context_for(problem, rank, name) as context:

@@ -128,8 +128,8 @@ class CudaEngine(Engine):
         return y, kept, alone
 
     def _call_and_keep_in_group(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
-        """The same among several ranks: the call leaves its rows where there is room for as many as there may be; then the
-        host reads how many there are, which waits for the device, and they are moved to what is kept."""
+        """The same among several ranks: the call leaves its rows where there is room for as many as there may be; then
+        the host reads how many there are, which waits for the device, and they are moved to what is kept."""
         import torch
 
         x, asked, library = tensors.x, tensors.router_logits, _ffi.library()
@@ -149,7 +149,7 @@ class CudaEngine(Engine):
         own_at = library.cuda_kept_bytes(handle, layer.number, tokens, rows) - 8 * tokens * layer.layer.choices
         if (size := own_at + len(routing)) > cuda_training.MOST_KEPT:
             raise InvalidArgument(
-                f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB on a rank, got "
+                f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
                 f"{rows.rows} rows of its experts, which need {size} bytes"
             )
         kept = x.new_empty(size, dtype=torch.uint8)

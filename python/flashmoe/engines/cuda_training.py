@@ -15,8 +15,8 @@ MOST_KEPT = 1 << 36
 
 
 def missing(tensors: Tensors, options: Options, rdma: bool) -> str | None:
-    """What of a call there are no gradients of on a GPU, in words; None: there are. `rdma`: ranks reach one another by puts
-    alone."""
+    """What of a call there are no gradients of on a GPU, in words; None: there are. `rdma`: ranks reach one another by
+    puts alone."""
     if rdma:
         return "ranks whose memory is not mapped"
     if tensors.gate_up_scale is not None or dtype_name(tensors.x) not in jit.TRAINED:
@@ -63,8 +63,8 @@ ALONE = KeptRows(0, 0, 0, 0)
 
 
 def counted_rows(counts: Any, ranks: int, call: int) -> tuple[KeptRows, Any]:
-    """Of what the kernel has counted, int32 [2 R + R El] on the host: tokens and received rows of each rank, and how many
-    rows each expert has of a rank's. And the numbers of the experts' first rows, int32 [El + 1]."""
+    """Of what the kernel has counted, int32 [2 R + R El] on the host: tokens and received rows of each rank, and how
+    many rows each expert has of a rank's. And the numbers of the experts' first rows, int32 [El + 1]."""
     import torch
 
     tokens, received, rows = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :].view(ranks, -1)
