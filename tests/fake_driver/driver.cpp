@@ -94,10 +94,16 @@ std::string described(const sm90::BackwardArgs& b) {
 }
 
 std::string described(const sm90::GroupArgs& g) {
-  const uint64_t words[] = {reinterpret_cast<uint64_t>(g.received), reinterpret_cast<uint64_t>(g.numbers), g.pitch,
-                            g.rows, g.received_rows, reinterpret_cast<uint64_t>(g.x),
-                            reinterpret_cast<uint64_t>(g.first_row), reinterpret_cast<uint64_t>(g.gather),
-                            g.weights_at, g.weights_pitch};
+  const uint64_t words[] = {reinterpret_cast<uint64_t>(g.received),
+                            reinterpret_cast<uint64_t>(g.numbers),
+                            g.pitch,
+                            g.rows,
+                            g.received_rows,
+                            reinterpret_cast<uint64_t>(g.x),
+                            reinterpret_cast<uint64_t>(g.first_row),
+                            reinterpret_cast<uint64_t>(g.gather),
+                            g.weights_at,
+                            g.weights_pitch};
   return list(words, 10);
 }
 
@@ -202,11 +208,13 @@ CudaResult count(const Call& of_layer, const sm90::CountedRows& to) {
     const auto is_here = [&](const uint64_t* signal) {
       return Signal::epoch(std::atomic_ref(*const_cast<uint64_t*>(signal)).load()) == c.epoch;
     };
-    for (uint32_t tries = 0; !is_here(c.call_signal(c.rank, p)) && tries < 10'000; ++tries) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    for (uint32_t tries = 0; !is_here(c.call_signal(c.rank, p)) && tries < 10'000; ++tries)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     to.tokens[p] = c.tokens_of(p), to.received[p] = 0;
     for (uint32_t l = 0; l < el; ++l) to.rows[p * el + l] = 0;
     for (uint32_t b = 0; b < c.blocks_of(p); ++b) {
-      for (uint32_t tries = 0; !is_here(c.packet_signal(c.rank, p, b)) && tries < 10'000; ++tries) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      for (uint32_t tries = 0; !is_here(c.packet_signal(c.rank, p, b)) && tries < 10'000; ++tries)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
       const uint16_t* const offsets = c.packet_offsets(c.rank, p, b);
       for (uint32_t l = 0; l < el; ++l) to.rows[p * el + l] += offsets[l + 1] - offsets[l];
     }
