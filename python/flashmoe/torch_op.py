@@ -213,8 +213,8 @@ def _check_written(tensors: Tensors) -> None:
 
 
 def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_moe_observed`, and what the gradients need (`flashmoe.engines.base.Engine.call_and_keep`): two int64 that own it,
-    or all of it, and how many rows that is of. `main_grad` is for the gradients."""
+    """`_moe_observed`, and what the gradients need (`flashmoe.engines.base.Engine.call_and_keep`): two int64 that own
+    it, or all of it, and how many rows that is of. `main_grad` is for the gradients."""
     bound = _KEPT.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments

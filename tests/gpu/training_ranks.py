@@ -25,7 +25,7 @@ def context_for(problem: Any, rank: int, name: str, **more: Any) -> flashmoe.Con
 
 
 def gradients(rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], times: int) -> list[Gradients]:
-    """Of each problem, what `trainable` is told of it, the gradients of its call on this rank; `times` the same bits."""
+    """Of each problem, what `trainable` is told of it, the gradients of its call here; `times` the same bits."""
     found = []
     for number, (seed, tokens, sizes) in enumerate(calls):
         torch.cuda.set_device(device_of(rank))
@@ -61,7 +61,7 @@ def kept_and_needed(
 
 
 def in_any_order(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> int:
-    """Three calls on one context, of some of the tokens each, whose backward passes come in another order, and once more:
+    """Three calls on one context, of some of the tokens each, whose backward passes come in another order, and again:
     how many gradients are not those of calls of their own."""
     torch.cuda.set_device(device_of(rank))
     whole, grads = trainable(seed, tokens, **sizes)
@@ -90,7 +90,7 @@ def in_any_order(rank: int, ranks: int, _: str, name: str, seed: int, tokens: li
 def steps(
     rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any], times: int
 ) -> int:
-    """So many steps of one problem, without a wait in between; how many bytes of their gradients are not the first one's."""
+    """So many steps of one problem, without a wait in between; how many bytes of gradients are not the first one's."""
     torch.cuda.set_device(device_of(rank))
     problem, grads = trainable(seed, tokens, **sizes)
     with context_for(problem, rank, name) as context:

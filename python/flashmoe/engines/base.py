@@ -68,8 +68,8 @@ class Engine(ABC):
         wanted: Mapping[str, Any],
         accumulates: bool,
     ) -> None:
-        """The gradients of the call of these options that left `kept` and `counted`: writes those in `wanted`, by the names
-        of `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
+        """The gradients of the call of these options that left `kept` and `counted`: writes those in `wanted`, by the
+        names of `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
         ``router_logits``, that of the logits; these two contiguous. `accumulates`: those of weights and biases are
         added to what is there, in float32."""
 
