@@ -20,7 +20,8 @@ Gradients = dict[str, np.ndarray]
 
 
 def context_for(problem: Any, rank: int, name: str, **more: Any) -> flashmoe.Context:
-    limits = problem.limits() | {"timeout": PATIENCE} | more
+    mode = {"return_mode": problem.options["return_mode"]} if "return_mode" in problem.options else {}
+    limits = problem.limits() | {"timeout": PATIENCE} | mode | more
     return joined(rank, problem.ranks, name, **limits)
 
 

@@ -394,6 +394,15 @@ __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Cal
   load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
 }
 
+// The loader warp that a task of dX leaves free: gradients of combine weights to other ranks.
+template <class Dtype>
+__device__ __forceinline__ void return_weights(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+  if constexpr (kTrainsInGroup && kIsBackward) {
+    if (is_one_of<kHome>(slot.kind) && slot.tile != kNoTile)
+      send_weight_gradients<Dtype>(args, c, slot.tile, slot.column, slot.share, slot.expert);
+  }
+}
+
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
 // (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
 // consumers have stored, or, with several ranks, does a piece of the returns.
@@ -490,10 +499,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }
       }
     });
-    if constexpr (kTrainsInGroup && kIsBackward) {
-      if (!loads_intermediate && is_one_of<kHome>(slot.kind) && slot.tile != kNoTile)
-        send_weight_gradients<Dtype>(args, c, slot.tile, slot.column, slot.share, slot.expert);
-    }
+    if (!loads_intermediate) return_weights<Dtype>(args, c, slot);
     const bool free = !kIsBackward && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
