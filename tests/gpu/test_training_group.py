@@ -105,8 +105,8 @@ def test_passes_of_any_number_of_tokens_in_any_order(pool):
 
 
 def test_gradients_of_a_rank_alone(pool):
-    """`direct`: y and dX have the bits of each rank's tokens on a GPU with all experts. (Combine weights' gradients are sums of
-    parts, which tiles of more rows cut elsewhere.)"""
+    """`direct`: y and dX have the bits of each rank's tokens on a GPU with all experts. (Combine weights' gradients are
+    sums of parts, which tiles of more rows cut elsewhere.)"""
     seed, tokens, sizes = 11, [150, 120, 90, 60][: pool.ranks], USUAL | GIVEN | DIRECT
     found = everywhere(pool, training_ranks.gradients, [(seed, tokens, sizes)], 1)
     expected = pool.call(training_ranks.alone, [(seed, tokens, sizes)] * pool.ranks, timeout=120.0)[0]

@@ -101,8 +101,10 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   __syncthreads();  // dispatch is done with the stages,
   const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
   RowEngine<Dtype, Trace> engine(args, c, copies, trace);
+  // The block's own packet is signalled by now. To look whether it is costs a backward pass among several ranks a spill.
+  const uint32_t own_block = kTrainsInGroup && kIsBackward ? ~0u : blockIdx.x;
   Sender<Platform, RowEngine<Dtype, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
-                                                           kWarps * senders, blockIdx.x);
+                                                           kWarps * senders, own_block);
   __syncthreads();  // and now the senders are
 }
 
