@@ -76,6 +76,7 @@ EDGES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "one token a rank": ([1, 1, 1, 1], BIASES),
     "all tokens to one expert": ([500, 300, 10, 200], {"top_k": 1, "skew": 50.0}),
     "a rank without experts": ([100, 60, 70, 80], {"placement": [0] * 16}),
+    "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
     "one expert a token": ([301, 5, 77, 100], {"top_k": 1}),
     "several tiles": ([900, 700, 300, 500], {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
     "sizes just above a tile's": ([257, 300, 3, 9], {"hidden": 264, "intermediate": 264} | BIASES),

@@ -9,7 +9,7 @@
 //                         so during GEMM1 the second warp joins rows (actors/joiner.h) or sees to the returns
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
-//                         sender (actors/put_sender.h)
+//                         sender (actors/put_sender.h), or where several ranks train keeper (actors/keeper.h)
 //   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
 //   (actors/returner.h, joiner.h), so that at the end all warps do.
