@@ -19,7 +19,7 @@ __device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, doub
 #pragma unroll 1
   for (uint32_t base = 0; base < rows; base += kTileTokens) {
     const uint32_t tile = tiles[base / kTileTokens], end = min_of(rows - base, kTileTokens);
-#pragma unroll 4
+#pragma unroll(kTrainsInGroup ? 1 : 4)  // addresses of which there are two kinds leave fewer registers
     for (uint32_t r = 0; r < end; ++r) {
       const uint4 words = *reinterpret_cast<const uint4*>(line(tile, r));
       const double w = weight(tile, r);

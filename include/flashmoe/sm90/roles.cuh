@@ -223,7 +223,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   }
   if (P::lane() == 0) {
     slot.kind = task.kind;
-    slot.stored = stored;
+    slot.stored = kTrainsInGroup && kIsBackward ? n : stored;  // else unused there, see compute_tasks()
   }
   if (is_one_of<kHome>(task.kind)) ++stored;
   P::sync();
@@ -816,6 +816,8 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
       tasks.put_stored(slot.stored);  // else nobody waits for it
+    // Not kept over the epilogue, whose place in registers a spill would take.
+    if constexpr (kTrainsInGroup && kIsBackward) n = *static_cast<const volatile uint32_t*>(&slot.stored);
     if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild)
       asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);
