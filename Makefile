@@ -4,6 +4,7 @@
 # make test-integrations   the tests in vLLM, in an environment of their own (4 GB)
 # make nightly    make test with 10,000 examples per property test, and every instance of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
+# make site       the documentation as pages, in build/site/, which are then opened in a browser
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
 # make lint       check formatting and style;  make format  repairs what can be repaired
 # make clean      remove everything that make made
@@ -29,7 +30,7 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz wheel format lint clean \
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm nightly fuzz wheel site format lint clean \
         compiler spin
 
 run: $(VENV)/.package
@@ -94,13 +95,15 @@ test: test-cpp test-cuda-build test-python
 
 comma := ,
 # $(call cpp-tests,folder,sanitizer)
+# Two tests at a time: of the threads of one, much of the time one alone has work. With ThreadSanitizer those that wait keep
+# both cores busy, and two tests starve each other on a machine that has other work too.
 define cpp-tests
 	@echo "==> C++ tests in $(1)/$(if $(2),$(comma) with the $(2) sanitizer)"
 	@$(BIN)/cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython_EXECUTABLE=$(abspath $(BIN))/python -DFLASHMOE_TESTS=ON -DFLASHMOE_BINDINGS=OFF \
 	  -DFLASHMOE_SANITIZE=$(2) >/dev/null
 	@$(BIN)/cmake --build $(1) -- --quiet
-	@$(BIN)/ctest --test-dir $(1) --output-on-failure --timeout $(TEST_TIMEOUT)
+	@$(BIN)/ctest --test-dir $(1) --parallel $(if $(filter thread,$(2)),1,2) --output-on-failure --timeout $(TEST_TIMEOUT)
 endef
 
 test-cpp: $(VENV)/.package $(VENV)/.test compiler
@@ -112,9 +115,12 @@ test-cuda-build: $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py $(COMPILE_FLAGS)
 
+# Processes that share the Python tests; each has eight ranks of its own, and takes 4 GB. Who is done takes tests of the other,
+# from its end: neighbours stay together, so that what a file prepares is rarely prepared twice. 0: all in pytest's own process.
+PYTEST_WORKERS ?= 2
 test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
-	@$(BIN)/python -m pytest --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
 # What passed on which machine is left in this folder; tests/test_evidence.py says when it is of other sources.
 test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
@@ -152,6 +158,21 @@ $(VENV)/.release: pyproject.toml | $(BIN)/python
 wheel: $(VENV)/.package $(VENV)/.release
 	@$(BIN)/python tools/build_release.py
 	@$(BIN)/python tools/check_wheel.py $(RELEASE_PYTHONS)
+
+$(VENV)/.site: pyproject.toml | $(BIN)/python
+	@echo "==> installing what the documentation's pages are made with"
+	@$(call pip-install,$(call extra,site))
+	@touch $@
+
+# Strict: a page that no menu has, or a link to nothing, ends it.
+site: $(VENV)/.site
+	@if ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  echo "==> installing Chromium"; \
+	  { apt-get install -qq -y chromium chromium-driver || \
+	    { apt-get update -qq && apt-get install -qq -y chromium chromium-driver; }; } >/dev/null 2>&1 || true; \
+	fi
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/python tools/check_site.py
 
 # The model checker of tests/test_model.py. Where it cannot be installed, that test says that it was skipped.
 spin:

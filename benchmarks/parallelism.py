@@ -1,6 +1,6 @@
 """A layer whose experts are spread over the ranks in different ways: what COMET's figures 12 and 14 vary.
 
-    torchrun --nproc-per-node N benchmarks/parallelism.py splits|imbalance [--shapes NAME ...] [--tokens T]
+    torchrun --nproc-per-node N benchmarks/parallelism.py splits|imbalance|routing [--shapes NAME ...] [--tokens T]
         [--engine cuda|cpu] [--repeats N] [--out benchmarks/results/parallelism/h200xN.json]
 
 `splits`: expert times tensor parallelism. For every divisor n of N, groups of n ranks share each expert, a slice a
@@ -10,6 +10,8 @@ but for rounding; "difference" says how far they are apart.
 `imbalance`: experts that are chosen unevenly. Their shares of all choices have the standard deviation --spread around
 1 / E; experts lie in contiguous shares, or as `flashmoe.placement.balanced` places them, with E / 8 copies, by the load
 of that very batch. "fullest" is what the rank that computes most has, of the mean.
+
+`routing`: the same two placements of the shipped layer's experts, chosen as its router chooses them for its passage.
 
 Every rank has T tokens, whose experts are given. Of each call the slowest rank's time counts; medians of --repeats.
 With the CUDA engine a call begins behind an all-reduce on GPUs that are kept busy, with the CPU engine (whose shape is
@@ -23,6 +25,7 @@ import functools
 import os
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +34,7 @@ import flashmoe
 import numpy as np
 import torch
 import torch.distributed as dist
+from flashmoe.checkpoint import shipped_layer
 from flashmoe.placement import Placement, balanced, contiguous, hybrid, local_experts, rank_loads
 from flashmoe.slices import cut
 from harness import SHAPES, WARM_UP, commit_option, cpu_model, described, group_milliseconds, join, write
@@ -165,36 +169,65 @@ def imbalance(
     name: str, shape: tuple, tokens: int, repeats: int, engine: str, spreads: list[float]
 ) -> list[dict[str, Any]]:
     _, _, experts, top_k, *_ = shape
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     rows = []
     for spread in spreads:
-        by_rank = [chosen(tokens, experts, top_k, spread, seed) for seed in range(ranks)]
-        load = np.array([np.bincount(ids.ravel(), minlength=experts) for ids in by_rank])
-        copies = min(experts // 8, experts * (ranks - 1))
-        placements = {"contiguous": contiguous(experts, ranks), "balanced": balanced(load.sum(axis=0), ranks, copies)}
-        for how, placement in placements.items():
-            layer = SpreadLayer(shape, engine, by_rank[rank], placement)
-            of_ranks = rank_loads(placement, load, ranks)
-            row = {"shape": name, "tokens": tokens, "spread": spread, "placement": how}
-            row["spread_of_load"] = float((load.sum(axis=0) / load.sum()).std())
-            row["fullest"] = float(of_ranks.max() / of_ranks.mean())
-            rows.append(row | measured(layer, repeats, engine))
-            layer.close()
+        by_rank = [chosen(tokens, experts, top_k, spread, seed) for seed in range(dist.get_world_size())]
+        rows += placed({"shape": name, "tokens": tokens, "spread": spread}, shape, by_rank, repeats, engine)
     return rows
 
 
-def start(engine: str) -> dict[str, str]:
+def routing(repeats: int, engine: str) -> list[dict[str, Any]]:
+    """The shipped passage, dealt out evenly."""
+    layer, states = shipped_layer()
+    sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "experts": layer.experts, "top_k": layer.top_k}
+    with flashmoe.Context(engine="cpu", max_tokens=len(states), **sizes, dtype=layer.dtype.name) as context:
+        flashmoe.moe(context, states, **layer.tensors(), **layer.rule())
+        ids = context.last_call.topk_ids
+    by_rank = [each.astype(np.int32) for each in np.array_split(ids, dist.get_world_size())]
+    shape = (*sizes.values(), layer.activation)
+    return placed({"shape": "shipped", "tokens": len(by_rank[0])}, (*shape, ()), by_rank, repeats, engine)
+
+
+def placed(
+    what: dict[str, Any], shape: tuple, by_rank: list[np.ndarray], repeats: int, engine: str
+) -> list[dict[str, Any]]:
+    """Contiguous shares, then a balanced placement, of experts that are chosen so."""
+    experts, rank, ranks = shape[2], dist.get_rank(), len(by_rank)
+    load = np.array([np.bincount(ids.ravel(), minlength=experts) for ids in by_rank])
+    copies = min(experts // 8, experts * (ranks - 1))
+    placements = {"contiguous": contiguous(experts, ranks), "balanced": balanced(load.sum(axis=0), ranks, copies)}
+    rows = []
+    for how, placement in placements.items():
+        layer = SpreadLayer(shape, engine, by_rank[rank], placement)
+        of_ranks = rank_loads(placement, load, ranks)
+        row = what | {"placement": how, "spread_of_load": float((load.sum(axis=0) / load.sum()).std())}
+        row["fullest"] = float(of_ranks.max() / of_ranks.mean())
+        rows.append(row | measured(layer, repeats, engine))
+        layer.close()
+    return rows
+
+
+def start(engine: str) -> dict[str, Any]:
     """Joins the group that torchrun has started; where what it measures comes from."""
     if engine == "cuda":
         join()
         return described("", dist.get_world_size())
     dist.init_process_group("gloo")
-    return {"device": f"{cpu_model()}, {os.cpu_count()} cores", "torch": torch.__version__}
+    command = f"torchrun --nproc-per-node {dist.get_world_size()} {' '.join(sys.argv)}"
+    origin = {"device": f"{cpu_model()} x0", "cores": os.cpu_count(), "torch": torch.__version__}
+    return origin | {"command": command}
+
+
+def report(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    result["rows"] += rows
+    for row in rows if dist.get_rank() == 0 else ():
+        print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                        for key, value in row.items()), flush=True)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=["splits", "imbalance"])
+    parser.add_argument("suite", choices=["splits", "imbalance", "routing"])
     parser.add_argument("--engine", choices=list(TYPES), default="cuda")
     parser.add_argument("--shapes", nargs="*", default=None)
     parser.add_argument("--tokens", type=int)
@@ -206,13 +239,12 @@ def main() -> None:
     shapes = SHAPES | SMALL
     result: dict[str, Any] = start(args.engine) | {"commit": args.commit, "suite": args.suite, "rows": []}
     by_suite = {"splits": splits, "imbalance": functools.partial(imbalance, spreads=args.spread)}
-    for name in args.shapes or (["mixtral", "paper-E8"] if args.engine == "cuda" else list(SMALL)):
-        tokens = args.tokens or shapes[name][-1][0]
-        for row in by_suite[args.suite](name, shapes[name], tokens, args.repeats, args.engine):
-            result["rows"].append(row)
-            if dist.get_rank() == 0:
-                print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                                for key, value in row.items()), flush=True)  # fmt: skip
+    if args.suite == "routing":
+        report(result, routing(args.repeats, args.engine))
+    else:
+        for name in args.shapes or (["mixtral", "paper-E8"] if args.engine == "cuda" else list(SMALL)):
+            tokens = args.tokens or shapes[name][-1][0]
+            report(result, by_suite[args.suite](name, shapes[name], tokens, args.repeats, args.engine))
     if args.out and dist.get_rank() == 0:
         write(args.out, result)
     dist.destroy_process_group()

@@ -10,8 +10,11 @@ from pathlib import Path
 
 # Before numpy loads its BLAS: the ranks need the cores, and its threads would spin on them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# As wide as each test says: consoles keep what they find first, and a process of pytest-xdist finds 80.
+os.environ.update(COLUMNS="", LINES="")
 
 import pytest
+from flashmoe.launch import RankPool
 from problems import Ranks
 
 
@@ -21,6 +24,13 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Four processes for functions of the tests' own: those of torch.distributed, for the most part."""
+    with RankPool(4) as pool:
+        yield pool
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def _as_rank(rank: int, ranks: int, _: str, store: str, fn: Callable[..., Any], 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     try:
+        dist.barrier()  # one that is connected may end before another is, whose connecting then fails
         return fn(rank, *args)
     finally:
         dist.destroy_process_group()

@@ -39,13 +39,6 @@ LAYERS: dict[str, dict[str, Any]] = {
 ONE_HOLDER = [each if isinstance(each, int) else each[0] for each in COPIES]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 def results_of(outcomes: list[Any]) -> list[bytes]:
     return [
         each.tobytes()

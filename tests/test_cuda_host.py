@@ -140,7 +140,7 @@ def test_nvshmem_is_declared_as_nvidia_does(compiler, tmp_path, release):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(1200)  # 180 cases, each a process or several: a minute on quiet cores, more on others
+@pytest.mark.timeout(1200)  # 240 cases, some of several processes: half a minute on quiet cores, more on others
 def test_on_a_fake_driver(compiler, tmp_path):
     """With a fake NVSHMEM beside it, whose memory of all ranks is shared memory."""
     pytest.importorskip("torch")

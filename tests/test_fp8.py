@@ -34,13 +34,6 @@ SIZES = {"hidden": 200, "intermediate": 136, "experts": 12, "top_k": 4, "dtype":
 TOKENS = [65, 0, 7, 33]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 # ---- The quantiser -------------------------------------------------------------------------------------------
 
 

@@ -36,13 +36,6 @@ EXPERTS = EITHER_ENGINES | {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
 def test_routers(ranks: Ranks, options: dict[str, Any], count: int):

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from flashmoe.checkpoint import OF_EXPERTS, MoELayer
 from flashmoe.errors import HeapError, InvalidArgument
-from flashmoe.launch import RankPool
 from flashmoe.nn import MoE
 from flashmoe.placement import balanced, contiguous, holders, hybrid, local_experts, move, moves
 from flashmoe.quantize import quantize_layer
@@ -31,12 +30,6 @@ RANKS, E = 4, 10
 COPIES = [[0, 2], 1, [3, 1, 0], 2, 3, [0, 1, 2, 3], 2, 1, [3, 2], 0]
 ELSEWHERE = [3, [1, 0], 0, [2, 3], 2, 1, [0, 1, 2, 3], [2, 1], 3, 3]
 NOTHING_ON_2 = [[0, 1], 0, 0, 1, 1, 3, 3, 3, [3, 0], 1]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(RANKS) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -38,13 +38,6 @@ NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """The magnitudes of e2m1, by their codes."""
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 # ---- Codes and scales ----------------------------------------------------------------------------------------
 
 

@@ -177,12 +177,6 @@ def _observe(
     return load, logits
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("how", [{}, {"fused": False}, {"capacity_factor": 0.5}], ids=["router", "given", "drops"])
 @pytest.mark.parametrize("tokens", [[40, 3], [17, 0, 64, 5]], ids=["2 ranks", "4 ranks"])
 def test_every_rank_has_its_own(pool: RankPool, tokens: list[int], how: dict[str, Any]):

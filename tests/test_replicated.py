@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from flashmoe.errors import InvalidArgument
-from flashmoe.launch import RankPool
 from flashmoe.nn import MoE
 from flashmoe.placement import hybrid
 from gloo import Gloo
@@ -19,12 +18,6 @@ from problems import Problem, random_problem
 from test_slices import Sliced
 
 SIZES = {"hidden": 16, "intermediate": 8, "experts": 6, "top_k": 2}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def _results(rank: int, problem: Problem, batches: list[list[torch.Tensor]], slices: int, counts: bool) -> Any:

@@ -18,13 +18,6 @@ TOKENS = [65, 0, 7, 33]
 LAYERS = WITH_SHARED | {"given routing": {"shared": 2, "shared_gate": True, "fused": False}}
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_layers(ranks: Ranks, layer: dict[str, Any], count: int):

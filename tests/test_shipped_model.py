@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from flashmoe.integrations.transformers import fuse, load_parallel
 from flashmoe.integrations.transformers.experts import NAME, experts_modules
 from shipped import ALIKE, FOLDER, PROMPTS, loaded, losses_of, perplexity, text_of, windows
-from test_transformers_parallel import LOAD, on_ranks, pool  # noqa: F401
+from test_transformers_parallel import LOAD, on_ranks  # noqa: F401
 
 ROOM = LOAD | {"max_tokens": 512}
 

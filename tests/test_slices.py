@@ -38,13 +38,6 @@ TOKENS = [65, 0, 7, 33]
 OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 @dataclass(eq=False)
 class Sliced(Problem):
     """A problem whose experts, and `placement`, are of slices of another one's."""

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from flashmoe import torch_op
 from flashmoe.checkpoint import shipped_layer
-from flashmoe.launch import RankPool
 from flashmoe.nn import MoE
 from flashmoe.torch_op import context_id
 from problems import DTYPES, PATIENCE, Outcome, check, random_problem
@@ -96,12 +95,6 @@ def counted(monkeypatch):
     for name in ("run", "run_and_keep"):
         monkeypatch.setattr(torch_op, name, counting(getattr(torch_op, name)))
     return calls
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 # The operator

@@ -47,12 +47,6 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_layers(pool: RankPool, options: dict[str, Any], count: int):

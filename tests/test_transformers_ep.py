@@ -27,7 +27,7 @@ from test_transformers import (  # noqa: E402
     with_experts,
 )
 from test_transformers import model_of as some_model_of  # noqa: E402
-from test_transformers_parallel import greedy, on_ranks, pool  # noqa: E402, F401
+from test_transformers_parallel import greedy, on_ranks  # noqa: E402, F401
 from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: E402
 from transformers.distributed.utils import initialize_distributed_mesh  # noqa: E402

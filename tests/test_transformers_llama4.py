@@ -22,7 +22,7 @@ from test_transformers import (  # noqa: E402
     with_experts,
 )
 from test_transformers_fuse import block_of  # noqa: E402
-from test_transformers_parallel import LOAD, ROOM, bits_of, on_ranks, pool, results_of  # noqa: E402, F401
+from test_transformers_parallel import LOAD, ROOM, bits_of, on_ranks, results_of  # noqa: E402, F401
 
 
 def test_choosing_an_implementation_changes_nothing():

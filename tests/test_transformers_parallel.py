@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import transformers
 from flashmoe.integrations.transformers import load_parallel, parallelize
 from flashmoe.integrations.transformers.experts import NAME, experts_modules
-from flashmoe.launch import RankFailed, RankPool
+from flashmoe.launch import RankFailed
 from gloo import Gloo
 from problems import PATIENCE
 from safetensors.torch import load_file, save_file
@@ -26,12 +26,6 @@ from test_transformers import VOCABULARY, model_of, with_experts
 
 ROOM = {"max_tokens": 200, "timeout": PATIENCE}
 LOAD = {"max_tokens": 200, "context_options": {"timeout": PATIENCE}}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 @pytest.fixture

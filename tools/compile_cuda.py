@@ -5,7 +5,7 @@
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for each type, exact float32,
 transposed weights, experts in FP8, forward passes that keep what gradients need, and backward passes, with the
 activations that differ most; traced; with the program of docs/extending.md; and, to put to other ranks, with
-NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there is, which takes three
+NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there is, which takes five
 times as long. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or that
 lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so
 each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
@@ -170,11 +170,11 @@ def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
 
 
 def instances(every: bool) -> list[tuple[str, ...]]:
-    """Those of plain layers. Unless `every` one is asked for, types have the activations of most instructions and
-    registers alone, without a gate and with one, and one is traced."""
+    """Those of plain layers. Unless `every` one is asked for, bfloat16 has the activations of most instructions and of
+    most registers, with a gate and without one, and is traced; the other types have what differs most from that."""
     found = []
-    for dtype, exact in ((BF16, ()), (2, ()), (0, ()), (0, (EXACT,))):
-        few = (SWIGLU, CLAMPED) if exact else (SWIGLU, GELU, CLAMPED)
+    plain = ((BF16, (SWIGLU, GELU, CLAMPED)), (2, (CLAMPED,)), (0, (GELU, CLAMPED)))
+    for dtype, few, *exact in (*plain, (0, (CLAMPED,), EXACT)):
         for activation in ACTIVATIONS if every else few:
             found.append(instance(dtype, activation, *exact))
             if every or (dtype, activation) == (BF16, SWIGLU):
@@ -182,18 +182,20 @@ def instances(every: bool) -> list[tuple[str, ...]]:
     return found
 
 
+def of_16_bits(which: str, traced: tuple[str, ...], every: bool) -> list[tuple[str, ...]]:
+    """Of kernels that 16-bit types have; `every` one: with the plain gate, of the other type, and traced too."""
+    kinds = [(BF16, GELU), (BF16, CLAMPED), *([(BF16, SWIGLU), (2, SWIGLU)] if every else [])]
+    return [*(instance(*kind, which) for kind in kinds), *([traced] if every else [])]
+
+
 def transposed_instances(every: bool) -> list[tuple[str, ...]]:
-    """Of transposed weights, which 16-bit types have: without a gate, with it, and with the one of most registers."""
-    kinds = ((BF16, GELU), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
-    traced = [instance(BF16, CLAMPED, TRANSPOSED, TRACE)] if every else []
-    return [*(instance(*kind, TRANSPOSED) for kind in kinds), *traced]
+    """Of transposed weights, which 16-bit types have: without a gate, and with the one of most registers."""
+    return of_16_bits(TRANSPOSED, instance(BF16, CLAMPED, TRANSPOSED, TRACE), every)
 
 
 def quantised_instances(every: bool) -> list[tuple[str, ...]]:
-    """Of experts in FP8: with and without a gate, with the one of most registers, and beside another type."""
-    kinds = ((BF16, GELU), (BF16, SWIGLU), (BF16, CLAMPED), (2, SWIGLU))
-    traced = [instance(BF16, SWIGLU, QUANTISED, TRACE)] if every else []
-    return [*(instance(*kind, QUANTISED) for kind in kinds), *traced]
+    """Of experts in FP8: without a gate, and with the one of most registers."""
+    return of_16_bits(QUANTISED, instance(BF16, SWIGLU, QUANTISED, TRACE), every)
 
 
 def mxfp4_instances(every: bool) -> list[tuple[str, ...]]:
@@ -202,9 +204,9 @@ def mxfp4_instances(every: bool) -> list[tuple[str, ...]]:
 
 
 def training_instances(every: bool) -> list[tuple[str, ...]]:
-    """Of forward passes that keep what gradients need, and of backward passes: with and without a gate, with the one of
-    most registers, and of both layouts of weights; among several ranks, with the one of most registers."""
-    kinds = [(BF16, GELU), (BF16, SWIGLU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
+    """Of forward passes that keep what gradients need, and of backward passes: without a gate, with the one of most
+    registers, and of both layouts of weights; among several ranks, with the one of most registers."""
+    kinds = [(BF16, GELU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
     if every:
         kinds += [(dtype, each, *more) for dtype in (BF16, 2) for each in ACTIVATIONS for more in ((), (TRANSPOSED,))]
     found = [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(kinds)]
@@ -227,9 +229,9 @@ def rdma_units(source: Path, every: bool) -> list[Unit]:
     return [unit(BF16, SWIGLU, oldest), *(unit(*kind, newest) for kind in kinds), transposed]
 
 
-def program_instances() -> list[tuple[str, ...]]:
-    """The same, of the program of docs/extending.md, which is of 16-bit types."""
-    return [instance(dtype, SWIGLU, OUTER) for dtype in (BF16, 2)]
+def program_instances(every: bool) -> list[tuple[str, ...]]:
+    """Of the program of docs/extending.md, which is of 16-bit types."""
+    return [instance(dtype, SWIGLU, OUTER) for dtype in ((BF16, 2) if every else (BF16,))]
 
 
 def units(every: bool = False) -> list[Unit]:
@@ -243,7 +245,7 @@ def units(every: bool = False) -> list[Unit]:
                 *quantised_instances(every),
                 *mxfp4_instances(every),
                 *training_instances(every),
-                *program_instances(),
+                *program_instances(every),
             )
             found += [Unit(source, defines) for defines in kinds]
             found += rdma_units(source, every)

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ import flashmoe
 import numpy as np
 import pytest
 import torch
-from flashmoe import _ffi, jit, models
+from flashmoe import _ffi, jit, launch, models
 from flashmoe import context as contexts
 from flashmoe import nvshmem as nvshmem_files
 from flashmoe.arguments import Options, Tensors
@@ -35,6 +36,11 @@ from flashmoe.tuning import profiles
 
 E, K, H, I = 16, 4, 256, 64
 SIZES = {"max_tokens": 4096, "hidden": H, "intermediate": I, "experts": E, "top_k": K}
+
+# NVSHMEM's state is a process's, so each group has processes of its own. A server that has imported what takes long
+# forks them: a second and a half of each rank's time.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["torch", "pytest", "tvm_ffi", "flashmoe.cli"])
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_last_launch.restype = ctypes.c_char_p
@@ -67,6 +73,7 @@ def device(monkeypatch, tmp_path):
     compiled = []
     monkeypatch.setattr(cuda, "current_stream", lambda device: 77)
     monkeypatch.setattr(jit, "kernel", lambda variant: compiled.append(variant) or cubin)
+    monkeypatch.setattr(launch, "_SPAWN", FORKED)
     monkeypatch.setenv("FLASHMOE_PROFILES", str(tmp_path / "profiles.json"))
     yield compiled
     driver.fake_capture(0)

@@ -3,6 +3,8 @@ engine's tests (tests/problems.py), with what tensor cores add to the bound. Eve
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import flashmoe
@@ -55,10 +57,81 @@ def run_and_check(problem: Problem, *, shared_in_slices: bool = False, **changes
     return y
 
 
-def layer_and_quantisation(draw: st.DrawFn, experts: int, top_k: int, tokens: int) -> tuple[dict, dict]:
-    """The arguments of `random_problem` and of `quantised` for a random layer."""
-    size = st.integers(1, 40).map(lambda n: 16 * n) | st.sampled_from([128, 256, 384])
-    problem: dict[str, Any] = {
+def first_tokens(problem: Problem, n: int, begin: int = 0) -> Problem:
+    """The layer with n of its tokens, from `begin` on."""
+    names = ("x", "x_scale", "topk_ids", "topk_weights")
+    rows = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
+    return replace(problem, **{name: [each[begin : begin + n] for each in arrays] for name, arrays in rows.items()})
+
+
+def check_that_bits_are_a_tokens_own(problem: Problem) -> None:
+    """Of 64 tokens. They switch at eight tokens, once, and are the same at every call."""
+    with context_of(problem) as context:
+        together, _ = call(context, problem)
+        apart = np.concatenate([call(context, first_tokens(problem, 1, token))[0] for token in range(64)])
+        for begin in (0, 3, 55):
+            for tokens in (7, 8, 9, 40):
+                part, _ = call(context, first_tokens(problem, tokens, begin))
+                expected = together if len(part) > 8 else apart
+                np.testing.assert_array_equal(part, expected[begin : begin + len(part)])
+        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
+        for _ in range(100):
+            y = flashmoe.moe(context, **arguments)
+        context.synchronize()
+        np.testing.assert_array_equal(on_host(y), together)
+
+
+def check_what_is_no_number(problem: Problem) -> None:
+    """It reaches its own token alone. Of x with an infinity FP8 makes no number, MXFP4 may leave an infinity."""
+    tokens = len(problem.x[0])
+    expected = run_and_check(problem)
+    x = problem.x[0].copy()
+    x[3, 5], x[7, 100], x[11] = math.nan, math.inf, 0.0
+    with context_of(problem) as context:
+        y, _ = call(context, replace(problem, x=[x]))
+    numbers = y.astype(np.float32)
+    assert np.isnan(numbers[3]).all() and (numbers[11] == 0.0).all()
+    of_infinity = np.isnan(numbers[7]) if problem.weight_dtype == "float8_e4m3fn" else ~np.isfinite(numbers[7])
+    assert of_infinity.all()
+    others = np.setdiff1d(np.arange(tokens), [3, 7, 11])
+    np.testing.assert_array_equal(y[others], expected[others])
+
+
+def check_that_scales_of_other_blocks_are_noticed(problem: Problem) -> None:
+    """By the bound, of either matrix and along both axes: it is no wider than it must be."""
+    tensor_cores = problem.weight_dtype == "float8_e4m3fn"
+    with context_of(problem) as context:
+        y, report = call(context, problem)
+        outcome = Outcome(y, report)
+        check(problem, [outcome], tensor_cores=tensor_cores)
+        for name in ("gate_up_scale", "down_scale"):
+            for axis in (1, 2):
+                spoiled = np.flip(getattr(problem, name), axis).copy()
+                other, _ = call(context, replace(problem, **{name: spoiled}))
+                error = np.linalg.norm(other.astype(np.float64) - outcome.reference.y)
+                assert error > 2 * outcome.allowed.bound, (name, axis)
+
+
+def check_a_captured_call(problem: Problem) -> None:
+    """Its replays have a call's bits."""
+    with context_of(problem) as context:
+        y, _ = call(context, problem)
+        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = flashmoe.moe(context, **arguments)
+        for _ in range(3):
+            captured.fill_(math.nan)
+            graph.replay()
+            context.synchronize()
+            np.testing.assert_array_equal(on_host(captured), y)
+
+
+def random_layer(
+    draw: st.DrawFn, size: st.SearchStrategy[int], experts: int, top_k: int, tokens: int
+) -> dict[str, Any]:
+    """The arguments of `random_problem`; `size`: of H and I."""
+    return {
         "seed": draw(st.integers(0, 2**32 - 1)),
         "tokens": [tokens],
         "hidden": draw(size),
@@ -73,6 +146,12 @@ def layer_and_quantisation(draw: st.DrawFn, experts: int, top_k: int, tokens: in
         "activation": draw(st.sampled_from(ACTIVATIONS)),
         "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
     }
+
+
+def layer_and_quantisation(draw: st.DrawFn, experts: int, top_k: int, tokens: int) -> tuple[dict, dict]:
+    """The arguments of `random_problem` and of `quantised` for a random layer."""
+    size = st.integers(1, 40).map(lambda n: 16 * n) | st.sampled_from([128, 256, 384])
+    problem = random_layer(draw, size, experts, top_k, tokens)
     how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
     how["x"] = not problem["fused"] and problem["dtype"] == "bfloat16" and draw(st.booleans())
     return problem, how

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import replace
 from typing import Any
 
-import flashmoe
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import at_random
-from problems import Outcome, Problem, check, quantised, random_problem
-from quantised_on_gpu import call, context_of, layer_and_quantisation, on_gpu, on_host, run_and_check
+from problems import Outcome, check, quantised, random_problem
+from quantised_on_gpu import (
+    call,
+    check_a_captured_call,
+    check_that_bits_are_a_tokens_own,
+    check_that_scales_of_other_blocks_are_noticed,
+    check_what_is_no_number,
+    context_of,
+    first_tokens,
+    layer_and_quantisation,
+    run_and_check,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -25,12 +31,6 @@ SIZES: dict[str, Any] = {"hidden": 272, "intermediate": 144, "experts": 24, "top
 """Neither is a multiple of 128: the last blocks are smaller."""
 MOST = 76
 """The most tokens of that layer that are a few: experts have 16 rows on average."""
-
-
-def first_tokens(problem: Problem, n: int, begin: int = 0) -> Problem:
-    names = ("x", "x_scale", "topk_ids", "topk_weights")
-    rows = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
-    return replace(problem, **{name: [each[begin : begin + n] for each in arrays] for name, arrays in rows.items()})
 
 
 @pytest.mark.parametrize("how", ["router", "given", "given, x in FP8"])
@@ -116,66 +116,22 @@ def test_x_may_come_quantised_which_changes_no_bit():
 
 @pytest.mark.parametrize("intermediate", [144, 8192], ids=["whole", "in parts"])
 def test_a_tokens_bits_do_not_depend_on_the_others(intermediate: int):
-    """They switch at eight tokens, once, and are the same at every call."""
     sizes = SIZES | {"intermediate": intermediate, "experts": 12, "top_k": 2}
-    problem = quantised(random_problem(43, [64], **sizes, skew=3.0))
-    with context_of(problem) as context:
-        together, _ = call(context, problem)
-        apart = np.concatenate([call(context, first_tokens(problem, 1, token))[0] for token in range(64)])
-        for begin in (0, 3, 55):
-            for tokens in (7, 8, 9, 40):
-                part, _ = call(context, first_tokens(problem, tokens, begin))
-                expected = together if len(part) > 8 else apart
-                np.testing.assert_array_equal(part, expected[begin : begin + len(part)])
-        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
-        for _ in range(100):
-            y = flashmoe.moe(context, **arguments)
-        context.synchronize()
-        np.testing.assert_array_equal(on_host(y), together)
+    check_that_bits_are_a_tokens_own(quantised(random_problem(43, [64], **sizes, skew=3.0)))
 
 
 def test_what_is_no_number_reaches_its_own_token_alone():
-    problem = quantised(random_problem(6, [40], **SIZES, fused=False))
-    expected = run_and_check(problem)
-    x = problem.x[0].copy()
-    x[3, 5], x[7, 100], x[11] = math.nan, math.inf, 0.0
-    with context_of(problem) as context:
-        y, _ = call(context, replace(problem, x=[x]))
-    numbers = y.astype(np.float32)
-    assert np.isnan(numbers[3]).all() and np.isnan(numbers[7]).all() and (numbers[11] == 0.0).all()
-    others = np.setdiff1d(np.arange(40), [3, 7, 11])
-    np.testing.assert_array_equal(y[others], expected[others])
+    check_what_is_no_number(quantised(random_problem(6, [40], **SIZES, fused=False)))
 
 
 def test_the_bound_notices_scales_of_other_blocks():
     sizes = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "dtype": "bfloat16"}
-    problem = quantised(random_problem(9, [128], **sizes, fused=False))
-    with context_of(problem) as context:
-        y, report = call(context, problem)
-        outcome = Outcome(y, report)
-        check(problem, [outcome], tensor_cores=True)
-        for name in ("gate_up_scale", "down_scale"):
-            for axis in (1, 2):
-                spoiled = np.flip(getattr(problem, name), axis).copy()
-                other, _ = call(context, replace(problem, **{name: spoiled}))
-                error = np.linalg.norm(other.astype(np.float64) - outcome.reference.y)
-                assert error > 2 * outcome.allowed.bound, (name, axis)
+    check_that_scales_of_other_blocks_are_noticed(quantised(random_problem(9, [128], **sizes, fused=False)))
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_a_captured_call_repeats(tokens: int):
-    problem = quantised(random_problem(12, [tokens], **SIZES))
-    with context_of(problem) as context:
-        y, _ = call(context, problem)
-        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = flashmoe.moe(context, **arguments)
-        for _ in range(3):
-            captured.fill_(math.nan)
-            graph.replay()
-            context.synchronize()
-            np.testing.assert_array_equal(on_host(captured), y)
+    check_a_captured_call(quantised(random_problem(12, [tokens], **SIZES)))
 
 
 @st.composite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -15,8 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import at_random
-from problems import ACTIVATIONS, Outcome, Problem, check, in_mxfp4, random_problem
-from quantised_on_gpu import call, context_of, on_gpu, on_host, run_and_check
+from problems import Outcome, check, in_mxfp4, random_problem
+from quantised_on_gpu import (
+    call,
+    check_a_captured_call,
+    check_that_bits_are_a_tokens_own,
+    check_that_scales_of_other_blocks_are_noticed,
+    check_what_is_no_number,
+    context_of,
+    first_tokens,
+    on_gpu,
+    on_host,
+    random_layer,
+    run_and_check,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -26,12 +37,6 @@ SIZES: dict[str, Any] = {"hidden": 288, "intermediate": 160, "experts": 24, "top
 MOST = 76
 """The most tokens of that layer that are a few: experts have 16 rows on average."""
 SCALES = ("gate_up_scale", "down_scale")
-
-
-def first_tokens(problem: Problem, n: int, begin: int = 0) -> Problem:
-    names = ("x", "topk_ids", "topk_weights")
-    rows = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
-    return replace(problem, **{name: [each[begin : begin + n] for each in arrays] for name, arrays in rows.items()})
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["router", "given"])
@@ -113,22 +118,8 @@ def test_few_thread_blocks():
 
 @pytest.mark.parametrize("intermediate", [160, 8192], ids=["whole", "in parts"])
 def test_a_tokens_bits_do_not_depend_on_the_others(intermediate: int):
-    """They switch at eight tokens, once, and are the same at every call."""
     sizes = SIZES | {"intermediate": intermediate, "experts": 12, "top_k": 2}
-    problem = in_mxfp4(random_problem(43, [64], **sizes, skew=3.0))
-    with context_of(problem) as context:
-        together, _ = call(context, problem)
-        apart = np.concatenate([call(context, first_tokens(problem, 1, token))[0] for token in range(64)])
-        for begin in (0, 3, 55):
-            for tokens in (7, 8, 9, 40):
-                part, _ = call(context, first_tokens(problem, tokens, begin))
-                expected = together if len(part) > 8 else apart
-                np.testing.assert_array_equal(part, expected[begin : begin + len(part)])
-        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
-        for _ in range(100):
-            y = flashmoe.moe(context, **arguments)
-        context.synchronize()
-        np.testing.assert_array_equal(on_host(y), together)
+    check_that_bits_are_a_tokens_own(in_mxfp4(random_problem(43, [64], **sizes, skew=3.0)))
 
 
 @pytest.mark.parametrize("tokens", [5, 9, 60])
@@ -170,16 +161,7 @@ def test_a_scale_that_is_no_number_reaches_its_experts_tokens_alone(tokens: int)
 
 
 def test_what_is_no_number_reaches_its_own_token_alone():
-    problem = in_mxfp4(random_problem(6, [40], **SIZES, fused=False))
-    expected = run_and_check(problem)
-    x = problem.x[0].copy()
-    x[3, 5], x[7, 100], x[11] = math.nan, math.inf, 0.0
-    with context_of(problem) as context:
-        y, _ = call(context, replace(problem, x=[x]))
-    numbers = y.astype(np.float32)
-    assert np.isnan(numbers[3]).all() and not np.isfinite(numbers[7]).any() and (numbers[11] == 0.0).all()
-    others = np.setdiff1d(np.arange(40), [3, 7, 11])
-    np.testing.assert_array_equal(y[others], expected[others])
+    check_what_is_no_number(in_mxfp4(random_problem(6, [40], **SIZES, fused=False)))
 
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
@@ -201,33 +183,12 @@ def test_scales_may_lie_anywhere(behind: int):
 
 def test_the_bound_notices_scales_of_other_blocks():
     sizes = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "dtype": "bfloat16"}
-    problem = in_mxfp4(random_problem(9, [128], **sizes, fused=False))
-    with context_of(problem) as context:
-        y, report = call(context, problem)
-        outcome = Outcome(y, report)
-        check(problem, [outcome])
-        for name in SCALES:
-            for axis in (1, 2):
-                spoiled = np.flip(getattr(problem, name), axis).copy()
-                other, _ = call(context, replace(problem, **{name: spoiled}))
-                error = np.linalg.norm(other.astype(np.float64) - outcome.reference.y)
-                assert error > 2 * outcome.allowed.bound, (name, axis)
+    check_that_scales_of_other_blocks_are_noticed(in_mxfp4(random_problem(9, [128], **sizes, fused=False)))
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_a_captured_call_repeats(tokens: int):
-    problem = in_mxfp4(random_problem(12, [tokens], **SIZES))
-    with context_of(problem) as context:
-        y, _ = call(context, problem)
-        arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = flashmoe.moe(context, **arguments)
-        for _ in range(3):
-            captured.fill_(math.nan)
-            graph.replay()
-            context.synchronize()
-            np.testing.assert_array_equal(on_host(captured), y)
+    check_a_captured_call(in_mxfp4(random_problem(12, [tokens], **SIZES)))
 
 
 @st.composite
@@ -235,24 +196,10 @@ def cases(draw) -> dict[str, Any]:
     """The arguments of `random_problem`."""
     experts = draw(st.integers(1, 40))
     top_k = draw(st.integers(1, min(8, experts)))
+    tokens = draw(st.integers(1, min(256, 16 * experts // top_k)) | st.integers(1, 8))
     size = st.integers(1, 20).map(lambda n: 32 * n) | st.sampled_from([128, 256, 512])
-    return {
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "tokens": [draw(st.integers(1, min(256, 16 * experts // top_k)) | st.integers(1, 8))],
-        "hidden": draw(size),
-        "intermediate": draw(size),
-        "experts": experts,
-        "top_k": top_k,
-        "dtype": draw(st.sampled_from(["bfloat16", "bfloat16", "float16"])),
-        "fused": draw(st.booleans()),
-        "skew": draw(st.sampled_from([0.0, 3.0, 50.0])),
-        "scale": draw(st.sampled_from([1.0, 0.03, 8.0])),
-        "biases": draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
-        "activation": draw(st.sampled_from(ACTIVATIONS)),
-        "weights_on_input": draw(st.booleans()),
-        "shared": draw(st.sampled_from([0, 0, 1])),
-        "capacity_factor": draw(st.none() | st.floats(0.05, 3.0)),
-    }
+    problem = random_layer(draw, size, experts, top_k, tokens)
+    return problem | {"weights_on_input": draw(st.booleans()), "shared": draw(st.sampled_from([0, 0, 1]))}
 
 
 @pytest.mark.timeout(0)

@@ -6,7 +6,6 @@ FLASHMOE_SEED makes a run repeat another.
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,15 @@ from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import at_random
 from problems import Outcome, Problem, check, quantised, random_problem
-from quantised_on_gpu import call, context_of, layer_and_quantisation, on_gpu, on_host, run_and_check
+from quantised_on_gpu import (
+    call,
+    check_a_captured_call,
+    check_that_scales_of_other_blocks_are_noticed,
+    check_what_is_no_number,
+    context_of,
+    layer_and_quantisation,
+    run_and_check,
+)
 from ranks import device_of, joined
 
 pytestmark = pytest.mark.gpu
@@ -108,16 +115,7 @@ def test_x_may_come_quantised_which_changes_no_bit():
 
 
 def test_what_is_no_number_reaches_its_own_token_alone():
-    problem = quantised(random_problem(6, [80], **SIZES, fused=False))
-    expected = run_and_check(problem)
-    x = problem.x[0].copy()
-    x[3, 5], x[7, 100], x[11] = math.nan, math.inf, 0.0
-    with context_of(problem) as context:
-        y, _ = call(context, replace(problem, x=[x]))
-    numbers = y.astype(np.float32)
-    assert np.isnan(numbers[3]).all() and np.isnan(numbers[7]).all() and (numbers[11] == 0.0).all()
-    others = np.setdiff1d(np.arange(80), [3, 7, 11])
-    np.testing.assert_array_equal(y[others], expected[others])
+    check_what_is_no_number(quantised(random_problem(6, [80], **SIZES, fused=False)))
 
 
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])
@@ -128,32 +126,12 @@ def test_as_many_numbers_as_a_models_layer_has(scales: str):
 
 
 def test_a_captured_call_repeats():
-    problems = [quantised(random_problem(12, [n], **SIZES)) for n in (200,)]
-    with context_of(problems[0]) as context:
-        y, _ = call(context, problems[0])
-        arguments = {name: on_gpu(each) for name, each in problems[0].arguments(0).items()}
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = flashmoe.moe(context, **arguments)
-        for _ in range(3):
-            captured.fill_(math.nan)
-            graph.replay()
-            context.synchronize()
-            np.testing.assert_array_equal(on_host(captured), y)
+    check_a_captured_call(quantised(random_problem(12, [200], **SIZES)))
 
 
-def test_the_bound_is_no_wider_than_it_must_be():
-    """It notices scales that are those of other blocks, of either matrix."""
+def test_the_bound_notices_scales_of_other_blocks():
     problem = quantised(random_problem(9, [512], **SIZES | {"hidden": 512, "intermediate": 256}, fused=False))
-    with context_of(problem) as context:
-        y, report = call(context, problem)
-        outcome = Outcome(y, report)
-        check(problem, [outcome], tensor_cores=True)
-        for name in ("gate_up_scale", "down_scale"):
-            spoiled = replace(problem, **{name: getattr(problem, name)[:, :, ::-1].copy()})
-            other, _ = call(context, spoiled)
-            error = np.linalg.norm(other.astype(np.float64) - outcome.reference.y)
-            assert error > 2 * outcome.allowed.bound, name
+    check_that_scales_of_other_blocks_are_noticed(problem)
 
 
 # ---- Refusals ------------------------------------------------------------------------------------------------
@@ -221,6 +199,7 @@ def test_ranks_of_uneven_tokens(pool: RankPool, layer: str, return_mode: str):
     options = SIZES | LAYERS[layer] | {"return_mode": return_mode}
     problem = quantised(random_problem(3, TOKENS[: pool.ranks], **options))
     limits = {name: each for name, each in problem.limits().items() if name not in ("ranks", "engine")}
+    limits["return_mode"] = return_mode
     results = pool.call(in_group, [(problem, limits)] * pool.ranks, timeout=120.0)
     check(problem, [Outcome(y, report) for y, report in results], tensor_cores=True)
 

@@ -95,6 +95,14 @@ struct Platform {
   FLASHMOE_ADD(fetch_add_acq_rel, "atom.acq_rel.gpu.add")
   FLASHMOE_ADD(post_add, "atom.relaxed.gpu.add")
 
+  // Of global memory. What the thread and, behind a sync, others did before is visible to who acquires it.
+  static __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(v) : "memory");
+  }
+  static __device__ __forceinline__ void add_release(uint64_t* p, uint64_t v) {
+    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
+  }
+
   // Of global memory.
   static __device__ __forceinline__ void add(uint64_t* p, uint64_t v) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");

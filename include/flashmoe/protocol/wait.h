@@ -12,14 +12,15 @@ enum class WaitEnd : uint32_t { kDone, kAborted, kExpired };
 
 // Repeats `step` until it says kDone. After half a timeout without progress here (of 10 s: after 5), `live.sample()`
 // notes how far the others are; half a timeout later (at 10 s) `live.moved()` says whether they have gone on since, and
-// if so all starts anew. All lanes call it; `step` and `moved` return the same value in every lane.
+// if so all starts anew. All lanes call it; `step` and `moved` return the same value in every lane. The first look at the
+// clock, a round trip to memory, follows the first idle step, or, with `unwatched` 1, the 64th.
 template <class P, class StepFn, class Liveness>
-FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live) {
+FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live, uint32_t unwatched = 0) {
   // A clock read costs more than a poll, and aborts and timeouts are rare: look every 64th idle step.
   constexpr uint32_t kLookEvery = 64;
   uint64_t armed = 0;    // when the current stretch of idle steps began; 0: not idle
   uint64_t sampled = 0;  // when the others were sampled in it; 0: not yet
-  uint32_t idle = 0;
+  uint32_t idle = unwatched;
   while (true) {
     const Step s = step();
     if (s == Step::kDone) return WaitEnd::kDone;

@@ -13,7 +13,7 @@
 //   8       takes tasks, and loads their weights (one thread)
 //   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
 //           (few_rows_quantised.cuh)
-//   10      in mxfp4: loads the scales of the weights (few_scales_mxfp4.cuh)
+//   10, 11  in mxfp4: load the scales of the weights (few_scales_mxfp4.cuh)
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
 // Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
@@ -34,14 +34,24 @@
 namespace flashmoe::sm90 {
 namespace few {
 
-// All blocks meet: what they stored before, all may load after. False if the call is over.
-__device__ __forceinline__ bool meet(const Block& b) {
+// Whether the block has some of what is done when all have met.
+template <class Dtype>
+__device__ __forceinline__ bool is_among_last(const Block& b) {
+  const uint32_t tokens = b.c.shape.tokens, sums = b.c.shape.hidden * Dtype::kBytes / 16 * tokens;
+  return blockIdx.x * P::kLanes < sums || blockIdx.x < tokens || blockIdx.x * kFewThreads < b.routing.units;
+}
+
+// All blocks meet: what they stored before, those that are among the last may load after. The others do not wait. False if
+// the call is over.
+__device__ __forceinline__ bool meet(const Block& b, bool waits) {
   __syncthreads();
   if (b.warp() == 0) {
     uint64_t* const met = &b.c.control()->met.value;
-    if (P::lane() == 0) P::fetch_add_acq_rel(met, uint64_t{1});
-    wait_for_blocks(
-        b, [&] { return P::ballot(P::load_acquire(met, kDevice) != gridDim.x) == 0 ? Step::kDone : Step::kIdle; });
+    if (P::lane() == 0) P::add_release(met, uint64_t{1});
+    auto all_here = [&] {
+      return P::ballot(P::load_acquire(met, kDevice) != gridDim.x) == 0 ? Step::kDone : Step::kIdle;
+    };
+    if (waits) wait_for_blocks(b, all_here);
   }
   return all_well(b);
 }
@@ -58,10 +68,10 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   } else if (b.warp() == kFewConsumers + 1) {
     load_rows<Dtype, kGated>(b);
   } else if constexpr (kMxFp4<Dtype>) {
-    if (b.warp() == kFewConsumers + 2) load_scales<Dtype, kGated>(b);
+    load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
   }
   trace.begin();
-  const bool ok = meet(b);
+  const bool ok = meet(b, is_among_last<Dtype>(b));
   trace.end(Phase::kWait, blockIdx.x, 0);
   if (!ok) return;
   trace.begin();
@@ -79,12 +89,10 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
 template <class Dtype, Activation kActivation, bool kTrace>
 __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   const few::Block b{args, args.call, s, s.routing, Platform::load_relaxed(&args.call.control()->calls.value) + 1};
-  if (b.epoch == 0) return;  // an earlier call failed, see leave()
   const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
   if (threadIdx.x == 0) {
     s.failed = 0;
     s.trace_events = 0;
-    few::init_pipeline(s.pipeline);
     prefetch_map(&args.gate_up);
     prefetch_map(&args.down);
   }
@@ -92,6 +100,10 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   trace.begin();
   if (args.topk_ids == nullptr) few::compute_logits<typename Scores<Dtype>::Type>(b);
   trace.end(Phase::kGate, blockIdx.x, 0);
+  // An earlier call failed, see leave(). Not before: the answer comes while the logits are computed.
+  if (b.epoch == 0) return;
+  // By a thread that has the least to do, while logits come: the next to need it is behind the routing's meetings.
+  if (threadIdx.x == kFewThreads - 1) few::init_pipeline(s.pipeline);
   trace.begin();
   const bool ok = few::route<Dtype>(b);
   trace.end(Phase::kDispatch, blockIdx.x, 0);

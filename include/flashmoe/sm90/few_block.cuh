@@ -42,7 +42,7 @@ struct FewScratch {
 // The pipeline: a ring of stages, each of weights and of rows, and tasks. More stages under way are slower: 11 took 1 % longer
 // with 64 to 256 tokens of Qwen3-30B-A3B.
 //   weights  a k-block of 128 bytes of 128 features, 128-byte swizzled, by the copy engine; full: one arrival, and the bytes
-//            behind them in mxfp4: their scales, by a warp whose 32 lanes arrive, too
+//            behind them in mxfp4: their scales, by warps whose lanes arrive, too
 //   rows     the same k-block of a unit's rows, swizzled likewise, 16 bytes at a time; full: the warp's 32 lanes
 //            empty, of both: an arrival of each consumer warp
 //            behind them, where these and the weights are in e4m3: what their products are multiplied by
@@ -55,7 +55,7 @@ inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
 inline constexpr uint32_t kFewRowLoaders = kQuantisedBuild ? 3 : 1;
 static_assert(!kQuantisedBuild || kFewConsumers + 1 + kFewRowLoaders == kFewWarps);
 // Warps that load scales of weights, where these have some of their own.
-inline constexpr uint32_t kFewScaleLoaders = kMxFp4Build ? 1 : 0;
+inline constexpr uint32_t kFewScaleLoaders = kMxFp4Build ? 2 : 0;
 // A k-block of a row in shared memory, which holds e4m3 as fp16 (few_rows_quantised.cuh), and has 16 bits beside weights
 // of 4.
 inline constexpr uint32_t kFewRowPitch = kQuantisedBuild ? 2 * kRowBytes : kMxFp4Build ? 4 * kRowBytes : kRowBytes;
@@ -186,7 +186,8 @@ __device__ __forceinline__ void fail_everywhere(const Block& b, Fault fault) {
 // One warp.
 template <class StepFn>
 __device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
-  const WaitEnd end = wait_until<P>(b.c, step, NoOthers{});
+  // What is waited for comes within a few steps: a look at the clock after the first would take as long as these.
+  const WaitEnd end = wait_until<P>(b.c, step, NoOthers{}, 1);
   if (end == WaitEnd::kDone || P::lane() != 0) return;
   fail(b, {.kind = end == WaitEnd::kExpired ? FaultKind::kLocal : FaultKind::kNone});
 }

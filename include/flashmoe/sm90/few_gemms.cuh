@@ -15,9 +15,10 @@ struct alignas(2 * Dtype::kBytes) Pair {
   typename Dtype::Element low, high;
 };
 
-// kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied.
-template <class Dtype, uint32_t kStages>
-__device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, StageSlot& at, Sums<Dtype>& sums) {
+// kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied, by
+// add(weights, rows), of which the second is where the stage's are.
+template <class Dtype, uint32_t kStages, class Add>
+__device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, Add&& add) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t feature = b.warp() * kBlocks * kProductRows;
   StageWeights<Dtype> weights[kStages];
@@ -31,7 +32,7 @@ __device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, S
     from[s] = shared_address(b.s.rows[next.at]);
   }
 #pragma unroll
-  for (uint32_t s = 0; s < kStages; ++s) weights[s].multiply(from[s], rows, b.in_parts(), sums);
+  for (uint32_t s = 0; s < kStages; ++s) add(weights[s], from[s]);
   P::sync();
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s, at.advance()) {
@@ -42,10 +43,20 @@ __device__ __forceinline__ void multiply_stages(const Block& b, uint32_t rows, S
 template <class Dtype>
 __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
                                          Sums<Dtype>& sums) {
-  constexpr uint32_t kMost = kMxFp4<Dtype> ? 1 : 2;  // of four times as much K one has enough to do
+  if constexpr (kMxFp4<Dtype>) {
+    with_arrangement(rows, b.in_parts(), [&](auto arrangement) {
 #pragma unroll 1
-  for (; stages >= kMost; stages -= kMost) multiply_stages<Dtype, kMost>(b, rows, at, sums);
-  if (kMost > 1 && stages != 0) multiply_stages<Dtype, 1>(b, rows, at, sums);
+      for (; stages != 0; --stages) {  // of four times as much K: two at once take 1 to 4 % longer
+        multiply_stages<Dtype, 1>(
+            b, at, [&](const auto& weights, uint32_t from) { weights.multiply(from, arrangement, sums); });
+      }
+    });
+  } else {
+    auto add = [&](const auto& weights, uint32_t from) { weights.multiply(from, rows, b.in_parts(), sums); };
+#pragma unroll 1
+    for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, at, add);
+    if (stages != 0) multiply_stages<Dtype, 1>(b, at, add);
+  }
   if constexpr (Dtype::kBytes == 2 && !kQuantised<Dtype>) {
     if (b.in_parts()) sums.join();
   }
@@ -151,7 +162,7 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
         });
       });
       P::sync();
-      if (P::lane() == 0) P::fetch_add_acq_rel(b.c.few_done(task.unit), 1u);
+      if (P::lane() == 0) P::add_release(b.c.few_done(task.unit), 1u);
     } else {
       const uint32_t column = column_of(kBoxFeatures);
       sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {

@@ -10,83 +10,127 @@
 
 namespace flashmoe::sm90::few {
 
+// How a unit's rows are multiplied: kEights eights of them side by side, with a sum each; or one, whose steps have a sum each,
+// for one alone would make each wait for the one before.
+template <uint32_t kRowEights, bool kIsApart>
+struct Arrangement {
+  static constexpr uint32_t kEights = kRowEights;
+  static constexpr bool kApart = kIsApart;
+  static_assert(!kApart || kEights == 1);
+
+  static __device__ __forceinline__ constexpr uint32_t sum_of(uint32_t step, uint32_t eight) {
+    return kApart ? step : eight;
+  }
+};
+// Calls run(arrangement) with the one of so many rows.
+template <class Run>
+__device__ __forceinline__ void with_arrangement(uint32_t rows, bool apart, Run&& run) {
+  if (apart) {
+    run(Arrangement<1, true>{});
+  } else if (rows <= 8) {
+    run(Arrangement<1, false>{});
+  } else if (rows <= 16) {
+    run(Arrangement<2, false>{});
+  } else {
+    run(Arrangement<4, false>{});
+  }
+}
+
 template <class D>
 struct StageWeights<MxFp4<D>> {
   static constexpr uint32_t kPairs = kRowBytes / 32;  // of blocks of a row
-  uint32_t from, first;                               // the stage, and the warp's first feature
+  // Of each pair of blocks along K: the first one's of both blocks of eight rows, then the second one's.
+  uint32_t codes[kPairs][2 * kBlocks];
   // Of the lane's row of both blocks of eight: scales of the first four blocks along K, a byte each, and of the others.
   uint32_t scales[kBlocks][2];
 
   __device__ __forceinline__ void load(uint32_t stage, uint32_t feature) {
-    from = stage, first = feature;
+    const uint32_t matrix = P::lane() / 8, in_block = P::lane() % 8;
+    const uint32_t from = chunk_address(stage, feature + matrix % kBlocks * kProductRows + in_block, matrix / kBlocks);
+    uint4 words[kBlocks];
 #pragma unroll
     for (uint32_t i = 0; i < kBlocks; ++i) {
       const uint32_t row = feature + i * kProductRows + P::lane() / 4;
-      const uint4 v = load_shared16(stage + kFewWeightScalesAt + row * sizeof(StageScaleRow));
-      const uint32_t words[3] = {v.x, v.y, v.z}, shift = v.w;
+      words[i] = load_shared16(stage + kFewWeightScalesAt + row * sizeof(StageScaleRow));
+    }
 #pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) scales[i][j] = __funnelshift_r(words[j], words[j + 1], shift);
+    for (uint32_t p = 0; p < kPairs; ++p) {
+      load_matrices(codes[p], from ^ 2 * p * 16);  // two chunks on: of a row's address they are bits of their own
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+      scales[i][0] = __funnelshift_r(words[i].x, words[i].y, words[i].w);
+      scales[i][1] = __funnelshift_r(words[i].y, words[i].z, words[i].w);
     }
   }
-  // Adds the products with the stage's rows, in the order of StageWeights.
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool apart, TensorSums<D>& sums) const {
+  // Adds the products with the stage's rows.
+  template <class Arranged>
+  __device__ __forceinline__ void multiply(uint32_t stage, Arranged arrangement, TensorSums<D>& sums) const {
     static_assert(E2M1In<D>::kMostScale == 0x7f);
     const uint32_t all = scales[0][0] | scales[0][1] | scales[1][0] | scales[1][1];
+    const RowsAt rows{stage};
     if (P::ballot((all & 0x80808080u) != 0) == 0) {
-      multiply_rows<false>(stage, rows, apart, sums);
-    } else {
-      multiply_rows<true>(stage, rows, apart, sums);
+#pragma unroll
+      for (uint32_t p = 0; p < kPairs; ++p) {
+        multiply_pair<false>(codes[p], {scales[0][p / 2], scales[1][p / 2]}, p % 2 * 2, rows, p, arrangement, sums);
+      }
+      return;
+    }
+    // A scale of the warp's is 2 or more, as models have none; so it is compiled to few instructions.
+    StageWeights left = *this;
+#pragma unroll 1
+    for (uint32_t p = 0; p < kPairs; ++p, left.drop_pair()) {
+      multiply_pair<true>(left.codes[0], {left.scales[0][0], left.scales[1][0]}, 0, rows, p, arrangement, sums);
     }
   }
 
  private:
-  template <bool kLarge>
-  __device__ __forceinline__ void multiply_rows(uint32_t stage, uint32_t rows, bool apart, TensorSums<D>& sums) const {
-    auto sum_of_step = [](uint32_t step, uint32_t) { return step; };
-    auto sum_of_eight = [](uint32_t, uint32_t eight) { return eight; };
-    if (apart) {
-      multiply_eights<kLarge, 1>(stage, sum_of_step, sums);
-    } else if (rows <= 8) {
-      multiply_eights<kLarge, 1>(stage, sum_of_eight, sums);
-    } else if (rows <= 16) {
-      multiply_eights<kLarge, 2>(stage, sum_of_eight, sums);
-    } else {
-      multiply_eights<kLarge, 4>(stage, sum_of_eight, sums);
-    }
-  }
-  // With kEights eights of rows, side by side: each block is decoded once for all. kLarge: where a scale of the warp's is
-  // 2 or more, as models have none; so it is compiled to few instructions.
-  template <bool kLarge, uint32_t kEights, class SumOf>
-  __device__ __forceinline__ void multiply_eights(uint32_t stage, SumOf&& sum_of, TensorSums<D>& sums) const {
-    static_assert(kBlocks == 2 && TensorSums<D>::kSums == 4);
-    constexpr uint32_t kUnroll = kLarge ? 1 : kPairs;
-    const uint32_t matrix = P::lane() / 8, row = first + matrix % kBlocks * kProductRows + P::lane() % 8;
-    const uint32_t codes_at = chunk_address(from, row, matrix / kBlocks), token = P::lane() / 4;
-    uint32_t rows_at[2];  // the lane's chunk of the first eight, beside each block of a pair
-#pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) {
-      rows_at[j] = stage + token * kFewRowPitch + ((4 * j + P::lane() % 4) ^ row_swizzle(token)) * 16;
-    }
-#pragma unroll kUnroll
-    for (uint32_t p = 0; p < kPairs; ++p) {
-      uint32_t codes[4];
-      load_matrices(codes, codes_at ^ 2 * p * 16);  // two chunks on: of a row's address they are bits of their own
+  // Where the lane's chunks of the first eight rows are, beside each block of the first pair.
+  struct RowsAt {
+    uint32_t of_block[2];
+
+    __device__ __forceinline__ explicit RowsAt(uint32_t stage) {
+      const uint32_t row = P::lane() / 4;
 #pragma unroll
       for (uint32_t j = 0; j < 2; ++j) {
-        uint32_t w[kBlocks][4];
-#pragma unroll
-        for (uint32_t i = 0; i < kBlocks; ++i) {
-          const uint32_t four = p < 2 ? scales[i][0] : scales[i][1];
-          decode_mxfp4<D, kLarge>(codes[kBlocks * j + i], four >> (p % 2 * 16 + j * 8) & 0xffu, w[i]);
-        }
-        if constexpr (kLarge) P::sync();  // lanes have taken different times
-#pragma unroll
-        for (uint32_t n = 0; n < kEights; ++n) {
-          const uint4 b = load_shared16(rows_at[j] + 8 * n * kFewRowPitch + 8 * p * 16);
-          sums.add(sum_of(2 * j, n), w[0][0], w[1][0], w[0][1], w[1][1], b.x, b.y);
-          sums.add(sum_of(2 * j + 1, n), w[0][2], w[1][2], w[0][3], w[1][3], b.z, b.w);
-        }
+        of_block[j] = stage + row * kFewRowPitch + ((4 * j + P::lane() % 4) ^ row_swizzle(row)) * 16;
       }
+    }
+  };
+
+  // Pair p: each block is decoded once for all rows. Its scales are bytes `byte` and the next of the words.
+  template <bool kLarge, class Arranged>
+  static __device__ __forceinline__ void multiply_pair(const uint32_t (&codes)[2 * kBlocks],
+                                                       const uint32_t (&four)[kBlocks], uint32_t byte,
+                                                       const RowsAt& rows, uint32_t p, Arranged, TensorSums<D>& sums) {
+    static_assert(kBlocks == 2 && TensorSums<D>::kSums == 4);
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+      uint32_t w[kBlocks][4];
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i) {
+        decode_mxfp4<D, kLarge>(codes[kBlocks * j + i], __byte_perm(four[i], 0, 0x4440 | (byte + j)), w[i]);
+      }
+      if constexpr (kLarge) P::sync();  // lanes have taken different times
+#pragma unroll
+      for (uint32_t n = 0; n < Arranged::kEights; ++n) {
+        const uint4 b = load_shared16(rows.of_block[j] + 8 * n * kFewRowPitch + 8 * p * 16);
+        sums.add(Arranged::sum_of(2 * j, n), w[0][0], w[1][0], w[0][1], w[1][1], b.x, b.y);
+        sums.add(Arranged::sum_of(2 * j + 1, n), w[0][2], w[1][2], w[0][3], w[1][3], b.z, b.w);
+      }
+    }
+  }
+  // The second pair becomes the first.
+  __device__ __forceinline__ void drop_pair() {
+#pragma unroll
+    for (uint32_t p = 0; p + 1 < kPairs; ++p) {
+#pragma unroll
+      for (uint32_t i = 0; i < 2 * kBlocks; ++i) codes[p][i] = codes[p + 1][i];
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+      scales[i][0] = __funnelshift_r(scales[i][0], scales[i][1], 16);
+      scales[i][1] >>= 16;
     }
   }
 };

@@ -24,17 +24,19 @@ template <class Dtype>
   requires(Dtype::kBytes == 2)
 __device__ __forceinline__ BlockSums<Dtype> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
                                                        uint32_t end) {
-  constexpr uint32_t kChunks = 4;  // of a lane, at a time
+  constexpr uint32_t kChunks = 7;  // of a lane, at a time: all that it has of H up to 2688, in one round trip
   const uint8_t* const x = b.args.x + uint64_t{b.token_at(min_of(P::lane() / 4, b.c.shape.tokens - 1))} * 16;
   BlockSums<Dtype> sums;
 #pragma unroll 1
   for (uint32_t first = begin + P::lane() % 4; P::ballot(first < end) != 0; first += kChunks * 4) {
+    const uint8_t *weights = row + first * 16, *tokens = x + first * 16;
+    // Opaque, or the compiler works both out anew for each chunk, from memory, and a load waits for that.
+    asm("" : "+l"(weights), "+l"(tokens));
     uint4 w[kChunks], v[kChunks];
 #pragma unroll
     for (uint32_t j = 0; j < kChunks; ++j) {
-      const uint32_t chunk = first + 4 * j;
       w[j] = v[j] = uint4{};
-      if (chunk < end) w[j] = load_weights16(row + chunk * 16), v[j] = load_row16(x + chunk * 16);
+      if (first + 4 * j < end) w[j] = load_weights16(weights + j * 64), v[j] = load_row16(tokens + j * 64);
     }
 #pragma unroll
     for (uint32_t j = 0; j < kChunks; ++j) {

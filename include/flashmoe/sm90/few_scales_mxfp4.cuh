@@ -1,4 +1,4 @@
-// The warp that loads the scales of weights in mxfp4 beside these, in the kernel for a few tokens (sm90/few.cuh).
+// The warps that load the scales of weights in mxfp4 beside these, in the kernel for a few tokens (sm90/few.cuh).
 //
 // Of a row they are K / 32 bytes, and the next row's follow: they begin anywhere, which the copy engine does not take. A
 // stage has eight of a row, and these lie in three words, wherever they begin. So words are copied, and behind them is
@@ -10,12 +10,14 @@
 
 namespace flashmoe::sm90::few {
 
-// Four lanes have a row, a warp eight rows at a time: those that lie together in a stage.
+// Four lanes have a row, a warp eight rows at a time: those that lie together in a stage. The warps have as many of these
+// eights each. Those of one parity begin at the same byte of a word: their rows are multiples of eight apart.
 template <class Dtype, bool kGated>
 class StageScaleLoader {
  public:
-  __device__ __forceinline__ StageScaleLoader(const Block& block, const Task& task, const Stages& all)
-      : b(block), stages(all) {
+  // Of the loading warps, this is the loader-th.
+  __device__ __forceinline__ StageScaleLoader(const Block& block, const Task& task, const Stages& all, uint32_t loader)
+      : b(block), stages(all), to(loader * kEights * kEightBytes + P::lane() * 4) {
     const ExpertScales<uint8_t> expert{b, task};
     const bool halves = kGated && task.product == 0;
     const uint32_t columns = task.product == 0 ? b.c.shape.intermediate : b.c.shape.hidden;
@@ -25,50 +27,74 @@ class StageScaleLoader {
     words = reinterpret_cast<const uint8_t*>(begin / 4 * 4);
     own = ceil_div(task.product == 0 ? b.c.shape.hidden : b.c.shape.intermediate, kMxFp4Block);
 #pragma unroll
-    for (uint32_t g = 0; g < kGroups; ++g) {
-      const uint32_t column = first + (halves ? g / 2 : g) * kProductRows + P::lane() / 4;
-      const uint32_t row = halves ? column * gated.step + g % 2 * gated.up : column;
-      at[g] = column < columns ? static_cast<uint32_t>(begin % 4) + row * expert.table.row : kOutside;
+    for (uint32_t g = 0; g < kEights; ++g) {
+      uint32_t eight = loader * kEights + g;
+      auto column_of = [&] { return first + (halves ? eight / 2 : eight) * kProductRows + P::lane() / 4; };
+      // Behind the last column, which are eights as a whole: the first ones' once more, since no result has them.
+      if (column_of() >= columns) eight %= 2;
+      const uint32_t column = column_of();
+      const uint32_t row = halves ? column * gated.step + eight % 2 * gated.up : column;
+      const uint32_t byte = static_cast<uint32_t>(begin % 4) + row * expert.table.row;
+      at[g] = byte / 4 * 4 + word() * 4;
+      if (g < 2) behind[g] = byte % 4;
     }
   }
 
   // Stage s of the task, once it is empty.
   __device__ __forceinline__ void load(const StageSlot& slot, uint32_t s) const {
-    const uint32_t full = barrier_of(b.s.pipeline.weights_full, slot), word = P::lane() % 4;
-    uint8_t* const to = b.s.weights[slot.at] + kFewWeightScalesAt + P::lane() * 4;
-    const uint32_t block = (stages.first + s) * kStageBlocks;
+    const uint32_t full = barrier_of(b.s.pipeline.weights_full, slot), block = (stages.first + s) * kStageBlocks;
+    uint8_t* const stage = b.s.weights[slot.at] + kFewWeightScalesAt + to;
     wait(barrier_of(b.s.pipeline.empty, slot), slot.parity ^ 1);
-    if (word == StageScaleRow::kWords) {
+    if (word() == StageScaleRow::kWords) {
 #pragma unroll
-      for (uint32_t g = 0; g < kGroups; ++g) *reinterpret_cast<uint32_t*>(to + g * kGroupBytes) = at[g] % 4 * 8;
+      for (uint32_t g = 0; g < kEights; ++g) *reinterpret_cast<uint32_t*>(stage + g * kEightBytes) = behind[g % 2] * 8;
       arrive(full);
       return;
     }
+    const uint32_t to_shared = shared_address(stage);
+    if (block + StageScaleRow::kWords * 4 <= own) {
 #pragma unroll
-    for (uint32_t g = 0; g < kGroups; ++g) {
-      // Bytes from the word on that are the row's: it ends within the word, or before.
-      const int32_t left = static_cast<int32_t>(own - block + at[g] % 4) - static_cast<int32_t>(word * 4);
-      const bool outside = at[g] == kOutside || left <= 0;
-      cp_async4_or_zero(shared_address(to + g * kGroupBytes), words + (outside ? 0 : at[g] / 4 * 4 + block + word * 4),
-                        outside ? 0 : min_of(left, 4));
+      for (uint32_t g = 0; g < kEights; ++g) cp_async4(to_shared + g * kEightBytes, words + block + at[g]);
+    } else {
+      load_last(to_shared, block);
     }
     cp_async_arrive_noinc(full);
   }
 
  private:
-  static constexpr uint32_t kStageBlocks = kRowBytes / 16, kGroups = kBoxFeatures / kProductRows;
-  static constexpr uint32_t kGroupBytes = kProductRows * sizeof(StageScaleRow);
-  static constexpr uint32_t kOutside = ~0u;
+  static constexpr uint32_t kStageBlocks = kRowBytes / 16;
+  // Of a warp. (Of other weights there are no such warps.)
+  static constexpr uint32_t kEights = kBoxFeatures / kProductRows / max_of(kFewScaleLoaders, 1u);
+  static constexpr uint32_t kEightBytes = kProductRows * sizeof(StageScaleRow);
+  static_assert(kEights % 2 == 0);
+
+  static __device__ __forceinline__ uint32_t word() { return P::lane() % 4; }
+  // Words that may have bytes behind a row's last, which are to be zeros: it ends within the word, or before.
+  __device__ __forceinline__ void load_last(uint32_t to_shared, uint32_t block) const {
+    int32_t own_bytes[2];
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+      const auto left = static_cast<int32_t>(own - block + behind[j]) - static_cast<int32_t>(word() * 4);
+      own_bytes[j] = min_of(max_of(left, 0), 4);
+    }
+#pragma unroll
+    for (uint32_t g = 0; g < kEights; ++g) {
+      const auto bytes = static_cast<uint32_t>(own_bytes[g % 2]);
+      cp_async4_or_zero(to_shared + g * kEightBytes, words + (bytes == 0 ? 0 : block + at[g]), bytes);
+    }
+  }
 
   const Block& b;
   const Stages stages;
+  const uint32_t to;     // behind a stage's weights
   const uint8_t* words;  // that in which the expert's scales begin, and those that follow
-  uint32_t at[kGroups];  // behind it: where the lane's rows' begin
+  uint32_t at[kEights];  // behind it: the lane's words of the row's first stage
+  uint32_t behind[2];    // at which byte of its first word a row begins, of even and odd eights
   uint32_t own;          // of a row
 };
 
 template <class Dtype, bool kGated>
-__device__ __forceinline__ void load_scales(const Block& b) {
+__device__ __forceinline__ void load_scales(const Block& b, uint32_t loader) {
   const Tasks<Dtype, kGated> tasks{b};
   HandedSlot handed;
   StageSlot slot;
@@ -77,8 +103,8 @@ __device__ __forceinline__ void load_scales(const Block& b) {
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
     const Stages stages = tasks.stages(task);
-    const StageScaleLoader<Dtype, kGated> loader{b, task, stages};
-    for (uint32_t s = 0; s < stages.count; ++s, slot.advance()) loader.load(slot, s);
+    const StageScaleLoader<Dtype, kGated> load{b, task, stages, loader};
+    for (uint32_t s = 0; s < stages.count; ++s, slot.advance()) load.load(slot, s);
   }
 }
 

@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t barrier_of(const uint64_t (&barriers)[kCount
   return shared_address(barriers + slot.at);
 }
 
-// One thread, before the block's first synchronization.
+// One thread, some synchronization of the block before its first task.
 __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   for (uint32_t i = 0; i < kFewStages; ++i) {
     barrier_init(shared_address(&p.weights_full[i]), 1 + kFewScaleLoaders * P::kLanes);
