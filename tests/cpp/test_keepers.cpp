@@ -9,7 +9,7 @@
 
 int main() {
   using namespace flashmoe::test;
-  for (const uint64_t seed : {1, 2, 3, 4}) {
+  for (const uint64_t seed : {1, 2}) {
     run_calls<WarpPlatform<2>>("2 lanes", limits(4, 2), 12, seed, {.formers = 2, .keepers = 3});
     run_calls<WarpPlatform<4>>("4 lanes", limits(3, 1), 12, seed, {.formers = 3, .keepers = 1});
   }
