@@ -114,11 +114,12 @@ def test_instances_of_experts_in_mxfp4(tool, capsys):
 
 def test_instances_of_training(tool):
     others = {"-DFLASHMOE_DTYPE=0", tool.QUANTISED, tool.MXFP4}
-    for every, of_each in ((False, 3), (True, 2 * 7 * 2)):
+    for every, of_each, in_group in ((False, 3, 1), (True, 2 * 7 * 2, 2 * 7 * 2)):
         found = tool.training_instances(every)
         assert not any(others & set(defines) for defines in found)
         for which in (tool.KEEP, tool.BACKWARD):
-            assert sum(which in defines for defines in found) == of_each
+            assert sum(which in defines for defines in found) == of_each + in_group
+            assert sum({which, tool.GROUP} <= set(defines) for defines in found) == in_group
 
 
 def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):

@@ -55,11 +55,12 @@ void append_fields(FieldRows& to, const FieldSpec<Field> (&table)[N], const Limi
 
 }  // namespace
 
-FieldRows field_rows(const Limits& limits) {
+FieldRows field_rows(const Limits& limits, bool gradients) {
   FieldRows rows;
   append_fields(rows, kHeapTable, limits, "heap");
   append_fields(rows, kWorkTable, limits, "workspace");
   if (make_put_layout(limits).bytes != 0) append_fields(rows, kPutTable, limits, "workspace");
+  if (gradients) append_fields(rows, kGradientTable, limits, "heap");
   return rows;
 }
 
@@ -74,12 +75,7 @@ namespace flashmoe::cpu {
 namespace {
 
 FieldRows layout_fields(Map limits) {
-  return guarded([&] {
-    const Limits l = limits_of(limits);
-    FieldRows rows = field_rows(l);
-    append_fields(rows, kGradientTable, l, "heap");
-    return rows;
-  });
+  return guarded([&] { return field_rows(limits_of(limits), true); });
 }
 
 // Bytes that a call keeps of each row, row of the shared expert, token received, and own token.

@@ -25,7 +25,7 @@ std::shared_ptr<Context> context(int64_t handle) {
 FieldRows layout_fields(Map map) {
   return guarded([&] {
     const Limits limits = limits_of(map);
-    return field_rows(cuda_limits(limits, limits.processors));
+    return field_rows(cuda_limits(limits, limits.processors), may_train_in_group(limits));
   });
 }
 
@@ -111,7 +111,7 @@ void remove_layer(int64_t handle, int64_t layer) {
 
 void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t x, int64_t x_row_bytes,
           int64_t x_scale, int64_t out, int64_t topk_ids, int64_t topk_weights, int64_t load, int64_t router_logits,
-          int64_t keep) {
+          int64_t keep, int64_t routing) {
   guarded([&] {
     const TokenSpec t{.tokens = static_cast<uint32_t>(tokens),
                       .x = static_cast<uint64_t>(x),
@@ -122,7 +122,8 @@ void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t
                       .topk_weights = static_cast<uint64_t>(topk_weights),
                       .load = static_cast<uint64_t>(load),
                       .router_logits = static_cast<uint64_t>(router_logits),
-                      .keep = static_cast<uint64_t>(keep)};
+                      .keep = static_cast<uint64_t>(keep),
+                      .routing = static_cast<uint64_t>(routing)};
     context(handle)->call(layer, t, stream_of(stream));
   });
 }
@@ -133,6 +134,10 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     GradientSpec g;
     Fields f("gradients", gradients);
     f("kept", g.kept);
+    f("rows", g.rows.rows);
+    f("received", g.rows.received);
+    f("pitch", g.rows.pitch);
+    f("call", g.rows.call);
     f("x", g.x);
     f("x_row_bytes", g.x_row_bytes);
     f("memory", g.memory);
@@ -154,14 +159,51 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
   });
 }
 
-int64_t kept_bytes(int64_t handle, int64_t layer, int64_t tokens) {
-  return guarded(
-      [&] { return static_cast<int64_t>(context(handle)->kept_bytes(layer, static_cast<uint32_t>(tokens))); });
+// The fields of KeptRows, in their order; of a rank alone none are looked at.
+KeptRows rows_of(const ffi::Array<int64_t>& rows) {
+  const auto at = [&](int64_t i) { return static_cast<uint64_t>(rows[i]); };
+  return {at(0), at(1), at(2), at(3)};
 }
 
-int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens) {
-  return guarded(
-      [&] { return static_cast<int64_t>(context(handle)->pass_bytes(layer, static_cast<uint32_t>(tokens))); });
+int64_t kept_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> rows) {
+  return guarded([&] {
+    return static_cast<int64_t>(context(handle)->kept_bytes(layer, static_cast<uint32_t>(tokens), rows_of(rows)));
+  });
+}
+
+int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> rows) {
+  return guarded([&] {
+    return static_cast<int64_t>(context(handle)->pass_bytes(layer, static_cast<uint32_t>(tokens), rows_of(rows)));
+  });
+}
+
+// Of a layer that keeps, among several ranks: bytes of a call's memory, and where in it the counts are, 2 R + R El words.
+ffi::Array<int64_t> call_layout(int64_t handle, int64_t layer, int64_t stream) {
+  return guarded([&] {
+    const GroupCallLayout layout = context(handle)->call_layout(layer, stream_of(stream));
+    return ffi::Array<int64_t>{static_cast<int64_t>(layout.bytes), static_cast<int64_t>(layout.tokens)};
+  });
+}
+
+int64_t count_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory) {
+  return guarded([&] {
+    return static_cast<int64_t>(context(handle)->count_rows(layer, static_cast<uint64_t>(memory), stream_of(stream)));
+  });
+}
+
+// Where in memory of so many rows the numbers of experts' first rows are, El + 1 words, which the caller writes.
+int64_t first_row_at(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> rows) {
+  return guarded([&] {
+    return static_cast<int64_t>(
+        context(handle)->kept_layout(layer, static_cast<uint32_t>(tokens), rows_of(rows)).first_row);
+  });
+}
+
+void move_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory, int64_t kept, ffi::Array<int64_t> rows) {
+  guarded([&] {
+    context(handle)->move_rows(layer, static_cast<uint64_t>(memory), static_cast<uint64_t>(kept), rows_of(rows),
+                               stream_of(stream));
+  });
 }
 
 // Bytes of a rank alone with so many tokens: of pre-activations and of choices, which a call keeps; of tiles' rows and of
@@ -170,7 +212,7 @@ ffi::Array<int64_t> training_bytes(Map layer, int64_t tokens) {
   return guarded([&] {
     const LayerSpec spec = layer_of(std::move(layer));
     const KeptLayout kept(spec, static_cast<uint64_t>(tokens));
-    const PassLayout pass(spec, static_cast<uint64_t>(tokens), spec.experts);
+    const PassLayout pass(spec, static_cast<uint64_t>(tokens) * spec.top_k, spec.experts, 0, true);
     ffi::Array<int64_t> out;
     for (const uint64_t bytes : {kept.ids, kept.bytes - kept.ids, pass.parts, pass.bytes - pass.parts}) {
       out.push_back(static_cast<int64_t>(bytes));
@@ -241,6 +283,10 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_bytes, flashmoe::cuda::kept_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_pass_bytes, flashmoe::cuda::pass_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call_layout, flashmoe::cuda::call_layout)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_count_rows, flashmoe::cuda::count_rows)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_first_row_at, flashmoe::cuda::first_row_at)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_move_rows, flashmoe::cuda::move_rows)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_training_bytes, flashmoe::cuda::training_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_synchronize, flashmoe::cuda::synchronize)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_routing, flashmoe::cuda::read_routing)

@@ -98,10 +98,13 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
   const bool trains = layer.pass != Pass::kInference;
-  if (trains && (l.ranks != 1 || has_scales(spec.weight_type) || element_bytes(spec.y_type) != 2)) {
-    throw Error(Error::Kind::kInvalidArgument, "layer: expected a rank alone and a 16-bit type for gradients");
+  if (trains && (l.rdma != 0 || has_scales(spec.weight_type) || element_bytes(spec.y_type) != 2)) {
+    throw Error(Error::Kind::kInvalidArgument, "layer: expected memory that is mapped and a 16-bit type for gradients");
   }
-  const KernelSet which{.general = !only_few(spec), .few = !trains, .logits = layer.pass == Pass::kBackward};
+  const KernelSet which{.general = !only_few(spec),
+                        .few = !trains,
+                        .logits = layer.pass == Pass::kBackward,
+                        .moves = layer.pass == Pass::kForward && l.ranks != 1};
   const Kernels& loaded = kernels(layer.cubin, which, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
@@ -158,13 +161,14 @@ void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpe
   Plan& plan = plan_for(layer, tokens);
   plan.set_gradients(gradients);
   launch(plan, stream);
-  if (plan.args.backward.logit_parts == nullptr) return;
+  if (plan.args.backward.logit_parts == nullptr || tokens.tokens == 0) return;
   const Device::Use use(device_);
   plan.kernels.launch_logits(plan.args, stream);
 }
 
 void Context::launch(Plan& plan, DriverStream stream) {
   const Device::Use use(device_);
+  ++calls_;
   if (plan.args.trace != nullptr) {
     device_.refuse_capture(stream, "tracing");
     check(driver().cuMemsetD8Async(reinterpret_cast<DevicePtr>(plan.args.trace), 0, trace_.bytes(), stream), "trace");
@@ -172,15 +176,69 @@ void Context::launch(Plan& plan, DriverStream stream) {
   plan.kernels.launch(plan.args, plan.few(), processors(), stream);
 }
 
-uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens) {
-  const std::lock_guard lock(mutex_);
-  return KeptLayout(plan_of(layer).spec, tokens).bytes;
-}
-
-uint64_t Context::pass_bytes(int64_t layer, uint32_t tokens) {
+uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows) {
   const std::lock_guard lock(mutex_);
   const Plan& plan = plan_of(layer);
-  return PassLayout(plan.spec, tokens, plan.args.call.shape.local_experts).bytes;
+  const CallShape& shape = plan.args.call.shape;
+  if (shape.ranks == 1) return KeptLayout(plan.spec, tokens).bytes;
+  return GroupKeptLayout(plan.spec, tokens, shape.ranks, shape.local_experts, rows).bytes;
+}
+
+uint64_t Context::pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows) {
+  const std::lock_guard lock(mutex_);
+  const Plan& plan = plan_of(layer);
+  const uint32_t experts = plan.args.call.shape.local_experts;
+  if (!plan.trains_in_group()) {
+    return PassLayout(plan.spec, uint64_t{tokens} * plan.spec.top_k, experts, 0, true).bytes;
+  }
+  return PassLayout(plan.spec, rows.rows, experts, rows.received, false).bytes;
+}
+
+// ---- Forward passes that keep, among several ranks ------------------------------------------------------------------
+
+GroupCallLayout Context::call_layout(int64_t layer, DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  const Device::Use use(device_);
+  device_.refuse_capture(stream, "a forward pass that keeps rows of several ranks, which the host counts,");
+  return layout_of_call(plan_of(layer));
+}
+
+GroupKeptLayout Context::kept_layout(int64_t layer, uint32_t tokens, const KeptRows& rows) {
+  const std::lock_guard lock(mutex_);
+  const Plan& plan = plan_of(layer);
+  const CallShape& shape = plan.args.call.shape;
+  return {plan.spec, tokens, shape.ranks, shape.local_experts, rows};
+}
+
+GroupCallLayout Context::layout_of_call(const Plan& plan) const {
+  return {plan.spec, common_.limits, plan.args.call.shape.local_experts};
+}
+
+gpu::CountedRows Context::counted_rows(const Plan& plan, uint64_t memory) const {
+  const GroupCallLayout layout = layout_of_call(plan);
+  const auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(memory + offset); };
+  return {words(layout.tokens), words(layout.received_rows), words(layout.rows), words(layout.numbers)};
+}
+
+uint64_t Context::count_rows(int64_t layer, uint64_t memory, DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  const Device::Use use(device_);
+  Plan& plan = plan_of(layer);
+  plan.kernels.launch_count(plan.args, counted_rows(plan, memory), stream);
+  return calls_;
+}
+
+void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const KeptRows& rows, DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  const Device::Use use(device_);
+  Plan& plan = plan_of(layer);
+  const CallShape& shape = plan.args.call.shape;
+  const GroupKeptLayout layout(plan.spec, shape.tokens, shape.ranks, shape.local_experts, rows);
+  const auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(kept + offset); };
+  const gpu::MovedRows to{counted_rows(plan, memory), reinterpret_cast<uint8_t*>(kept),
+                          reinterpret_cast<uint8_t*>(kept + layout.received), words(layout.numbers),
+                          words(layout.first_row)};
+  plan.kernels.launch_move(plan.args, to, static_cast<uint32_t>(rows.pitch), processors(), stream);
 }
 
 void Context::synchronize(DriverStream stream) {

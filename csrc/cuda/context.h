@@ -10,6 +10,7 @@
 
 #include "cuda/device.h"
 #include "cuda/layer.h"
+#include "cuda/limits.h"
 #include "cuda/plan.h"
 #include "cuda/transport/group.h"
 #include "cuda/transport/registration.h"
@@ -35,9 +36,19 @@ class Context {
   // The same of a backward pass, of at least one token.
   void backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream);
 
-  // Bytes that a call of so many tokens keeps, of a layer of Pass::kForward; and that a call of Pass::kBackward needs.
-  uint64_t kept_bytes(int64_t layer, uint32_t tokens);
-  uint64_t pass_bytes(int64_t layer, uint32_t tokens);
+  // Bytes that a call of so many tokens keeps, of a layer of Pass::kForward; and that a call of Pass::kBackward needs. rows:
+  // among several ranks.
+  uint64_t kept_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
+  uint64_t pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
+
+  // Of a layer of Pass::kForward, among several ranks. Where its calls have their rows (refused while `stream` is being
+  // captured); counts those of the last call there,
+  // `memory`, and returns which call it was; and moves them from there to `kept`, memory of GroupKeptLayout for as many, whose
+  // first_row the caller has written. Both launch a kernel, and do not wait.
+  GroupCallLayout call_layout(int64_t layer, DriverStream stream);
+  GroupKeptLayout kept_layout(int64_t layer, uint32_t tokens, const KeptRows& rows);
+  uint64_t count_rows(int64_t layer, uint64_t memory, DriverStream stream);
+  void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const KeptRows& rows, DriverStream stream);
 
   // Waits for the device, then throws what a call ran into, if one did. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
@@ -53,7 +64,7 @@ class Context {
 
   int device() const { return device_.ordinal(); }
   uint32_t processors() const { return common_.limits.processors; }
-  uint64_t heap_bytes() const { return common_.call.memory.heap_layout.bytes; }
+  uint64_t heap_bytes() const { return cuda_heap_bytes(common_.limits); }
   uint64_t workspace_bytes() const { return workspace_.bytes(); }
 
  private:
@@ -63,6 +74,8 @@ class Context {
   Plan& plan_of(int64_t layer) const;
   Plan& plan_for(int64_t layer, const TokenSpec& tokens);
   void launch(Plan& plan, DriverStream stream);
+  GroupCallLayout layout_of_call(const Plan& plan) const;
+  gpu::CountedRows counted_rows(const Plan& plan, uint64_t memory) const;
   void check_health();
 
   std::mutex mutex_;  // calls come from any thread
@@ -79,6 +92,7 @@ class Context {
   std::map<std::pair<host::Holders, bool>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;
   int64_t last_plan_ = 0;  // number
+  uint64_t calls_ = 0;     // launched; all ranks of a group launch the same
 };
 
 }  // namespace flashmoe::cuda

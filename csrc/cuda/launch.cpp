@@ -8,7 +8,9 @@ Kernels::Kernels(const Device& device, const std::string& cubin, KernelSet which
       module_(device, cubin),
       general_(which.general ? module_.kernel("flashmoe_moe", sm90::kSharedBytes) : nullptr),
       few_(which.few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr),
-      logits_(which.logits ? module_.kernel("flashmoe_logits", 0) : nullptr) {
+      logits_(which.logits ? module_.kernel("flashmoe_logits", 0) : nullptr),
+      count_(which.moves ? module_.kernel("flashmoe_count", 0) : nullptr),
+      move_(which.moves ? module_.kernel("flashmoe_move", 0) : nullptr) {
   if (api_ == nullptr) return;
   NvshmemVersion compiled_with{};
   module_.read("nvshmemi_device_lib_version_d", &compiled_with, sizeof(compiled_with));
@@ -40,6 +42,21 @@ void Kernels::launch_logits(sm90::KernelArgs& args, DriverStream stream) const {
   LaunchConfig config{blocks, 1, 1, gpu::kLogitThreads, 1, 1, 0, stream, nullptr, 0};
   void* parameters[] = {&args};
   check(driver().cuLaunchKernelEx(&config, logits_, parameters, nullptr), "cannot launch the kernel of the logits");
+}
+
+void Kernels::launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const {
+  LaunchConfig config{args.call.shape.ranks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
+  void* parameters[] = {&args, &to};
+  check(driver().cuLaunchKernelEx(&config, count_, parameters, nullptr), "cannot launch the kernel that counts rows");
+}
+
+void Kernels::launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pitch, uint32_t blocks,
+                          DriverStream stream) const {
+  uint32_t parts = max_of(blocks / max_of(args.call.shape.local_experts, 1u), 1u);
+  LaunchConfig config{
+      args.call.shape.local_experts * parts + blocks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
+  void* parameters[] = {&args, &to, &pitch, &parts};
+  check(driver().cuLaunchKernelEx(&config, move_, parameters, nullptr), "cannot launch the kernel that moves rows");
 }
 
 }  // namespace flashmoe::cuda

@@ -12,7 +12,7 @@
 
 namespace flashmoe::cuda {
 
-// What its calls compute. Passes that train are of a rank alone and of 16-bit types.
+// What its calls compute. Passes that train are of 16-bit types, and of a rank alone or of ranks whose memory is mapped.
 enum class Pass : uint32_t {
   kInference,
   kForward,   // the layer, and what gradients need is kept
@@ -37,6 +37,13 @@ struct Layer {
   std::string cubin;  // file of the kernel compiled for the spec's types and activation, and traced
 };
 
+// How many rows a call among several ranks has kept, and which call of its context it was: all ranks count the same.
+struct KeptRows {
+  uint64_t rows = 0, received = 0;  // of experts; of other ranks' tokens
+  uint64_t pitch = 0;               // the most tokens that a rank had
+  uint64_t call = 0;
+};
+
 // Where what a call keeps lies in its memory: pre-activations first (KeptOutputs).
 struct KeptLayout {
   uint64_t ids, weights, bytes;
@@ -49,15 +56,51 @@ struct KeptLayout {
   }
 };
 
-// Where a backward pass has what nobody reads after it: rows of tiles, dZ first (BackwardArgs).
-struct PassLayout {
-  uint64_t tiles, weighted, parts, bytes;
+// The same among several ranks: pre-activations first (MovedRows), the routing of the rank's own tokens last.
+struct GroupKeptLayout {
+  uint64_t received, numbers, first_row, ids, weights, bytes;
 
-  PassLayout(const LayerSpec& spec, uint64_t tokens, uint64_t local_experts) {
-    const uint64_t choices = tokens * spec.top_k, element = element_bytes(spec.y_type);
+  GroupKeptLayout(const LayerSpec& spec, uint64_t tokens, uint64_t ranks, uint64_t local_experts,
+                  const KeptRows& kept) {
+    constexpr uint64_t kAlign = 16;
+    received = kept.rows * spec.gate_up_rows() * element_bytes(spec.intermediate_type);
+    numbers = received + kept.received * spec.token_row_bytes();
+    first_row = align_up(numbers + ranks * kept.pitch * sizeof(uint32_t), kAlign);
+    ids = align_up(first_row + (local_experts + 1) * sizeof(uint32_t), kAlign);
+    weights = ids + tokens * spec.top_k * sizeof(int32_t);
+    bytes = weights + tokens * spec.top_k * sizeof(float);
+  }
+};
+
+// Where such a call has its rows until it is over: pre-activations by tile, first; then received rows, as far as a context of
+// these limits has room for them; and what counts them (CountedRows).
+struct GroupCallLayout {
+  uint64_t received, tokens, received_rows, rows, numbers, bytes;
+
+  GroupCallLayout(const LayerSpec& spec, const Limits& limits, uint64_t local_experts) {
+    const uint64_t ranks = limits.ranks, most = limits.max_tokens, word = sizeof(uint32_t);
+    received = limits.max_tiles() * sm90::kTileTokens * spec.gate_up_rows() * element_bytes(spec.intermediate_type);
+    tokens = received + (ranks - 1) * most * spec.token_row_bytes();
+    received_rows = tokens + ranks * word;
+    rows = received_rows + ranks * word;
+    numbers = rows + ranks * local_experts * word;
+    bytes = numbers + ranks * most * word;
+  }
+};
+
+// Where a backward pass has what nobody reads after it: rows of tiles, dZ first (BackwardArgs). Of so many rows of experts; and
+// rows of other ranks' tokens, of several ranks (GroupArgs).
+struct PassLayout {
+  uint64_t tiles, weighted, received, gather, parts, bytes;
+
+  PassLayout(const LayerSpec& spec, uint64_t choices, uint64_t local_experts, uint64_t received_rows, bool alone) {
+    const uint64_t element = element_bytes(spec.y_type);
     tiles = choices / sm90::kTileTokens + min_of(local_experts, choices);
+    if (!alone) tiles = max_of(tiles, uint64_t{1});  // the copy engine's view of no rows would be none
     weighted = tiles * sm90::kTileTokens * spec.gate_up_rows() * element;
-    parts = weighted + tiles * sm90::kTileTokens * spec.intermediate * element;
+    received = weighted + tiles * sm90::kTileTokens * spec.intermediate * element;
+    gather = received + received_rows * spec.token_row_bytes();
+    parts = gather + (alone ? 0 : tiles * sm90::kTileTokens * sizeof(uint32_t));
     const uint64_t of_choice = ceil_div(spec.intermediate, sm90::kTaskFeatures) * sm90::kClusterBlocks;
     bytes = parts + of_choice * choices * sizeof(float);
   }
@@ -71,13 +114,15 @@ struct TokenSpec {
   uint64_t out = 0;
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
   uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not asked for
-  uint64_t keep = 0;                        // of Pass::kForward: memory of KeptLayout, aligned to 16 bytes
+  uint64_t keep = 0;     // of Pass::kForward: memory of KeptLayout, or GroupCallLayout, aligned to 16 bytes
+  uint64_t routing = 0;  // and among several ranks: for ids, [T, K] int32, and behind them weights, [T, K] fp32
 };
 
 // What a backward pass has besides, whose TokenSpec has dY for x and dX for out. All contiguous but x; memory is aligned to
 // 16 bytes.
 struct GradientSpec {
-  uint64_t kept = 0;  // by the forward pass
+  uint64_t kept = 0;  // by the forward pass: memory of KeptLayout, or GroupKeptLayout
+  KeptRows rows;      // among several ranks
   uint64_t x = 0, x_row_bytes = 0;
   uint64_t memory = 0;                       // of PassLayout
   uint64_t weights = 0;                      // [T, K] fp32, written: of the combine weights

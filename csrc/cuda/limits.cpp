@@ -1,5 +1,6 @@
 #include "cuda/limits.h"
 
+#include "flashmoe/protocol/gradients.h"
 #include "flashmoe/sm90/geometry.h"
 #include "host/error.h"
 #include "host/text.h"
@@ -55,6 +56,10 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
   // A context serves every activation; gated ones cut I into more blocks of columns.
   limits.columns_per_task = sm90::columns_per_task(true);
   return limits;
+}
+
+uint64_t cuda_heap_bytes(const Limits& limits) {
+  return may_train_in_group(limits) ? training_heap_bytes(limits) : make_heap_layout(limits).bytes;
 }
 
 }  // namespace flashmoe::cuda

@@ -10,4 +10,11 @@ namespace flashmoe::cuda {
 // further apart than the kernel's offsets reach.
 Limits cuda_limits(Limits limits, uint32_t multiprocessors);
 
+// Whether layers of such a context may train among several ranks: not where rows leave by puts, nor alone.
+inline bool may_train_in_group(const Limits& limits) {
+  return limits.ranks > 1 && limits.rdma == 0;
+}
+// Of its symmetric heap, and behind it, where layers may train among several ranks, what goes home besides rows.
+uint64_t cuda_heap_bytes(const Limits& limits);
+
 }  // namespace flashmoe::cuda

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "cuda/policy.h"
+#include "flashmoe/protocol/gradients.h"
 #include "host/agreement.h"
 
 namespace flashmoe::cuda {
@@ -41,6 +42,10 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   if (!alone) c.shape.return_mode = spec.return_mode;
   c.policy.groups = return_groups(c.policy.columns[kReturning], c.shape.return_mode, alone || common.limits.rdma != 0,
                                   c.policy.group_first);
+  if (!alone && layer.pass != Pass::kInference) {
+    c.policy.keepers =
+        static_cast<uint16_t>(sm90::keepers_of(c.shape.ranks, c.shape.local_experts, common.limits.processors));
+  }
   if (!alone) c.config = host::make_config(c, spec, layer.placement, sm90::kReturnColumns);
   return c;
 }
@@ -207,7 +212,7 @@ Placement::Placement(const Device& device, const host::PlacementTables& t, uint3
 }
 
 Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& loaded, uint8_t* trace)
-    : kernels(loaded), spec(layer.spec), pass(layer.pass) {
+    : kernels(loaded), spec(layer.spec), pass(layer.pass), placement(layer.placement) {
   args.call = call_of(common, layer, where);
   args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
   args.clamped = {spec.limit, spec.alpha, spec.up_offset};
@@ -222,6 +227,12 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.host_fault = common.fault;
   args.trace = trace;
   args.kept = reinterpret_cast<float*>(layer.kept);
+  if (trains_in_group()) {
+    const GradientLayout gradients = make_gradient_layout(common.limits);
+    constexpr auto kWeights = static_cast<uint32_t>(GradientField::kWeights);
+    args.group.weights_at = common.call.memory.heap_layout.bytes + gradients.offset[kWeights];
+    args.group.weights_pitch = static_cast<uint32_t>(gradients.stride[kWeights][0]);
+  }
 }
 
 bool Plan::few() const {
@@ -248,11 +259,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.topk_weights = reinterpret_cast<const void*>(t.topk_weights);
   args.load = reinterpret_cast<uint64_t*>(t.load);
   args.router_logits = reinterpret_cast<float*>(t.router_logits);
-  if (pass == Pass::kForward) {
-    const KeptLayout layout(spec, t.tokens);
-    args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.keep + layout.ids),
-                 reinterpret_cast<float*>(t.keep + layout.weights)};
-  }
+  if (pass == Pass::kForward) set_kept(common, t);
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
   if (t.topk_ids == 0 && t.tokens != 0 && !few() && pass != Pass::kBackward) {
     args.tokens =
@@ -260,10 +267,52 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   }
 }
 
-void Plan::set_gradients(const GradientSpec& g) {
+// Where a call leaves what it keeps.
+void Plan::set_kept(const Common& common, const TokenSpec& t) {
+  if (!trains_in_group()) {
+    const KeptLayout layout(spec, t.tokens);
+    args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.keep + layout.ids),
+                 reinterpret_cast<float*>(t.keep + layout.weights)};
+    return;
+  }
+  const GroupCallLayout layout(spec, common.limits, args.call.shape.local_experts);
+  const uint64_t weights = t.routing + uint64_t{t.tokens} * spec.top_k * sizeof(int32_t);
+  args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.routing),
+               reinterpret_cast<float*>(weights)};
+  args.group.received = reinterpret_cast<uint8_t*>(t.keep + layout.received);
+  args.group.pitch = common.limits.max_tokens;
+  args.backward.z_columns = spec.gate_up_rows();
+}
+
+// Where what is kept, and the pass's own memory, is; how that is laid out.
+PassLayout Plan::set_rows(const GradientSpec& g) {
   const CallShape& shape = args.call.shape;
-  const KeptLayout kept(spec, shape.tokens);
-  const PassLayout layout(spec, shape.tokens, shape.local_experts);
+  const auto at = [](uint64_t address) { return reinterpret_cast<uint8_t*>(address); };
+  if (!trains_in_group()) {
+    const KeptLayout kept(spec, shape.tokens);
+    args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
+                          reinterpret_cast<float*>(g.kept + kept.weights)};
+    return PassLayout(spec, uint64_t{shape.tokens} * spec.top_k, shape.local_experts, 0, true);
+  }
+  const GroupKeptLayout kept(spec, shape.tokens, shape.ranks, shape.local_experts, g.rows);
+  const PassLayout layout(spec, g.rows.rows, shape.local_experts, g.rows.received, false);
+  args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
+                        reinterpret_cast<float*>(g.kept + kept.weights)};
+  sm90::GroupArgs& own = args.group;
+  own.received = at(g.memory + layout.received);
+  own.numbers = reinterpret_cast<const uint32_t*>(g.kept + kept.numbers);
+  own.pitch = static_cast<uint32_t>(g.rows.pitch);
+  own.rows = static_cast<uint32_t>(g.rows.rows);
+  own.received_rows = static_cast<uint32_t>(g.rows.received);
+  own.x = at(g.kept + kept.received);
+  own.first_row = reinterpret_cast<const uint32_t*>(g.kept + kept.first_row);
+  own.gather = reinterpret_cast<uint32_t*>(g.memory + layout.gather);
+  args.call.config = host::make_config(args.call, spec, placement, sm90::kReturnColumns, g.rows.call);
+  return layout;
+}
+
+void Plan::set_gradients(const GradientSpec& g) {
+  const PassLayout layout = set_rows(g);
   const uint64_t rows = layout.tiles * sm90::kTileTokens;
   const uint32_t bytes = element_bytes(spec.y_type), z_columns = spec.gate_up_rows();
   const Matrix z{g.memory, uint64_t{z_columns} * bytes, rows * z_columns * bytes};
@@ -272,7 +321,6 @@ void Plan::set_gradients(const GradientSpec& g) {
   const auto at = [](uint64_t address) { return reinterpret_cast<uint8_t*>(address); };
   args.x_row_bytes = spec.hidden * bytes;
   sm90::BackwardArgs& b = args.backward;
-  b.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids), reinterpret_cast<float*>(g.kept + kept.weights)};
   b.x = at(g.x);
   b.x_row_bytes = g.x_row_bytes;
   b.z_gradients = at(z.data);

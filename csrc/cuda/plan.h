@@ -32,6 +32,8 @@ struct Plan {
   void set_tokens(const Common& common, const TokenSpec& tokens);
   // Of Pass::kBackward, behind set_tokens(). Encodes the tensor maps of rows.
   void set_gradients(const GradientSpec& g);
+  // Whether it is a pass that trains among several ranks.
+  bool trains_in_group() const { return pass != Pass::kInference && args.call.shape.ranks != 1; }
   // Whether the kernel of a few tokens takes the call, and the most tokens that it takes of the layer.
   bool few() const;
   uint32_t most_few() const;
@@ -40,6 +42,11 @@ struct Plan {
   const Kernels& kernels;
   const LayerSpec spec;
   const Pass pass;
+  const host::Holders placement;
+
+ private:
+  void set_kept(const Common& common, const TokenSpec& t);
+  PassLayout set_rows(const GradientSpec& g);
 };
 
 }  // namespace flashmoe::cuda

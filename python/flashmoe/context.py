@@ -50,7 +50,7 @@ def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
         return engine.call(tensors, options, trace)
 
 
-def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
     """The same, and what its gradients need; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
@@ -61,17 +61,18 @@ def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any,
 def run_backward(
     ctx: Context,
     kept: Any,
+    counted: Any,
     options: Options,
     given: Mapping[str, Any],
     wanted: Mapping[str, Any],
     accumulates: bool,
 ) -> None:
-    """The gradients of a call that left `kept`; see `flashmoe.engines.base.Engine`."""
+    """The gradients of a call that left `kept` and `counted`; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
     if options.placement is not None:
         options = options._replace(placement=placements.as_placed(options.placement))
     with Call():
-        engine.backward(kept, options, given, wanted, accumulates)
+        engine.backward(kept, counted, options, given, wanted, accumulates)
 
 
 def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:

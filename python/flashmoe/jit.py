@@ -86,6 +86,8 @@ class Variant:
     """It keeps what the layer's gradients need; of 16-bit types."""
     backward: bool = False
     """It computes these."""
+    group: bool = False
+    """Either of the two among several ranks."""
 
     @property
     def title(self) -> str:
@@ -94,7 +96,7 @@ class Variant:
         activation = _ACTIVATIONS[self.activation]
         words = ["exact"] * self.exact + ["FP8"] * self.quantised + ["MXFP4"] * self.mxfp4 + [dtype, activation]
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
-        words += ["backward"] * self.backward
+        words += ["backward"] * self.backward + ["group"] * self.group
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
@@ -112,6 +114,7 @@ class Variant:
             *["-DFLASHMOE_MXFP4=1"] * self.mxfp4,
             *["-DFLASHMOE_KEEP=1"] * self.keeps,
             *["-DFLASHMOE_BACKWARD=1"] * self.backward,
+            *["-DFLASHMOE_GROUP=1"] * self.group,
         ]
 
 

@@ -212,15 +212,16 @@ def _check_written(tensors: Tensors) -> None:
             )
 
 
-def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_moe_observed`, and what the gradients need: two int64 that own it. `main_grad` is for these."""
+def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`_moe_observed`, and what the gradients need (`flashmoe.engines.base.Engine.call_and_keep`): two int64 that own
+    it, or all of it, and how many rows that is of. `main_grad` is for the gradients."""
     bound = _KEPT.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     load, logits = _observations(given)
     asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
-    y, kept = _run(given, keep=True, **asked)
-    return y, load, logits, kept
+    y, kept, counted = _run(given, keep=True, **asked)
+    return y, load, logits, kept, counted
 
 
 def _moe_backward(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -241,6 +242,7 @@ def _write_gradients(
     grad: Tensor,
     logits_grad: Tensor | None,
     kept: Tensor,
+    counted: Tensor,
     inputs: Sequence[Tensor],
     given: Sequence[int],
     options: Mapping[str, Any],
@@ -254,7 +256,7 @@ def _write_gradients(
         read["router_logits"] = logits_grad.contiguous()
     written = {names[place]: each for place, each in results.items()}
     ctx = _context(context, grad.shape[0])
-    run_backward(ctx, kept, _options_of(options), read, written, accumulates)
+    run_backward(ctx, kept, counted, _options_of(options), read, written, accumulates)
 
 
 def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -294,10 +296,10 @@ moe_kept = torch.library.custom_op(
     "flashmoe::moe_kept",
     _moe_kept,
     mutates_args=(),
-    schema=f"{_OBSERVED_SCHEMA}, bool main_grad=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"{_OBSERVED_SCHEMA}, bool main_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _OPTIONS = [name for name in _SIGNATURE.parameters if name in Options._fields]
-_BACKWARD_TENSORS = ("context", "grad", "logits_grad", "kept", "inputs", "given", "wanted")
+_BACKWARD_TENSORS = ("context", "grad", "logits_grad", "kept", "counted", "inputs", "given", "wanted")
 _BACKWARD = inspect.Signature(
     [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _BACKWARD_TENSORS]
     + [_SIGNATURE.parameters[name] for name in _OPTIONS]
@@ -307,8 +309,8 @@ moe_backward = torch.library.custom_op(
     "flashmoe::moe_backward",
     _moe_backward,
     mutates_args=(),
-    schema="(SymInt context, Tensor grad, Tensor? logits_grad, Tensor kept, Tensor[] inputs, SymInt[] given, "
-    f"SymInt[] wanted, {_OPTION_SCHEMA}) -> Tensor[]",
+    schema="(SymInt context, Tensor grad, Tensor? logits_grad, Tensor kept, Tensor counted, Tensor[] inputs, "
+    f"SymInt[] given, SymInt[] wanted, {_OPTION_SCHEMA}) -> Tensor[]",
 )
 
 # The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
@@ -395,18 +397,22 @@ def _refuse_meta_beside_others(tensors: Tensors) -> None:
 
 
 @moe_kept.register_fake
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = _KEPT.bind(*args, **kwargs).arguments
-    return _fake(given), *_observations(given), _fake_kept(given)
+    return _fake(given), *_observations(given), *_fake_kept(given)
 
 
-def _fake_kept(given: Mapping[str, Any]) -> Tensor:
+def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     tensors, options = _tensors_of(given), _options_of({**_DEFAULTS, **given})
     if tensors.x.device.type != "cuda":
-        return torch.empty(2, dtype=torch.int64)
-    ranks = getattr(contexts.get(given["context"]), "ranks", 1)
-    each = 0 if cuda_training.missing(tensors, options, ranks) else cuda_training.kept_bytes(tensors, options)
-    return tensors.x.new_empty(tensors.x.shape[0] * each, dtype=torch.uint8)
+        return torch.empty(2, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    if cuda_training.missing(tensors, options, False):
+        size, counts = 0, 0
+    elif getattr(contexts.get(given["context"]), "ranks", 1) != 1:  # as many rows as it will have received
+        size, counts = torch.library.get_ctx().new_dynamic_size(), len(cuda_training.ALONE)
+    else:
+        size, counts = tensors.x.shape[0] * cuda_training.kept_bytes(tensors, options), 0
+    return tensors.x.new_empty(size, dtype=torch.uint8), torch.empty(counts, dtype=torch.int64)
 
 
 @moe_backward.register_fake
@@ -452,7 +458,7 @@ def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.context = inputs[0]
     ctx.options = {name: inputs[position] for position, name in _OPTION_POSITIONS.items()}
     ctx.positions = [position for position, each in enumerate(inputs) if isinstance(each, Tensor)]
-    ctx.save_for_backward(output[3], *(inputs[position] for position in ctx.positions))
+    ctx.save_for_backward(output[3], output[4], *(inputs[position] for position in ctx.positions))
     # Saved tensors may be others by then (checkpointing detaches them): these have the attribute.
     ctx.parameters = {}
     if inputs[_MAIN_GRAD]:
@@ -460,14 +466,14 @@ def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
         ctx.parameters = {_PLACES[position]: inputs[position] for position in of_parameters}
 
 
-def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, kept: None) -> tuple[Any, ...]:
+def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, *_: None) -> tuple[Any, ...]:
     """One gradient per argument of the call, None for those that need none, or are added to a `main_grad`."""
-    needed, (kept, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
+    needed, (kept, counted, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(inputs[ctx.positions.index(1)])  # of x's shape; only the logits led here
     given = [_PLACES[position] for position in ctx.positions]
     wanted = [position for position in ctx.positions if needed[position] and _PLACES[position] != _CONSTANT]
-    of_call, places = (ctx.context, grad, logits, kept, inputs, given), [_PLACES[each] for each in wanted]
+    of_call, places = (ctx.context, grad, logits, kept, counted, inputs, given), [_PLACES[each] for each in wanted]
     if ctx.parameters:
         results = _accumulate(of_call, ctx.options, places, ctx.parameters)
     else:

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -12,9 +13,11 @@
 
 #include "check.h"
 #include "flashmoe/actors/former.h"
+#include "flashmoe/actors/keeper.h"
 #include "flashmoe/actors/os.h"
 #include "flashmoe/actors/processor.h"
 #include "flashmoe/actors/put_sender.h"
+#include "flashmoe/protocol/gradients.h"
 #include "flashmoe/protocol/packet.h"
 #include "problem.h"
 #include "put_platform.h"
@@ -62,6 +65,7 @@ struct Ledger {
         joined(l.max_tokens),
         activated(l.max_tiles()),
         kept(l.max_local_experts),
+        received(uint64_t{l.max_tokens} * l.ranks),
         load(l.experts) {}
   Once contributed;            // [token, k] at the token's home: columns that its expert wrote
   Once reduced;                // [token, rank] at the token's home: return groups that the rank has summed
@@ -69,6 +73,7 @@ struct Ledger {
   Once joined;                 // [token]: columns, of a joined call
   Once activated;              // [tile]: columns of its intermediate rows
   Once kept;                   // [local expert]: columns of what is kept of it
+  Once received;               // [rank, token]: what keepers have copied here
   std::vector<uint64_t> load;  // [expert]: choices of the rank's tokens, in all calls
 };
 
@@ -148,6 +153,7 @@ class AbstractEngine {
   template <uint32_t n>
   void multiply(uint32_t index, uint32_t block) {
     if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(index, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kDifferentiate) activate(index, block);
     if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(index, block);
     if constexpr (kProgram[n].epilogue == Epilogue::kKeep) keep(index, block);
   }
@@ -210,6 +216,16 @@ class AbstractEngine {
     }
     P::sync();
     if (P::lane() == 0) ledgers_[c_.rank].kept.mark(expert, n);
+  }
+
+  // Of a keeper, all lanes: the row is this call's still, however late it is copied.
+  void copy_received(uint32_t p, uint32_t token) {
+    const bool late = c_.rank == c_.epoch % c_.shape.ranks && token < 2;  // while others are through with the call
+    if (late) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    CHECK(p != c_.rank && x_->entries(p, token, c_.rank, c_.shape.top_k) != 0);
+    const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, token));
+    for (uint32_t i = P::lane(); i < c_.shape.hidden; i += P::kLanes) CHECK_EQ(sent[i], x_->row_word(p, token, i));
+    if (P::lane() == 0) ledgers_[c_.rank].received.mark(uint64_t{p} * limits_.max_tokens + token, 0);
   }
 
   // An item is a token's columns of a return group; pieces are small, so that there are many.
@@ -341,6 +357,7 @@ inline thread_local uint32_t this_rank = 0;
 struct Helpers {
   uint32_t formers = 0;  // 0: the OS actor forms the tiles
   uint32_t senders = 0;  // where peers are not mapped; else the processors send
+  uint32_t keepers = 0;  // where passes train among several ranks (kTrainsInGroup)
 };
 
 // One rank: its workspace and its actors. The heaps are the group's.
@@ -351,16 +368,19 @@ class Rank {
       : limits_(limits),
         formers_(helpers.formers),
         senders_(helpers.senders),
+        keepers_(helpers.keepers),
         ledger_(ledgers[rank]),
         chosen_(limits.experts),
         heaps_(heaps),
         mapped_(heaps, heaps + limits.ranks),
         work_(work_bytes(limits)),
-        sources_(formers_ + 1, std::vector<Source>(limits.ranks)),
+        sources_(formers_ + keepers_ + 1, std::vector<Source>(limits.ranks)),
         experts_(formers_ + 1, std::vector<FormedExpert>(limits.max_local_experts)),
         seen_(limits.ranks),
         memory_(limits.processors),
-        actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers_ + senders_) * P::kLanes)) {
+        actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers_ + senders_ + keepers_) *
+                                       P::kLanes)) {
+    CHECK(keepers_ == 0 || kTrainsInGroup);
     CHECK_EQ(senders_ == 0, P::kPeersMapped);
     CHECK_EQ(limits.rdma == 0, P::kPeersMapped);
     if (!P::kPeersMapped) {
@@ -384,7 +404,7 @@ class Rank {
   uint32_t run(const std::vector<Problem>& problems) {
     std::vector<std::thread> threads;
     succeeded_ = 0;
-    for (uint32_t actor = 0; actor <= limits_.processors + formers_ + senders_; ++actor) {
+    for (uint32_t actor = 0; actor <= limits_.processors + formers_ + senders_ + keepers_; ++actor) {
       threads.emplace_back([&, actor] {
         this_rank = call.rank;
         const auto body = [&] { run_actor(actor, problems); };
@@ -424,13 +444,14 @@ class Rank {
     call.placement = {
         .owner = tables.owner.data(), .by_owner = tables.by_owner.data(), .owner_base = tables.owner_base.data()};
     call.shape.local_experts = call.owned(call.rank);
+    call.policy.keepers = static_cast<uint16_t>(call.shape.local_experts == 0 ? 0 : keepers_);
     call.config.hash =
         mix(x.epoch, x.belief);  // another one in every call: a configuration of an earlier call disagrees
     for (AbstractEngine<P>& e : engines_) e.set_problem(x);
   }
 
  private:
-  // Actor 0 is the OS actor; processors, formers and senders follow.
+  // Actor 0 is the OS actor; processors, formers, senders and keepers follow.
   bool is_processor(uint32_t actor) const { return actor != 0 && actor <= limits_.processors; }
 
   void run_actor(uint32_t actor, const std::vector<Problem>& problems) {
@@ -448,6 +469,8 @@ class Rank {
                                          .scheduler = &scheduler_,
                                          .seen = seen_.data()});
         if (leader) aborted_ = !ok;
+      } else if (actor > limits_.processors + formers_ + senders_) {
+        keep(actor - limits_.processors - formers_ - senders_ - 1);
       } else if (actor > limits_.processors + formers_) {
         send(actor - limits_.processors - formers_ - 1);
       } else if (!is_processor(actor)) {
@@ -473,6 +496,40 @@ class Rank {
       PutSender<P, AbstractEngine<P>>(call, engines_.front()).run(id, senders_, 0);
       if (id == 0) tell_fault<P>(call);
       CHECK(Network::mine().empty());  // the next call overwrites what puts read
+    }
+  }
+
+  void keep(uint32_t id) {
+    if constexpr (kTrainsInGroup) {
+      if (id >= call.policy.keepers) return;
+      run_keeper<P>(call, sources_[formers_ + 1 + id].data(), id,
+                    [&](uint32_t p, uint32_t token) { engines_.front().copy_received(p, token); });
+    }
+  }
+
+  // Every row of other ranks was copied, once; experts' tiles have rows in canonical order, where sources come in turn.
+  void check_received(const Problem& x) {
+    for (uint32_t p = 0; p < call.shape.ranks; ++p) {
+      for (uint32_t t = 0; t < limits_.max_tokens; ++t) {
+        const bool copied = call.policy.keepers != 0 && p != call.rank && t < x.of[p].tokens &&
+                            x.entries(p, t, call.rank, call.shape.top_k) != 0;
+        CHECK(ledger_.received.whole(uint64_t{p} * limits_.max_tokens + t, copied ? 1 : 0));
+      }
+    }
+    if constexpr (kInTurn) {
+      for (uint32_t l = 0; l < call.shape.local_experts; ++l) {
+        CanonicalRow last{};
+        for (uint32_t i = 0; i < call.expert_state(l)->tiles; ++i) {
+          const uint32_t t = call.expert_tiles(l)[i], rows = call.tile(t)->shape.rows;
+          CHECK_EQ(call.tile(t)->nth, i);
+          CHECK(rows == call.policy.tile_rows || i + 1 == call.expert_state(l)->tiles);
+          for (uint32_t r = 0; r < rows; ++r) {
+            const CanonicalRow row{call.tile_row(t, r)->source, call.tile_row(t, r)->token};
+            CHECK((i == 0 && r == 0) || last < row);
+            last = row;
+          }
+        }
+      }
     }
   }
 
@@ -523,6 +580,7 @@ class Rank {
       if (id % x.slices == 0) ++chosen_[id / x.slices];
     }
     CHECK(ledger_.load == chosen_);
+    check_received(x);
     // Tiles are numbered from 0, and all but one per expert are full.
     const uint32_t tiles = expected_tiles(x);
     for (uint32_t tile = 0; tile < ledger_.activated.size(); ++tile) {
@@ -556,7 +614,7 @@ class Rank {
   }
 
   const Limits limits_;
-  const uint32_t formers_, senders_;
+  const uint32_t formers_, senders_, keepers_;
   Ledger& ledger_;
   std::vector<uint64_t> chosen_;  // [expert], in all calls
   uint8_t* const* heaps_;         // the group's, which the network reaches

@@ -44,6 +44,7 @@ FORKED.set_forkserver_preload(["torch", "pytest", "tvm_ffi", "flashmoe.cli"])
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_last_launch.restype = ctypes.c_char_p
+driver.fake_last_move.restype = ctypes.c_char_p
 driver.fake_allocations.restype = driver.fake_allocated_bytes.restype = ctypes.c_size_t
 driver.fake_memory.argtypes = [ctypes.c_size_t]
 driver.fake_fault.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64]
@@ -714,12 +715,12 @@ def test_a_backward_pass(ctx, device, activation, columns, transposed):
         topk_weights=on_gpu(tokens, K, dtype=torch.float32),
     )
     options = Options(activation=activation, transposed=transposed)
-    _, kept = ctx._engine.call_and_keep(tensors, options)
+    _, kept, counted = ctx._engine.call_and_keep(tensors, options)
     named = {name: each for name, each in tensors._asdict().items() if each is not None}
     names = ("x", "gate_up_proj", "down_proj", "topk_weights")
     wanted = {name: torch.empty(named[name].shape, dtype=named[name].dtype).as_subclass(OnGpu) for name in names}
     dy = on_gpu(tokens, H)
-    ctx._engine.backward(kept, options, named | {"y": dy}, wanted, False)
+    ctx._engine.backward(kept, counted, options, named | {"y": dy}, wanted, False)
     assert device[-1] == jit.Variant("bfloat16", activation, transposed=transposed, backward=True)
     seen, of = launched(), launched()["backward"]
     tiles = tokens * K // 256 + E
@@ -749,10 +750,10 @@ def test_layers_without_gradients_are_named(ctx):
     """When the backward pass comes: their forward pass keeps nothing."""
     tensors = Tensors(on_gpu(8, H), on_gpu(E, 2 * I, H), on_gpu(E, H, I), on_gpu(E, H))
     options = Options(top_k=K, weights_on_input=True)
-    _, kept = ctx._engine.call_and_keep(tensors, options)
+    _, kept, counted = ctx._engine.call_and_keep(tensors, options)
     assert kept.numel() == launched()["kept"] == 0
     with pytest.raises(NotImplementedError, match="no backward pass of weights_on_input on a GPU"):
-        ctx._engine.backward(kept, options, {"x": tensors.x, "y": tensors.x}, {}, False)
+        ctx._engine.backward(kept, counted, options, {"x": tensors.x, "y": tensors.x}, {}, False)
 
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
@@ -1333,7 +1334,8 @@ def put_by(ranks, *changes, cubin, environment=()):
 def test_puts(tmp_path, mode):
     plan = plan_memory(engine="cuda", ranks=3, transport="rdma", **SIZES)
     mapped = plan_memory(engine="cuda", ranks=3, return_mode="reduced", **SIZES)
-    assert plan.heap_bytes == mapped.heap_bytes
+    of_weights = 4 * SIZES["max_tokens"] * K  # gradients of combine weights, which ranks return whose memory is mapped
+    assert plan.heap_bytes + -(-of_weights // 256) * 256 == mapped.heap_bytes
     words = 2 * 256  # returns_ready and returns_sent, a word a rank, each in a line of its own
     assert plan.workspace_bytes == mapped.workspace_bytes + words + SIZES["max_tokens"] * H * 2
     told = put_by(3, {"transport": "rdma", "return_mode": mode}, cubin=tmp_path / "kernel.cubin")
@@ -1421,6 +1423,66 @@ def sliced_launch(rank, ranks, name, cubin, environment):
         router = launched()["router"]
         flashmoe.moe(made, **arguments(**tensors, **parts), slices=2, placement=hybrid(E, 2, 2))
         return launched() | {"router_of_experts": router}, made.return_mode
+
+
+def test_ranks_that_train(tmp_path):
+    """What each of two ranks keeps, where its rows are moved, and what their backward passes are told."""
+    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
+    with fake_world() as world, RankPool(2) as pool:
+        each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world})
+        found = pool.call(train_on_rank, [each] * 2, timeout=90)
+    tokens = [100, 37]
+    columns = 2 * I
+    experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
+    for rank, (compiled, counted, size, forward, move, kept, backward) in enumerate(found):
+        own = set(range(rank * E // 2, (rank + 1) * E // 2))
+        rows = sum(len(experts[t] & own) for count in tokens for t in range(count))
+        received = sum(bool(experts[t] & own) for t in range(tokens[1 - rank]))
+        assert counted == [rows, received, max(tokens), 1]
+        assert compiled == [jit.Variant(keeps=True, group=True), jit.Variant(backward=True, group=True)]
+        at_x = 2 * columns * rows
+        at_numbers = at_x + 2 * H * received
+        at_first = -(-(at_numbers + 4 * 2 * max(tokens)) // 16) * 16
+        at_ids = -(-(at_first + 4 * (E // 2 + 1)) // 16) * 16
+        assert move == [kept, kept + at_x, kept + at_numbers, kept + at_first]
+        assert size == at_ids + 8 * tokens[rank] * K
+        assert forward["keepers"] == backward["keepers"] > 0
+        assert (forward["config_groups"] >> 31, backward["config_groups"] >> 31) == (0, 1)
+        of, group = backward["backward"], backward["group"]
+        assert (of["kept"], of["kept_ids"]) == (kept, kept + at_ids)
+        tiles = rows // 256 + min(E // 2, rows)
+        at_received = of["weighted"] + tiles * 256 * 2 * I
+        at_gather = at_received + 2 * H * received
+        assert group[:8] == [
+            at_received, kept + at_numbers, max(tokens), rows, received, kept + at_x, kept + at_first, at_gather,
+        ]  # fmt: skip
+        assert of["weight_parts"] == at_gather + 4 * 256 * tiles
+        assert group[9] == 4 * K
+    first, second = found
+    assert first[3]["config"] == second[3]["config"] and first[6]["config"] == second[6]["config"]
+    assert first[3]["config"] != first[6]["config"]
+
+
+def train_on_rank(rank, ranks, name, cubin, environment):
+    """Of a call that keeps and its backward pass: the kernels, sizes, what the kernels are told."""
+    compiled = pretend([rank], cubin, environment)
+    tokens = (100, 37)[rank]
+    with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, timeout=20.0, **SIZES) as made:
+        tensors = Tensors(
+            x=on_gpu(tokens, H),
+            gate_up_proj=on_gpu(E // ranks, 2 * I, H),
+            down_proj=on_gpu(E // ranks, H, I),
+            topk_ids=on_gpu(tokens, K, dtype=torch.int32),
+            topk_weights=on_gpu(tokens, K, dtype=torch.float32),
+        )
+        options = Options(placement=made.placement)
+        _, kept, counted = made._engine.call_and_keep(tensors, options)
+        forward, move = launched(), json.loads(driver.fake_last_move())
+        named = {each: tensor for each, tensor in tensors._asdict().items() if tensor is not None}
+        wanted = {each: torch.empty(named[each].shape, dtype=named[each].dtype).as_subclass(OnGpu) for each in named}
+        del wanted["topk_ids"]
+        made._engine.backward(kept, counted, options, named | {"y": on_gpu(tokens, H)}, wanted, False)
+        return compiled, counted.tolist(), kept.numel(), forward, move, kept.data_ptr(), launched()
 
 
 def account(rank, ranks, name, settings, calls, placement, folder, environment):

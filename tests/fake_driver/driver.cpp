@@ -3,6 +3,7 @@
 // it was told to.
 #include <sys/mman.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +32,7 @@ unsigned allocation_ms = 0;
 bool capture = false;
 Fault next_fault;
 std::string last_launch = "{}";
+std::string last_move;
 std::map<DevicePtr, size_t> blocks;
 
 // What a stream that is being captured forbids.
@@ -91,8 +93,22 @@ std::string described(const sm90::BackwardArgs& b) {
   return out.str();
 }
 
+std::string described(const sm90::GroupArgs& g) {
+  const uint64_t words[] = {reinterpret_cast<uint64_t>(g.received),
+                            reinterpret_cast<uint64_t>(g.numbers),
+                            g.pitch,
+                            g.rows,
+                            g.received_rows,
+                            reinterpret_cast<uint64_t>(g.x),
+                            reinterpret_cast<uint64_t>(g.first_row),
+                            reinterpret_cast<uint64_t>(g.gather),
+                            g.weights_at,
+                            g.weights_pitch};
+  return list(words, 10);
+}
+
 // Functions, as cuModuleGetFunction numbers them.
-constexpr uintptr_t kMoe = 1, kFew = 2, kLogits = 3;
+constexpr uintptr_t kMoe = 1, kFew = 2, kLogits = 3, kCount = 4, kMove = 5;
 
 void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool few) {
   const Call& c = a.call;
@@ -129,6 +145,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("kept", reinterpret_cast<uint64_t>(a.keep.pre_activations));
   put("kept_ids", reinterpret_cast<uint64_t>(a.keep.ids));
   put("kept_weights", reinterpret_cast<uint64_t>(a.keep.weights));
+  put("keepers", c.policy.keepers), put("config", c.config.hash), put("config_groups", c.config.groups);
   put("renormalize", a.rule.renormalize), put("gate_up_bias", reinterpret_cast<uint64_t>(a.gate_up_bias));
   put("down_bias", reinterpret_cast<uint64_t>(a.down_bias));
   put("router_bias", reinterpret_cast<uint64_t>(a.router_bias)), put("traced", a.trace != nullptr);
@@ -142,7 +159,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"down_scale\": " << described(a.down_scale)
       << ", \"shared_gate_up_scale\": " << described(a.shared_gate_up_scale)
       << ", \"shared_down_scale\": " << described(a.shared_down_scale) << ", \"backward\": " << described(a.backward)
-      << "}";
+      << ", \"group\": " << described(a.group) << "}";
   last_launch = out.str();
 }
 
@@ -174,12 +191,44 @@ void send(const Call& c) {
           const uint32_t* const experts = c.placement.by_owner + c.placement.owner_base[q];
           for (uint32_t l = 0; l < c.owned(q); ++l) offsets[l + 1] += experts[l] == e;
         }
-        if (c.reduced()) c.packet_counts(q, c.rank, first)[t - first] = here;
+        c.packet_counts(q, c.rank, first)[t - first] = here;
       }
       for (uint32_t l = 0; l < c.owned(q); ++l) offsets[l + 1] += offsets[l];
       *c.packet_signal(q, c.rank, b) = Signal::make(c.epoch, offsets[c.owned(q)]);
     }
   }
+}
+
+// What the kernel behind a forward pass that keeps counts of the packets of all ranks, once these are here.
+CudaResult count(const Call& of_layer, const sm90::CountedRows& to) {
+  Call c = of_layer;
+  c.epoch = c.control()->calls.value;
+  const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts;
+  for (uint32_t p = 0; p < ranks; ++p) {
+    const auto is_here = [&](const uint64_t* signal) {
+      return Signal::epoch(std::atomic_ref(*const_cast<uint64_t*>(signal)).load()) == c.epoch;
+    };
+    for (uint32_t tries = 0; !is_here(c.call_signal(c.rank, p)) && tries < 10'000; ++tries)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    to.tokens[p] = c.tokens_of(p), to.received[p] = 0;
+    for (uint32_t l = 0; l < el; ++l) to.rows[p * el + l] = 0;
+    for (uint32_t b = 0; b < c.blocks_of(p); ++b) {
+      for (uint32_t tries = 0; !is_here(c.packet_signal(c.rank, p, b)) && tries < 10'000; ++tries)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      const uint16_t* const offsets = c.packet_offsets(c.rank, p, b);
+      for (uint32_t l = 0; l < el; ++l) to.rows[p * el + l] += offsets[l + 1] - offsets[l];
+    }
+    for (uint32_t t = 0; p != c.rank && t < to.tokens[p]; ++t) to.received[p] += *c.packet_counts(c.rank, p, t) != 0;
+  }
+  return 0;
+}
+
+// And where the one that moves them is told to bring them.
+CudaResult moved(const sm90::MovedRows& to) {
+  const uint64_t words[] = {reinterpret_cast<uint64_t>(to.pre_activations), reinterpret_cast<uint64_t>(to.received),
+                            reinterpret_cast<uint64_t>(to.numbers), reinterpret_cast<uint64_t>(to.first_row)};
+  last_move = list(words, 4);
+  return 0;
 }
 
 // Block b: one span of each phase, 100 ns long, from 1000 * (b + 1) on.
@@ -200,6 +249,9 @@ extern "C" {
 
 const char* fake_last_launch() {
   return last_launch.c_str();
+}
+const char* fake_last_move() {
+  return last_move.c_str();
 }
 void fake_capture(int on) {
   capture = on != 0;
@@ -336,6 +388,8 @@ CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModul
   const std::string wanted = name;
   *function = reinterpret_cast<cuda::DriverFunction>(wanted == "flashmoe_few"      ? kFew
                                                      : wanted == "flashmoe_logits" ? kLogits
+                                                     : wanted == "flashmoe_count"  ? kCount
+                                                     : wanted == "flashmoe_move"   ? kMove
                                                                                    : kMoe);
   return 0;
 }
@@ -356,10 +410,13 @@ CudaResult cuStreamIsCapturing(cuda::DriverStream, int* status) {
 }
 CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFunction function, void** parameters,
                             void**) {
-  if (reinterpret_cast<uintptr_t>(function) == kLogits) return 0;
+  const auto kernel = reinterpret_cast<uintptr_t>(function);
+  if (kernel == kLogits) return 0;
   const auto& args = *static_cast<const sm90::KernelArgs*>(parameters[0]);
+  if (kernel == kCount) return count(args.call, *static_cast<const sm90::CountedRows*>(parameters[1]));
+  if (kernel == kMove) return moved(*static_cast<const sm90::MovedRows*>(parameters[1]));
   if (std::getenv("FAKE_DRIVER_QUICK") != nullptr) return 0;
-  describe(args, *config, reinterpret_cast<uintptr_t>(function) == kFew);
+  describe(args, *config, kernel == kFew);
   if (capture) return 0;
   Call call = args.call;
   call.epoch = ++call.control()->calls.value;

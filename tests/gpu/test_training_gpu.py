@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +22,9 @@ from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import PATIENCE, at_random, module_of, random_problem
 from layers import context_of as context_of_gpu
+from leaves import gradients_of, leaves_of
 from problems import Problem
-from training import CONSTANT, as_array, as_tensor, check, trainable
+from training import as_array, as_tensor, check, trainable
 
 pytestmark = pytest.mark.gpu
 
@@ -35,47 +34,6 @@ GIVEN = {"fused": False}
 BIASES = {"biases": (True,) * 3}
 GPT_OSS = CLAMPED | {"interleaved": True, "transposed": True} | BIASES
 DEEPSEEK = {"score": "sigmoid", "choice_bias": True, "groups": 4, "top_groups": 2, "routed_scale": 2.5}
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Results and memory begin as NaN, whatever their type, so that what nobody writes is noticed."""
-
-    def poison(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.fill_(math.nan if tensor.is_floating_point() else 255)
-
-    with pytest.MonkeyPatch.context() as patch:
-        empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
-        patch.setattr(torch, "empty_like", lambda *args, **how: poison(empty_like(*args, **how)))
-        patch.setattr(torch.Tensor, "new_empty", lambda *args, **how: poison(new_empty(*args, **how)))
-        yield
-
-
-def leaves_of(problem: Problem) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The arguments of `flashmoe.moe` on the device, and those among them that have gradients."""
-    arguments = problem.arguments(0)
-    tensors = {
-        name: as_tensor(each).cuda() if isinstance(each, np.ndarray) else each for name, each in arguments.items()
-    }
-    leaves = {name: each for name, each in tensors.items() if torch.is_tensor(each) and name not in CONSTANT}
-    return tensors, leaves
-
-
-def gradients_of(
-    context: flashmoe.Context, problem: Problem, grad: np.ndarray, **instead: torch.Tensor
-) -> dict[str, np.ndarray]:
-    """Of one call, by name, for the gradient of y; and y. `instead`: tensors in place of the problem's."""
-    tensors, leaves = leaves_of(problem)
-    tensors |= instead
-    leaves |= instead
-    for each in leaves.values():
-        each.requires_grad_()
-    with poisoned():
-        y = flashmoe.moe(context, **tensors)
-        found = torch.autograd.grad(y, list(leaves.values()), as_tensor(grad).cuda())
-    context.synchronize()
-    named = dict(zip(leaves, found, strict=True))
-    return {name: as_array(each.cpu()) for name, each in named.items()} | {"y": as_array(y.detach().cpu())}
 
 
 def context_of(problem: Problem, **more: Any) -> flashmoe.Context:

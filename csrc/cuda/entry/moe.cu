@@ -4,11 +4,13 @@
 //   FLASHMOE_MXFP4       1: the experts' matrices are in mxfp4 (of a 16-bit type the rest), of a few tokens alone
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRANSPOSED  1: the experts' matrices are [El, H, 2I or I] and [El, I, H], of 16-bit types
-//   FLASHMOE_KEEP        1: keep what the layer's gradients need, of 16-bit types and a rank that is alone
+//   FLASHMOE_KEEP        1: keep what the layer's gradients need, of 16-bit types
 //   FLASHMOE_BACKWARD    1: the backward pass of what is kept, of the same layer
+//   FLASHMOE_GROUP       1: either of the two among several ranks; else of a rank that is alone
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
+#include "flashmoe/gpu/kept_rows.cuh"
 #include "flashmoe/gpu/router_backward.cuh"
 #include "flashmoe/sm90/few.cuh"
 #include "flashmoe/sm90/kernel.cuh"
@@ -56,6 +58,7 @@ static_assert(!(kQuantisedBuild || kMxFp4Build) || (Dtype::kBytes == 2 && !kTran
 static_assert(!(kQuantisedBuild && kMxFp4Build));
 static_assert(!kTransposed || Dtype::kBytes == 2);  // wgmma takes no MN-major operands of other types
 static_assert(!(kKeepBuild || kIsBackward) || (Dtype::kBytes == 2 && !kQuantisedBuild && !kMxFp4Build));
+static_assert(!kTrainsInGroup || ((kKeepBuild || kIsBackward) && !kRdma));
 
 }  // namespace flashmoe::sm90
 
@@ -77,6 +80,20 @@ extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kLogitThreads)
   using namespace flashmoe;
   const uint32_t token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   if (token < args.call.shape.tokens) gpu::differentiate_logits(args, token, threadIdx.x % 32);
+}
+#endif
+
+#if FLASHMOE_KEEP && FLASHMOE_GROUP
+extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
+    flashmoe_count(const __grid_constant__ flashmoe::sm90::KernelArgs args,
+                   const __grid_constant__ flashmoe::gpu::CountedRows to) {
+  flashmoe::gpu::count_rows(args, to);
+}
+
+extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
+    flashmoe_move(const __grid_constant__ flashmoe::sm90::KernelArgs args,
+                  const __grid_constant__ flashmoe::gpu::MovedRows to, uint32_t pitch, uint32_t parts) {
+  flashmoe::gpu::move_rows(args, to, pitch, parts);
 }
 #endif
 

@@ -89,7 +89,7 @@ class Sender {
       const uint32_t t = at + P::lane();
       const bool exists = t < c_.tokens_in_block(b);
       const uint32_t n = exists ? c_.out_counts(q, first)[t] : 0;
-      if (c_.reduced() && exists) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
+      if ((kTrainsInGroup || c_.reduced()) && exists) c_.packet_counts(q, c_.rank, first)[t] = static_cast<uint16_t>(n);
       const uint32_t needed = P::ballot(n != 0);
       engine_.send_rows(q, first + at + P::nth_bit(needed, P::lane()), P::popcount(needed));
     }

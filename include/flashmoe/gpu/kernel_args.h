@@ -86,8 +86,9 @@ struct ScaleTable {
   }
 };
 
-// What a forward pass keeps for its gradients, of a rank that is alone; C is the number of a token's choices, one for each
-// slice of an expert and of the shared one.
+// What a forward pass keeps for its gradients; C is the number of a token's choices, one for each slice of an expert and of
+// the shared one. Among several ranks rows of pre-activations are the rows of tiles, 256 a tile, while the call runs
+// (gpu/kept_rows.cuh moves them); in the backward pass, CanonicalRows.
 struct KeptOutputs {
   uint8_t* pre_activations;  // [T C, I, 2], gate and up side by side, or [T C, I]; row token C + choice
   int32_t* ids;              // [T, top_k] chosen experts, ~expert where the choice was dropped
@@ -121,6 +122,42 @@ struct BackwardArgs {
   const float* of_logits;         // [T, E]: gradients of theirs that the caller has besides; may be null
   const double* weights_by_bias;  // [T, top_k]: what down_bias adds to the combine weights' gradients; may be null
   uint16_t* logit_parts;  // [T, kLogitParts, E], written: gradients of logits, sums of so many bfloat16; may be null
+};
+
+// A forward pass among several ranks keeps as much as it has received, which is known when it is over: two small kernels
+// behind it (gpu/kept_rows.cuh) count its rows and, once there is memory for them, move them there. R is the number of ranks.
+struct CountedRows {
+  uint32_t* tokens;    // [R] of each rank
+  uint32_t* received;  // [R] of these, how many rows were received
+  uint32_t* rows;      // [R, El] how many rows each expert has of theirs
+  uint32_t* numbers;   // [R, max_tokens] which of its rank's received rows a token's is; kNone where it has none
+};
+inline constexpr uint32_t kMoveThreads = 512;  // of a block of either kernel
+struct MovedRows {
+  CountedRows counted;
+  uint8_t* pre_activations;  // [rows, 2I or I], by expert, source and token
+  uint8_t* received;         // [received_rows, H], by source and token
+  uint32_t* numbers;         // [R, pitch] which of all received rows a token's is; kNone where it has none
+  uint32_t* first_row;       // [El + 1]
+};
+
+// What passes that train have besides among several ranks (FLASHMOE_GROUP). Rows of tokens of other ranks' are "received",
+// once each, however many experts have them; rows of experts are numbered by expert, source and token (CanonicalRow).
+struct GroupArgs {
+  static constexpr uint32_t kNone = ~0u;
+  // Where a received row goes: of rank p's token t, to row numbers[p pitch + t] of `received`; or, in forward passes, where
+  // numbers is null, to row peer_slot(p) pitch + t.
+  uint8_t* received;
+  const uint32_t* numbers;
+  uint32_t pitch;
+  uint32_t rows, received_rows;  // in all, in a backward pass
+  // Backward passes.
+  const uint8_t* x;           // [received_rows, H], as `received` has dY
+  const uint32_t* first_row;  // [El + 1] number of each expert's first row
+  uint32_t*
+      gather;  // [tiles * 256], written: a row's token, or of other ranks' its number among those received | kRemote
+  uint64_t weights_at;     // where in a heap the gradients of its tokens' combine weights are, [T, K] floats,
+  uint32_t weights_pitch;  // a token's so many bytes behind the one's before (protocol/gradients.h)
 };
 
 struct KernelArgs {
@@ -175,6 +212,7 @@ struct KernelArgs {
 
   KeptOutputs keep;       // of kernels that keep (FLASHMOE_KEEP)
   BackwardArgs backward;  // of backward passes (kBackward)
+  GroupArgs group;        // of both, among several ranks
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

@@ -19,6 +19,10 @@ struct Source {
 // are no more than about one for each SM.
 inline constexpr uint32_t kPacketsOfLane = 4;
 
+// Where the order of an expert's rows is to be the same in every call (kInTurn), sources are listened to in turn, rank 0
+// first, each to its last packet. Nobody loses by it but who could have begun with what came first: packets of all sources
+// are on their way meanwhile, and all are needed in the end.
+//
 // kDepth: packets of a source that a lane looks at in a step, whose loads are under way together. kLooks: rounds of
 // such loads in a step. With at most kLooks ranks, each has a round with all lanes; more share rounds (32 ranks in 8
 // rounds of 32 lanes: 4 ranks a round, 8 lanes each).
@@ -37,13 +41,17 @@ class Arrivals {
   template <class Consume, class Close>
   FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
     bool moved = heard_ < c_.shape.ranks && hear_calls(close);
+    [[maybe_unused]] uint32_t turn = 0;  // of sources in turn, the first whose packets are not all here
+    if constexpr (kInTurn) {
+      while (turn < c_.shape.ranks && sources_[turn].next == sources_[turn].blocks) ++turn;
+    }
     const uint32_t width = max_of(1u, min_of(P::kLanes, P::kLanes * kLooks / c_.shape.ranks));  // lanes per source
     const uint32_t per_load = P::kLanes / width;                                                // sources per load
     for (uint32_t base = 0; base < c_.shape.ranks; base += per_load) {
       const uint32_t i = base + P::lane() / width;
       const uint32_t p = (c_.rank + i) % c_.shape.ranks;
-      const bool listening =
-          i < c_.shape.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard;
+      bool listening = i < c_.shape.ranks && P::lane() / width < per_load && sources_[p].blocks != Source::kUnheard;
+      if constexpr (kInTurn) listening &= p == turn;
       const uint32_t b = listening ? sources_[p].next + P::lane() % width : 0;
       const uint32_t end = listening ? sources_[p].blocks : 0;
       uint64_t word[kDepth];

@@ -56,6 +56,8 @@ struct CallPolicy {
   // Return group g has blocks of columns [group_first[g], group_first[g + 1]) of the product whose results return.
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
+  // Where passes train among several ranks: those who copy other ranks' rows (actors/keeper.h). Else 0.
+  uint16_t keepers = 0;
   // Processors that take tasks together: two thread blocks of a GPU; a CPU's thread is a cluster of its own.
   uint32_t clusters = 1;
   // 1: rows are joined as they come, there is no combine (a rank alone, direct, K at most 2, dropless; actors/joiner.h).

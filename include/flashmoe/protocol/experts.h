@@ -26,7 +26,7 @@ FLASHMOE_FN void change_expert(const Call& c, bool has, uint32_t l, uint64_t cha
 // All tiles of local expert l, `tiles` in number, are announced. All lanes.
 template <class P>
 FLASHMOE_FN void close_expert(const Call& c, uint32_t l, uint32_t tiles) {
-  if constexpr (kExpertProducts != 0 || kIsBackward) {
+  if constexpr (kExpertProducts != 0 || kIsBackward || kTrainsInGroup) {
     if (P::lane() == 0) c.expert_state(l)->tiles = tiles;
     for_each_product([&]<uint32_t m>() {
       if constexpr (Product<m>::kOfExpert) {

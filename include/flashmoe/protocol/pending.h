@@ -4,7 +4,8 @@
 // 100 rows and a group of 4 blocks of columns, 400); its high bits are the local experts whose former has seen the
 // source's last packet. A former adds rows before it announces their tile, and its experts after the last packet; a
 // retired task subtracts. Whoever brings the counter to "every expert, no rows" has completed it and resets it. Rows
-// are added before they can be subtracted, so the low part is never negative.
+// are added before they can be subtracted, so the low part is never negative. (Keepers, where there are any, count as
+// experts: whoever overwrites rows that are returned finds them copied, actors/keeper.h.)
 #pragma once
 
 #include "flashmoe/protocol/ready_list.h"
@@ -36,7 +37,10 @@ template <class P>
 FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t g, uint64_t change) {
   if (!has) return;
   uint64_t* counter = c.pending(p, g);
-  if (P::fetch_add_acq_rel(counter, change) + change != Pending::experts(c.shape.local_experts)) return;
+  if (P::fetch_add_acq_rel(counter, change) + change !=
+      Pending::experts(c.shape.local_experts + (kTrainsInGroup ? c.policy.keepers : 0u))) {
+    return;
+  }
   P::store_relaxed(counter, uint64_t{0});
   if (!c.reduced()) {
     signal_return<P>(c, p, g);

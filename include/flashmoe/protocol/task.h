@@ -125,6 +125,7 @@ struct alignas(128) Tile {
   };
   Shape shape;
   uint32_t done[kProducts];  // blocks of columns retired, of each product that another follows; zero between calls
+  uint32_t nth;              // which of its expert's tiles it is (where tiles are in canonical order: kInTurn)
 };
 static_assert(sizeof(Tile) == 128);
 

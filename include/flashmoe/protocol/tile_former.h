@@ -296,6 +296,7 @@ class TileFormer {
   FLASHMOE_FN void write_tile(uint32_t tile, uint32_t l, uint32_t rows, uint32_t segments, uint32_t remote,
                               uint32_t nth) const {
     c_.tile(tile)->shape = {l, rows, segments, remote};
+    if constexpr (kInTurn) c_.tile(tile)->nth = nth;
     *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) = tile;
   }
 

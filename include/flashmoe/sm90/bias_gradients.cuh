@@ -19,7 +19,7 @@ __device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, doub
 #pragma unroll 1
   for (uint32_t base = 0; base < rows; base += kTileTokens) {
     const uint32_t tile = tiles[base / kTileTokens], end = min_of(rows - base, kTileTokens);
-#pragma unroll 4
+#pragma unroll(kTrainsInGroup ? 1 : 4)  // addresses of which there are two kinds leave fewer registers
     for (uint32_t r = 0; r < end; ++r) {
       const uint4 words = *reinterpret_cast<const uint4*>(line(tile, r));
       const double w = weight(tile, r);
@@ -84,7 +84,14 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
       const uint32_t at = (n - of_up) * 16;
       sum_columns<Dtype>(
           c, expert, sum,
-          [&](uint32_t tile, uint32_t r) { return args.x + c.tile_row(tile, r)->token * args.x_row_bytes + at; },
+          [&](uint32_t tile, uint32_t r) {
+            if constexpr (kTrainsInGroup) {
+              const uint32_t code = args.group.gather[tile * kTileTokens + r], n = code & ~TokenRows::kRemote;
+              if (n != code) return args.group.received + uint64_t{n} * c.memory.token_row_bytes + at;
+              return const_cast<uint8_t*>(args.x) + n * args.x_row_bytes + at;
+            }
+            return const_cast<uint8_t*>(args.x) + c.tile_row(tile, r)->token * args.x_row_bytes + at;
+          },
           [&](uint32_t tile, uint32_t r) { return c.tile_row(tile, r)->weight; });
       store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kBiasColumns, sum,
                            accumulates);

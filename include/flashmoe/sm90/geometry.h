@@ -82,6 +82,15 @@ FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts
   const uint32_t wanted = max_of(blocks / 4, 1u);  // most are left to send
   return max_of(ceil_div(local_experts, kFormerExperts), min_of(local_experts, wanted));
 }
+// How many copy other ranks' rows where passes train among several (actors/keeper.h): the warps of the last role that neither form tiles nor are the OS actor's, but no more
+// than fill the memory's bandwidth; where there are none, the formers, behind their tiles.
+FLASHMOE_HD constexpr uint32_t keepers_of(uint32_t ranks, uint32_t local_experts, uint32_t blocks) {
+  constexpr uint32_t kMost = 64;
+  if (ranks == 1 || local_experts == 0) return 0;
+  const uint32_t formers = formers_of(ranks, local_experts, blocks), free = blocks - 1 - formers;
+  return free == 0 ? formers : min_of(free, kMost);
+}
+
 // The fewest thread blocks that a kernel needs: the OS actor's, the formers', with several ranks a sender's.
 FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_experts) {
   const uint32_t service = 1 + max_of(ceil_div(local_experts, kFormerExperts), 1u) + (ranks > 1 ? 1 : 0);

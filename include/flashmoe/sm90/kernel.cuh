@@ -9,7 +9,7 @@
 //                         so during GEMM1 the second warp joins rows (actors/joiner.h) or sees to the returns
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
-//                         sender (actors/put_sender.h)
+//                         sender (actors/put_sender.h), or where several ranks train keeper (actors/keeper.h)
 //   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
 //   (actors/returner.h, joiner.h), so that at the end all warps do.
@@ -101,8 +101,10 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   __syncthreads();  // dispatch is done with the stages,
   const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
   RowEngine<Dtype, Trace> engine(args, c, copies, trace);
+  // The block's own packet is signalled by now. To look whether it is costs a backward pass among several ranks a spill.
+  const uint32_t own_block = kTrainsInGroup && kIsBackward ? ~0u : blockIdx.x;
   Sender<Platform, RowEngine<Dtype, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
-                                                           kWarps * senders, blockIdx.x);
+                                                           kWarps * senders, own_block);
   __syncthreads();  // and now the senders are
 }
 
@@ -123,6 +125,13 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
   } else if (const uint32_t formers = formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x);
              blockIdx.x <= formers) {
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
+    if constexpr (kTrainsInGroup) {
+      if (formers + 1 == gridDim.x) keep_received(args, c, s.former_sources, blockIdx.x - 1);
+    }
+#if FLASHMOE_GROUP
+  } else if (const uint32_t n = blockIdx.x - 1 - formers; n < c.policy.keepers) {
+    keep_received(args, c, s.former_sources, n);
+#endif
 #if FLASHMOE_RDMA
   } else {
     PutEngine<Dtype, Trace> engine(args, c, trace);
@@ -145,8 +154,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
-  // (A backward pass is of a rank alone, so far.)
-  if constexpr (!kRdma && !kIsBackward) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
+  if constexpr (!kRdma && (!kIsBackward || kTrainsInGroup)) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
@@ -156,7 +164,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
   }
   if constexpr (kIsBackward) {
-    sum_weight_parts(args, c);
+    if constexpr (!kTrainsInGroup) sum_weight_parts(args, c);
     sum_biases<Dtype>(args, c);
   }
   if (c.policy.joined == 0) {
@@ -166,6 +174,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
+  if constexpr (kTrainsInGroup && kIsBackward) collect_weight_gradients(args, c);
   __syncwarp();  // lanes leave a wait one by one
   if constexpr (kTransposed || kKeepBuild ||
                 kQuantised<

@@ -12,6 +12,7 @@
 #include "flashmoe/sm90/load.cuh"
 #include "flashmoe/sm90/mainloop.cuh"
 #include "flashmoe/sm90/mainloop_quantised.cuh"
+#include "flashmoe/sm90/received.cuh"
 #include "flashmoe/sm90/ring.cuh"
 #include "flashmoe/sm90/weight_gradients.cuh"
 
@@ -81,6 +82,13 @@ __device__ __forceinline__ uint32_t contracted_bytes(const Call& c, TaskKind kin
   return hidden ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
 }
 
+// Where several ranks train: the number of a tile's first row, by which pre-activations are kept.
+__device__ __forceinline__ uint32_t numbered_from(const KernelArgs& args, const Call& c, uint32_t tile,
+                                                  uint32_t expert) {
+  if constexpr (!kTrainsInGroup) return 0;
+  return kIsBackward ? first_row_of(args.group, c, tile, expert) : tile * kTileTokens;
+}
+
 // Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
 template <class Dtype>
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
@@ -88,6 +96,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
   const uint32_t tile = TileIndex::tile(task.index);
   const Tile::Shape shape = c.tile(tile)->shape;
+  [[maybe_unused]] const uint32_t first_row = numbered_from(args, c, tile, shape.expert);
   constexpr uint32_t kEach = kTileTokens / P::kLanes;
   Row row[kEach];
 #pragma unroll
@@ -100,7 +109,14 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
     if (is_one_of<kGathering>(task.kind)) {
       slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
-      if constexpr (kKeepBuild || kIsBackward) slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
+      if constexpr (kTrainsInGroup) {
+        slot.tokens[r] = kIsBackward ? within(args.group, first_row + share.first + r) : first_row + share.first + r;
+      } else if constexpr (kKeepBuild || kIsBackward) {
+        slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
+      }
+      if (kTrainsInGroup && kIsBackward && task.column == 0) {
+        args.group.gather[tile * kTileTokens + share.first + r] = gather_code(args.group, c, row[i]);
+      }
       if constexpr (kIsBackward) prefetch_kept(args, c, slot.tokens[r], task.column);
       if (kIsBackward || args.weights_on_input != 0) slot.weights[r] = row[i].weight;
     } else {
@@ -207,7 +223,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   }
   if (P::lane() == 0) {
     slot.kind = task.kind;
-    slot.stored = stored;
+    slot.stored = kTrainsInGroup && kIsBackward ? n : stored;  // else unused there, see compute_tasks()
   }
   if (is_one_of<kHome>(task.kind)) ++stored;
   P::sync();
@@ -248,6 +264,15 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
       task = wait_task<P>(c, P::broadcast(ticket, 0), [&] { return report_done(n); });
     }
     if constexpr (kIsBackward) {
+      if constexpr (kTrainsInGroup) {
+        if (!stopped && task.kind == TaskKind::kStop) {
+          const auto received = [&] {
+            if (all_received(c)) return Step::kDone;
+            return report_done(n) ? Step::kProgress : Step::kIdle;
+          };
+          wait_until<P>(c, received, OsLiveness<P>{c});
+        }
+      }
       stopped |= task.kind == TaskKind::kStop;
       if (stopped) task = take_weight_task(args, c);
     }
@@ -360,9 +385,22 @@ __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Cal
   const uint32_t first_column = task.first_column + cluster_rank() * kBoxFeatures;
   const uint32_t columns = first_row < c.shape.hidden ? c.shape.hidden - first_row : 0;
   const FeatureSpans spans{task.of_down ? &b.weighted_columns : &b.z_columns_map, first_column, false, 0, false};
-  const uint8_t* const from = (task.of_down ? args.x : b.x) + (columns != 0 ? first_row * Dtype::kBytes : 0);
-  load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, from, task.of_down ? args.x_row_bytes : b.x_row_bytes,
-                          columns, spans, count);
+  const uint32_t first_byte = columns != 0 ? first_row * Dtype::kBytes : 0;
+  const GatheredRows rows{(task.of_down ? args.x : b.x) + first_byte,
+                          static_cast<uint32_t>((task.of_down ? args.x_row_bytes : b.x_row_bytes) / 16),
+                          kTrainsInGroup ? (task.of_down ? args.group.received : args.group.x) + first_byte : nullptr,
+                          kTrainsInGroup ? c.memory.token_row_bytes / 16 : 0,
+                          kTrainsInGroup ? args.group.gather : nullptr};
+  load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
+}
+
+// The loader warp that a task of dX leaves free: gradients of combine weights to other ranks.
+template <class Dtype>
+__device__ __forceinline__ void return_weights(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+  if constexpr (kTrainsInGroup && kIsBackward) {
+    if (is_one_of<kHome>(slot.kind) && slot.tile != kNoTile)
+      send_weight_gradients<Dtype>(args, c, slot.tile, slot.column, slot.share, slot.expert);
+  }
 }
 
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
@@ -461,6 +499,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }
       }
     });
+    if (!loads_intermediate) return_weights<Dtype>(args, c, slot);
     const bool free = !kIsBackward && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
@@ -654,7 +693,8 @@ struct GradientPlace {
   }
   // A row of a wide task has one part of dS, and zero in place of the other block's.
   __device__ __forceinline__ void store_part(uint32_t r, float sum) const {
-    const uint64_t all = uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
+    const uint64_t all =
+        kTrainsInGroup ? args.group.rows : uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
     float* const parts = args.backward.weight_parts + all * slot.column * kClusterBlocks + slot.tokens[r];
     parts[slot.share.wide ? 0 : cluster_rank() * all] = sum;
     if (slot.share.wide) parts[all] = 0.0f;
@@ -776,6 +816,8 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
       tasks.put_stored(slot.stored);  // else nobody waits for it
+    // Not kept over the epilogue, whose place in registers a spill would take.
+    if constexpr (kTrainsInGroup && kIsBackward) n = *static_cast<const volatile uint32_t*>(&slot.stored);
     if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild)
       asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);

@@ -62,6 +62,27 @@ __device__ __forceinline__ Task take_weight_task(const KernelArgs& args, const C
   return {kOverRows, n % each, n / each};
 }
 
+// Rows of tokens that products over an expert's rows gather, at the block's first column: own ones, and among several ranks
+// (GroupArgs) those received, both in units of 16 bytes from row to row, and what says where a tile's rows are.
+struct GatheredRows {
+  const uint8_t* own;
+  uint32_t own_units;
+  const uint8_t* received;
+  uint32_t received_units;
+  const uint32_t* codes;
+
+  // Of a row's number, or code: where it is, as an offset of TokenRows.
+  __device__ __forceinline__ uint32_t offset(uint32_t code) const {
+    if constexpr (!kTrainsInGroup) return code * own_units;
+    const uint32_t remote = code & TokenRows::kRemote;
+    return (code - remote) * (remote != 0 ? received_units : own_units) | remote;
+  }
+  __device__ __forceinline__ const uint8_t* row(uint64_t offset) const {
+    if constexpr (!kTrainsInGroup) return own + offset * 16;
+    return ((offset & TokenRows::kRemote) != 0 ? received : own) + (offset & ~uint64_t{TokenRows::kRemote}) * 16;
+  }
+};
+
 // How many rows an expert has. One lane.
 __device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t expert) {
   const uint32_t tiles = c.expert_state(expert)->tiles;
@@ -80,11 +101,12 @@ struct LoaderRows {
   uint32_t token[kStages];
 
   // row: the lane's, of the first stage.
-  __device__ __forceinline__ void look_up(const Call& c, uint32_t tile, uint32_t row) {
+  __device__ __forceinline__ void look_up(const Call& c, const GatheredRows& rows, uint32_t tile, uint32_t row) {
     const Row* const from = c.tile_row(tile, row);
 #pragma unroll
-    for (uint32_t s = 0; s < kStages; ++s)
-      token[s] = from[s * kStageRows].token;  // of rows beyond the tile's, anything
+    for (uint32_t s = 0; s < kStages; ++s) {  // of rows beyond the tile's, anything
+      token[s] = kTrainsInGroup ? rows.codes[tile * kTileTokens + row + s * kStageRows] : from[s * kStageRows].token;
+    }
   }
   __device__ __forceinline__ void next_stage() {
 #pragma unroll
@@ -94,14 +116,14 @@ struct LoaderRows {
 
 }  // namespace detail
 
-// All stages of a task, of an expert with `rows` rows. All loader threads; the first calls count() with each. from: token
-// rows, the block's first column of H, `row_bytes` apart; `columns` of them exist from there on.
+// All stages of a task, of an expert with `rows` rows. All loader threads; the first calls count() with each. So many
+// `columns` exist from the block's first one on.
 //
 // What limits a lone warp is how many instructions it takes: some six for each row of a thread, of which two are its copies.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t expert, uint32_t rows,
-                                                 const uint8_t* from, uint64_t row_bytes, uint32_t columns,
-                                                 const FeatureSpans& spans, Count&& count) {
+                                                 GatheredRows from, uint32_t columns, const FeatureSpans& spans,
+                                                 Count&& count) {
   static_assert(Dtype::kBytes == 2);
   constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks, kEach = kStageRows / kRowsApart;
   static_assert(kEach == kChunks);  // the lanes of a row's chunks have the numbers of all their rows
@@ -111,16 +133,16 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
   const uint32_t* const tiles = c.expert_tiles(expert);
   const uint32_t last_tile = (rows - 1) / kTileTokens;
-  const auto row_units = static_cast<uint32_t>(row_bytes / 16);
-  from += chunk * 16;
+  from.own += chunk * 16;
+  if constexpr (kTrainsInGroup) from.received += chunk * 16;
   // Tiles were formed, and other blocks stored their rows, through the generic proxy; the clerk acquired them with the stop.
   if (thread == 0) fence_proxy_async_global();
   uint32_t tile = tiles[0], next_tile = tiles[min_of(1u, last_tile)];
   detail::LoaderRows now, next;
-  now.look_up(c, tile, own_row);
+  now.look_up(c, from, tile, own_row);
 #pragma unroll 1
   for (uint32_t t = 0; t <= last_tile; ++t) {
-    next.look_up(c, next_tile, own_row);
+    next.look_up(c, from, next_tile, own_row);
     const uint32_t later_tile = tiles[min_of(t + 2, last_tile)];
     const uint32_t tile_rows = min_of(rows - t * kTileTokens, kTileTokens);
 #pragma unroll 1
@@ -132,11 +154,11 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
         count();
       }
       const uint32_t left = tile_rows - base, to = ring.data() + Wide::tokens(0) + slot;
-      const uint32_t own = own_row < left ? now.token[0] * row_units : 0;
+      const uint32_t own = own_row < left ? from.offset(now.token[0]) : 0;
 #pragma unroll
       for (uint32_t i = 0; i < kEach; ++i) {
         const uint64_t units = __shfl_sync(kFullWarp, own, static_cast<int>(i), kChunks);
-        const uint8_t* const row = from + units * 16;
+        const uint8_t* const row = from.row(units);
         const bool exists = first + i * kRowsApart < left;
 #pragma unroll
         for (uint32_t s = 0; s < kConsumers; ++s) {

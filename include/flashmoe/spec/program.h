@@ -277,6 +277,14 @@ inline constexpr TaskKind kOnly =
 inline constexpr bool kIsBackward = kDifferentiating != 0;
 inline constexpr TaskKind kOverRows = TaskKind::kOuter;
 
+// Whether the build is of passes that train among several ranks (on a GPU): rows of other ranks' tokens are then copied as
+// they come (actors/keeper.h), and a backward pass forms tiles in canonical order (protocol/arrivals.h).
+#ifndef FLASHMOE_GROUP
+#define FLASHMOE_GROUP 0
+#endif
+inline constexpr bool kTrainsInGroup = FLASHMOE_GROUP != 0;
+inline constexpr bool kInTurn = kTrainsInGroup && kIsBackward;
+
 consteval bool is_sound() {
   bool sound = true;
   for (uint32_t n = 0; n < kTaskRows; ++n) sound &= (kProgram[n].taker == Taker::kProcessors) == (n < kProducts);

@@ -53,21 +53,23 @@ class Engine(ABC):
         """A call of `flashmoe.moe`: its result [T, H], of x's library and type."""
 
     @abstractmethod
-    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
         """The same, and what its gradients need: a tensor of PyTorch. On the CPU engine it is two int64, whose memory
-        owns the rest; on the CUDA engine all of it, bytes on the device."""
+        owns the rest; on the CUDA engine all of it, bytes on the device. And how many rows these are of, int64 on the
+        host, where that is not known from the call: among several ranks on the CUDA engine; else empty."""
 
     @abstractmethod
     def backward(
         self,
         kept: Any,
+        counted: Any,
         options: Options,
         given: Mapping[str, Any],
         wanted: Mapping[str, Any],
         accumulates: bool,
     ) -> None:
-        """The gradients of the call of these options that left `kept`: writes those in `wanted`, by the names of
-        `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
+        """The gradients of the call of these options that left `kept` and `counted`: writes those in `wanted`, by the
+        names of `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
         ``router_logits``, that of the logits; these two contiguous. `accumulates`: those of weights and biases are
         added to what is there, in float32."""
 

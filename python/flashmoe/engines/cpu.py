@@ -62,15 +62,16 @@ class CpuEngine(Engine):
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         return self._call(tensors, options, trace, False)[0]
 
-    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
         import torch
 
         y, kept = self._call(tensors, options, False, True)
-        return y, torch.from_dlpack(kept)
+        return y, torch.from_dlpack(kept), torch.empty(0, dtype=torch.int64)
 
     def backward(
         self,
         kept: Any,
+        counted: Any,
         options: Options,
         given: Mapping[str, Any],
         wanted: Mapping[str, Any],

@@ -104,13 +104,16 @@ class CudaEngine(Engine):
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         return self._call(tensors, options, trace, None)
 
-    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any]:
+    def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
         """What is kept is empty where there are no gradients."""
         import torch
 
         x, asked = tensors.x, tensors.router_logits
-        if cuda_training.missing(tensors, options, self.room.ranks) is not None:
-            return self._call(tensors, options, False, None), x.new_empty(0, dtype=torch.uint8)
+        alone = torch.empty(0, dtype=torch.int64)
+        if cuda_training.missing(tensors, options, self.rdma) is not None:
+            return self._call(tensors, options, False, None), x.new_empty(0, dtype=torch.uint8), alone
+        if self.room.ranks != 1:
+            return self._call_and_keep_in_group(tensors, options)
         size = x.shape[0] * cuda_training.kept_bytes(tensors, options)
         if size > cuda_training.MOST_KEPT:
             raise InvalidArgument(
@@ -122,11 +125,46 @@ class CudaEngine(Engine):
         y = self._call(tensors._replace(router_logits=logits), options, False, kept)
         if asked is not None:
             asked.copy_(logits)
-        return y, kept
+        return y, kept, alone
+
+    def _call_and_keep_in_group(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
+        """The same among several ranks: the call leaves its rows where there is room for as many as there may be; then
+        the host reads how many there are, which waits for the device, and they are moved to what is kept."""
+        import torch
+
+        x, asked, library = tensors.x, tensors.router_logits, _ffi.library()
+        handle, stream, tokens = self.checked_handle(), current_stream(self.device), tensors.x.shape[0]
+        routing = x.new_empty(tokens * cuda_training.kept_routing_bytes(tensors, options), dtype=torch.uint8)
+        logits = cuda_training.kept_logits(routing, tensors)
+        tensors = tensors._replace(router_logits=logits)
+        layer = self._layer(tensors, options, False, _FORWARD)  # the very one of the call
+        size, counts_at = library.cuda_call_layout(handle, layer.number, stream)
+        memory = x.new_empty(size, dtype=torch.uint8)
+        y = self._call(tensors, options, False, memory, routing)
+        call = library.cuda_count_rows(handle, layer.number, stream, memory.data_ptr())
+        ranks = self.room.ranks
+        counts = memory[counts_at : counts_at + 4 * ranks * (2 + layer.local)].view(torch.int32).cpu()
+        self.synchronize()  # the device is idle: this raises what the call ran into
+        rows, first_row = cuda_training.counted_rows(counts, ranks, call)
+        own_at = library.cuda_kept_bytes(handle, layer.number, tokens, rows) - 8 * tokens * layer.layer.choices
+        if (size := own_at + len(routing)) > cuda_training.MOST_KEPT:
+            raise InvalidArgument(
+                f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
+                f"{rows.rows} rows of its experts, which need {size} bytes"
+            )
+        kept = x.new_empty(size, dtype=torch.uint8)
+        at = library.cuda_first_row_at(handle, layer.number, tokens, rows)
+        kept[at : at + 4 * len(first_row)].view(torch.int32).copy_(first_row)
+        kept[own_at:].copy_(routing)
+        library.cuda_move_rows(handle, layer.number, stream, memory.data_ptr(), kept.data_ptr(), rows)
+        if asked is not None:
+            asked.copy_(logits)
+        return y, kept, torch.tensor(rows)
 
     def backward(
         self,
         kept: Any,
+        counted: Any,
         options: Options,
         given: Mapping[str, Any],
         wanted: Mapping[str, Any],
@@ -135,21 +173,22 @@ class CudaEngine(Engine):
         import torch
 
         tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})._replace(router_logits=None)
-        if (without := cuda_training.missing(tensors, options, self.room.ranks)) is not None:
+        if (without := cuda_training.missing(tensors, options, self.rdma)) is not None:
             raise NotImplementedError(
                 f"flashmoe.moe: FlashMoE has no backward pass of {without} on a GPU; call the layer under "
                 "torch.no_grad(), or detach its input and freeze its weights"
             )
         library, handle = _ffi.library(), self.checked_handle()
         layer = self._layer(tensors, options, False, _BACKWARD)
-        tokens = tensors.x.shape[0]
-        if tokens == 0:
+        tokens, alone = tensors.x.shape[0], self.room.ranks == 1
+        rows = cuda_training.ALONE if alone else cuda_training.KeptRows(*counted.tolist())
+        if tokens == 0 and alone:
             for name, each in wanted.items():
                 if not accumulates or name in _OF_TOKENS:
                     each.zero_()
             return
         dy = given["y"] if given["y"].data_ptr() % _ALIGNMENT == 0 else given["y"].clone()
-        routing_end = library.cuda_kept_bytes(handle, layer.number, tokens)
+        routing_end = library.cuda_kept_bytes(handle, layer.number, tokens, rows)
         ids, weights = cuda_training.kept_routing(kept, routing_end, tokens, layer.layer.choices)
         address, row_bytes = self._rows(tensors.x, layer)
         dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
@@ -157,11 +196,12 @@ class CudaEngine(Engine):
             dx = dy.new_empty(dy.shape)
         if of_weights is None or of_weights.dtype != weights.dtype or not of_weights.is_contiguous():
             of_weights = weights.new_empty(weights.shape)
-        by_bias, parts = cuda_training.weights_by_bias(tensors, given, ids), None
+        # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
+        by_bias, parts = cuda_training.weights_by_bias(tensors, given, ids) if alone else None, None
         if tensors.router is not None:
             shape = (tokens, cuda_training.LOGIT_PARTS, tensors.router.shape[0])
             parts = dy.new_empty(shape, dtype=torch.bfloat16)
-        memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens))
+        memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens, rows))
         written = {
             name: each
             if each.is_contiguous() and each.data_ptr() % _ALIGNMENT == 0
@@ -178,6 +218,7 @@ class CudaEngine(Engine):
             dx.data_ptr(),
             {
                 "kept": kept.data_ptr(),
+                **rows._asdict(),
                 "x": address,
                 "x_row_bytes": row_bytes,
                 "memory": memory.data_ptr(),
@@ -205,8 +246,9 @@ class CudaEngine(Engine):
                 self._remember(key, layer)
         return layer
 
-    def _call(self, tensors: Tensors, options: Options, trace: bool, kept: Any) -> Any:
-        """The result. `kept`: memory for what gradients need, or None."""
+    def _call(self, tensors: Tensors, options: Options, trace: bool, kept: Any, routing: Any = None) -> Any:
+        """The result. `kept`: memory for what gradients need, or None; `routing`: among several ranks, that for the
+        routing."""
         import torch
 
         handle = self.checked_handle()
@@ -238,7 +280,8 @@ class CudaEngine(Engine):
             weights,
             load,
             logits,
-            0 if kept is None else kept.data_ptr(),
+            _place(kept),
+            _place(routing),
         )
         self._unread = layer, tokens
         if trace:
@@ -287,6 +330,7 @@ class CudaEngine(Engine):
             mxfp4=layer.weight_type == MXFP4,
             keeps=pass_ == _FORWARD,
             backward=pass_ == _BACKWARD,
+            group=pass_ != _INFERENCE and self.room.ranks != 1,
         )
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),

@@ -14,10 +14,11 @@ MOST_KEPT = 1 << 36
 """Bytes that a call keeps at most: the backward pass numbers 16 of them at a time, in 32 bits."""
 
 
-def missing(tensors: Tensors, options: Options, ranks: int) -> str | None:
-    """What of a call there are no gradients of on a GPU, in words; None: there are."""
-    if ranks != 1:
-        return f"several ranks (R={ranks})"
+def missing(tensors: Tensors, options: Options, rdma: bool) -> str | None:
+    """What of a call there are no gradients of on a GPU, in words; None: there are. `rdma`: ranks reach one another by
+    puts alone."""
+    if rdma:
+        return "ranks whose memory is not mapped"
     if tensors.gate_up_scale is not None or dtype_name(tensors.x) not in jit.TRAINED:
         return f"x of {dtype_name(tensors.x)} with weights of {dtype_name(tensors.gate_up_proj)}"
     if tensors.shared_down is not None:
@@ -30,12 +31,46 @@ def missing(tensors: Tensors, options: Options, ranks: int) -> str | None:
 
 
 def kept_bytes(tensors: Tensors, options: Options) -> int:
-    """Bytes that a call keeps of a token: pre-activations, experts and weights of choices, a router's logits."""
+    """Bytes that a call of a rank alone keeps of a token: pre-activations, experts and weights of choices, a router's
+    logits."""
+    choices = options.top_k if tensors.topk_ids is None else tensors.topk_ids.shape[1]
+    columns = tensors.gate_up_proj.shape[2 if options.transposed else 1]
+    return choices * columns * ELEMENT_BYTES[dtype_name(tensors.x)] + kept_routing_bytes(tensors, options)
+
+
+def kept_routing_bytes(tensors: Tensors, options: Options) -> int:
+    """Bytes that a call keeps of an own token's routing."""
     router, ids = tensors.router, tensors.topk_ids
     choices = options.top_k if ids is None else ids.shape[1]
-    columns = tensors.gate_up_proj.shape[2 if options.transposed else 1]
-    logits = 0 if router is None else router.shape[0]
-    return choices * (columns * ELEMENT_BYTES[dtype_name(tensors.x)] + 8) + 4 * logits
+    return choices * 8 + (0 if router is None else 4 * router.shape[0])
+
+
+class KeptRows(NamedTuple):
+    """How many rows a call among several ranks has kept (``cuda::KeptRows``)."""
+
+    rows: int
+    """Of this rank's experts."""
+    received: int
+    """Of other ranks' tokens, each once."""
+    pitch: int
+    """The most tokens that a rank had."""
+    call: int
+    """Which of the context's calls it was."""
+
+
+ALONE = KeptRows(0, 0, 0, 0)
+"""Of a rank alone, which knows its rows without."""
+
+
+def counted_rows(counts: Any, ranks: int, call: int) -> tuple[KeptRows, Any]:
+    """Of what the kernel has counted, int32 [2 R + R El] on the host: tokens and received rows of each rank, and how
+    many rows each expert has of a rank's. And the numbers of the experts' first rows, int32 [El + 1]."""
+    import torch
+
+    tokens, received, rows = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :].view(ranks, -1)
+    ends = rows.sum(0).cumsum(0)
+    first = torch.cat([ends.new_zeros(1), ends]).int()
+    return KeptRows(int(first[-1]), int(received.sum()), int(tokens.max()), call), first
 
 
 def kept_logits(kept: Any, tensors: Tensors) -> Any:

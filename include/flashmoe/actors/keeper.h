@@ -1,0 +1,43 @@
+// Keeper: copies the rows of other ranks' tokens, as they arrive, to memory of the pass's own, where passes train among
+// several ranks. A forward pass needs them again for its gradients, a backward pass behind its last return, and their
+// senders overwrite them in the next call, which they begin when all has come back to them.
+//
+// So no source is done with (Pending) before keepers have copied what it sent: to the counter, each of them is one more
+// expert, without rows. Nothing is signalled that would not be anyway.
+#pragma once
+
+#include "flashmoe/protocol/arrivals.h"
+#include "flashmoe/protocol/pending.h"
+#include "flashmoe/protocol/wait.h"
+
+namespace flashmoe {
+
+// Copies every c.policy.keepers-th token's row, from the `first` on: copy(p, token), of those that rank p has sent. Runs until
+// all are here; false if the call was aborted. All lanes. sources: as a former's.
+template <class P, class Copy>
+FLASHMOE_FN bool run_keeper(const Call& c, Source* sources, uint32_t first, Copy&& copy) {
+  constexpr uint32_t kLooks = 8;
+  const uint32_t step = c.policy.keepers;
+  Arrivals<P, kPacketsOfLane, kLooks> arrivals(c, sources);
+  const auto consume = [&](uint32_t p, uint32_t b, uint32_t n) {
+    if (p == c.rank) return;
+    const uint32_t begin = c.packet_first_token(p, b), end = min_of(c.packet_first_token(p, b + n), c.tokens_of(p));
+    for (uint32_t t = begin + (first + step - begin % step) % step; t < end; t += step) {
+      if (*c.packet_counts(c.rank, p, t) != 0) copy(p, t);
+    }
+  };
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        const bool moved = arrivals.step(consume, [&](uint32_t p) {
+          P::sync();  // all lanes' copies before the count
+          close_source<P>(c, p, 1);
+        });
+        if (arrivals.complete()) return Step::kDone;
+        return moved ? Step::kProgress : Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  return end == WaitEnd::kDone;
+}
+
+}  // namespace flashmoe

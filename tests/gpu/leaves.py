@@ -1,0 +1,56 @@
+"""A call on a GPU and its gradients, for the tests of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import flashmoe
+import numpy as np
+import pytest
+import torch
+from problems import Problem
+from training import CONSTANT, as_array, as_tensor
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Results and memory begin as NaN, whatever their type, so that what nobody writes is noticed."""
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(math.nan if tensor.is_floating_point() else 255)
+
+    with pytest.MonkeyPatch.context() as patch:
+        empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
+        patch.setattr(torch, "empty_like", lambda *args, **how: poison(empty_like(*args, **how)))
+        patch.setattr(torch.Tensor, "new_empty", lambda *args, **how: poison(new_empty(*args, **how)))
+        yield
+
+
+def leaves_of(problem: Problem, rank: int = 0) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The rank's arguments of `flashmoe.moe` on the device, and those among them that have gradients."""
+    arguments = problem.arguments(rank)
+    tensors = {
+        name: as_tensor(each).cuda() if isinstance(each, np.ndarray) else each for name, each in arguments.items()
+    }
+    leaves = {name: each for name, each in tensors.items() if torch.is_tensor(each) and name not in CONSTANT}
+    return tensors, leaves
+
+
+def gradients_of(
+    context: flashmoe.Context, problem: Problem, grad: np.ndarray, rank: int = 0, **instead: torch.Tensor
+) -> dict[str, np.ndarray]:
+    """Of one call, by name, for the gradient of y; and y. `instead`: tensors in place of the problem's."""
+    tensors, leaves = leaves_of(problem, rank)
+    tensors |= instead
+    leaves |= instead
+    for each in leaves.values():
+        each.requires_grad_()
+    with poisoned():
+        y = flashmoe.moe(context, **tensors)
+        found = torch.autograd.grad(y, list(leaves.values()), as_tensor(grad).cuda())
+    context.synchronize()
+    named = dict(zip(leaves, found, strict=True))
+    return {name: as_array(each.cpu()) for name, each in named.items()} | {"y": as_array(y.detach().cpu())}

@@ -1,0 +1,145 @@
+"""Gradients on GPUs among several ranks: against the float64 reference within derived bounds.
+
+With FLASHMOE_SHARE_GPUS ranks share a GPU, as in test_group.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ranks as on_rank
+import torch
+import training_ranks
+from flashmoe.launch import RankPool
+from layer_options import CLAMPED
+from training import check, trainable
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+GROUPS = (2, 4)
+USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4, "dtype": "bfloat16", "scale": 1.0}
+GIVEN = {"fused": False}
+BIASES = {"biases": (True,) * 3}
+GPT_OSS = CLAMPED | {"interleaved": True, "transposed": True} | BIASES
+DIRECT, REDUCED = {"return_mode": "direct"}, {"return_mode": "reduced"}
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=[f"{n}ranks" for n in GROUPS])
+def pool(request) -> Iterator[RankPool]:
+    here = torch.cuda.device_count() * on_rank.RANKS_A_GPU
+    if here < request.param:
+        pytest.skip(f"{request.param} GPUs needed, {here} here")
+    with RankPool(request.param) as made:
+        yield made
+
+
+def everywhere(pool: RankPool, fn, *arguments, timeout: float = 120.0) -> list:
+    return pool.call(fn, [(training_ranks.unique(), *arguments)] * pool.ranks, timeout=timeout)
+
+
+def run_and_check(pool: RankPool, tokens: list[int], times: int = 1, seed: int = 3, **sizes: Any) -> dict[str, float]:
+    """How far each gradient is off, as a part of its bound."""
+    sizes = USUAL | sizes
+    found = everywhere(pool, training_ranks.gradients, [(seed, tokens, sizes)], times)
+    problem, grads = trainable(seed, tokens, **sizes)
+    return check(problem, grads, [each[0] for each in found], engine="cuda")
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "router, direct": DIRECT,
+    "router, reduced": REDUCED,
+    "router, biases": REDUCED | BIASES,
+    "given": DIRECT | GIVEN,
+    "given, biases, reduced": REDUCED | GIVEN | BIASES,
+    "gelu": DIRECT | BIASES | {"activation": "gelu"},
+    "relu": REDUCED | GIVEN | {"activation": "relu"},
+    "clamped": CLAMPED | BIASES,
+    "interleaved": {"interleaved": True},
+    "transposed": GIVEN | {"transposed": True},
+    "gpt-oss": GPT_OSS,
+    "a capacity": REDUCED | {"capacity_factor": 0.5, "skew": 3.0},
+    "a capacity, given": DIRECT | GIVEN | {"capacity_factor": 0.5, "skew": 3.0},
+    "float16": REDUCED | {"dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layers(pool, options):
+    run_and_check(pool, [150, 233, 97, 180][: pool.ranks], **options)
+
+
+EDGES: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "a rank without tokens": ([200, 0, 120, 31], {}),
+    "no rank but one has tokens": ([0, 170, 0, 0], REDUCED),
+    "no tokens": ([0, 0, 0, 0], {}),
+    "one token a rank": ([1, 1, 1, 1], BIASES),
+    "all tokens to one expert": ([500, 300, 10, 200], {"top_k": 1, "skew": 50.0}),
+    "a rank without experts": ([100, 60, 70, 80], {"placement": [0] * 16}),
+    "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
+    "one expert a token": ([301, 5, 77, 100], {"top_k": 1}),
+    "several tiles": ([900, 700, 300, 500], {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+    "sizes just above a tile's": ([257, 300, 3, 9], {"hidden": 264, "intermediate": 264} | BIASES),
+}
+
+
+@pytest.mark.parametrize(("tokens", "options"), EDGES.values(), ids=EDGES)
+def test_edges(pool, tokens, options):
+    run_and_check(pool, tokens[: pool.ranks], **options)
+
+
+@pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
+def test_bits_are_those_of_every_run(pool, mode):
+    run_and_check(pool, [700, 500, 300, 900][: pool.ranks], times=20, return_mode=mode, **BIASES)
+
+
+def test_the_hundredth_step_has_the_bits_of_the_first(pool):
+    """Whose forward and backward passes of neighbouring steps meet."""
+    tokens = [300, 200, 0, 150][: pool.ranks]
+    assert everywhere(pool, training_ranks.steps, 5, tokens, USUAL | BIASES, 100) == [0] * pool.ranks
+
+
+def test_passes_of_any_number_of_tokens_in_any_order(pool):
+    assert (
+        everywhere(pool, training_ranks.in_any_order, 9, [200, 150, 130, 90][: pool.ranks], USUAL) == [0] * pool.ranks
+    )
+
+
+def test_gradients_of_a_rank_alone(pool):
+    """`direct`: y and dX have the bits of each rank's tokens on a GPU with all experts. (Combine weights' gradients are
+    sums of parts, which tiles of more rows cut elsewhere.)"""
+    seed, tokens, sizes = 11, [150, 120, 90, 60][: pool.ranks], USUAL | GIVEN | DIRECT
+    found = everywhere(pool, training_ranks.gradients, [(seed, tokens, sizes)], 1)
+    expected = pool.call(training_ranks.alone, [(seed, tokens, sizes)] * pool.ranks, timeout=120.0)[0]
+    for rank, each in enumerate(expected):
+        for name in ("x", "y"):
+            assert found[rank][0][name].tobytes() == each[name].tobytes(), (rank, name)
+
+
+@pytest.mark.parametrize("skew", [0.0, 50.0])
+def test_what_is_kept_is_what_was_received(pool, skew):
+    sizes = USUAL | {"skew": skew}
+    found = everywhere(pool, training_ranks.kept_and_needed, 12, [400, 300, 200, 100][: pool.ranks], sizes)
+    for kept, needed, _rows in found:
+        assert needed <= kept <= 1.25 * needed + 4096
+    assert sum(rows for *_, rows in found) == 4 * sum(
+        len(x) for x in trainable(12, [400, 300, 200, 100][: pool.ranks], **sizes)[0].x
+    )
+
+
+STRAYS = {
+    "stays out": "PeerTimeout: rank 1 holds up call 3: ",
+    "forward": "GroupError: ",
+    "another call's": "GroupError: ",
+}
+
+
+@pytest.mark.parametrize("how", STRAYS)
+def test_a_rank_that_is_elsewhere_is_named(pool, how):
+    for rank, told in enumerate(everywhere(pool, training_ranks.stray, how, 1, 3.0)):
+        assert told.startswith(STRAYS[how]) and (rank == 1 or "rank 1" in told), (rank, told)
+
+
+def test_what_has_no_gradients_is_named(pool):
+    with pytest.raises(Exception, match="FlashMoE has no backward pass of a shared expert on a GPU"):
+        everywhere(pool, training_ranks.gradients, [(16, [40] * pool.ranks, USUAL | {"shared": 1})], 1)
