@@ -158,11 +158,11 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
 
 void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream) {
   const std::lock_guard lock(mutex_);
+  const Device::Use use(device_);  // autograd's threads may have no context of the driver's, which describes tensors
   Plan& plan = plan_for(layer, tokens);
   plan.set_gradients(gradients);
   launch(plan, stream);
   if (plan.args.backward.logit_parts == nullptr || tokens.tokens == 0) return;
-  const Device::Use use(device_);
   plan.kernels.launch_logits(plan.args, stream);
 }
 
