@@ -10,10 +10,10 @@
 
 namespace flashmoe::cuda {
 
-// Which kernels a cubin has: that for any number of tokens, that for a few, and that of a router's logits. Forward passes
-// that keep have no second, backward passes the third in its place, and experts in mxfp4 the second alone.
+// Which kernels a cubin has: that for any number of tokens, and that for a few. Passes that train have no second, and
+// experts in mxfp4 the second alone.
 struct KernelSet {
-  bool general, few, logits;
+  bool general, few;
 };
 
 class Kernels {
@@ -27,14 +27,12 @@ class Kernels {
   // Launches one of the two, that for a few tokens or the general one, on so many thread blocks; does nothing else to the
   // stream, and does not wait. The device's context is current.
   void launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverStream stream) const;
-  // The same of that of the logits.
-  void launch_logits(sm90::KernelArgs& args, DriverStream stream) const;
 
  private:
   const Device& device_;
   const Nvshmem* const api_;
   const Module module_;
-  const DriverFunction general_, few_, logits_;
+  const DriverFunction general_, few_;
 };
 
 }  // namespace flashmoe::cuda

@@ -231,9 +231,22 @@ def _moe_backward(*args: Any, **kwargs: Any) -> list[Tensor]:
     bound.apply_defaults()
     a = bound.arguments
     options = {name: a[name] for name in _OPTIONS}
-    results = {place: torch.empty_like(a["inputs"][a["given"].index(place)]) for place in {0, *a["wanted"]}}
-    _write_gradients(*bound.args[: len(_BACKWARD_TENSORS) - 1], options, results)
-    return [results[place] for place in a["wanted"]]
+    return _gradients_at(*bound.args[: len(_BACKWARD_TENSORS) - 1], options, a["wanted"])
+
+
+def _gradients_at(
+    context: int,
+    grad: Tensor,
+    logits_grad: Tensor | None,
+    kept: Tensor,
+    inputs: Sequence[Tensor],
+    given: Sequence[int],
+    options: Mapping[str, Any],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    results = {place: torch.empty_like(inputs[given.index(place)]) for place in {0, *wanted}}
+    _write_gradients(context, grad, logits_grad, kept, inputs, given, options, results)
+    return [results[place] for place in wanted]
 
 
 def _write_gradients(
@@ -470,8 +483,10 @@ def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None,
     of_call, places = (ctx.context, grad, logits, kept, inputs, given), [_PLACES[each] for each in wanted]
     if ctx.parameters:
         results = _accumulate(of_call, ctx.options, places, ctx.parameters)
-    else:
+    elif goes_through_torch(grad, inputs):
         results = moe_backward(*of_call, places, **ctx.options)
+    else:  # past PyTorch's way to an operator, which takes the host longer than all of this
+        results = _gradients_at(*of_call, ctx.options, places)
     gradients = dict(zip(wanted, results, strict=True))
     return tuple(gradients.get(position) for position in range(len(needed)))
 

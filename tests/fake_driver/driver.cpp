@@ -92,7 +92,7 @@ std::string described(const sm90::BackwardArgs& b) {
 }
 
 // Functions, as cuModuleGetFunction numbers them.
-constexpr uintptr_t kMoe = 1, kFew = 2, kLogits = 3;
+constexpr uintptr_t kMoe = 1, kFew = 2;
 
 void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool few) {
   const Call& c = a.call;
@@ -334,9 +334,7 @@ CudaResult cuModuleUnload(cuda::DriverModule) {
 }
 CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModule, const char* name) {
   const std::string wanted = name;
-  *function = reinterpret_cast<cuda::DriverFunction>(wanted == "flashmoe_few"      ? kFew
-                                                     : wanted == "flashmoe_logits" ? kLogits
-                                                                                   : kMoe);
+  *function = reinterpret_cast<cuda::DriverFunction>(wanted == "flashmoe_few" ? kFew : kMoe);
   return 0;
 }
 // Of a kernel that puts: which NVSHMEM's headers it was compiled with. The fake NVSHMEM is 3.8.0.
@@ -356,7 +354,6 @@ CudaResult cuStreamIsCapturing(cuda::DriverStream, int* status) {
 }
 CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFunction function, void** parameters,
                             void**) {
-  if (reinterpret_cast<uintptr_t>(function) == kLogits) return 0;
   const auto& args = *static_cast<const sm90::KernelArgs*>(parameters[0]);
   if (std::getenv("FAKE_DRIVER_QUICK") != nullptr) return 0;
   describe(args, *config, reinterpret_cast<uintptr_t>(function) == kFew);

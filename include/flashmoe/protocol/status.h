@@ -95,6 +95,7 @@ struct alignas(128) Control {
   Line reduces[2];  // [parity] pieces of Reduce taken; zero before the call
   Line published;   // between calls: words ever published to the ready queue
   Line list_head;   // between calls: items ever drained from the ready list
+  Line routed;      // thread blocks whose tokens' logits are differentiated, and dX combined (GPU); zero between calls
 };
 
 }  // namespace flashmoe

@@ -161,7 +161,12 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   }
   if (c.policy.joined == 0) {
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
-    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp>(c, sums, s.returns).run(c);
+    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp> returner(c, sums, s.returns);
+    if constexpr (kIsBackward) {
+      combine_and_route<Dtype>(args, c, returner);
+    } else {
+      returner.run(c);
+    }
   } else if (!kIsBackward && joins_late_rows(c)) {
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();

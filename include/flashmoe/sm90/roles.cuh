@@ -12,7 +12,9 @@
 #include "flashmoe/sm90/load.cuh"
 #include "flashmoe/sm90/mainloop.cuh"
 #include "flashmoe/sm90/mainloop_quantised.cuh"
+#include "flashmoe/sm90/consumer.cuh"
 #include "flashmoe/sm90/ring.cuh"
+#include "flashmoe/sm90/router_gradients.cuh"
 #include "flashmoe/sm90/weight_gradients.cuh"
 
 namespace flashmoe::sm90 {
@@ -135,7 +137,7 @@ __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, 
 // The same for a product over an expert's rows behind the stop.
 __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
   if (Platform::lane() != 0) return;
-  const uint32_t rows = rows_of_expert(c, task.index);
+  const uint32_t rows = is_of_router(c, task.index) ? c.shape.tokens : rows_of_expert(c, task.index);
   slot.index = slot.tile = slot.expert = task.index;
   slot.column = task.column;
   slot.slices = 1;
@@ -201,7 +203,13 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   } else if (is_one_of<kOfExpert>(task.kind)) {
     look_up_expert(c, task, slot);
   } else if (is_over_rows(task.kind)) {
-    look_up_over_rows(c, task, slot);
+    if constexpr (kIsBackward) {
+      if (is_of_router_dx(c, task.index)) {
+        look_up_router_dx(args, c, task, slot);
+      } else {
+        look_up_over_rows(c, task, slot);
+      }
+    }
   } else if (task.kind != TaskKind::kStop) {
     look_up<Dtype>(args, c, task, slot);
   }
@@ -250,6 +258,8 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
     if constexpr (kIsBackward) {
       stopped |= task.kind == TaskKind::kStop;
       if (stopped) task = take_weight_task(args, c);
+      if (is_over_rows(task.kind) && is_of_router(c, task.index))
+        task = wait_for_logits(c, task, [&] { return report_done(n); });
     }
     if (P::lane() == 0) ring.hand_on(n, task);
     put_task<Dtype>(args, c, ring, n, task, stored);
@@ -398,7 +408,14 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
     if constexpr (kIsBackward) {
       if (is_over_rows(slot.kind)) {
-        load_over_rows<Dtype>(args, c, slot, ring, count);
+        apart = is_of_router(c, slot.index);
+        if (!apart) {
+          load_over_rows<Dtype>(args, c, slot, ring, count);
+        } else if (is_of_router_dx(c, slot.index)) {
+          load_router_dx<Dtype>(args, slot, ring, count);
+        } else {
+          load_router_weights<Dtype>(args, slot, ring, count);
+        }
         tasks.put_done(n);
         continue;
       }
@@ -502,23 +519,6 @@ __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call&
     }
   });
 }
-
-// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, and in a backward pass, the sums leave no
-// registers to keep them, so that they are found anew.
-struct Consumer {
-  uint32_t group, staging;
-
-  template <class Dtype>
-  __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
-    if constexpr (!kQuantised<Dtype> && !kIsBackward && !kKeepBuild) return *this;
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return of_group(ring, thread / kWarpgroup);
-  }
-  static __device__ __forceinline__ Consumer of_group(const Pipeline& ring, uint32_t group) {
-    return {group, ring.stages + kStages * kStageBytes + group * kStagingBytes};
-  }
-};
 
 // Who keeps the pre-activations of a task that activates, whose first column of results is `first_column`.
 template <bool kGated>
@@ -671,8 +671,8 @@ __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const C
   constexpr uint32_t kSummers = (kWarps - 1) * 32;
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  if (thread >= kSummers) return;
-  const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
+  if (thread >= kSummers || args.backward.weights == nullptr) return;
+  const uint32_t parts = weight_parts_of(c);
   const uint32_t all = c.shape.tokens * (c.shape.routed_top_k() + c.shape.shared);
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
@@ -728,6 +728,7 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
 template <class Dtype, bool kTransposedLayer>
 __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
                                                   const Consumer& consumer) {
+  if (is_of_router_dx(args.call, slot.index)) return compute_router_dx<Dtype>(args, slot, ring, consumer);
   const uint32_t stages = Wide::stages(slot.k_bytes);
   const bool accumulates = args.backward.accumulates != 0;
   if (stages == 0) {

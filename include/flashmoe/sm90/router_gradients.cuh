@@ -1,0 +1,141 @@
+// Products with the gradients of a router's logits, of clusters for which the queue holds no more tasks:
+//
+//   router  [E, H]  dlogits^T x       a task has 256 experts by 256 columns of H, and contracts over all tokens
+//   dX      [T, H]  dlogits router    a task has 256 tokens by 256 columns of H; added to what Combine has stored
+//
+// They are tasks by tickets as those over an expert's rows (weight_gradients.cuh), and multiplied and stored by the same code.
+// Both operands come by the copy engine. dX's are as the last of the program's products, of rows that lie token by token.
+//
+// Logits are differentiated meanwhile, by the last warp of each block, which has no other role left: once all of dX's rows are
+// here (so that all parts of dS are, too), it combines its block's pieces, all of them, and does its share of tokens. Tasks
+// that need either wait for all blocks'.
+#pragma once
+
+#include "flashmoe/gpu/router_backward.cuh"
+#include "flashmoe/sm90/consumer.cuh"
+#include "flashmoe/sm90/ring.cuh"
+#include "flashmoe/sm90/weight_gradients.cuh"
+
+namespace flashmoe::sm90 {
+
+// Parts that a combine weight's gradient has.
+__device__ __forceinline__ uint32_t weight_parts_of(const Call& c) {
+  return ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
+}
+
+// Combines; and differentiates logits, where there is a router. Then all of it is the last warp's, though others may be free
+// before: whoever added to a token's dX must know that it is combined.
+template <class Dtype, class Returner>
+__device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
+  using P = Platform;
+  uint32_t thread;  // volatile, so that it is not kept along the roles
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const bool routed = args.backward.logit_gradients != nullptr;
+  if (routed && thread / 32 != kWarps - 1) return;
+  returner.run(c);
+  __syncwarp();  // lanes leave a wait one by one
+  if (!routed) return;
+  if (P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0) return;
+  const uint32_t parts = weight_parts_of(c), lane = P::lane();
+#pragma unroll 1
+  for (uint32_t token = blockIdx.x; token < c.shape.tokens; token += gridDim.x) {
+    differentiate_logits<Dtype>(args, token, parts, lane);
+  }
+  P::sync();  // all lanes' stores before the count
+  if (lane == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+}
+
+// The leading clerk: the task, once all blocks have done that; the stop if they never do. One warp.
+template <class Meanwhile>
+__device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task, Meanwhile&& meanwhile) {
+  using P = Platform;
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        uint64_t blocks = 0;
+        if (P::lane() == 0) blocks = P::load_acquire(&c.control()->routed.value, kDevice);
+        if (P::broadcast(blocks, 0) == gridDim.x) return Step::kDone;
+        return meanwhile() ? Step::kProgress : Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  P::sync();  // what lane 0 acquired, every lane may read
+  if (end == WaitEnd::kDone) return task;
+  if (end == WaitEnd::kExpired && P::lane() == 0) {
+    post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
+  }
+  return {TaskKind::kStop, 0, 0};
+}
+
+// Clerk: this block's share of a task of dX. One warp.
+__device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,
+                                                  TaskSlot& slot) {
+  using P = Platform;
+  const uint32_t tile = task.index - c.shape.local_experts - 1, first = cluster_rank() * Wide::kTokens;
+  const uint32_t left = c.shape.tokens - tile * kTileTokens;
+  const uint32_t rows = left > first ? min_of(left - first, Wide::kTokens) : 0;
+#pragma unroll 1
+  for (uint32_t r = P::lane(); r < Wide::kTokens; r += P::kLanes) {
+    const uint64_t token = tile * kTileTokens + first + r;
+    slot.to[r] = reinterpret_cast<uint64_t>(args.out + token * c.memory.return_row_bytes);
+    slot.weights[r] = 1.0f;
+  }
+  if (P::lane() != 0) return;
+  slot.index = task.index;
+  slot.tile = tile;
+  slot.expert = c.shape.local_experts;
+  slot.column = task.column;
+  slot.slices = 1;
+  slot.k_bytes = c.shape.experts * 2;
+  slot.share = {.wide = true, .first = first, .rows = rows, .cover = Wide::kTokens};
+}
+
+// Loaders: all stages of a task of dX, and of the router's own gradient. Of these the first warp loads all.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                               Count&& count) {
+  const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
+  const FeatureSpans features{&args.router, box * kBoxFeatures, false, 0, false};
+  const BoxRows rows{&args.tokens, slot.tile * kTileTokens + slot.share.first, slot.share.rows};
+  intermediate_load<Dtype>(ring, true, features, rows, NoScales{}, slot.k_bytes, count);
+}
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_router_weights(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                                    Count&& count) {
+  const uint32_t blocks = ceil_div(args.call.shape.hidden, kTaskFeatures), stages = Wide::stages(slot.k_bytes);
+  if (threadIdx.x == kFirstLoader) {
+    const uint32_t first_row = (slot.column % blocks * kClusterBlocks + cluster_rank()) * kBoxFeatures;
+    const uint32_t first_column = slot.column / blocks * kTaskFeatures + cluster_rank() * kBoxFeatures;
+    const FeatureSpans experts{&args.backward.logit_columns, first_column, false, 0, false};
+    Pipeline at = ring;
+    fence_proxy_async_global();  // gradients of logits were stored through the generic proxy
+#pragma unroll 1
+    for (uint32_t s = 0; s < stages; ++s, at.advance()) {
+      wait(at.empty(), at.parity);
+      arrive(at.full(), kLoaders);
+      arrive_expect_tx(at.full(), Wide::kFeatureBytes + kConsumers * kSpanBytes);
+      experts.template load<Dtype, Wide>(at, s * kStageRows * Dtype::kBytes);
+      count();
+#pragma unroll
+      for (uint32_t span = 0; span < kConsumers; ++span) {
+        tma_load(at.data() + Wide::tokens(0) + span * kSpanBytes, &args.backward.x_columns, at.full(),
+                 first_row + span * kSpanColumns, s * kStageRows, 0, 0, 0, kKeepNormally);
+      }
+    }
+  }
+  __syncwarp();
+  ring.advance(stages);
+}
+
+// A consumer warpgroup's part of a task of dX.
+template <class Dtype>
+__device__ __forceinline__ void compute_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                                  const Consumer& consumer) {
+  using Shape = TokensByFeatures<Wide, Major::kMn>;
+  Accumulators<Shape> acc;
+  multiply<Dtype, Shape>(ring, consumer.anew<Dtype>(ring).group, Wide::stages(slot.k_bytes), false, acc);
+  const auto [group, staging] = consumer.anew<Dtype>(ring);
+  store_returned_rows<Dtype, true>(staging, Lane::of_thread(group), acc, nullptr, slot.share.rows,
+                                   slot.column * kTaskFeatures, args.call.shape.hidden, slot.weights, slot.to);
+}
+
+}  // namespace flashmoe::sm90
