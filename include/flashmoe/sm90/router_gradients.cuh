@@ -36,13 +36,13 @@ __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const 
   __syncwarp();  // lanes leave a wait one by one
   if (!routed) return;
   if (P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0) return;
-  const uint32_t parts = weight_parts_of(c), lane = P::lane();
+  const uint32_t parts = weight_parts_of(c);
 #pragma unroll 1
-  for (uint32_t token = blockIdx.x; token < c.shape.tokens; token += gridDim.x) {
-    differentiate_logits<Dtype>(args, token, parts, lane);
+  for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
+    differentiate_logits<Dtype>(args, first, parts);
   }
   P::sync();  // all lanes' stores before the count
-  if (lane == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
 }
 
 // The leading clerk: the task, once all blocks have done that; the stop if they never do. One warp.
