@@ -155,7 +155,8 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
 
 void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream) {
   const std::lock_guard lock(mutex_);
-  const Device::Use use(device_);  // PyTorch runs this on threads of its own, and the driver describes tensors to a context
+  const Device::Use use(
+      device_);  // PyTorch runs this on threads of its own, and the driver describes tensors to a context
   Plan& plan = plan_for(layer, tokens);
   plan.set_gradients(gradients);
   launch(plan, stream);

@@ -125,10 +125,10 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   a.router_rows = rows_of(layer.router);
   if (layer.router.data != 0) {
     const uint32_t bytes = element_bytes(spec.y_type);
-    a.router = encode(layer.pass == Pass::kBackward
-                          ? spans_shape(layer.router.row_bytes, bytes, spec.hidden, spec.experts)
-                          : router_shape(layer.router, bytes, spec.hidden, spec.experts),
-                      layer.router.data, spec.y_type, "router");
+    a.router =
+        encode(layer.pass == Pass::kBackward ? spans_shape(layer.router.row_bytes, bytes, spec.hidden, spec.experts)
+                                             : router_shape(layer.router, bytes, spec.hidden, spec.experts),
+               layer.router.data, spec.y_type, "router");
   }
   a.gate_up_bias = reinterpret_cast<const void*>(layer.gate_up_bias);
   a.down_bias = reinterpret_cast<const void*>(layer.down_bias);

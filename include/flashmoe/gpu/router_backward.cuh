@@ -33,7 +33,7 @@ __device__ __forceinline__ float max_of_lanes(float v) {
 struct TokenScores {
   const float* logits;
   bool sigmoid;
-  float largest = 0.0f;   // of a softmax: the largest logit,
+  float largest = 0.0f;  // of a softmax: the largest logit,
   double per_sum = 1.0;  // and 1 over the sum of exponentials
 
   // All lanes.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/sm90/consumer.cuh"
 #include "flashmoe/sm90/epilogue.cuh"
 #include "flashmoe/sm90/epilogue_backward.cuh"
 #include "flashmoe/sm90/epilogue_kept.cuh"
@@ -12,7 +13,6 @@
 #include "flashmoe/sm90/load.cuh"
 #include "flashmoe/sm90/mainloop.cuh"
 #include "flashmoe/sm90/mainloop_quantised.cuh"
-#include "flashmoe/sm90/consumer.cuh"
 #include "flashmoe/sm90/ring.cuh"
 #include "flashmoe/sm90/router_gradients.cuh"
 #include "flashmoe/sm90/weight_gradients.cuh"
