@@ -1,4 +1,4 @@
-"""What PyTorch's operators add to the kernel of a backward pass on a GPU, where a layer has biases, on tensors of the host."""
+"""What PyTorch's operators add to the kernel of a backward pass on a GPU, where a layer has biases: on host tensors."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ limits of a clamp) and z is within 8 standard deviations of that place, engine a
 the jump is the deviation. The gradient of w is ``a . g + b . dY``, added up in float64.
 
 **The router.** The gradients of logits are computed in float64 from the logits and the gradients of weights, and
-rounded to float32, or as place 5 says. What they owe to the errors of either is carried by the Jacobian and its derivatives, by
-differences.
+rounded to float32, or as place 5 says. What they owe to the errors of either is carried by the Jacobian and its
+derivatives, by differences.
 
 **Gradients of weights** are sums over rows, added up in float32, of the outer product of two rows, each with its
 variance. What one row has wrong is wrong in a whole matrix, but rows err independently of one another: so the tail

@@ -137,7 +137,9 @@ __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, 
 // The same for a product over an expert's rows behind the stop.
 __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
   if (Platform::lane() != 0) return;
-  const uint32_t rows = is_of_router(c, task.index) ? c.shape.tokens : rows_of_expert(c, task.index);
+  const uint32_t rows = task.index == kCombines       ? 0
+                        : is_of_router(c, task.index) ? c.shape.tokens
+                                                      : rows_of_expert(c, task.index);
   slot.index = slot.tile = slot.expert = task.index;
   slot.column = task.column;
   slot.slices = 1;
@@ -239,6 +241,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   uint32_t stages = 0, stored = 0;  // of the tasks so far
   uint32_t reported = 0;
   bool stopped = false;  // the queue has no more tasks
+  [[maybe_unused]] TasksBehindStop behind(args);
   auto report_done = [&](uint32_t taken) {
     if (reported == taken || !ring.is_done(reported)) return false;
     if (P::lane() == 0) ring.report_done(reported);
@@ -257,9 +260,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
     }
     if constexpr (kIsBackward) {
       stopped |= task.kind == TaskKind::kStop;
-      if (stopped) task = take_weight_task(args, c);
-      if (is_over_rows(task.kind) && is_of_router(c, task.index))
-        task = wait_for_logits(c, task, [&] { return report_done(n); });
+      if (stopped) task = behind.next(args, c, [&] { return report_done(n); });
     }
     if (P::lane() == 0) ring.hand_on(n, task);
     put_task<Dtype>(args, c, ring, n, task, stored);
@@ -409,7 +410,9 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     if constexpr (kIsBackward) {
       if (is_over_rows(slot.kind)) {
         apart = is_of_router(c, slot.index);
-        if (!apart) {
+        if (slot.index == kCombines) {
+          // by consumers alone
+        } else if (!apart) {
           load_over_rows<Dtype>(args, c, slot, ring, count);
         } else if (is_of_router_dx(c, slot.index)) {
           load_router_dx<Dtype>(args, slot, ring, count);
@@ -745,13 +748,15 @@ __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const 
 }
 
 // A consumer warpgroup: `group` 0 or 1.
-template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
-__device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
-                                              uint32_t group, const Trace& trace) {
+template <class Dtype, Activation kActivation, bool kTransposed, class Trace, class WarpTrace>
+__device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                              uint32_t group, const Trace& trace, const WarpTrace& each_warp) {
+  TaskRing& tasks = s.ring;
   const auto consumer = Consumer::of_group(ring, group);
   // The stages were scratch: only now may either block's loaders fill them.
   fence_cluster();
-  for (uint32_t s = 0; s < kStages; ++s) release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(s));
+  for (uint32_t stage = 0; stage < kStages; ++stage)
+    release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(stage));
   for (uint32_t n = 0;; ++n) {
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
@@ -759,7 +764,14 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
     if constexpr (kIsBackward) {
-      if (is_over_rows(slot.kind)) {
+      if (slot.index == kCombines) {
+        const Call* call = &c;
+        asm volatile("" : "+l"(call));  // else what it has is kept meanwhile, and spilled
+        using Sums = SumEngine<Dtype, WarpTrace>;
+        Sums sums(*call, args.out, each_warp);
+        Returner<Platform, Sums, CursorOfWarp> returner(*call, sums, s.returns);
+        combine_counted(*call, returner);
+      } else if (is_over_rows(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
         with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, false, [&]<class Shape>() {

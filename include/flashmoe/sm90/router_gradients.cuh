@@ -6,9 +6,10 @@
 // They are tasks by tickets as those over an expert's rows (weight_gradients.cuh), and multiplied and stored by the same code.
 // Both operands come by the copy engine. dX's are as the last of the program's products, of rows that lie token by token.
 //
-// Logits are differentiated meanwhile, by the last warp of each block, which has no other role left: once all of dX's rows are
-// here (so that all parts of dS are, too), it combines its block's pieces, all of them, and does its share of tokens. Tasks
-// that need either wait for all blocks'.
+// Logits are differentiated under the experts' tasks, by the last warp of each block, which has no other role left: once all of
+// dX's rows are here, and so all parts of dS. It goes on to combine its block's pieces, which takes longer than these tasks; so
+// behind them each cluster's consumers do the rest. Tasks that need either wait for all blocks': so there are no others who
+// combine.
 #pragma once
 
 #include "flashmoe/gpu/router_backward.cuh"
@@ -23,19 +24,52 @@ __device__ __forceinline__ uint32_t weight_parts_of(const Call& c) {
   return ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
 }
 
-// Combines; and differentiates logits, where there is a router. Then all of it is the last warp's, though others may be free
-// before: whoever added to a token's dX must know that it is combined.
+// Warps of a block that combine.
+inline constexpr uint32_t kCombiners = kConsumers * kWarpgroup / 32 + 1;
+// In Control::routed.
+inline constexpr uint64_t kOneCombined = uint64_t{1} << 32;
+
+// Combines pieces of the block until none is left. One warp. Returner: actors/returner.h's.
+template <class Returner>
+__device__ __forceinline__ void combine_counted(const Call& c, Returner& returner) {
+  using P = Platform;
+  returner.run(c);
+  P::sync();  // lanes leave a wait one by one; and all lanes' stores before the count
+  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, kOneCombined);
+}
+
+// Waits until all of dX's rows are here; false if they never are. One warp.
+__device__ __forceinline__ bool wait_for_returns(const Call& c) {
+  using P = Platform;
+  const auto is_here = [&](uint32_t g) {
+    bool all = true;
+    for (uint32_t q = P::lane(); q < c.shape.ranks; q += P::kLanes) {
+      all &= Signal::epoch(P::load_acquire(c.return_signal(c.rank, q, g), kSystem)) == c.epoch;
+    }
+    return P::ballot(!all) == 0;
+  };
+  uint32_t groups = 0;
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        while (groups < c.policy.groups && is_here(groups)) ++groups;
+        if (groups == c.policy.groups) return Step::kDone;
+        P::rest();  // all blocks look at the same word
+        return Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  P::sync();  // what one lane acquired is every lane's
+  return end == WaitEnd::kDone;
+}
+
+// Without a router, combines. With one, the last warp differentiates logits, and then combines.
 template <class Dtype, class Returner>
 __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
   using P = Platform;
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const bool routed = args.backward.logit_gradients != nullptr;
-  if (routed && thread / 32 != kWarps - 1) return;
-  returner.run(c);
-  __syncwarp();  // lanes leave a wait one by one
-  if (!routed) return;
-  if (P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0) return;
+  if (args.backward.logit_gradients == nullptr) return returner.run(c);
+  if (thread / 32 != kWarps - 1 || !wait_for_returns(c)) return;
   const uint32_t parts = weight_parts_of(c);
 #pragma unroll 1
   for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
@@ -43,18 +77,22 @@ __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const 
   }
   P::sync();  // all lanes' stores before the count
   if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+  combine_counted(c, returner);
 }
 
-// The leading clerk: the task, once all blocks have done that; the stop if they never do. One warp.
+// The leading clerk: the task, once all blocks have done what it needs; the stop if they never do. One warp.
 template <class Meanwhile>
 __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task, Meanwhile&& meanwhile) {
   using P = Platform;
+  const bool adds = is_of_router_dx(c, task.index);  // to what is combined, by warps that had differentiated before
+  const uint64_t all = gridDim.x + (adds ? gridDim.x * kCombiners * kOneCombined : 0);
   const WaitEnd end = wait_until<P>(
       c,
       [&] {
-        uint64_t blocks = 0;
-        if (P::lane() == 0) blocks = P::load_acquire(&c.control()->routed.value, kDevice);
-        if (P::broadcast(blocks, 0) == gridDim.x) return Step::kDone;
+        uint64_t counted = 0;
+        if (P::lane() == 0) counted = P::load_acquire(&c.control()->routed.value, kDevice);
+        counted = P::broadcast(counted, 0);
+        if ((adds ? counted : counted % kOneCombined) == all) return Step::kDone;
         return meanwhile() ? Step::kProgress : Step::kIdle;
       },
       OsLiveness<P>{c});
@@ -65,6 +103,31 @@ __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task,
   }
   return {TaskKind::kStop, 0, 0};
 }
+
+// The leading clerk: what a cluster does behind the stop of the queue. One warp.
+class TasksBehindStop {
+ public:
+  __device__ __forceinline__ explicit TasksBehindStop(const KernelArgs& args)
+      : combines_(args.backward.logit_gradients != nullptr) {}
+
+  template <class Meanwhile>
+  __device__ __forceinline__ Task next(const KernelArgs& args, const Call& c, Meanwhile&& meanwhile) {
+    Task task = held_.kind != TaskKind::kNone ? held_ : take_weight_task(args, c);
+    held_.kind = TaskKind::kNone;
+    const bool of_experts = task.kind == kOverRows && !is_of_router_dx(c, task.index);
+    if (combines_ && !of_experts) {
+      combines_ = false;
+      held_ = task;
+      return {kOverRows, 0, kCombines};
+    }
+    if (task.kind == kOverRows && is_of_router(c, task.index)) task = wait_for_logits(c, task, meanwhile);
+    return task;
+  }
+
+ private:
+  bool combines_;  // has not yet
+  Task held_{TaskKind::kNone, 0, 0};
+};
 
 // Clerk: this block's share of a task of dX. One warp.
 __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,

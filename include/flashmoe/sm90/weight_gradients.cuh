@@ -47,12 +47,14 @@ struct RouterTasks {
             blocks * ceil_div(s.tokens, kTileTokens)};
   }
 };
-// Their index is that of an expert behind the last one; of dX's, and behind it that of a tile of tokens.
+// The index of a task that each cluster has once, between the experts' tasks and dX's: its consumers combine.
+inline constexpr uint32_t kCombines = kNoTile - 1;
+// The others' index is that of an expert behind the last one; of dX's, and behind it that of a tile of tokens.
 __device__ __forceinline__ bool is_of_router(const Call& c, uint32_t index) {
   return index >= c.shape.local_experts;
 }
 __device__ __forceinline__ bool is_of_router_dx(const Call& c, uint32_t index) {
-  return index > c.shape.local_experts;
+  return index > c.shape.local_experts && index != kCombines;
 }
 
 // What one of them multiplies: Task::column says which it is of its expert's.

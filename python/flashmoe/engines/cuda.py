@@ -133,6 +133,8 @@ class CudaEngine(Engine):
         wanted: Mapping[str, Any],
         accumulates: bool,
     ) -> None:
+        import torch
+
         tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})._replace(router_logits=None)
         if (without := cuda_training.missing(tensors, options, self.room.ranks)) is not None:
             raise NotImplementedError(

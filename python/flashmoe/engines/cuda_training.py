@@ -1,4 +1,4 @@
-"""Gradients on a GPU: which layers have them, what a call keeps, and what PyTorch's operators do for layers with biases."""
+"""Gradients on a GPU: which layers have them, what a call keeps, what PyTorch's operators do for layers with biases."""
 
 from __future__ import annotations
 
