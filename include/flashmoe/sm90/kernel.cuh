@@ -150,7 +150,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
-    compute_tasks<Dtype, kActivation, kTransposed>(args, c, s.ring, ring, warpgroup, trace, each_warp);
+    compute_tasks<Dtype, kActivation, kTransposed>(args, c, s, ring, warpgroup, trace, each_warp);
   } else {
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);

@@ -149,11 +149,6 @@ static_assert(kWarps * RowCopies::kBytes <= kStages * kStageBytes);
 inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;
 static_assert(kSharedOffset + sizeof(Shared) <= kSharedBytes);
 
-// All of it, found from where the stages are.
-__device__ __forceinline__ Shared& shared_of(const Pipeline& ring) {
-  return *static_cast<Shared*>(__cvta_shared_to_generic(ring.stages + kSharedOffset));
-}
-
 // Shared address of stage 0's scales, which lie as far behind the ring as everything does.
 __device__ __forceinline__ uint32_t scales_of(const Pipeline& ring) {
   return ring.stages + kSharedOffset + static_cast<uint32_t>(offsetof(Shared, scales));

@@ -749,12 +749,14 @@ __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const 
 
 // A consumer warpgroup: `group` 0 or 1.
 template <class Dtype, Activation kActivation, bool kTransposed, class Trace, class WarpTrace>
-__device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
+__device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                               uint32_t group, const Trace& trace, const WarpTrace& each_warp) {
+  TaskRing& tasks = s.ring;
   const auto consumer = Consumer::of_group(ring, group);
   // The stages were scratch: only now may either block's loaders fill them.
   fence_cluster();
-  for (uint32_t s = 0; s < kStages; ++s) release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(s));
+  for (uint32_t stage = 0; stage < kStages; ++stage)
+    release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(stage));
   for (uint32_t n = 0;; ++n) {
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
@@ -763,11 +765,12 @@ __device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call
     trace.begin();
     if constexpr (kIsBackward) {
       if (slot.index == kCombines) {
-        Shared& s = shared_of(ring);  // anew: else it is kept meanwhile, and spilled
+        const Call* call = &c;
+        asm volatile("" : "+l"(call));  // else what it has is kept meanwhile, and spilled
         using Sums = SumEngine<Dtype, WarpTrace>;
-        Sums sums(s.call, args.out, each_warp);
-        Returner<Platform, Sums, CursorOfWarp> returner(s.call, sums, s.returns);
-        combine_counted(s.call, returner);
+        Sums sums(*call, args.out, each_warp);
+        Returner<Platform, Sums, CursorOfWarp> returner(*call, sums, s.returns);
+        combine_counted(*call, returner);
       } else if (is_over_rows(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
