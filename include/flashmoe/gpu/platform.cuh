@@ -2,7 +2,6 @@
 #pragma once
 
 #include "flashmoe/protocol/platform.h"
-#include "flashmoe/spec/program.h"
 
 // 1: the kernel of groups whose ranks reach one another by puts alone.
 #ifndef FLASHMOE_RDMA
@@ -56,11 +55,7 @@ struct Platform {
 
   static __device__ __forceinline__ uint32_t lane() {
     uint32_t l;
-    if constexpr (kIsBackward) {  // read where it is needed: consumers, who combine too, would keep it, and spill
-      asm volatile("mov.u32 %0, %%laneid;" : "=r"(l));
-    } else {
-      asm("mov.u32 %0, %%laneid;" : "=r"(l));
-    }
+    asm("mov.u32 %0, %%laneid;" : "=r"(l));
     return l;
   }
   static __device__ __forceinline__ void sync() { __syncwarp(); }

@@ -68,17 +68,16 @@ __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const 
   using P = Platform;
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  if (args.backward.logit_gradients != nullptr) {
-    if (thread / 32 != kWarps - 1 || !wait_for_returns(c)) return;
-    const uint32_t parts = weight_parts_of(c);
+  if (args.backward.logit_gradients == nullptr) return returner.run(c);
+  if (thread / 32 != kWarps - 1 || !wait_for_returns(c)) return;
+  const uint32_t parts = weight_parts_of(c);
 #pragma unroll 1
-    for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
-      differentiate_logits<Dtype>(args, first, parts);
-    }
-    P::sync();  // all lanes' stores before the count
-    if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+  for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
+    differentiate_logits<Dtype>(args, first, parts);
   }
-  combine_counted(c, returner);  // without a router nobody waits for the count
+  P::sync();  // all lanes' stores before the count
+  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+  combine_counted(c, returner);
 }
 
 // The leading clerk: the task, once all blocks have done what it needs; the stop if they never do. One warp.
