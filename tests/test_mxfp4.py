@@ -16,8 +16,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flashmoe.checkpoint import shipped_layer
-from flashmoe.engines.cuda import CudaEngine
-from flashmoe.limits import checked_context
 from flashmoe.memory import plan_memory
 from flashmoe.quantize import dequantize_mxfp4, quantize_layer, quantize_mxfp4
 from flashmoe.reference import dequantised
@@ -469,16 +467,15 @@ def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
         ranks._pool.call(_call_in, [(MXFP4,), ("bfloat16",)], ranks=2, timeout=6 * PATIENCE)
 
 
-def test_a_gpu_has_no_kernel_yet_and_says_so():
-    message = (
-        "^CUDA engine: weights: expected float32, bfloat16, float16, float8_e4m3fn, got mxfp4, of which it has no k"
-    )
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"dtype": "float32"}, "x: expected bfloat16, float16 with weights of mxfp4, got float32"),
+        ({"dtype": "bfloat16", "rank": 0, "ranks": 2, "name": "x"}, "ranks: expected 1 with weights of mxfp4, got 2"),
+    ],
+    ids=["float32", "two ranks"],
+)
+def test_what_a_gpu_has_no_kernel_of_is_refused_by_name(more: dict[str, Any], message: str):
     sizes = {"max_tokens": 4, "hidden": 64, "intermediate": 64, "experts": 4, "top_k": 2}
-    with pytest.raises(flashmoe.InvalidArgument, match=message):
-        flashmoe.Context(engine="cuda", weight_dtype=MXFP4, **sizes)
-    defaults = {"ranks": 1, "dtype": "bfloat16", "placement": None, "return_mode": "auto", "processors": None}
-    asked = checked_context(
-        engine="cuda", weight_dtype=MXFP4, capacity_factor=None, transport="auto", **sizes, **defaults
-    )
-    with pytest.raises(flashmoe.InvalidArgument, match=message):
-        CudaEngine(asked, None, 0, None)
+    with pytest.raises(flashmoe.InvalidArgument, match=f"^CUDA engine: {message}$"):
+        flashmoe.Context(engine="cuda", weight_dtype=MXFP4, **sizes, **more)

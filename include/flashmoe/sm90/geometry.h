@@ -82,8 +82,9 @@ FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts
   const uint32_t wanted = max_of(blocks / 4, 1u);  // most are left to send
   return max_of(ceil_div(local_experts, kFormerExperts), min_of(local_experts, wanted));
 }
-// How many copy other ranks' rows where passes train among several (actors/keeper.h): the warps of the last role that neither form tiles nor are the OS actor's, but no more
-// than fill the memory's bandwidth; where there are none, the formers, behind their tiles.
+// How many copy other ranks' rows where passes train among several (actors/keeper.h): the warps of the last role that neither
+// form tiles nor are the OS actor's, but no more than fill the memory's bandwidth; where there are none, the formers, behind
+// their tiles.
 FLASHMOE_HD constexpr uint32_t keepers_of(uint32_t ranks, uint32_t local_experts, uint32_t blocks) {
   constexpr uint32_t kMost = 64;
   if (ranks == 1 || local_experts == 0) return 0;
