@@ -246,6 +246,7 @@ def _gradients_at(
     options: Mapping[str, Any],
     wanted: Sequence[int],
 ) -> list[Tensor]:
+    """What `_moe_backward` returns, whose arguments see."""
     results = {place: torch.empty_like(inputs[given.index(place)]) for place in {0, *wanted}}
     _write_gradients(context, grad, logits_grad, kept, counted, inputs, given, options, results)
     return [results[place] for place in wanted]

@@ -8,7 +8,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import flashmoe
 import flashmoe.placement
 import flashmoe.slices
+import pytest
 import torch
 import torch.distributed
+from flashmoe.launch import RankPool
 from layers import (
     EXPERT_OPTIONS,
     PATIENCE,
@@ -68,6 +71,16 @@ _shared: dict[str, flashmoe.Context] = {}
 def device_of(rank: int) -> int:
     """The GPU of a rank: its own, or where there are fewer than ranks, one that it shares."""
     return rank % torch.cuda.device_count()
+
+
+@contextmanager
+def pool_of(ranks: int) -> Iterator[RankPool]:
+    """Processes that stay from test to test, where there are GPUs for so many ranks; else the test is skipped."""
+    here = torch.cuda.device_count() * RANKS_A_GPU
+    if here < ranks:
+        pytest.skip(f"{ranks} GPUs needed, {here} here")
+    with RankPool(ranks) as made:
+        yield made
 
 
 def processors() -> int | None:

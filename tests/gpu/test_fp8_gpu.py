@@ -31,7 +31,7 @@ from quantised_on_gpu import (
     layer_and_quantisation,
     run_and_check,
 )
-from ranks import device_of, joined
+from ranks import device_of, joined, pool_of
 
 pytestmark = pytest.mark.gpu
 
@@ -171,12 +171,7 @@ OF_GROUPS = (
 
 @pytest.fixture(scope="module", params=[2, 4])
 def pool(request):
-    from ranks import RANKS_A_GPU
-
-    here = torch.cuda.device_count() * RANKS_A_GPU
-    if here < request.param:
-        pytest.skip(f"{request.param} GPUs needed, {here} here")
-    with RankPool(request.param) as made:
+    with pool_of(request.param) as made:
         yield made
 
 

@@ -30,10 +30,7 @@ GROUPS = (2, 4)
 @pytest.fixture(scope="module", params=GROUPS, ids=[f"{n}ranks" for n in GROUPS])
 def pool(request) -> Iterator[RankPool]:
     """Processes that stay from test to test."""
-    here = torch.cuda.device_count() * on_rank.RANKS_A_GPU
-    if here < request.param:
-        pytest.skip(f"{request.param} GPUs needed, {here} here")
-    with RankPool(request.param) as made:
+    with on_rank.pool_of(request.param) as made:
         yield made
 
 
