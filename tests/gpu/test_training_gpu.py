@@ -24,6 +24,8 @@ from layers import PATIENCE, at_random, module_of, random_problem
 from layers import context_of as context_of_gpu
 from leaves import gradients_of, leaves_of
 from problems import Problem
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from training import as_array, as_tensor, check, trainable
 
 pytestmark = pytest.mark.gpu
@@ -243,6 +245,25 @@ def test_a_step_in_a_graph():
         expected = gradients_of(context, other, more[0])
         for name, each in zip(leaves, found, strict=True):
             assert as_array(each.cpu()).tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_backward_pass_is_one_operation_of_the_gpu(fused):
+    """Its kernel: nothing is filled, converted, copied or multiplied beside it, with a router either."""
+    problem, grads = trainable(19, [300], **USUAL | {"fused": fused})
+    with context_of(problem) as context:
+        tensors, leaves = leaves_of(problem)
+        dy = as_tensor(grads[0]).cuda()
+        for each in leaves.values():
+            each.requires_grad_()
+        y = flashmoe.moe(context, **tensors)
+        torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            torch.autograd.grad(y, list(leaves.values()), dy)
+            torch.cuda.synchronize()
+    names = [each.name for each in seen.events() if each.device_type == DeviceType.CUDA]
+    assert len(names) == 1 and "flashmoe_moe" in names[0], names
 
 
 def test_logits_have_gradients():

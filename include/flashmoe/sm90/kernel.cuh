@@ -158,7 +158,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
-    compute_tasks<Dtype, kActivation, kTransposed>(args, c, s.ring, ring, warpgroup, trace);
+    compute_tasks<Dtype, kActivation, kTransposed>(args, c, s, ring, warpgroup, trace, each_warp);
   } else {
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
@@ -169,7 +169,12 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   }
   if (c.policy.joined == 0) {
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
-    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp>(c, sums, s.returns).run(c);
+    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp> returner(c, sums, s.returns);
+    if constexpr (kIsBackward) {
+      combine_and_route<Dtype>(args, c, returner);
+    } else {
+      returner.run(c);
+    }
   } else if (!kIsBackward && joins_late_rows(c)) {
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();

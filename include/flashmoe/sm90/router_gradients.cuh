@@ -1,0 +1,204 @@
+// Products with the gradients of a router's logits, of clusters for which the queue holds no more tasks:
+//
+//   router  [E, H]  dlogits^T x       a task has 256 experts by 256 columns of H, and contracts over all tokens
+//   dX      [T, H]  dlogits router    a task has 256 tokens by 256 columns of H; added to what Combine has stored
+//
+// They are tasks by tickets as those over an expert's rows (weight_gradients.cuh), and multiplied and stored by the same code.
+// Both operands come by the copy engine. dX's are as the last of the program's products, of rows that lie token by token.
+//
+// Logits are differentiated under the experts' tasks, by the last warp of each block, which has no other role left: once all of
+// dX's rows are here, and so all parts of dS. It goes on to combine its block's pieces, which takes longer than these tasks; so
+// behind them each cluster's consumers do the rest. Tasks that need either wait for all blocks': so there are no others who
+// combine.
+#pragma once
+
+#include "flashmoe/gpu/router_backward.cuh"
+#include "flashmoe/sm90/consumer.cuh"
+#include "flashmoe/sm90/ring.cuh"
+#include "flashmoe/sm90/weight_gradients.cuh"
+
+namespace flashmoe::sm90 {
+
+// Parts that a combine weight's gradient has.
+__device__ __forceinline__ uint32_t weight_parts_of(const Call& c) {
+  return ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
+}
+
+// Warps of a block that combine.
+inline constexpr uint32_t kCombiners = kConsumers * kWarpgroup / 32 + 1;
+// In Control::routed.
+inline constexpr uint64_t kOneCombined = uint64_t{1} << 32;
+
+// Combines pieces of the block until none is left. One warp. Returner: actors/returner.h's.
+template <class Returner>
+__device__ __forceinline__ void combine_counted(const Call& c, Returner& returner) {
+  using P = Platform;
+  returner.run(c);
+  P::sync();  // lanes leave a wait one by one; and all lanes' stores before the count
+  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, kOneCombined);
+}
+
+// Waits until all of dX's rows are here; false if they never are. One warp.
+__device__ __forceinline__ bool wait_for_returns(const Call& c) {
+  using P = Platform;
+  const auto is_here = [&](uint32_t g) {
+    bool all = true;
+    for (uint32_t q = P::lane(); q < c.shape.ranks; q += P::kLanes) {
+      all &= Signal::epoch(P::load_acquire(c.return_signal(c.rank, q, g), kSystem)) == c.epoch;
+    }
+    return P::ballot(!all) == 0;
+  };
+  uint32_t groups = 0;
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        while (groups < c.policy.groups && is_here(groups)) ++groups;
+        if (groups == c.policy.groups) return Step::kDone;
+        P::rest();  // all blocks look at the same word
+        return Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  P::sync();  // what one lane acquired is every lane's
+  return end == WaitEnd::kDone;
+}
+
+// Without a router, combines. With one, the last warp differentiates logits, and then combines.
+template <class Dtype, class Returner>
+__device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
+  using P = Platform;
+  uint32_t thread;  // volatile, so that it is not kept along the roles
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  if (args.backward.logit_gradients == nullptr) return returner.run(c);
+  if (thread / 32 != kWarps - 1 || !wait_for_returns(c)) return;
+  const uint32_t parts = weight_parts_of(c);
+#pragma unroll 1
+  for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
+    differentiate_logits<Dtype>(args, first, parts);
+  }
+  P::sync();  // all lanes' stores before the count
+  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+  combine_counted(c, returner);
+}
+
+// The leading clerk: the task, once all blocks have done what it needs; the stop if they never do. One warp.
+template <class Meanwhile>
+__device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task, Meanwhile&& meanwhile) {
+  using P = Platform;
+  const bool adds = is_of_router_dx(c, task.index);  // to what is combined, by warps that had differentiated before
+  const uint64_t all = gridDim.x + (adds ? gridDim.x * kCombiners * kOneCombined : 0);
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        uint64_t counted = 0;
+        if (P::lane() == 0) counted = P::load_acquire(&c.control()->routed.value, kDevice);
+        counted = P::broadcast(counted, 0);
+        if ((adds ? counted : counted % kOneCombined) == all) return Step::kDone;
+        return meanwhile() ? Step::kProgress : Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  P::sync();  // what lane 0 acquired, every lane may read
+  if (end == WaitEnd::kDone) return task;
+  if (end == WaitEnd::kExpired && P::lane() == 0) {
+    post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
+  }
+  return {TaskKind::kStop, 0, 0};
+}
+
+// The leading clerk: what a cluster does behind the stop of the queue. One warp.
+class TasksBehindStop {
+ public:
+  __device__ __forceinline__ explicit TasksBehindStop(const KernelArgs& args)
+      : combines_(args.backward.logit_gradients != nullptr) {}
+
+  template <class Meanwhile>
+  __device__ __forceinline__ Task next(const KernelArgs& args, const Call& c, Meanwhile&& meanwhile) {
+    Task task = held_.kind != TaskKind::kNone ? held_ : take_weight_task(args, c);
+    held_.kind = TaskKind::kNone;
+    const bool of_experts = task.kind == kOverRows && !is_of_router_dx(c, task.index);
+    if (combines_ && !of_experts) {
+      combines_ = false;
+      held_ = task;
+      return {kOverRows, 0, kCombines};
+    }
+    if (task.kind == kOverRows && is_of_router(c, task.index)) task = wait_for_logits(c, task, meanwhile);
+    return task;
+  }
+
+ private:
+  bool combines_;  // has not yet
+  Task held_{TaskKind::kNone, 0, 0};
+};
+
+// Clerk: this block's share of a task of dX. One warp.
+__device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,
+                                                  TaskSlot& slot) {
+  using P = Platform;
+  const uint32_t tile = task.index - c.shape.local_experts - 1, first = cluster_rank() * Wide::kTokens;
+  const uint32_t left = c.shape.tokens - tile * kTileTokens;
+  const uint32_t rows = left > first ? min_of(left - first, Wide::kTokens) : 0;
+#pragma unroll 1
+  for (uint32_t r = P::lane(); r < Wide::kTokens; r += P::kLanes) {
+    const uint64_t token = tile * kTileTokens + first + r;
+    slot.to[r] = reinterpret_cast<uint64_t>(args.out + token * c.memory.return_row_bytes);
+    slot.weights[r] = 1.0f;
+  }
+  if (P::lane() != 0) return;
+  slot.index = task.index;
+  slot.tile = tile;
+  slot.expert = c.shape.local_experts;
+  slot.column = task.column;
+  slot.slices = 1;
+  slot.k_bytes = c.shape.experts * 2;
+  slot.share = {.wide = true, .first = first, .rows = rows, .cover = Wide::kTokens};
+}
+
+// Loaders: all stages of a task of dX, and of the router's own gradient. Of these the first warp loads all.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                               Count&& count) {
+  const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
+  const FeatureSpans features{&args.router, box * kBoxFeatures, false, 0, false};
+  const BoxRows rows{&args.tokens, slot.tile * kTileTokens + slot.share.first, slot.share.rows};
+  intermediate_load<Dtype>(ring, true, features, rows, NoScales{}, slot.k_bytes, count);
+}
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_router_weights(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                                    Count&& count) {
+  const uint32_t blocks = ceil_div(args.call.shape.hidden, kTaskFeatures), stages = Wide::stages(slot.k_bytes);
+  if (threadIdx.x == kFirstLoader) {
+    const uint32_t first_row = (slot.column % blocks * kClusterBlocks + cluster_rank()) * kBoxFeatures;
+    const uint32_t first_column = slot.column / blocks * kTaskFeatures + cluster_rank() * kBoxFeatures;
+    const FeatureSpans experts{&args.backward.logit_columns, first_column, false, 0, false};
+    Pipeline at = ring;
+    fence_proxy_async_global();  // gradients of logits were stored through the generic proxy
+#pragma unroll 1
+    for (uint32_t s = 0; s < stages; ++s, at.advance()) {
+      wait(at.empty(), at.parity);
+      arrive(at.full(), kLoaders);
+      arrive_expect_tx(at.full(), Wide::kFeatureBytes + kConsumers * kSpanBytes);
+      experts.template load<Dtype, Wide>(at, s * kStageRows * Dtype::kBytes);
+      count();
+#pragma unroll
+      for (uint32_t span = 0; span < kConsumers; ++span) {
+        tma_load(at.data() + Wide::tokens(0) + span * kSpanBytes, &args.backward.x_columns, at.full(),
+                 first_row + span * kSpanColumns, s * kStageRows, 0, 0, 0, kKeepNormally);
+      }
+    }
+  }
+  __syncwarp();
+  ring.advance(stages);
+}
+
+// A consumer warpgroup's part of a task of dX.
+template <class Dtype>
+__device__ __forceinline__ void compute_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                                  const Consumer& consumer) {
+  using Shape = TokensByFeatures<Wide, Major::kMn>;
+  Accumulators<Shape> acc;
+  multiply<Dtype, Shape>(ring, consumer.anew<Dtype>(ring).group, Wide::stages(slot.k_bytes), false, acc);
+  const auto [group, staging] = consumer.anew<Dtype>(ring);
+  store_returned_rows<Dtype, true>(staging, Lane::of_thread(group), acc, nullptr, slot.share.rows,
+                                   slot.column * kTaskFeatures, args.call.shape.hidden, slot.weights, slot.to);
+}
+
+}  // namespace flashmoe::sm90
