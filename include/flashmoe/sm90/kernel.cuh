@@ -158,7 +158,11 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
-    compute_tasks<Dtype, kActivation, kTransposed>(args, c, s, ring, warpgroup, trace, each_warp);
+    uint32_t n;
+    const bool routes = compute_tasks<Dtype, kActivation, kTransposed>(args, c, s, ring, warpgroup, trace, n);
+    if constexpr (kIsBackward) {
+      if (routes) combine_and_add<Dtype>(args, c, s, ring, n, trace, each_warp);
+    }
   } else {
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);

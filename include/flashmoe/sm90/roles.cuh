@@ -771,7 +771,6 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
 template <class Dtype, bool kTransposedLayer>
 __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
                                                   const Consumer& consumer) {
-  if (is_of_router_dx(args.call, slot.index)) return compute_router_dx<Dtype>(args, slot, ring, consumer);
   const uint32_t stages = Wide::stages(slot.k_bytes);
   const bool accumulates = args.backward.accumulates != 0;
   if (stages == 0) {
@@ -787,31 +786,25 @@ __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const 
   store_weight_gradients<Dtype>(staging, Lane::of_thread(group), acc, to);
 }
 
-// A consumer warpgroup: `group` 0 or 1.
-template <class Dtype, Activation kActivation, bool kTransposed, class Trace, class WarpTrace>
-__device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
-                                              uint32_t group, const Trace& trace, const WarpTrace& each_warp) {
+// A consumer warpgroup: `group` 0 or 1. Until the stop, or where it combines (kCombines): then true, and n is the task's number.
+template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
+__device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                              uint32_t group, const Trace& trace, uint32_t& n) {
   TaskRing& tasks = s.ring;
   const auto consumer = Consumer::of_group(ring, group);
   // The stages were scratch: only now may either block's loaders fill them.
   fence_cluster();
   for (uint32_t stage = 0; stage < kStages; ++stage)
     release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(stage));
-  for (uint32_t n = 0;; ++n) {
+  for (n = 0;; ++n) {
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
-    if (slot.kind == TaskKind::kStop) return;
+    if (slot.kind == TaskKind::kStop) return false;
+    if (kIsBackward && slot.index == kCombines) return true;
     trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
     if constexpr (kIsBackward) {
-      if (slot.index == kCombines) {
-        const Call* call = &c;
-        asm volatile("" : "+l"(call));  // else what it has is kept meanwhile, and spilled
-        using Sums = SumEngine<Dtype, WarpTrace>;
-        Sums sums(*call, args.out, each_warp);
-        Returner<Platform, Sums, CursorOfWarp> returner(*call, sums, s.returns);
-        combine_counted(*call, returner);
-      } else if (is_over_rows(slot.kind)) {
+      if (is_over_rows(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
         with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, false, [&]<class Shape>() {

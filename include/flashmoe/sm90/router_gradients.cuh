@@ -68,16 +68,17 @@ __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const 
   using P = Platform;
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  if (args.backward.logit_gradients == nullptr) return returner.run(c);
-  if (thread / 32 != kWarps - 1 || !wait_for_returns(c)) return;
-  const uint32_t parts = weight_parts_of(c);
+  if (args.backward.logit_gradients != nullptr) {
+    if (thread / 32 != kWarps - 1 || !wait_for_returns(c)) return;
+    const uint32_t parts = weight_parts_of(c);
 #pragma unroll 1
-  for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
-    differentiate_logits<Dtype>(args, first, parts);
+    for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
+      differentiate_logits<Dtype>(args, first, parts);
+    }
+    P::sync();  // all lanes' stores before the count
+    if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
   }
-  P::sync();  // all lanes' stores before the count
-  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
-  combine_counted(c, returner);
+  combine_counted(c, returner);  // without a router nobody waits for the count
 }
 
 // The leading clerk: the task, once all blocks have done what it needs; the stop if they never do. One warp.
@@ -191,14 +192,35 @@ __device__ __forceinline__ void load_router_weights(const KernelArgs& args, cons
 
 // A consumer warpgroup's part of a task of dX.
 template <class Dtype>
-__device__ __forceinline__ void compute_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
-                                                  const Consumer& consumer) {
+__device__ __forceinline__ void compute_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring) {
   using Shape = TokensByFeatures<Wide, Major::kMn>;
+  const auto consumer = Consumer::of_group(ring, threadIdx.x / kWarpgroup);
   Accumulators<Shape> acc;
-  multiply<Dtype, Shape>(ring, consumer.anew<Dtype>(ring).group, Wide::stages(slot.k_bytes), false, acc);
-  const auto [group, staging] = consumer.anew<Dtype>(ring);
-  store_returned_rows<Dtype, true>(staging, Lane::of_thread(group), acc, nullptr, slot.share.rows,
+  multiply<Dtype, Shape>(ring, consumer.group, Wide::stages(slot.k_bytes), false, acc);
+  store_returned_rows<Dtype, true>(consumer.staging, Lane::of_thread(consumer.group), acc, nullptr, slot.share.rows,
                                    slot.column * kTaskFeatures, args.call.shape.hidden, slot.weights, slot.to);
+}
+
+// A consumer warpgroup: task n, which combines, and those of dX behind it. Not among the tasks before: what combining keeps in
+// registers leaves none for these.
+template <class Dtype, class Trace, class WarpTrace>
+__device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                                uint32_t n, const Trace& trace, const WarpTrace& each_warp) {
+  SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
+  Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
+  combine_counted(c, returner);
+  s.ring.put_done(n);
+#pragma unroll 1
+  for (++n;; ++n) {
+    trace.begin();
+    const TaskSlot& slot = s.ring.wait_full(n);
+    if (slot.kind == TaskKind::kStop) return;
+    trace.end(Phase::kWait, slot.tile, slot.column);
+    trace.begin();
+    compute_router_dx<Dtype>(args, slot, ring);
+    trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
+    s.ring.put_done(n);
+  }
 }
 
 }  // namespace flashmoe::sm90
