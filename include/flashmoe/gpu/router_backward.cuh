@@ -5,6 +5,7 @@
 // by them, as by dZ.
 #pragma once
 
+#include "flashmoe/gpu/choice_gradient.cuh"
 #include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/gpu/types.cuh"
@@ -56,16 +57,6 @@ struct TokenScores {
   }
 };
 
-// The gradient of a combine weight: its parts' sum, and what the biases owe to it; 0 where the choice was dropped.
-__device__ __forceinline__ double weight_gradient(const BackwardArgs& b, uint64_t choice, uint64_t choices,
-                                                  uint32_t parts) {
-  if (b.kept.ids[choice] < 0) return 0.0;
-  float sum = 0.0f;
-#pragma unroll 4
-  for (uint32_t p = 0; p < parts; ++p) sum += b.weight_parts[p * choices + choice];
-  return b.weights_by_bias == nullptr ? sum : sum + b.weights_by_bias[choice];
-}
-
 }  // namespace detail
 
 // Of tokens first, first + 1, ...; all lanes of a warp. parts: of a combine weight's gradient.
@@ -80,19 +71,22 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   const uint64_t token = exists ? own : first;
   const uint32_t experts = shape.experts;
   const bool sigmoid = rule.sigmoid != 0, renormalize = rule.renormalize != 0;
-  const uint64_t choices = uint64_t{shape.tokens} * shape.top_k, first_choice = token * shape.top_k;
-  const uint64_t first_logit = token * experts;
+  const uint64_t first_choice = token * shape.top_k, first_logit = token * experts;
   const TokenScores score = TokenScores::of(b.logits + first_logit, experts, sigmoid, lane);
   const auto expert = [&](uint32_t k) {
     const int32_t id = b.kept.ids[first_choice + k];
     return static_cast<uint32_t>(id >= 0 ? id : ~id);
+  };
+  const auto of_weight = [&](uint32_t k) {  // which biases owe a part to
+    const double of_experts = choice_gradient(args, static_cast<uint32_t>(token), k, parts);
+    return b.weights_by_bias == nullptr ? of_experts : of_experts + b.weights_by_bias[first_choice + k];
   };
   double sum = 0.0, weighted = 0.0;  // of the chosen scores; of these times their weights' gradients
 #pragma unroll 1
   for (uint32_t k = lane; k < shape.top_k; k += kTokenLanes) {
     const double s = score(expert(k));
     sum += s;
-    weighted += s * weight_gradient(b, first_choice + k, choices, parts);
+    weighted += s * of_weight(k);
   }
   sum = sum_of_lanes(sum) + (sigmoid ? double{kLeastSum} : 0.0);
   weighted = sum_of_lanes(weighted);
@@ -113,7 +107,7 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   for (uint32_t k = lane; k < shape.top_k; k += kTokenLanes) {
     const uint32_t e = expert(k);
     const double s = score(e), slope = sigmoid ? s * (1.0 - s) : s;
-    const double of_score = (weight_gradient(b, first_choice + k, choices, parts) - common) * per_sum;
+    const double of_score = (of_weight(k) - common) * per_sum;
     store(e, slope * of_score - s * moved);  // may cancel nearly all: a score near 1
   }
 }

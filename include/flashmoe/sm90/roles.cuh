@@ -716,15 +716,10 @@ __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const C
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   if (thread >= kSummers || args.backward.weights == nullptr) return;
   const uint32_t parts = weight_parts_of(c);
-  const uint32_t all = c.shape.tokens * (c.shape.routed_top_k() + c.shape.shared);
+  const uint32_t top_k = c.shape.top_k, all = c.shape.tokens * top_k;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
-    float sum = 0.0f;
-    if (args.backward.kept.ids[i] >= 0) {
-#pragma unroll 4
-      for (uint32_t p = 0; p < parts; ++p) sum += args.backward.weight_parts[uint64_t{p} * all + i];
-    }
-    args.backward.weights[i] = sum;
+    args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, parts);
   }
 }
 

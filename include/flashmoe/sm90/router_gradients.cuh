@@ -14,6 +14,7 @@
 
 #include "flashmoe/gpu/router_backward.cuh"
 #include "flashmoe/sm90/consumer.cuh"
+#include "flashmoe/sm90/returned.cuh"
 #include "flashmoe/sm90/ring.cuh"
 #include "flashmoe/sm90/weight_gradients.cuh"
 
@@ -29,56 +30,48 @@ inline constexpr uint32_t kCombiners = kConsumers * kWarpgroup / 32 + 1;
 // In Control::routed.
 inline constexpr uint64_t kOneCombined = uint64_t{1} << 32;
 
-// Combines pieces of the block until none is left. One warp. Returner: actors/returner.h's.
-template <class Returner>
-__device__ __forceinline__ void combine_counted(const Call& c, Returner& returner) {
+// Behind a warp's combining. (Without a router nobody waits for it.)
+__device__ __forceinline__ void count_combined(const Call& c) {
   using P = Platform;
-  returner.run(c);
   P::sync();  // lanes leave a wait one by one; and all lanes' stores before the count
   if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, kOneCombined);
 }
 
-// Waits until all of dX's rows are here; false if they never are. One warp.
-__device__ __forceinline__ bool wait_for_returns(const Call& c) {
+// Differentiates the logits of the block's tokens, once all of dX's rows are here; false if they never are. One warp.
+template <class Dtype>
+__device__ __forceinline__ bool route_back(const KernelArgs& args, const Call& c) {
   using P = Platform;
-  const auto is_here = [&](uint32_t g) {
-    bool all = true;
-    for (uint32_t q = P::lane(); q < c.shape.ranks; q += P::kLanes) {
-      all &= Signal::epoch(P::load_acquire(c.return_signal(c.rank, q, g), kSystem)) == c.epoch;
-    }
-    return P::ballot(!all) == 0;
-  };
-  uint32_t groups = 0;
-  const WaitEnd end = wait_until<P>(
-      c,
-      [&] {
-        while (groups < c.policy.groups && is_here(groups)) ++groups;
-        if (groups == c.policy.groups) return Step::kDone;
-        P::rest();  // all blocks look at the same word
-        return Step::kIdle;
-      },
-      OsLiveness<P>{c});
-  P::sync();  // what one lane acquired is every lane's
-  return end == WaitEnd::kDone;
+  if (!wait_for_returns(c)) return false;
+  const uint32_t parts = weight_parts_of(c);
+#pragma unroll 1
+  for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
+    differentiate_logits<Dtype>(args, first, parts);
+  }
+  P::sync();  // all lanes' stores before the count
+  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+  return true;
 }
 
-// Without a router, combines. With one, the last warp differentiates logits, and then combines.
+// Without a router, reduces and combines. With one, the last warp reduces what other ranks wait for, then differentiates logits,
+// and then combines.
 template <class Dtype, class Returner>
 __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
-  using P = Platform;
+  const auto routes = [&] { return args.backward.logit_gradients != nullptr; };
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  if (args.backward.logit_gradients != nullptr) {
-    if (thread / 32 != kWarps - 1 || !wait_for_returns(c)) return;
-    const uint32_t parts = weight_parts_of(c);
+  if (routes() && thread / 32 != kWarps - 1) return;
+  if constexpr (kTrainsInGroup) {
 #pragma unroll 1
-    for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
-      differentiate_logits<Dtype>(args, first, parts);
+    for (bool routed = !routes();; routed = true) {  // a second copy of the code would spill
+      returner.run(c, routed);
+      if (routed) break;
+      if (!route_back<Dtype>(args, c)) return;
     }
-    P::sync();  // all lanes' stores before the count
-    if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+  } else {
+    if (routes() && !route_back<Dtype>(args, c)) return;
+    returner.run(c);
   }
-  combine_counted(c, returner);  // without a router nobody waits for the count
+  count_combined(c);
 }
 
 // The leading clerk: the task, once all blocks have done what it needs; the stop if they never do. One warp.
@@ -208,7 +201,8 @@ __device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Ca
                                                 uint32_t n, const Trace& trace, const WarpTrace& each_warp) {
   SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
   Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
-  combine_counted(c, returner);
+  returner.run(c);
+  count_combined(c);
   s.ring.put_done(n);
 #pragma unroll 1
   for (++n;; ++n) {
