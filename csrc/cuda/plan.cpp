@@ -347,13 +347,14 @@ void Plan::set_gradients(const GradientSpec& g) {
   b.weighted_columns =
       encode(transposed_shape(weighted, bytes, spec.intermediate, 1, 0, static_cast<uint32_t>(rows), 1), weighted.data,
              spec.y_type, "columns of activations");
-  if (g.logit_gradients == 0) return;
+  const uint32_t tokens = args.call.shape.tokens;
+  if (g.logit_gradients == 0 || tokens == 0) return;  // no tensor map has no rows
   const uint64_t pitch = uint64_t{sm90::logit_pitch(spec.experts)} * bytes;
-  args.tokens = encode(rows_shape(pitch, bytes, spec.experts, shape.tokens), g.logit_gradients, spec.y_type,
+  args.tokens = encode(rows_shape(pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
                        "rows of logits' gradients");
-  b.logit_columns = encode(spans_shape(pitch, bytes, spec.experts, shape.tokens), g.logit_gradients, spec.y_type,
+  b.logit_columns = encode(spans_shape(pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
                            "columns of logits' gradients");
-  b.x_columns = encode(spans_shape(g.x_row_bytes, bytes, spec.hidden, shape.tokens), g.x, spec.y_type, "columns of x");
+  b.x_columns = encode(spans_shape(g.x_row_bytes, bytes, spec.hidden, tokens), g.x, spec.y_type, "columns of x");
 }
 
 }  // namespace flashmoe::cuda
