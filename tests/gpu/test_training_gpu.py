@@ -22,10 +22,8 @@ from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import PATIENCE, at_random, module_of, random_problem
 from layers import context_of as context_of_gpu
-from leaves import gradients_of, leaves_of
+from leaves import gradients_of, leaves_of, operations_of_backward
 from problems import Problem
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from training import as_array, as_tensor, check, trainable
 
 pytestmark = pytest.mark.gpu
@@ -252,17 +250,7 @@ def test_a_backward_pass_is_one_operation_of_the_gpu(fused):
     """Its kernel: nothing is filled, converted, copied or multiplied beside it, with a router either."""
     problem, grads = trainable(19, [300], **USUAL | {"fused": fused})
     with context_of(problem) as context:
-        tensors, leaves = leaves_of(problem)
-        dy = as_tensor(grads[0]).cuda()
-        for each in leaves.values():
-            each.requires_grad_()
-        y = flashmoe.moe(context, **tensors)
-        torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            torch.autograd.grad(y, list(leaves.values()), dy)
-            torch.cuda.synchronize()
-    names = [each.name for each in seen.events() if each.device_type == DeviceType.CUDA]
+        names = operations_of_backward(context, problem, grads[0])
     assert len(names) == 1 and "flashmoe_moe" in names[0], names
 
 
