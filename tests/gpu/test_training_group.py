@@ -114,7 +114,9 @@ def test_gradients_of_a_rank_alone(pool):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_backward_pass_is_one_operation_of_the_gpu(pool, fused):
-    for names in everywhere(pool, training_ranks.operations, 13, [300, 0, 90, 40][: pool.ranks], USUAL | {"fused": fused}):
+    for names in everywhere(
+        pool, training_ranks.operations, 13, [300, 0, 90, 40][: pool.ranks], USUAL | {"fused": fused}
+    ):
         assert len(names) == 1 and "flashmoe_moe" in names[0], names
 
 

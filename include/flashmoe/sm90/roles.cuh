@@ -386,7 +386,7 @@ __device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
   return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
 }
 
-// Loaders: a task behind the stop.
+// Loaders: a task over an expert's rows.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                Pipeline& ring, Count&& count) {
@@ -403,6 +403,22 @@ __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Cal
                           kTrainsInGroup ? c.memory.token_row_bytes / 16 : 0,
                           kTrainsInGroup ? args.group.gather : nullptr};
   load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
+}
+
+// Loaders: a task behind the stop. Whether the warps are at different stages then.
+template <class Dtype, class Count>
+__device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                 Pipeline& ring, Count&& count) {
+  if (!is_of_router(c, slot.index)) {
+    load_over_rows<Dtype>(args, c, slot, ring, count);
+    return false;
+  }
+  if (is_of_router_dx(c, slot.index)) {
+    load_router_dx<Dtype>(args, slot, ring, count);
+  } else if (slot.index != kCombines) {  // which loads nothing
+    load_router_weights<Dtype>(args, slot, ring, count);
+  }
+  return true;
 }
 
 // The loader warp that a task of dX leaves free: gradients of combine weights to other ranks.
@@ -447,16 +463,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
     if constexpr (kIsBackward) {
       if (is_over_rows(slot.kind)) {
-        apart = is_of_router(c, slot.index);
-        if (slot.index == kCombines) {
-          // by consumers alone
-        } else if (!apart) {
-          load_over_rows<Dtype>(args, c, slot, ring, count);
-        } else if (is_of_router_dx(c, slot.index)) {
-          load_router_dx<Dtype>(args, slot, ring, count);
-        } else {
-          load_router_weights<Dtype>(args, slot, ring, count);
-        }
+        apart = load_behind_stop<Dtype>(args, c, slot, ring, count);
         tasks.put_done(n);
         continue;
       }

@@ -199,6 +199,7 @@ __device__ __forceinline__ void compute_router_dx(const KernelArgs& args, const 
 template <class Dtype, class Trace, class WarpTrace>
 __device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                                 uint32_t n, const Trace& trace, const WarpTrace& each_warp) {
+  trace.end(Phase::kWait, s.ring.at(n).tile, 0);
   SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
   Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
   returner.run(c);
