@@ -198,7 +198,8 @@ class CudaEngine(Engine):
         # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
         by_bias, of_logits = cuda_training.weights_by_bias(tensors, given, ids) if alone else None, None
         if tensors.router is not None:
-            of_logits = dy.new_empty(tokens, cuda_training.logit_pitch(layer.layer.experts))
+            # Also of no tokens some memory: the kernel tells by it that there is a router.
+            of_logits = dy.new_empty(max(tokens, 1), cuda_training.logit_pitch(layer.layer.experts))
         elif of_weights is not None and (of_weights.dtype != weights.dtype or not of_weights.is_contiguous()):
             of_weights = weights.new_empty(weights.shape)
         memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens, rows))
@@ -241,7 +242,7 @@ class CudaEngine(Engine):
                 wanted[place].copy_(found)
         if "router_bias" in wanted:
             experts = layer.layer.experts
-            cuda_training.bias_gradient(of_logits[:, :experts], wanted["router_bias"], accumulates)
+            cuda_training.bias_gradient(of_logits[:tokens, :experts], wanted["router_bias"], accumulates)
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
         """The layer of such calls, known from an earlier one or prepared now."""
