@@ -12,7 +12,8 @@
 //                         sender (actors/put_sender.h), or where several ranks train keeper (actors/keeper.h)
 //   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
-//   (actors/returner.h, joiner.h), so that at the end all warps do.
+//   (actors/returner.h, joiner.h), so that at the end all warps do. (In a backward pass with a router the last warp of each
+//   block, and behind the experts' tasks the consumers: router_gradients.cuh.)
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
 //   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
