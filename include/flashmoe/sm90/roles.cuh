@@ -750,14 +750,19 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
   Accumulators<Shape> acc;
-  multiply<Dtype, Shape>(ring, group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
+  multiply_and_hold<Dtype, Shape>(ring, group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
   trace.begin(1);
   const auto [group_after, staging] = consumer.anew<Dtype>(ring);
   const Lane at = Lane::of_thread(group_after);
   const GradientPlace<is_gated(kActivation)> where{args, c, slot};
+  const uint32_t last = ring.last();
   if (is_one_of<kDifferentiating>(kind)) {
-    store_gradients<Dtype, kActivation>(staging, acc, where, args.clamped);
+    // The loaders have three stages to go on with meanwhile, which they fill long before this ends.
+    const uint32_t landing = ring.data(last) + Shape::a(0) + group_after * Shape::kNextA * kRowBytes;
+    store_gradients<Dtype, kActivation>(staging, landing, acc, where, args.clamped);
+    release_stage<Dtype, Stage>(ring.empty(ring.last()));
   } else {
+    release_stage<Dtype, Stage>(ring.empty(last));
     store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
                                slot.weights, slot.to);
   }
