@@ -1,4 +1,4 @@
-"""What PyTorch's operators add to the kernels of a backward pass on a GPU, on tensors of the host."""
+"""What PyTorch's operators add to the kernel of a backward pass on a GPU, where a layer has biases: on host tensors."""
 
 from __future__ import annotations
 
@@ -14,65 +14,33 @@ from flashmoe.engines import cuda_training  # noqa: E402
 T, H, E, K = 37, 24, 5, 2
 
 
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch):
-    """PyTorch has products of bfloat16 in float32 on GPUs alone."""
-
-    def product(left: Any, right: Any) -> Any:
-        assert left.dtype == right.dtype == torch.bfloat16
-        return (left.double() @ right.double()).float()
-
-    monkeypatch.setattr(cuda_training, "_product", product)
-
-
-def tensors_of(dtype: torch.dtype, **more: Any) -> Tensors:
+def tensors_of(**more: Any) -> Tensors:
     numbers = torch.Generator().manual_seed(7)
-    given = {"x": (T, H), "router": (E, H), "down_bias": (E, H)}
-    made = {name: torch.randn(shape, generator=numbers).to(dtype) for name, shape in given.items()} | more
+    made = {"x": torch.randn(T, H, generator=numbers), "down_bias": torch.randn(E, H, generator=numbers)}
+    made = {name: each.bfloat16() for name, each in made.items()} | more
     return Tensors(**{name: made.get(name) for name in Tensors._fields})
 
 
-def parts_of(values: torch.Tensor) -> torch.Tensor:
-    """[T, E] float32 as the kernel stores them, [T, LOGIT_PARTS, E] bfloat16."""
-    parts, rest = [], values
-    for _ in range(cuda_training.LOGIT_PARTS):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].float()
-    assert not rest.any()  # they are all of it
-    return torch.stack(parts, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_comes_through_the_router(dtype):
-    tensors, logits = tensors_of(dtype), torch.randn(T, E, generator=torch.Generator().manual_seed(8)) * 1e-3
-    x = torch.randn(T, H, generator=torch.Generator().manual_seed(9)).to(dtype)
-    bias = torch.zeros(E)
-    wanted = {"x": x.clone(), "router": torch.zeros(E, H), "router_bias": bias}
-    computed = cuda_training.Computed(wanted["x"], torch.zeros(T, K), None, parts_of(logits))
-    cuda_training.finish(tensors, wanted, computed)
-    exact = logits.double()
-    by_router = x.double() + exact @ tensors.router.double()
-    unit = torch.finfo(dtype).eps  # x is rounded once more
-    assert ((wanted["x"].double() - by_router).abs() <= unit * by_router.abs()).all()
-    of_router = exact.T @ tensors.x.double()
-    size = exact.T.abs() @ tensors.x.double().abs()
-    assert ((wanted["router"].double() - of_router).abs() <= 4 * 2.0**-24 * size).all()
-    assert ((bias.double() - exact.sum(0)).abs() <= 2.0**-24 * exact.sum(0).abs() + 1e-15).all()
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_the_gradient_of_a_routers_bias(accumulates):
+    assert cuda_training.logit_pitch(E) == 8
+    of_logits = torch.randn(T, 8, generator=torch.Generator().manual_seed(8)).bfloat16()
+    before = torch.randn(E, generator=torch.Generator().manual_seed(9))
+    found = before.clone()
+    cuda_training.bias_gradient(of_logits[:, :E], found, accumulates)
+    exact = of_logits[:, :E].double().sum(0) + (before.double() if accumulates else 0.0)
+    assert torch.equal(found, exact.float())
 
 
 def test_what_biases_owe_to_combine_weights():
-    tensors = tensors_of(torch.bfloat16, router=None)
+    tensors = tensors_of()
     ids = torch.stack([torch.arange(T) % E, (torch.arange(T) + 2) % E], 1).int()
     dropped = torch.rand(T, K, generator=torch.Generator().manual_seed(3)) < 0.3
     dy = torch.randn(T, H, generator=torch.Generator().manual_seed(4)).bfloat16()
     by_bias = cuda_training.weights_by_bias(tensors, {"y": dy}, ids.where(~dropped, ~ids))
     expected = torch.einsum("th,tkh->tk", dy.double(), tensors.down_bias.double()[ids.long()]).where(~dropped, 0.0)
     assert torch.allclose(by_bias, expected, rtol=1e-12, atol=1e-12)
-    kernels = torch.randn(T, K, generator=torch.Generator().manual_seed(5))
-    wanted = {"topk_weights": torch.zeros(T, K)}
-    cuda_training.finish(tensors, wanted, cuda_training.Computed(dy, kernels, by_bias, None))
-    assert torch.equal(wanted["topk_weights"], (kernels + by_bias).float())
-    assert cuda_training.weights_by_bias(tensors_of(torch.bfloat16, down_bias=None), {"y": dy}, ids) is None
+    assert cuda_training.weights_by_bias(tensors_of(down_bias=None), {"y": dy}, ids) is None
 
 
 def test_rows_that_were_counted():

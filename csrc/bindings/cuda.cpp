@@ -150,7 +150,8 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     f("logits", g.logits);
     f("of_logits", g.of_logits);
     f("weights_by_bias", g.weights_by_bias);
-    f("logit_parts", g.logit_parts);
+    f("logit_gradients", g.logit_gradients);
+    f("router", g.router);
     f.done();
     const auto c = context(handle);
     const TokenSpec t{

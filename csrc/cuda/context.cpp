@@ -101,10 +101,8 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   if (trains && (l.rdma != 0 || has_scales(spec.weight_type) || element_bytes(spec.y_type) != 2)) {
     throw Error(Error::Kind::kInvalidArgument, "layer: expected memory that is mapped and a 16-bit type for gradients");
   }
-  const KernelSet which{.general = !only_few(spec),
-                        .few = !trains,
-                        .logits = layer.pass == Pass::kBackward,
-                        .moves = layer.pass == Pass::kForward && l.ranks != 1};
+  const KernelSet which{
+      .general = !only_few(spec), .few = !trains, .moves = layer.pass == Pass::kForward && l.ranks != 1};
   const Kernels& loaded = kernels(layer.cubin, which, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
@@ -162,8 +160,6 @@ void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpe
   Plan& plan = plan_for(layer, tokens);
   plan.set_gradients(gradients);
   launch(plan, stream);
-  if (plan.args.backward.logit_parts == nullptr || tokens.tokens == 0) return;
-  plan.kernels.launch_logits(plan.args, stream);
 }
 
 void Context::launch(Plan& plan, DriverStream stream) {

@@ -8,7 +8,6 @@ Kernels::Kernels(const Device& device, const std::string& cubin, KernelSet which
       module_(device, cubin),
       general_(which.general ? module_.kernel("flashmoe_moe", sm90::kSharedBytes) : nullptr),
       few_(which.few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr),
-      logits_(which.logits ? module_.kernel("flashmoe_logits", 0) : nullptr),
       count_(which.moves ? module_.kernel("flashmoe_count", 0) : nullptr),
       move_(which.moves ? module_.kernel("flashmoe_move", 0) : nullptr) {
   if (api_ == nullptr) return;
@@ -35,13 +34,6 @@ void Kernels::launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverSt
   }
   void* parameters[] = {&args};
   check(driver().cuLaunchKernelEx(&config, few ? few_ : general_, parameters, nullptr), "cannot launch the kernel");
-}
-
-void Kernels::launch_logits(sm90::KernelArgs& args, DriverStream stream) const {
-  const uint32_t blocks = ceil_div(args.call.shape.tokens, gpu::kLogitThreads / 32);
-  LaunchConfig config{blocks, 1, 1, gpu::kLogitThreads, 1, 1, 0, stream, nullptr, 0};
-  void* parameters[] = {&args};
-  check(driver().cuLaunchKernelEx(&config, logits_, parameters, nullptr), "cannot launch the kernel of the logits");
 }
 
 void Kernels::launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const {

@@ -10,11 +10,11 @@
 
 namespace flashmoe::cuda {
 
-// Which kernels a cubin has: that for any number of tokens, that for a few, and that of a router's logits. Forward passes
-// that keep have no second, backward passes the third in its place, and experts in mxfp4 the second alone. Forward passes that
-// keep among several ranks have two that count and move what they have kept.
+// Which kernels a cubin has: that for any number of tokens, and that for a few. Passes that train have no second, and
+// experts in mxfp4 the second alone. Forward passes that keep among several ranks have two that count and move what they have
+// kept.
 struct KernelSet {
-  bool general, few, logits, moves;
+  bool general, few, moves;
 };
 
 class Kernels {
@@ -28,8 +28,6 @@ class Kernels {
   // Launches one of the two, that for a few tokens or the general one, on so many thread blocks; does nothing else to the
   // stream, and does not wait. The device's context is current.
   void launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverStream stream) const;
-  // The same of that of the logits.
-  void launch_logits(sm90::KernelArgs& args, DriverStream stream) const;
   // The same of those behind a forward pass that keeps, among several ranks.
   void launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
   void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pitch, uint32_t blocks,
@@ -39,7 +37,7 @@ class Kernels {
   const Device& device_;
   const Nvshmem* const api_;
   const Module module_;
-  const DriverFunction general_, few_, logits_, count_, move_;
+  const DriverFunction general_, few_, count_, move_;
 };
 
 }  // namespace flashmoe::cuda

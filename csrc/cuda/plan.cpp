@@ -129,8 +129,11 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
   if (spec.shared != 0) set_shared(a, layer);
   a.router_rows = rows_of(layer.router);
   if (layer.router.data != 0) {
-    a.router = encode(router_shape(layer.router, element_bytes(spec.y_type), spec.hidden, spec.experts),
-                      layer.router.data, spec.y_type, "router");
+    const uint32_t bytes = element_bytes(spec.y_type);
+    a.router =
+        encode(layer.pass == Pass::kBackward ? spans_shape(layer.router.row_bytes, bytes, spec.hidden, spec.experts)
+                                             : router_shape(layer.router, bytes, spec.hidden, spec.experts),
+               layer.router.data, spec.y_type, "router");
   }
   a.gate_up_bias = reinterpret_cast<const void*>(layer.gate_up_bias);
   a.down_bias = reinterpret_cast<const void*>(layer.down_bias);
@@ -336,13 +339,22 @@ void Plan::set_gradients(const GradientSpec& g) {
   b.logits = reinterpret_cast<const float*>(g.logits);
   b.of_logits = reinterpret_cast<const float*>(g.of_logits);
   b.weights_by_bias = reinterpret_cast<const double*>(g.weights_by_bias);
-  b.logit_parts = reinterpret_cast<uint16_t*>(g.logit_parts);
+  b.logit_gradients = at(g.logit_gradients);
+  b.router = at(g.router);
   args.intermediate = encode(rows_shape(z.row_bytes, bytes, z_columns, rows), z.data, spec.y_type, "rows of dZ");
   b.z_columns_map = encode(transposed_shape(z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
                            spec.y_type, "columns of dZ");
   b.weighted_columns =
       encode(transposed_shape(weighted, bytes, spec.intermediate, 1, 0, static_cast<uint32_t>(rows), 1), weighted.data,
              spec.y_type, "columns of activations");
+  const uint32_t tokens = args.call.shape.tokens;
+  if (g.logit_gradients == 0 || tokens == 0) return;  // no tensor map has no rows
+  const uint64_t pitch = uint64_t{sm90::logit_pitch(spec.experts)} * bytes;
+  args.tokens = encode(rows_shape(pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
+                       "rows of logits' gradients");
+  b.logit_columns = encode(spans_shape(pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
+                           "columns of logits' gradients");
+  b.x_columns = encode(spans_shape(g.x_row_bytes, bytes, spec.hidden, tokens), g.x, spec.y_type, "columns of x");
 }
 
 }  // namespace flashmoe::cuda

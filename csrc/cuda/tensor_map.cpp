@@ -56,6 +56,14 @@ TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hi
       5, {hidden, experts, 1, 1, 1}, {m.row_bytes, all, all, all}, {sm90::kRowBytes / element_bytes, rows, 1, 1, 1}};
 }
 
+TensorMapShape spans_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint32_t rows) {
+  const uint64_t all = rows * row_bytes;
+  return {5,
+          {columns, rows, 1, 1, 1},
+          {row_bytes, all, all, all},
+          {sm90::kRowBytes / element_bytes, sm90::kSpanRows, 1, 1, 1}};
+}
+
 TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows) {
   return {2, {columns, rows}, {row_bytes}, {sm90::kRowBytes / element_bytes, sm90::kRowBox}};
 }

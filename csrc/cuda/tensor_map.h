@@ -31,6 +31,9 @@ TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidd
 TensorMapShape transposed_shape(const Matrix& m, uint32_t element_bytes, uint32_t columns, uint32_t halves, uint32_t up,
                                 uint32_t rows, uint32_t experts);
 TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts);
+// Of a matrix's rows along K, whose columns go in spans, as those of transposed weights do; its row need be no multiple of 16
+// bytes.
+TensorMapShape spans_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint32_t rows);
 TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows);
 // Of tiles of intermediate rows in e4m3.
 TensorMapShape quantised_tiles_shape(uint64_t tile_bytes, uint32_t columns, uint64_t tiles);

@@ -7,8 +7,8 @@ to their tensors' types in these places alone:
 2. a row's part of a token's dX, ``dz @ gate_up``, before it travels home;
 3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
 4. every result, once;
-5. on a GPU besides: dz, and ``w a``, since tensor cores multiply by them; and what the experts owe to dX, before what
-   the router does is added.
+5. on a GPU besides: dz, ``w a`` and the gradients of logits, since tensor cores multiply by them; and what the experts
+   owe to dX, and the router, before they are added.
 
 **A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, that of place
 1, ``g = dY @ down`` that of a dot product over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is
@@ -17,8 +17,8 @@ limits of a clamp) and z is within 8 standard deviations of that place, engine a
 the jump is the deviation. The gradient of w is ``a . g + b . dY``, added up in float64.
 
 **The router.** The gradients of logits are computed in float64 from the logits and the gradients of weights, and
-rounded to float32. What they owe to the errors of either is carried by the Jacobian and its derivatives, by
-differences.
+rounded to float32, or as place 5 says. What they owe to the errors of either is carried by the Jacobian and its
+derivatives, by differences.
 
 **Gradients of weights** are sums over rows, added up in float32, of the outer product of two rows, each with its
 variance. What one row has wrong is wrong in a whole matrix, but rows err independently of one another: so the tail
@@ -353,7 +353,8 @@ class _Home:
     def add_term(self, values: np.ndarray, variance: np.ndarray) -> None:
         """One that does not travel."""
         if self.on_gpu:
-            self.variance += _rounding(self.by_rank[self.call.rank], self.call.x.dtype.name)
+            for each in (self.by_rank[self.call.rank], values):
+                self.variance += _rounding(each, self.call.x.dtype.name)
         self.by_rank[self.call.rank] += values
         self.squares += values**2
         self.variance += variance
@@ -387,6 +388,8 @@ class _Home:
             step[e] = 1e-6
             moved = [of_logits(logits + side * step, ids, self.of_weights, **rule) for side in (1.0, -1.0)]
             total += ((moved[0] - moved[1]) / 2e-6) ** 2 * variance[:, e, None]
+        if self.on_gpu:
+            total = total + _rounding(grad, dtype)
         self.add_term(*_linear(grad, total, router.T, 0.0))
         of_router, of_bias = _Sum.of(*router.shape), _Sum.of(1, len(router))
         of_router.add(grad, total, self.x, np.zeros_like(self.x))

@@ -108,7 +108,7 @@ std::string described(const sm90::GroupArgs& g) {
 }
 
 // Functions, as cuModuleGetFunction numbers them.
-constexpr uintptr_t kMoe = 1, kFew = 2, kLogits = 3, kCount = 4, kMove = 5;
+constexpr uintptr_t kMoe = 1, kFew = 2, kCount = 3, kMove = 4;
 
 void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool few) {
   const Call& c = a.call;
@@ -386,11 +386,10 @@ CudaResult cuModuleUnload(cuda::DriverModule) {
 }
 CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModule, const char* name) {
   const std::string wanted = name;
-  *function = reinterpret_cast<cuda::DriverFunction>(wanted == "flashmoe_few"      ? kFew
-                                                     : wanted == "flashmoe_logits" ? kLogits
-                                                     : wanted == "flashmoe_count"  ? kCount
-                                                     : wanted == "flashmoe_move"   ? kMove
-                                                                                   : kMoe);
+  *function = reinterpret_cast<cuda::DriverFunction>(wanted == "flashmoe_few"     ? kFew
+                                                     : wanted == "flashmoe_count" ? kCount
+                                                     : wanted == "flashmoe_move"  ? kMove
+                                                                                  : kMoe);
   return 0;
 }
 // Of a kernel that puts: which NVSHMEM's headers it was compiled with. The fake NVSHMEM is 3.8.0.
@@ -411,7 +410,6 @@ CudaResult cuStreamIsCapturing(cuda::DriverStream, int* status) {
 CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFunction function, void** parameters,
                             void**) {
   const auto kernel = reinterpret_cast<uintptr_t>(function);
-  if (kernel == kLogits) return 0;
   const auto& args = *static_cast<const sm90::KernelArgs*>(parameters[0]);
   if (kernel == kCount) return count(args.call, *static_cast<const sm90::CountedRows*>(parameters[1]));
   if (kernel == kMove) return moved(*static_cast<const sm90::MovedRows*>(parameters[1]));

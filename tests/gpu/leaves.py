@@ -11,6 +11,7 @@ import flashmoe
 import numpy as np
 import pytest
 import torch
+from layers import gpu_operations
 from problems import Problem
 from training import CONSTANT, as_array, as_tensor
 
@@ -54,3 +55,19 @@ def gradients_of(
     context.synchronize()
     named = dict(zip(leaves, found, strict=True))
     return {name: as_array(each.cpu()) for name, each in named.items()} | {"y": as_array(y.detach().cpu())}
+
+
+def operations_of_backward(context: flashmoe.Context, problem: Problem, dy: np.ndarray, rank: int = 0) -> list[str]:
+    """What the GPU does in the rank's backward pass, of all that has gradients."""
+    tensors, leaves = leaves_of(problem, rank)
+    for each in leaves.values():
+        each.requires_grad_()
+    grad = as_tensor(dy).cuda()
+    y = flashmoe.moe(context, **tensors)
+
+    def backward() -> None:
+        torch.autograd.grad(y, list(leaves.values()), grad, retain_graph=True)
+
+    backward()
+    gpu_operations(backward)  # the profiler's own first time
+    return gpu_operations(backward)

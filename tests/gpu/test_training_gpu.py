@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import PATIENCE, at_random, module_of, random_problem
 from layers import context_of as context_of_gpu
-from leaves import gradients_of, leaves_of
+from leaves import gradients_of, leaves_of, operations_of_backward
 from problems import Problem
 from training import as_array, as_tensor, check, trainable
 
@@ -243,6 +243,15 @@ def test_a_step_in_a_graph():
         expected = gradients_of(context, other, more[0])
         for name, each in zip(leaves, found, strict=True):
             assert as_array(each.cpu()).tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_backward_pass_is_one_operation_of_the_gpu(fused):
+    """Its kernel: nothing is filled, converted, copied or multiplied beside it, with a router either."""
+    problem, grads = trainable(19, [300], **USUAL | {"fused": fused})
+    with context_of(problem) as context:
+        names = operations_of_backward(context, problem, grads[0])
+    assert len(names) == 1 and "flashmoe_moe" in names[0], names
 
 
 def test_logits_have_gradients():

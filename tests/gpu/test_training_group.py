@@ -112,6 +112,14 @@ def test_gradients_of_a_rank_alone(pool):
             assert found[rank][0][name].tobytes() == each[name].tobytes(), (rank, name)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_backward_pass_is_one_operation_of_the_gpu(pool, fused):
+    for names in everywhere(
+        pool, training_ranks.operations, 13, [300, 0, 90, 40][: pool.ranks], USUAL | {"fused": fused}
+    ):
+        assert len(names) == 1 and "flashmoe_moe" in names[0], names
+
+
 @pytest.mark.parametrize("skew", [0.0, 50.0])
 def test_what_is_kept_is_what_was_received(pool, skew):
     sizes = USUAL | {"skew": skew}

@@ -12,7 +12,7 @@ import flashmoe
 import numpy as np
 import torch
 from layers import PATIENCE
-from leaves import gradients_of, leaves_of
+from leaves import gradients_of, leaves_of, operations_of_backward
 from ranks import device_of, joined, processors
 from training import as_array, as_tensor, trainable
 
@@ -38,6 +38,14 @@ def gradients(rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], 
                     assert values.tobytes() == first[each].tobytes(), each
         found.append(first)
     return found
+
+
+def operations(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> list:
+    """What this rank's GPU does in a backward pass."""
+    torch.cuda.set_device(device_of(rank))
+    problem, grads = trainable(seed, tokens, **sizes)
+    with context_for(problem, rank, name) as context:
+        return operations_of_backward(context, problem, grads[rank], rank)
 
 
 def kept_and_needed(

@@ -11,7 +11,6 @@
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
 #include "flashmoe/gpu/kept_rows.cuh"
-#include "flashmoe/gpu/router_backward.cuh"
 #include "flashmoe/sm90/few.cuh"
 #include "flashmoe/sm90/kernel.cuh"
 
@@ -71,15 +70,6 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);
   if (!sm90::prepare<sm90::Dtype>(args, shared)) return;
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
-}
-#endif
-
-#if FLASHMOE_BACKWARD
-extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kLogitThreads)
-    flashmoe_logits(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
-  using namespace flashmoe;
-  const uint32_t token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  if (token < args.call.shape.tokens) gpu::differentiate_logits(args, token, threadIdx.x % 32);
 }
 #endif
 

@@ -231,11 +231,11 @@ class Returner {
         reducer_(call, engine, cursors.reduce),
         combiner_(call, engine, cursors.combines, cursors.combine) {}
 
-  // Sums a piece, if one is ready. kDone: there are none left.
-  FLASHMOE_FN Step step() {
+  // Sums a piece, if one is ready. kDone: there are none left. combines: pieces of Combine, too.
+  FLASHMOE_FN Step step(bool combines = true) {
     const Step reduced = reducer_.look();  // first: a peer waits for it
     const bool reduces = reduced == Step::kProgress;
-    const Step combined = reduces ? Step::kIdle : combiner_.look();
+    const Step combined = reduces ? Step::kIdle : combines ? combiner_.look() : Step::kDone;
     if (reduces || combined == Step::kProgress) {
       const typename Engine::Piece piece = reduces ? reducer_.piece() : combiner_.piece();
       engine_.sum(piece);
@@ -250,11 +250,11 @@ class Returner {
   }
 
   // Until there are none left, or the call is aborted.
-  FLASHMOE_FN void run(const Call& c) {
+  FLASHMOE_FN void run(const Call& c, bool combines = true) {
     wait_until<P>(
         c,
         [&] {
-          const Step s = step();
+          const Step s = step(combines);
           if (s == Step::kIdle) P::rest();  // a group takes long, and all processors look at the same word
           return s;
         },

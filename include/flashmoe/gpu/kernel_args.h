@@ -95,9 +95,10 @@ struct KeptOutputs {
   float* weights;            // [T, top_k]
 };
 
-// A float32 number is the sum of so many bfloat16 ones, each rounded from what is left.
-inline constexpr uint32_t kLogitParts = 3;
-inline constexpr uint32_t kLogitThreads = 256;  // of a block of that kernel, a warp a token
+// Elements from one token's gradients of logits to the next one's: the copy engine takes rows 16 bytes apart.
+FLASHMOE_HD constexpr uint32_t logit_pitch(uint32_t experts) {
+  return align_up(experts, 8u);
+}
 
 // What a backward pass reads and writes besides, whose x, out, gate_up, down and intermediate are dY, dX, down_proj,
 // gate_up_proj and dZ. Rows of tiles: 256 a tile, one behind the other, in the order of intermediate rows.
@@ -111,17 +112,20 @@ struct BackwardArgs {
   TensorMap weighted_columns;
   uint32_t z_columns;   // 2I or I
   float* weight_parts;  // [2 blocks of columns][T C] what each has of a combine weight's gradient
-  float* weights;       // [T, top_k], written: the sums of these
+  float* weights;       // [T, top_k], written: the sums of these; null: not wanted
   uint8_t* gate_up;     // written: the gradients of gate_up_proj and down_proj, contiguous; null: not wanted
   uint8_t* down;
   uint8_t* gate_up_bias;  // likewise, of the biases
   uint8_t* down_bias;
   uint32_t accumulates;  // 1: these four are float32, and added to
-  // Of a router, read and written behind all else (gpu/router_backward.cuh).
+  // Of a router (gpu/router_backward.cuh, sm90/router_gradients.cuh), whose matrix is KernelArgs::router.
   const float* logits;            // [T, E], as they were scored
   const float* of_logits;         // [T, E]: gradients of theirs that the caller has besides; may be null
   const double* weights_by_bias;  // [T, top_k]: what down_bias adds to the combine weights' gradients; may be null
-  uint16_t* logit_parts;  // [T, kLogitParts, E], written: gradients of logits, sums of so many bfloat16; may be null
+  uint8_t* logit_gradients;       // [T, logit_pitch(E)], written, of x's type; null: no router
+  TensorMap logit_columns;        // these and x as operands whose rows are contracted
+  TensorMap x_columns;
+  uint8_t* router;  // [E, H], written, or as `accumulates` says: the router's gradient; null: not wanted
 };
 
 // A forward pass among several ranks keeps as much as it has received, which is known when it is over: two small kernels
@@ -172,9 +176,9 @@ struct KernelArgs {
   //   transposed weights: 64 features by 64 rows along K a box, of which a block loads two for 128 features
   //     gate_up  5D {I, H, 2, 1, El}; with gate and up in turn, or no gate, {2I or I, H, 1, 1, El};  box {64, 64, 1, 1, 1}
   //     down     5D {H, I, 1, 1, El},  box {64, 64, 1, 1, 1}
-  //   router   5D {H, E, 1, 1, 1},       box {., gate_features(E), 1, 1, 1}
+  //   router   5D {H, E, 1, 1, 1},       box {., gate_features(E), 1, 1, 1}; of a backward pass box {64, 64, 1, 1, 1}
   //   intermediate  2D {I, tiles * 256}, box {., 32}
-  //   tokens   2D {H, T},                box {., 32}; x, for the router
+  //   tokens   2D {H, T},                box {., 32}; x, for the router; of a backward pass 2D {E, T}, gradients of logits
   TensorMap gate_up, down, router, intermediate, tokens;
   // The shared expert's, slice by slice: as gate_up and down, of so many experts.
   TensorMap shared_gate_up, shared_down;

@@ -32,6 +32,7 @@ __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uin
   Platform::store_relaxed(&control->left.value, uint64_t{0});
   Platform::store_relaxed(&control->met.value, uint64_t{0});
   Platform::store_relaxed(&control->few_tasks.value, uint64_t{0});
+  if constexpr (kIsBackward) Platform::store_relaxed(&control->routed.value, uint64_t{0});
   const bool failed = Platform::load_relaxed(&control->abort.value) != 0;
   Platform::store_relaxed(&control->calls.value, failed ? kNoMoreCalls : epoch);
   if (failed) hand_over_fault(c, *args.host_fault);

@@ -95,6 +95,9 @@ struct alignas(128) Control {
   Line reduces[2];  // [parity] pieces of Reduce taken; zero before the call
   Line published;   // between calls: words ever published to the ready queue
   Line list_head;   // between calls: items ever drained from the ready list
+  // Of a backward pass with a router (GPU): thread blocks whose tokens' logits are differentiated, and in the upper half warps
+  // that have combined; zero between calls.
+  Line routed;
 };
 
 }  // namespace flashmoe

@@ -43,6 +43,21 @@ __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&m)[
                : "memory");
 }
 
+// The L2 adds to 16 bytes in global memory, each element rounded once, and nobody waits for it.
+template <class Dtype>
+__device__ __forceinline__ void add_global16(uint8_t* to, const uint4& v) {
+  if constexpr (std::is_same_v<Dtype, Bf16>) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
+  } else {
+    static_assert(std::is_same_v<Dtype, Fp16>);
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
+  }
+}
+
 // The warp's own part of its warpgroup's staging buffer.
 __device__ __forceinline__ uint32_t own_staging(uint32_t staging, const Lane& at) {
   return staging + at.warp * kPieceBytes;
@@ -187,8 +202,8 @@ __device__ __forceinline__ void stage_piece(uint32_t own, const Lane& at, const 
 }
 
 // Stores the warp's rows: those that the block's share of `rows` has, and of each no more than `columns` columns.
-// row_of(r) points to the task's first column of row r of the share.
-template <class Dtype, Columns kOrder, uint32_t kCount, class Finish, class RowOf>
+// row_of(r) points to the task's first column of row r of the share. kAdds: they are added to what is there.
+template <class Dtype, Columns kOrder, bool kAdds = false, uint32_t kCount, class Finish, class RowOf>
 __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (&acc)[kCount], uint32_t rows,
                                            uint32_t columns, Finish finish, RowOf row_of) {
   constexpr uint32_t kColumns = 2 * kCount / kJoined<kOrder>;
@@ -221,7 +236,13 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
       const bool exists = p * kLineBytes + chunk * 16 < left;
 #pragma unroll
       for (uint32_t i = 0; i < kPieceStores; ++i) {
-        if (exists && first + i * kRowsApart < rows) store_global16(to[i] + p * kLineBytes, piece[i]);
+        if (exists && first + i * kRowsApart < rows) {
+          if constexpr (kAdds) {
+            add_global16<Dtype>(to[i] + p * kLineBytes, piece[i]);
+          } else {
+            store_global16(to[i] + p * kLineBytes, piece[i]);
+          }
+        }
       }
       __syncwarp();
     }
@@ -268,7 +289,8 @@ __device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lan
       [&](uint32_t row) { return to + row * pitch; });
 }
 
-template <class Dtype, uint32_t kCount>
+// kAdds: added to what is there, by one that comes after it.
+template <class Dtype, bool kAdds = false, uint32_t kCount>
 __device__ __forceinline__ void store_returned_rows(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
                                                     const void* bias, uint32_t rows, uint32_t first_feature,
                                                     uint32_t hidden, const float* weights, const uint64_t* rows_to) {
@@ -278,7 +300,7 @@ __device__ __forceinline__ void store_returned_rows(uint32_t staging, const Lane
   detail::add_bias<Dtype, Columns::kResults>(acc[0], own, bias, at, first_feature, hidden);
   const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
   const float weight[2] = {weights[row], weights[row + 8]};
-  detail::store_rows<Dtype, Columns::kResults>(
+  detail::store_rows<Dtype, Columns::kResults, kAdds>(
       own, at, acc[0], rows, columns,
       [&](uint32_t h, float& low, float& high, float, float) { low *= weight[h], high *= weight[h]; },
       [&](uint32_t r) { return reinterpret_cast<uint8_t*>(rows_to[r] + offset); });

@@ -12,7 +12,8 @@
 //                         sender (actors/put_sender.h), or where several ranks train keeper (actors/keeper.h)
 //   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
-//   (actors/returner.h, joiner.h), so that at the end all warps do.
+//   (actors/returner.h, joiner.h), so that at the end all warps do. (In a backward pass with a router the last warp of each
+//   block, and behind the experts' tasks the consumers: router_gradients.cuh.)
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
 //   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
@@ -158,7 +159,11 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
-    compute_tasks<Dtype, kActivation, kTransposed>(args, c, s.ring, ring, warpgroup, trace);
+    uint32_t n;
+    const bool routes = compute_tasks<Dtype, kActivation, kTransposed>(args, c, s, ring, warpgroup, trace, n);
+    if constexpr (kIsBackward) {
+      if (routes) combine_and_add<Dtype>(args, c, s, ring, n, trace, each_warp);
+    }
   } else {
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
@@ -169,7 +174,12 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   }
   if (c.policy.joined == 0) {
     SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
-    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp>(c, sums, s.returns).run(c);
+    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp> returner(c, sums, s.returns);
+    if constexpr (kIsBackward) {
+      combine_and_route<Dtype>(args, c, returner);
+    } else {
+      returner.run(c);
+    }
   } else if (!kIsBackward && joins_late_rows(c)) {
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();

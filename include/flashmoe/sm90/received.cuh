@@ -3,11 +3,13 @@
 #pragma once
 
 #include "flashmoe/actors/keeper.h"
+#include "flashmoe/gpu/choice_gradient.cuh"
 #include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/protocol/gradients.h"
 #include "flashmoe/sm90/geometry.h"
 #include "flashmoe/sm90/load.cuh"
+#include "flashmoe/sm90/returned.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -123,31 +125,15 @@ __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, co
   P::sync();
 }
 
-// At home, once all ranks have returned all groups: the gradients of all own choices, 0 where one was dropped. All warps.
+// At home, once all ranks have returned all groups: the gradients of all own choices, where they are wanted. All warps.
 __device__ __forceinline__ void collect_weight_gradients(const KernelArgs& args, const Call& c) {
-  using P = Platform;
-  const WaitEnd end = wait_until<P>(
-      c,
-      [&] {
-        bool all = true;
-        const uint32_t signals = c.shape.tokens == 0 ? 0 : c.shape.ranks * c.policy.groups;
-        for (uint32_t i = P::lane(); i < signals; i += P::kLanes) {
-          const uint64_t* const signal = c.return_signal(c.rank, i / c.policy.groups, i % c.policy.groups);
-          all &= Signal::epoch(P::load_acquire(signal, kSystem)) == c.epoch;
-        }
-        return P::ballot(!all) == 0 ? Step::kDone : Step::kIdle;
-      },
-      OsLiveness<P>{c});
-  if (end != WaitEnd::kDone) return;
-  P::sync();
+  if (args.backward.weights == nullptr || !wait_for_returns(c)) return;
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   const uint32_t top_k = c.shape.top_k, all = c.shape.tokens * top_k;
-  const uint8_t* const own = c.memory.heaps[c.rank] + args.group.weights_at;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kThreads + thread; i < all; i += gridDim.x * kThreads) {
-    const auto* const row = reinterpret_cast<const float*>(own + uint64_t{i / top_k} * args.group.weights_pitch);
-    args.backward.weights[i] = args.backward.kept.ids[i] >= 0 ? row[i % top_k] : 0.0f;
+    args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, 0);
   }
 }
 

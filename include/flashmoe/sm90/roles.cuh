@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/sm90/consumer.cuh"
 #include "flashmoe/sm90/epilogue.cuh"
 #include "flashmoe/sm90/epilogue_backward.cuh"
 #include "flashmoe/sm90/epilogue_kept.cuh"
@@ -14,6 +15,7 @@
 #include "flashmoe/sm90/mainloop_quantised.cuh"
 #include "flashmoe/sm90/received.cuh"
 #include "flashmoe/sm90/ring.cuh"
+#include "flashmoe/sm90/router_gradients.cuh"
 #include "flashmoe/sm90/weight_gradients.cuh"
 
 namespace flashmoe::sm90 {
@@ -151,7 +153,9 @@ __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, 
 // The same for a product over an expert's rows behind the stop.
 __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
   if (Platform::lane() != 0) return;
-  const uint32_t rows = rows_of_expert(c, task.index);
+  const uint32_t rows = task.index == kCombines       ? 0
+                        : is_of_router(c, task.index) ? c.shape.tokens
+                                                      : rows_of_expert(c, task.index);
   slot.index = slot.tile = slot.expert = task.index;
   slot.column = task.column;
   slot.slices = 1;
@@ -217,7 +221,13 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   } else if (is_one_of<kOfExpert>(task.kind)) {
     look_up_expert(c, task, slot);
   } else if (is_over_rows(task.kind)) {
-    look_up_over_rows(c, task, slot);
+    if constexpr (kIsBackward) {
+      if (is_of_router_dx(c, task.index)) {
+        look_up_router_dx(args, c, task, slot);
+      } else {
+        look_up_over_rows(c, task, slot);
+      }
+    }
   } else if (task.kind != TaskKind::kStop) {
     look_up<Dtype>(args, c, task, slot);
   }
@@ -247,6 +257,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   uint32_t stages = 0, stored = 0;  // of the tasks so far
   uint32_t reported = 0;
   bool stopped = false;  // the queue has no more tasks
+  [[maybe_unused]] TasksBehindStop behind(args);
   auto report_done = [&](uint32_t taken) {
     if (reported == taken || !ring.is_done(reported)) return false;
     if (P::lane() == 0) ring.report_done(reported);
@@ -274,7 +285,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
         }
       }
       stopped |= task.kind == TaskKind::kStop;
-      if (stopped) task = take_weight_task(args, c);
+      if (stopped) task = behind.next(args, c, [&] { return report_done(n); });
     }
     if (P::lane() == 0) ring.hand_on(n, task);
     put_task<Dtype>(args, c, ring, n, task, stored);
@@ -375,7 +386,7 @@ __device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
   return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
 }
 
-// Loaders: a task behind the stop.
+// Loaders: a task over an expert's rows.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                Pipeline& ring, Count&& count) {
@@ -392,6 +403,22 @@ __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Cal
                           kTrainsInGroup ? c.memory.token_row_bytes / 16 : 0,
                           kTrainsInGroup ? args.group.gather : nullptr};
   load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
+}
+
+// Loaders: a task behind the stop. Whether the warps are at different stages then.
+template <class Dtype, class Count>
+__device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                 Pipeline& ring, Count&& count) {
+  if (!is_of_router(c, slot.index)) {
+    load_over_rows<Dtype>(args, c, slot, ring, count);
+    return false;
+  }
+  if (is_of_router_dx(c, slot.index)) {
+    load_router_dx<Dtype>(args, slot, ring, count);
+  } else if (slot.index != kCombines) {  // which loads nothing
+    load_router_weights<Dtype>(args, slot, ring, count);
+  }
+  return true;
 }
 
 // The loader warp that a task of dX leaves free: gradients of combine weights to other ranks.
@@ -436,7 +463,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
     if constexpr (kIsBackward) {
       if (is_over_rows(slot.kind)) {
-        load_over_rows<Dtype>(args, c, slot, ring, count);
+        apart = load_behind_stop<Dtype>(args, c, slot, ring, count);
         tasks.put_done(n);
         continue;
       }
@@ -541,23 +568,6 @@ __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call&
     }
   });
 }
-
-// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, and in a backward pass, the sums leave no
-// registers to keep them, so that they are found anew.
-struct Consumer {
-  uint32_t group, staging;
-
-  template <class Dtype>
-  __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
-    if constexpr (!kQuantised<Dtype> && !kIsBackward && !kKeepBuild) return *this;
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return of_group(ring, thread / kWarpgroup);
-  }
-  static __device__ __forceinline__ Consumer of_group(const Pipeline& ring, uint32_t group) {
-    return {group, ring.stages + kStages * kStageBytes + group * kStagingBytes};
-  }
-};
 
 // Who keeps the pre-activations of a task that activates, whose first column of results is `first_column`.
 template <bool kGated>
@@ -711,17 +721,12 @@ __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const C
   constexpr uint32_t kSummers = (kWarps - 1) * 32;
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  if (thread >= kSummers) return;
-  const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
-  const uint32_t all = c.shape.tokens * (c.shape.routed_top_k() + c.shape.shared);
+  if (thread >= kSummers || args.backward.weights == nullptr) return;
+  const uint32_t parts = weight_parts_of(c);
+  const uint32_t top_k = c.shape.top_k, all = c.shape.tokens * top_k;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
-    float sum = 0.0f;
-    if (args.backward.kept.ids[i] >= 0) {
-#pragma unroll 4
-      for (uint32_t p = 0; p < parts; ++p) sum += args.backward.weight_parts[uint64_t{p} * all + i];
-    }
-    args.backward.weights[i] = sum;
+    args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, parts);
   }
 }
 
@@ -788,18 +793,21 @@ __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const 
   store_weight_gradients<Dtype>(staging, Lane::of_thread(group), acc, to);
 }
 
-// A consumer warpgroup: `group` 0 or 1.
+// A consumer warpgroup: `group` 0 or 1. Until the stop, or where it combines (kCombines): then true, and n is the task's number.
 template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
-__device__ __forceinline__ void compute_tasks(const KernelArgs& args, const Call& c, TaskRing& tasks, Pipeline& ring,
-                                              uint32_t group, const Trace& trace) {
+__device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                              uint32_t group, const Trace& trace, uint32_t& n) {
+  TaskRing& tasks = s.ring;
   const auto consumer = Consumer::of_group(ring, group);
   // The stages were scratch: only now may either block's loaders fill them.
   fence_cluster();
-  for (uint32_t s = 0; s < kStages; ++s) release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(s));
-  for (uint32_t n = 0;; ++n) {
+  for (uint32_t stage = 0; stage < kStages; ++stage)
+    release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(stage));
+  for (n = 0;; ++n) {
     trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
-    if (slot.kind == TaskKind::kStop) return;
+    if (slot.kind == TaskKind::kStop) return false;
+    if (kIsBackward && slot.index == kCombines) return true;
     trace.end(Phase::kWait, slot.tile, slot.column);
     trace.begin();
     if constexpr (kIsBackward) {

@@ -3,6 +3,8 @@
 //   down_proj     [H, I]   dY^T (w a)
 //   gate_up_proj  [2I, H]  dZ^T x      (transposed layers: [I, H] and [H, 2I])
 //
+// and behind them the products of a router (router_gradients.cuh).
+//
 // Stops stand behind all tasks of the queue, dX's among them, which a tile's dA makes ready: so all rows of dZ and of w a are
 // stored by then, and whoever has taken a stop may read them. Tasks are taken by tickets. One is of an expert, 256 rows of
 // H, each block has 128 of them and a warpgroup 64, and 256 columns of I or 2I.
@@ -33,6 +35,28 @@ struct WeightTasks {
   __device__ __forceinline__ uint32_t all() const { return down + gate_up; }
 };
 
+// The tasks of a router, behind those of experts: of its own gradient, and of what it owes to dX (router_gradients.cuh).
+struct RouterTasks {
+  uint32_t weights, x;
+
+  static __device__ __forceinline__ RouterTasks of(const KernelArgs& args) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
+    if (args.backward.logit_gradients == nullptr) return {0, 0};
+    return {args.backward.router == nullptr ? 0 : blocks * ceil_div(s.experts, kTaskFeatures),
+            blocks * ceil_div(s.tokens, kTileTokens)};
+  }
+};
+// The index of a task that each cluster has once, between the experts' tasks and dX's: its consumers combine.
+inline constexpr uint32_t kCombines = kNoTile - 1;
+// The others' index is that of an expert behind the last one; of dX's, and behind it that of a tile of tokens.
+__device__ __forceinline__ bool is_of_router(const Call& c, uint32_t index) {
+  return index >= c.shape.local_experts;
+}
+__device__ __forceinline__ bool is_of_router_dx(const Call& c, uint32_t index) {
+  return index > c.shape.local_experts && index != kCombines;
+}
+
 // What one of them multiplies: Task::column says which it is of its expert's.
 struct WeightTask {
   bool of_down;
@@ -47,7 +71,29 @@ struct WeightTask {
     return {of_down, m % blocks * kTaskFeatures, m / blocks * kTaskFeatures,
             of_down ? s.intermediate : args.backward.z_columns};
   }
+  static __device__ __forceinline__ WeightTask of_router(const KernelArgs& args, uint32_t n) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
+    return {false, n % blocks * kTaskFeatures, n / blocks * kTaskFeatures, s.experts};
+  }
 };
+
+// The task of the n-th ticket, or the stop. The router's own gradient, whose few tasks are long, begins behind three quarters of
+// the experts', so that logits are differentiated by then, and other tasks are left to go on beside it; dX's tasks, which are
+// short, come last.
+__device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_t n) {
+  const CallShape& s = args.call.shape;
+  const uint32_t each = WeightTasks::of(args).all(), of_experts = each * s.local_experts;
+  const RouterTasks router = RouterTasks::of(args);
+  const uint32_t before = of_experts - of_experts / 4;
+  if (n >= before && n - before < router.weights) return {kOverRows, n - before, s.local_experts};
+  if (n >= before) n -= router.weights;
+  if (n < of_experts) return {kOverRows, n % each, n / each};
+  n -= of_experts;
+  if (n >= router.x) return {TaskKind::kStop, 0, 0};
+  const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
+  return {kOverRows, n % blocks, s.local_experts + 1 + n / blocks};
+}
 
 // The next task of the ticket, or the stop. One warp.
 __device__ __forceinline__ Task take_weight_task(const KernelArgs& args, const Call& c) {
@@ -57,9 +103,7 @@ __device__ __forceinline__ Task take_weight_task(const KernelArgs& args, const C
   const bool failed = P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0;
   if (P::lane() == 0 && !failed) ticket = P::fetch_add(&c.control()->few_tasks.value, uint64_t{1});
   const auto n = static_cast<uint32_t>(P::broadcast(ticket, 0));
-  const uint32_t each = WeightTasks::of(args).all();
-  if (failed || each == 0 || n >= each * c.shape.local_experts) return {TaskKind::kStop, 0, 0};
-  return {kOverRows, n % each, n / each};
+  return failed ? Task{TaskKind::kStop, 0, 0} : task_behind_stop(args, n);
 }
 
 // Rows of tokens that products over an expert's rows gather, at the block's first column: own ones, and among several ranks
@@ -194,14 +238,16 @@ struct WeightOutput {
 
   template <class Dtype, bool kTransposedLayer>
   static __device__ __forceinline__ WeightOutput of(const KernelArgs& args, uint32_t expert, uint32_t n) {
-    const WeightTask task = WeightTask::of(args, n);
+    const bool of_router = is_of_router(args.call, expert);
+    const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, n);
     const uint32_t hidden = args.call.shape.hidden;
     const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
-    const bool across = task.of_down == kTransposedLayer;
+    const bool across = of_router || task.of_down == kTransposedLayer;
     const uint64_t pitch = across ? hidden : task.columns;
     const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
     const uint64_t first = across ? task.first_column * pitch + first_row : first_row * pitch + task.first_column;
-    uint8_t* const all = task.of_down ? args.backward.down : args.backward.gate_up;
+    uint8_t* const all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
+    if (of_router) expert = 0;
     return {all + (uint64_t{expert} * hidden * task.columns + first) * bytes, across,
             first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * bytes};
   }
@@ -245,14 +291,13 @@ __device__ __forceinline__ void add_weight_gradients(const Lane& at, const float
                                        : row * out.row_bytes + first_column * sizeof(float));
 #pragma unroll
     for (uint32_t j = 0; j < 32; ++j) {
-      if (j * 8 < out.columns) {  // which are a multiple of 8
-        const float low = acc[0][4 * j + 2 * h], high = acc[0][4 * j + 2 * h + 1];
-        if (out.across) {
-          add_global(to, low);
-          add_global(to + out.row_bytes, high);
-        } else {
-          add_global(to, low, high);
-        }
+      const uint32_t column = j * 8 + first_column;
+      const float low = acc[0][4 * j + 2 * h], high = acc[0][4 * j + 2 * h + 1];
+      if (out.across) {
+        if (column < out.columns) add_global(to, low);
+        if (column + 1 < out.columns) add_global(to + out.row_bytes, high);
+      } else if (column < out.columns) {  // which are a multiple of 8
+        add_global(to, low, high);
       }
       to += out.across ? 8 * out.row_bytes : 8 * sizeof(float);
     }

@@ -37,6 +37,7 @@ _GRADIENTS = {
     "down": "down_proj",
     "gate_up_bias": "gate_up_bias",
     "down_bias": "down_bias",
+    "router": "router",
 }
 """What a backward pass's kernel writes of a layer's tensors."""
 _OF_TOKENS = ("x", "topk_weights")
@@ -194,13 +195,13 @@ class CudaEngine(Engine):
         dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
         if dx is None or not dx.is_contiguous():
             dx = dy.new_empty(dy.shape)
-        if of_weights is None or of_weights.dtype != weights.dtype or not of_weights.is_contiguous():
-            of_weights = weights.new_empty(weights.shape)
         # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
-        by_bias, parts = cuda_training.weights_by_bias(tensors, given, ids) if alone else None, None
+        by_bias, of_logits = cuda_training.weights_by_bias(tensors, given, ids) if alone else None, None
         if tensors.router is not None:
-            shape = (tokens, cuda_training.LOGIT_PARTS, tensors.router.shape[0])
-            parts = dy.new_empty(shape, dtype=torch.bfloat16)
+            # Also of no tokens some memory: the kernel tells by it that there is a router.
+            of_logits = dy.new_empty(max(tokens, 1), cuda_training.logit_pitch(layer.layer.experts))
+        elif of_weights is not None and (of_weights.dtype != weights.dtype or not of_weights.is_contiguous()):
+            of_weights = weights.new_empty(weights.shape)
         memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens, rows))
         written = {
             name: each
@@ -222,19 +223,26 @@ class CudaEngine(Engine):
                 "x": address,
                 "x_row_bytes": row_bytes,
                 "memory": memory.data_ptr(),
-                "weights": of_weights.data_ptr(),
+                "weights": _place(of_weights),
                 "logits": _place(cuda_training.kept_logits(kept, tensors)),
                 "of_logits": _place(given.get("router_logits")),
                 "weights_by_bias": _place(by_bias),
                 "accumulates": int(accumulates),
-                "logit_parts": _place(parts),
+                "logit_gradients": _place(of_logits),
             }
             | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
         )
         for place in _GRADIENTS.values():
             if place in wanted and written[place] is not wanted[place]:
                 wanted[place].copy_(written[place])
-        cuda_training.finish(tensors, wanted, cuda_training.Computed(dx, of_weights, by_bias, parts), accumulates)
+        if of_weights is not None and by_bias is not None:
+            of_weights = of_weights + by_bias
+        for place, found in (("x", dx), ("topk_weights", of_weights)):
+            if place in wanted and found is not wanted[place]:
+                wanted[place].copy_(found)
+        if "router_bias" in wanted:
+            experts = layer.layer.experts
+            cuda_training.bias_gradient(of_logits[:tokens, :experts], wanted["router_bias"], accumulates)
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
         """The layer of such calls, known from an earlier one or prepared now."""

@@ -1,4 +1,4 @@
-"""Gradients on a GPU: which layers have them, what a call keeps, and what PyTorch's operators add to the kernel."""
+"""Gradients on a GPU: which layers have them, what a call keeps, what PyTorch's operators do for layers with biases."""
 
 from __future__ import annotations
 
@@ -92,21 +92,9 @@ def kept_routing(kept: Any, end: int, tokens: int, choices: int) -> tuple[Any, A
     return ids.view(torch.int32).view(tokens, choices), weights.view(torch.float32).view(tokens, choices)
 
 
-class Computed(NamedTuple):
-    """What the kernels of a backward pass have computed."""
-
-    x: Any
-    """[T, H]: what the experts owe to x."""
-    weights: Any
-    """[T, K] float32: gradients of combine weights, but for what biases owe to them; 0 where a choice was dropped."""
-    weights_by_bias: Any
-    """[T, K] float64: that; None without biases."""
-    logit_parts: Any
-    """[T, LOGIT_PARTS, E] bfloat16, of which the sums are the gradients of logits; None without a router."""
-
-
-LOGIT_PARTS = 3
-"""A float32 number is the sum of so many bfloat16 ones (kLogitParts)."""
+def logit_pitch(experts: int) -> int:
+    """Elements from one token's gradients of logits to the next one's, as the copy engine takes rows (logit_pitch)."""
+    return -(-experts // 8) * 8
 
 
 def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any:
@@ -118,49 +106,9 @@ def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any
     return of_bias.gather(1, ids.where(ids >= 0, ~ids).long()).where(ids >= 0, 0.0)
 
 
-def finish(tensors: Tensors, wanted: Mapping[str, Any], computed: Computed, accumulates: bool = False) -> None:
-    """Writes what is wanted of x, of combine weights and of the router, or adds to that of the router.
-
-    Products with the gradients of logits are of their parts, so that bfloat16 tensor cores have them, and are added up
-    in float32: a product of float64 or float32 takes several times as long, and that of TF32 is not exact.
-    """
+def bias_gradient(logit_gradients: Any, to: Any, accumulates: bool) -> None:
+    """Writes the gradient of a router's bias, [E], the sum of those of logits, [T, E], or adds it to what is there."""
     import torch
 
-    if tensors.router is None:
-        of_weights = computed.weights
-        if computed.weights_by_bias is not None:
-            of_weights = of_weights + computed.weights_by_bias
-        for name, found in (("topk_weights", of_weights), ("x", computed.x)):
-            if name in wanted and found is not wanted[name]:
-                wanted[name].copy_(found)
-        return
-    experts = tensors.router.shape[0]
-    parts = computed.logit_parts.flatten(1)  # [T, LOGIT_PARTS E]
-    if "x" in wanted:
-        by_router = sum(_product(parts, each.repeat(LOGIT_PARTS, 1)) for each in _bfloat16(tensors.router))
-        torch.add(by_router, computed.x, out=wanted["x"])
-    if "router" in wanted:
-        by_part = sum(_product(parts.T, each) for each in _bfloat16(tensors.x))
-        _write(wanted["router"], by_part.view(LOGIT_PARTS, experts, -1).sum(0), accumulates)
-    if "router_bias" in wanted:
-        by_token = parts.sum(0, dtype=torch.float64).view(LOGIT_PARTS, experts).sum(0)
-        _write(wanted["router_bias"], by_token, accumulates)
-
-
-def _write(to: Any, found: Any, accumulates: bool) -> None:
+    found = logit_gradients.sum(0, dtype=torch.float64)
     to.copy_(to + found if accumulates else found)
-
-
-def _bfloat16(tensor: Any) -> list[Any]:
-    """bfloat16 tensors whose sum one of a 16-bit type is, exactly."""
-    import torch
-
-    high = tensor.to(torch.bfloat16)
-    return [high] if tensor.dtype == torch.bfloat16 else [high, (tensor.float() - high.float()).to(torch.bfloat16)]
-
-
-def _product(left: Any, right: Any) -> Any:
-    """Of bfloat16 matrices, in float32."""
-    import torch
-
-    return torch.mm(left, right, out_dtype=torch.float32)

@@ -1,0 +1,34 @@
+// The wait for all rows of dX, and with them all gradients of combine weights, of a backward pass.
+#pragma once
+
+#include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/protocol/pending.h"
+#include "flashmoe/protocol/wait.h"
+
+namespace flashmoe::sm90 {
+
+// Until every rank has returned every group to this one; false if they never do. One warp.
+__device__ __forceinline__ bool wait_for_returns(const Call& c) {
+  using P = Platform;
+  const auto is_here = [&](uint32_t g) {
+    bool all = true;
+    for (uint32_t q = P::lane(); q < c.shape.ranks; q += P::kLanes) {
+      all &= Signal::epoch(P::load_acquire(c.return_signal(c.rank, q, g), kSystem)) == c.epoch;
+    }
+    return P::ballot(!all) == 0;
+  };
+  uint32_t here = c.shape.tokens == 0 ? c.policy.groups : 0;  // nobody returns a group of no tokens
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        while (here < c.policy.groups && is_here(here)) ++here;
+        if (here == c.policy.groups) return Step::kDone;
+        P::rest();  // all blocks look at the same word
+        return Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  P::sync();  // what one lane acquired is every lane's
+  return end == WaitEnd::kDone;
+}
+
+}  // namespace flashmoe::sm90
