@@ -146,8 +146,10 @@ struct LanePlaces {
     }
     cp_async_commit();
   }
+  // later: groups that were begun behind the row's.
+  template <uint32_t kLater>
   static __device__ __forceinline__ uint4 fetched(uint32_t i, uint32_t landing) {
-    cp_async_wait<kLaneRows - 1>();
+    cp_async_wait<kLater>();
     const uint32_t at = landing + i * 32 * kLandingRow;
     if constexpr (kGated) return load_shared16(at);
     const float2 v = load_shared8(at);
@@ -233,16 +235,19 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
       const bool more = (piece + 1) * kGradientColumns < columns;
       stage_piece_of<0, kPieces>(piece, own, acc[0]);
       __syncwarp();
+      uint4 z = places.template fetched<kLaneRows - 1>(0, landing);
 #pragma unroll
       for (uint32_t i = 0; i < kLaneRows; ++i) {
         const uint4 staged = load_shared16(own + staged_in_piece(at.lane / 8 + i * kLaneRowsApart, at.lane % 8));
         const float da[kLaneColumns] = {__uint_as_float(staged.x), __uint_as_float(staged.y), __uint_as_float(staged.z),
                                         __uint_as_float(staged.w)};
         const float weight = where.weight(first + i * kLaneRowsApart);
+        uint4 next = {};
+        if (i + 1 < kLaneRows) next = places.template fetched<kLaneRows - 2>(i + 1, landing);
         float term = 0.0f;
-        const LaneGradients made =
-            differentiate_columns<Dtype, A>(da, places.fetched(i, landing), weight, in_turn(), term, shape);
+        const LaneGradients made = differentiate_columns<Dtype, A>(da, z, weight, in_turn(), term, shape);
         places.fetch(i, landing, more);
+        z = next;
         if (column < columns) {
           sum[i] += term;
           if (static_cast<int32_t>(i * kLaneRowsApart) < left) places.store(made, i, where);
