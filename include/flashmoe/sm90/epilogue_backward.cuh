@@ -34,12 +34,27 @@ __device__ __forceinline__ void stage_columns(uint32_t own, const Lane& at, cons
   }
 }
 
-// Pre-activations of a lane's columns of one row: gate and up of each, or without a gate a half each, in z.x and z.y.
-template <bool kGated>
-__device__ __forceinline__ uint4 load_pre_activations(const uint8_t* from) {
-  if constexpr (kGated) return __ldcs(reinterpret_cast<const uint4*>(from));
-  const uint2 z = __ldcs(reinterpret_cast<const uint2*>(from));
-  return {z.x, z.y, 0, 0};
+// The thread's place, found anew wherever it is needed: the accumulators leave no registers to keep it.
+__device__ __forceinline__ Lane this_lane() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return Lane::of_thread(thread / kWarpgroup);
+}
+__device__ __forceinline__ uint32_t slab_of(const Lane& at) {
+  return at.group * 64 + at.warp * kWarpRows;
+}
+
+// Stages the piece-th 32 columns, of kMany from the kFirst-th on: by a tree of branches, since a warp waits for instructions at
+// each that it jumps over.
+template <uint32_t kFirst, uint32_t kMany, uint32_t kCount>
+__device__ __forceinline__ void stage_piece_of(uint32_t piece, uint32_t own, const float (&acc)[kCount]) {
+  if constexpr (kMany == 1) {
+    stage_columns(own, this_lane(), acc, kFirst);
+  } else if (piece < kFirst + kMany / 2) {
+    stage_piece_of<kFirst, kMany / 2>(piece, own, acc);
+  } else {
+    stage_piece_of<kFirst + kMany / 2, kMany / 2>(piece, own, acc);
+  }
 }
 
 // What becomes of a lane's columns of one row.
@@ -94,16 +109,6 @@ __device__ __forceinline__ void store_zeros(uint8_t* at, uint64_t row_bytes, uin
   }
 }
 
-// The thread's place, found anew wherever it is needed: the accumulators leave no registers to keep it.
-__device__ __forceinline__ Lane this_lane() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return Lane::of_thread(thread / kWarpgroup);
-}
-__device__ __forceinline__ uint32_t slab_of(const Lane& at) {
-  return at.group * 64 + at.warp * kWarpRows;
-}
-
 // Where a lane's columns of a piece lie, in rows kLaneRowsApart from one another.
 template <bool kGated>
 struct LanePlaces {
@@ -113,7 +118,7 @@ struct LanePlaces {
   uint32_t kept[kLaneRows];  // and how far behind that the lane's rows are, in units of 16 bytes
   uint8_t *weighted, *gradients;
 
-  // Of the first piece. first: the lane's first row; column: its first column, of `columns`.
+  // Of the first piece. first: the lane's first row; column: its first column, of `columns`. landing: see fetch().
   template <class Where>
   static __device__ __forceinline__ LanePlaces of(const Where& where, uint32_t first, uint32_t column,
                                                   uint32_t columns) {
@@ -127,8 +132,28 @@ struct LanePlaces {
     at.gradients = where.gradients(first, where.in_turn() ? 2 * column : column);
     return at;
   }
-  __device__ __forceinline__ uint4 load(uint32_t i) const {
-    return load_pre_activations<kGated>(z + uint64_t{kept[i]} * 16);
+  // Pre-activations of the lane's columns of its i-th row come to shared memory, one group of cp.async a row, into a place of the lane's
+  // own behind `landing`, and from there to registers: gate and up of each column, or without a gate a half each, in z.x and z.y.
+  static constexpr uint32_t kLandingRow = kLaneColumns * kZBytes;
+  __device__ __forceinline__ void fetch(uint32_t i, uint32_t landing, bool exists) const {
+    const uint8_t* const from = z + uint64_t{kept[i]} * 16;
+    const uint32_t to = landing + i * 32 * kLandingRow;
+    if (exists) {
+      if constexpr (kGated)
+        cp_async16(to, from);
+      else
+        cp_async8(to, from);
+    }
+    cp_async_commit();
+  }
+  // later: groups that were begun behind the row's.
+  template <uint32_t kLater>
+  static __device__ __forceinline__ uint4 fetched(uint32_t i, uint32_t landing) {
+    cp_async_wait<kLater>();
+    const uint32_t at = landing + i * 32 * kLandingRow;
+    if constexpr (kGated) return load_shared16(at);
+    const float2 v = load_shared8(at);
+    return {__float_as_uint(v.x), __float_as_uint(v.y), 0, 0};
   }
   // Behind the last column: stays where it is.
   __device__ __forceinline__ void next_z(uint32_t column, uint32_t columns) {
@@ -180,10 +205,13 @@ __device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, 
 
 }  // namespace detail
 
+// landing: a piece's bytes for each warp of the warpgroup, for pre-activations on their way. They take as long from the L2 as a
+// piece's work, behind stores of others, and there are no registers to load them to so long before.
+//
 // `where` says of the block's share of rows, and from the block's first column on, whatever is asked of it.
 template <class Dtype, Activation A, uint32_t kCount, class Where>
-__device__ __forceinline__ void store_gradients(uint32_t staging, const float (&acc)[1][kCount], const Where& where,
-                                                const ClampedShape& shape) {
+__device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landing, const float (&acc)[1][kCount],
+                                                const Where& where, const ClampedShape& shape) {
   using namespace detail;
   static_assert(Dtype::kBytes == 2);
   constexpr bool kGated = is_gated(A);
@@ -197,29 +225,29 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const float (&
     uint32_t column = at.lane % 8 * kLaneColumns;
     auto left = static_cast<int32_t>(where.rows() - first);
     auto places = LanePlaces<kGated>::of(where, first, column, columns);
-    // On their way while the piece before is computed. All are loaded, without a condition, and so straight to their registers:
-    // a result that is moved is waited for.
-    uint4 z[kLaneRows];
+    landing = own_staging(landing, at) + at.lane * LanePlaces<kGated>::kLandingRow;
 #pragma unroll
-    for (uint32_t i = 0; i < kLaneRows; ++i) z[i] = places.load(i);
+    for (uint32_t i = 0; i < kLaneRows; ++i) places.fetch(i, landing, true);
 #pragma unroll 1
     for (uint32_t piece = 0; piece * kGradientColumns < columns; ++piece, column += kGradientColumns) {
       asm("" : "+r"(left));  // else which rows exist is kept as bits, and spilled
       places.next_z(column + kGradientColumns, columns);
-#pragma unroll
-      for (uint32_t n = 0; n < kPieces; ++n) {
-        if (piece == n) stage_columns(own, this_lane(), acc[0], n);
-      }
+      const bool more = (piece + 1) * kGradientColumns < columns;
+      stage_piece_of<0, kPieces>(piece, own, acc[0]);
       __syncwarp();
+      uint4 z = places.template fetched<kLaneRows - 1>(0, landing);
 #pragma unroll
       for (uint32_t i = 0; i < kLaneRows; ++i) {
         const uint4 staged = load_shared16(own + staged_in_piece(at.lane / 8 + i * kLaneRowsApart, at.lane % 8));
         const float da[kLaneColumns] = {__uint_as_float(staged.x), __uint_as_float(staged.y), __uint_as_float(staged.z),
                                         __uint_as_float(staged.w)};
         const float weight = where.weight(first + i * kLaneRowsApart);
+        uint4 next = {};
+        if (i + 1 < kLaneRows) next = places.template fetched<kLaneRows - 2>(i + 1, landing);
         float term = 0.0f;
-        const LaneGradients made = differentiate_columns<Dtype, A>(da, z[i], weight, in_turn(), term, shape);
-        z[i] = places.load(i);
+        const LaneGradients made = differentiate_columns<Dtype, A>(da, z, weight, in_turn(), term, shape);
+        places.fetch(i, landing, more);
+        z = next;
         if (column < columns) {
           sum[i] += term;
           if (static_cast<int32_t>(i * kLaneRowsApart) < left) places.store(made, i, where);
@@ -231,6 +259,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, const float (&
   }
   store_weight_parts(sum, where);
   store_padding(this_lane(), columns, in_turn(), kGated, where);
+  fence_proxy_async_shared();  // the copy engine writes next where pre-activations landed
   named_barrier_sync(
       group_barrier(this_lane().group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)
 }

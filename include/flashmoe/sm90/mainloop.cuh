@@ -186,30 +186,40 @@ __device__ __forceinline__ void multiply_exactly(typename Shape::Stage::Ring& ri
 
 // acc = A * B^T over the K of so many stages, of the shape's operands. `group` is 0 or 1: which of the shape's halves. `gathered`:
 // the tokens were written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight
-// while the next is issued: a stage is released when the one after it is under way.
+// while the next is issued: a stage is released when the one after it is under way. The last one is not: until it is, its A operand
+// is the warpgroup's own. Returns its barrier.
+template <class Dtype, class Shape>
+__device__ __forceinline__ uint32_t multiply_and_hold(typename Shape::Stage::Ring& ring, uint32_t group,
+                                                      uint32_t stages, bool gathered, Accumulators<Shape>& acc) {
+  using Stage = typename Shape::Stage;
+  static_assert(Dtype::kTensorCores);
+  const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
+  const uint64_t b = Shape::kMajorB == Major::kK ? matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes)
+                                                 : mn_major_descriptor<kSpanBytes>(ring.stages);
+  detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
+  uint32_t in_flight = ring.empty();
+  ring.advance();
+#pragma unroll 1
+  for (uint32_t s = 1; s < stages; ++s) {
+    detail::multiply_stage<Dtype, Shape, false>(ring, a, b, gathered, acc);
+    wgmma_wait<1>();
+    release_stage<Dtype, Stage>(in_flight);
+    in_flight = ring.empty();
+    ring.advance();
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
+  return in_flight;
+}
+
+// The same, and releases all.
 template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint32_t group, uint32_t stages,
                                          bool gathered, Accumulators<Shape>& acc) {
-  using Stage = typename Shape::Stage;
   if constexpr (Dtype::kTensorCores) {
-    const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
-    const uint64_t b = Shape::kMajorB == Major::kK ? matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes)
-                                                   : mn_major_descriptor<kSpanBytes>(ring.stages);
-    detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
-    uint32_t in_flight = ring.empty();
-    ring.advance();
-#pragma unroll 1
-    for (uint32_t s = 1; s < stages; ++s) {
-      detail::multiply_stage<Dtype, Shape, false>(ring, a, b, gathered, acc);
-      wgmma_wait<1>();
-      release_stage<Dtype, Stage>(in_flight);
-      in_flight = ring.empty();
-      ring.advance();
-    }
-    wgmma_wait<0>();
-#pragma unroll
-    for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
-    release_stage<Dtype, Stage>(in_flight);
+    const uint32_t last = multiply_and_hold<Dtype, Shape>(ring, group, stages, gathered, acc);
+    release_stage<Dtype, typename Shape::Stage>(last);
   } else {
     detail::multiply_exactly<Dtype, Shape>(ring, group, stages, acc);
   }

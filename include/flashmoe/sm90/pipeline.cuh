@@ -61,10 +61,13 @@ struct Ring {
     }
   }
 
-  __device__ __forceinline__ uint32_t data() const { return stages + stage * kBytes; }
+  __device__ __forceinline__ uint32_t data() const { return data(stage); }
+  __device__ __forceinline__ uint32_t data(uint32_t s) const { return stages + s * kBytes; }
   __device__ __forceinline__ uint32_t full() const { return barriers + stage * 16; }
   __device__ __forceinline__ uint32_t empty() const { return empty(stage); }
   __device__ __forceinline__ uint32_t empty(uint32_t s) const { return barriers + s * 16 + 8; }
+  // The one before the next.
+  __device__ __forceinline__ uint32_t last() const { return (stage == 0 ? kCount : stage) - 1; }
   __device__ __forceinline__ void advance() {
     stage = stage + 1 == kCount ? 0 : stage + 1;
     parity ^= stage == 0;

@@ -57,13 +57,6 @@ __device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
   return args.backward.z_columns * 2;
 }
 
-// Has the L2 fetch what a task reads of a kept row, since it comes from memory otherwise, when the epilogue wants it.
-__device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, uint32_t row, uint32_t column) {
-  const uint32_t bytes = kept_row_bytes(args), each = kTaskFeatures * (bytes == c.shape.intermediate * 2 ? 2 : 4);
-  const uint8_t* const from = args.backward.kept.pre_activations + uint64_t{row} * bytes + column * each;
-  prefetch_to_l2(from, min_of(each, bytes - column * each));
-}
-
 // Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
 __device__ __forceinline__ void look_up_slices(const Call& c, uint32_t first_token, TaskSlot& slot) {
   if (TileIndex::has_slice(slot.index)) {
@@ -119,7 +112,6 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
       if (kTrainsInGroup && kIsBackward && task.column == 0) {
         args.group.gather[tile * kTileTokens + share.first + r] = gather_code(args.group, c, row[i]);
       }
-      if constexpr (kIsBackward) prefetch_kept(args, c, slot.tokens[r], task.column);
       if (kIsBackward || args.weights_on_input != 0) slot.weights[r] = row[i].weight;
     } else {
       slot.to[r] = result_of(args, c, row[i]);
@@ -210,12 +202,28 @@ __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
 // Nanoseconds that a clerk rests between two looks: it shares its instruction scheduler, and the power, with consumers.
 inline constexpr uint32_t kPause = 250;
 
+// Has the L2 fetch what a task reads of kept rows, since these come from memory otherwise, when its epilogue wants them. One warp, when
+// it looks up the task behind it: some ten stages before the epilogue. Fetched with the task's own look-up, they are out of the L2
+// again by then.
+__device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+  if (!is_one_of<kDifferentiating>(slot.kind) || slot.index == kNoTile) return;
+  const uint32_t bytes = kept_row_bytes(args), each = kTaskFeatures * (bytes == c.shape.intermediate * 2 ? 2 : 4);
+  const uint8_t* const from = args.backward.kept.pre_activations + slot.column * each;
+  const uint32_t size = min_of(each, bytes - slot.column * each);
+  for (uint32_t r = Platform::lane(); r < slot.share.rows; r += Platform::kLanes) {
+    prefetch_to_l2(from + uint64_t{slot.tokens[r]} * bytes, size);
+  }
+}
+
 // Clerk: hands a task to its block's loaders and consumers. stored: how many that return rows it has handed on before.
 template <class Dtype>
 __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
                                          const Task& task, uint32_t& stored) {
   using P = Platform;
   TaskSlot& slot = ring.at(n);
+  if constexpr (kIsBackward) {
+    if (n != 0) prefetch_kept(args, c, ring.at(n - 1));
+  }
   if (task.index == kNoTile) {
     look_up_rehearsal(slot);
   } else if (is_one_of<kOfExpert>(task.kind)) {
@@ -755,14 +763,19 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
   Accumulators<Shape> acc;
-  multiply<Dtype, Shape>(ring, group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
+  multiply_and_hold<Dtype, Shape>(ring, group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
   trace.begin(1);
   const auto [group_after, staging] = consumer.anew<Dtype>(ring);
   const Lane at = Lane::of_thread(group_after);
   const GradientPlace<is_gated(kActivation)> where{args, c, slot};
+  const uint32_t last = ring.last();
   if (is_one_of<kDifferentiating>(kind)) {
-    store_gradients<Dtype, kActivation>(staging, acc, where, args.clamped);
+    // The loaders have three stages to go on with meanwhile, which they fill long before this ends.
+    const uint32_t landing = ring.data(last) + Shape::a(0) + group_after * Shape::kNextA * kRowBytes;
+    store_gradients<Dtype, kActivation>(staging, landing, acc, where, args.clamped);
+    release_stage<Dtype, Stage>(ring.empty(ring.last()));
   } else {
+    release_stage<Dtype, Stage>(ring.empty(last));
     store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
                                slot.weights, slot.to);
   }

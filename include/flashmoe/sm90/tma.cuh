@@ -87,6 +87,11 @@ __device__ __forceinline__ void cp_async16(uint32_t to, const uint8_t* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// 8 bytes.
+__device__ __forceinline__ void cp_async8(uint32_t to, const uint8_t* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
 // 4 bytes.
 __device__ __forceinline__ void cp_async4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
@@ -105,6 +110,15 @@ __device__ __forceinline__ void cp_async4_or_zero(uint32_t to, const void* from,
 // One of the arrivals that `barrier` was initialized with, made once all cp.async of this thread so far have landed.
 __device__ __forceinline__ void cp_async_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// This thread's cp.async since the last commit are a group; waits until no more than kLater groups are under way.
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <uint32_t kLater>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
 }
 
 // Has the L2 fetch so many bytes, a multiple of 16, as the address is.
