@@ -479,13 +479,52 @@ def test_memory_of_training_on_a_gpu(capsys):
     assert plain.kept_bytes == 3 * (8 * (768 * 2 + 8) + 4 * 128)
     assert plain.pass_bytes == 24 * 256 * 2 * 768 * 2 + 6 * 24 * 4
     for other in (
-        ["--ranks", "2"],
+        ["--ranks", "2", "--transport", "rdma"],
         ["--ranks", "1", "--dtype", "float32"],
         ["--ranks", "1", "--weight-dtype", "float8_e4m3fn"],
         ["--ranks", "1", "--weight-dtype", "mxfp4"],
     ):
         assert main([*command, *other]) == 2
-        assert "training: expected 1 rank, bfloat16 or float16" in capsys.readouterr().err
+        assert "training: expected bfloat16 or float16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("redispatch", [False, True])
+def test_memory_of_training_on_gpus(redispatch):
+    """Besides, tokens received, each by three others at most, and 256 rows of tiles for each of 32 experts."""
+    sizes = {"max_tokens": 1000, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8, "ranks": 4}
+    plan = memory.plan_memory(engine="cuda", training=True, redispatch=redispatch, **sizes)
+    assert plan.ranks == 4
+    terms = {term.name: term.bytes for term in plan.terms if term.region in ("kept", "pass", "call")}
+    received, tile_rows = 1000 * 3 * 2048 * 2, (8000 // 256 + 32) * 256
+    assert terms["kept_rows"] == 8000 * 2 * 768 * 2 and terms["kept_logits"] == 1000 * 128 * 4
+    assert terms["kept_numbers"] - 4 * (4 * 1000 + 33) in range(32)  # aligned to 16 bytes
+    assert (terms.get("kept_tokens", 0), terms["pass_tokens"]) == (
+        (0, 2 * received) if redispatch else (received, received)
+    )
+    assert terms["z_gradients"] == 2 * terms["weighted"] == tile_rows * 2 * 768 * 2
+    assert terms["gather"] == tile_rows * 4
+    assert terms.get("call_tokens", 0) == (0 if redispatch else 3 * 1000 * 2048 * 2)
+    assert terms["call_rows"] >= 8000 * 2 * 768 * 2
+
+
+@pytest.mark.parametrize("engine", ["cpu", "cuda"])
+def test_what_each_way_to_train_costs(capsys, engine):
+    """To keep x of other ranks' tokens, to send it again, or to compute again."""
+    sizes = {"max_tokens": 1000, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8}
+    keep, again, compute = memory.training_costs(engine=engine, ranks=4, **sizes)
+    row = 2048 * 2
+    assert keep.kept_bytes - again.kept_bytes == again.pass_bytes - keep.pass_bytes == 1000 * 3 * row
+    assert again.heap_bytes - keep.heap_bytes == 3 * 1000 * row and compute.heap_bytes == keep.heap_bytes > 0
+    assert compute.kept_bytes == 1000 * row and compute.pass_bytes == keep.kept_bytes + keep.pass_bytes
+    assert [(each.sent, each.returned, each.products) for each in (keep, again, compute)] == [
+        (2, 2, 6), (3, 2, 6), (3, 3, 8)
+    ]  # fmt: skip
+    assert len(memory.training_costs(engine=engine, ranks=1, **sizes)) == 2
+    command = ["memory", "--model", "qwen3-30b-a3b", "--engine", engine, "--tokens", "1000", "--training"]
+    assert main([*command, "--redispatch"]) == 0
+    printed = capsys.readouterr().out
+    assert "redispatch" in printed and "checkpoint" in printed and "x_rows" in printed
+    assert memory.format_bytes(again.kept_bytes) in printed
 
 
 def test_memory_depends_on_sizes_and_return_mode():
@@ -558,7 +597,8 @@ def test_memory_of_ranks_that_put(capsys):
     sizes |= {"top_k": 4, "return_mode": "reduced"}
     mapped, puts = (memory.plan_memory(**sizes, transport=transport) for transport in ("auto", "rdma"))
     # Those whose memory is mapped may train: gradients of combine weights come home into the heap, [T, K] float32.
-    assert [term.name for term in set(mapped.terms) - set(puts.terms)] == ["weight_gradients"]
+    trained = {term.name: term.bytes for term in set(mapped.terms) - set(puts.terms)}
+    assert trained == {"weight_gradients": 512 * 4 * 4, "x_rows": 0}
     assert mapped.heap_bytes == puts.heap_bytes + 512 * 4 * 4
     only = {term.name: term for term in set(puts.terms) - set(mapped.terms)}
     assert set(only) == {"out_rows", "returns_ready", "returns_sent"}

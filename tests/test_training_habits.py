@@ -403,8 +403,8 @@ def test_bits_of_eight_ranks_over_fifty_perturbed_runs(pool: RankPool, return_mo
 # A rank that is gone
 
 
-def _backward_for_ever(pipe: Any, name: str, rank: int) -> None:
-    limits = {"max_tokens": 64, "dtype": "float32", "processors": 1, "timeout": 2.0}
+def _backward_for_ever(pipe: Any, name: str, rank: int, redispatch: bool) -> None:
+    limits = {"max_tokens": 64, "dtype": "float32", "processors": 1, "timeout": 2.0, "redispatch": redispatch}
     with flashmoe.Context(rank=rank, ranks=3, name=name, **limits, **SIZES) as ctx:
         torch.manual_seed(rank)
         y = flashmoe.nn.MoE(ctx, **SIZES)(torch.randn(64, 48)).sum()
@@ -418,9 +418,9 @@ def _backward_for_ever(pipe: Any, name: str, rank: int) -> None:
         pipe.recv()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
-def test_a_rank_that_is_killed_in_a_backward_pass_is_named(processes: Processes, delay: float):
-    ranks = [processes.start(_backward_for_ever, processes.name, rank) for rank in range(3)]
+@pytest.mark.parametrize(("delay", "redispatch"), [(0.0, False), (0.05, True), (0.2, False)])
+def test_a_rank_that_is_killed_in_a_backward_pass_is_named(processes: Processes, delay: float, redispatch: bool):
+    ranks = [processes.start(_backward_for_ever, processes.name, rank, redispatch) for rank in range(3)]
     assert [each.hear(60.0) for each in ranks] == ["forward"] * 3
     for each in ranks:
         each.tell("go")

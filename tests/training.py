@@ -69,9 +69,9 @@ def _as_rank(
             context._engine.set_tile(*how["tile"])
         found = []
         for index, (arguments, grad) in enumerate(calls):
-            seeds = how.get("perturb", (0,))
+            seeds, options = how.get("perturb", (0,)), how.get("options", ({},))
             context._engine.perturb(seeds[index % len(seeds)])
-            found.append(gradients_of(context, arguments, grad))
+            found.append(gradients_of(context, arguments | options[index % len(options)], grad))
         return found
 
 
@@ -84,7 +84,7 @@ def train(
     limits: dict[str, Any] | None = None,
     **how: Any,
 ) -> list[Gradients]:
-    """The gradients of `times` equal calls, of each rank."""
+    """The gradients of `times` equal calls, of each rank; `perturb` and `options` in turn, where `how` has them."""
     limits = problem.limits() if limits is None else limits
     name = f"train-{secrets.token_hex(6)}"
     arguments = [(name, limits, [(problem.arguments(rank), grads[rank])] * times, how) for rank in range(problem.ranks)]

@@ -115,6 +115,7 @@ inline Limits limits_of(Map map) {
   f("return_bytes", l.return_bytes);
   f("return_slots", l.return_slots);
   f("capacity", l.capacity);
+  f("redispatch", l.redispatch);
   f("staging", l.staging);
   f("rdma", l.rdma);
   f("processors", l.processors);

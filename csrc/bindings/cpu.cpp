@@ -78,13 +78,16 @@ FieldRows layout_fields(Map limits) {
   return guarded([&] { return field_rows(limits_of(limits), true); });
 }
 
-// Bytes that a call keeps of each row, row of the shared expert, token received, and own token.
-ffi::Array<int64_t> bytes_kept(Map layer) {
+// Bytes for each row, row of the shared expert, token received, and own token: four that a call keeps, and four that a
+// backward pass takes.
+ffi::Array<int64_t> training_bytes(Map layer, bool redispatch) {
   return guarded([&] {
-    const KeptBytes each = kept_bytes(layer_of(std::move(layer)));
+    const LayerSpec spec = layer_of(std::move(layer));
     ffi::Array<int64_t> out;
-    for (const uint64_t bytes : {each.row, each.shared_row, each.received, each.token}) {
-      out.push_back(static_cast<int64_t>(bytes));
+    for (const BytesOfEach& each : {kept_bytes(spec, redispatch), pass_bytes(spec, redispatch)}) {
+      for (const uint64_t bytes : {each.row, each.shared_row, each.received, each.token}) {
+        out.push_back(static_cast<int64_t>(bytes));
+      }
     }
     return out;
   });
@@ -249,8 +252,9 @@ ffi::Array<int64_t> placement_owners(ffi::Array<int64_t> placement, int64_t rank
 }
 
 // The calls of one layer by a context, which it does not keep alive. A call takes T, whether it is traced, the seed of
-// its perturbation, whether it keeps what gradients need, its tensors in host memory, and [T, K] for the routing that it
-// has chosen. It returns its report: times and counts of each phase, events as rows of six, and what is kept.
+// its perturbation, whether it keeps what gradients need, and whether that is without other ranks' rows, which are
+// dispatched again, its tensors in host memory, and [T, K] for the routing that it has chosen. It returns its report:
+// times and counts of each phase, events as rows of six, and what is kept.
 ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map order, int64_t groups) {
   return guarded([&] {
     CallOptions options;
@@ -258,7 +262,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
     options.groups = static_cast<uint32_t>(groups);
     options.order = order_of(std::move(order));
     auto call = [handle, options, spec = layer_of(std::move(layer))](
-                    int64_t tokens, bool trace, int64_t perturbation, bool keep, const Given& x,
+                    int64_t tokens, bool trace, int64_t perturbation, bool keep, bool redispatch, const Given& x,
                     const Given& gate_up_proj, const Given& down_proj, const Given& router, const Given& router_bias,
                     const Given& choice_bias, const Given& gate_up_bias, const Given& down_bias,
                     const Given& shared_gate_up, const Given& shared_down, const Given& shared_gate,
@@ -272,7 +276,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
         const bool scaled = spec.weight_scales != WeightScales::kNone, scaled_shared = scaled && spec.shared != 0;
         const auto kept = keep ? std::make_shared<Kept>() : nullptr;
         if (keep) {
-          kept->spec = spec, kept->placement = options.placement;
+          kept->spec = spec, kept->placement = options.placement, kept->redispatch = redispatch;
           if (routed) kept->logits.resize(static_cast<uint64_t>(tokens) * spec.experts);
         }
         const Layer l{
@@ -431,7 +435,7 @@ void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t gr
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout_fields, flashmoe::cpu::layout_fields)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(option_names, flashmoe::cpu::option_names)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(bytes_kept, flashmoe::cpu::bytes_kept)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(training_bytes, flashmoe::cpu::training_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rows_of_rank, flashmoe::cpu::rows_of_rank)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantise_rows, flashmoe::cpu::quantise_rows)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)

@@ -73,9 +73,10 @@ Matrix matrix(Fields& f, const std::string& name) {
   return m;
 }
 
-// tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts. pass: see Pass.
+// tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts. pass,
+// redispatch: see Layer.
 int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin, bool traced,
-                  int64_t pass, int64_t stream) {
+                  int64_t pass, bool redispatch, int64_t stream) {
   return guarded([&] {
     Layer l;
     l.spec = layer_of(layer);
@@ -100,6 +101,7 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map 
     f.done();
     l.traced = traced;
     l.pass = static_cast<Pass>(pass);
+    l.redispatch = redispatch;
     l.cubin = cubin;
     return context(handle)->add_layer(l, stream_of(stream));
   });
@@ -172,6 +174,11 @@ int64_t kept_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int
   });
 }
 
+// Of a rank alone: bytes that a call keeps of a token with so many choices, each with pre-activations of so many bytes.
+int64_t kept_token_bytes(int64_t choices, int64_t row_bytes) {
+  return static_cast<int64_t>(KeptLayout(static_cast<uint64_t>(choices), static_cast<uint64_t>(row_bytes)).bytes);
+}
+
 int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> rows) {
   return guarded([&] {
     return static_cast<int64_t>(context(handle)->pass_bytes(layer, static_cast<uint32_t>(tokens), rows_of(rows)));
@@ -207,17 +214,38 @@ void move_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory, in
   });
 }
 
-// Bytes of a rank alone with so many tokens: of pre-activations and of choices, which a call keeps; of tiles' rows and of
-// parts of combine weights' gradients, in a backward pass.
-ffi::Array<int64_t> training_bytes(Map layer, int64_t tokens) {
+// Bytes of a layer's passes on a context of these limits, whose ranks have all tokens that they may have, and even
+// loads: what a call keeps, what a backward pass takes until it ends, and among several ranks a call that keeps.
+Map training_bytes(Map layer, Map map) {
   return guarded([&] {
     const LayerSpec spec = layer_of(std::move(layer));
-    const KeptLayout kept(spec, static_cast<uint64_t>(tokens));
-    const PassLayout pass(spec, static_cast<uint64_t>(tokens) * spec.top_k, spec.experts, 0, true);
-    ffi::Array<int64_t> out;
-    for (const uint64_t bytes : {kept.ids, kept.bytes - kept.ids, pass.parts, pass.bytes - pass.parts}) {
-      out.push_back(static_cast<int64_t>(bytes));
+    Limits limits = limits_of(std::move(map));
+    limits = cuda_limits(limits, limits.processors);
+    const uint64_t tokens = limits.max_tokens, experts = limits.max_local_experts, choices = tokens * spec.top_k;
+    const bool alone = limits.ranks == 1, redispatch = !alone && limits.redispatch != 0;
+    const KeptRows rows{choices, tokens * min_of(spec.top_k, limits.ranks - 1), tokens, 0};
+    Map out;
+    const auto set = [&](const char* name, uint64_t bytes) { out.Set(name, static_cast<int64_t>(bytes)); };
+    const PassLayout pass(spec, choices, experts, rows.received, redispatch, alone);
+    set("tile_rows", pass.received);
+    set("pass_tokens", pass.gather - pass.received);
+    set("gather", pass.parts - pass.gather);
+    set("weight_parts", pass.bytes - pass.parts);
+    if (alone) {
+      const KeptLayout kept(spec, tokens);
+      set("kept_rows", kept.ids);
+      set("kept_routing", kept.bytes - kept.ids);
+      return out;
     }
+    const GroupKeptLayout kept(spec, tokens, limits.ranks, experts, rows, redispatch);
+    set("kept_rows", kept.received);
+    set("kept_tokens", kept.numbers - kept.received);
+    set("kept_numbers", kept.ids - kept.numbers);
+    set("kept_routing", kept.bytes - kept.ids);
+    const GroupCallLayout call(spec, limits, experts, redispatch);
+    set("call_rows", call.received);
+    set("call_tokens", call.tokens - call.received);
+    set("call_numbers", call.bytes - call.tokens);
     return out;
   });
 }
@@ -283,6 +311,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_bytes, flashmoe::cuda::kept_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_token_bytes, flashmoe::cuda::kept_token_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_pass_bytes, flashmoe::cuda::pass_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call_layout, flashmoe::cuda::call_layout)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_count_rows, flashmoe::cuda::count_rows)

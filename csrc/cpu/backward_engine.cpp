@@ -37,6 +37,21 @@ bool BackwardEngine::dispatch(uint32_t b) {
   return true;
 }
 
+void BackwardEngine::send_rows(uint32_t q, uint32_t token, uint32_t rows) {
+  Engine::send_rows(q, token, rows);
+  if (rows == 0 || !pass_->kept.redispatch) return;
+  const void* const x = at(pass_->gradients.layer.x, spec().x_type, uint64_t{token} * c_.shape.hidden);
+  std::memcpy(c_.dispatched_row(q, c_.rank, token) + redispatched_behind(c_, *layout_), x, c_.memory.token_row_bytes);
+}
+
+const uint8_t* BackwardEngine::x_of(const Row& row, const Kept::Row& kept) const {
+  if (kept.received == Kept::kOwn) {
+    return at(pass_->gradients.layer.x, spec().x_type, uint64_t{row.token} * c_.shape.hidden);
+  }
+  if (!pass_->kept.redispatch) return pass_->kept.received_row(kept.received);
+  return c_.dispatched_row(c_.rank, row.source, row.token) + redispatched_behind(c_, *layout_);
+}
+
 void BackwardEngine::multiply(uint32_t n, uint32_t index) {
   if (n == kFirst) return hidden_gradients(TileIndex::tile(index), TileIndex::slice(index));
   return_gradients(index);
@@ -62,7 +77,8 @@ void BackwardEngine::multiply_rows(float* out, const float* a, uint32_t rows, co
   }
 }
 
-// The tile's rows of dY, in fp32. Those of other ranks are kept for the gradients of weights.
+// The tile's rows of dY, in fp32. Those of other ranks, and x that came with them, are kept for the gradients of
+// weights.
 float* BackwardEngine::load_gradients(uint32_t tile, uint32_t padded) {
   const uint32_t rows = c_.tile(tile)->shape.rows, hidden = c_.shape.hidden;
   float* dy = room(a_, size_t{padded} * hidden);
@@ -72,8 +88,10 @@ float* BackwardEngine::load_gradients(uint32_t tile, uint32_t padded) {
     const uint8_t* from = token_row(row.source, row.token);
     widen(dy + size_t{r} * hidden, from, spec().y_type, hidden);
     if (!kept.first_of_token) continue;
-    std::memcpy(pass_->received.data() + uint64_t{kept.received} * c_.memory.token_row_bytes, from,
-                c_.memory.token_row_bytes);
+    const uint32_t bytes = c_.memory.token_row_bytes;
+    std::memcpy(pass_->received.data() + uint64_t{kept.received} * bytes, from, bytes);
+    if (!pass_->kept.redispatch) continue;
+    std::memcpy(pass_->redispatched.data() + uint64_t{kept.received} * bytes, x_of(row, kept), bytes);
   }
   return dy;
 }
@@ -137,9 +155,7 @@ void BackwardEngine::return_gradients(uint32_t tile) {
     const uint64_t number = numbers_[r];
     double of_weight = 0.0;
     if (spec().weights_on_input) {
-      const Kept::Row& kept = pass_->kept.rows()[number];
-      const void* const own = at(pass_->gradients.layer.x, spec().x_type, uint64_t{row.token} * hidden);
-      widen(x, kept.received == Kept::kOwn ? own : pass_->kept.received_row(kept.received), spec().x_type, hidden);
+      widen(x, x_of(row, pass_->kept.rows()[number]), spec().x_type, hidden);
       of_weight = dot(of_row, x, hidden);
     } else {
       for (uint32_t s = 0; s < (shared ? spec().shared : 1); ++s) of_weight += pass_->weight(number, s);

@@ -16,6 +16,7 @@ class BackwardEngine : public Engine {
   void begin_pass(Backward& pass, const GradientLayout& layout) { pass_ = &pass, layout_ = &layout; }
 
   bool dispatch(uint32_t b);
+  void send_rows(uint32_t q, uint32_t token, uint32_t rows);
   template <uint32_t n>
   void multiply(uint32_t index, uint32_t) {
     multiply(n, index);
@@ -26,6 +27,8 @@ class BackwardEngine : public Engine {
   void multiply(uint32_t n, uint32_t index);
   void find_rows(uint32_t tile);
   float* load_gradients(uint32_t tile, uint32_t columns);
+  // The x of a row whose task runs.
+  const uint8_t* x_of(const Row& row, const Kept::Row& kept) const;
   // out[rows, n] = a[rows, k] * matrix^T or * matrix, by blocks of columns, from column `first` of the matrix's axis n.
   void multiply_rows(float* out, const float* a, uint32_t rows, const void* matrix, uint64_t pitch, Rows of, uint32_t n,
                      uint32_t k);

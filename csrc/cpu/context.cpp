@@ -201,7 +201,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.policy.joined = !backward && joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
   call_.policy.groups = return_groups(call_.policy.columns[kReturning], o.groups, call_.policy.group_first);
   call_.policy.order = o.order;
-  call_.config = host::make_config(call_, spec, o.placement, task_columns_[kReturning], o.forward);
+  call_.config = host::make_config(call_, spec, o.placement, task_columns_[kReturning], o.forward, o.redispatch);
   experts_.resize(std::max(call_.shape.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
 }
@@ -309,11 +309,15 @@ void Context::backward(const Kept& kept, const Gradients& gradients, const CallO
     throw Error(Error::Kind::kOther, concat("backward pass: expected a call of rank ", kept.rank, " of ", kept.ranks,
                                             ", got the context of rank ", call_.rank, " of ", call_.shape.ranks));
   }
+  if (kept.redispatch && limits_.redispatch == 0) {
+    throw Error(Error::Kind::kOther, "backward pass: expected a context with room for rows that are dispatched again");
+  }
   Backward pass(kept, gradients);
   Layer layer = gradients.layer;
   layer.x = gradients.y, layer.out = gradients.x;
   CallOptions of_pass = options;
   of_pass.placement = kept.placement, of_pass.tokens = kept.tokens, of_pass.forward = kept.epoch;
+  of_pass.redispatch = kept.redispatch;
   prepare(layer, of_pass);
   for (auto& engine : backward_engines_) engine->begin_pass(pass, gradient_layout_);
   backward_ = &pass;

@@ -25,6 +25,7 @@ struct CallOptions {
   bool record_events = false;
   uint64_t perturbation = 0;  // seed of schedule perturbation, 0: none
   Epoch forward = 0;          // of a backward pass: the call whose gradients it computes
+  bool redispatch = false;    // of a backward pass: x is dispatched again
 };
 
 // What a call did on this rank. Times are sums over processors.
@@ -60,7 +61,8 @@ class Context {
   CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
   // The gradients of a call from what it has kept; every rank of the group must call, for the same call. What a group does
-  // when it fails, and who may call, is as in call(). Throws Error where `kept` is of another rank or group.
+  // when it fails, and who may call, is as in call(). Throws Error where `kept` is of another rank or group, or where x
+  // is to be dispatched again and there is no room for it.
   void backward(const Kept& kept, const Gradients& gradients, const CallOptions& options);
 
   uint64_t heap_bytes() const { return training_heap_bytes(limits_); }

@@ -32,7 +32,11 @@ struct Gradients {
   bool accumulates = false;
 };
 
-// A backward pass that runs.
+// What a backward pass takes until it ends: the gradients of pre-activations and of combine weights; dY, and x where
+// that is dispatched again; the gradients of logits.
+BytesOfEach pass_bytes(const LayerSpec& layer, bool redispatch);
+
+// A backward pass that runs. (What it takes: pass_bytes.)
 struct Backward {
   Backward(const Kept& kept, const Gradients& gradients);
 
@@ -44,6 +48,10 @@ struct Backward {
   float* pre_activations(uint32_t expert, uint64_t row) {
     return hidden.get() + offset[expert] + (row - kept.first_row(expert)) * gate_up_rows(expert);
   }
+  // x of the n-th of other ranks' tokens, when all of them are here.
+  const uint8_t* x_row(uint32_t n) const {
+    return kept.redispatch ? redispatched.data() + uint64_t{n} * kept.row_bytes() : kept.received_row(n);
+  }
   // A row's gradient of its combine weight, as far as a slice of its expert goes.
   float& weight(uint64_t row, uint32_t slice) { return weights[row * slices + slice]; }
 
@@ -54,6 +62,7 @@ struct Backward {
   std::unique_ptr<float[]> hidden;     // gradients of pre-activations
   std::vector<float> weights;          // [rows][slices]
   std::vector<uint8_t> received;       // dY of other ranks' tokens, as Kept::received_row has their x
+  std::vector<uint8_t> redispatched;   // their x, likewise, where it is not kept; else empty
   std::vector<float> logits;           // [T, E] gradients of the router's logits; empty without a router
   std::vector<float> shared_logits;    // [T] those of the shared expert's gate; empty without one
   std::atomic<uint32_t> next_part{0};  // of the gradients of weights (weight_gradients.h)

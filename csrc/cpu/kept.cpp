@@ -41,6 +41,7 @@ void Kept::load(float* to, const Row& row, uint64_t first, uint32_t n) const {
 }
 
 void Kept::copy_received(const Call& call, uint32_t t) {
+  if (redispatch) return;
   Tile& kept = tile(t);
   const uint32_t bytes = call.memory.token_row_bytes;
   for (uint32_t r = 0; r < call.tile(t)->shape.rows; ++r) {
@@ -90,7 +91,7 @@ void Kept::collect(const Call& call) {
       found.push_back({shape.expert,
                        {{row.source, row.token}, row.weight, tiles_[t]->z.get() + r * each, kOwn, false},
                        own ? nullptr : x});
-      if (!own) x += row_bytes_;
+      if (!own && !redispatch) x += row_bytes_;
     }
   }
   std::sort(found.begin(), found.end(),
@@ -106,7 +107,8 @@ void Kept::collect(const Call& call) {
   gather_received(call, from);
 }
 
-// The rows of other ranks, each once, however many experts have it: by source and token.
+// The rows of other ranks, each once, however many experts have it: by source and token. (Those that are dispatched
+// again are numbered alone.)
 void Kept::gather_received(const Call& call, const std::vector<const uint8_t*>& from) {
   std::vector<uint64_t> order;
   for (uint64_t i = 0; i < rows_.size(); ++i) {
@@ -117,7 +119,7 @@ void Kept::gather_received(const Call& call, const std::vector<const uint8_t*>& 
   uint64_t last = ~uint64_t{0};
   for (const uint64_t i : order) {
     if (rows_[i].key() != last) {
-      received_.insert(received_.end(), from[i], from[i] + row_bytes_);
+      if (!redispatch) received_.insert(received_.end(), from[i], from[i] + row_bytes_);
       ++received_count_;
       rows_[i].first_of_token = true;
     }
@@ -127,7 +129,7 @@ void Kept::gather_received(const Call& call, const std::vector<const uint8_t*>& 
   received_.shrink_to_fit();
 }
 
-KeptBytes kept_bytes(const LayerSpec& l) {
+BytesOfEach kept_bytes(const LayerSpec& l, bool redispatch) {
   const auto row = [&](uint32_t width) {
     return kept_elements(l, width) * element_bytes(l.y_type) + sizeof(Kept::Row);
   };
@@ -135,12 +137,12 @@ KeptBytes kept_bytes(const LayerSpec& l) {
   const uint64_t logits = l.routing == Routing::kGiven ? 0 : l.experts * sizeof(float);
   return {.row = row(l.intermediate),
           .shared_row = l.shared == 0 ? 0 : row(l.intermediate * l.shared),
-          .received = l.token_row_bytes(),
+          .received = redispatch ? 0 : l.token_row_bytes(),
           .token = choices * (sizeof(int32_t) + sizeof(float)) + logits};
 }
 
 uint64_t Kept::bytes() const {
-  const KeptBytes each = kept_bytes(spec);
+  const BytesOfEach each = kept_bytes(spec, redispatch);
   const uint64_t of_shared = spec.shared == 0 ? 0 : first_.back() - first_[first_.size() - 2];
   return (rows_.size() - of_shared) * each.row + of_shared * each.shared_row + received_count_ * each.received +
          tokens * each.token;

@@ -1,5 +1,6 @@
-// What a call leaves for its gradients: routing, pre-activations, and the rows of other ranks. It belongs to whoever asked
-// for it, not to the context: any number of calls may lie between the two passes.
+// What a call leaves for its gradients: routing, pre-activations, and, unless they are dispatched again (redispatch),
+// the rows of other ranks. It belongs to whoever asked for it, not to the context: any number of calls may lie between
+// the two passes.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +13,13 @@
 
 namespace flashmoe::cpu {
 
-// What a call of a layer keeps, by what there is one of for each.
-struct KeptBytes {
-  uint64_t row,
-      shared_row;     // a row that one of this rank's experts computes, or the shared one: pre-activations, place
-  uint64_t received;  // a token of another rank, however many experts have it: x
-  uint64_t token;     // an own token: its choices and their weights, and its logits
+// Bytes for each row that one of this rank's experts computes, or the shared one; for each token of another rank,
+// however many experts have it; and for each own token.
+struct BytesOfEach {
+  uint64_t row, shared_row, received, token;
 };
-KeptBytes kept_bytes(const LayerSpec& layer);
+// What a call of a layer keeps: pre-activations and place; x; choices and their weights, and logits.
+BytesOfEach kept_bytes(const LayerSpec& layer, bool redispatch);
 
 class Kept {
  public:
@@ -37,7 +37,7 @@ class Kept {
   uint8_t* pre_activations(const Call& call, uint32_t tile, uint64_t elements);
   // n of them, from element `first` of a row's on.
   void store(uint8_t* row, uint64_t first, const float* values, uint32_t n) const;
-  // Copies the tile's rows of other ranks, once.
+  // Copies the tile's rows of other ranks, once; nothing where they are dispatched again.
   void copy_received(const Call& call, uint32_t tile);
 
   // ---- between the passes ----------------------------------------------------------------------------------------
@@ -55,12 +55,14 @@ class Kept {
   void load(float* to, const Row& row, uint64_t first, uint32_t n) const;
   // The number of the expert's row of that token; throws where the expert has none.
   uint64_t find(uint32_t expert, CanonicalRow row) const;
+  // x of the n-th of other ranks' tokens, unless it is dispatched again.
   const uint8_t* received_row(uint32_t n) const { return received_.data() + uint64_t{n} * row_bytes_; }
   uint32_t received_rows() const { return received_count_; }
   uint32_t row_bytes() const { return row_bytes_; }
 
   LayerSpec spec;
   host::Holders placement;
+  bool redispatch = false;                              // the backward pass gets the rows of other ranks once more
   uint32_t rank = 0, ranks = 0, tokens = 0, top_k = 0;  // top_k: choices of a token, that of a shared expert too
   Epoch epoch = 0;
   std::vector<int32_t> ids;    // [T, top_k], -1 where dropped

@@ -119,8 +119,7 @@ class Parts {
     const bool x = m.of == Matrix::Of::kGateUp;
     const void* from = at(x ? layer_.x : g_.y, spec_.x_type, uint64_t{row.token} * hidden);
     if (row.received != Kept::kOwn) {
-      from = x ? pass_.kept.received_row(row.received)
-               : pass_.received.data() + uint64_t{row.received} * pass_.kept.row_bytes();
+      from = x ? pass_.x_row(row.received) : pass_.received.data() + uint64_t{row.received} * pass_.kept.row_bytes();
     }
     widen(right, from, spec_.x_type, hidden);
     if (x != spec_.weights_on_input) return;  // the weight is a factor of x there, else of dY

@@ -175,19 +175,12 @@ void Context::launch(Plan& plan, DriverStream stream) {
 uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows) {
   const std::lock_guard lock(mutex_);
   const Plan& plan = plan_of(layer);
-  const CallShape& shape = plan.args.call.shape;
-  if (shape.ranks == 1) return KeptLayout(plan.spec, tokens).bytes;
-  return GroupKeptLayout(plan.spec, tokens, shape.ranks, shape.local_experts, rows).bytes;
+  return common_.limits.ranks == 1 ? KeptLayout(plan.spec, tokens).bytes : plan.kept_layout(tokens, rows).bytes;
 }
 
 uint64_t Context::pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows) {
   const std::lock_guard lock(mutex_);
-  const Plan& plan = plan_of(layer);
-  const uint32_t experts = plan.args.call.shape.local_experts;
-  if (!plan.trains_in_group()) {
-    return PassLayout(plan.spec, uint64_t{tokens} * plan.spec.top_k, experts, 0, true).bytes;
-  }
-  return PassLayout(plan.spec, rows.rows, experts, rows.received, false).bytes;
+  return plan_of(layer).pass_layout(tokens, rows).bytes;
 }
 
 // ---- Forward passes that keep, among several ranks ------------------------------------------------------------------
@@ -196,22 +189,16 @@ GroupCallLayout Context::call_layout(int64_t layer, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   device_.refuse_capture(stream, "a forward pass that keeps rows of several ranks, which the host counts,");
-  return layout_of_call(plan_of(layer));
+  return plan_of(layer).call_layout(common_);
 }
 
 GroupKeptLayout Context::kept_layout(int64_t layer, uint32_t tokens, const KeptRows& rows) {
   const std::lock_guard lock(mutex_);
-  const Plan& plan = plan_of(layer);
-  const CallShape& shape = plan.args.call.shape;
-  return {plan.spec, tokens, shape.ranks, shape.local_experts, rows};
-}
-
-GroupCallLayout Context::layout_of_call(const Plan& plan) const {
-  return {plan.spec, common_.limits, plan.args.call.shape.local_experts};
+  return plan_of(layer).kept_layout(tokens, rows);
 }
 
 gpu::CountedRows Context::counted_rows(const Plan& plan, uint64_t memory) const {
-  const GroupCallLayout layout = layout_of_call(plan);
+  const GroupCallLayout layout = plan.call_layout(common_);
   const auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(memory + offset); };
   return {words(layout.tokens), words(layout.received_rows), words(layout.rows), words(layout.numbers)};
 }
@@ -228,12 +215,11 @@ void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const Kep
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   Plan& plan = plan_of(layer);
-  const CallShape& shape = plan.args.call.shape;
-  const GroupKeptLayout layout(plan.spec, shape.tokens, shape.ranks, shape.local_experts, rows);
+  const GroupKeptLayout layout = plan.kept_layout(plan.args.call.shape.tokens, rows);
   const auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(kept + offset); };
   const gpu::MovedRows to{counted_rows(plan, memory), reinterpret_cast<uint8_t*>(kept),
-                          reinterpret_cast<uint8_t*>(kept + layout.received), words(layout.numbers),
-                          words(layout.first_row)};
+                          plan.redispatch ? nullptr : reinterpret_cast<uint8_t*>(kept + layout.received),
+                          words(layout.numbers), words(layout.first_row)};
   plan.kernels.launch_move(plan.args, to, static_cast<uint32_t>(rows.pitch), processors(), stream);
 }
 

@@ -74,7 +74,6 @@ class Context {
   Plan& plan_of(int64_t layer) const;
   Plan& plan_for(int64_t layer, const TokenSpec& tokens);
   void launch(Plan& plan, DriverStream stream);
-  GroupCallLayout layout_of_call(const Plan& plan) const;
   gpu::CountedRows counted_rows(const Plan& plan, uint64_t memory) const;
   void check_health();
 

@@ -33,8 +33,9 @@ struct Layer {
   bool topk_weights_as_x = false;  // given weights are of x's type, not float32
   bool traced = false;
   Pass pass = Pass::kInference;
-  uint64_t kept = 0;  // [El, I, H] fp32, see KernelArgs
-  std::string cubin;  // file of the kernel compiled for the spec's types and activation, and traced
+  bool redispatch = false;  // among several ranks: the forward pass keeps none of x, the backward pass sends it again
+  uint64_t kept = 0;        // [El, I, H] fp32, see KernelArgs
+  std::string cubin;        // file of the kernel compiled for the spec's types and activation, and traced
 };
 
 // How many rows a call among several ranks has kept, and which call of its context it was: all ranks count the same.
@@ -44,27 +45,30 @@ struct KeptRows {
   uint64_t call = 0;
 };
 
-// Where what a call keeps lies in its memory: pre-activations first (KeptOutputs).
+// Bytes of a row's pre-activations.
+inline uint64_t kept_row_bytes(const LayerSpec& spec) {
+  return uint64_t{spec.gate_up_rows()} * element_bytes(spec.intermediate_type);
+}
+
+// Where what a call keeps of so many choices lies in its memory: pre-activations first (KeptOutputs).
 struct KeptLayout {
   uint64_t ids, weights, bytes;
 
-  KeptLayout(const LayerSpec& spec, uint64_t tokens) {
-    const uint64_t routed = spec.top_k * spec.slices, choices = routed + shared_experts(spec.shared);
-    ids = tokens * (routed + spec.shared) * spec.gate_up_rows() * element_bytes(spec.intermediate_type);
-    weights = ids + tokens * choices * sizeof(int32_t);
-    bytes = weights + tokens * choices * sizeof(float);
-  }
+  KeptLayout(uint64_t choices, uint64_t row_bytes)
+      : ids(choices * row_bytes), weights(ids + choices * sizeof(int32_t)), bytes(weights + choices * sizeof(float)) {}
+  KeptLayout(const LayerSpec& spec, uint64_t tokens) : KeptLayout(tokens * spec.top_k, kept_row_bytes(spec)) {}
 };
 
 // The same among several ranks: pre-activations first (MovedRows), the routing of the rank's own tokens last.
+// redispatch: and no received rows.
 struct GroupKeptLayout {
   uint64_t received, numbers, first_row, ids, weights, bytes;
 
-  GroupKeptLayout(const LayerSpec& spec, uint64_t tokens, uint64_t ranks, uint64_t local_experts,
-                  const KeptRows& kept) {
+  GroupKeptLayout(const LayerSpec& spec, uint64_t tokens, uint64_t ranks, uint64_t local_experts, const KeptRows& kept,
+                  bool redispatch) {
     constexpr uint64_t kAlign = 16;
-    received = kept.rows * spec.gate_up_rows() * element_bytes(spec.intermediate_type);
-    numbers = received + kept.received * spec.token_row_bytes();
+    received = kept.rows * kept_row_bytes(spec);
+    numbers = received + (redispatch ? 0 : kept.received * spec.token_row_bytes());
     first_row = align_up(numbers + ranks * kept.pitch * sizeof(uint32_t), kAlign);
     ids = align_up(first_row + (local_experts + 1) * sizeof(uint32_t), kAlign);
     weights = ids + tokens * spec.top_k * sizeof(int32_t);
@@ -73,14 +77,14 @@ struct GroupKeptLayout {
 };
 
 // Where such a call has its rows until it is over: pre-activations by tile, first; then received rows, as far as a context of
-// these limits has room for them; and what counts them (CountedRows).
+// these limits has room for them, unless they are dispatched again; and what counts them (CountedRows).
 struct GroupCallLayout {
   uint64_t received, tokens, received_rows, rows, numbers, bytes;
 
-  GroupCallLayout(const LayerSpec& spec, const Limits& limits, uint64_t local_experts) {
+  GroupCallLayout(const LayerSpec& spec, const Limits& limits, uint64_t local_experts, bool redispatch) {
     const uint64_t ranks = limits.ranks, most = limits.max_tokens, word = sizeof(uint32_t);
-    received = limits.max_tiles() * sm90::kTileTokens * spec.gate_up_rows() * element_bytes(spec.intermediate_type);
-    tokens = received + (ranks - 1) * most * spec.token_row_bytes();
+    received = limits.max_tiles() * sm90::kTileTokens * kept_row_bytes(spec);
+    tokens = received + (redispatch ? 0 : (ranks - 1) * most * spec.token_row_bytes());
     received_rows = tokens + ranks * word;
     rows = received_rows + ranks * word;
     numbers = rows + ranks * local_experts * word;
@@ -89,17 +93,19 @@ struct GroupCallLayout {
 };
 
 // Where a backward pass has what nobody reads after it: rows of tiles, dZ first (BackwardArgs). Of so many rows of experts; and
-// rows of other ranks' tokens, of several ranks (GroupArgs).
+// rows of other ranks' tokens, of several ranks (GroupArgs): of dY, and where they are dispatched again, of x.
 struct PassLayout {
-  uint64_t tiles, weighted, received, gather, parts, bytes;
+  uint64_t tiles, weighted, received, x, gather, parts, bytes;
 
-  PassLayout(const LayerSpec& spec, uint64_t choices, uint64_t local_experts, uint64_t received_rows, bool alone) {
+  PassLayout(const LayerSpec& spec, uint64_t choices, uint64_t local_experts, uint64_t received_rows, bool redispatch,
+             bool alone) {
     const uint64_t element = element_bytes(spec.y_type);
     tiles = choices / sm90::kTileTokens + min_of(local_experts, choices);
     if (!alone) tiles = max_of(tiles, uint64_t{1});  // the copy engine's view of no rows would be none
     weighted = tiles * sm90::kTileTokens * spec.gate_up_rows() * element;
     received = weighted + tiles * sm90::kTileTokens * spec.intermediate * element;
-    gather = received + received_rows * spec.token_row_bytes();
+    x = received + received_rows * spec.token_row_bytes();
+    gather = x + (redispatch ? x - received : 0);
     parts = gather + (alone ? 0 : tiles * sm90::kTileTokens * sizeof(uint32_t));
     const uint64_t of_choice = ceil_div(spec.intermediate, sm90::kTaskFeatures) * sm90::kClusterBlocks;
     bytes = parts + of_choice * choices * sizeof(float);

@@ -42,7 +42,7 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   if (!alone) c.shape.return_mode = spec.return_mode;
   c.policy.groups = return_groups(c.policy.columns[kReturning], c.shape.return_mode, alone || common.limits.rdma != 0,
                                   c.policy.group_first);
-  if (!alone && layer.pass != Pass::kInference) {
+  if (!alone && (layer.pass == Pass::kBackward || (layer.pass == Pass::kForward && !layer.redispatch))) {
     c.policy.keepers =
         static_cast<uint16_t>(sm90::keepers_of(c.shape.ranks, c.shape.local_experts, common.limits.processors));
   }
@@ -215,7 +215,11 @@ Placement::Placement(const Device& device, const host::PlacementTables& t, uint3
 }
 
 Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& loaded, uint8_t* trace)
-    : kernels(loaded), spec(layer.spec), pass(layer.pass), placement(layer.placement) {
+    : kernels(loaded),
+      spec(layer.spec),
+      pass(layer.pass),
+      redispatch(layer.redispatch && common.limits.ranks != 1),
+      placement(layer.placement) {
   args.call = call_of(common, layer, where);
   args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
   args.clamped = {spec.limit, spec.alpha, spec.up_offset};
@@ -235,6 +239,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
     constexpr auto kWeights = static_cast<uint32_t>(GradientField::kWeights);
     args.group.weights_at = common.call.memory.heap_layout.bytes + gradients.offset[kWeights];
     args.group.weights_pitch = static_cast<uint32_t>(gradients.stride[kWeights][0]);
+    args.group.x_behind = redispatch ? redispatched_behind(args.call, gradients) : 0;
   }
 }
 
@@ -270,6 +275,20 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   }
 }
 
+GroupKeptLayout Plan::kept_layout(uint64_t tokens, const KeptRows& rows) const {
+  return {spec, tokens, args.call.shape.ranks, args.call.shape.local_experts, rows, redispatch};
+}
+
+GroupCallLayout Plan::call_layout(const Common& common) const {
+  return {spec, common.limits, args.call.shape.local_experts, redispatch};
+}
+
+PassLayout Plan::pass_layout(uint64_t tokens, const KeptRows& rows) const {
+  const bool alone = !trains_in_group();
+  return {spec, alone ? tokens * spec.top_k : rows.rows, args.call.shape.local_experts, rows.received, redispatch,
+          alone};
+}
+
 // Where a call leaves what it keeps.
 void Plan::set_kept(const Common& common, const TokenSpec& t) {
   if (!trains_in_group()) {
@@ -278,7 +297,7 @@ void Plan::set_kept(const Common& common, const TokenSpec& t) {
                  reinterpret_cast<float*>(t.keep + layout.weights)};
     return;
   }
-  const GroupCallLayout layout(spec, common.limits, args.call.shape.local_experts);
+  const GroupCallLayout layout = call_layout(common);
   const uint64_t weights = t.routing + uint64_t{t.tokens} * spec.top_k * sizeof(int32_t);
   args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.routing),
                reinterpret_cast<float*>(weights)};
@@ -289,16 +308,16 @@ void Plan::set_kept(const Common& common, const TokenSpec& t) {
 
 // Where what is kept, and the pass's own memory, is; how that is laid out.
 PassLayout Plan::set_rows(const GradientSpec& g) {
-  const CallShape& shape = args.call.shape;
+  const uint32_t tokens = args.call.shape.tokens;
+  const PassLayout layout = pass_layout(tokens, g.rows);
   const auto at = [](uint64_t address) { return reinterpret_cast<uint8_t*>(address); };
   if (!trains_in_group()) {
-    const KeptLayout kept(spec, shape.tokens);
+    const KeptLayout kept(spec, tokens);
     args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
                           reinterpret_cast<float*>(g.kept + kept.weights)};
-    return PassLayout(spec, uint64_t{shape.tokens} * spec.top_k, shape.local_experts, 0, true);
+    return layout;
   }
-  const GroupKeptLayout kept(spec, shape.tokens, shape.ranks, shape.local_experts, g.rows);
-  const PassLayout layout(spec, g.rows.rows, shape.local_experts, g.rows.received, false);
+  const GroupKeptLayout kept = kept_layout(tokens, g.rows);
   args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
                         reinterpret_cast<float*>(g.kept + kept.weights)};
   sm90::GroupArgs& own = args.group;
@@ -307,10 +326,10 @@ PassLayout Plan::set_rows(const GradientSpec& g) {
   own.pitch = static_cast<uint32_t>(g.rows.pitch);
   own.rows = static_cast<uint32_t>(g.rows.rows);
   own.received_rows = static_cast<uint32_t>(g.rows.received);
-  own.x = at(g.kept + kept.received);
+  own.x = at(redispatch ? g.memory + layout.x : g.kept + kept.received);
   own.first_row = reinterpret_cast<const uint32_t*>(g.kept + kept.first_row);
   own.gather = reinterpret_cast<uint32_t*>(g.memory + layout.gather);
-  args.call.config = host::make_config(args.call, spec, placement, sm90::kReturnColumns, g.rows.call);
+  args.call.config = host::make_config(args.call, spec, placement, sm90::kReturnColumns, g.rows.call, redispatch);
   return layout;
 }
 

@@ -30,6 +30,11 @@ struct Plan {
   // Encodes the layer's tensor maps. trace: null unless it is traced.
   Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& kernels, uint8_t* trace);
   void set_tokens(const Common& common, const TokenSpec& tokens);
+  // Of passes that train among several ranks: where a call of so many tokens has what it keeps, and until it is over.
+  GroupKeptLayout kept_layout(uint64_t tokens, const KeptRows& rows) const;
+  GroupCallLayout call_layout(const Common& common) const;
+  // Of passes that train: where a backward pass has its memory.
+  PassLayout pass_layout(uint64_t tokens, const KeptRows& rows) const;
   // Of Pass::kBackward, behind set_tokens(). Encodes the tensor maps of rows.
   void set_gradients(const GradientSpec& g);
   // Whether it is a pass that trains among several ranks.
@@ -42,6 +47,7 @@ struct Plan {
   const Kernels& kernels;
   const LayerSpec spec;
   const Pass pass;
+  const bool redispatch;  // see Layer
   const host::Holders placement;
 
  private:

@@ -48,6 +48,7 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
                 {"bytes per element of returns", mine.return_bytes, theirs.return_bytes},
                 {"return slots (return_mode)", mine.return_slots, theirs.return_slots},
                 {"capacity (capacity_factor)", mine.capacity, theirs.capacity},
+                {"redispatch", mine.redispatch, theirs.redispatch},
                 {"rdma (transport)", mine.rdma, theirs.rdma}};
   for (const auto& f : fields) {
     if (f.mine != f.theirs) {
@@ -58,7 +59,7 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
 }
 
 CallConfig make_config(const Call& call, const LayerSpec& layer, const Holders& placement, uint32_t columns_per_task,
-                       Epoch forward) {
+                       Epoch forward, bool redispatch) {
   CallConfig config{};
   config.set_layer(layer);
   config.placement = static_cast<uint32_t>(hash_of(placement, layer.slices));
@@ -68,7 +69,9 @@ CallConfig make_config(const Call& call, const LayerSpec& layer, const Holders& 
   }
   uint64_t groups = hash_bytes(ends, sizeof(ends));
   if (forward != 0) groups = hash_bytes(&forward, sizeof(forward), groups);
-  config.groups = (static_cast<uint32_t>(groups) & ~CallConfig::kBackward) | (forward != 0 ? CallConfig::kBackward : 0);
+  constexpr uint32_t kFlags = CallConfig::kBackward | CallConfig::kRedispatch;
+  const uint32_t flags = (forward != 0 ? CallConfig::kBackward : 0) | (redispatch ? CallConfig::kRedispatch : 0);
+  config.groups = (static_cast<uint32_t>(groups) & ~kFlags) | flags;
   config.hash = hash_of(config, layer);
   return config;
 }

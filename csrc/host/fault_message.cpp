@@ -66,13 +66,17 @@ Error disagreement_error(const HostFault& record) {
   if (my_call.placement != their_call.placement && mine.experts == theirs.experts) {
     what += concat(what.empty() ? "" : "; ", "placement: rank ", a, " and rank ", b, " place the experts differently");
   }
-  const uint32_t mine_backward = my_call.groups & CallConfig::kBackward;
-  if (mine_backward != (their_call.groups & CallConfig::kBackward)) {
+  const uint32_t mine_backward = my_call.groups & CallConfig::kBackward, differ = my_call.groups ^ their_call.groups;
+  if ((differ & CallConfig::kBackward) != 0) {
     what += concat(what.empty() ? "" : "; ", "pass: rank ", mine_backward != 0 ? a : b, " is in a backward pass, rank ",
                    mine_backward != 0 ? b : a, " in a forward one");
-  } else if (what.empty() && mine_backward != 0 && my_call.groups != their_call.groups) {
+  } else if ((differ & CallConfig::kRedispatch) != 0) {
+    const bool mine_again = (my_call.groups & CallConfig::kRedispatch) != 0;
+    what += concat(what.empty() ? "" : "; ", "redispatch: rank ", mine_again ? a : b, " sends its tokens again, rank ",
+                   mine_again ? b : a, " does not");
+  } else if (what.empty() && mine_backward != 0 && differ != 0) {
     what = concat("backward pass: rank ", a, " and rank ", b, " compute the gradients of different calls");
-  } else if (what.empty() && my_call.groups != their_call.groups) {
+  } else if (what.empty() && differ != 0) {
     what = concat("return groups: rank ", a, " and rank ", b, " cut the columns differently");
   }
   return {Kind::kGroup, concat("ranks disagree on call ", record.fault.epoch, ": ", what)};

@@ -144,6 +144,10 @@ class CallOptions(LayerOptions, total=False):
     router_logits: Any
     """[T, E] float32. With a router: the logits that scores are made of, with `router_bias`, rounded where
     `round_logits` says so."""
+    redispatch: bool | None
+    """Several ranks: whether a call keeps for its gradients none of the rows of other ranks' tokens, and the backward
+    pass sends x once more (docs/training.md). Bits are the same. All ranks alike. Default: the context's; only one that
+    was made with `redispatch` has room for it."""
 
 
 class Options(NamedTuple):
@@ -171,6 +175,7 @@ class Options(NamedTuple):
     transposed: bool = False
     weights_on_input: bool = False
     slices: int = 1
+    redispatch: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -207,10 +212,22 @@ def resolved(room: Room, layer: LayerSpec, options: Options, placement: placemen
 
     Raises `InvalidArgument` and `HeapError`.
     """
+    redispatches(room, options)
     mode = resolved_return_mode(room, options.return_mode, layer.top_k, layer.slices)
     check_limits(room, layer, mode, placement, tokens)
     factor = checked_capacity(room, options.capacity_factor, layer, placement)
     return replace(layer, return_mode=mode, capacity_factor=factor)
+
+
+def redispatches(room: Room, options: Options) -> bool:
+    """Whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, since its backward
+    pass sends x again. Raises `InvalidArgument` where the context has no room for that."""
+    has = bool(room.limits["redispatch"])
+    if room.ranks == 1:
+        return False
+    if options.redispatch and not has:
+        raise InvalidArgument("redispatch: expected a context made with redispatch=True, got one without")
+    return has if options.redispatch is None else options.redispatch
 
 
 def as_plain_values(options: Options) -> Options:
@@ -240,6 +257,7 @@ def checked_values(options: Options) -> Options:
         groups=bounded("groups", options.groups, 1, MAX_GROUPS),
         slices=bounded("slices", options.slices, 1, MAX_EXPERTS),
         top_groups=None if options.top_groups is None else bounded("top_groups", options.top_groups, 1, MAX_GROUPS),
+        redispatch=None if options.redispatch is None else truth("redispatch", options.redispatch),
         **{
             name: truth(name, getattr(options, name))
             for name in ("renormalize", "exact", "round_logits", "interleaved", "transposed", "weights_on_input")

@@ -221,6 +221,10 @@ class Context:
         progress cannot be seen. Puts to memory that is not mapped take a network that ``NVSHMEM_REMOTE_TRANSPORT``
         names (``"none"`` unless it is set). No network has carried this path yet: tests force it over NVLink. It needs
         NVSHMEM's headers, which its package has, of a release from 3.4 to 3.8.
+    redispatch:
+        Several ranks: whether a call keeps for its gradients none of the rows of other ranks' tokens, and its backward
+        pass sends x once more (docs/training.md). The heap is larger by as much as dispatched rows take. Calls may do
+        otherwise (`flashmoe.moe`). Of a rank alone it says nothing.
 
     Raises
     ------
@@ -262,6 +266,7 @@ class Context:
         slices: int = 1,
         count_load: bool = False,
         weight_dtype: str | None = None,
+        redispatch: bool = False,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -285,6 +290,7 @@ class Context:
             shared_intermediate=shared_intermediate,
             slices=slices,
             weight_dtype=weight_dtype,
+            redispatch=redispatch,
         )
         self.engine = engine
         self.ranks = asked.ranks

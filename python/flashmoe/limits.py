@@ -32,6 +32,7 @@ from .spec import (
     bounded,
     element_types,
     one_of,
+    truth,
 )
 
 ENGINES = ("cpu", "cuda")
@@ -57,6 +58,8 @@ class ContextSpec:
     """Threads or thread blocks; 0: CUDA engine, as many as the device has."""
     transport: str
     """One of `TRANSPORTS`."""
+    redispatch: bool
+    """Whether backward passes may send x again."""
 
     @property
     def return_mode(self) -> str:
@@ -85,6 +88,7 @@ class ContextSpec:
             "return_bytes": ELEMENT_BYTES[layer.return_type],
             "return_slots": slots[mode],
             "capacity": capacity,
+            "redispatch": int(self.redispatch),
             "staging": int(mode != "direct"),
             "rdma": int(self.transport == "rdma"),
             "processors": self.processors,
@@ -133,6 +137,7 @@ def checked_context(
     shared_intermediate: int = 0,
     slices: int = 1,
     weight_dtype: str | None = None,
+    redispatch: bool = False,
 ) -> ContextSpec:
     """What a context with these arguments is made for; see `flashmoe.Context`.
 
@@ -169,7 +174,7 @@ def checked_context(
         **element_types(dtype, weights),
     )
     placed = placements.checked(placement, layer.parts, ranks)
-    return ContextSpec(engine, ranks, max_tokens, layer, placed, processors, transport)
+    return ContextSpec(engine, ranks, max_tokens, layer, placed, processors, transport, truth("redispatch", redispatch))
 
 
 def checked_slices(slices: Any, experts: int, top_k: int, ranks: int, cuda: bool) -> int:

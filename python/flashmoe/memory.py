@@ -11,6 +11,7 @@ import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from . import _ffi
 from .errors import HeapError, InvalidArgument
@@ -53,7 +54,7 @@ class Term:
     name: str
     region: str
     """``heap``: mapped by the other ranks; ``workspace``: private; ``kept``: by a call, until its backward pass;
-    ``pass``: of a backward pass, until it ends."""
+    ``pass``: of a backward pass, until it ends; ``call``: of a call that keeps, until it ends."""
     shape: tuple[int, ...]
     elem_bytes: int
     bytes: int
@@ -96,8 +97,13 @@ class MemoryPlan:
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that the kernel of one backward pass takes besides, on a GPU."""
+        """Bytes that one backward pass takes besides, on a GPU its kernel."""
         return self._bytes_of("pass")
+
+    @property
+    def call_bytes(self) -> int:
+        """Bytes that one call that keeps takes besides, on GPUs of several ranks."""
+        return self._bytes_of("call")
 
     @property
     def total_bytes(self) -> int:
@@ -106,6 +112,26 @@ class MemoryPlan:
 
     def _bytes_of(self, region: str) -> int:
         return sum(term.bytes for term in self.terms if term.region == region)
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What a way to have what gradients need costs a rank, where ranks have even loads."""
+
+    way: str
+    """``checkpoint``: ``torch.utils.checkpoint``, around a block."""
+    kept_bytes: int
+    """By a layer's call until its backward pass."""
+    heap_bytes: int
+    """Of the heap, besides what calls without gradients need."""
+    pass_bytes: int
+    """In a backward pass, until it ends; on a GPU its kernel."""
+    sent: int
+    """How often in a step each token's row goes to other ranks."""
+    returned: int
+    """How often a row comes back from them."""
+    products: int
+    """Of rows with an expert's matrix, or for its gradient, in a step."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +166,11 @@ def plan_memory(
     weight_dtype: str | None = None,
     training: bool = False,
     activation: str = "swiglu",
+    redispatch: bool = False,
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`). ``"auto"``: of ranks that have each
     other's memory mapped. `training`: and what a call keeps for its gradients, with a router and an `activation`, and
-    what a backward pass takes besides.
+    what passes take besides; with `redispatch` without the rows of other ranks' tokens.
 
     `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
     GPU, default `HOPPER_PROCESSORS`.
@@ -169,64 +196,114 @@ def plan_memory(
         shared_intermediate=shared_intermediate,
         slices=slices,
         weight_dtype=weight_dtype,
+        redispatch=redispatch,
     )
     terms = [Term(**field) for field in _ffi.layout_fields(engine, made_for.limits())]
     if truth("training", training):
-        of_engine = _training_terms_on_gpu if engine == "cuda" else _kept_terms
+        of_engine = _training_terms_on_gpu if engine == "cuda" else _training_terms
         terms += of_engine(made_for, one_of("activation", activation, ACTIVATIONS))
     return MemoryPlan(ranks, max_tokens, tuple(terms))
 
 
-def _kept_terms(made_for: ContextSpec, activation: str) -> list[Term]:
-    """What a call keeps of the largest layer, where ranks have even loads: as many rows as there are choices."""
+def training_costs(**context: Any) -> list[TrainingCost]:
+    """What the ways to have what gradients need cost a rank, of a context with these arguments of `plan_memory`:
+    keeping all, sending x again (several ranks), and computing all again. Raises what that does."""
+
+    def plan(redispatch: bool) -> MemoryPlan:
+        return plan_memory(**context | {"training": True, "redispatch": redispatch})
+
+    rows = plan(False)
+    layer_input = context["max_tokens"] * context["hidden"] * ELEMENT_BYTES[context.get("dtype", "bfloat16")]
+    gradients = {term.name: term.bytes for term in rows.terms if term.region == "heap" and term.name in _FOR_GRADIENTS}
+    besides = sum(gradients.values())
+    costs = [TrainingCost("keep rows", rows.kept_bytes, besides, rows.pass_bytes, 2, 2, 6)]
+    if rows.ranks > 1:
+        again = plan(True)
+        besides_again = besides + again.heap_bytes - rows.heap_bytes
+        costs.append(TrainingCost("redispatch", again.kept_bytes, besides_again, again.pass_bytes, 3, 2, 6))
+    in_turn = rows.kept_bytes + rows.pass_bytes  # what one block's call keeps meanwhile
+    costs.append(TrainingCost("checkpoint", layer_input, besides, in_turn, 3, 3, 8))
+    return costs
+
+
+_FOR_GRADIENTS = ("weight_gradients", "x_rows")
+"""Terms of the heap that only backward passes use."""
+
+
+def _training_terms(made_for: ContextSpec, activation: str) -> list[Term]:
+    """What a call of the largest layer keeps, and its backward pass takes, where ranks have even loads: as many rows as
+    there are choices."""
     if made_for.layer.encoding is not None:
         raise InvalidArgument(
             f"training: expected weights in {made_for.layer.y_type}, got {made_for.layer.weight_type}"
         )
     layer = replace(made_for.layer, activation=activation, return_mode="direct")
-    row, shared_row, received, token = _ffi.library().bytes_kept(layer.to_map())
+    again = made_for.redispatch and made_for.ranks != 1
+    each = _ffi.library().training_bytes(layer.to_map(), again)
     elsewhere = min(layer.choices, made_for.ranks - 1)
-    pre_activations = "pre-activations of rows, each with its home, token and weight"
+    kept, gradients = "pre-activations of rows, each with its home, token and weight", "gradients of pre-activations"
     rows = [
-        ("kept_rows", layer.choices, row, f"[token][choice] {pre_activations}"),
-        ("kept_shared_rows", layer.shared_experts, shared_row, f"[token] {pre_activations}, of the shared expert"),
-        ("kept_tokens", elsewhere, received, "[token][rank] at most: x of other ranks' tokens, once a rank"),
-        ("kept_routing", 1, token, "[token] choices, their weights, and the router's logits"),
+        ("kept_rows", "kept", layer.choices, f"[token][choice] {kept}"),
+        ("kept_shared_rows", "kept", layer.shared_experts, f"[token] {kept}, of the shared expert"),
+        ("kept_tokens", "kept", elsewhere, "[token][rank] at most: x of other ranks' tokens, once a rank"),
+        ("kept_routing", "kept", 1, "[token] choices, their weights, and the router's logits"),
+        ("pass_rows", "pass", layer.choices, f"[token][choice] {gradients} and of weights"),
+        ("pass_shared_rows", "pass", layer.shared_experts, f"[token] {gradients} of the shared expert"),
+        ("pass_tokens", "pass", elsewhere, f"[token][rank] at most: dY {'and x ' * again}of other ranks' tokens"),
+        ("pass_logits", "pass", 1, "[token] gradients of the router's logits"),
     ]
     return [
-        _training_term(name, "kept", (made_for.max_tokens, count), each, why)
-        for name, count, each, why in rows
-        if count
+        _training_term(name, region, (made_for.max_tokens, count), size, why)
+        for (name, region, count, why), size in zip(rows, each, strict=True)
+        if count and size
     ]
 
 
 def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]:
-    """What a call of the largest layer keeps, and the kernel of its backward pass takes, from PyTorch's allocator."""
+    """What a call of the largest layer keeps, and the kernels of the two passes take, from PyTorch's allocator; where
+    ranks have even loads."""
     spec = made_for.layer
-    if made_for.ranks != 1 or spec.x_type not in TRAINED or spec.encoding or spec.shared or spec.slices != 1:
-        what = f"{made_for.ranks} ranks, {spec.x_type}, weights in {spec.weight_type}"
+    rdma = made_for.transport == "rdma"
+    if rdma or spec.x_type not in TRAINED or spec.encoding or spec.shared or spec.slices != 1:
+        what = f"{spec.x_type}, weights in {spec.weight_type}"
         what += f", a shared expert of {spec.shared} I" if spec.shared else ""
+        what += f", slices={spec.slices}" if spec.slices != 1 else ""
+        what += ", transport 'rdma'" if rdma else ""
         raise InvalidArgument(
-            f"training: expected 1 rank, {' or '.join(TRAINED)}, experts not cut and none that is shared on the CUDA "
-            f"engine, which has no other gradients, got {what}"
+            f"training: expected {' or '.join(TRAINED)}, experts not cut, none that is shared, memory that is mapped "
+            f"on the CUDA engine, which has no other gradients, got {what}"
         )
     layer = replace(spec, activation=activation, return_mode="direct")
     tokens, choices, size = made_for.max_tokens, layer.choices, ELEMENT_BYTES[layer.x_type]
-    z, routing, rows, parts = _ffi.library().cuda_training_bytes(layer.to_map(), tokens)
-    columns, columns_z = layer.intermediate, z // (tokens * choices * size)
-    tile_rows, of_choice = rows // ((columns + columns_z) * size), parts // (tokens * choices * 4)
-    return [
-        _training_term(
-            "kept_rows", "kept", (tokens, choices, columns_z), size, "[token][choice][column] pre-activations"
-        ),
-        _training_term("kept_routing", "kept", (tokens,), routing // tokens, "[token] choices and their weights"),
-        _training_term("kept_logits", "kept", (tokens, layer.experts), 4, "[token][expert] the router's logits"),
-        _training_term("z_gradients", "pass", (tile_rows, columns_z), size, "[row of a tile][column] dZ"),
-        _training_term("weighted", "pass", (tile_rows, columns), size, "[row of a tile][column] activations x weight"),
-        _training_term(
-            "weight_parts", "pass", (of_choice, tokens, choices), 4, "[part][token][choice] of weights' gradients"
-        ),
-    ]
+    bytes_of = _ffi.library().cuda_training_bytes(layer.to_map(), made_for.limits())
+    elsewhere, columns = min(choices, made_for.ranks - 1), layer.intermediate
+    columns_z = bytes_of["kept_rows"] // (tokens * choices * size)
+    tile_rows = bytes_of["tile_rows"] // ((columns + columns_z) * size)
+    again = "dY and x" if made_for.redispatch else "dY"
+    rows: list[tuple[str, str, tuple[int, ...], int, str]] = [
+        ("kept_rows", "kept", (tokens, choices, columns_z), size, "[token][choice][column] pre-activations"),
+        ("kept_routing", "kept", (tokens,), bytes_of["kept_routing"] // tokens, "[token] choices and their weights"),
+        ("kept_logits", "kept", (tokens, layer.experts), 4, "[token][expert] the router's logits"),
+        ("z_gradients", "pass", (tile_rows, columns_z), size, "[row of a tile][column] dZ"),
+        ("weighted", "pass", (tile_rows, columns), size, "[row of a tile][column] activations x weight"),
+        ("weight_parts", "pass", (bytes_of["weight_parts"] // (tokens * choices * 4), tokens, choices), 4,
+         "[part][token][choice] of weights' gradients"),
+    ]  # fmt: skip
+    if made_for.ranks != 1:
+        rows += [
+            (name, region, (bytes_of[name],), 1, why)
+            for name, region, why in (
+                ("kept_tokens", "kept", f"[token][{elsewhere} ranks] at most: x of other ranks' tokens, once a rank"),
+                ("kept_numbers", "kept", "[rank][token] which of them it is; [expert] its first row"),
+                ("pass_tokens", "pass", f"[token][{elsewhere} ranks] at most: {again} of other ranks' tokens"),
+                ("gather", "pass", "[row of a tile] where its token's row is"),
+                ("call_rows", "call", "[row of a tile][column] pre-activations, of as many tiles as there may be"),
+                ("call_tokens", "call", "[peer][token] x of other ranks' tokens"),
+                ("call_numbers", "call", "[rank][token] which of them it is, and what is counted"),
+            )
+            if bytes_of[name]
+        ]
+    return [_training_term(*row) for row in rows]
 
 
 def _training_term(name: str, region: str, shape: tuple[int, ...], elem_bytes: int, why: str) -> Term:

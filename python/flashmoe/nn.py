@@ -248,6 +248,8 @@ class MoE(torch.nn.Module):
         Whether both projections of every expert have one.
     shared_intermediate, shared_gate:
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
+    redispatch:
+        Whether passes that train keep none of the rows of other ranks' tokens and send x again, as in `flashmoe.moe`.
     dtype:
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are
         quantised where those of the context are (its `weight_dtype`).
@@ -297,6 +299,7 @@ class MoE(torch.nn.Module):
         tokens: str = "own",
         token_group: Any = None,
         weight_scales: str = "block",
+        redispatch: bool | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -314,6 +317,7 @@ class MoE(torch.nn.Module):
         slices = bounded("slices", options.get("slices", 1), 1, MAX_EXPERTS)
         self.placement = None if placement is None else placements.checked(placement, experts * slices, ctx.ranks)
         of_call = {"placement": self.placement, "capacity_factor": capacity_factor, "return_mode": return_mode}
+        of_call["redispatch"] = redispatch
         chosen = checked_values(
             Options(top_k=top_k, activation=activation, renormalize=renormalize, exact=exact, **of_call, **options)
         )
@@ -401,6 +405,7 @@ class MoE(torch.nn.Module):
         slices: int = 1,
         tokens: str = "own",
         token_group: Any = None,
+        redispatch: bool | None = None,
     ) -> MoE:
         """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
         context's engine computes: in host memory or on its GPU.
@@ -436,6 +441,7 @@ class MoE(torch.nn.Module):
                 tokens=tokens,
                 token_group=token_group,
                 weight_scales=layer.weight_scales,
+                redispatch=redispatch,
                 **how,
             )
         mine, names = module.experts.ids, module.experts.names | _BIASES

@@ -95,6 +95,7 @@ def _moe(
     shared_gate_up_scale: Tensor | None = None,
     shared_down_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
+    redispatch: bool | None = None,
 ) -> Tensor:
     return _run(locals())
 

@@ -1,6 +1,7 @@
 // Backward passes of the CPU engine on three ranks of two processors each, in changing shapes: two calls, then their
-// gradients, last call first. Each is done three times, twice on a perturbed schedule and with tiles of another size; all
-// bits must be alike. For the sanitizers; that gradients are right is for Python's tests.
+// gradients, last call first. Each is done three times, twice on a perturbed schedule, with tiles of another size, and
+// with x dispatched again or kept in turn; all bits must be alike. For the sanitizers; that gradients are right is for
+// Python's tests.
 //
 //   test_backward [pairs of calls]
 #include <cstdlib>
@@ -27,6 +28,7 @@ Limits limits() {
                   .max_local_experts = 9,
                   .top_k = 4,
                   .shared = 2,
+                  .redispatch = 1,
                   .intermediate = 12});
 }
 
@@ -82,8 +84,9 @@ struct Work {
     l.shared_gate = shared_gate.data();
     return l;
   }
-  void forward(Context& context) {
+  void forward(Context& context, bool redispatch) {
     kept = std::make_unique<Kept>();
+    kept->redispatch = redispatch;
     kept->spec = spec;
     kept->placement = options.placement;
     kept->logits.resize(uint64_t{options.tokens} * spec.experts);
@@ -138,7 +141,7 @@ void run_rank(uint32_t rank, std::unique_ptr<host::Group> group, uint32_t pairs)
       Work works[] = {{2 * i, rank, l}, {2 * i + 1, rank, l}};
       for (Work& w : works) {
         w.options.perturbation = run == 0 ? 0 : 100 * run + i + 1;
-        w.forward(context);
+        w.forward(context, (run + i) % 2 == 1);
       }
       for (const uint32_t n : {1u, 0u}) {
         const Floats found = works[n].backward(context);

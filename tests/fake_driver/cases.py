@@ -1425,11 +1425,13 @@ def sliced_launch(rank, ranks, name, cubin, environment):
         return launched() | {"router_of_experts": router}, made.return_mode
 
 
-def test_ranks_that_train(tmp_path):
-    """What each of two ranks keeps, where its rows are moved, and what their backward passes are told."""
+@pytest.mark.parametrize("redispatch", [False, True])
+def test_ranks_that_train(tmp_path, redispatch):
+    """What each of two ranks keeps, where its rows are moved, and what their backward passes are told; `redispatch`: to
+    send x again, of which nothing is kept."""
     (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
     with fake_world() as world, RankPool(2) as pool:
-        each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world})
+        each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world}, redispatch)
         found = pool.call(train_on_rank, [each] * 2, timeout=90)
     tokens = [100, 37]
     columns = 2 * I
@@ -1441,33 +1443,36 @@ def test_ranks_that_train(tmp_path):
         assert counted == [rows, received, max(tokens), 1]
         assert compiled == [jit.Variant(keeps=True, group=True), jit.Variant(backward=True, group=True)]
         at_x = 2 * columns * rows
-        at_numbers = at_x + 2 * H * received
+        at_numbers = at_x + 2 * H * received * (not redispatch)
         at_first = -(-(at_numbers + 4 * 2 * max(tokens)) // 16) * 16
         at_ids = -(-(at_first + 4 * (E // 2 + 1)) // 16) * 16
-        assert move == [kept, kept + at_x, kept + at_numbers, kept + at_first]
+        assert move == [kept, 0 if redispatch else kept + at_x, kept + at_numbers, kept + at_first]
         assert size == at_ids + 8 * tokens[rank] * K
-        assert forward["keepers"] == backward["keepers"] > 0
-        assert (forward["config_groups"] >> 31, backward["config_groups"] >> 31) == (0, 1)
+        assert backward["keepers"] > 0 and forward["keepers"] == (0 if redispatch else backward["keepers"])
+        assert (forward["config_groups"] >> 30, backward["config_groups"] >> 30) == (0, 3 if redispatch else 2)
         of, group = backward["backward"], backward["group"]
         assert (of["kept"], of["kept_ids"]) == (kept, kept + at_ids)
         tiles = rows // 256 + min(E // 2, rows)
         at_received = of["weighted"] + tiles * 256 * 2 * I
-        at_gather = at_received + 2 * H * received
+        at_gather = at_received + 2 * H * received * (1 + redispatch)
+        x = at_received + 2 * H * received if redispatch else kept + at_x
         assert group[:8] == [
-            at_received, kept + at_numbers, max(tokens), rows, received, kept + at_x, kept + at_first, at_gather,
+            at_received, kept + at_numbers, max(tokens), rows, received, x, kept + at_first, at_gather,
         ]  # fmt: skip
         assert of["weight_parts"] == at_gather + 4 * 256 * tiles
-        assert group[9] == 4 * K
+        assert group[10] == 4 * K
+        assert (group[9] > 2 * H * 100) == redispatch
     first, second = found
     assert first[3]["config"] == second[3]["config"] and first[6]["config"] == second[6]["config"]
     assert first[3]["config"] != first[6]["config"]
 
 
-def train_on_rank(rank, ranks, name, cubin, environment):
+def train_on_rank(rank, ranks, name, cubin, environment, redispatch):
     """Of a call that keeps and its backward pass: the kernels, sizes, what the kernels are told."""
     compiled = pretend([rank], cubin, environment)
     tokens = (100, 37)[rank]
-    with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, timeout=20.0, **SIZES) as made:
+    who = {"device": rank, "rank": rank, "ranks": ranks, "name": name, "redispatch": redispatch}
+    with flashmoe.Context(engine="cuda", timeout=20.0, **who, **SIZES) as made:
         tensors = Tensors(
             x=on_gpu(tokens, H),
             gate_up_proj=on_gpu(E // ranks, 2 * I, H),

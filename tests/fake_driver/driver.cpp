@@ -103,8 +103,9 @@ std::string described(const sm90::GroupArgs& g) {
                             reinterpret_cast<uint64_t>(g.first_row),
                             reinterpret_cast<uint64_t>(g.gather),
                             g.weights_at,
+                            g.x_behind,
                             g.weights_pitch};
-  return list(words, 10);
+  return list(words, 11);
 }
 
 // Functions, as cuModuleGetFunction numbers them.

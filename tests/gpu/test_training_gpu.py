@@ -16,7 +16,8 @@ import flashmoe.nn
 import numpy as np
 import pytest
 import torch
-from flashmoe.spec import GATED
+from flashmoe.jit import TRAINED
+from flashmoe.spec import ACTIVATIONS, GATED
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
@@ -97,10 +98,26 @@ def test_edges(tokens, options):
 
 
 @st.composite
+def routers(draw: st.DrawFn, experts: int, top_k: int) -> dict[str, Any]:
+    """The options of a router."""
+    options: dict[str, Any] = {
+        "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "renormalize": draw(st.booleans()),
+        "routed_scale": draw(st.sampled_from([1.0, 2.5])),
+        "choice_bias": draw(st.booleans()),
+    }
+    if experts % 4 == 0 and top_k <= experts // 2 and draw(st.booleans()):
+        options |= {"groups": 4, "top_groups": 2}
+    return options
+
+
+@st.composite
 def layers(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
-    """A seed, T, and what `trainable` is told."""
-    activation = draw(st.sampled_from(["swiglu", "relu", "gelu", "clamped_swiglu"]))
-    options: dict[str, Any] = {"activation": activation, "transposed": draw(st.booleans())}
+    """A seed, T, and what `trainable` is told: any option that there are gradients of on a GPU, of the kernels that
+    conftest.py has compiled."""
+    dtype, activation = draw(st.sampled_from(TRAINED)), draw(st.sampled_from(ACTIVATIONS))
+    transposed = (dtype == "bfloat16" or activation == "clamped_swiglu") and draw(st.booleans())
+    options: dict[str, Any] = {"dtype": dtype, "activation": activation, "transposed": transposed}
     if activation == "clamped_swiglu":
         options |= CLAMPED
     if activation in GATED:
@@ -109,6 +126,8 @@ def layers(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
     sizes = {name: 8 * draw(st.integers(1, 50)) for name in ("hidden", "intermediate")}
     options |= sizes | {"experts": experts, "top_k": draw(st.integers(1, min(experts, 6)))}
     options |= {"fused": draw(st.booleans()), "skew": draw(st.sampled_from([0.0, 3.0, 50.0]))}
+    if options["fused"]:
+        options |= draw(routers(experts, options["top_k"]))
     options["biases"] = tuple(draw(st.booleans()) for _ in range(3))
     if draw(st.booleans()):
         options["capacity_factor"] = draw(st.sampled_from([0.3, 1.0]))

@@ -120,10 +120,29 @@ def test_a_backward_pass_is_one_operation_of_the_gpu(pool, fused):
         assert len(names) == 1 and "flashmoe_moe" in names[0], names
 
 
+AGAIN: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "router, direct": ([150, 233, 97, 180], DIRECT | BIASES),
+    "router, reduced": ([150, 0, 97, 180], REDUCED),
+    "given": ([900, 700, 300, 500], {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320} | GIVEN),
+    "a capacity": ([150, 233, 97, 180], REDUCED | {"capacity_factor": 0.5, "skew": 3.0}),
+    "gpt-oss": ([150, 233, 97, 180], GPT_OSS),
+    "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
+}
+
+
+@pytest.mark.parametrize(("tokens", "options"), AGAIN.values(), ids=AGAIN)
+def test_bits_are_those_of_keeping_where_x_is_sent_again(pool, tokens, options):
+    given = 3, tokens[: pool.ranks], USUAL | options
+    found = everywhere(pool, training_ranks.both_ways, *given, 6)
+    problem, grads = trainable(*given[:2], **given[2])
+    check(problem, grads, found, engine="cuda")
+
+
+@pytest.mark.parametrize("redispatch", [False, True])
 @pytest.mark.parametrize("skew", [0.0, 50.0])
-def test_what_is_kept_is_what_was_received(pool, skew):
+def test_what_is_kept_is_what_was_received(pool, skew, redispatch):
     sizes = USUAL | {"skew": skew}
-    found = everywhere(pool, training_ranks.kept_and_needed, 12, [400, 300, 200, 100][: pool.ranks], sizes)
+    found = everywhere(pool, training_ranks.kept_and_needed, 12, [400, 300, 200, 100][: pool.ranks], sizes, redispatch)
     for kept, needed, _rows in found:
         assert needed <= kept <= 1.25 * needed + 4096
     assert sum(rows for *_, rows in found) == 4 * sum(

@@ -48,13 +48,28 @@ def operations(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list
         return operations_of_backward(context, problem, grads[rank], rank)
 
 
+def both_ways(
+    rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any], times: int
+) -> Gradients:
+    """The gradients of calls of which every other one sends x again; the same bits."""
+    torch.cuda.set_device(device_of(rank))
+    problem, grads = trainable(seed, tokens, **sizes)
+    ways = [replace(problem, options=problem.options | {"redispatch": again}) for again in (False, True)]
+    with context_for(problem, rank, name, redispatch=True) as context:
+        first = gradients_of(context, ways[0], grads[rank], rank)
+        for n in range(1, times):
+            for each, values in gradients_of(context, ways[n % 2], grads[rank], rank).items():
+                assert values.tobytes() == first[each].tobytes(), (n, each)
+    return first
+
+
 def kept_and_needed(
-    rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]
+    rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any], redispatch: bool
 ) -> tuple:
     """Bytes that a call keeps, and what the rows that it has received need of them."""
     torch.cuda.set_device(device_of(rank))
     problem, _grads = trainable(seed, tokens, **sizes)
-    with context_for(problem, rank, name) as context:
+    with context_for(problem, rank, name, redispatch=redispatch) as context:
         tensors, leaves = leaves_of(problem, rank)
         for each in leaves.values():
             each.requires_grad_()
@@ -66,7 +81,8 @@ def kept_and_needed(
         rows, received, *_more = counted.tolist()
         width = problem.gate_up_proj.shape[1] * problem.gate_up_proj.itemsize
         of_tokens = tokens[rank] * (8 * problem.top_k + 4 * len(problem.router))
-        return kept.numel(), rows * width + received * problem.x[0].itemsize * problem.x[0].shape[1] + of_tokens, rows
+        of_received = 0 if redispatch else received * problem.x[0].itemsize * problem.x[0].shape[1]
+        return kept.numel(), rows * width + of_received + of_tokens, rows
 
 
 def in_any_order(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> int:

@@ -1,6 +1,7 @@
 // Keeper: copies the rows of other ranks' tokens, as they arrive, to memory of the pass's own, where passes train among
-// several ranks. A forward pass needs them again for its gradients, a backward pass behind its last return, and their
-// senders overwrite them in the next call, which they begin when all has come back to them.
+// several ranks. A forward pass needs them again for its gradients (unless x is dispatched again), a backward pass
+// behind its last return, and their senders overwrite them in the next call, which they begin when all has come back to
+// them.
 //
 // So no source is done with (Pending) before keepers have copied what it sent: to the counter, each of them is one more
 // expert, without rows. Nothing is signalled that would not be anyway.

@@ -75,8 +75,10 @@ __device__ __forceinline__ void move_received(const KernelArgs& args, const Call
       if (p != c.rank && t < to.counted.tokens[p]) n = to.counted.numbers[uint64_t{p} * args.group.pitch + t];
       if (n != GroupArgs::kNone) {
         n += before;
-        move_row(to.received + uint64_t{n} * bytes,
-                 args.group.received + (uint64_t{slot} * args.group.pitch + t) * bytes, bytes);
+        if (to.received != nullptr) {
+          move_row(to.received + uint64_t{n} * bytes,
+                   args.group.received + (uint64_t{slot} * args.group.pitch + t) * bytes, bytes);
+        }
       }
       if (Platform::lane() == 0) to.numbers[uint64_t{p} * pitch + t] = n;
     }

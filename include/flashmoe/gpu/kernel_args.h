@@ -140,7 +140,7 @@ inline constexpr uint32_t kMoveThreads = 512;  // of a block of either kernel
 struct MovedRows {
   CountedRows counted;
   uint8_t* pre_activations;  // [rows, 2I or I], by expert, source and token
-  uint8_t* received;         // [received_rows, H], by source and token
+  uint8_t* received;         // [received_rows, H], by source and token; null: not kept, but dispatched again
   uint32_t* numbers;         // [R, pitch] which of all received rows a token's is; kNone where it has none
   uint32_t* first_row;       // [El + 1]
 };
@@ -156,12 +156,13 @@ struct GroupArgs {
   uint32_t pitch;
   uint32_t rows, received_rows;  // in all, in a backward pass
   // Backward passes.
-  const uint8_t* x;           // [received_rows, H], as `received` has dY
+  uint8_t* x;  // [received_rows, H], as `received` has dY; written where x is dispatched again, else read
   const uint32_t* first_row;  // [El + 1] number of each expert's first row
   uint32_t*
       gather;  // [tiles * 256], written: a row's token, or of other ranks' its number among those received | kRemote
   uint64_t weights_at;     // where in a heap the gradients of its tokens' combine weights are, [T, K] floats,
   uint32_t weights_pitch;  // a token's so many bytes behind the one's before (protocol/gradients.h)
+  uint64_t x_behind;       // where x is dispatched again: how far behind its row of dY; else 0 (redispatched_behind)
 };
 
 struct KernelArgs {

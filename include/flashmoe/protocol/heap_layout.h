@@ -67,6 +67,7 @@ struct Limits {
   uint32_t return_bytes = 0;  // of an element of a row on its way home
   uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
   uint32_t capacity = 0;      // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
+  uint32_t redispatch = 0;    // 1: room for rows of x that backward passes send again (gradients.h)
   // May differ from rank to rank: they size the workspace, which no peer addresses.
   uint32_t intermediate = 0;        // I
   uint32_t intermediate_bytes = 0;  // of an element of an intermediate row

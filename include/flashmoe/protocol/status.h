@@ -54,9 +54,9 @@ struct alignas(64) CallConfig {
   uint64_t layer_words[sizeof(AgreedLayer) / 8];  // as words, since kernels copy those at once
   uint32_t placement;                             // hash of the expert -> rank map
   // Hash of where return groups' columns end: a signal stands for the same columns on all ranks. Of a backward pass also
-  // of the call whose gradients it computes; kBackward says that it is one.
+  // of the call whose gradients it computes; kBackward says that it is one, kRedispatch that it dispatches x again.
   uint32_t groups;
-  static constexpr uint32_t kBackward = 1u << 31;
+  static constexpr uint32_t kBackward = 1u << 31, kRedispatch = 1u << 30;
 
   AgreedLayer layer() const {
     AgreedLayer l;

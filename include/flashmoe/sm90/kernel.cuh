@@ -127,7 +127,7 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
              blockIdx.x <= formers) {
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
     if constexpr (kTrainsInGroup) {
-      if (formers + 1 == gridDim.x) keep_received(args, c, s.former_sources, blockIdx.x - 1);
+      if (formers + 1 == gridDim.x && c.policy.keepers != 0) keep_received(args, c, s.former_sources, blockIdx.x - 1);
     }
 #if FLASHMOE_GROUP
   } else if (const uint32_t n = blockIdx.x - 1 - formers; n < c.policy.keepers) {

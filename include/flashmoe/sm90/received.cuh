@@ -44,7 +44,12 @@ __device__ __forceinline__ void keep_received(const KernelArgs& args, const Call
   const bool all = run_keeper<P>(c, sources, first, [&](uint32_t p, uint32_t token) {
     const uint32_t row = received_row(args.group, c, p, token);
     if (row == GroupArgs::kNone) return;
-    copy_row(args.group.received + uint64_t{row} * bytes, c.dispatched_row(c.rank, p, token), bytes);
+    const uint8_t* const from = c.dispatched_row(c.rank, p, token);
+    copy_row(args.group.received + uint64_t{row} * bytes, from, bytes);
+    if constexpr (kIsBackward) {
+      if (args.group.x_behind == 0) return;
+      copy_row(args.group.x + uint64_t{row} * bytes, from + args.group.x_behind, bytes);
+    }
   });
   P::sync();
   if (all && P::lane() == 0) P::fetch_add_acq_rel(&c.control()->met.value, uint64_t{1});

@@ -12,7 +12,7 @@ from ..limits import engine_return_mode
 from ..placement import roomy
 from ..spec import ACTIVATIONS
 from .console import console, print_error
-from .render import show_comparisons, show_memory_plan
+from .render import show_comparisons, show_memory_plan, show_training_costs
 
 
 def command(
@@ -54,7 +54,11 @@ def command(
         ),
     ] = None,
     training: Annotated[
-        bool, typer.Option("--training", help="Also what a layer's call keeps for its gradients; cuda: of 1 rank.")
+        bool, typer.Option("--training", help="Also what a layer's gradients need, and what each way to have it costs.")
+    ] = False,
+    redispatch: Annotated[
+        bool,
+        typer.Option("--redispatch", help="With room for backward passes that send tokens again."),
     ] = False,
     activation: Annotated[str, typer.Option(help=f"With --training: {', '.join(ACTIVATIONS)}.")] = "swiglu",
     table: Annotated[
@@ -72,22 +76,21 @@ def command(
         return 0
     sizes = sizes_of(model, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
     limit = None if budget is None else memory.parse_bytes(budget)
-    plan = memory.plan_memory(
-        engine=engine,
-        ranks=ranks,
-        max_tokens=tokens,
-        dtype=dtype,
-        return_mode=return_,
-        processors=processors,
-        capacity_factor=capacity_factor,
-        transport=transport,
-        shared_intermediate=shared_intermediate,
-        weight_dtype=weight_dtype,
-        placement=roomy(sizes["experts"], ranks, copies) if copies else None,
-        training=training,
-        activation=activation,
-        **sizes,
-    )
+    asked = sizes | {
+        "engine": engine,
+        "ranks": ranks,
+        "max_tokens": tokens,
+        "dtype": dtype,
+        "return_mode": return_,
+        "processors": processors,
+        "capacity_factor": capacity_factor,
+        "transport": transport,
+        "shared_intermediate": shared_intermediate,
+        "weight_dtype": weight_dtype,
+        "placement": roomy(sizes["experts"], ranks, copies) if copies else None,
+        "activation": activation,
+    }
+    plan = memory.plan_memory(**asked, training=training, redispatch=redispatch)
     further = {"copies": copies, "shared_intermediate": shared_intermediate}
     shown = sizes | {name: number for name, number in further.items() if number}
     described = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in shown.items())
@@ -95,6 +98,8 @@ def command(
     drops = "dropless" if capacity_factor is None else f"capacity factor {capacity_factor:g}"
     types = dtype if weight_dtype in (None, dtype) else f"{dtype}, weights {weight_dtype}"
     show_memory_plan(plan, f"{described}, {types}, return {mode}, {drops}, {engine} engine")
+    if training:
+        show_training_costs(memory.training_costs(**asked))
     if engine == "cuda" and limit is None:
         console.print("not compared with what a GPU has: its context does that, or --budget here")
         return 0

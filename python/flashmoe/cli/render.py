@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from ..memory import Comparison, MemoryPlan, format_bytes
+from ..memory import Comparison, MemoryPlan, TrainingCost, format_bytes
 from ..placement import Placement, local_experts
 from ..report import TASK_KINDS, CallReport, GroupReport
 from .console import console, count
@@ -175,6 +175,8 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
         regions.append(("kept", "by each layer's call until its backward pass; ranks with even loads"))
     if plan.pass_bytes:
         regions.append(("pass", "a backward pass, until it ends, besides"))
+    if plan.call_bytes:
+        regions.append(("call", "a call that keeps, until it ends, besides"))
     for region, meaning in regions:
         console.print()
         console.print(Text(f"{region}, per rank ({meaning})", style="bold"))
@@ -202,6 +204,20 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
         f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
         f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"
     )
+
+
+def show_training_costs(costs: Sequence[TrainingCost]) -> None:
+    """The ways to have what gradients need, side by side."""
+    console.print()
+    console.print(Text("for gradients, per rank; a step is both passes", style="bold"))
+    table = Table(box=None, pad_edge=False)
+    columns = ("kept by a layer", "of the heap", "in a backward pass", "rows sent", "rows returned", "products a step")
+    for name in ("way", *columns):
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=name == "way")
+    for cost in costs:
+        sizes = (format_bytes(each) for each in (cost.kept_bytes, cost.heap_bytes, cost.pass_bytes))
+        table.add_row(cost.way, *sizes, f"{cost.sent} x", f"{cost.returned} x", str(cost.products))
+    console.print(table)
 
 
 def show_balance(placed: Sequence[tuple[Placement, np.ndarray]]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _ffi
 from .. import placement as placements
-from ..arguments import WRITTEN, Options, Tensors, check
+from ..arguments import WRITTEN, Options, Tensors, check, redispatches
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
@@ -105,6 +105,7 @@ class CpuEngine(Engine):
             bool(trace),
             self._perturbation,
             keep,
+            keep and redispatches(self.room, options),
             *views,
             ids,
             weights,

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import _ffi, jit, nvshmem
 from .. import placement as placements
-from ..arguments import Options, Tensors, check
+from ..arguments import Options, Tensors, check, redispatches
 from ..errors import HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
@@ -348,6 +348,7 @@ class CudaEngine(Engine):
             str(jit.kernel(variant)),
             bool(trace),
             pass_,
+            pass_ != _INFERENCE and redispatches(self.room, options),
             current_stream(self.device),
         )
         rank = self.room.rank

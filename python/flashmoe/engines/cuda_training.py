@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .. import jit
+from .. import _ffi, jit
 from ..arguments import Options, Tensors
 from ..spec import ELEMENT_BYTES
 from ..tensors import dtype_name
@@ -33,16 +33,21 @@ def missing(tensors: Tensors, options: Options, rdma: bool) -> str | None:
 def kept_bytes(tensors: Tensors, options: Options) -> int:
     """Bytes that a call of a rank alone keeps of a token: pre-activations, experts and weights of choices, a router's
     logits."""
-    choices = options.top_k if tensors.topk_ids is None else tensors.topk_ids.shape[1]
     columns = tensors.gate_up_proj.shape[2 if options.transposed else 1]
-    return choices * columns * ELEMENT_BYTES[dtype_name(tensors.x)] + kept_routing_bytes(tensors, options)
+    return _token_bytes(tensors, options, columns * ELEMENT_BYTES[dtype_name(tensors.x)])
 
 
 def kept_routing_bytes(tensors: Tensors, options: Options) -> int:
     """Bytes that a call keeps of an own token's routing."""
+    return _token_bytes(tensors, options, 0)
+
+
+def _token_bytes(tensors: Tensors, options: Options, row_bytes: int) -> int:
+    """Of a token, each of whose choices has pre-activations of so many bytes: what the library lays out, and logits."""
     router, ids = tensors.router, tensors.topk_ids
     choices = options.top_k if ids is None else ids.shape[1]
-    return choices * 8 + (0 if router is None else 4 * router.shape[0])
+    of_choices = _ffi.library().cuda_kept_token_bytes(int(choices), int(row_bytes))
+    return of_choices + (0 if router is None else 4 * router.shape[0])
 
 
 class KeptRows(NamedTuple):
