@@ -113,7 +113,9 @@ OrderPolicy task_order(const Shape& s, ReturnMode mode, uint32_t blocks, const O
   const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && !link_keeps_up(s);
   const uint32_t clusters = blocks / sm90::kClusterBlocks;
   OrderPolicy chosen{.gemm1_lag = early ? 2 * clusters : kAlwaysHeld,
-                     .raster = s.ranks > 1 ? kRasterOfSeveral : is_short(s) ? 2 * kRaster : kRaster,
+                     .raster = s.ranks > 1   ? kRasterOfSeveral
+                               : is_short(s) ? 2 * kRaster
+                                             : kRaster,
                      .window = tasks_ahead(s) * clusters,
                      .gemm1_lists = early ? 2u : 1u,
                      .own_first = early ? 2u : 1u,
