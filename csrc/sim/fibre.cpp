@@ -88,8 +88,8 @@ Stacks::~Stacks() {
 uint8_t* Stacks::take() {
   if (free_.empty()) {
     // Pages are there when they are first touched, two or three of a stack.
-    void* const slab = mmap(nullptr, kSlabStacks * kBytes, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* const slab =
+        mmap(nullptr, kSlabStacks * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (slab == MAP_FAILED) throw std::bad_alloc();
     slabs_.push_back(static_cast<uint8_t*>(slab));
     for (size_t i = kSlabStacks; i-- != 0;) free_.push_back(slabs_.back() + i * kBytes);

@@ -58,9 +58,9 @@ class Group {
   std::vector<uint8_t*> heaps_of(uint32_t rank) const;
 
   struct Peer {
-    uint32_t rank;   // the simulated rank that stands for it
-    bool remote;     // of another machine
-    uint8_t* heap;   // its heap, as `from` addresses it
+    uint32_t rank;  // the simulated rank that stands for it
+    bool remote;    // of another machine
+    uint8_t* heap;  // its heap, as `from` addresses it
   };
   Peer peer(uint32_t from, uint32_t to) const;
 

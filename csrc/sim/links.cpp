@@ -6,8 +6,7 @@ namespace flashmoe::sim {
 
 TaskTimes::Point TaskTimes::at(uint32_t product, uint32_t rows) const {
   const std::vector<Point>& points = of[product];
-  const auto above =
-      std::find_if(points.begin(), points.end(), [&](const Point& point) { return point.rows >= rows; });
+  const auto above = std::find_if(points.begin(), points.end(), [&](const Point& point) { return point.rows >= rows; });
   if (above == points.end()) return points.back();
   if (above == points.begin()) return points.front();
   const Point &a = *(above - 1), &b = *above;
@@ -33,9 +32,7 @@ Links::Transfer Links::send(uint32_t from, uint32_t to, bool remote, uint64_t by
   }
   sent_[from].nic += bytes;
   ++sent_[from].messages;
-  const double rate = machine_.links.messages;
-  host_[from] = std::max(World::of_lane().now(), host_[from]) + (rate == 0 ? 0 : static_cast<Time>(1e12 / rate));
-  return pass(nic_[from], nic_[to], machine_.links.nic, machine_.costs.network, bytes, std::max(at, host_[from]));
+  return pass(nic_[from], nic_[to], machine_.links.nic, machine_.costs.network, bytes, at);
 }
 
 }  // namespace flashmoe::sim

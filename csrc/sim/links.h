@@ -2,7 +2,8 @@
 //
 // A GPU's link has a way out and a way in, each of which takes messages in the order in which they come, as fast as it was
 // measured; a message passes both at once, as far as both are free. The switch between the GPUs of a machine, and the
-// network between machines, are not what is full. A message on the network takes its host's time besides.
+// network between machines, are not what is full. What a message costs whoever puts it on a network, the host's thread or the
+// network interface, is not known, and left out.
 #pragma once
 
 #include <vector>
@@ -13,7 +14,7 @@ namespace flashmoe::sim {
 
 class Links {
  public:
-  Links(const Machine& machine, uint32_t ranks) : machine_(machine), nvlink_(ranks), nic_(ranks), host_(ranks) {}
+  Links(const Machine& machine, uint32_t ranks) : machine_(machine), nvlink_(ranks), nic_(ranks) {}
 
   struct Transfer {
     Time sent, there;  // when the last byte has left, and is there
@@ -31,11 +32,10 @@ class Links {
   struct Port {
     Time out = 0, in = 0;  // when either is free
   };
-  Transfer pass(Port& from, Port& to, double rate, Time latency, uint64_t bytes, Time at);
+  static Transfer pass(Port& from, Port& to, double rate, Time latency, uint64_t bytes, Time at);
 
   const Machine& machine_;
   std::vector<Port> nvlink_, nic_;
-  std::vector<Time> host_;  // when the host that puts for a rank is free
   std::vector<Bytes> sent_ = std::vector<Bytes>(nvlink_.size());
 };
 

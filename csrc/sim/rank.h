@@ -12,8 +12,8 @@ namespace flashmoe::sim {
 
 // What a rank computes: the experts that its tokens choose, and who owns them to it.
 struct RankProblem {
-  std::vector<int32_t> ids;                                // [T, K]
-  std::vector<uint32_t> owner, by_owner, owner_base;       // CallPlacement's
+  std::vector<int32_t> ids;                           // [T, K]
+  std::vector<uint32_t> owner, by_owner, owner_base;  // CallPlacement's
   uint32_t local_experts = 0;
 };
 

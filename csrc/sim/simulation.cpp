@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <deque>
+#include <mutex>
 #include <random>
 
 #include "cuda/policy.h"
@@ -77,12 +78,20 @@ class Placed {
 };
 
 void check(const Setup& s) {
-  if (s.machines == 0 || s.gpus == 0) throw Error(Error::Kind::kInvalidArgument, "machines, gpus: expected at least 1, got 0");
+  if (s.machines == 0 || s.gpus == 0)
+    throw Error(Error::Kind::kInvalidArgument, "machines, gpus: expected at least 1, got 0");
   if (s.folded && !s.alike) throw Error(Error::Kind::kInvalidArgument, "folded: expected machines that are alike");
   if (s.layer.top_k == 0 || s.layer.top_k > s.layer.experts) {
-    throw Error(Error::Kind::kInvalidArgument, concat("top_k: expected 1 to ", s.layer.experts, ", got ", s.layer.top_k));
+    throw Error(Error::Kind::kInvalidArgument,
+                concat("top_k: expected 1 to ", s.layer.experts, ", got ", s.layer.top_k));
   }
   if (s.tokens == 0) throw Error(Error::Kind::kInvalidArgument, "tokens: expected at least 1, got 0");
+}
+
+// As the CUDA engine chooses: peers that are not mapped get sums, others what pays (csrc/cuda/policy.h).
+ReturnMode mode_of(const Setup& s) {
+  const bool reduces = s.machines > 1 || cuda::reduces(s.gpus, s.layer.top_k, s.layer.intermediate);
+  return reduces ? ReturnMode::kReduced : ReturnMode::kDirect;
 }
 
 Limits limits_of(const Setup& s, uint32_t local_experts, bool reduced) {
@@ -169,10 +178,11 @@ Result run(const Setup& s, const Placed& placed, const Call& call, Group& group)
 }  // namespace
 
 Result simulate(const Setup& s) {
+  static std::mutex one_world;
+  const std::lock_guard lock(one_world);
   check(s);
   const Placed placed(s);
-  const bool alone = s.machines * s.gpus == 1;
-  const ReturnMode mode = s.machines > 1 ? ReturnMode::kReduced : alone ? ReturnMode::kDirect : s.layer.return_mode;
+  const ReturnMode mode = mode_of(s);
   const Limits limits = limits_of(s, placed.local(), mode == ReturnMode::kReduced);
   Call call = call_of(s, limits, mode);
   Group group(s.machine, limits, s.machines, s.folded);

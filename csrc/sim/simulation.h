@@ -13,8 +13,8 @@ namespace flashmoe::sim {
 
 struct Setup {
   Machine machine;
-  LayerSpec layer;         // its return mode is the group's; GPUs of several machines have the reduced one
-  uint32_t tokens = 0;     // of each rank
+  LayerSpec layer;                  // its return mode is not read: the engine's own choice is taken
+  uint32_t tokens = 0;              // of each rank
   uint32_t machines = 1, gpus = 1;  // gpus: of a machine
   // Simulates the ranks of the first machine alone, the others being like it (Group).
   bool folded = false;
@@ -28,7 +28,7 @@ struct Result {
   double call = 0, first_task = 0, last_task = 0;
   double busy = 0;  // mean over ranks of the clusters' mean time in tasks
   uint64_t tasks = 0, events = 0;
-  Links::Bytes sent;  // mean of a rank
+  Links::Bytes sent;         // mean of a rank
   std::vector<double> ends;  // of each simulated rank
 };
 

@@ -1,9 +1,11 @@
 #include "sim/world.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
+#include <exception>
 #include <utility>
+
+#include "host/error.h"
+#include "host/text.h"
 
 namespace flashmoe::sim {
 
@@ -26,7 +28,6 @@ SignalMap::Place SignalMap::place_in(uint64_t in_heap) const {
 }
 
 World::World() : for_words_(kBuckets, kNobody) {
-  if (world_ != nullptr) throw std::logic_error("there is one simulated world at a time");
   world_ = this;
 }
 
@@ -98,8 +99,8 @@ void World::run() {
     }
   }
   if (unfinished_ != 0) {
-    throw std::runtime_error("the simulated call stands still: " + std::to_string(unfinished_) + " actors wait at " +
-                             std::to_string(now_ / kMicrosecond) + " us for what nobody will do");
+    throw host::Error(host::Error::Kind::kOther, host::concat("simulation: ", unfinished_, " actors wait at ",
+                                                              now_ / kMicrosecond, " us for what nobody will do"));
   }
 }
 

@@ -33,7 +33,7 @@ struct Lane {
 // Where the words lie that peers write, of all ranks alike: by them a look at one is known to be one.
 struct SignalMap {
   static constexpr uint32_t kCalls = 0, kPackets = 1, kReturns = 2, kFaults = 3, kKinds = 4, kNone = kKinds;
-  const uint8_t* base = nullptr;                         // the first rank's heap; the others follow, `stride` apart
+  const uint8_t* base = nullptr;  // the first rank's heap; the others follow, `stride` apart
   uint64_t stride = 0, ranks = 0;
   uint64_t first_source = 0, source_bytes = 0;  // where a heap's words of source 0 begin, and those of the next
   uint64_t begin[kKinds] = {}, end[kKinds] = {};
@@ -55,7 +55,7 @@ class Warp {
  public:
   static constexpr uint32_t kMostLanes = 32;
 
-  uint32_t rank = 0, worker = 0;  // worker: of its block's warps
+  uint32_t rank = 0, worker = 0;      // worker: of its block's warps
   Time first_use = 0, used_from = 0;  // what its code takes when it first runs, and until when it did
   bool used_by_fence = false;         // it first runs when the warp publishes, not when it first finds something
   Time written = 0;  // when the rows that it has sent are at their destinations: its releases wait for that
@@ -86,6 +86,7 @@ class Warp {
   std::array<uint64_t, SignalMap::kKinds> signals_seen_{};
 };
 
+// There is one at a time (simulate() sees to it).
 class World {
  public:
   World();
@@ -97,7 +98,7 @@ class World {
 
   // body runs on all lanes of a new warp, from now on.
   Warp& start(uint32_t rank, uint32_t lanes, Watch watch, std::function<void()> body);
-  // Runs until nothing is left to do. Throws std::runtime_error if a warp still waits then.
+  // Runs until nothing is left to do. Throws host::Error if a warp still waits then.
   void run();
 
   Time now() const { return now_; }
@@ -169,9 +170,9 @@ class World {
   std::deque<Warp> warps_;
   std::vector<Warp*> idle_;
   SignalMap signals_;
-  std::vector<uint64_t> arrived_;       // [rank, kind] signals
-  std::vector<uint32_t> for_signals_;   // [rank, kind] first watcher
-  std::vector<uint32_t> for_words_;     // [bucket] first watcher
+  std::vector<uint64_t> arrived_;      // [rank, kind] signals
+  std::vector<uint32_t> for_signals_;  // [rank, kind] first watcher
+  std::vector<uint32_t> for_words_;    // [bucket] first watcher
   std::vector<Watcher> watchers_;
   uint32_t free_watcher_ = kNobody;
 };
