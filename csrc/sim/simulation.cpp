@@ -166,10 +166,11 @@ Result run(const Setup& s, const Placed& placed, const Call& call, Group& group)
     result.last_task = std::max(result.last_task, us(state.last_task));
     result.busy += us(state.busy) / call.policy.clusters / group.simulated();
     result.tasks += state.tasks;
-    result.sent.nvlink += sent.nvlink / group.simulated();
-    result.sent.nic += sent.nic / group.simulated();
-    result.sent.messages += sent.messages / group.simulated();
+    result.sent.nvlink += sent.nvlink;
+    result.sent.nic += sent.nic;
+    result.sent.messages += sent.messages;
   }
+  for (uint64_t* sum : {&result.sent.nvlink, &result.sent.nic, &result.sent.messages}) *sum /= group.simulated();
   result.call = *std::max_element(result.ends.begin(), result.ends.end());
   result.events = group.world().events();
   return result;
