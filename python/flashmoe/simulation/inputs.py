@@ -99,13 +99,18 @@ def task_times(shape: ModelShape) -> list[TaskTime]:
 
 
 def product_times(name: str, product: int, contracted: int) -> list[TaskTime]:
-    """Of a traced layer's product, which contracts over so many stages."""
-    kind = f"gemm{product}"
+    """Of a traced layer's product, which contracts over so many stages.
+
+    The clock follows the power that calls take, and a few traced calls need not have that of the many that were timed beside
+    them in the same run: times are those of the traced calls, by as much longer or shorter as the timed ones are.
+    """
+    kind, layer = f"gemm{product}", traced()["layers"][name]
+    timed = layer["routed"][0]["ms"] * 1e3 / layer["routed"][0]["call_ends"]
     rows = []
-    for call in traced()["layers"][name]["by_rows"]:
+    for call in layer["by_rows"]:
         figures = call["last"] or call["full"]
-        epilogue = figures[f"{kind}_epilogue"]
-        rows.append([product, call["last_rows"], (figures[kind] - epilogue) / contracted, epilogue])
+        task, epilogue = timed * figures[kind], timed * figures[f"{kind}_epilogue"]
+        rows.append([product, call["last_rows"], (task - epilogue) / contracted, epilogue])
     return rows
 
 
