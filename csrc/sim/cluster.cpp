@@ -99,9 +99,11 @@ void Cluster<P>::compute() {
     s.begun = world.now();
     if (rank_.tasks++ == 0) rank_.first_task = s.begun;
     count(started_);
-    world.sleep_until(s.begun + s.stages * s.stage + s.epilogue);
-    s.written = world.now();
-    if (is_one_of<kHome>(s.task.kind) && !c_.reduced()) world.sleep_until(send_results(s, world.now() - s.epilogue));
+    world.sleep_until(s.begun + s.stages * s.stage);
+    const Time stored = world.now() + s.epilogue;
+    s.written = stored;
+    const bool sends = is_one_of<kHome>(s.task.kind) && !c_.reduced();
+    world.sleep_until(std::max(stored, sends ? send_results(s) : 0));
     rank_.last_task = std::max(rank_.last_task, world.now());
     ended();
     rank_.busy += world.now() - s.begun;
@@ -113,10 +115,10 @@ void Cluster<P>::compute() {
   }
 }
 
-// Rows that are another rank's go out as they are stored: the task ends when its last byte has left, and is written when that
-// is there.
+// Rows that are another rank's go out while the epilogue stores them: the task does not end before its last byte has left, and
+// is written when that is there.
 template <class P>
-Time Cluster<P>::send_results(const Slot& s, Time at) {
+Time Cluster<P>::send_results(Slot& s) {
   Group& group = Group::of_lane();
   const Tile::Shape shape = c_.tile(s.task.index)->shape;
   const uint32_t bytes = min_of(sm90::kTaskFeatures, c_.shape.hidden - s.task.column * sm90::kTaskFeatures) * 2;
@@ -125,9 +127,10 @@ Time Cluster<P>::send_results(const Slot& s, Time at) {
     const Segment segment = c_.segments(s.task.index)[i];
     if (segment.source == c_.rank) continue;
     const Group::Peer peer = group.peer(c_.rank, segment.source);
-    const Links::Transfer t = group.links().send(c_.rank, peer.rank, peer.remote, uint64_t{segment.count} * bytes, at);
+    const Links::Transfer t =
+        group.links().send(c_.rank, peer.rank, peer.remote, uint64_t{segment.count} * bytes, World::of_lane().now());
     sent = std::max(sent, t.sent);
-    slot(started_ - 1).written = std::max(slot(started_ - 1).written, t.there);
+    s.written = std::max(s.written, t.there);
   }
   return sent;
 }

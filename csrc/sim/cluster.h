@@ -71,7 +71,7 @@ class Cluster {
   void find_late_rows(uint32_t block, uint64_t n);
   bool joins() const { return joins_late_rows(c_); }
   Slot look_up(const Task& task) const;
-  Time send_results(const Slot& slot, Time at);
+  Time send_results(Slot& slot);
   static void await(const uint64_t& word, uint64_t at_least);
   static void count(uint64_t& word);
   void ended() { rank_.end = std::max(rank_.end, World::of_lane().now()); }

@@ -24,7 +24,9 @@ def write_png(path: str | Path, title: str, nic_gb_s: float, calls: Sequence[Sim
     times.set_ylabel("ms")
     times.set_ylim(bottom=0)
     sent.plot(machines, [call.nvlink_bytes / 1e6 for call in calls], marker=".", color="#3a9e5c", label="NVLink")
-    sent.plot(machines, [call.nic_bytes / 1e6 for call in calls], marker="o", color="#d4508b", label="network interface")
+    sent.plot(
+        machines, [call.nic_bytes / 1e6 for call in calls], marker="o", color="#d4508b", label="network interface"
+    )
     sent.set_ylabel("MB that a GPU sends")
     sent.set_ylim(bottom=0)
     for axes in (times, sent):
