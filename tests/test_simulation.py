@@ -1,4 +1,4 @@
-"""Simulated time: its inputs are those that were measured, and what it predicts is within a tenth of what was measured since."""
+"""Simulated time: its inputs are those measured, and what it predicts is within a tenth of what was measured."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_traced_layers_have_their_own_times():
 
 
 def test_bytes_are_those_of_rows():
-    """Of two ranks that each have half of the experts, K = 2: a row goes to the other unless both its experts are here, and as
-    many come back as experts are there."""
+    """Of two ranks that each have half of the experts, K = 2: a row goes to the other unless both its experts are here,
+    and as many come back as experts are there."""
     tokens, shape = 16384, models.find("flashmoe-paper")
     call = simulation.simulate(shape, tokens=tokens, gpus=2)
     here = (shape.experts / 2 / shape.experts) * ((shape.experts / 2 - 1) / (shape.experts - 1))

@@ -32,7 +32,7 @@ def command(
     """Simulate one call of a layer on a group of GPUs: its time, what communication is exposed, the bytes of each link.
 
     The actors that run on a GPU run here on a virtual clock, with the times of tasks that were traced on one H100 and
-    links as fast as they were measured. No GPU is needed, and none is used. docs/simulation.md says how far to trust it.
+    links as fast as they were measured. No GPU is used. docs/simulation.md says how far to trust it.
     """
     shape = models.find(model)
 

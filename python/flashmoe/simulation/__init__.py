@@ -1,4 +1,4 @@
-"""A call of the layer in simulated time: the actors that run on GPUs, on a virtual clock (csrc/sim, docs/simulation.md)."""
+"""A call of the layer in simulated time: the actors that run on GPUs, on a virtual clock (docs/simulation.md)."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def simulate(
     seed: int = 1,
     folded: bool | None = None,
 ) -> Simulated:
-    """Simulate one call of a layer of this shape, bfloat16, with `tokens` tokens on each of `machines` x `gpus` GPUs.
+    """Simulate one call of a layer of this shape, bfloat16, of `tokens` tokens on each of `machines` x `gpus` GPUs.
 
-    `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose their experts evenly, by `seed`.
+    `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, by `seed`.
     `folded`: of several machines, which then choose alike, only the first one's ranks are simulated (the default);
     False: all ranks. Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
     """

@@ -21,7 +21,7 @@ STAGE_BYTES = 128
 FULL_ROWS = 256
 
 GPU = {
-    # Words and warps. An H100's or H200's words between two blocks of a GPU take 0.6 us one way, of which half is the
+    # Words and warps. A GPU's words between two blocks of a GPU take 0.6 us one way, of which half is the
     # store's and half the load's that finds them; to a peer 1.4; an atomic's answer 0.6 (docs/protocol.md).
     "load_us": 0.3,
     "store_us": 0.3,
@@ -39,8 +39,8 @@ GPU = {
     "fill_us": 3.0,
     # From choices to the own packet's signal (docs/measured.md; task_times.json: 8 to 10 from gate to packets).
     "packets_us": 9.0,
-    # Of the final sums of one H100: 302 MB of rows read and results written in the 115 us behind the last task of Qwen3's
-    # layer, and the pieces of two rows (task_times.json).
+    # Of the final sums of one H100: 302 MB of rows read and results written in the 115 us behind the last task of
+    # Qwen3's layer, and the pieces of two rows (task_times.json).
     "memory_gb_s": 2600.0,
     "sum_piece_us": 2.7,
     # The same while the block computes (docs/measured.md, several H200s).
@@ -81,8 +81,8 @@ def stages(columns: int) -> int:
 
 
 def task_times(shape: ModelShape) -> list[TaskTime]:
-    """Of each product and number of rows, as the traced layer has them whose tasks are most like this one's: of GEMM 0 those
-    with the same kind of epilogue, and in either the nearest number of stages."""
+    """Of each product and number of rows, as the traced layer has them whose tasks are most like this one's: of GEMM 0
+    one with the same kind of epilogue, and of either the one with the nearest number of stages."""
     gated = shape.activation in GATED
     rows: list[TaskTime] = []
     for product, axis in enumerate((shape.hidden, shape.intermediate)):
@@ -101,8 +101,8 @@ def task_times(shape: ModelShape) -> list[TaskTime]:
 def product_times(name: str, product: int, contracted: int) -> list[TaskTime]:
     """Of a traced layer's product, which contracts over so many stages.
 
-    The clock follows the power that calls take, and a few traced calls need not have that of the many that were timed beside
-    them in the same run: times are those of the traced calls, by as much longer or shorter as the timed ones are.
+    The clock follows the power that calls take, and a few traced calls need not have that of the many that were timed
+    beside them in the same run: times are the traced calls', as much longer or shorter as the timed ones are.
     """
     kind, layer = f"gemm{product}", traced()["layers"][name]
     timed = layer["routed"][0]["ms"] * 1e3 / layer["routed"][0]["call_ends"]
