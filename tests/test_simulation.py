@@ -104,7 +104,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("flashmoe.cli.simulate.SCALING", (1, 2))
     arguments = ["--model", "flashmoe-paper", "--gpus", "2", "--tokens", "512"]
     assert main(["simulate", *arguments, "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "exposed" in printed and "NVLink" in printed and "not forwarded within a machine" in printed
     figures = json.loads((tmp_path / "a.json").read_text())
     assert figures["simulated"] is True
