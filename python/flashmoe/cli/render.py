@@ -12,6 +12,7 @@ from rich.text import Text
 from ..memory import Comparison, MemoryPlan, TrainingCost, format_bytes
 from ..placement import Placement, local_experts
 from ..report import TASK_KINDS, CallReport, GroupReport
+from ..simulation import Simulated
 from .console import console, count
 from .verify import Verdict
 from .workload import Workload
@@ -276,4 +277,25 @@ def _show_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]
         table.add_row(*map(str, row))
     console.print()
     console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def show_simulated(model: str, nic_gb_s: float, call: Simulated) -> None:
+    """A simulated call."""
+    ranks = call.machines * call.gpus
+    group = f"{count(call.machines, 'machine')} of {count(call.gpus, 'GPU')}, {call.tokens} tokens each"
+    rows = {
+        "simulated": f"{model}, {group}" + (f", {nic_gb_s:g} GB/s a network interface" if call.machines > 1 else ""),
+        "call": f"{call.call_us / 1e3:.3f} ms, the slowest of {count(ranks, 'rank')}",
+        "tasks": f"from {call.first_task_us:.0f} until {call.last_task_us:.0f} us; thread blocks compute for "
+        f"{call.busy_us:.0f}",
+        "exposed": f"{call.exposed_us / 1e3:.3f} ms of communication, {call.exposed_us / call.call_us:.0%} of the call",
+        "NVLink": f"{call.nvlink_bytes / 1e6:.1f} MB sent by a GPU",
+        "network": f"{call.nic_bytes / 1e6:.1f} MB in {count(call.nic_messages, 'message')} sent by a GPU",
+    }
+    if call.machines > 1:
+        rows["returns"] = "reduced; rows are put to each rank that needs them, and not forwarded within a machine"
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows.items():
+        table.add_row(name, text)
     console.print(table)

@@ -1,0 +1,180 @@
+"""Task times of one GPU by the rows of a tile, from traces: what `flashmoe simulate` computes with.
+
+    python benchmarks/task_times.py [--out FILE]
+
+Each layer is called with its router, as the other benchmarks do, and with a routing by which every expert has as many
+rows as fill its tiles but for the last, which has few or many: so it is known how many rows each traced task has.
+Calls are made as they are where layers are timed, each behind a busy GPU, and five of them are traced. Of these the
+medians, in microseconds: of a task, of its epilogue (part of it), when gate and packets end, when tasks begin and end,
+of a warp's pieces of combines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import flashmoe
+import torch
+from flashmoe.trace import Event
+from group_trace import GEMMS, microseconds, within_tasks
+from harness import BUSY_CYCLES, SHAPES, commit_option, described, milliseconds, result_path, write
+
+LAYERS = {"paper-E64": (16384,), "qwen3-30b": (8192, 1024), "mixtral": (8192,)}
+FULL_ROWS = 256
+LAST_ROWS = (16, 64, 96, 128, 192, FULL_ROWS)
+TRACED = 5
+
+Figures = dict[str, float]
+
+
+def median(values: Iterable[float]) -> float:
+    return round(statistics.median(list(values)), 2)
+
+
+class Layer:
+    """One of `LAYERS`, with random weights."""
+
+    def __init__(self, name: str) -> None:
+        self.hidden, inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
+        # An expert's full tiles are about as many as in the layer itself.
+        rows = max(LAYERS[name]) * self.top_k // self.experts
+        self.full_rows = rows // FULL_ROWS * FULL_ROWS
+        self.tokens = max(*LAYERS[name], self.tokens_of(FULL_ROWS))
+        gates = 2 if self.activation == "swiglu" else 1
+        torch.manual_seed(0)
+        self.x = self.normal(self.tokens, self.hidden)
+        self.w1 = self.normal(self.experts, gates * inner, self.hidden) * self.hidden**-0.5
+        self.w2 = self.normal(self.experts, self.hidden, inner) * inner**-0.5
+        self.router = self.normal(self.experts, self.hidden) * 0.02
+        sizes = {"hidden": self.hidden, "intermediate": inner, "experts": self.experts, "top_k": self.top_k}
+        self.context = flashmoe.Context(engine="cuda", max_tokens=self.tokens, dtype="bfloat16", **sizes)
+
+    @staticmethod
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    def tokens_of(self, last_rows: int) -> int:
+        """With so many tokens every expert has its full tiles, and one of so many rows."""
+        return self.experts * (self.full_rows + last_rows) // self.top_k
+
+    def routed(self, tokens: int) -> tuple[float, list[list[Event]]]:
+        """Milliseconds of a call, and the events of traced ones, with the layer's router."""
+        return self._measure(tokens, {"router": self.router, "top_k": self.top_k})
+
+    def given(self, last_rows: int) -> tuple[float, list[list[Event]]]:
+        """The same with each expert's last tile of so many rows."""
+        tokens = self.tokens_of(last_rows)
+        choices = torch.arange(tokens * self.top_k, device="cuda").reshape(tokens, self.top_k)
+        weights = torch.full_like(choices, 1 / self.top_k, dtype=torch.bfloat16)
+        return self._measure(tokens, {"topk_ids": (choices % self.experts).int(), "topk_weights": weights})
+
+    def _measure(self, tokens: int, routing: dict[str, object]) -> tuple[float, list[list[Event]]]:
+        def call(trace: bool = False) -> None:
+            arguments = {**routing, "activation": self.activation, "trace": trace}
+            flashmoe.moe(self.context, self.x[:tokens], self.w1, self.w2, **arguments)
+
+        ms = statistics.median(milliseconds(lambda _: call(), 16))
+        events = []
+        for i in range(TRACED + 1):
+            torch.cuda._sleep(BUSY_CYCLES)
+            call(trace=True)
+            torch.cuda.synchronize()
+            if i != 0:  # the first loads the kernel that traces
+                events.append(self.context.last_call.events)
+        return round(ms, 4), events
+
+
+def tasks(pairs: Sequence[tuple[Event, Event]]) -> Figures:
+    """Of GEMM tasks and their epilogues: medians, and how many."""
+    figures: Figures = {}
+    for kind in GEMMS:
+        own = [pair for pair in pairs if pair[0].kind == kind]
+        if own:
+            figures[kind] = median(microseconds(task) for task, _ in own)
+            figures[f"{kind}_epilogue"] = median(microseconds(epilogue) for _, epilogue in own)
+            figures[f"{kind}_tasks"] = len(own)
+    return figures
+
+
+def pairs_of(events: Sequence[Event]) -> list[tuple[Event, Event]]:
+    by_block = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.end_ns):
+        by_block[event.actor].append(event)
+    return within_tasks(by_block)
+
+
+def course(events: Sequence[Event]) -> Figures:
+    """When what happens in a call, in microseconds since its first event; of a block, the median of all blocks."""
+    begin = min(event.start_ns for event in events)
+    by_block = defaultdict(list)
+    for event in events:
+        if event.kind in GEMMS:
+            by_block[event.actor].append(event)
+    first = [min(event.start_ns for event in own) for own in by_block.values()]
+    last = [max(event.end_ns for event in own) for own in by_block.values()]
+    figures = {
+        "gate_ends": median((event.end_ns - begin) / 1000 for event in events if event.kind == "gate"),
+        "packets_end": median((event.end_ns - begin) / 1000 for event in events if event.kind == "dispatch"),
+        "first_task": median((ns - begin) / 1000 for ns in first),
+        "last_task_ends": median((ns - begin) / 1000 for ns in last),
+        "call_ends": median([(max(event.end_ns for event in events) - begin) / 1000]),
+    }
+    if combines := [microseconds(event) for event in events if event.kind == "combine"]:
+        figures["combine"] = median(combines)
+    return figures
+
+
+def of_all(calls: Iterable[Figures]) -> Figures:
+    """The medians of several calls' figures."""
+    each = defaultdict(list)
+    for call in calls:
+        for name, value in call.items():
+            each[name].append(value)
+    return {name: median(values) for name, values in each.items()}
+
+
+def split(layer: Layer, pairs: Sequence[tuple[Event, Event]]) -> tuple[Figures, Figures]:
+    """Tasks of full tiles, and of experts' last ones: of all tiles, those whose tasks are shortest."""
+    by_tile = defaultdict(list)
+    for pair in pairs:
+        by_tile[pair[0].index].append(pair)
+    order = sorted(by_tile, key=lambda tile: statistics.mean(microseconds(task) for task, _ in by_tile[tile]))
+    last = [pair for tile in order[: layer.experts] for pair in by_tile[tile]]
+    return tasks([pair for tile in order[layer.experts :] for pair in by_tile[tile]]), tasks(last)
+
+
+def measure(name: str) -> dict[str, object]:
+    layer = Layer(name)
+    result: dict[str, object] = {"routed": [], "by_rows": []}
+    for tokens in LAYERS[name]:
+        ms, calls = layer.routed(tokens)
+        figures = of_all(course(events) | tasks(pairs_of(events)) for events in calls)
+        result["routed"].append({"tokens": tokens, "ms": ms} | figures)
+    for rows in LAST_ROWS:
+        ms, calls = layer.given(rows)
+        at = of_all(course(events) for events in calls)
+        if rows == FULL_ROWS:
+            full, last = of_all(tasks(pairs_of(events)) for events in calls), {}
+        else:
+            both = [split(layer, pairs_of(events)) for events in calls]
+            full, last = of_all(each for each, _ in both), of_all(each for _, each in both)
+        result["by_rows"].append({"last_rows": rows, "ms": ms, "full": full, "last": last} | at)
+    layer.context.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="where to write the result; default: benchmarks/results/task_times/")
+    commit_option(parser)
+    args = parser.parse_args()
+    result = described(args.commit) | {"layers": {name: measure(name) for name in LAYERS}}
+    write(Path(args.out) if args.out else result_path("task_times", result["device"], 1), result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+#include "sim/cluster.h"
+
+namespace flashmoe::sim {
+namespace {
+
+Time of_us(double us) {
+  return static_cast<Time>(us * static_cast<double>(kMicrosecond));
+}
+
+// Warps of a block, by what they do until the stop (sm90/kernel.cuh).
+constexpr uint32_t kConsumers = 8, kFirstLoader = 8, kSecondLoader = 9, kClerk = 10, kService = 11;
+
+}  // namespace
+
+template <class P>
+Cluster<P>::Cluster(const Machine& machine, RankState& rank, uint32_t id)
+    : machine_(machine), rank_(rank), c_(rank.call), id_(id) {
+  for (Block& block : block_) block.late.init();
+}
+
+template <class P>
+void Cluster<P>::block_is_free() {
+  if (++free_blocks_ != sm90::kClusterBlocks) return;
+  World& world = World::of_lane();
+  Warp& clerk = world.start(c_.rank, 1, Watch::kSignals, [this] { lead(); });
+  clerk.first_use = machine_.costs.first_task;
+  world.start(c_.rank, 1, Watch::kSignals, [this] { compute(); });
+  world.start(c_.rank, 1, Watch::kSignals, [this] { retire_tasks(); });
+  for (uint32_t b = 0; b < sm90::kClusterBlocks; ++b) {
+    if (joins()) {
+      world.start(c_.rank, Joining::kLanes, Watch::kSignals, [this, b] { load_and_join(b); });
+    } else {
+      world.start(c_.rank, 1, Watch::kSignals, [this, b] { load(b); }).worker = kSecondLoader;
+    }
+  }
+}
+
+template <class P>
+void Cluster<P>::await(const uint64_t& word, uint64_t at_least) {
+  while (word < at_least) {
+    World::of_lane().look(&word);
+    World::of_lane().wait();
+  }
+}
+
+template <class P>
+void Cluster<P>::count(uint64_t& word) {
+  if (World::lane().index != 0) return;
+  ++word;
+  World::of_lane().changed(&word, World::lane().at);
+}
+
+template <class P>
+typename Cluster<P>::Slot Cluster<P>::look_up(const Task& task) const {
+  Slot s{.task = task, .stages = 0, .stage = 0, .epilogue = 0, .handed = 0, .begun = 0, .written = 0};
+  if (task.kind == TaskKind::kStop) return s;
+  with_product(task.kind, [&]<uint32_t n>() {
+    const TaskTimes::Point times = machine_.tasks.at(n, c_.tile(task.index)->shape.rows);
+    s.stages = ceil_div(c_.shape.extent(kProgram[n].over) * 2, sm90::kRowBytes);
+    s.stage = of_us(times.stage_us);
+    s.epilogue = of_us(times.epilogue_us);
+  });
+  return s;
+}
+
+// The leading block's clerk (sm90/roles.cuh, lead_tasks).
+template <class P>
+void Cluster<P>::lead() {
+  World& world = World::of_lane();
+  for (uint64_t n = 0;; ++n) {
+    if (n >= kSlots) await(retired_, n + 1 - kSlots);
+    if (n != 0) {
+      // When the task before has kAhead stages left for the loaders to begin.
+      const Slot& before = slot(n - 1);
+      await(started_, n);
+      const uint32_t begun = before.stages > kAhead + kStages ? before.stages - kAhead - kStages : 0;
+      world.sleep_until(before.begun + begun * before.stage);
+    }
+    const uint64_t ticket = P::broadcast(take_ticket<P>(c_), 0);
+    const Task task = wait_task<P>(c_, ticket);
+    P::acquire(c_.queue_slot(ticket), kDevice);  // rows and shape, side by side: a round trip
+    P::sync();
+    slot(n) = look_up(task);
+    slot(n).handed = world.now();
+    count(handed_);
+    if (task.kind == TaskKind::kStop) return start_helper(0, kClerk);
+  }
+}
+
+// The consumers of both blocks, with the loads ahead of them.
+template <class P>
+void Cluster<P>::compute() {
+  World& world = World::of_lane();
+  for (uint64_t n = 0;; ++n) {
+    await(handed_, n + 1);
+    Slot& s = slot(n);
+    if (s.task.kind == TaskKind::kStop) break;
+    world.sleep_until(s.handed + machine_.fill);
+    s.begun = world.now();
+    if (rank_.tasks++ == 0) rank_.first_task = s.begun;
+    count(started_);
+    world.sleep_until(s.begun + s.stages * s.stage);
+    const Time stored = world.now() + s.epilogue;
+    s.written = stored;
+    const bool sends = is_one_of<kHome>(s.task.kind) && !c_.reduced();
+    world.sleep_until(std::max(stored, sends ? send_results(s) : 0));
+    rank_.last_task = std::max(rank_.last_task, world.now());
+    ended();
+    rank_.busy += world.now() - s.begun;
+    count(done_);
+  }
+  for (uint32_t b = 0; b < sm90::kClusterBlocks; ++b) {
+    for (uint32_t worker = 0; worker < kConsumers; ++worker) start_helper(b, worker);
+    start_helper(b, kService);
+  }
+}
+
+// Rows that are another rank's go out while the epilogue stores them: the task does not end before its last byte has left, and
+// is written when that is there.
+template <class P>
+Time Cluster<P>::send_results(Slot& s) {
+  Group& group = Group::of_lane();
+  const Tile::Shape shape = c_.tile(s.task.index)->shape;
+  const uint32_t bytes = min_of(sm90::kTaskFeatures, c_.shape.hidden - s.task.column * sm90::kTaskFeatures) * 2;
+  Time sent = 0;
+  for (uint32_t i = 0; i < shape.segments; ++i) {
+    const Segment segment = c_.segments(s.task.index)[i];
+    if (segment.source == c_.rank) continue;
+    const Group::Peer peer = group.peer(c_.rank, segment.source);
+    const Links::Transfer t =
+        group.links().send(c_.rank, peer.rank, peer.remote, uint64_t{segment.count} * bytes, World::of_lane().now());
+    sent = std::max(sent, t.sent);
+    s.written = std::max(s.written, t.there);
+  }
+  return sent;
+}
+
+// The other block's clerk (sm90/roles.cuh, follow_tasks).
+template <class P>
+void Cluster<P>::retire_tasks() {
+  for (uint64_t n = 0;; ++n) {
+    await(handed_, n + 1);
+    if (slot(n).task.kind == TaskKind::kStop) return start_helper(1, kClerk);
+    await(done_, n + 1);
+    for (const Block& block : block_) await(block.loaded, n + 1);
+    World::warp().written = slot(n).written;
+    retire<P>(c_, slot(n).task);
+    P::sync();
+    count(retired_);
+  }
+}
+
+// The loader warp of a block that tasks on intermediate rows leave free (sm90/roles.cuh, load_tasks).
+template <class P>
+void Cluster<P>::load(uint32_t b) {
+  // A warp's sums while tasks run beside it, see Machine::sum_piece.
+  SumEngine sums(c_, id_ * sm90::kClusterBlocks + b, rank_.memory, machine_.sum_beside_tasks);
+  Returner<P, SumEngine, CursorOfWarp> returner(c_, sums, block_[b].returns);
+  for (uint64_t n = 0;; ++n) {
+    await(handed_, n + 1);
+    const Task task = slot(n).task;
+    if (task.kind == TaskKind::kStop) break;
+    await(started_, n + 1);
+    count(block_[b].loaded);
+    if (is_one_of<kHome>(task.kind) && c_.shape.ranks > 1 && handed_ < n + 3) returner.step();
+  }
+  start_helper(b, kFirstLoader);
+  help(b, kSecondLoader);
+}
+
+// The same where rows are joined as they come.
+template <class P>
+void Cluster<P>::load_and_join(uint32_t b) {
+  for (uint64_t n = 0;; ++n) {
+    await(handed_, n + 1);
+    const TaskKind kind = slot(n).task.kind;
+    if (kind == TaskKind::kStop) break;
+    if (is_one_of<kHome>(kind)) find_late_rows(b, n);
+    Joining::sync();
+    count(block_[b].loaded);
+  }
+  JoinEngine adder(rank_.memory, machine_.sum_piece);
+  Joiner<Joining, JoinEngine>(c_, adder, block_[b].late).close();
+  if (World::lane().index == 0) start_helper(b, kFirstLoader);
+  help(b, kSecondLoader);
+}
+
+// Joins others' until the n-th task's rows are stored, and then finds those that are late.
+template <class P>
+void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
+  constexpr uint32_t kMost = sm90::kTileTokens / sm90::kClusterBlocks;
+  const Task task = slot(n).task;
+  const sm90::Share share = sm90::share_of(c_.tile(task.index)->shape.rows, b);
+  JoinEngine adder(rank_.memory, machine_.sum_piece);
+  Joiner<Joining, JoinEngine> joiner(c_, adder, block_[b].late);
+  while (done_ <= n) {
+    if (joiner.step()) continue;
+    World::of_lane().look(&done_);
+    World::of_lane().wait();
+  }
+  const Row* const rows = c_.tile_row(task.index, share.first);
+  joiner.template find<kMost>([&](uint32_t i) { return i < share.rows ? rows[i].token : 0u; }, share.rows, task.column,
+                              share.wide ? 2 : 1);
+}
+
+template <class P>
+void Cluster<P>::start_helper(uint32_t b, uint32_t worker) {
+  if (c_.policy.joined != 0 && !joins()) return;  // of one row a token nothing is left to do
+  const uint32_t lanes = joins() ? Joining::kLanes : 1;
+  World::of_lane().start(c_.rank, lanes, Watch::kSignals, [this, b, worker] { help(b, worker); });
+}
+
+// Whoever is through with its role. All lanes of a warp that joins.
+template <class P>
+void Cluster<P>::help(uint32_t b, uint32_t worker) {
+  World::warp().worker = worker;
+  World::warp().written = 0;
+  if (joins()) {
+    JoinEngine adder(rank_.memory, machine_.sum_piece);
+    Joiner<Joining, JoinEngine>(c_, adder, block_[b].late).run();
+    Joining::sync();
+  } else if (c_.policy.joined == 0) {
+    SumEngine sums(c_, id_ * sm90::kClusterBlocks + b, rank_.memory, machine_.sum_piece);
+    Returner<P, SumEngine, CursorOfWarp>(c_, sums, block_[b].returns).run(c_);
+    P::sync();
+  }
+  ended();
+}
+
+template class Cluster<MappedPlatform<1>>;
+template class Cluster<PutPlatform<1>>;
+
+}  // namespace flashmoe::sim

@@ -1,0 +1,121 @@
+#include "sim/fibre.h"
+
+#include <sys/mman.h>
+
+#include <new>
+
+#if !defined(__x86_64__) && !defined(__aarch64__)
+#error "csrc/sim/fibre.cpp: no switch of fibres for this processor; x86-64 and AArch64 have one"
+#endif
+
+// void flashmoe_switch(void** from, void* to): pushes the registers that calls preserve, leaves the stack pointer in *from,
+// and takes `to` for it.
+#if defined(__x86_64__)
+asm(R"(
+.text
+.p2align 4
+.type flashmoe_switch, @function
+flashmoe_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size flashmoe_switch, .-flashmoe_switch
+)");
+#else
+asm(R"(
+.text
+.p2align 4
+.type flashmoe_switch, %function
+flashmoe_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+.size flashmoe_switch, .-flashmoe_switch
+)");
+#endif
+extern "C" void flashmoe_switch(void** from, void* to);
+
+namespace flashmoe::sim {
+namespace {
+
+constexpr size_t kSlabStacks = 256;
+
+}  // namespace
+
+void switch_fibres(Fibre& from, const Fibre& to) {
+  flashmoe_switch(&from.stack, to.stack);
+}
+
+Stacks::~Stacks() {
+  for (uint8_t* slab : slabs_) munmap(slab, kSlabStacks * kBytes);
+}
+
+uint8_t* Stacks::take() {
+  if (free_.empty()) {
+    // Pages are there when they are first touched, two or three of a stack.
+    void* const slab =
+        mmap(nullptr, kSlabStacks * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (slab == MAP_FAILED) throw std::bad_alloc();
+    slabs_.push_back(static_cast<uint8_t*>(slab));
+    for (size_t i = kSlabStacks; i-- != 0;) free_.push_back(slabs_.back() + i * kBytes);
+  }
+  uint8_t* const stack = free_.back();
+  free_.pop_back();
+  return stack;
+}
+
+Fibre Stacks::begin(uint8_t* stack, void (*enter)()) {
+  // Not all at the same offset: a warp's lanes run in turn, and their frames would have the same few lines of the cache.
+  constexpr uint64_t kLine = 64, kColours = 61;
+  const uint64_t colour = reinterpret_cast<uint64_t>(stack) / kBytes % kColours;
+  auto* top = reinterpret_cast<uint64_t*>(stack + kBytes - colour * 2 * kLine);
+#if defined(__x86_64__)
+  // As after a call: the stack pointer is 8 below a multiple of 16, where there would be a return address.
+  *--top = 0;
+  *--top = reinterpret_cast<uint64_t>(enter);
+  for (int i = 0; i < 6; ++i) *--top = 0;
+#else
+  constexpr int kSaved = 20, kReturnAddress = 11;
+  top -= kSaved;
+  for (int i = 0; i < kSaved; ++i) top[i] = 0;
+  top[kReturnAddress] = reinterpret_cast<uint64_t>(enter);
+#endif
+  return {top};
+}
+
+}  // namespace flashmoe::sim

@@ -1,0 +1,180 @@
+// The virtual clock, and who runs when: warps of fibres, which sleep until a time or until a word that they have looked at
+// changes. One thread runs all of them, in the order of (time, number of the event): the same inputs give the same run.
+//
+// What costs time is said by who does it (spend(), the Platform's operations); running itself takes none. A lane runs ahead
+// of the clock by what it has spent since its warp last met, less than a microsecond: what it reads meanwhile is as old as
+// the clock says. Words on which others wait are written by events of their own, at the time at which they are visible.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "sim/fibre.h"
+
+namespace flashmoe::sim {
+
+using Time = uint64_t;  // picoseconds
+inline constexpr Time kNanosecond = 1000, kMicrosecond = 1000 * kNanosecond;
+
+class Warp;
+
+struct Lane {
+  Fibre fibre;
+  uint8_t* stack = nullptr;
+  Warp* warp = nullptr;
+  uint32_t index = 0, meeting = 0;
+  Time at = 0;       // what it has spent, on the clock
+  Time pending = 0;  // when the loads that are under way are there: its next meeting is not over sooner
+};
+
+// Where the words lie that peers write, of all ranks alike: by them a look at one is known to be one.
+struct SignalMap {
+  static constexpr uint32_t kCalls = 0, kPackets = 1, kReturns = 2, kFaults = 3, kKinds = 4, kNone = kKinds;
+  const uint8_t* base = nullptr;  // the first rank's heap; the others follow, `stride` apart
+  uint64_t stride = 0, ranks = 0;
+  uint64_t first_source = 0, source_bytes = 0;  // where a heap's words of source 0 begin, and those of the next
+  uint64_t begin[kKinds] = {}, end[kKinds] = {};
+
+  struct Place {
+    uint32_t rank, kind;  // kNone: another word
+  };
+  Place place(const void* word) const;
+  Place place_in(uint64_t in_heap) const;  // of a word so many bytes behind a heap's begin
+};
+
+// Whether a warp waits for the words that it has looked at one by one, or, of the signals that peers write, for any: a former
+// looks at thousands of them.
+enum class Watch : uint8_t { kWords, kSignals };
+
+// Fibres side by side that meet in collectives. Everybody who acts is one: an actor's warp has 32 lanes, or one where
+// lanes only share out work that takes no decisions.
+class Warp {
+ public:
+  static constexpr uint32_t kMostLanes = 32;
+
+  uint32_t rank = 0, worker = 0;      // worker: of its block's warps
+  Time first_use = 0, used_from = 0;  // what its code takes when it first runs, and until when it did
+  bool used_by_fence = false;         // it first runs when the warp publishes, not when it first finds something
+  Time written = 0;  // when the rows that it has sent are at their destinations: its releases wait for that
+
+ private:
+  friend class World;
+
+  uint32_t lanes_ = 0, ended_ = 0, arrived_ = 0;
+  Watch watch_ = Watch::kWords;
+  bool waiting_ = false;
+  uint32_t generation_ = 0;  // of its looks: those before its last wait do not wake it
+  Time latest_ = 0, met_ = 0;
+  uint32_t bits_[2] = {};
+  std::array<uint64_t, kMostLanes> value_[2];
+  Lane* resumed_ = nullptr;
+  std::unique_ptr<Lane[]> lane_;
+  std::function<void()> body_;
+  // The words that it has looked at since it last waited, with what it saw: the last kLooks of them.
+  static constexpr uint32_t kLooks = 128;
+  struct Look {
+    const uint64_t* word;
+    uint64_t seen;
+  };
+  std::vector<Look> looks_;
+  uint32_t next_look_ = 0;
+  // Of each kind of signal, how many had arrived when it first looked since it last waited; kUnseen: it has not.
+  static constexpr uint64_t kUnseen = ~uint64_t{0};
+  std::array<uint64_t, SignalMap::kKinds> signals_seen_{};
+};
+
+// There is one at a time (simulate() sees to it).
+class World {
+ public:
+  World();
+  ~World();
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  void set_signals(const SignalMap& signals);
+
+  // body runs on all lanes of a new warp, from now on.
+  Warp& start(uint32_t rank, uint32_t lanes, Watch watch, std::function<void()> body);
+  // Runs until nothing is left to do. Throws host::Error if a warp still waits then.
+  void run();
+
+  Time now() const { return now_; }
+  uint64_t events() const { return events_; }
+
+  // The word is written at that time, and whoever waits for it wakes.
+  void write_at(Time at, uint64_t* word, uint64_t value);
+  // It has been written: whoever waits for it wakes at that time.
+  void changed(const uint64_t* word, Time at);
+
+  // ---- of the running lane --------------------------------------------------------------------------------------
+  static Lane& lane() { return *current_; }
+  static Warp& warp() { return *current_->warp; }
+  static World& of_lane() { return *world_; }
+
+  // A look at a word, for the warp's next wait.
+  void look(const uint64_t* word);
+  // All lanes: meet, and go on at the time of the last of them, `cost` later. What a lane says is left for the others.
+  void meet(uint64_t value, Time cost) { meet(value, cost, false); }
+  uint32_t ballot() const { return warp().bits_[met()]; }
+  uint64_t value(uint32_t of) const { return warp().value_[met()][of]; }
+  // All lanes: until a word changes that one of them has looked at since they last waited.
+  void wait() { meet(0, 0, true); }
+  // A warp of one lane: goes on at that time.
+  void sleep_until(Time at);
+
+ private:
+  struct Event {
+    Time at;
+    uint64_t number;
+    Warp* warp;  // wakes, if its generation is still this one; null: a word is written
+    uint64_t* word;
+    uint64_t value;
+    bool operator<(const Event& other) const { return at != other.at ? at > other.at : number > other.number; }
+  };
+  struct Watcher {
+    const uint64_t* word;
+    Warp* warp;
+    uint32_t generation;
+    uint32_t next;
+  };
+  static constexpr uint32_t kNobody = 0xffffffffu;
+  static constexpr uint32_t kBuckets = 1u << 18;
+
+  static uint32_t met() { return (current_->meeting + 1) & 1; }
+  static uint32_t bucket(const uint64_t* word) {
+    return static_cast<uint32_t>((reinterpret_cast<uint64_t>(word) >> 3) * 0x9e3779b97f4a7c15u >> 46);
+  }
+  static void enter();
+  void meet(uint64_t value, Time cost, bool waits);
+  void push(Time at, Warp* warp, uint64_t* word, uint64_t value);
+  void resume(Warp& warp);
+  void suspend(Lane& lane);
+  void next_lane(Lane& lane);
+  bool has_news(const Warp& warp) const;
+  void watch(Warp& warp);
+  void add_watcher(uint32_t& head, const uint64_t* word, Warp& warp);
+  void notify(uint32_t& head, const uint64_t* word, Time at);
+  void finish(Warp& warp);
+
+  static Lane* current_;
+  static World* world_;
+
+  Stacks stacks_;
+  Fibre main_;
+  Time now_ = 0;
+  uint64_t numbers_ = 0, events_ = 0, unfinished_ = 0;
+  std::vector<Event> queue_;  // a heap
+  std::deque<Warp> warps_;
+  std::vector<Warp*> idle_;
+  SignalMap signals_;
+  std::vector<uint64_t> arrived_;      // [rank, kind] signals
+  std::vector<uint32_t> for_signals_;  // [rank, kind] first watcher
+  std::vector<uint32_t> for_words_;    // [bucket] first watcher
+  std::vector<Watcher> watchers_;
+  uint32_t free_watcher_ = kNobody;
+};
+
+}  // namespace flashmoe::sim

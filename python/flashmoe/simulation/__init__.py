@@ -1,0 +1,99 @@
+"""A call of the layer in simulated time: the actors that run on GPUs, on a virtual clock (docs/simulation.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import _ffi
+from ..errors import InvalidArgument
+from ..models import ModelShape
+from . import inputs
+
+MOST_RANKS = 1024
+MOST_TOKENS = 65536
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One call, of the slowest rank where ranks differ; times in microseconds, bytes of a rank on average."""
+
+    machines: int
+    gpus: int
+    """Of a machine."""
+    tokens: int
+    """Of a rank."""
+    call_us: float
+    exposed_us: float
+    """How much sooner it would be over if links took no time: communication that nothing hides."""
+    first_task_us: float
+    last_task_us: float
+    """From the call's begin to the first task's, and to the last one's end."""
+    busy_us: float
+    """That a GPU's thread blocks have tasks, on average."""
+    nvlink_bytes: int
+    nic_bytes: int
+    nic_messages: int
+
+
+def simulate(
+    shape: ModelShape,
+    *,
+    tokens: int,
+    machines: int = 1,
+    gpus: int = 1,
+    nic_gb_s: float = 50.0,
+    seed: int = 1,
+    folded: bool | None = None,
+) -> Simulated:
+    """Simulate one call of a layer of this shape, bfloat16, of `tokens` tokens on each of `machines` x `gpus` GPUs.
+
+    `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, by `seed`.
+    `folded`: of several machines, which then choose alike, only the first one's ranks are simulated (the default);
+    False: all ranks. Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
+    """
+    for name, value, most in (
+        ("tokens", tokens, MOST_TOKENS),
+        ("machines", machines, MOST_RANKS),
+        ("gpus", gpus, MOST_RANKS),
+        ("machines x gpus", machines * gpus, MOST_RANKS),
+    ):
+        if not 1 <= value <= most:
+            raise InvalidArgument(f"{name}: expected 1 to {most}, got {value}")
+    if not nic_gb_s > 0:
+        raise InvalidArgument(f"nic: expected more than 0 GB/s, got {nic_gb_s}")
+    call = {
+        "hidden": shape.hidden,
+        "intermediate": shape.intermediate,
+        "experts": shape.experts,
+        "top_k": shape.top_k,
+        "activation": shape.activation,
+        "tokens": tokens,
+        "machines": machines,
+        "gpus": gpus,
+        "seed": seed,
+        "alike": int(machines > 1),
+        "folded": int(machines > 1 if folded is None else folded),
+    }
+    machine = inputs.GPU | {
+        "nic_gb_s": nic_gb_s,
+        "network_us": inputs.NETWORK_US,
+        "gate_us": inputs.gate_us(shape, tokens),
+    }
+    free = {"nvlink_gb_s": 0.0, "nic_gb_s": 0.0, "peer_store_us": inputs.GPU["store_us"], "network_us": 0.0}
+    times = inputs.task_times(shape)
+    run = _ffi.library().simulate
+    result = {str(key): value for key, value in run(call, machine, times).items()}
+    unhindered = run(call, machine | free, times)["call_us"] if machines * gpus > 1 else result["call_us"]
+    return Simulated(
+        machines=machines,
+        gpus=gpus,
+        tokens=tokens,
+        call_us=result["call_us"],
+        exposed_us=max(result["call_us"] - unhindered, 0.0),
+        first_task_us=result["first_task_us"],
+        last_task_us=result["last_task_us"],
+        busy_us=result["busy_us"],
+        nvlink_bytes=result["nvlink_bytes"],
+        nic_bytes=result["nic_bytes"],
+        nic_messages=result["nic_messages"],
+    )

@@ -1,0 +1,44 @@
+"""A picture of how a layer scales over machines, as simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import Simulated
+
+
+def write_png(path: str | Path, title: str, nic_gb_s: float, calls: Sequence[Simulated]) -> None:
+    """Draw a call's time over the number of machines, what of it is exposed, and the bytes that a GPU sends."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and drawing is optional
+    from matplotlib.figure import Figure
+
+    machines = [call.machines for call in calls]
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    times, sent = figure.subplots(1, 2)
+    times.plot(machines, [call.call_us / 1e3 for call in calls], marker="o", color="#2c6fbb", label="call")
+    times.plot(machines, [call.busy_us / 1e3 for call in calls], marker=".", color="#12406f", label="in GEMM tasks")
+    exposed = [call.exposed_us / 1e3 for call in calls]
+    times.plot(machines, exposed, marker=".", color="#f28e2b", label="exposed communication")
+    times.set_ylabel("ms")
+    times.set_ylim(bottom=0)
+    sent.plot(machines, [call.nvlink_bytes / 1e6 for call in calls], marker=".", color="#3a9e5c", label="NVLink")
+    sent.plot(
+        machines, [call.nic_bytes / 1e6 for call in calls], marker="o", color="#d4508b", label="network interface"
+    )
+    sent.set_ylabel("MB that a GPU sends")
+    sent.set_ylim(bottom=0)
+    for axes in (times, sent):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(machines, [str(n) for n in machines])
+        axes.set_xlabel(f"machines of {calls[0].gpus} GPUs")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(
+        f"SIMULATED, not measured: {title}, {calls[0].tokens} tokens a GPU, {nic_gb_s:g} GB/s a network interface\n"
+        "Several machines: today's protocol, rows put to each rank that needs them, nothing forwarded in a machine;\n"
+        "messages cost no more than their bytes. No network has carried it yet.",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,112 @@
+"""Simulated time: its inputs are those measured, and what it predicts is within a tenth of what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from flashmoe import models, simulation
+from flashmoe.cli import main
+from flashmoe.errors import InvalidArgument
+from flashmoe.simulation import inputs
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+WITHIN = 0.1
+
+LAYERS = {
+    "paper-E64": ("flashmoe-paper", 16384),
+    "qwen3-30b": ("qwen3-30b-a3b", 8192),
+    "mixtral": ("mixtral-8x7b", 8192),
+}
+"""Of the benchmarks: as models, and tokens a GPU."""
+MEASURED = [
+    ("fused_gpu/h200x1.json", 1),
+    ("fused_gpu_slices/h100x1.json", 1),
+    ("fused_group/h200x2.json", 2),
+    ("fused_group/h100x2.json", 2),
+]
+
+
+def predicted(layer: str, gpus: int) -> float:
+    """Milliseconds."""
+    model, tokens = LAYERS[layer]
+    return simulation.simulate(models.find(model), tokens=tokens, gpus=gpus).call_us / 1e3
+
+
+def measured(file: str, layer: str) -> float:
+    """Milliseconds, the median of the slowest rank's."""
+    rows = json.loads((RESULTS / file).read_text())["shapes"]
+    return next(row["fused_ms"] for row in rows if (row["shape"], row["tokens"]) == (layer, LAYERS[layer][1]))
+
+
+def test_task_times_are_those_measured():
+    assert inputs.traced() == json.loads((RESULTS / "task_times" / "h100x1.json").read_text())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_predicted_as_measured(layer, gpus):
+    call = predicted(layer, gpus)
+    for file in (file for file, of in MEASURED if of == gpus):
+        assert abs(call / measured(file, layer) - 1) < WITHIN, file
+
+
+def test_traced_layers_have_their_own_times():
+    for name, (model, _) in LAYERS.items():
+        shape = models.find(model)
+        own = [
+            row
+            for product, axis in enumerate((shape.hidden, shape.intermediate))
+            for row in inputs.product_times(name, product, inputs.stages(axis))
+        ]
+        assert inputs.task_times(shape) == own
+
+
+def test_bytes_are_those_of_rows():
+    """Of two ranks that each have half of the experts, K = 2: a row goes to the other unless both its experts are here,
+    and as many come back as experts are there."""
+    tokens, shape = 16384, models.find("flashmoe-paper")
+    call = simulation.simulate(shape, tokens=tokens, gpus=2)
+    here = (shape.experts / 2 / shape.experts) * ((shape.experts / 2 - 1) / (shape.experts - 1))
+    rows = tokens * (1 - here) + tokens * shape.top_k / 2
+    entries = tokens * shape.top_k / 2 * 16
+    assert call.nvlink_bytes == pytest.approx(rows * shape.hidden * 2 + entries, rel=0.01)
+    assert (call.nic_bytes, call.nic_messages) == (0, 0)
+
+
+def test_several_machines():
+    shape = models.scaled(models.find("qwen3-30b-a3b"), 0.25)
+    few = simulation.simulate(shape, tokens=64, machines=2, gpus=2)
+    slower = simulation.simulate(shape, tokens=64, machines=2, gpus=2, nic_gb_s=5.0)
+    assert few == simulation.simulate(shape, tokens=64, machines=2, gpus=2)
+    assert few.nic_messages > 0 and few.nic_bytes == slower.nic_bytes
+    assert 0 < few.exposed_us < few.call_us < slower.call_us
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"tokens": 0}, "tokens: expected 1 to 65536, got 0"),
+        ({"tokens": 64, "gpus": 3}, "machines x gpus: expected a number that divides"),
+        ({"tokens": 64}, "tokens: expected a call of tiles"),
+        ({"tokens": 64, "gpus": 8, "nic_gb_s": 0.0}, "nic: expected more than 0"),
+        ({"tokens": 64, "machines": 1024, "gpus": 8}, "machines x gpus: expected 1 to 1024, got 8192"),
+    ],
+)
+def test_refused(arguments, said):
+    with pytest.raises(InvalidArgument) as caught:
+        simulation.simulate(models.find("qwen3-30b-a3b"), **arguments)
+    assert said in str(caught.value)
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("flashmoe.cli.simulate.SCALING", (1, 2))
+    arguments = ["--model", "flashmoe-paper", "--gpus", "2", "--tokens", "512"]
+    assert main(["simulate", *arguments, "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "exposed" in printed and "NVLink" in printed and "not forwarded within a machine" in printed
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["simulated"] is True
+    assert [call["machines"] for call in figures["calls"]] == [1, 2]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
