@@ -1,0 +1,26 @@
+// A group whose ranks are on several machines: those of this one are mapped, the others have mirrors (courier.h).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/group.h"
+#include "network/courier.h"
+
+namespace flashmoe::network {
+
+// How the ranks are spread, as they have found it.
+struct Spread {
+  std::vector<uint32_t> here;          // ranks of this machine, this one among them, ascending
+  std::vector<std::string> addresses;  // by rank, of their couriers
+  std::vector<std::string> hosts;      // by rank: names for messages
+};
+
+// Joins the ranks of this machine in shared memory, by that name, and begins to listen to the others. Every rank must have joined
+// before one calls. Throws Error as join_process_group() does.
+std::unique_ptr<host::Group> join_network_group(const std::string& name, uint32_t rank, const Limits& limits,
+                                                uint64_t timeout_ns, std::shared_ptr<Courier> courier,
+                                                const Spread& spread);
+
+}  // namespace flashmoe::network
