@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import functools
 import os
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from flashmoe import ucx
-
-HERE = Path(__file__).parent
+from processes import Process, Processes
 
 
 def _run(*command: str) -> None:
@@ -52,64 +47,29 @@ class Host:
             self._keeper.stdout.close()
 
 
-class Rank:
-    """A process on a host that does what it is told: calls of functions that can be imported."""
-
-    def __init__(self, host: Host, environment: dict[str, str], socket: str) -> None:
-        self.host = host
-        with Listener(socket, "AF_UNIX") as listener:
-            program = f"import hosts; hosts.serve({socket!r})"
-            self.process = subprocess.Popen(
-                host.inside(sys.executable, "-c", program), env={**os.environ, **environment}, cwd=HERE
-            )
-            self._pipe: Connection = listener.accept()
-        os.unlink(socket) if os.path.exists(socket) else None
-        self.pid: int = self._pipe.recv()
-
-    def start(self, fn: Any, *arguments: Any) -> None:
-        self._pipe.send((fn, arguments))
-
-    def answer(self, seconds: float) -> Any:
-        """What the function has returned or raised (returned as well)."""
-        if not self._pipe.poll(seconds):
-            raise TimeoutError(f"no answer from a rank on {self.host.name} within {seconds} s")
-        return self._pipe.recv()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self.kill()
-        self.process.wait()
-        self._pipe.close()
-
-
-def serve(socket: str) -> None:
-    """A rank's life."""
-    from multiprocessing.connection import Client
-
-    pipe = Client(socket, "AF_UNIX")
-    pipe.send(os.getpid())
+def serve(pipe: Any, keeper: int, environment: dict[str, str]) -> None:
+    """A rank's life on the host of that keeper: it calls what it is told, and says what that has returned or raised."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "mnt"):
+        with open(f"/proc/{keeper}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"setns {kind}")
+    os.environ.update(environment)
     while True:
+        fn, arguments = pipe.recv()
         try:
-            fn, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            result = fn(*arguments)
+            answer = fn(*arguments)
         except Exception as error:
-            result = error
-        pipe.send(result)
+            answer = error
+        pipe.send(answer)
 
 
 class Network:
     """Hosts 10.77.0.1, 10.77.0.2, ... that reach one another through a switch."""
 
-    def __init__(self, hosts: int, folder: Path) -> None:
-        self._folder, self._number = folder, 0
+    def __init__(self, hosts: int, processes: Processes) -> None:
+        self._processes = processes
         self.hosts: list[Host] = []
-        self.ranks: list[Rank] = []
         self._switch = Host("switch")
         try:
             self._switch.run("ip", "link", "add", "switch", "type", "bridge")
@@ -137,14 +97,9 @@ class Network:
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
 
-    def start(self, spread: Sequence[int], **environment: str) -> list[Rank]:
+    def start(self, spread: Sequence[int], **environment: str) -> list[Process]:
         """New ranks, each on the host that `spread` says."""
-        new = []
-        for host in spread:
-            self._number += 1
-            new.append(Rank(self.hosts[host], environment, str(self._folder / f"rank{self._number}")))
-            self.ranks.append(new[-1])
-        return new
+        return [self._processes.start(serve, self.hosts[host].pid, environment) for host in spread]
 
     def cut(self, host: int) -> None:
         """Nothing gets to or from that host any more."""
@@ -158,22 +113,13 @@ class Network:
         self._switch.run("tc", "qdisc", "replace", "dev", f"port{host + 1}", "root", *how)
 
     def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
         for host in [*self.hosts, self._switch]:
             host.close()
 
-    def __enter__(self) -> Network:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
+@functools.cache
 def why_not() -> str | None:
     """Why there can be no hosts here; None if there can."""
-    import ctypes
-
     try:
         ctypes.CDLL(ucx.library())
     except OSError as error:
@@ -192,9 +138,19 @@ def why_not() -> str | None:
 
 
 @pytest.fixture
-def network(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]:
-    """Of as many hosts as the test's parameter says."""
+def network(processes: Processes) -> Iterator[Callable[[int], Network]]:
+    """Makes a network of so many hosts."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with Network(request.param, tmp_path) as made:
-        yield made
+    made: list[Network] = []
+
+    def make(hosts: int) -> Network:
+        made.append(Network(hosts, processes))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        processes.end()  # before their hosts are gone
+        for each in made:
+            each.close()

@@ -48,7 +48,7 @@ Courier::Courier(uint32_t rank, uint32_t ranks, const Key& key, uint64_t timeout
       key_(key),
       timeout_ns_(timeout_ns),
       status_ns_(status_interval(timeout_ns)),
-      wire_(library, devices, ranks),
+      wire_(std::make_unique<Wire>(library, devices, ranks)),
       peers_(ranks) {}
 
 void Courier::stop() {
@@ -60,6 +60,7 @@ void Courier::stop() {
   }
   bell_.ring();
   thread_.join();
+  wire_.reset();
 }
 
 void Courier::start(const Place& place, const std::vector<std::string>& addresses, std::vector<std::string> hosts) {
@@ -67,9 +68,9 @@ void Courier::start(const Place& place, const std::vector<std::string>& addresse
   for (uint32_t q = 0; q < ranks_; ++q) {
     peers_[q].mirror = place.mirrors[q];
     peers_[q].host = std::move(hosts[q]);
-    if (peers_[q].mirror != nullptr) wire_.connect(q, addresses[q]);
+    if (peers_[q].mirror != nullptr) wire_->connect(q, addresses[q]);
   }
-  wire_.deliver_to([this](const Header& h, const uint8_t* data, uint64_t bytes) { deliver(h, data, bytes); });
+  wire_->deliver_to([this](const Header& h, const uint8_t* data, uint64_t bytes) { deliver(h, data, bytes); });
   for (uint32_t q = 0; q < ranks_; ++q) {  // the first message: each hears from each
     if (peers_[q].mirror != nullptr) post(q, Packing(peers_[q].mirror).take(Header::kData, nullptr, 0));
   }
@@ -167,13 +168,13 @@ void Courier::run() {
       calls = call_ != nullptr;
     }
     const uint64_t ms = status_due_ ? kLeastStatusNs / 1'000'000 : calls ? status_ns_ / 1'000'000 : kIdleMs;
-    wire_.wait(bell_.descriptor(), static_cast<int>(ms));
+    wire_->wait(bell_.descriptor(), static_cast<int>(ms));
   }
 }
 
 bool Courier::deliver_and_send() {
   bool busy = false;
-  for (int i = 0; i < kLooks && wire_.progress(); ++i) busy = true;
+  for (int i = 0; i < kLooks && wire_->progress(); ++i) busy = true;
   std::vector<Letter> letters;
   {
     const std::lock_guard lock(mutex_);
@@ -187,7 +188,7 @@ bool Courier::deliver_and_send() {
   }
   for (Letter& l : letters) {
     l.message->header.received = peers_[l.peer].inbox.complete();
-    wire_.send(l.peer, std::move(l.message));
+    wire_->send(l.peer, std::move(l.message));
   }
   send_status();
   return busy || !letters.empty();
@@ -196,7 +197,7 @@ bool Courier::deliver_and_send() {
 void Courier::note_losses() {
   bool any = false;
   for (uint32_t q = 0; q < ranks_; ++q) {
-    if (peers_[q].lost.empty() && !wire_.lost(q).empty()) peers_[q].lost = wire_.lost(q), any = true;
+    if (peers_[q].lost.empty() && !wire_->lost(q).empty()) peers_[q].lost = wire_->lost(q), any = true;
   }
   if (any) news_.notify_all();
 }
@@ -217,7 +218,7 @@ void Courier::send_status() {
     m->header = {key_, rank_, Header::kStatus, status_number_, peers_[q].inbox.complete(), 0, {}};
     m->data.resize(sizeof(Status));
     std::memcpy(m->data.data(), &status, sizeof(Status));
-    wire_.send(q, std::move(m));
+    wire_->send(q, std::move(m));
   }
 }
 

@@ -39,7 +39,7 @@ class Courier {
   Courier(const Courier&) = delete;
   Courier& operator=(const Courier&) = delete;
 
-  std::string address() const { return wire_.address(); }
+  std::string address() const { return wire_->address(); }
 
   struct Place {
     uint8_t* heap;                  // this rank's
@@ -98,7 +98,7 @@ class Courier {
   const Key key_;
   const uint64_t timeout_ns_, status_ns_;
   Place place_{};
-  Wire wire_;  // of the courier's thread, once there is one
+  std::unique_ptr<Wire> wire_;  // of the courier's thread, while there is one
   host::Bell bell_;
 
   mutable std::mutex mutex_;  // of what follows, but for inboxes

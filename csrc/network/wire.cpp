@@ -80,6 +80,7 @@ void Wire::open(const std::string& devices) {
 }
 
 Wire::~Wire() {
+  deliver_ = nullptr;
   for (Peer& p : peers_) close(p);
   // What is still on its way is dropped, and given back, with its worker.
   for (int i = 0; i < 1000 && api_.ucp_worker_progress(worker_) != 0; ++i) {
