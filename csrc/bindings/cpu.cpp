@@ -216,8 +216,9 @@ ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::Strin
     for (const ffi::String& each : hosts) spread.hosts.push_back(each);
     const auto self = static_cast<uint32_t>(rank);
     const auto timeout = static_cast<uint64_t>(timeout_ns);
+    auto local = host::join_process_group(name, self, limits, training_heap_bytes(limits), timeout, spread.here);
     auto group =
-        network::join_network_group(name, self, limits, timeout, registry<network::Courier>().get(network), spread);
+        network::join_network_group(std::move(local), self, limits, registry<network::Courier>().get(network), spread);
     return owned(std::make_shared<Context>(std::move(group), self, limits, timeout));
   });
 }

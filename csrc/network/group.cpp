@@ -17,10 +17,9 @@ class NetworkGroup final : public host::Group {
                          .heap_bytes = bytes,
                          .layout = make_heap_layout(limits),
                          .gradients = make_gradient_layout(limits)};
-    const bool alone = spread.here.size() == 1;
     for (uint32_t p = 0; p < limits.ranks; ++p) {
       if (is_here(p)) {
-        heaps_.push_back(here_->heaps()[alone ? 0 : p]);
+        heaps_.push_back(here_->heaps()[p]);
       } else {
         mirrors_[p] = host::Mapping(-1, bytes);  // takes memory for what is sent, as it is sent
         heaps_.push_back(place.mirrors[p] = mirrors_[p].base());
@@ -47,12 +46,8 @@ class NetworkGroup final : public host::Group {
 
 }  // namespace
 
-std::unique_ptr<host::Group> join_network_group(const std::string& name, uint32_t rank, const Limits& limits,
-                                                uint64_t timeout_ns, std::shared_ptr<Courier> courier,
-                                                const Spread& spread) {
-  const uint64_t bytes = training_heap_bytes(limits);
-  auto here = spread.here.size() == 1 ? host::make_single_rank_group(bytes)
-                                      : host::join_process_group(name, rank, limits, bytes, timeout_ns, spread.here);
+std::unique_ptr<host::Group> join_network_group(std::unique_ptr<host::Group> here, uint32_t rank, const Limits& limits,
+                                                std::shared_ptr<Courier> courier, const Spread& spread) {
   return std::make_unique<NetworkGroup>(std::move(here), rank, limits, std::move(courier), spread);
 }
 

@@ -17,10 +17,9 @@ struct Spread {
   std::vector<std::string> hosts;      // by rank: names for messages
 };
 
-// Joins the ranks of this machine in shared memory, by that name, and begins to listen to the others. Every rank must have joined
-// before one calls. Throws Error as join_process_group() does.
-std::unique_ptr<host::Group> join_network_group(const std::string& name, uint32_t rank, const Limits& limits,
-                                                uint64_t timeout_ns, std::shared_ptr<Courier> courier,
-                                                const Spread& spread);
+// Begins to listen to the ranks of other machines; `here`: those of this one, which have joined. Every rank must listen before
+// one calls. Throws Error.
+std::unique_ptr<host::Group> join_network_group(std::unique_ptr<host::Group> here, uint32_t rank, const Limits& limits,
+                                                std::shared_ptr<Courier> courier, const Spread& spread);
 
 }  // namespace flashmoe::network
