@@ -25,7 +25,7 @@ LONG = os.environ.get("FLASHMOE_LONG_TESTS") == "1"
 """Whether to call 2,000 times, and try 200 examples (``make nightly``)."""
 SECRET = "a secret of tests' own"
 PORT = 7788
-H, I, E, K = 24, 20, 8, 3  # noqa: E741
+H, I, E, K = 24, 20, 8, 3
 MakeNetwork = Callable[[int], Network]
 
 
@@ -116,7 +116,8 @@ def listen(address: str) -> None:
     _open["taken"] = taken  # type: ignore[assignment]
 
 
-# ---- What tests do ----------------------------------------------------------------------------------------------------
+# ---- What tests do
+# ----------------------------------------------------------------------------------------------------
 
 
 def all_of(ranks: Sequence[Process], fn: Any, each: Sequence[tuple], seconds: float = 4 * MARGIN) -> list[Any]:
@@ -188,8 +189,8 @@ def test_groups_of_any_sizes(network: MakeNetwork):
 
 
 def test_reduced_returns_and_gradients(network: MakeNetwork):
-    """`reduced` is the same in every call, and within the rounding of a sum of K numbers of `direct`; a backward pass has one
-    rank's gradients of x bit by bit, where rows are returned each by itself."""
+    """`reduced` is the same in every call, and within the rounding of a sum of K numbers of `direct`; a backward pass
+    has one rank's gradients of x bit by bit, where rows are returned each by itself."""
     net = network(2)
     xs, dys = tokens_of([30, 41, 0], 3), tokens_of([30, 41, 0], 4)
     ranks, alone = formed(net, [0, 1, 1], "reduced"), one_rank(net)
@@ -207,8 +208,8 @@ def test_reduced_returns_and_gradients(network: MakeNetwork):
 
 
 def test_what_crosses(network: MakeNetwork):
-    """Bytes and messages of a call, as docs/several_machines.md defines them; nothing goes through the network to ranks of
-    the own machine."""
+    """Bytes and messages of a call, as docs/several_machines.md defines them; nothing goes through the network to ranks
+    of the own machine."""
     net = network(2)
     ranks = formed(net, [0, 0, 1])
     counts, seed = [20, 7, 33], 6
@@ -330,7 +331,8 @@ def test_a_group_without_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch):
             flashmoe.Context(rank=0, ranks=2, name="g", rendezvous=wrong, **sizes)
 
 
-# ---- What goes wrong while ranks compute --------------------------------------------------------------------------------
+# ---- What goes wrong while ranks compute
+# --------------------------------------------------------------------------------
 
 
 def many_calls(x: np.ndarray, seed: int) -> str:
@@ -344,8 +346,8 @@ def many_calls(x: np.ndarray, seed: int) -> str:
 
 @pytest.mark.parametrize("what", ["cut", "killed", "stopped"])
 def test_a_host_that_is_gone_is_named(network: MakeNetwork, what: str):
-    """In the midst of calls a link is cut, or a host's ranks are killed, or stopped: who is left ends with an error that names a
-    rank of it, within the timeout."""
+    """In the midst of calls a link is cut, or a host's ranks are killed, or stopped: who is left ends with an error
+    that names a rank of it, within the timeout."""
     net = network(2)
     timeout = 2.0
     ranks = formed(net, [0, 0, 1, 1], timeout=timeout)

@@ -41,7 +41,8 @@ class Perturbation {
   }
 };
 
-// Rung behind each signal to a peer by a thread of a rank that has peers on other machines, so that what it announces is carried.
+// Rung behind each signal to a peer by a thread of a rank that has peers on other machines, so that what it announces
+// is carried.
 inline constinit thread_local host::Bell* peers_bell = nullptr;
 
 // Memory operations of any CPU platform; scopes make no difference to a coherent machine.

@@ -1,5 +1,5 @@
-// A group of ranks: where each rank's symmetric heap is mapped in this process, or what stands for it here, if the rank is on
-// another machine.
+// A group of ranks: where each rank's symmetric heap is mapped in this process, or what stands for it here, if the rank
+// is on another machine.
 #pragma once
 
 #include <memory>
@@ -33,9 +33,9 @@ class Group {
 };
 
 // Ranks are processes, heaps are POSIX shared memory. Returns once every rank has mapped every heap; by then all names
-// are unlinked, so that nothing outlives the processes however they end, and a group of the same name may form anew. Where a
-// rank dies, does not join within timeout_ns, or has other limits, every rank throws Error and names it. members: the ranks
-// of this machine, ascending, where others are elsewhere, whose heaps() are null; empty: all ranks.
+// are unlinked, so that nothing outlives the processes however they end, and a group of the same name may form anew.
+// Where a rank dies, does not join within timeout_ns, or has other limits, every rank throws Error and names it.
+// members: the ranks of this machine, ascending, where others are elsewhere, whose heaps() are null; empty: all ranks.
 std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
                                           uint64_t heap_bytes, uint64_t timeout_ns, std::vector<uint32_t> members = {});
 

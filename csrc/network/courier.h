@@ -1,11 +1,12 @@
-// The courier: a rank's thread that carries what its actors write for ranks on other machines, and what these send, so that the
-// protocol and its actors need not know that there is a network.
+// The courier: a rank's thread that carries what its actors write for ranks on other machines, and what these send, so
+// that the protocol and its actors need not know that there is a network.
 //
-// A rank on another machine has a mirror here: memory laid out as its symmetric heap. Actors write rows there and signal, as in
-// a heap that is mapped, and ring. The courier looks which signals are new, picks up what they announce (pickup.h) and sends
-// both. At the other end a courier writes it to its rank's heap, the signal last, with a release. So a mirror holds what this
-// rank has sent, and the argument by which a heap is never written too early (docs/protocol.md, "Why nothing is cleared")
-// covers the mirror as well. What actors read in a peer's heap, its status, its courier sends again and again, to the mirror.
+// A rank on another machine has a mirror here: memory laid out as its symmetric heap. Actors write rows there and
+// signal, as in a heap that is mapped, and ring. The courier looks which signals are new, picks up what they announce
+// (pickup.h) and sends both. At the other end a courier writes it to its rank's heap, the signal last, with a release.
+// So a mirror holds what this rank has sent, and the argument by which a heap is never written too early
+// (docs/protocol.md, "Why nothing is cleared") covers the mirror as well. What actors read in a peer's heap, its
+// status, its courier sends again and again, to the mirror.
 //
 // UCX moves bytes over TCP only while it is called: that, too, is why there is a thread.
 #pragma once
@@ -25,7 +26,8 @@
 
 namespace flashmoe::network {
 
-// What has crossed to other machines since the courier began: data and signals, without what each message says of itself.
+// What has crossed to other machines since the courier began: data and signals, without what each message says of
+// itself.
 struct Crossed {
   uint64_t messages = 0, bytes = 0;
 };

@@ -17,8 +17,8 @@ struct Spread {
   std::vector<std::string> hosts;      // by rank: names for messages
 };
 
-// Begins to listen to the ranks of other machines; `here`: those of this one, which have joined. Every rank must listen before
-// one calls. Throws Error.
+// Begins to listen to the ranks of other machines; `here`: those of this one, which have joined. Every rank must listen
+// before one calls. Throws Error.
 std::unique_ptr<host::Group> join_network_group(std::unique_ptr<host::Group> here, uint32_t rank, const Limits& limits,
                                                 std::shared_ptr<Courier> courier, const Spread& spread);
 

@@ -1,5 +1,6 @@
-// What goes from one rank's machine to another's, in one message: parts of the receiver's symmetric heap and, in the last message
-// of what a signal announces, the signal; or the sender's status, or nothing, by which it says that it goes.
+// What goes from one rank's machine to another's, in one message: parts of the receiver's symmetric heap and, in the
+// last message of what a signal announces, the signal; or the sender's status, or nothing, by which it says that it
+// goes.
 //
 // A message is told by who knows the group's key, which comes with each. It is not encrypted (docs/security.md).
 #pragma once
@@ -20,8 +21,8 @@ struct Range {
   uint64_t offset, bytes;
 };
 
-// A word of a heap, written once all that was sent before has been: no signal is written before what it announces, also where
-// messages overtake one another.
+// A word of a heap, written once all that was sent before has been: no signal is written before what it announces, also
+// where messages overtake one another.
 struct Word {
   static constexpr uint64_t kNone = ~uint64_t{0};
   uint64_t offset = kNone, value = 0;
@@ -47,19 +48,19 @@ struct Message {
   std::vector<uint8_t> data;  // the ranges, then their bytes
 };
 
+// Where tokens suffice a message has so many bytes: enough for a fast network, and little enough that a receiver need
+// not keep much of what it cannot use yet. Tests make it smaller, before there is a courier.
+inline uint64_t most_message_bytes = 512 << 10;
+
 // Makes messages of parts of a heap. One that is full is handed on before the last one is asked for.
 class Packing {
  public:
-  // Where tokens suffice a message has so many bytes: enough for a fast network, and little enough that the receiver need not
-  // keep much of what it cannot use yet.
-  static constexpr uint64_t kMostBytes = 512 << 10;
-
   explicit Packing(const uint8_t* heap) : heap_(heap) {}
 
   void add(const void* from, uint64_t bytes) {
     const uint64_t offset = static_cast<uint64_t>(static_cast<const uint8_t*>(from) - heap_);
     if (bytes == 0) return;
-    if (bytes_ + bytes > kMostBytes && bytes_ != 0) close();
+    if (bytes_ + bytes > most_message_bytes && bytes_ != 0) close();
     bytes_ += bytes;
     if (!ranges_.empty() && ranges_.back().offset + ranges_.back().bytes == offset) {
       ranges_.back().bytes += bytes;

@@ -1,8 +1,8 @@
-// What a signal to a rank on another machine announces, as messages: the parts of that rank's heap which this rank's actors have
-// written, to what stands for it here (its mirror), before they signalled there.
+// What a signal to a rank on another machine announces, as messages: the parts of that rank's heap which this rank's
+// actors have written, to what stands for it here (its mirror), before they signalled there.
 //
-// Each is called by who has acquired the signal, so that all it announces may be read, and before the call's actors start
-// another call.
+// Each is called by who has acquired the signal, so that all it announces may be read, and before the call's actors
+// start another call.
 #pragma once
 
 #include <memory>

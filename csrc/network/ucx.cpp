@@ -16,8 +16,9 @@ using host::Error;
 constexpr const char* kInstall = "pip install libucx-cu13, or a system's package libucx0";
 constexpr unsigned kOldestMajor = 1, kOldestMinor = 13;
 
-// UCX reads these when it is loaded. Unless the user has said otherwise: no handlers of this process's signals, no hooks under
-// its allocator, both of which have uses for memory of GPUs and for RDMA, and reports of errors here, in this project's words.
+// UCX reads these when it is loaded. Unless the user has said otherwise: no handlers of this process's signals, no
+// hooks under its allocator, both of which have uses for memory of GPUs and for RDMA, and reports of errors here, in
+// this project's words.
 void set_environment() {
   const struct {
     const char *name, *value;

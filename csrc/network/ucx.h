@@ -1,8 +1,8 @@
-// The library that carries messages between machines: UCX, of which UCP's active messages are used. Found at run time, so that
-// neither a build nor a wheel needs it.
+// The library that carries messages between machines: UCX, of which UCP's active messages are used. Found at run time,
+// so that neither a build nor a wheel needs it.
 //
-// What is declared here is the part of UCP's interface that is used, with the layouts that it has had since 1.13. UCX only ever
-// adds to its structures, and a mask says which of their fields a caller knows.
+// What is declared here is the part of UCP's interface that is used, with the layouts that it has had since 1.13. UCX
+// only ever adds to its structures, and a mask says which of their fields a caller knows.
 #pragma once
 
 #include <sys/socket.h>

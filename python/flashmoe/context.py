@@ -226,11 +226,11 @@ class Context:
         names (``"none"`` unless it is set). No network has carried this path yet: tests force it over NVLink. It needs
         NVSHMEM's headers, which its package has, of a release from 3.4 to 3.8.
     rendezvous:
-        CPU engine, several ranks: where they meet, if they may be of several machines: ``"host:port"``, an address of rank
-        0's host, at which it listens while they join. Every rank needs the same secret, `FLASHMOE_SECRET` in its
+        CPU engine, several ranks: where they meet, if they may be of several machines: ``"host:port"``, an address of
+        rank 0's host, at which it listens while they join. Every rank needs the same secret, `FLASHMOE_SECRET` in its
         environment. Which ranks share a machine is found out: these have each other's memory mapped, others are reached
-        by UCX (docs/several_machines.md). Default: ``FLASHMOE_RENDEZVOUS`` in the environment; without that, ranks meet in
-        shared memory, all on one machine. Or a function that begins a meeting (`flashmoe.launcher.Meet`).
+        by UCX (docs/several_machines.md). Default: ``FLASHMOE_RENDEZVOUS`` in the environment; without that, ranks meet
+        in shared memory, all on one machine. Or a function that begins a meeting (`flashmoe.launcher.Meet`).
 
     Raises
     ------
@@ -358,9 +358,9 @@ class Context:
 
     @classmethod
     def from_launcher(cls, name: str = "launched", **sizes: Any) -> Context:
-        """A context whose ranks are the processes that a launcher has started, on one machine or several: rank and ranks are
-        ``RANK`` and ``WORLD_SIZE``. They meet at ``FLASHMOE_RENDEZVOUS`` (host:port), else in the store that ``torchrun``
-        keeps for them, else at ``MASTER_ADDR:MASTER_PORT`` (docs/several_machines.md).
+        """A context whose ranks are the processes that a launcher has started, on one machine or several: rank and
+        ranks are ``RANK`` and ``WORLD_SIZE``. They meet at ``FLASHMOE_RENDEZVOUS`` (host:port), else in the store that
+        ``torchrun`` keeps for them, else at ``MASTER_ADDR:MASTER_PORT`` (docs/several_machines.md).
 
         `sizes` are the keyword arguments of `Context` but rank, ranks and rendezvous. CPU engine.
         """
@@ -378,9 +378,9 @@ class Context:
     def from_torch(cls, group: Any = None, **sizes: Any) -> Context:
         """A context whose ranks are those of a ``torch.distributed`` process group (default: all).
 
-        Collective over `group`, which serves only to agree on the group's name, and to find out whether all ranks are of one
-        machine. If not, they meet in the process group's store (CPU engine). `sizes` are the keyword arguments of `Context`
-        but rank, ranks and name.
+        Collective over `group`, which serves only to agree on the group's name, and to find out whether all ranks are
+        of one machine. If not, they meet in the process group's store (CPU engine). `sizes` are the keyword arguments
+        of `Context` but rank, ranks and name.
         """
         import secrets
 

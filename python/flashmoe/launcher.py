@@ -65,8 +65,8 @@ def meet_in(store: Any, prefix: str | None = None) -> Meet:
 
 
 def meet_of_environment() -> Meet | None:
-    """Where the environment says that ranks meet: at ``FLASHMOE_RENDEZVOUS``; in the store that ``torchrun`` keeps for its
-    processes; at ``MASTER_ADDR:MASTER_PORT``, where rank 0 then listens itself. None where it says nothing."""
+    """Where the environment says that ranks meet: at ``FLASHMOE_RENDEZVOUS``; in the store that ``torchrun`` keeps for
+    its processes; at ``MASTER_ADDR:MASTER_PORT``, where rank 0 then listens itself. None where it says nothing."""
     if address := os.environ.get(ADDRESS):
         return meet_of(address)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -27,8 +27,8 @@ def secret_of_launcher() -> bytes | None:
         return None
     if len(given) < _LEAST_SECRET:
         raise InvalidArgument(
-            f"{SECRET}: expected at least {_LEAST_SECRET} characters, the same for every rank (such as those of: openssl "
-            f"rand -hex 16), got {len(given)}"
+            f"{SECRET}: expected at least {_LEAST_SECRET} characters, the same for every rank (such as those of: "
+            f"openssl rand -hex 16), got {len(given)}"
         )
     return given.encode()
 
@@ -146,7 +146,8 @@ class StoreMeeting(Meeting):
         raw = bytes.fromhex(self._store.get(f"{self._prefix}/{key}").decode())
         if not hmac.compare_digest(raw[:32], self._signature(key, raw[32:])):
             raise GroupError(
-                f"{SECRET}: expected the same secret on every rank of group '{self.group}', got another from rank {rank}"
+                f"{SECRET}: expected the same secret on every rank of group '{self.group}', got another from rank "
+                f"{rank}"
             )
         return json.loads(raw[32:])
 

@@ -1,8 +1,8 @@
 """Ranks that meet at an address: rank 0 listens there, and who knows the group's secret joins.
 
-Both sides of a connection prove that they know the secret, neither shows it (HMAC-SHA256 of both sides' random numbers), and
-every message is signed with a key of that connection. Nothing is encrypted. A stranger who connects is refused, or ignored;
-the listener waits for nobody in particular, and goes on.
+Both sides of a connection prove that they know the secret, neither shows it (HMAC-SHA256 of both sides' random
+numbers), and every message is signed with a key of that connection. Nothing is encrypted. A stranger who connects is
+refused, or ignored; the listener waits for nobody in particular, and goes on.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ _LIBRARY = "libucp.so.0"
 
 
 def library() -> str:
-    """The library: what ``FLASHMOE_UCX`` names, that of a Python package (libucx-cu13, libucx-cu12), else the name that the
-    loader looks for."""
+    """The library: what ``FLASHMOE_UCX`` names, that of a Python package (libucx-cu13, libucx-cu12), else the name that
+    the loader looks for."""
     if given := os.environ.get("FLASHMOE_UCX"):
         return given
     with contextlib.suppress(ModuleNotFoundError, ValueError):

@@ -1,5 +1,6 @@
-// Ranks on several machines as far as they know: each a thread with a courier, over a stand-in for UCX (tests/fake_ucx) that lets
-// messages overtake one another. Random calls, compared with a reference in fp64; for ThreadSanitizer above all.
+// Ranks on several machines as far as they know: each a thread with a courier, over a stand-in for UCX (tests/fake_ucx)
+// that lets messages overtake one another. Random calls, compared with a reference in fp64; for ThreadSanitizer above
+// all.
 //
 //   test_network [calls]
 #include <atomic>
@@ -88,6 +89,7 @@ int main(int argc, char** argv) {
   using namespace flashmoe::test;
   const uint32_t calls = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 150;
   check_inbox();
+  flashmoe::network::most_message_bytes = 100;  // what a signal announces takes several messages
   std::atomic<uint32_t> verified = 0;
   run_group({{0}, {1}, {2}, {3}}, 1, calls, verified);
   run_group({{0, 3}, {1, 2}}, 1 + calls, calls, verified);

@@ -1,6 +1,6 @@
-// What csrc/network calls of UCX, within one process: a worker is a queue, an address its number. Messages between two workers
-// overtake one another now and then, as UCX allows. A sender's buffers are read when the receiver makes progress, and given back
-// when the sender does, so that ThreadSanitizer sees whoever changes them too early.
+// What csrc/network calls of UCX, within one process: a worker is a queue, an address its number. Messages between two
+// workers overtake one another now and then, as UCX allows. A sender's buffers are read when the receiver makes
+// progress, and given back when the sender does, so that ThreadSanitizer sees whoever changes them too early.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>

@@ -1,12 +1,11 @@
-"""How the ranks of a group on the CPU engine meet that need not be of one machine: those that can share memory do, the others
-are reached through the network."""
+"""How the ranks of a group on the CPU engine meet that need not be of one machine: those that can share memory do, the
+others are reached through the network."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from .. import machine, ucx
