@@ -6,14 +6,19 @@ import glob
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flashmoe
 import numpy as np
 import pytest
 from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
+from flashmoe.meeting import StoreMeeting
 from hosts import Network, network
 from processes import MARGIN, Process, processes
 
@@ -23,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fo
 
 LONG = os.environ.get("FLASHMOE_LONG_TESTS") == "1"
 """Whether to call 2,000 times, and try 200 examples (``make nightly``)."""
+nightly = pytest.mark.skipif(not LONG, reason="expected FLASHMOE_LONG_TESTS=1, as make nightly sets it")
 SECRET = "a secret of tests' own"
 PORT = 7788
 H, I, E, K = 24, 20, 8, 3
@@ -154,7 +160,7 @@ def check_leaving(ranks: Sequence[Process], seconds: float = MARGIN) -> None:
         assert left == []
 
 
-SPREADS = [[0, 1], [0, 1, 1, 0], [0, 0, 1, 2, 2]] + ([[0, 0, 1, 1, 2, 2, 0, 1]] if LONG else [])
+SPREADS = [[0, 1, 1, 0], [0, 0, 1, 2, 2]] + ([[0, 1], [0, 0, 1, 1, 2, 2, 0, 1]] if LONG else [])
 
 
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
@@ -173,7 +179,7 @@ def test_direct_has_the_bits_of_one_rank(network: MakeNetwork, spread: list[int]
     check_leaving(ranks)
 
 
-@pytest.mark.skipif(not LONG, reason="expected FLASHMOE_LONG_TESTS=1, as make nightly sets it")
+@nightly
 def test_groups_of_any_sizes(network: MakeNetwork):
     net, rng = network(3), np.random.default_rng(5)
     alone = one_rank(net)
@@ -188,11 +194,10 @@ def test_groups_of_any_sizes(network: MakeNetwork):
             rank.end()
 
 
-def test_reduced_returns_and_gradients(network: MakeNetwork):
-    """`reduced` is the same in every call, and within the rounding of a sum of K numbers of `direct`; a backward pass
-    has one rank's gradients of x bit by bit, where rows are returned each by itself."""
+def test_reduced_returns_are_within_rounding(network: MakeNetwork):
+    """They are the same in every call, and within the rounding of a sum of K numbers of `direct`'s."""
     net = network(2)
-    xs, dys = tokens_of([30, 41, 0], 3), tokens_of([30, 41, 0], 4)
+    xs = tokens_of([30, 41, 0], 3)
     ranks, alone = formed(net, [0, 1, 1], "reduced"), one_rank(net)
     for y, x in zip(all_of(ranks, compute, [(x, 3, 5) for x in xs]), xs, strict=True):
         expected = told(alone, compute, x, 3)
@@ -200,11 +205,18 @@ def test_reduced_returns_and_gradients(network: MakeNetwork):
         bound = 2 * K * np.finfo(np.float32).eps * np.abs(expected).max(initial=0) * K
         assert np.abs(y - expected).max(initial=0) <= bound
     check_leaving(ranks)
-    direct = formed(net, [0, 1, 1])
-    grads = all_of(direct, gradients, [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)])
+
+
+@nightly
+def test_gradients_have_the_bits_of_one_rank(network: MakeNetwork):
+    """Those of x, where each row is returned by itself."""
+    net = network(2)
+    ranks, alone = formed(net, [0, 1, 1]), one_rank(net)
+    xs, dys = tokens_of([30, 41, 0], 3), tokens_of([30, 41, 0], 4)
+    grads = all_of(ranks, gradients, [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)])
     for (dx, _), x, dy in zip(grads, xs, dys, strict=True):
         assert np.array_equal(dx, told(alone, gradients, x, dy, 3)[0])
-    check_leaving(direct)
+    check_leaving(ranks)
 
 
 def test_what_crosses(network: MakeNetwork):
@@ -253,7 +265,7 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     net = network(2)
     where = f"{net.address(0)}:{PORT}"
 
-    def attempts(*ranks: int, of: int, timeout: float = 2.0) -> list[tuple]:
+    def attempts(*ranks: int, of: int, timeout: float = 1.0) -> list[tuple]:
         return [(p, of, where, "direct", timeout) for p in ranks]
 
     # Nobody listens.
@@ -262,7 +274,7 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     assert "rank 1 on host host2 cannot reach the rendezvous" in str(error) and "refused" in str(error)
     # One is missing.
     for error in errors_of_joining(net, [0, 1], attempts(0, 2, of=3)):
-        assert isinstance(error, PeerTimeout) and "rank 1 did not join within 2 s" in str(error)
+        assert isinstance(error, PeerTimeout) and "rank 1 did not join within 1 s" in str(error)
     # A rank that joins twice.
     for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3)):
         assert isinstance(error, GroupError) and "already has a rank 1" in str(error) and "host2" in str(error)
@@ -344,12 +356,12 @@ def many_calls(x: np.ndarray, seed: int) -> str:
     return "it went on"
 
 
-@pytest.mark.parametrize("what", ["cut", "killed", "stopped"])
+@pytest.mark.parametrize("what", ["cut", "killed", pytest.param("stopped", marks=nightly)])
 def test_a_host_that_is_gone_is_named(network: MakeNetwork, what: str):
     """In the midst of calls a link is cut, or a host's ranks are killed, or stopped: who is left ends with an error
     that names a rank of it, within the timeout."""
     net = network(2)
-    timeout = 2.0
+    timeout = 1.5
     ranks = formed(net, [0, 0, 1, 1], timeout=timeout)
     xs = tokens_of([12, 0, 30, 5], 7)
     for rank, x in zip(ranks, xs, strict=True):
@@ -403,3 +415,54 @@ def test_a_slow_link_and_one_that_is_down_for_a_while_change_nothing(network: Ma
         net.slow(host, "tbf", "rate", "10mbit", "burst", "16kb", "latency", "500ms")
     check(lambda: None, 3)
     check_leaving(ranks)
+
+
+# ---- Through a store, and by a launcher ---------------------------------------------------------------------------
+
+
+def meet_in_threads(ranks: Sequence[int], of: int, secrets: Sequence[bytes | None], timeout: float = 10.0) -> list[Any]:
+    """What two exchanges give each of these ranks of `of`, which are threads, or the error."""
+    store = pytest.importorskip("torch.distributed").HashStore()
+
+    def meet(rank: int, secret: bytes | None) -> Any:
+        try:
+            meeting = StoreMeeting(store, "g", rank, of, timeout, secret, "here")
+            return meeting.exchange("numbers", rank), meeting.exchange("squares", rank * rank)
+        except FlashMoEError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(meet, ranks, secrets))
+
+
+def test_ranks_meet_in_a_store():
+    assert meet_in_threads([0, 1, 2], 3, [None] * 3) == [([0, 1, 2], [0, 1, 4])] * 3
+    assert meet_in_threads([1, 0], 2, [b"secret"] * 2) == [([0, 1], [0, 1])] * 2
+    for error in meet_in_threads([0, 2], 3, [None] * 2, timeout=0.3):
+        assert isinstance(error, PeerTimeout) and "rank 1 did not join within 0.3 s" in str(error)
+    for error in meet_in_threads([0, 1], 2, [b"secret", b"another"]):
+        assert isinstance(error, GroupError) and "FLASHMOE_SECRET: expected the same secret" in str(error)
+    errors = meet_in_threads([0, 1, 1], 3, [None] * 3)
+    assert all(isinstance(error, GroupError) and "already has a rank 1" in str(error) for error in errors)
+
+
+@nightly
+def test_the_demo_under_torchrun(network: MakeNetwork, tmp_path: Path):
+    pytest.importorskip("torch")
+    net, tools = network(2), Path(sys.executable).parent
+    command = ["--nnodes=2", "--nproc-per-node=2", f"--master-addr={net.address(0)}", f"--master-port={PORT}"]
+    runs = [
+        subprocess.Popen(
+            net.hosts[host].inside(
+                str(tools / "torchrun"), *command, f"--node-rank={host}", "--no-python", str(tools / "flashmoe"), "run"
+            ),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host in (0, 1)
+    ]
+    said = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert "4 ranks of 512 tokens" in said[0] and "PASS" in said[0]
+    assert said[1].strip() == ""

@@ -370,7 +370,7 @@ class Context:
         meet = launcher.meet_of_environment()
         if meet is None and found.ranks > 1:
             raise InvalidArgument(
-                f"{launcher.ADDRESS}: expected where the ranks meet, host:port, or MASTER_ADDR and MASTER_PORT, got none"
+                f"{launcher.ADDRESS}: expected where ranks meet, host:port, or MASTER_ADDR and MASTER_PORT, got none"
             )
         return cls(rank=found.rank, ranks=found.ranks, name=name, rendezvous=meet, **sizes)
 

@@ -23,7 +23,8 @@ _ARRAYS = ("topk_ids", "topk_weights")
 
 def place_of(engine: str, ranks: int | None) -> Launched | None:
     """This process's place among several; None where it is alone. Raises `InvalidArgument` for options that do not go
-    with it.""" place = launcher.launched()
+    with it."""
+    place = launcher.launched()
     if place is None or place.ranks == 1:
         return None
     if engine == "cuda":
