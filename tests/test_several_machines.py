@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import flashmoe
 import numpy as np
 import pytest
-from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
+from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi, ucx
 from flashmoe.meeting import StoreMeeting
 from hosts import Network, network
 from processes import MARGIN, Process, processes
@@ -341,6 +341,19 @@ def test_a_group_without_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch):
     for wrong in ("host", "host:", ":7", "host:70000", "host:x"):
         with pytest.raises(InvalidArgument, match="rendezvous: expected host:port"):
             flashmoe.Context(rank=0, ranks=2, name="g", rendezvous=wrong, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere/libucp.so.0", "expected the library /nowhere/libucp.so.0, which a group on several machines needs"),
+        ("libc.so.6", "expected UCX 1.13 or newer .*, got libc.so.6 without ucp_get_version"),
+    ],
+)
+def test_a_missing_library_is_named(path: str, message: str):
+    with pytest.raises(FlashMoEError, match=message) as error:
+        _ffi.library().network_open(0, 2, "00" * 16, 10**9, path, "")
+    assert ucx.INSTALL in str(error.value)
 
 
 # ---- What goes wrong while ranks compute
