@@ -132,7 +132,7 @@ def all_of(ranks: Sequence[Process], fn: Any, each: Sequence[tuple], seconds: fl
     return [rank.hear(seconds) for rank in ranks]
 
 
-def formed(net: Network, spread: Sequence[int], mode: str = "direct", timeout: float = 10.0) -> list[Process]:
+def formed(net: Network, spread: Sequence[int], mode: str = "direct", timeout: float = 30.0) -> list[Process]:
     """Ranks that have joined, spread over the hosts like that."""
     ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
     where = f"{net.address(spread[0])}:{PORT}"
@@ -163,6 +163,7 @@ def check_leaving(ranks: Sequence[Process], seconds: float = MARGIN) -> None:
 SPREADS = [[0, 1, 1, 0], [0, 0, 1, 2, 2]] + ([[0, 1], [0, 0, 1, 1, 2, 2, 0, 1]] if LONG else [])
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_direct_has_the_bits_of_one_rank(network: MakeNetwork, spread: list[int]):
     """Uneven numbers of tokens, a rank without any, and many calls; and what is left behind is nothing."""
@@ -180,6 +181,7 @@ def test_direct_has_the_bits_of_one_rank(network: MakeNetwork, spread: list[int]
 
 
 @nightly
+@pytest.mark.timeout(3600)
 def test_groups_of_any_sizes(network: MakeNetwork):
     net, rng = network(3), np.random.default_rng(5)
     alone = one_rank(net)
@@ -213,9 +215,10 @@ def test_gradients_have_the_bits_of_one_rank(network: MakeNetwork):
     net = network(2)
     ranks, alone = formed(net, [0, 1, 1]), one_rank(net)
     xs, dys = tokens_of([30, 41, 0], 3), tokens_of([30, 41, 0], 4)
-    grads = all_of(ranks, gradients, [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)])
+    # To import PyTorch may take a minute where all of them do.
+    grads = all_of(ranks, gradients, [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)], 200.0)
     for (dx, _), x, dy in zip(grads, xs, dys, strict=True):
-        assert np.array_equal(dx, told(alone, gradients, x, dy, 3)[0])
+        assert np.array_equal(dx, told(alone, gradients, x, dy, 3, seconds=200.0)[0])
     check_leaving(ranks)
 
 
@@ -265,7 +268,7 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     net = network(2)
     where = f"{net.address(0)}:{PORT}"
 
-    def attempts(*ranks: int, of: int, timeout: float = 1.0) -> list[tuple]:
+    def attempts(*ranks: int, of: int, timeout: float = 2.0) -> list[tuple]:
         return [(p, of, where, "direct", timeout) for p in ranks]
 
     # Nobody listens.
@@ -274,7 +277,7 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     assert "rank 1 on host host2 cannot reach the rendezvous" in str(error) and "refused" in str(error)
     # One is missing.
     for error in errors_of_joining(net, [0, 1], attempts(0, 2, of=3)):
-        assert isinstance(error, PeerTimeout) and "rank 1 did not join within 1 s" in str(error)
+        assert isinstance(error, PeerTimeout) and "rank 1 did not join within 2 s" in str(error)
     # A rank that joins twice.
     for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3)):
         assert isinstance(error, GroupError) and "already has a rank 1" in str(error) and "host2" in str(error)
@@ -369,12 +372,12 @@ def many_calls(x: np.ndarray, seed: int) -> str:
     return "it went on"
 
 
-@pytest.mark.parametrize("what", ["cut", "killed", pytest.param("stopped", marks=nightly)])
+@pytest.mark.parametrize("what", ["cut", *(pytest.param(each, marks=nightly) for each in ("killed", "stopped"))])
 def test_a_host_that_is_gone_is_named(network: MakeNetwork, what: str):
     """In the midst of calls a link is cut, or a host's ranks are killed, or stopped: who is left ends with an error
     that names a rank of it, within the timeout."""
     net = network(2)
-    timeout = 1.5
+    timeout = 3.0
     ranks = formed(net, [0, 0, 1, 1], timeout=timeout)
     xs = tokens_of([12, 0, 30, 5], 7)
     for rank, x in zip(ranks, xs, strict=True):
