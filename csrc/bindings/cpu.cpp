@@ -15,7 +15,9 @@
 #include "bindings/codec.h"
 #include "bindings/registry.h"
 #include "cpu/context.h"
+#include "host/agreement.h"
 #include "host/interrupt.h"
+#include "network/group.h"
 
 namespace flashmoe {
 namespace {
@@ -160,6 +162,80 @@ ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t ti
                                                               static_cast<uint64_t>(timeout_ns));
     return owned(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
                                            static_cast<uint64_t>(timeout_ns)));
+  });
+}
+
+// ---- Groups on several machines ------------------------------------------------------------------------------------------
+
+std::string to_hex(const std::string& bytes) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char c : bytes) text += {kDigits[c >> 4], kDigits[c & 15]};
+  return text;
+}
+
+// Of what to_hex() has made, or Python's bytes.hex().
+std::string from_hex(const std::string& text) {
+  const auto digit = [](char c) { return static_cast<unsigned>(c <= '9' ? c - '0' : c - 'a' + 10); };
+  std::string bytes;
+  for (size_t i = 0; i + 1 < text.size(); i += 2) bytes += static_cast<char>(digit(text[i]) << 4 | digit(text[i + 1]));
+  return bytes;
+}
+
+// The first difference between two ranks' limits that no call could bridge; empty if there is none.
+ffi::String limits_difference(Map mine, int64_t rank, Map theirs, int64_t peer) {
+  return guarded([&] {
+    return ffi::String(host::difference(limits_of(std::move(mine)), static_cast<uint32_t>(rank),
+                                        limits_of(std::move(theirs)), static_cast<uint32_t>(peer)));
+  });
+}
+
+// A rank's courier, as a handle that is owned. key: 16 bytes in hexadecimal digits, which the group's ranks know.
+ffi::Function network_open(int64_t rank, int64_t ranks, ffi::String key, int64_t timeout_ns, ffi::String library,
+                           ffi::String devices) {
+  return guarded([&] {
+    const std::string bytes = from_hex(key);
+    network::Key of_group{};
+    std::memcpy(of_group.data(), bytes.data(), std::min(bytes.size(), sizeof(of_group)));
+    return owned(std::make_shared<network::Courier>(static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks), of_group,
+                                                    static_cast<uint64_t>(timeout_ns), library, devices));
+  });
+}
+
+// By which the others' couriers reach it, in hexadecimal digits.
+ffi::String network_address(int64_t network) {
+  return guarded([&] { return ffi::String(to_hex(registry<network::Courier>().get(network)->address())); });
+}
+
+// context_create() of a rank some of whose peers are on other machines. here: the ranks of this one; addresses, hosts: by rank.
+ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::String name, int64_t timeout_ns,
+                              ffi::Array<int64_t> here, ffi::Array<ffi::String> addresses,
+                              ffi::Array<ffi::String> hosts) {
+  return guarded([&] {
+    const Limits limits = context_limits_of(map);
+    network::Spread spread;
+    for (const int64_t p : here) spread.here.push_back(static_cast<uint32_t>(p));
+    for (const ffi::String& each : addresses) spread.addresses.push_back(from_hex(each));
+    for (const ffi::String& each : hosts) spread.hosts.push_back(each);
+    const auto self = static_cast<uint32_t>(rank);
+    const auto timeout = static_cast<uint64_t>(timeout_ns);
+    auto local = host::join_process_group(name, self, limits, training_heap_bytes(limits), timeout, spread.here);
+    auto group =
+        network::join_network_group(std::move(local), self, limits, registry<network::Courier>().get(network), spread);
+    return owned(std::make_shared<Context>(std::move(group), self, limits, timeout));
+  });
+}
+
+// Returns once all ranks on other machines have been heard.
+void network_await(int64_t network) {
+  guarded([&] { registry<network::Courier>().get(network)->await_peers(); });
+}
+
+// Messages, and bytes of data in them, that have gone to other machines.
+ffi::Array<int64_t> network_crossed(int64_t network) {
+  return guarded([&] {
+    const network::Crossed crossed = registry<network::Courier>().get(network)->crossed();
+    return ffi::Array<int64_t>{static_cast<int64_t>(crossed.messages), static_cast<int64_t>(crossed.bytes)};
   });
 }
 
@@ -442,6 +518,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(expert_capacity, flashmoe::cpu::capacity_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(placement_owners, flashmoe::cpu::placement_owners)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(end_calls, flashmoe::cpu::end_calls)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_create, flashmoe::cpu::context_create)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(limits_difference, flashmoe::cpu::limits_difference)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(network_open, flashmoe::cpu::network_open)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(network_address, flashmoe::cpu::network_address)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(network_context, flashmoe::cpu::network_context)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(network_await, flashmoe::cpu::network_await)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(network_crossed, flashmoe::cpu::network_crossed)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_bytes, flashmoe::cpu::context_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_set_tile, flashmoe::cpu::context_set_tile)

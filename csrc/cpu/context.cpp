@@ -199,7 +199,9 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   task_columns_ = backward ? all_columns(spec) : task_columns(spec, limits_.columns_per_task);
   call_.cut_columns(task_columns_);
   call_.policy.joined = !backward && joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
-  call_.policy.groups = return_groups(call_.policy.columns[kReturning], o.groups, call_.policy.group_first);
+  // To other machines whole rows are sent.
+  const uint32_t groups = group_->bell() == nullptr ? o.groups : 1;
+  call_.policy.groups = return_groups(call_.policy.columns[kReturning], groups, call_.policy.group_first);
   call_.policy.order = o.order;
   call_.config = host::make_config(call_, spec, o.placement, task_columns_[kReturning], o.forward, o.redispatch);
   experts_.resize(std::max(call_.shape.local_experts, 1u));
@@ -208,6 +210,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
 
 void Context::actor_loop(uint32_t actor) {
   const DefaultFloats here;
+  peers_bell = group_->bell();
   uint64_t seen = 0;
   while (true) {
     {
@@ -270,6 +273,8 @@ void Context::await_actors() {
 }
 
 void Context::run() {
+  const bool calls = work_ != Work::kWeights;  // else no peer hears of it
+  if (calls) group_->begin_call(call_);
   {
     const std::lock_guard lock(mutex_);
     ++generation_;
@@ -277,6 +282,7 @@ void Context::run() {
   }
   wake_.notify_all();
   await_actors();
+  if (calls) group_->end_call();
 }
 
 void Context::refuse_if_broken() const {

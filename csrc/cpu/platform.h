@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "flashmoe/protocol/platform.h"
+#include "host/bell.h"
 #include "host/clock.h"
 
 namespace flashmoe::cpu {
@@ -40,6 +41,10 @@ class Perturbation {
   }
 };
 
+// Rung behind each signal to a peer by a thread of a rank that has peers on other machines, so that what it announces
+// is carried.
+inline constinit thread_local host::Bell* peers_bell = nullptr;
+
 // Memory operations of any CPU platform; scopes make no difference to a coherent machine.
 struct CpuMemory {
   template <class T>
@@ -61,10 +66,15 @@ struct CpuMemory {
   static void store_relaxed(T* p, T v, Scope) {
     store_relaxed(p, v);
   }
-  template <class T, class Scope>
-  static void store_release(T* p, T v, Scope) {
+  template <class T>
+  static void store_release(T* p, T v, DeviceScope) {
     Perturbation::point();
     std::atomic_ref(*p).store(v, std::memory_order_release);
+  }
+  template <class T>
+  static void store_release(T* p, T v, SystemScope) {
+    store_release(p, v, kDevice);
+    if (peers_bell != nullptr) peers_bell->ring();
   }
   template <class T, class Scope>
   static T poll(const T* p, Scope scope) {

@@ -1,5 +1,6 @@
 #include "host/group.h"
 
+#include <numeric>
 #include <utility>
 
 #include "host/joining.h"
@@ -11,7 +12,7 @@ namespace {
 class ProcessGroup final : public Group {
  public:
   explicit ProcessGroup(std::vector<Mapping> segments) : segments_(std::move(segments)) {
-    for (const Mapping& m : segments_) heaps_.push_back(m.base() + kPageBytes);
+    for (const Mapping& m : segments_) heaps_.push_back(m.base() == nullptr ? nullptr : m.base() + kPageBytes);
   }
 
   std::string obituary(uint32_t p) const override { return obituary_of(page_of(segments_[p])->process); }
@@ -33,9 +34,13 @@ class LocalGroup final : public Group {
 }  // namespace
 
 std::unique_ptr<Group> join_process_group(const std::string& name, uint32_t rank, const Limits& limits,
-                                          uint64_t heap_bytes, uint64_t timeout_ns) {
+                                          uint64_t heap_bytes, uint64_t timeout_ns, std::vector<uint32_t> members) {
   remove_leftovers();
-  return std::make_unique<ProcessGroup>(Joining(name, rank, limits, heap_bytes, timeout_ns).join());
+  if (members.empty()) {
+    members.resize(limits.ranks);
+    std::iota(members.begin(), members.end(), 0u);
+  }
+  return std::make_unique<ProcessGroup>(Joining(name, rank, std::move(members), limits, heap_bytes, timeout_ns).join());
 }
 
 std::unique_ptr<Group> make_single_rank_group(uint64_t heap_bytes) {

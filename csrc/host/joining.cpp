@@ -27,9 +27,11 @@ uint32_t checked_ranks(uint32_t ranks) {
 
 }  // namespace
 
-Joining::Joining(const std::string& name, uint32_t rank, const Limits& limits, uint64_t heap_bytes, uint64_t timeout_ns)
+Joining::Joining(const std::string& name, uint32_t rank, std::vector<uint32_t> members, const Limits& limits,
+                 uint64_t heap_bytes, uint64_t timeout_ns)
     : name_(name),
       rank_(rank),
+      members_(std::move(members)),
       limits_(limits),
       bytes_(kPageBytes + heap_bytes),
       timeout_ns_(timeout_ns),
@@ -60,8 +62,8 @@ void Joining::meet() {
   set_state(ControlPage::kReady);
   open_peers();
   reach(ControlPage::kSawAll);
-  for (uint32_t p = 0; p < limits_.ranks; ++p) check_agreement(p);
-  for (uint32_t p = 0; p < limits_.ranks; ++p) {
+  for (const uint32_t p : members_) check_agreement(p);
+  for (const uint32_t p : members_) {
     if (p != rank_) pages_[p] = map_peer(name_, p, files_[p], bytes_);
   }
   files_.clear();
@@ -78,7 +80,8 @@ Error Joining::error(Kind kind, const std::string& what) const {
 void Joining::open_peers() {
   while (true) {
     uint32_t missing = limits_.ranks;  // the first
-    for (uint32_t p = limits_.ranks; p-- > 0;) {
+    for (size_t i = members_.size(); i-- > 0;) {
+      const uint32_t p = members_[i];
       if (p != rank_ && page(p) == nullptr && !try_open(p)) missing = p;
     }
     if (missing == limits_.ranks) missing = in_another_round();
@@ -128,8 +131,8 @@ bool Joining::failed_before(uint32_t p) const {
 // A rank that goes with another attempt of some rank than this one does; none: their number. One of these two attempts has
 // failed, and whoever goes on with it fails too, although all could meet anew. (Who has gone on waits for all whom it has met.)
 uint32_t Joining::in_another_round() const {
-  for (uint32_t p = 0; p < limits_.ranks; ++p) {
-    for (uint32_t q = 0; q < limits_.ranks; ++q) {
+  for (const uint32_t p : members_) {
+    for (const uint32_t q : members_) {
       // Sequentially consistent, like the store in try_open(): of two that look at once, one sees what the other has met.
       const uint64_t met = p == q ? 0 : std::atomic_ref(page(p)->met[q]).load();
       if (met != 0 && met != page(q)->attempt) return p;
@@ -159,7 +162,7 @@ void Joining::check_agreement(uint32_t p) {
 // Says that this rank has come so far, and waits until all have.
 void Joining::reach(ControlPage::State s) {
   set_state(s);
-  for (uint32_t p = 0; p < limits_.ranks; ++p) await_state(p, s);
+  for (const uint32_t p : members_) await_state(p, s);
 }
 
 void Joining::await_state(uint32_t p, ControlPage::State wanted) {
@@ -219,7 +222,7 @@ void Joining::leave(Kind kind, const char* why) {
 // A disagreement is to be seen from both sides: waits until every peer has opened this rank's segment. Where ranks disagree on
 // how many they are, those count that both sides know of.
 void Joining::await_witnesses() const {
-  uint32_t ranks = limits_.ranks;
+  uint32_t ranks = static_cast<uint32_t>(members_.size());
   for (const Mapping& m : pages_) {
     if (m.base() != nullptr) ranks = min_of(ranks, page_of(m)->limits.ranks);
   }

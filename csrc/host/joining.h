@@ -1,4 +1,4 @@
-// How ranks that are processes of one machine form a group, as seen by one of them: it makes its own segment; opens every
+// How ranks that are processes of one machine form a group, or the part of one that is on this machine, as seen by one of them: it makes its own segment; opens every
 // peer's, whose control page says what it is; once every rank has opened all, compares limits, so that ranks which disagree all
 // see with whom; and maps the heaps. Then nobody needs a name any more; and once every rank has taken its own away, the next
 // group of this name may form.
@@ -13,9 +13,11 @@ namespace flashmoe::host {
 
 class Joining {
  public:
-  Joining(const std::string& name, uint32_t rank, const Limits& limits, uint64_t heap_bytes, uint64_t timeout_ns);
+  // members: the ranks of this machine, this one among them, ascending.
+  Joining(const std::string& name, uint32_t rank, std::vector<uint32_t> members, const Limits& limits,
+          uint64_t heap_bytes, uint64_t timeout_ns);
 
-  // Every rank's segment, mapped whole. Throws Error where the group does not form, after it has told the peers why.
+  // Every member's segment, mapped whole; nothing for other ranks. Throws Error where the group does not form, after it has told the peers why.
   std::vector<Mapping> join();
 
  private:
@@ -41,6 +43,7 @@ class Joining {
 
   const std::string name_;
   const uint32_t rank_;
+  const std::vector<uint32_t> members_;
   const Limits limits_;
   const uint64_t bytes_, timeout_ns_, began_ns_, deadline_;
   std::vector<FileDescriptor> files_;  // the peers', until their heaps are mapped

@@ -6,11 +6,12 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from . import launcher, machine
 from . import placement as placements
 from .arguments import Options, Tensors
 from .ending import Call
@@ -19,6 +20,7 @@ from .engines.cpu import CpuEngine
 from .engines.cuda import CudaEngine
 from .errors import FlashMoEError, InvalidArgument
 from .limits import ENGINES, Room, checked_context
+from .meeting import Meeting
 from .report import CallReport
 from .spec import bounded, one_of, truth
 
@@ -138,7 +140,8 @@ def _checked_timeout(timeout: Any) -> float:
 
 
 class Context:
-    """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine. With the CUDA
+    """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine, or with the CPU
+    engine of several (see `rendezvous`). With the CUDA
     engine a rank is a GPU of compute capability 9.0 (H100, H200); several have each other's memory mapped, over NVLink
     (else see `transport`), and their heaps are NVSHMEM's. All groups of several GPUs that a process joins must have the
     same ranks.
@@ -160,7 +163,8 @@ class Context:
     rank, ranks:
         This process's rank and the number of ranks R, at most 1024; CUDA engine: 32.
     name:
-        The group's name, the same on every rank and used by no other group of the machine at that time. Required if
+        The group's name, the same on every rank and used by no other group of the machine at that time (or of the place
+        where they meet). Required if
         ``ranks > 1``. All ranks are processes of one user: others are taken for no ranks (docs/security.md).
     max_tokens:
         Most tokens T of a rank in a call, at most 2**20 - 1; CUDA engine: 65536.
@@ -225,6 +229,12 @@ class Context:
         Several ranks: whether a call keeps for its gradients none of the rows of other ranks' tokens, and its backward
         pass sends x once more (docs/training.md). The heap is larger by as much as dispatched rows take. Calls may do
         otherwise (`flashmoe.moe`). Of a rank alone it says nothing.
+    rendezvous:
+        CPU engine, several ranks: where they meet, if they may be of several machines: ``"host:port"``, an address of
+        rank 0's host, at which it listens while they join. Every rank needs the same secret, `FLASHMOE_SECRET` in its
+        environment. Which ranks share a machine is found out: these have each other's memory mapped, others are reached
+        by UCX (docs/several_machines.md). Default: ``FLASHMOE_RENDEZVOUS`` in the environment; without that, ranks meet
+        in shared memory, all on one machine. Or a function that begins a meeting (`flashmoe.launcher.Meet`).
 
     Raises
     ------
@@ -267,6 +277,7 @@ class Context:
         count_load: bool = False,
         weight_dtype: str | None = None,
         redispatch: bool = False,
+        rendezvous: str | launcher.Meet | None = None,
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -297,7 +308,12 @@ class Context:
         self.rank = bounded("rank", rank, 0, self.ranks - 1)
         self.name = _checked_name(name, self.ranks)
         self.timeout = _checked_timeout(timeout)
-        who = Membership(self.rank, self.name if self.ranks > 1 else "", math.ceil(self.timeout * 1e9))  # 0 is no limit
+        who = Membership(
+            self.rank,
+            self.name if self.ranks > 1 else "",
+            math.ceil(self.timeout * 1e9),  # 0 is no limit
+            self._meeting(rendezvous),
+        )
         self.profile: dict[str, int] = {}
         """In what the order of tasks differs from the built-in one."""
         self.transport = "mapped"
@@ -334,12 +350,43 @@ class Context:
         self._number = next_number()
         contexts[self._number] = self
 
+    def _meeting(self, rendezvous: str | launcher.Meet | None) -> Callable[[], Meeting] | None:
+        """How the ranks meet, where not in shared memory."""
+        if rendezvous is None and self.ranks > 1 and self.engine == "cpu":
+            rendezvous = os.environ.get(launcher.ADDRESS) or None
+        if rendezvous is None or self.ranks == 1:
+            return None
+        if self.engine != "cpu":
+            raise InvalidArgument(f"rendezvous: expected none with the CUDA engine, got {rendezvous!r}")
+        meet = launcher.meet_of(rendezvous) if isinstance(rendezvous, str) else rendezvous
+        name, rank, ranks, timeout = self.name or "", self.rank, self.ranks, self.timeout
+        return lambda: meet(name, rank, ranks, timeout)
+
+    @classmethod
+    def from_launcher(cls, name: str = "launched", **sizes: Any) -> Context:
+        """A context whose ranks are the processes that a launcher has started, on one machine or several: rank and
+        ranks are ``RANK`` and ``WORLD_SIZE``. They meet at ``FLASHMOE_RENDEZVOUS`` (host:port), else in the store that
+        ``torchrun`` keeps for them, else at ``MASTER_ADDR:MASTER_PORT`` (docs/several_machines.md).
+
+        `sizes` are the keyword arguments of `Context` but rank, ranks and rendezvous. CPU engine.
+        """
+        found = launcher.launched()
+        if found is None:
+            raise InvalidArgument("RANK, WORLD_SIZE: expected them in the environment, as torchrun sets them, got none")
+        meet = launcher.meet_of_environment()
+        if meet is None and found.ranks > 1:
+            raise InvalidArgument(
+                f"{launcher.ADDRESS}: expected where ranks meet, host:port, or MASTER_ADDR and MASTER_PORT, got none"
+            )
+        return cls(rank=found.rank, ranks=found.ranks, name=name, rendezvous=meet, **sizes)
+
     @classmethod
     def from_torch(cls, group: Any = None, **sizes: Any) -> Context:
         """A context whose ranks are those of a ``torch.distributed`` process group (default: all).
 
-        Collective over `group`, which serves only to agree on the group's name. `sizes` are the keyword arguments of
-        `Context` but rank, ranks and name.
+        Collective over `group`, which serves only to agree on the group's name, and to find out whether all ranks are
+        of one machine. If not, they meet in the process group's store (CPU engine). `sizes` are the keyword arguments
+        of `Context` but rank, ranks and name.
         """
         import secrets
 
@@ -349,7 +396,13 @@ class Context:
             raise InvalidArgument("group: expected torch.distributed to be initialised, got no process group")
         names = [f"torch-{os.getpid()}-{secrets.token_hex(8)}"]
         dist.broadcast_object_list(names, group=group, group_src=0)
-        return cls(rank=dist.get_rank(group), ranks=dist.get_world_size(group), name=names[0], **sizes)
+        ranks = dist.get_world_size(group)
+        machines: list[Any] = [None] * ranks
+        dist.all_gather_object(machines, machine.identity(), group=group)
+        if len(set(machines)) > 1 and "rendezvous" not in sizes:
+            store = dist.distributed_c10d._get_default_store()  # what all process groups are made of
+            sizes["rendezvous"] = launcher.meet_in(store, names[0])
+        return cls(rank=dist.get_rank(group), ranks=ranks, name=names[0], **sizes)
 
     def local_experts(self, placement: placements.Placement | None = None) -> list[int]:
         """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement.

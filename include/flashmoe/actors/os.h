@@ -38,8 +38,15 @@ class GroupLiveness {
   }
 
   // The rank that holds the group up: one that has not begun the call, else one whose OS actor stands still although
-  // its call is not over, else the one that was awaited. One lane.
+  // its call is not over, else the one that was awaited. One lane. (On a CPU, of those that have not begun, rather one
+  // whose OS actor stands still: the others may wait for it in the call before.)
   FLASHMOE_FN uint32_t culprit(uint32_t awaited) const {
+    if constexpr (P::kSleeps) {
+      for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
+        const Status now = read(p);
+        if (p != c_.rank && now.entered < c_.epoch && now.heartbeat == seen_[p].heartbeat) return p;
+      }
+    }
     for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
       if (read(p).entered < c_.epoch) return p;
     }

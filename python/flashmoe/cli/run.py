@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from .. import models
+from .. import launcher, models
 from ..checkpoint import MoELayer
 from ..errors import FlashMoEError, InvalidArgument
 from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize
 from ..trace import Event, write_perfetto, write_timeline
-from . import device, render
+from . import device, launched, render
 from .console import count, working
 from .verify import verify
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
@@ -52,6 +52,7 @@ def command(
 ) -> int:
     """Run one MoE layer, over several ranks or GPUs, and check the result.
 
+    Started by a launcher (torchrun --no-python, on one machine or several), each process is a rank, and rank 0 reports.
     Without --checkpoint or --model: the small trained layer that the package ships, on 2048 hidden states that
     really reached it, with the uneven routing they have. Calls to warm up, then one traced call. Exit status
     0 if result and routing are within the rounding error of the float64 reference, 1 if not.
@@ -62,8 +63,10 @@ def command(
         if number is not None and number < least:
             raise InvalidArgument(f"--{name}: expected at least {least}, got {number}")
     _refuse_idle_options(checkpoint, model, scale=scale, skew=skew, seed=seed, layer=layer)
+    place = launched.place_of(engine, ranks)
+    if place is not None:
+        engine, ranks = "cpu", place.ranks
     engine = _chosen_engine(engine, ranks or 1)
-    _make_folder(out)
 
     ranks = ranks or (1 if engine == "cuda" else 4)
     request = Request(ranks, tokens, dtype, return_, engine)
@@ -74,11 +77,15 @@ def command(
         workload = file_workload(checkpoint, layer, request, seed or 0)
     else:
         workload = shipped_workload(request)
+    if place is not None and place.rank != 0:
+        launched.call(workload, place)
+        return 0
+    _make_folder(out)
     render.show_workload(workload)
 
     who = count(ranks, "GPU" if engine == "cuda" else "rank")
     with working(f"{who}: warm-up and traced call"):
-        results, reports = _call(workload)
+        results, reports = _call(workload) if place is None else launched.call(workload, place)
     group = summarize(reports, workload.layer.experts)
     render.show_expert_load(group, workload.placement)
     render.show_ranks(reports, group)
@@ -164,8 +171,8 @@ def call_on_rank(
 
 
 def from_first_event(events: list[Event]) -> list[Event]:
-    """The events in nanoseconds since the first: the clocks of two GPUs may differ by a quarter of a millisecond, and
-    which began first is not known."""
+    """The events in nanoseconds since the first: the clocks of two GPUs may differ by a quarter of a millisecond, those
+    of two machines have nothing to do with one another, and which began first is not known."""
     begin = min((event.start_ns for event in events), default=0)
     return [event._replace(start_ns=event.start_ns - begin, end_ns=event.end_ns - begin) for event in events]
 
@@ -179,7 +186,7 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
         f"{layer.dtype.name}; {ranks}, {sum(counts)} tokens, {reports[0].return_mode} return"
     )
     events = [report.events for report in reports]
-    if workload.engine == "cuda":
+    if workload.engine == "cuda" or launcher.launched() is not None:
         events = [from_first_event(each) for each in events]
     timeline, trace = folder / "timeline.png", folder / "trace.json"
     for file, write in ((timeline, partial(write_timeline, title=title)), (trace, write_perfetto)):

@@ -12,6 +12,7 @@ from typing import Any
 from ..arguments import Options, Tensors
 from ..errors import FlashMoEError
 from ..limits import Room
+from ..meeting import Meeting
 from ..report import CallReport
 
 
@@ -24,6 +25,8 @@ class Membership:
     """The group's; empty where the rank is alone."""
     timeout_ns: int
     """Nanoseconds without progress after which a wait gives up; 0: never."""
+    meet: Callable[[], Meeting] | None = None
+    """Begins a meeting with the other ranks, which may be of other machines; None: they meet in shared memory."""
 
 
 class Engine(ABC):

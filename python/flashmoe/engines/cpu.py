@@ -17,6 +17,7 @@ from ..spec import LayerSpec
 from ..tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
 from ..trace import PHASES, Event
 from .base import Engine, Membership
+from .network import Joined, join
 
 _PHASES = PHASES[:-1]  # epilogues are not told apart from products
 _MOST_LAYERS = 1024  # prepared at a time; a few kilobytes each
@@ -50,7 +51,13 @@ class CpuEngine(Engine):
         library = _ffi.library()
         self.room = Room.of(asked, who.rank)
         self.processors = asked.processors
-        owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
+        self.joined: Joined | None = None
+        """How the group's ranks are spread over machines; None where they have met in shared memory."""
+        if who.meet is None:
+            owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
+        else:
+            self.joined = join(library, self.room.limits, who, who.meet)
+            owner = self.joined.owner
         super().__init__(owner, library.context_close)
         self.heap_bytes, self.workspace_bytes = library.context_bytes(self._handle)
         self._layers: dict[Hashable, Prepared] = {}
@@ -126,6 +133,13 @@ class CpuEngine(Engine):
 
     def synchronize(self) -> None:
         self.checked_handle()
+
+    def crossed(self) -> tuple[int, int]:
+        """Messages, and bytes of data in them, that have gone to ranks on other machines since the context was made."""
+        if self.joined is None or self.joined.network is None:
+            return 0, 0
+        messages, sent = _ffi.library().network_crossed(self.joined.network())
+        return int(messages), int(sent)
 
     def set_tile(self, rows: int, columns: int) -> None:
         """For tests: tiles of another shape, so that small problems have many. Same on every rank."""

@@ -1,0 +1,73 @@
+"""``flashmoe run`` in processes that a launcher has started, on one machine or several: each is a rank, and rank 0
+reports."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+
+from .. import launcher
+from ..errors import InvalidArgument
+from ..launcher import Launched
+from ..placement import local_experts
+from ..report import CallReport
+from .workload import Workload
+
+_NAME, _TIMEOUT = "flashmoe-run", 60.0
+_ARRAYS = ("topk_ids", "topk_weights")
+"""What a report has besides plain values."""
+
+
+def place_of(engine: str, ranks: int | None) -> Launched | None:
+    """This process's place among several; None where it is alone. Raises `InvalidArgument` for options that do not go
+    with it."""
+    place = launcher.launched()
+    if place is None or place.ranks == 1:
+        return None
+    if engine == "cuda":
+        raise InvalidArgument("--engine: expected cpu in the processes of a launcher, got cuda")
+    if ranks not in (None, place.ranks):
+        raise InvalidArgument(f"--ranks: expected WORLD_SIZE, {place.ranks}, or none, got {ranks}")
+    return place
+
+
+def call(workload: Workload, place: Launched) -> tuple[list[np.ndarray], list[CallReport]]:
+    """Run the workload as this rank; every rank's result [T_p, H] and report, on every rank."""
+    from .run import call_on_rank
+
+    meet = launcher.meet_of_environment()
+    if meet is None:
+        raise InvalidArgument(
+            f"{launcher.ADDRESS}: expected where the ranks meet, host:port, or MASTER_ADDR and MASTER_PORT, got none"
+        )
+    settings = {**workload.limits, "placement": workload.placement, "engine": "cpu", "rendezvous": meet}
+    layer = workload.layer.with_experts(local_experts(workload.placement, place.rank))
+    y, report = call_on_rank(place.rank, place.ranks, _NAME, settings, layer, workload.tokens[place.rank])
+    meeting = meet(f"{_NAME}-results", place.rank, place.ranks, _TIMEOUT)
+    try:
+        said = meeting.exchange("results", {"y": _packed(y.view(np.uint8)), "report": _plain(report)})
+    finally:
+        meeting.close()
+    results = [_unpacked(each["y"]).view(x.dtype) for each, x in zip(said, workload.tokens, strict=True)]
+    return results, [CallReport.from_dict(_report(each["report"])) for each in said]
+
+
+def _plain(report: dict[str, Any]) -> dict[str, Any]:
+    return {name: _packed(value) if name in _ARRAYS else value for name, value in report.items()}
+
+
+def _report(plain: dict[str, Any]) -> dict[str, Any]:
+    return {name: _unpacked(value) if name in _ARRAYS else value for name, value in plain.items()}
+
+
+def _packed(array: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _unpacked(text: str) -> np.ndarray:
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)

@@ -1,0 +1,81 @@
+"""How the ranks of a group on the CPU engine meet that need not be of one machine: those that can share memory do, the
+others are reached through the network."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import machine, ucx
+from ..errors import GroupError
+from ..meeting import Meeting, proof
+from .base import Membership
+
+
+class Joined(NamedTuple):
+    """A rank that has joined."""
+
+    owner: Callable[[], int]
+    """Gives the library's number of the context, and owns that."""
+    network: Callable[[], int] | None
+    """The same of what carries messages to other machines; None where all ranks are on one."""
+    hosts: tuple[str, ...]
+    """By rank."""
+    here: tuple[int, ...]
+    """The ranks of this machine."""
+
+
+def join(library: Any, limits: dict[str, Any], who: Membership, meet: Callable[[], Meeting]) -> Joined:
+    """Joins the group: every rank must. Raises the same on all if one fails."""
+    meeting = meet()
+    try:
+        return _join(library, limits, who, meeting)
+    except BaseException as error:
+        meeting.fail(error)
+        raise
+    finally:
+        meeting.close()
+
+
+def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meeting) -> Joined:
+    from .. import __version__  # which is there by now
+
+    mine = {
+        "version": __version__,
+        "machine": machine.identity(),
+        "host": meeting.host,
+        "limits": limits,
+        "nonce": secrets.token_hex(16),
+    }
+    said = meeting.exchange("who", mine)
+    _check_agreement(library, limits, who, said)
+    hosts = tuple(str(each["host"]) for each in said)
+    here = tuple(rank for rank, each in enumerate(said) if each["machine"] == mine["machine"])
+    # Under a name that only these ranks know: others of the machine may have a group of the same name.
+    key = proof(meeting.secret, "".join(["couriers ", *(str(each["nonce"]) for each in said)]).encode())
+    name = f"{who.name[:100]}-{hashlib.sha256(key).hexdigest()[:16]}-{here[0]}"
+    network = None
+    if len(here) == len(said):
+        owner = library.context_create(limits, who.rank, name, who.timeout_ns)
+    else:
+        sizes = who.rank, len(said), key[:16].hex(), who.timeout_ns
+        network = library.network_open(*sizes, ucx.library(), meeting.device or "")
+        addresses = meeting.exchange("address", str(library.network_address(network())))
+        place = list(here), [str(each) for each in addresses], list(hosts)
+        owner = library.network_context(network(), limits, who.rank, name, who.timeout_ns, *place)
+        meeting.exchange("listening", True)
+        library.network_await(network())
+    meeting.exchange("joined", True)
+    return Joined(owner, network, hosts, here)
+
+
+def _check_agreement(library: Any, limits: dict[str, Any], who: Membership, said: list[Any]) -> None:
+    for rank, each in enumerate(said):
+        differs = ""
+        if each["version"] != said[who.rank]["version"]:
+            differs = f"version: rank {who.rank} has {said[who.rank]['version']}, rank {rank} has {each['version']}"
+        differs = differs or str(library.limits_difference(limits, who.rank, each["limits"], rank))
+        if differs:
+            raise GroupError(f"group '{who.name}' disagrees on {differs}")

@@ -1,0 +1,94 @@
+"""What a launcher says to the processes that it starts on one machine or several: who they are, and where they meet."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .errors import FlashMoEError, InvalidArgument
+from .meeting import SECRET, Meeting, StoreMeeting, secret_of_launcher
+from .rendezvous import AddressMeeting, parsed
+
+ADDRESS = "FLASHMOE_RENDEZVOUS"
+"""The environment variable that names the address where ranks meet: host:port, of rank 0's host."""
+
+Meet = Callable[[str, int, int, float], Meeting]
+"""Of a group's name, rank, ranks, and timeout in seconds (0: none)."""
+
+_joined: dict[str, itertools.count[int]] = {}
+"""How often this process has met others under a name: a store keeps what an earlier meeting has left there."""
+
+
+class Launched(NamedTuple):
+    """A process among those that a launcher has started."""
+
+    rank: int
+    ranks: int
+
+
+def launched() -> Launched | None:
+    """This process's place, as ``torchrun`` and others say it (``RANK``, ``WORLD_SIZE``); None where nobody has."""
+    rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or ranks is None:
+        return None
+    if not (rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
+        raise InvalidArgument(
+            f"RANK, WORLD_SIZE: expected a rank below the number of ranks, got {rank!r} and {ranks!r}"
+        )
+    return Launched(int(rank), int(ranks))
+
+
+def meet_of(address: str) -> Meet:
+    """Ranks meet at that address. Raises `InvalidArgument` for what is none, and without a secret."""
+    where = parsed(address, "rendezvous")
+    secret = secret_of_launcher()
+    if secret is None:
+        raise InvalidArgument(
+            f"{SECRET}: expected the secret of the ranks that meet at {address}, the same for every rank (such as what "
+            "openssl rand -hex 16 prints), got none"
+        )
+    return lambda name, rank, ranks, timeout: AddressMeeting(where, name, rank, ranks, timeout, secret)
+
+
+def meet_in(store: Any, prefix: str | None = None) -> Meet:
+    """Ranks meet in a store of torch.distributed's, under `prefix` or one made of the group's name."""
+
+    def meet(name: str, rank: int, ranks: int, timeout: float) -> Meeting:
+        number = next(_joined.setdefault(name, itertools.count()))
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        where = prefix or f"{restarts}/{name}/{number}"
+        return StoreMeeting(store, name, rank, ranks, timeout, secret_of_launcher(), where)
+
+    return meet
+
+
+def meet_of_environment() -> Meet | None:
+    """Where the environment says that ranks meet: at ``FLASHMOE_RENDEZVOUS``; in the store that ``torchrun`` keeps for
+    its processes; at ``MASTER_ADDR:MASTER_PORT``, where rank 0 then listens itself. None where it says nothing."""
+    if address := os.environ.get(ADDRESS):
+        return meet_of(address)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
+        return None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return meet_of(f"{host}:{port}")
+    where = parsed(f"{host}:{port}", "MASTER_ADDR, MASTER_PORT")
+
+    def meet(name: str, rank: int, ranks: int, timeout: float) -> Meeting:
+        return meet_in(_agent_store(where, timeout))(name, rank, ranks, timeout)
+
+    return meet
+
+
+def _agent_store(where: tuple[str, int], timeout: float) -> Any:
+    """A connection to torchrun's own store."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    try:
+        return TCPStore(*where, is_master=False, timeout=timedelta(seconds=timeout or 1e6), wait_for_workers=False)
+    except Exception as error:  # torch's own, which are several
+        raise FlashMoEError(f"rendezvous: cannot reach torchrun's store at {where[0]}:{where[1]}: {error}") from error

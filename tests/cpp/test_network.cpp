@@ -1,0 +1,99 @@
+// Ranks on several machines as far as they know: each a thread with a courier, over a stand-in for UCX (tests/fake_ucx)
+// that lets messages overtake one another. Random calls, compared with a reference in fp64; for ThreadSanitizer above
+// all.
+//
+//   test_network [calls]
+#include <atomic>
+#include <barrier>
+#include <cstdlib>
+#include <thread>
+
+#include "network/group.h"
+#include "random_calls.h"
+
+namespace flashmoe::test {
+namespace {
+
+constexpr uint64_t kTimeoutNs = 120'000'000'000;
+
+// Which ranks share a machine: as threads they have one another's heaps, as those that are processes have them mapped.
+class Machine final : public host::Group {
+ public:
+  Machine(std::shared_ptr<std::vector<host::Mapping>> heaps, const std::vector<uint32_t>& here)
+      : kept_(std::move(heaps)) {
+    heaps_.resize(kRanks);
+    for (const uint32_t p : here) heaps_[p] = (*kept_)[p].base();
+  }
+
+ private:
+  std::shared_ptr<std::vector<host::Mapping>> kept_;
+};
+
+void check_inbox() {
+  network::Inbox inbox;
+  std::vector<uint64_t> written;
+  const auto release = [&] { inbox.release([&](const network::Word& w) { written.push_back(w.value); }); };
+  CHECK(inbox.take(2));
+  inbox.hold(2, {0, 2});
+  release();
+  CHECK(written.empty());  // what message 1 brings may be what the word announces
+  CHECK(!inbox.take(2));
+  CHECK(inbox.take(1));
+  inbox.hold(1, {0, 1});
+  release();
+  CHECK_EQ(written.size(), size_t{2});
+  CHECK_EQ(inbox.complete(), uint64_t{2});
+  CHECK(!inbox.take(1));
+}
+
+void run_group(const std::vector<std::vector<uint32_t>>& machines, uint32_t first, uint32_t n,
+               std::atomic<uint32_t>& verified) {
+  const Limits l = call_limits();
+  const auto heaps = std::make_shared<std::vector<host::Mapping>>();
+  for (uint32_t p = 0; p < kRanks; ++p) heaps->emplace_back(-1, training_heap_bytes(l));
+  std::vector<std::shared_ptr<network::Courier>> couriers;
+  std::vector<std::string> addresses;
+  for (uint32_t p = 0; p < kRanks; ++p) {
+    couriers.push_back(
+        std::make_shared<network::Courier>(p, kRanks, network::Key{7, first}, kTimeoutNs, FLASHMOE_FAKE_UCX, ""));
+    addresses.push_back(couriers[p]->address());
+  }
+  std::barrier listening(kRanks);
+  std::vector<std::thread> ranks;
+  for (uint32_t p = 0; p < kRanks; ++p) {
+    ranks.emplace_back([&, p] {
+      network::Spread spread{{}, addresses, std::vector<std::string>(kRanks, "here")};
+      for (const auto& m : machines) {
+        if (std::find(m.begin(), m.end(), p) != m.end()) spread.here = m;
+      }
+      auto group =
+          network::join_network_group(std::make_unique<Machine>(heaps, spread.here), p, l, couriers[p], spread);
+      listening.arrive_and_wait();
+      couriers[p]->await_peers();
+      cpu::Context context(std::move(group), p, l, kTimeoutNs);
+      context.set_tile(7, 5);
+      for (uint32_t i = first; i < first + n; ++i) {
+        Work work(i, l);
+        work.run(p, context);
+        if (work.verify(p)) ++verified;
+      }
+    });
+  }
+  for (std::thread& t : ranks) t.join();
+}
+
+}  // namespace
+}  // namespace flashmoe::test
+
+int main(int argc, char** argv) {
+  using namespace flashmoe::test;
+  const uint32_t calls = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 150;
+  check_inbox();
+  flashmoe::network::most_message_bytes = 100;  // what a signal announces takes several messages
+  std::atomic<uint32_t> verified = 0;
+  run_group({{0}, {1}, {2}, {3}}, 1, calls, verified);
+  run_group({{0, 3}, {1, 2}}, 1 + calls, calls, verified);
+  run_group({{0, 1, 2}, {3}}, 1 + 2 * calls, calls, verified);
+  std::printf("%u calls on %u ranks, %u outputs verified\n", 3 * calls, kRanks, verified.load());
+  CHECK(verified.load() > 3 * calls);  // of kRanks times as many; where the router is nearly undecided none is
+}

@@ -1,0 +1,484 @@
+"""Groups whose ranks are on several machines: hosts that are network namespaces, which UCX connects over TCP."""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flashmoe
+import numpy as np
+import pytest
+from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi, ucx
+from flashmoe.meeting import StoreMeeting
+from hosts import Network, network
+from processes import MARGIN, Process, processes
+
+__all__ = ["network", "processes"]  # fixtures
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+
+LONG = os.environ.get("FLASHMOE_LONG_TESTS") == "1"
+"""Whether to call 2,000 times, and try 200 examples (``make nightly``)."""
+nightly = pytest.mark.skipif(not LONG, reason="expected FLASHMOE_LONG_TESTS=1, as make nightly sets it")
+SECRET = "a secret of tests' own"
+PORT = 7788
+H, I, E, K = 24, 20, 8, 3
+MakeNetwork = Callable[[int], Network]
+
+
+class Layer(NamedTuple):
+    gate_up: np.ndarray
+    down: np.ndarray
+    router: np.ndarray
+
+    @classmethod
+    def random(cls, seed: int) -> Layer:
+        rng = np.random.default_rng(seed)
+        return cls(
+            *((rng.standard_normal(shape) / 6).astype(np.float32) for shape in ((E, 2 * I, H), (E, H, I), (E, H)))
+        )
+
+
+def tokens_of(counts: Sequence[int], seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed + 1000)
+    return [rng.standard_normal((count, H)).astype(np.float32) for count in counts]
+
+
+# ---- What ranks do -----------------------------------------------------------------------------------------------
+
+_open: dict[str, flashmoe.Context] = {}
+
+
+def enter(
+    rank: int, ranks: int, address: str | None, mode: str = "direct", timeout: float = 5.0, name: str = "g"
+) -> float:
+    """Joins; the seconds that took."""
+    since = time.monotonic()
+    sizes = {"max_tokens": 200, "hidden": H, "intermediate": I, "experts": E, "top_k": K, "dtype": "float32"}
+    _open["it"] = flashmoe.Context(
+        rank=rank,
+        ranks=ranks,
+        name=name,
+        rendezvous=address,
+        return_mode=mode,
+        processors=1,
+        timeout=timeout,
+        **sizes,
+    )
+    return time.monotonic() - since
+
+
+def compute(x: np.ndarray, seed: int, calls: int = 1) -> np.ndarray:
+    """The last of so many calls; all must have the same bits."""
+    ctx, layer = _open["it"], Layer.random(seed)
+    own = ctx.local_experts()
+    first = None
+    for _ in range(calls):
+        y = flashmoe.moe(ctx, x, layer.gate_up[own], layer.down[own], router=layer.router, top_k=K)
+        first = y if first is None else first
+        assert np.array_equal(y, first)
+    return y
+
+
+def gradients(x: np.ndarray, dy: np.ndarray, seed: int) -> list[np.ndarray]:
+    """Of x and the router."""
+    import torch
+
+    ctx, layer = _open["it"], Layer.random(seed)
+    own = ctx.local_experts()
+    leaves = [torch.tensor(each, requires_grad=True) for each in (x, layer.router)]
+    weights = torch.tensor(layer.gate_up[own]), torch.tensor(layer.down[own])
+    flashmoe.moe(ctx, leaves[0], *weights, router=leaves[1], top_k=K).backward(torch.tensor(dy))
+    return [each.grad.numpy() for each in leaves]
+
+
+def crossed() -> tuple[int, int]:
+    return _open["it"]._engine.crossed()
+
+
+def token_blocks() -> int:
+    """Of the last call."""
+    return _open["it"].last_call.tasks["gate"]
+
+
+def leave() -> tuple[float, list[str]]:
+    """Closes; the seconds that took, and what is left in shared memory."""
+    since = time.monotonic()
+    _open.pop("it").close()
+    return time.monotonic() - since, glob.glob("/dev/shm/*flashmoe*")
+
+
+def listen(address: str) -> None:
+    taken = socket.create_server((address, PORT))
+    _open["taken"] = taken  # type: ignore[assignment]
+
+
+# ---- What tests do
+# ----------------------------------------------------------------------------------------------------
+
+
+def all_of(ranks: Sequence[Process], fn: Any, each: Sequence[tuple], seconds: float = 4 * MARGIN) -> list[Any]:
+    for rank, arguments in zip(ranks, each, strict=True):
+        rank.tell((fn, arguments))
+    return [rank.hear(seconds) for rank in ranks]
+
+
+def formed(net: Network, spread: Sequence[int], mode: str = "direct", timeout: float = 30.0) -> list[Process]:
+    """Ranks that have joined, spread over the hosts like that."""
+    ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
+    where = f"{net.address(spread[0])}:{PORT}"
+    for answer in all_of(ranks, enter, [(p, len(spread), where, mode, timeout) for p in range(len(spread))]):
+        if isinstance(answer, Exception):
+            raise answer
+    return ranks
+
+
+def one_rank(net: Network, mode: str = "direct") -> Process:
+    alone = net.start([0])[0]
+    alone.tell((enter, (0, 1, None, mode)))
+    assert isinstance(alone.hear(2 * MARGIN), float)
+    return alone
+
+
+def told(process: Process, fn: Any, *arguments: Any, seconds: float = 4 * MARGIN) -> Any:
+    process.tell((fn, arguments))
+    return process.hear(seconds)
+
+
+def check_leaving(ranks: Sequence[Process], seconds: float = MARGIN) -> None:
+    for took, left in all_of(ranks, leave, [()] * len(ranks)):
+        assert took < seconds
+        assert left == []
+
+
+SPREADS = [[0, 1, 1, 0], [0, 0, 1, 2, 2]] + ([[0, 1], [0, 0, 1, 1, 2, 2, 0, 1]] if LONG else [])
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("spread", SPREADS, ids=str)
+def test_direct_has_the_bits_of_one_rank(network: MakeNetwork, spread: list[int]):
+    """Uneven numbers of tokens, a rank without any, and many calls; and what is left behind is nothing."""
+    net = network(max(spread) + 1)
+    ranks, alone = formed(net, spread), one_rank(net)
+    counts = [([37, 0, 150, 9, 64] * 2)[p] for p in range(len(spread))]
+    for seed, calls in ((0, 1), (1, 2000 if LONG else 40)):
+        xs = tokens_of(counts, seed)
+        ys = all_of(ranks, compute, [(x, seed, calls) for x in xs], 900 if LONG else 4 * MARGIN)
+        for rank, y in enumerate(ys):
+            for at in range(0, len(xs[rank]), 100):
+                expected = told(alone, compute, xs[rank][at : at + 100], seed)
+                assert np.array_equal(y[at : at + 100], expected)
+    check_leaving(ranks)
+
+
+@nightly
+@pytest.mark.timeout(3600)
+def test_groups_of_any_sizes(network: MakeNetwork):
+    net, rng = network(3), np.random.default_rng(5)
+    alone = one_rank(net)
+    for seed in range(200):
+        spread = [0, *rng.integers(0, 3, rng.integers(1, 8)).tolist()]
+        ranks = formed(net, spread)
+        xs = tokens_of(rng.integers(0, 60, len(spread)).tolist(), seed)
+        for y, x in zip(all_of(ranks, compute, [(x, seed, 3) for x in xs]), xs, strict=True):
+            assert np.array_equal(y, told(alone, compute, x, seed))
+        check_leaving(ranks)
+        for rank in ranks:
+            rank.end()
+
+
+def test_reduced_returns_are_within_rounding(network: MakeNetwork):
+    """They are the same in every call, and within the rounding of a sum of K numbers of `direct`'s."""
+    net = network(2)
+    xs = tokens_of([30, 41, 0], 3)
+    ranks, alone = formed(net, [0, 1, 1], "reduced"), one_rank(net)
+    for y, x in zip(all_of(ranks, compute, [(x, 3, 5) for x in xs]), xs, strict=True):
+        expected = told(alone, compute, x, 3)
+        # K rows of a token, in another order: K - 1 additions, each within half an ulp of sums of up to K rows.
+        bound = 2 * K * np.finfo(np.float32).eps * np.abs(expected).max(initial=0) * K
+        assert np.abs(y - expected).max(initial=0) <= bound
+    check_leaving(ranks)
+
+
+@nightly
+def test_gradients_have_the_bits_of_one_rank(network: MakeNetwork):
+    """Those of x, where each row is returned by itself."""
+    net = network(2)
+    ranks, alone = formed(net, [0, 1, 1]), one_rank(net)
+    xs, dys = tokens_of([30, 41, 0], 3), tokens_of([30, 41, 0], 4)
+    # To import PyTorch may take a minute where all of them do.
+    grads = all_of(ranks, gradients, [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)], 200.0)
+    for (dx, _), x, dy in zip(grads, xs, dys, strict=True):
+        assert np.array_equal(dx, told(alone, gradients, x, dy, 3, seconds=200.0)[0])
+    check_leaving(ranks)
+
+
+def test_what_crosses(network: MakeNetwork):
+    """Bytes and messages of a call, as docs/several_machines.md defines them; nothing goes through the network to ranks
+    of the own machine."""
+    net = network(2)
+    ranks = formed(net, [0, 0, 1])
+    counts, seed = [20, 7, 33], 6
+    xs, layer = tokens_of(counts, seed), Layer.random(seed)
+    before = all_of(ranks, crossed, [()] * 3)
+    all_of(ranks, compute, [(x, seed) for x in xs])
+    after = all_of(ranks, crossed, [()] * 3)
+    blocks_of = all_of(ranks, token_blocks, [()] * 3)
+    chosen = [np.argsort(-(x @ layer.router.T), axis=1)[:, :K] for x in xs]
+    owner = np.repeat([0, 1, 2], [3, 3, 2])  # contiguous shares of 8 experts
+    host = [0, 0, 1]
+    for p in range(3):
+        messages = sent = 0
+        for q in range(3):
+            if host[p] == host[q]:
+                continue
+            to_q, to_p = owner[chosen[p]] == q, owner[chosen[q]] == p
+            blocks = blocks_of[p]
+            messages += 1 + blocks + 1
+            sent += 64  # the call's configuration
+            sent += int(to_q.any(axis=1).sum()) * H * 4 + int(to_q.sum()) * 12  # rows once, entries
+            sent += blocks * (int((owner == q).sum()) + 1) * 2  # offsets
+            sent += int(to_p.sum()) * H * 4  # a row for each choice goes home
+        got = after[p][0] - before[p][0], after[p][1] - before[p][1]
+        assert got[1] == sent or got[0] != messages, (p, got, (messages, sent))
+        assert got == (messages, sent), p
+    check_leaving(ranks)
+
+
+# ---- What goes wrong while ranks join -------------------------------------------------------------------------------
+
+
+def errors_of_joining(net: Network, spread: Sequence[int], arguments: Sequence[tuple], **secrets: str) -> list[Any]:
+    ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
+    if "other" in secrets:
+        ranks[-1] = net.start(spread[-1:], FLASHMOE_SECRET=secrets["other"])[0]
+    return all_of(ranks, enter, arguments)
+
+
+def test_joining_ends_with_a_named_error(network: MakeNetwork):
+    net = network(2)
+    where = f"{net.address(0)}:{PORT}"
+
+    def attempts(*ranks: int, of: int, timeout: float = 2.0) -> list[tuple]:
+        return [(p, of, where, "direct", timeout) for p in ranks]
+
+    # Nobody listens.
+    (error,) = errors_of_joining(net, [1], attempts(1, of=2))
+    assert isinstance(error, PeerTimeout)
+    assert "rank 1 on host host2 cannot reach the rendezvous" in str(error) and "refused" in str(error)
+    # One is missing.
+    for error in errors_of_joining(net, [0, 1], attempts(0, 2, of=3)):
+        assert isinstance(error, PeerTimeout) and "rank 1 did not join within 2 s" in str(error)
+    # A rank that joins twice.
+    for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3)):
+        assert isinstance(error, GroupError) and "already has a rank 1" in str(error) and "host2" in str(error)
+    # Ranks that disagree on how many they are, and on the return mode's memory.
+    for error in errors_of_joining(net, [0, 1], [*attempts(0, of=2), *attempts(1, of=3)]):
+        assert isinstance(error, GroupError) and "disagrees on ranks: rank 0 has 2, rank 1 on host host2 has 3" in str(
+            error
+        )
+    # Another secret: the rank is told, the others hear why one is missing.
+    told_so, other = errors_of_joining(net, [0, 1], attempts(0, 1, of=2), other="another secret, which is wrong")
+    assert isinstance(other, GroupError) and "FLASHMOE_SECRET" in str(other)
+    assert isinstance(told_so, PeerTimeout) and "another secret was refused" in str(told_so)
+    # The port is taken.
+    squatter = net.start([0])[0]
+    assert told(squatter, listen, net.address(0)) is None
+    (error,) = errors_of_joining(net, [0], attempts(0, of=2))
+    assert isinstance(error, GroupError) and f"expected port {PORT}" in str(error)
+
+
+def test_strangers_neither_join_nor_hold_the_listener_up(network: MakeNetwork):
+    """Some say nothing, some talk nonsense, some try a secret; meanwhile the ranks meet."""
+    net = network(2)
+    ranks = net.start([0, 1], FLASHMOE_SECRET=SECRET)
+    stranger = net.start([1])[0]
+    where = f"{net.address(0)}:{PORT}"
+    ranks[0].tell((enter, (0, 2, where, "direct", 10.0)))
+    assert told(stranger, pester, net.address(0)) == "nothing but greetings and refusals"
+    ranks[1].tell((enter, (1, 2, where, "direct", 10.0)))
+    assert [type(rank.hear(4 * MARGIN)) for rank in ranks] == [float, float]
+    check_leaving(ranks)
+
+
+def pester(address: str) -> str:
+    for _ in range(200):  # until it listens
+        try:
+            socket.create_connection((address, PORT), 1).close()
+            break
+        except OSError:
+            time.sleep(0.05)
+    held = [socket.create_connection((address, PORT), 5) for _ in range(100)]
+    heard = b""
+    for number, each in enumerate(held):
+        try:
+            if number % 3:
+                each.sendall(bytes([number]) * (64 if number % 3 == 1 else 5000))
+            each.settimeout(0.05)
+            heard = each.recv(4096)
+            heard = each.recv(4096) if number % 3 == 1 else b""
+        except OSError:  # of too many the oldest are closed
+            continue
+        assert heard in (b"", bytes(32)), heard
+    _open["held"] = held  # type: ignore[assignment]
+    return "nothing but greetings and refusals"
+
+
+def test_a_group_without_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FLASHMOE_SECRET", raising=False)
+    sizes = {"max_tokens": 8, "hidden": 8, "intermediate": 8, "experts": 2, "top_k": 1}
+    with pytest.raises(InvalidArgument, match="FLASHMOE_SECRET: expected the secret"):
+        flashmoe.Context(rank=0, ranks=2, name="g", rendezvous="127.0.0.1:7", **sizes)
+    monkeypatch.setenv("FLASHMOE_SECRET", "short")
+    with pytest.raises(InvalidArgument, match="at least 16 characters"):
+        flashmoe.Context(rank=0, ranks=2, name="g", rendezvous="127.0.0.1:7", **sizes)
+    for wrong in ("host", "host:", ":7", "host:70000", "host:x"):
+        with pytest.raises(InvalidArgument, match="rendezvous: expected host:port"):
+            flashmoe.Context(rank=0, ranks=2, name="g", rendezvous=wrong, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere/libucp.so.0", "expected the library /nowhere/libucp.so.0, which a group on several machines needs"),
+        ("libc.so.6", "expected UCX 1.13 or newer .*, got libc.so.6 without ucp_get_version"),
+    ],
+)
+def test_a_missing_library_is_named(path: str, message: str):
+    with pytest.raises(FlashMoEError, match=message) as error:
+        _ffi.library().network_open(0, 2, "00" * 16, 10**9, path, "")
+    assert ucx.INSTALL in str(error.value)
+
+
+# ---- What goes wrong while ranks compute
+# --------------------------------------------------------------------------------
+
+
+def many_calls(x: np.ndarray, seed: int) -> str:
+    try:
+        for _ in range(100_000):
+            compute(x, seed)
+    except FlashMoEError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it went on"
+
+
+@pytest.mark.parametrize("what", ["cut", *(pytest.param(each, marks=nightly) for each in ("killed", "stopped"))])
+def test_a_host_that_is_gone_is_named(network: MakeNetwork, what: str):
+    """In the midst of calls a link is cut, or a host's ranks are killed, or stopped: who is left ends with an error
+    that names a rank of it, within the timeout."""
+    net = network(2)
+    timeout = 3.0
+    ranks = formed(net, [0, 0, 1, 1], timeout=timeout)
+    xs = tokens_of([12, 0, 30, 5], 7)
+    for rank, x in zip(ranks, xs, strict=True):
+        rank.tell((many_calls, (x, 7)))
+    time.sleep(0.5)
+    since = time.monotonic()
+    if what == "cut":
+        net.cut(1)
+    for rank in ranks[2:]:
+        if what != "cut":
+            rank.signal(signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+    survivors = ranks if what == "cut" else ranks[:2]
+    for number, rank in enumerate(survivors):
+        text = rank.hear(timeout + 2 * MARGIN)
+        there = (0, 1) if number >= 2 else (2, 3)
+        assert text.startswith("PeerTimeout"), text
+        assert any(f"rank {p} holds up call" in text for p in there), text
+    assert time.monotonic() - since < 2 * timeout + MARGIN
+    check_leaving(survivors)
+    net.mend(1)
+
+
+def test_a_slow_link_and_one_that_is_down_for_a_while_change_nothing(network: MakeNetwork):
+    """10 Mbit/s; then half a second without a link, in the midst of calls; then a rank that is stopped for as long."""
+    net = network(2)
+    ranks, alone = formed(net, [0, 1], timeout=8.0), one_rank(net)
+    xs = tokens_of([180, 11], 8)
+    expected = [np.concatenate([told(alone, compute, x[at : at + 90], 8) for at in range(0, len(x), 90)]) for x in xs]
+
+    def check(disturb: Callable[[], None], calls: int) -> None:
+        for rank, x in zip(ranks, xs, strict=True):
+            rank.tell((compute, (x, 8, calls)))
+        disturb()
+        for rank, right in zip(ranks, expected, strict=True):
+            assert np.array_equal(rank.hear(4 * MARGIN), right)
+
+    def interrupt() -> None:
+        time.sleep(0.05)
+        net.cut(1)
+        time.sleep(0.5)
+        net.mend(1)
+
+    def stop() -> None:
+        ranks[1].signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        ranks[1].signal(signal.SIGCONT)
+
+    check(interrupt, 100)
+    check(stop, 20)
+    for host in (0, 1):
+        net.slow(host, "tbf", "rate", "10mbit", "burst", "16kb", "latency", "500ms")
+    check(lambda: None, 3)
+    check_leaving(ranks)
+
+
+# ---- Through a store, and by a launcher ---------------------------------------------------------------------------
+
+
+def meet_in_threads(ranks: Sequence[int], of: int, secrets: Sequence[bytes | None], timeout: float = 10.0) -> list[Any]:
+    """What two exchanges give each of these ranks of `of`, which are threads, or the error."""
+    store = pytest.importorskip("torch.distributed").HashStore()
+
+    def meet(rank: int, secret: bytes | None) -> Any:
+        try:
+            meeting = StoreMeeting(store, "g", rank, of, timeout, secret, "here")
+            return meeting.exchange("numbers", rank), meeting.exchange("squares", rank * rank)
+        except FlashMoEError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(meet, ranks, secrets))
+
+
+def test_ranks_meet_in_a_store():
+    assert meet_in_threads([0, 1, 2], 3, [None] * 3) == [([0, 1, 2], [0, 1, 4])] * 3
+    assert meet_in_threads([1, 0], 2, [b"secret"] * 2) == [([0, 1], [0, 1])] * 2
+    for error in meet_in_threads([0, 2], 3, [None] * 2, timeout=0.3):
+        assert isinstance(error, PeerTimeout) and "rank 1 did not join within 0.3 s" in str(error)
+    for error in meet_in_threads([0, 1], 2, [b"secret", b"another"]):
+        assert isinstance(error, GroupError) and "FLASHMOE_SECRET: expected the same secret" in str(error)
+    errors = meet_in_threads([0, 1, 1], 3, [None] * 3)
+    assert all(isinstance(error, GroupError) and "already has a rank 1" in str(error) for error in errors)
+
+
+@nightly
+def test_the_demo_under_torchrun(network: MakeNetwork, tmp_path: Path):
+    pytest.importorskip("torch")
+    net, tools = network(2), Path(sys.executable).parent
+    command = ["--nnodes=2", "--nproc-per-node=2", f"--master-addr={net.address(0)}", f"--master-port={PORT}"]
+    runs = [
+        subprocess.Popen(
+            net.hosts[host].inside(
+                str(tools / "torchrun"), *command, f"--node-rank={host}", "--no-python", str(tools / "flashmoe"), "run"
+            ),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host in (0, 1)
+    ]
+    said = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert "4 ranks of 512 tokens" in said[0] and "PASS" in said[0]
+    assert said[1].strip() == ""
