@@ -37,7 +37,17 @@ import torch.distributed as dist
 from flashmoe.checkpoint import shipped_layer
 from flashmoe.placement import Placement, balanced, contiguous, hybrid, local_experts, rank_loads
 from flashmoe.slices import cut
-from harness import SHAPES, WARM_UP, commit_option, cpu_model, described, group_milliseconds, join, write
+from harness import (
+    SHAPES,
+    WARM_UP,
+    commit_option,
+    cpu_model,
+    described,
+    expert_row,
+    group_milliseconds,
+    join,
+    write,
+)
 
 SMALL = {"small": (64, 128, 8, 2, "swiglu", (256,))}  # of two cores, in a second
 TYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -47,6 +57,7 @@ class SpreadLayer:
     """One rank's part of a layer of random weights, which are the same however the experts are spread."""
 
     def __init__(self, shape: tuple, engine: str, ids: np.ndarray, placement: Placement, slices: int = 1) -> None:
+        self.shape = shape
         hidden, inner, experts, top_k, activation, _ = shape
         rank, tokens, device = dist.get_rank(), len(ids), _device(engine)
         make = {"device": device, "dtype": TYPES[engine]}
@@ -83,6 +94,19 @@ class SpreadLayer:
 
     def __call__(self, _: int) -> torch.Tensor:
         return flashmoe.moe(self.ctx, self.x, self.w1, self.w2, **self.routing, **self.options)
+
+    def error(self, y: torch.Tensor) -> float:
+        """Of two of this rank's rows, beside float64's: whole experts are made again, wherever they lie."""
+        hidden, inner, _, top_k, activation, _ = self.shape
+        make = {"device": self.x.device, "dtype": self.x.dtype}
+        sample = [0, len(self.x) - 1]
+        expected = torch.zeros(len(sample), hidden, dtype=torch.float64, device=self.x.device)
+        for row, token in enumerate(sample):
+            for expert in self.routing["topk_ids"][token].tolist():
+                whole = _slice(expert, 0, 1, hidden, inner, activation, make)
+                w1, w2 = whole["gate_up_proj"][0], whole["down_proj"][0]
+                expected[row] += expert_row(self.x[token], w1, w2, activation == "swiglu") / top_k
+        return ((y[sample].double() - expected).norm() / expected.norm()).item()
 
     def close(self) -> None:
         self.ctx.synchronize()
@@ -132,8 +156,9 @@ def milliseconds(call: Callable[[int], Any], repeats: int, engine: str) -> list[
 
 def measured(layer: SpreadLayer, repeats: int, engine: str) -> dict[str, Any]:
     """What all rows have."""
-    layer(0)
+    y = layer(0)
     layer.ctx.synchronize()
+    error = layer.error(y)
     times = milliseconds(layer, repeats, engine)
     report = layer.ctx.last_call
     sent = torch.tensor([report.rows_sent, report.return_rows_sent], device=layer.x.device)
@@ -141,6 +166,8 @@ def measured(layer: SpreadLayer, repeats: int, engine: str) -> dict[str, Any]:
     return {
         "ms": statistics.median(times),
         "min_max": [min(times), max(times)],
+        "samples": times,
+        "error": error,
         "return_mode": report.return_mode,
         "rows_sent": sent.tolist(),
     }
@@ -222,7 +249,7 @@ def report(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     result["rows"] += rows
     for row in rows if dist.get_rank() == 0 else ():
         print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                        for key, value in row.items()), flush=True)  # fmt: skip
+                        for key, value in row.items() if key != "samples"), flush=True)  # fmt: skip
 
 
 def main() -> None:

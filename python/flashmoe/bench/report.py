@@ -1,0 +1,1 @@
+def write(out, page): return []
