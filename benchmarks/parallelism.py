@@ -104,7 +104,7 @@ class SpreadLayer:
         for row, token in enumerate(sample):
             for expert in self.routing["topk_ids"][token].tolist():
                 whole = _slice(expert, 0, 1, hidden, inner, activation, make)
-                w1, w2 = whole["gate_up_proj"][0], whole["down_proj"][0]
+                w1, w2 = whole["gate_up_proj"], whole["down_proj"]
                 expected[row] += expert_row(self.x[token], w1, w2, activation == "swiglu") / top_k
         return ((y[sample].double() - expected).norm() / expected.norm()).item()
 

@@ -66,3 +66,13 @@ def floors(layer: Layer) -> dict[str, Any]:
         one_way = of_program.exchange(rows, sizes.hidden, run.device, layer.w1.dtype)
         calls["exchange"] = lambda i: (one_way(i), one_way(i))
     return calls
+
+TABLE = (
+    ("GEMMs alone", "`floors`", "PyTorch's grouped GEMMs on ready rows"),
+    ("exchange alone", "`floors`", "NCCL's all-to-all there and back; gloo's on CPUs"),
+    ("PyTorch and NCCL", "`pytorch`", "runs"),
+    ("the same as a CUDA graph", "`pytorch_graph`", "runs"),
+    ("Transformers, grouped_mm", "`transformers_grouped`", "runs; one rank, gated experts"),
+    ("Transformers, batched_mm", "`transformers_batched`", "runs; one rank, gated experts, small batches"),
+)
+"""What there is, and why others are absent: rows of the page."""
