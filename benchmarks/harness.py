@@ -280,9 +280,7 @@ def slowest(times: list[float]) -> list[float]:
     return all_times.tolist()
 
 
-def group_milliseconds(
-    call: Callable[[int], Any], repeats: int, busy: bool, cycles: int = BUSY_CYCLES
-) -> list[float]:
+def group_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool, cycles: int = BUSY_CYCLES) -> list[float]:
     """Of single calls, the slowest rank's times."""
     return slowest(own_milliseconds(call, repeats, busy, cycles))
 

@@ -45,9 +45,7 @@ QWEN3 = {
 """Of Qwen3-30B-A3B."""
 
 
-def build(
-    layers: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **sizes: int
-) -> torch.nn.Module:
+def build(layers: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> torch.nn.Module:
     """With `sizes` instead of `QWEN3`'s."""
     config = transformers.Qwen3MoeConfig(
         **{**QWEN3, **sizes}, norm_topk_prob=True, num_hidden_layers=layers, attn_implementation="sdpa"

@@ -47,16 +47,35 @@ def colour(call: str, among: Sequence[str]) -> str:
     return COLOURS.get(call) or _OTHER[others.index(call) % len(_OTHER)]
 
 
-def draw_lines(path: Path, panels: dict[str, Lines], x: str, y: str, files: Iterable[File], log_x: bool) -> None:
-    """A panel for each title; from 0 on, so that heights are times."""
+def draw_lines(
+    path: Path,
+    panels: dict[str, Lines],
+    x: str,
+    y: str,
+    files: Iterable[File],
+    published: dict[str, tuple[float, float, str]] | None = None,
+) -> None:
+    """A panel for each title, with a point that others state (x, y and whose), if there is one; from 0 on, so that
+    heights are times."""
     figure, axes_of = _figure(len(panels), y)
     for axes, (title, lines) in zip(axes_of, panels.items(), strict=True):
         axes.set_title(title, fontsize=9, loc="left")
-        if log_x:
-            axes.set_xscale("log", base=2)
-            ticks = sorted({at for line in lines.values() for at, _ in line})
-            axes.set_xticks(ticks, [f"{each:,.0f}" for each in ticks], fontsize=8)
-            axes.minorticks_off()
+        axes.set_xscale("log", base=2)
+        said = (published or {}).get(title)
+        ticks = {at for line in lines.values() for at, _ in line} | ({said[0]} if said else set())
+        axes.set_xticks(sorted(ticks), [f"{each:,.0f}" for each in sorted(ticks)], fontsize=8)
+        axes.minorticks_off()
+        if said:
+            axes.plot(said[0], said[1], "D", markerfacecolor="none", markeredgecolor="0.35", markersize=7)
+            axes.annotate(
+                f"{said[2]}, published",
+                said[:2],
+                (-8, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=8,
+            )
         ends = []
         for call, line in lines.items():
             points = sorted(line, key=lambda each: each[0])
@@ -64,7 +83,9 @@ def draw_lines(path: Path, panels: dict[str, Lines], x: str, y: str, files: Iter
             shade = colour(call, list(lines))
             style = ":" if call in FLOORS else "-"
             axes.plot(at, [each.median for each in times], style, color=shade, marker="o", markersize=4, linewidth=1.6)
-            axes.vlines(at, [each.lower for each in times], [each.upper for each in times], color=shade, linewidth=3, alpha=0.4)
+            axes.vlines(
+                at, [each.lower for each in times], [each.upper for each in times], color=shade, linewidth=3, alpha=0.4
+            )
             ends.append((times[-1].median, NAMES.get(call, call), shade))
         axes.set_ylim(bottom=0.0)
         axes.margins(x=0.06)

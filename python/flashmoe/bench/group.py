@@ -19,9 +19,7 @@ class Group:
 
     def __init__(self, engine: str, ranks: int) -> None:
         self.engine, self.ranks = engine, ranks
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._pool = RankPool(ranks)
         try:
             self._pool.call(_join, [(engine, port)] * ranks, timeout=START_SECONDS)
@@ -38,10 +36,22 @@ class Group:
         self._pool.close()
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def _join(rank: int, ranks: int, name: str, engine: str, port: int) -> None:
-    """In a rank's process, once. What torchrun tells its processes, these are told too."""
+    join(engine, rank, ranks, port)
+
+
+def join(engine: str, rank: int, ranks: int, port: int | None = None) -> None:
+    """In a rank's process, once. What torchrun tells its processes, these are told too. `port`: where ranks meet; None
+    for a rank alone."""
     import torch.distributed as dist
 
+    port = free_port() if port is None else port
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in told.items()})
     if engine == "cuda":

@@ -134,5 +134,3 @@ class Layer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-
-

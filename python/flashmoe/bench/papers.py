@@ -36,13 +36,25 @@ ITEMS = (
     Item("FlashDMoE", "figures 4.1 to 5.3", "the kernel, its tasks, its layout", needs=_DRAWING),
     Item("FlashDMoE", "table 6.1", "implementation metrics", "metrics"),
     Item("FlashDMoE", "figure 6.1", "latency by tokens a GPU, 4 and 8 GPUs", "tokens"),
-    Item("FlashDMoE", "figure 6.2", "SM utilization", "utilization", "hardware counters (ncu, and the right to read them)"),
+    Item(
+        "FlashDMoE",
+        "figure 6.2",
+        "SM utilization",
+        "utilization",
+        "hardware counters (ncu, and the right to read them)",
+    ),
     Item("FlashDMoE", "figure 6.3", "latency and overlap efficiency by number of GPUs", "gpus"),
     Item("FlashDMoE", "figure 6.4", "throughput by number of GPUs", "gpus"),
     Item("FlashDMoE", "figure 6.5", "latency by number of experts", "experts"),
     Item("FlashDMoE", "figure 6.6", "latency on several machines", needs="machines with GPUs and a network of RDMA"),
     Item("FlashDMoE", "table 6.2", "memory", "memory"),
-    Item("FlashDMoE", "figure A.1", "shared memory throughput in FP16 and FP32", "shared-memory", "hardware counters (ncu)"),
+    Item(
+        "FlashDMoE",
+        "figure A.1",
+        "shared memory throughput in FP16 and FP32",
+        "shared-memory",
+        "hardware counters (ncu)",
+    ),
     Item("COMET", "table 1", "symbols", needs="a list"),
     Item("COMET", "figure 1", "communication's part of a model's time", "breakdown"),
     Item("COMET", "figures 2 to 7", "the layer, its dependencies, the kernel", needs=_DRAWING),
@@ -87,7 +99,9 @@ PUBLISHED = (
         }.items()
     ),
     *(
-        Published("utilization", what, percent, "% SM cycles", "FlashDMoE, section 6.3; 2 A100, 8192 tokens, 64 experts")
+        Published(
+            "utilization", what, percent, "% SM cycles", "FlashDMoE, section 6.3; 2 A100, 8192 tokens, 64 experts"
+        )
         for what, percent in {
             "FlashDMoE": 93.17,
             "Megatron-LM, TE": 59.11,
@@ -102,7 +116,13 @@ PUBLISHED = (
     Published("tokens", "COMET over its baselines, at least", 1.28, "times", _COMET),
     Published("tokens", "COMET over its baselines, at most", 2.37, "times", _COMET),
     Published("gpus", "FlashDMoE, 8 GPUs", 17.7, "Mtokens/s", _FLASHDMOE.format("6.5")),
-    Published("gpus", "FlashDMoE's overlap efficiency over baselines', 8 GPUs, at most", 4.0, "times", _FLASHDMOE.format("6.4")),
+    Published(
+        "gpus",
+        "FlashDMoE's overlap efficiency over baselines', 8 GPUs, at most",
+        4.0,
+        "times",
+        _FLASHDMOE.format("6.4"),
+    ),
     Published("experts", "FlashDMoE over baselines, 128 experts, 4 GPUs", 4.0, "times", _FLASHDMOE.format("6.6")),
     Published("experts", "FlashDMoE over baselines, 128 experts, 8 GPUs", 6.6, "times", _FLASHDMOE.format("6.6")),
     Published("stragglers", "all-to-all, p95 over mean, 32 A100", 1.32, "times", "FlashDMoE, section 3"),

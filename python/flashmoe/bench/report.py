@@ -97,8 +97,8 @@ def _file(suite: Suite, file: File) -> str:
     lines = [f"{file.device}, {file.commit[:7] or 'commit unknown'}: `benchmarks/results/{file.name}`{spread}."]
     if rows := _times(file):
         lines.append(_table(("point", "call", "busy, ms", "plain, ms", "over FlashMoE"), rows))
-    if values := VALUES.get(suite.name):
-        lines.append(values(file))
+    if (values := VALUES.get(suite.name)) and (said := values(file)):
+        lines.append(said)
     if clocks := _clocks(file):
         lines.append(clocks)
     if absent := file.absent():
@@ -165,10 +165,22 @@ def _mib(count: float) -> str:
 def _metrics(file: File) -> str:
     names = ("registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes", "seconds", "cubin_bytes", "lines")
     rows = [
-        (point["name"], *(f"{point['values'].get(name, '-'):.4g}" if name in point["values"] else "-" for name in names))
+        (
+            point["name"],
+            *(f"{point['values'].get(name, '-'):.4g}" if name in point["values"] else "-" for name in names),
+        )
         for point in file.points
     ]
-    head = ("kernel (SwiGLU)", "registers", "stack, bytes", "spill stores", "spill loads", "nvcc, s", "cubin, bytes", "lines")
+    head = (
+        "kernel (SwiGLU)",
+        "registers",
+        "stack, bytes",
+        "spill stores",
+        "spill loads",
+        "nvcc, s",
+        "cubin, bytes",
+        "lines",
+    )
     return _table(head, rows)
 
 
@@ -204,10 +216,15 @@ def _utilization(file: File) -> str:
 def _shared(file: File) -> str:
     rows = []
     for point in file.points:
-        if "in_all" in point["values"]:
-            by_name = ", ".join(f"{key} {count}" for key, count in point["values"]["instructions"].items())
-            rows.append((point["name"], str(point["values"]["in_all"]), by_name))
-    return _table(("kernel (SwiGLU)", "instructions in the code", "by name"), rows)
+        values = point["values"]
+        if "in_all" in values:
+            by_name = ", ".join(f"{key} {count}" for key, count in values["instructions"].items())
+            rows.append((point["name"], f"{values['in_all']} in the code", by_name))
+        elif "executed" in values:
+            rows.append(
+                (point["name"], "counted", ", ".join(f"{key} {each:g}" for key, each in values["executed"].items()))
+            )
+    return _table(("kernel", "instructions on shared memory", "by name"), rows) if rows else ""
 
 
 def _phases(file: File) -> str:
@@ -218,7 +235,12 @@ def _phases(file: File) -> str:
         exposed = f"{hidden['exposed']:.0%}" if hidden else "-"
         of_pytorch = point["values"].get("communication_of_pytorch")
         rows.append((point["name"], phases, f"{of_pytorch:.0%}" if of_pytorch else "-", exposed))
-    head = ("point", "processors' time, of a traced call", "exchange of PyTorch's layer", "exposed of collectives' time")
+    head = (
+        "point",
+        "processors' time, of a traced call",
+        "exchange of PyTorch's layer",
+        "exposed of collectives' time",
+    )
     return _table(head, rows)
 
 
@@ -275,7 +297,7 @@ def _by_size(x: str, label: str, title: Callable[[Time], str]) -> Drawer:
                 if several:
                     panels[f"{name}, {_card(file.device)}"] = several
         if panels:
-            figures.draw_lines(path, panels, label, "ms a call (slowest rank)", of, log_x=True)
+            figures.draw_lines(path, panels, label, "ms a call (slowest rank)", of)
         return bool(panels)
 
     return draw
@@ -306,7 +328,10 @@ def _gpus(path: Path, of: list[File]) -> bool:
                     for time in line]  # fmt: skip
             latency.setdefault(f"throughput, Mtokens/s; {shape}", {})[call] = rate
     if latency:
-        figures.draw_lines(path, latency, "GPUs (N)", "", of, log_x=True)
+        (said,) = [each for each in PUBLISHED if each.unit == "Mtokens/s"]
+        rates = [title for title in latency if title.startswith("throughput")]
+        published = {title: (8.0, said.value, "FlashDMoE, float32, 8 H100") for title in rates}
+        figures.draw_lines(path, latency, "GPUs (N)", "", of, published)
     return bool(latency)
 
 
@@ -388,7 +413,18 @@ DRAWERS: dict[str, Drawer] = {
     "launches": _launches,
     "utilization": _utilization_picture,
     **dict.fromkeys(
-        ("precision", "stragglers", "breakdown", "parallelism", "imbalance", "split", "decode", "training", "fp8", "models"),
+        (
+            "precision",
+            "stragglers",
+            "breakdown",
+            "parallelism",
+            "imbalance",
+            "split",
+            "decode",
+            "training",
+            "fp8",
+            "models",
+        ),
         _bars_of_times,
     ),
 }

@@ -92,7 +92,13 @@ class Results:
     def put(self, point: Point, measured: dict[str, Any]) -> None:
         """The file is whole whenever the run is stopped."""
         origin = {name: self._origin[name] for name in ("commit", "sources_sha256")}
-        self._entries[point.name] = {"name": point.name, "ranks": point.ranks, "sizes": point.sizes, **origin, **measured}
+        self._entries[point.name] = {
+            "name": point.name,
+            "ranks": point.ranks,
+            "sizes": point.sizes,
+            **origin,
+            **measured,
+        }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**self._origin, "points": list(self._entries.values())}, indent=1)
         partial = self.path.with_suffix(".partial")

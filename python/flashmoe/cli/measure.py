@@ -74,9 +74,7 @@ def _list() -> None:
     console.print(table)
 
 
-def _measure(
-    suites: list[Suite], machine: Machine, device: str, out: Path, commit: str, budget: float | None
-) -> int:
+def _measure(suites: list[Suite], machine: Machine, device: str, out: Path, commit: str, budget: float | None) -> int:
     gpus = f", {count(machine.gpus, 'GPU')}" if machine.engine == "cuda" else ""
     console.print(f"{device}{gpus}, {machine.engine} engine", style="bold", soft_wrap=True)
     begin = time.monotonic()

@@ -14,7 +14,10 @@ from typing import Any
 from ..layer import Layer
 from ..run import Call
 
-MODULES = ("pytorch", "pytorch_graph", "transformers_grouped", "transformers_batched")
+MODULES = (
+    *("pytorch", "pytorch_graph", "transformers_grouped", "transformers_batched"),
+    *("liger", "liger_cute", "vllm", "sonicmoe", "deepep", "megatron"),
+)
 """Those that there are, in the order in which they are timed."""
 
 
@@ -67,6 +70,7 @@ def floors(layer: Layer) -> dict[str, Any]:
         calls["exchange"] = lambda i: (one_way(i), one_way(i))
     return calls
 
+
 TABLE = (
     ("GEMMs alone", "`floors`", "PyTorch's grouped GEMMs on ready rows"),
     ("exchange alone", "`floors`", "NCCL's all-to-all there and back; gloo's on CPUs"),
@@ -74,5 +78,15 @@ TABLE = (
     ("the same as a CUDA graph", "`pytorch_graph`", "runs"),
     ("Transformers, grouped_mm", "`transformers_grouped`", "runs; one rank, gated experts"),
     ("Transformers, batched_mm", "`transformers_batched`", "runs; one rank, gated experts, small batches"),
+    ("Liger-Kernel", "`liger`", "one rank, gated experts"),
+    ("LigerCute", "`liger_cute`", "written by reading its source, not run; one rank: it shares NVSHMEM with nobody"),
+    ("vLLM, fused_experts", "`vllm`", "written by reading its source, not run; one rank, gated experts"),
+    ("SonicMoE", "`sonicmoe`", "written by reading its source, not run; one rank, gated experts"),
+    ("DeepEP", "`deepep`", "written by reading its source, not run; several ranks"),
+    ("Megatron-Core", "`megatron`", "without Transformer Engine: experts one after the other"),
+    ("DeepSpeed-MoE", "-", "absent: K of 1 or 2, and without dropping tokens it makes a tensor of T x E x capacity"),
+    ("Tutel", "-", "absent: built from source; its API was not tried"),
+    ("FasterMoE", "-", "absent: built from source; its API was not tried"),
+    ("COMET (flux)", "-", "absent: built from source, for several GPUs; its API was not tried"),
 )
 """What there is, and why others are absent: rows of the page."""

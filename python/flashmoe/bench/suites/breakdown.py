@@ -19,7 +19,8 @@ def points(machine: Machine) -> Iterator[Point]:
         if machine.small:
             yield Point(f"small 128 x{ranks}", ranks, small())
             continue
-        for name, tokens in (("mixtral", 16384 // ranks), ("mixtral", 8192), ("qwen3-30b", 8192), ("paper-E64", 8192)):
+        of_figure = ("mixtral", 16384 // ranks)
+        for name, tokens in dict.fromkeys((of_figure, ("mixtral", 8192), ("qwen3-30b", 8192), ("paper-E64", 8192))):
             yield Point(f"{name} {tokens} x{ranks}", ranks, {"shape": name, "tokens": tokens})
 
 

@@ -87,6 +87,10 @@ def trace_api(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any
 
 
 LAUNCHES = Suite(
-    "launches", "GPU operations of a forward pass, as the profiler counts them", ("FlashDMoE, table 1.1",), points, launches
+    "launches",
+    "GPU operations of a forward pass, as the profiler counts them",
+    ("FlashDMoE, table 1.1",),
+    points,
+    launches,
 )
 TRACE_API = Suite("trace-api", "what the host calls in a forward pass", ("FlashDMoE, figure 3.3",), points, trace_api)

@@ -115,5 +115,7 @@ SUITES = (
         measure,
     ),
     Suite("topk", "forward latency as experts a token grow", ("COMET, figure 13",), topk, measure),
-    Suite("precision", "float32 as TF32 and exact, float16, bfloat16", ("FlashDMoE, section 6.1.1",), precision, measure),
+    Suite(
+        "precision", "float32 as TF32 and exact, float16, bfloat16", ("FlashDMoE, section 6.1.1",), precision, measure
+    ),
 )

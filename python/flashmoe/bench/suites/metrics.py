@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import FlashMoEError
 from ...jit import FLAGS, Variant, find_nvcc, source_root
+from .. import counters
 from ..plan import Machine, Point, Suite
 from ..run import Run
 
@@ -22,6 +23,12 @@ _USED = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SHARED = re.compile(r"\b(LDS|STS|LDSM|STSM|ATOMS|UBLKCP|UTMALDG|UTMASTG|UBLKRED|LDGSTS)\b")
 """SASS's instructions that read or write shared memory, or have a copy engine do so."""
+COUNTED = (
+    "smsp__sass_inst_executed_op_shared.sum",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+    counters.DURATION,
+)
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -32,9 +39,11 @@ def points(machine: Machine) -> Iterator[Point]:
 
 def shared_points(machine: Machine) -> Iterator[Point]:
     if machine.small:
-        yield Point("counters", 0, {"dtype": None})
+        yield Point("counters", 0, {"dtype": "float32", "counted": True})
         return
     yield from (Point(name, 0, {"dtype": dtype}) for name, dtype in DTYPES.items())
+    for name, dtype in DTYPES.items() if machine.gpus else ():
+        yield Point(f"{name}, counters x1", 1, {"dtype": dtype, "counted": True})
 
 
 def lines() -> int:
@@ -72,14 +81,27 @@ def metrics(run: Run, dtype: str | None) -> dict[str, Any]:
     return {"check": run.check(stores + loads, 0.0, "bytes spilled"), "values": values}
 
 
-def shared_memory(run: Run, dtype: str | None) -> dict[str, Any]:
-    """FlashDMoE's appendix A counts them while the kernel runs, by ncu; here they are counted in the code."""
-    absent = {"counters": "ncu: not installed"} if shutil.which("ncu") is None else {"counters": "not read: see docs"}
-    if dtype is None:
-        return {"check": run.check(0.0, 0.0, "nothing is measured"), "absent": absent, "values": {}}
+def shared_memory(run: Run, dtype: str, counted: bool = False) -> dict[str, Any]:
+    """Instructions on shared memory in the code of the kernel for SwiGLU; `counted`: by hardware counters, as they are
+    executed in a call of FlashDMoE's sizes."""
+    return executed(run, dtype) if counted else in_code(run, dtype)
+
+
+def executed(run: Run, dtype: str) -> dict[str, Any]:
+    if run.engine == "cpu":
+        found: list[dict[str, float]] | str = "hardware counters of a GPU: there is none"
+    else:
+        found = counters.read("flashmoe", {"shape": "paper-E64", "tokens": 8192, "dtype": dtype}, COUNTED)
+    if isinstance(found, str):
+        return {"check": run.check(0.0, 0.0, "nothing is measured"), "absent": {"counters": found}, "values": {}}
+    kernel = max(found, key=lambda each: each[counters.DURATION])
+    return {"check": run.check(float(len(found) != 1), 0.0, "one kernel a call"), "values": {"executed": kernel}}
+
+
+def in_code(run: Run, dtype: str) -> dict[str, Any]:
     disassembler = next(filter(None, map(shutil.which, ("nvdisasm", "/usr/local/cuda/bin/nvdisasm"))), None)
     if disassembler is None:
-        absent["instructions"] = "nvdisasm: not installed"
+        absent = {"instructions": "nvdisasm: not installed"}
         return {"check": run.check(0.0, 0.0, "nothing is measured"), "absent": absent, "values": {}}
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -87,7 +109,7 @@ def shared_memory(run: Run, dtype: str | None) -> dict[str, Any]:
         sass = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     count = Counter(_SHARED.findall(sass))
     check = run.check(float(not count), 0.0, "there are such instructions")
-    return {"check": check, "absent": absent, "values": {"instructions": dict(count), "in_all": count.total()}}
+    return {"check": check, "values": {"instructions": dict(count), "in_all": count.total()}}
 
 
 METRICS = Suite(

@@ -20,7 +20,10 @@ def split_points(machine: Machine) -> Iterator[Point]:
         if machine.small:
             yield Point(f"small x{ranks}", ranks, {"shape": "small", "tokens": 64})
         else:
-            yield from (Point(f"{name} x{ranks}", ranks, {"shape": name, "tokens": IN_ALL // ranks}) for name in ("mixtral", "paper-E8"))
+            yield from (
+                Point(f"{name} x{ranks}", ranks, {"shape": name, "tokens": IN_ALL // ranks})
+                for name in ("mixtral", "paper-E8")
+            )
 
 
 def imbalance_points(machine: Machine) -> Iterator[Point]:

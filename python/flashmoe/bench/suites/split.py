@@ -42,6 +42,4 @@ def measure(
     return {"check": check, "samples": samples, "values": {"profile": profile or {}}}
 
 
-SUITE = Suite(
-    "split", "thread blocks that send, of those that there are", ("COMET, figure 8",), points, measure
-)
+SUITE = Suite("split", "thread blocks that send, of those that there are", ("COMET, figure 8",), points, measure)

@@ -34,7 +34,10 @@ def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
             samples[name] = {"plain": total}
             samples[f"{name}, fastest rank"] = {"plain": fastest}
             delays = sorted(1 + (b - a) / a for a, b in zip(fastest, total, strict=True))
-            values[name] = {"slowdown_median": delays[len(delays) // 2], "slowdown_p95": delays[len(delays) * 95 // 100]}
+            values[name] = {
+                "slowdown_median": delays[len(delays) // 2],
+                "slowdown_p95": delays[len(delays) * 95 // 100],
+            }
     return {"check": check, "samples": samples, "values": values}
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from .. import baselines
+from .. import baselines, counters
 from ..layer import Layer, Sizes
 from ..plan import Machine, Point, Suite
 from ..run import Call, Run
 from .latency import small
 
-COUNTERS = "sm__cycles_active.avg.pct_of_peak_sustained_elapsed"
+ACTIVE = "sm__cycles_active.avg.pct_of_peak_sustained_elapsed"
+COUNTED = ("flashmoe", "pytorch")
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -42,10 +42,17 @@ def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
             values["with_kernels"] = {name: min(1.0, kernel_ms(call) / plain[name]) for name, call in calls.items()}
     if run.engine == "cpu":
         absent["sm_active"] = "hardware counters of a GPU: there is none"
-    elif shutil.which("ncu") is None:
-        absent["sm_active"] = f"ncu, which reads {COUNTERS}: not installed"
+    elif run.ranks > 1:
+        absent["sm_active"] = "ncu holds kernels up one by one, and ranks wait for one another"
     else:
-        absent["sm_active"] = f"run `ncu --metrics {COUNTERS} flashmoe run --engine cuda` by hand: counters need rights"
+        told = {**sizes, **({"shape": shape} if shape else {})}
+        for name in (each for each in COUNTED if each in plain):
+            kernels = counters.read(name, told, (ACTIVE, counters.DURATION))
+            if isinstance(kernels, str):
+                absent["sm_active"] = kernels
+                break
+            active_ms = sum(kernel[ACTIVE] / 100 * kernel[counters.DURATION] * 1e-6 for kernel in kernels)
+            values.setdefault("sm_active", {})[name] = active_ms / plain[name]
     return {"check": check, "samples": samples, "absent": absent, "values": values}
 
 
