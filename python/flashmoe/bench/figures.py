@@ -41,7 +41,7 @@ Lines = dict[str, list[tuple[float, Time]]]
 
 
 def colour(call: str, among: Sequence[str]) -> str:
-    if call.startswith("FlashMoE") or call.startswith("flashmoe"):
+    if call.startswith(("FlashMoE", "flashmoe")):
         return COLOURS.get(call, COLOURS["flashmoe"])
     others = [each for each in among if each not in COLOURS]
     return COLOURS.get(call) or _OTHER[others.index(call) % len(_OTHER)]

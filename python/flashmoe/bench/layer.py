@@ -54,8 +54,9 @@ class Layer:
     of its own experts, and a context of the built-in order but for `profile`."""
 
     def __init__(self, run: Run, sizes: Sizes, profile: dict[str, int] | None = None, **context: Any) -> None:
-        import flashmoe
         import torch
+
+        import flashmoe
         from flashmoe.placement import contiguous, local_experts
 
         self.run, self.sizes = run, sizes

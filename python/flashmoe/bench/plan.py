@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import FlashMoEError
-
-if TYPE_CHECKING:
-    from .run import Run
 
 ENGINES = ("cuda", "cpu")
 

@@ -45,16 +45,17 @@ def markdown(found: dict[str, list[File]], drawn: set[str], beside: Path) -> str
 
 _INTRODUCTION = """# Performance
 
-This page is made by `flashmoe bench --report docs/performance.md --out benchmarks/results` from the files that it names, and by
-nothing else; what was found while the kernels were written is in [measured.md](measured.md). Every point was checked beside
-float64 before it was timed, and a check that fails voids it. Milliseconds are medians of single calls, of each call the slowest
-rank's, with the middle half of all calls in parentheses. "busy" is behind work that hides launches, "plain" has them in it; in one
-point all calls take turns, in the same processes, on the same inputs, and ratios are meant between these alone. What papers
-publish was measured on other machines: it is printed as published, and no ratio to it is drawn.
+This page is made by `flashmoe bench --report docs/performance.md --out benchmarks/results` from the files that it
+names, and by nothing else; what was found while the kernels were written is in [measured.md](measured.md). Every point
+was checked beside float64 before it was timed, and a check that fails voids it. Milliseconds are medians of single
+calls, of each call the slowest rank's, with the middle half of all calls in parentheses. "busy" is behind work that
+hides launches, "plain" has them in it; in one point all calls take turns, in the same processes, on the same inputs, and
+ratios are meant between these alone. What papers publish was measured on other machines: it is printed as published, and
+no ratio to it is drawn.
 
-`flashmoe bench` measures on the machine that it is started on, `--suite` names a part, `--budget` bounds its seconds, and a run
-goes on where the last one stopped. `flashmoe bench --compare A.json B.json` says what differs between two files by more than the
-spread."""
+`flashmoe bench` measures on the machine that it is started on, `--suite` names a part, `--budget` bounds its seconds,
+and a run goes on where the last one stopped. `flashmoe bench --compare A.json B.json` says what differs between two
+files by more than the spread."""
 
 
 def _items(found: dict[str, list[File]]) -> str:
@@ -74,7 +75,9 @@ def _items(found: dict[str, list[File]]) -> str:
 def _absent_baselines() -> str:
     from .baselines import TABLE
 
-    head = "## Baselines\n\nIn the same processes, where they are installed; the others are named in each point's `absent`.\n\n"
+    head = (
+        "## Baselines\n\nIn the same processes, where they are installed; each point names those that are absent.\n\n"
+    )
     return head + _table(("baseline", "adapter", "state"), TABLE)
 
 
@@ -167,7 +170,7 @@ def _metrics(file: File) -> str:
     rows = [
         (
             point["name"],
-            *(f"{point['values'].get(name, '-'):.4g}" if name in point["values"] else "-" for name in names),
+            *(f"{point['values'][name]:.7g}" if name in point["values"] else "-" for name in names),
         )
         for point in file.points
     ]
@@ -330,7 +333,7 @@ def _gpus(path: Path, of: list[File]) -> bool:
     if latency:
         (said,) = [each for each in PUBLISHED if each.unit == "Mtokens/s"]
         rates = [title for title in latency if title.startswith("throughput")]
-        published = {title: (8.0, said.value, "FlashDMoE, float32, 8 H100") for title in rates}
+        published = dict.fromkeys(rates, (8.0, said.value, "FlashDMoE, float32, 8 H100"))
         figures.draw_lines(path, latency, "GPUs (N)", "", of, published)
     return bool(latency)
 

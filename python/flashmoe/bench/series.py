@@ -12,7 +12,6 @@ from .compare import quartiles
 from .programs import program
 from .store import PREFIX, read
 
-
 LEAST_MOST = "least and most of all calls"
 _OF_PROGRAMS = ("fused_gpu", "fused_group")
 """Whose results are of the layer beside its GEMMs, as `tokens`, `gpus` and `experts` are."""

@@ -1,8 +1,8 @@
 """Megatron-Core's `MoELayer`: its all-to-all dispatcher, and experts that are computed one after the other.
 
 Written by reading megatron-core 0.16.1 and by tests/integrations/training/test_megatron.py, which runs its layers on
-CPUs. With Transformer Engine it would group the GEMMs of experts; without, which is what is asked for here, it does not:
-Megatron-TE and Megatron-CUTLASS of the papers are faster than this.
+CPUs. With Transformer Engine it would group the GEMMs of experts; without, which is what is asked for here, it does
+not: the papers' Megatron-TE and Megatron-CUTLASS are others.
 """
 
 from __future__ import annotations
