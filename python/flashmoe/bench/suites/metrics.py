@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FlashMoEError
-from ...jit import FLAGS, Variant, find_nvcc, source_root
+from ...jit import FLAGS, Variant, find_nvcc, kernel, source_root
 from .. import counters
 from ..plan import Machine, Point, Suite
 from ..run import Run
@@ -98,15 +98,21 @@ def executed(run: Run, dtype: str) -> dict[str, Any]:
     return {"check": run.check(float(len(found) != 1), 0.0, "one kernel a call"), "values": {"executed": kernel}}
 
 
+def find_nvdisasm() -> Path | None:
+    """Beside nvcc, or from the PyPI package nvidia-cuda-nvdisasm."""
+    beside = find_nvcc().resolve().with_name("nvdisasm")
+    packages = importlib.util.find_spec("nvidia")
+    folders = (packages and packages.submodule_search_locations) or ()
+    installed = [path for folder in folders for path in Path(folder).glob("*/bin/nvdisasm")]
+    return next((path for path in (beside, *installed) if path.is_file()), None)
+
+
 def in_code(run: Run, dtype: str) -> dict[str, Any]:
-    disassembler = next(filter(None, map(shutil.which, ("nvdisasm", "/usr/local/cuda/bin/nvdisasm"))), None)
-    if disassembler is None:
+    if (disassembler := find_nvdisasm()) is None:
         absent = {"instructions": "nvdisasm: not installed"}
         return {"check": run.check(0.0, 0.0, "nothing is measured"), "absent": absent, "values": {}}
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        compiled(dtype, cubin)
-        sass = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    command = [str(disassembler), "-c", str(kernel(Variant(dtype)))]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     count = Counter(_SHARED.findall(sass))
     check = run.check(float(not count), 0.0, "there are such instructions")
     return {"check": check, "values": {"instructions": dict(count), "in_all": count.total()}}
