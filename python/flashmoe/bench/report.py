@@ -50,8 +50,8 @@ names, and by nothing else; what was found while the kernels were written is in 
 was checked beside float64 before it was timed, and a check that fails voids it. Milliseconds are medians of single
 calls, of each call the slowest rank's, with the middle half of all calls in parentheses. "busy" is behind work that
 hides launches, "plain" has them in it; in one point all calls take turns, in the same processes, on the same inputs,
-and ratios are meant between these alone. What papers publish was measured on other machines: it is printed as published,
-and no ratio to it is drawn.
+and ratios are meant between these alone. What papers publish was measured on other machines: it is printed as
+published, and no ratio to it is drawn.
 
 `flashmoe bench` measures on the machine that it is started on, `--suite` names a part, `--budget` bounds its seconds,
 and a run goes on where the last one stopped. `flashmoe bench --compare A.json B.json` says what differs between two

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ def run_suites(
                 if group is None and point.ranks:
                     group = Group(machine.engine, point.ranks)
                 measured = measure(machine, group, suite, point)
-            except FlashMoEError as error:
+            except (FlashMoEError, OSError, subprocess.SubprocessError) as error:
                 measured = failure(error)
                 outcome.wrong.append(f"{suite.name}, {point.name}: {measured.get('voided') or measured['failed']}")
                 if group is not None:  # whatever its ranks still hold goes with them
@@ -114,7 +115,7 @@ def measure(machine: Machine, group: Group | None, suite: Suite, point: Point) -
     return suite.measure(Run(machine.engine, 0, 1, repeats), **point.sizes)
 
 
-def failure(error: FlashMoEError) -> dict[str, Any]:
+def failure(error: Exception) -> dict[str, Any]:
     """The entry of a point that has no figures."""
     errors = list(error.errors.values()) if isinstance(error, RankFailed) else [error]
     for each in errors:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FlashMoEError
-from ...jit import FLAGS, Variant, find_nvcc, kernel, source_root
+from ...jit import FLAGS, Variant, compile_kernel, find_nvcc, source_root
 from .. import counters
 from ..plan import Machine, Point, Suite
 from ..run import Run
@@ -111,7 +111,7 @@ def in_code(run: Run, dtype: str) -> dict[str, Any]:
     if (disassembler := find_nvdisasm()) is None:
         absent = {"instructions": "nvdisasm: not installed"}
         return {"check": run.check(0.0, 0.0, "nothing is measured"), "absent": absent, "values": {}}
-    command = [str(disassembler), "-c", str(kernel(Variant(dtype)))]
+    command = [str(disassembler), "-c", str(compile_kernel(Variant(dtype)).path)]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     count = Counter(_SHARED.findall(sass))
     check = run.check(float(not count), 0.0, "there are such instructions")
