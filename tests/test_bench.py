@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from flashmoe.bench import compare, figures, papers, report, runner, series, store
+from flashmoe.bench import baselines, compare, counters, figures, papers, report, runner, series, store
+from flashmoe.bench.layer import Sizes
 from flashmoe.bench.plan import Machine, Point, Suite, Voided
+from flashmoe.bench.run import Run
 from flashmoe.bench.suites import SUITES
 from flashmoe.cli import main
 
@@ -117,7 +121,7 @@ def test_first_points_of_all_suites_come_first():
 def test_a_call_that_is_wrong_has_no_time():
     """The check of a layer sees a single wrong row of those that it looks at."""
     torch = pytest.importorskip("torch")
-    from flashmoe.bench.run import Run, apart
+    from flashmoe.bench.run import apart
 
     expected = torch.randn(4, 8, dtype=torch.float64)
     assert apart(expected, expected) == 0.0
@@ -141,6 +145,55 @@ def test_a_call_that_is_wrong_has_no_time():
 def test_what_cannot_be_done_is_said(capsys, arguments, said):
     assert main(["bench", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+# ---- baselines -------------------------------------------------------------------------------------------------------
+
+
+class FakeLayer:
+    """As far as a baseline asks before it can do a layer."""
+
+    run = Run("cpu", 0, 1, 4)
+    sizes = Sizes(64, 64, 8, 2, "swiglu", 16, "float32")
+    top_k, w1 = sizes.top_k, np.zeros((8, 128, 64), np.float32)
+
+
+@pytest.mark.parametrize("name", baselines.MODULES)
+def test_a_baseline_says_what_it_lacks(name):
+    module = importlib.import_module(f"flashmoe.bench.baselines.{name}")
+    reason = module.lacks(FakeLayer())
+    assert reason is None if name == "pytorch" or "transformers" in name else reason
+    rows = [row for row in baselines.TABLE if row[1] == f"`{name}`"]
+    assert len(rows) == 1
+    assert ("not run" in rows[0][2]) == ("not been run" in " ".join(module.__doc__.split()))
+
+
+def test_a_baseline_that_is_wrong_has_no_time(monkeypatch):
+    class Wrong:
+        lacks = staticmethod(lambda layer: None)
+        call = staticmethod(lambda layer: lambda i: i)
+
+    layer = FakeLayer()
+    layer.error, layer.bound = lambda y: 1.0, 0.25
+    monkeypatch.setattr(baselines.importlib, "import_module", lambda name: Wrong)
+    calls, absent = baselines.of_layer(layer, ("other",))
+    assert not calls and absent == {"other": "voided: expected an error of at most 0.5, got 1"}
+
+
+def test_counters_are_read_from_what_ncu_prints():
+    printed = """==PROF== Connected to process 7
+==PROF== Profiling "moe": 0%....100% - 1 pass
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","moe(Arguments)","gpu__time_duration.sum","ns","1,234,567"
+"0","moe(Arguments)","sm__cycles_active","%","93.5"
+"1","copy","gpu__time_duration.sum","ns","10"
+==PROF== Disconnected
+"""
+    assert counters.parsed(printed) == [
+        {"gpu__time_duration.sum": 1234567.0, "sm__cycles_active": 93.5},
+        {"gpu__time_duration.sum": 10.0},
+    ]
+    assert counters.parsed("==ERROR== ERR_NVGPUCTRPERM") == []
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
