@@ -59,11 +59,9 @@ def main(told: str) -> None:
     from .run import Run
 
     wanted = json.loads(told)
-    sizes = dict(wanted["sizes"])
-    shape = sizes.pop("shape", None)
     join("cuda", 0, 1)
     run = Run("cuda", 0, 1, 4)
-    layer = Layer(run, Sizes.of(shape, **sizes) if shape else Sizes(**sizes))
+    layer = Layer(run, Sizes.of(**wanted["sizes"]))
     calls = {"flashmoe": layer}
     if wanted["call"] not in calls:
         calls |= baselines.of_layer(layer, (wanted["call"],))[0]

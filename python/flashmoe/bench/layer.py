@@ -34,10 +34,13 @@ class Sizes:
     exact: bool = False
 
     @classmethod
-    def of(cls, shape: str, tokens: int, **changed: Any) -> Sizes:
-        """Of a shape of the benchmarks' harness."""
+    def of(cls, shape: str | None = None, **sizes: Any) -> Sizes:
+        """Of a shape of the benchmarks' harness, but for what `sizes` has; or of `sizes` alone."""
+        if shape is None:
+            return cls(**sizes)
         hidden, intermediate, experts, top_k, activation, _ = program("harness").SHAPES[shape]
-        return replace(cls(hidden, intermediate, experts, top_k, activation, tokens), **changed)
+        tokens = sizes.pop("tokens")
+        return replace(cls(hidden, intermediate, experts, top_k, activation, tokens), **sizes)
 
     @property
     def gated(self) -> bool:

@@ -24,10 +24,10 @@ def points(machine: Machine) -> Iterator[Point]:
             yield Point(f"{name} {tokens} x{ranks}", ranks, {"shape": name, "tokens": tokens})
 
 
-def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
+def measure(run: Run, **sizes: Any) -> dict[str, Any]:
     """Beside PyTorch's layer, its GEMMs and its exchanges. ``hidden`` (GPUs, several): what travelling adds to a call,
     over what collectives take, by benchmarks/group_overlap.py. ``phases``: processors' time by what they did."""
-    of = Sizes.of(shape, **sizes) if shape else Sizes(**sizes)
+    of = Sizes.of(**sizes)
     with Layer(run, of) as layer:
         check = layer.checked()
         calls, absent = baselines.of_layer(layer, ("pytorch",))
@@ -42,7 +42,7 @@ def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
         whole, exchanges = (statistics.median(samples[name][timer]) for name in ("pytorch", "exchange"))
         values["communication_of_pytorch"] = exchanges / whole
     if run.ranks > 1 and run.engine == "cuda" and of.tokens % of.experts == 0:
-        values["hidden"] = program("group_overlap").hidden(shape, of.tokens, max(4, run.repeats // 8))
+        values["hidden"] = program("group_overlap").hidden(sizes["shape"], of.tokens, max(4, run.repeats // 8))
     return {"check": check, "samples": samples, "absent": absent, "values": values}
 
 

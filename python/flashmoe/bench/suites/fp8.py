@@ -25,10 +25,10 @@ def points(machine: Machine) -> Iterator[Point]:
             yield Point(f"{name} 8192 x{ranks}", ranks, {"shape": name, "tokens": 8192})
 
 
-def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
+def measure(run: Run, **sizes: Any) -> dict[str, Any]:
     import flashmoe
 
-    of = Sizes.of(shape, **sizes) if shape else Sizes(**sizes)
+    of = Sizes.of(**sizes)
     fp8 = program("fp8")
     with Layer(run, of) as plain, Layer(run, of, weight_dtype="float8_e4m3fn") as layer:
         scales = []

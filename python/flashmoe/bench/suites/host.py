@@ -25,12 +25,8 @@ def points(machine: Machine) -> Iterator[Point]:
             yield Point(f"{name} 8192 x{ranks}", ranks, {"shape": name, "tokens": 8192})
 
 
-def made(run: Run, shape: str | None, sizes: dict[str, Any]) -> Layer:
-    return Layer(run, Sizes.of(shape, **sizes) if shape else Sizes(**sizes))
-
-
-def launches(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
-    with made(run, shape, sizes) as layer:
+def launches(run: Run, **sizes: Any) -> dict[str, Any]:
+    with Layer(run, Sizes.of(**sizes)) as layer:
         check = layer.checked()
         calls, absent = baselines.of_layer(layer)
         count = on_gpu if run.engine == "cuda" else operators
@@ -65,14 +61,14 @@ def profiled(call: Call, gpu: bool) -> Any:
     return recorded.key_averages()
 
 
-def trace_api(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
+def trace_api(run: Run, **sizes: Any) -> dict[str, Any]:
     """Of each call: how often the host calls the CUDA API, by name, and for how many microseconds. On CPUs: operators
     of PyTorch."""
     gpu = run.engine == "cuda"
     # cudaDeviceSynchronize is the profile's own.
     prefixes = ("cuda", "cuLaunch", "cuMem", "cuStream", "cuEvent") if gpu else ("aten::",)
     values: dict[str, Any] = {}
-    with made(run, shape, sizes) as layer:
+    with Layer(run, Sizes.of(**sizes)) as layer:
         check = layer.checked()
         calls, absent = baselines.of_layer(layer, ("pytorch",))
         for name, call in {"flashmoe": layer, **calls}.items():

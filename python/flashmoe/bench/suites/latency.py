@@ -15,9 +15,9 @@ SMALL = {"hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2, "dtype": "f
 MODELS = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5")
 
 
-def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
+def measure(run: Run, **sizes: Any) -> dict[str, Any]:
     """A layer of a shape of the harness, or of sizes alone."""
-    of = Sizes.of(shape, **sizes) if shape else Sizes(**sizes)
+    of = Sizes.of(**sizes)
     with Layer(run, of) as layer:
         check = layer.checked()
         calls, absent = baselines.of_layer(layer)

@@ -22,8 +22,8 @@ def points(machine: Machine) -> Iterator[Point]:
         yield Point(f"qwen3-30b 2048 x{ranks}", ranks, {"shape": "qwen3-30b", "tokens": 2048, "calls": 2000})
 
 
-def measure(run: Run, calls: int, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
-    of = Sizes.of(shape, **sizes) if shape else Sizes(**sizes)
+def measure(run: Run, calls: int, **sizes: Any) -> dict[str, Any]:
+    of = Sizes.of(**sizes)
     draw = random.Random(run.rank)  # ranks have different numbers of tokens in one call, some of them none
     lengths = [0, 1, 7, 64, of.tokens // 3, of.tokens]
     first: dict[int, str] = {}

@@ -29,12 +29,11 @@ def points(machine: Machine) -> Iterator[Point]:
 
 def measure(
     run: Run,
-    shape: str | None = None,
     profile: dict[str, int] | None = None,
     processors: int | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
-    of = Sizes.of(shape, **sizes) if shape else Sizes(**sizes)
+    of = Sizes.of(**sizes)
     further = {"processors": processors} if processors else {}
     with Layer(run, of, profile, **further) as layer:
         check = layer.checked()

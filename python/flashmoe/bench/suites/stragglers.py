@@ -11,19 +11,17 @@ from ..layer import Layer, Sizes
 from ..plan import Machine, Point, Suite
 from ..programs import program
 from ..run import Call, Run
-from .latency import small
+from .latency import gpus
 
 
 def points(machine: Machine) -> Iterator[Point]:
-    for ranks in machine.groups[1:]:
-        sizes = small() if machine.small else {"shape": "paper-E64", "tokens": 8192}
-        yield Point(f"{sizes.get('shape', 'small')} {sizes['tokens']} x{ranks}", ranks, sizes)
+    return (point for point in gpus(machine) if point.ranks > 1)
 
 
-def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
+def measure(run: Run, **sizes: Any) -> dict[str, Any]:
     """Of every call: ``total``, the slowest rank's time, and ``fastest``, the fastest one's, which the paper calls the
     actual time. All begin at a barrier, and the host goes on as ranks come out of it."""
-    of = Sizes.of(shape, **sizes) if shape else Sizes(**sizes)
+    of = Sizes.of(**sizes)
     samples: dict[str, dict[str, list[float]]] = {}
     values: dict[str, Any] = {}
     with Layer(run, of) as layer:

@@ -24,8 +24,8 @@ def points(machine: Machine) -> Iterator[Point]:
         yield Point(f"{name} {tokens} x1", 1, {"shape": name, "tokens": tokens})
 
 
-def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
-    of = Sizes.of(shape, **sizes) if shape else Sizes(**sizes)
+def measure(run: Run, **sizes: Any) -> dict[str, Any]:
+    of = Sizes.of(**sizes)
     backward, floors = program("backward"), program("floors")
     with Layer(run, of, return_mode="direct") as layer:
         layer.checked()

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 from .. import baselines, counters
 from ..layer import Layer, Sizes
-from ..plan import Machine, Point, Suite
+from ..plan import Suite
 from ..run import Call, Run
-from .latency import small
+from .latency import gpus
 
 ACTIVE = "sm__cycles_active.avg.pct_of_peak_sustained_elapsed"
 COUNTED = ("flashmoe", "pytorch")
 
 
-def points(machine: Machine) -> Iterator[Point]:
-    for ranks in machine.groups:
-        sizes = small() if machine.small else {"shape": "paper-E64", "tokens": 8192}
-        yield Point(f"{sizes.get('shape', 'small')} {sizes['tokens']} x{ranks}", ranks, sizes)
-
-
-def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
+def measure(run: Run, **sizes: Any) -> dict[str, Any]:
     """``with_tasks``: the share of the processors' time in which they have a task, of a traced call. ``with_kernels``:
     the share of the time from a call's start to its end in which some kernel runs, by the profiler. Neither is the
     paper's figure, which hardware counters give: SM cycles with a warp in flight of all cycles. Where ncu is at hand
     it is asked for that of each kernel, and ``sm_active`` is their sum over the time of the call, launches and all."""
-    of = Sizes.of(shape, **sizes) if shape else Sizes(**sizes)
+    of = Sizes.of(**sizes)
     values: dict[str, Any] = {}
     with Layer(run, of) as layer:
         check = layer.checked()
@@ -45,9 +38,8 @@ def measure(run: Run, shape: str | None = None, **sizes: Any) -> dict[str, Any]:
     elif run.ranks > 1:
         absent["sm_active"] = "ncu holds kernels up one by one, and ranks wait for one another"
     else:
-        told = {**sizes, **({"shape": shape} if shape else {})}
         for name in (each for each in COUNTED if each in plain):
-            kernels = counters.read(name, told, (ACTIVE, counters.DURATION))
+            kernels = counters.read(name, sizes, (ACTIVE, counters.DURATION))
             if isinstance(kernels, str):
                 absent["sm_active"] = kernels
                 break
@@ -79,6 +71,6 @@ UTILIZATION = Suite(
     "utilization",
     "the share of time in which processors have work",
     ("FlashDMoE, figure 6.2", "FlashDMoE, figure 1.4a"),
-    points,
+    gpus,
     measure,
 )
