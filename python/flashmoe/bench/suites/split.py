@@ -20,8 +20,8 @@ def points(machine: Machine) -> Iterator[Point]:
         if machine.small:
             yield from (Point(f"processors {n} x{ranks}", ranks, small(processors=n)) for n in (1, 2))
             continue
-        for in_all in (4096, 16384):
-            knob, values = ("senders", SENDERS) if ranks > 1 else ("gemm1_lag", LAGS)
+        knob, values = ("senders", SENDERS) if ranks > 1 else ("gemm1_lag", LAGS)
+        for in_all in (4096, 16384) if ranks > 1 else (8192,):
             for value in values:
                 sizes = {"shape": "mixtral", "tokens": in_all // ranks, "profile": {knob: value}}
                 yield Point(f"{in_all // ranks} {knob} {value} x{ranks}", ranks, sizes)
