@@ -82,7 +82,7 @@ def _absent_baselines() -> str:
 
 
 def _section(suite: Suite, of: list[File], drawn: bool) -> str:
-    regenerates = f" Regenerates {', '.join(suite.figures)}." if suite.figures else ""
+    regenerates = f" Regenerates {'; '.join(suite.figures)}." if suite.figures else ""
     lines = [f"## {suite.name}: {suite.shows}", f"`flashmoe bench --suite {suite.name}`.{regenerates}"]
     if drawn:
         lines.append(f"![{suite.shows}]({(PICTURES / suite.name).as_posix()}.png)")
@@ -123,7 +123,12 @@ def _times(file: File) -> list[tuple[str, ...]]:
 
 
 def _cell(time: Time | None) -> str:
-    return f"{time.median:.3g} ({time.lower:.3g} to {time.upper:.3g})" if time else "-"
+    return f"{_short(time.median)} ({_short(time.lower)} to {_short(time.upper)})" if time else "-"
+
+
+def _short(number: float) -> str:
+    """With three digits, those behind the point too."""
+    return f"{number:.0f}" if number >= 100 or number == int(number) == 0 else f"{number:#.3g}"
 
 
 def _clocks(file: File) -> str:
@@ -165,12 +170,16 @@ def _mib(count: float) -> str:
     return f"{count / 2**20:.1f}"
 
 
+def _metric(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
 def _metrics(file: File) -> str:
     names = ("registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes", "seconds", "cubin_bytes", "lines")
     rows = [
         (
             point["name"],
-            *(f"{point['values'][name]:.7g}" if name in point["values"] else "-" for name in names),
+            *(_metric(point["values"].get(name)) for name in names),
         )
         for point in file.points
     ]
@@ -184,7 +193,8 @@ def _metrics(file: File) -> str:
         "cubin, bytes",
         "lines",
     )
-    return _table(head, rows)
+    said = "nvcc's seconds are those of the machine that is named, whatever else it had to do."
+    return _table(head, rows) + f"\n\n{said}"
 
 
 def _counts(file: File) -> str:
