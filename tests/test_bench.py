@@ -139,6 +139,7 @@ def test_a_call_that_is_wrong_has_no_time():
         (["--suite", "speed"], "--suite: expected one of memory, "),
         (["--engine", "tpu"], "--engine: expected cuda or cpu, got 'tpu'"),
         (["--budget", "0"], "--budget: expected seconds above 0, got 0"),
+        (["--engine", "cuda", "--suite", "tokens"], "--engine cuda: expected a GPU for tokens, found none"),
         (["--compare", "a.json", "b.json"], "a.json: expected a file that flashmoe bench has written"),
     ],
 )
@@ -239,21 +240,16 @@ def drawn_from(picture: Path) -> str:
 
 
 def test_another_figure_makes_another_page_and_picture(tmp_path):
-    path = next(RESULTS.glob(f"{store.PREFIX}*/*.json"))
-    result = json.loads(path.read_text())
-    other = tmp_path / path.parent.name / path.name
-    other.parent.mkdir()
-    for factor in (1.0, 2.0):
-        for point in result["points"]:
-            for timers in point.get("samples", {}).values():
-                for times in timers.values():
-                    times[:] = [factor * each for each in times]
-        other.write_text(json.dumps(result))
-        files = series.files(tmp_path)[result["suite"]]
-        page, digest = report.markdown({result["suite"]: files}, set(), tmp_path), figures.digest(files)
-        if factor == 1.0:
-            before = page, digest
-    assert before[1] != digest and before[0] != page
+    path = run(tmp_path, fake("tokens", {"a": [1.0]})).files[0]
+    result = store.read(path) | {"engine": "cuda"}
+    seen = []
+    for ms in (1.0, 2.0):
+        result["points"][0]["samples"]["flashmoe"]["plain"] = [ms]
+        path.write_text(json.dumps(result))
+        found = series.files(tmp_path)
+        seen.append((report.markdown(found, set()), figures.digest(found["tokens"])))
+    (page, digest), (other_page, other_digest) = seen
+    assert page != other_page and digest != other_digest
 
 
 def test_every_table_and_figure_of_the_papers_has_its_line():

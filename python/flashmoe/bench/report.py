@@ -32,11 +32,12 @@ def write(folder: Path, page: Path) -> list[Path]:
         if found.get(name) and name in DRAWERS and DRAWERS[name](picture, found[name]):
             drawn[name] = picture
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(markdown(found, set(drawn), page.parent))
+    page.write_text(markdown(found, set(drawn)))
     return list(drawn.values())
 
 
-def markdown(found: dict[str, list[File]], drawn: set[str], beside: Path) -> str:
+def markdown(found: dict[str, list[File]], drawn: set[str]) -> str:
+    """`drawn`: the suites that have a picture."""
     parts = [_INTRODUCTION, _items(found), _absent_baselines()]
     for suite in SUITES.values():
         parts.append(_section(suite, found.get(suite.name, []), suite.name in drawn))

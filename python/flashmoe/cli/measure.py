@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from rich.table import Table
 from ..bench import compare, report, runner, store
 from ..bench.plan import Machine, Suite
 from ..bench.suites import SUITES
-from ..errors import InvalidArgument
+from ..errors import FlashMoEError, InvalidArgument
 from .console import console, count
 
 DEFAULT_OUT = Path("flashmoe-bench")
@@ -56,13 +57,24 @@ def command(
     if budget is not None and not budget > 0:
         raise InvalidArgument(f"--budget: expected seconds above 0, got {budget:g}")
     machine, device = store.detected(engine)
-    return _measure(_chosen(suite), machine, device, out, commit or store.program("harness").head(), budget)
+    suites = _chosen(suite)
+    _require(machine, suites if suite else [])
+    return _measure(suites, machine, device, out, commit or store.program("harness").head(), budget)
 
 
 def _chosen(names: list[str] | None) -> list[Suite]:
     if unknown := [name for name in names or () if name not in SUITES]:
         raise InvalidArgument(f"--suite: expected one of {', '.join(SUITES)}, got {', '.join(unknown)}")
     return [suite for suite in SUITES.values() if not names or suite.name in names]
+
+
+def _require(machine: Machine, asked: list[Suite]) -> None:
+    """Refuse what can measure nothing of the suites that were asked for."""
+    if importlib.util.find_spec("torch") is None:
+        raise FlashMoEError("bench: expected PyTorch, whose process groups ranks join, found none; see flashmoe info")
+    if without := [suite.name for suite in asked if not list(suite.points(machine))]:
+        few = ("several GPUs", "one") if machine.gpus else ("a GPU", "none")
+        raise InvalidArgument(f"--engine cuda: expected {few[0]} for {', '.join(without)}, found {few[1]}")
 
 
 def _list() -> None:
