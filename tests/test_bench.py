@@ -106,6 +106,12 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     assert [point["sources_sha256"] for point in store.read(outcome.files[0])["points"]] == ["another"] * 3
 
 
+def test_times_are_written_on_one_line(tmp_path):
+    path = run(tmp_path, fake("tokens", {"a": [1.23456789, 2.0, 3e-5]})).files[0]
+    assert '"plain": [1.23457, 2.0, 3e-05]' in path.read_text()
+    assert store.read(path)["points"][0]["samples"] == {"flashmoe": {"plain": [1.23457, 2.0, 3e-5]}}
+
+
 def test_a_point_that_was_voided_is_measured_again(tmp_path):
     answers: dict[str, list[float]] = {"a": []}
     run(tmp_path, fake("tokens", answers))

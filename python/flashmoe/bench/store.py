@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,10 @@ PACKAGES = (
     *("vllm", "sonic-moe", "deep_ep", "tutel", "deepspeed", "megatron-core", "liger-kernel"),
 )
 """Whose versions are written down, as far as they are there."""
+
+
+_NUMBERS = re.compile(r"\[[-+\d.eE,\s]+\]")
+"""An array of them."""
 
 
 def detected(engine: str | None) -> tuple[Machine, str]:
@@ -100,10 +105,16 @@ class Results:
             **measured,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**self._origin, "points": list(self._entries.values())}, indent=1)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(text + "\n")
+        partial.write_text(written({**self._origin, "points": list(self._entries.values())}))
         partial.replace(self.path)
+
+
+def written(result: dict[str, Any]) -> str:
+    """Its JSON: the times of a call on one line, to six digits, which no timer has."""
+    rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.6g}"))
+    text = json.dumps(rounded, indent=1)
+    return _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
 
 
 def read(path: Path) -> dict[str, Any]:
