@@ -11,9 +11,12 @@ but for rounding; "difference" says how far they are apart.
 1 / E; experts lie in contiguous shares, or as `flashmoe.placement.balanced` places them, with E / 8 copies, by the load
 of that very batch. "fullest" is what the rank that computes most has, of the mean.
 
-`routing`: the same two placements of the shipped layer's experts, chosen as its router chooses them for its passage.
+`routing`: the same two placements of the shipped layer's experts, chosen as its router chooses them for its passage,
+which comes --passes times over: the loads are the passage's, and a call is long beside what disturbs it.
 
 Every rank has T tokens, whose experts are given. Of each call the slowest rank's time counts; medians of --repeats.
+The two placements that are compared are called in turn; "of_contiguous" is the median of what two neighbouring calls
+have to one another.
 With the CUDA engine a call begins behind an all-reduce on GPUs that are kept busy, with the CPU engine (whose shape is
 "small") at a barrier. Rank 0 prints and writes JSON.
 """
@@ -144,29 +147,38 @@ def milliseconds(call: Callable[[int], Any], repeats: int, engine: str) -> list[
     if engine == "cuda":
         return group_milliseconds(call, repeats, True)
     spans = []
-    for i in range(repeats + WARM_UP):
+    for i in range(repeats):
         dist.barrier()
         start = time.perf_counter()
         call(i)
         spans.append((time.perf_counter() - start) * 1e3)
-    slowest = torch.tensor(spans[WARM_UP:])
+    slowest = torch.tensor(spans)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()
 
 
-def measured(layer: SpreadLayer, repeats: int, engine: str) -> dict[str, Any]:
-    """What all rows have."""
-    y = layer(0)
-    layer.ctx.synchronize()
-    error = layer.error(y)
-    times = milliseconds(layer, repeats, engine)
+def measured(layers: list[SpreadLayer], repeats: int, engine: str) -> list[dict[str, Any]]:
+    """What all rows have, of layers that are called in turn."""
+    errors = []
+    for layer in layers:
+        y = layer(0)
+        layer.ctx.synchronize()
+        errors.append(layer.error(y))
+    for layer in layers * WARM_UP:
+        layer(0)
+        layer.ctx.synchronize()
+    in_turn = milliseconds(lambda i: layers[i % len(layers)](i), repeats * len(layers), engine)
+    return [row_of(layer, errors[i], in_turn[i :: len(layers)]) for i, layer in enumerate(layers)]
+
+
+def row_of(layer: SpreadLayer, error: float, times: list[float]) -> dict[str, Any]:
     report = layer.ctx.last_call
     sent = torch.tensor([report.rows_sent, report.return_rows_sent], device=layer.x.device)
     dist.all_reduce(sent)
     return {
         "ms": statistics.median(times),
         "min_max": [min(times), max(times)],
-        "samples": times,
+        "samples_ms": times,
         "error": error,
         "return_mode": report.return_mode,
         "rows_sent": sent.tolist(),
@@ -187,7 +199,8 @@ def splits(name: str, shape: tuple, tokens: int, repeats: int, engine: str) -> l
         apart = torch.stack([(y - first).square().sum(), first.square().sum()])
         dist.all_reduce(apart)
         row = {"shape": name, "tokens": tokens, "expert_parallel": ranks // tensor, "tensor_parallel": tensor}
-        rows.append(row | measured(layer, repeats, engine) | {"difference": float((apart[0] / apart[1]).sqrt())})
+        row |= measured([layer], repeats, engine)[0]
+        rows.append(row | {"difference": float((apart[0] / apart[1]).sqrt())})
         layer.close()
     return rows
 
@@ -203,14 +216,14 @@ def imbalance(
     return rows
 
 
-def routing(repeats: int, engine: str) -> list[dict[str, Any]]:
-    """The shipped passage, dealt out evenly."""
+def routing(repeats: int, engine: str, passes: int) -> list[dict[str, Any]]:
+    """The shipped passage, dealt out evenly, `passes` times over."""
     layer, states = shipped_layer()
     sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "experts": layer.experts, "top_k": layer.top_k}
     with flashmoe.Context(engine="cpu", max_tokens=len(states), **sizes, dtype=layer.dtype.name) as context:
         flashmoe.moe(context, states, **layer.tensors(), **layer.rule())
         ids = context.last_call.topk_ids
-    by_rank = [each.astype(np.int32) for each in np.array_split(ids, dist.get_world_size())]
+    by_rank = [np.tile(each.astype(np.int32), (passes, 1)) for each in np.array_split(ids, dist.get_world_size())]
     shape = (*sizes.values(), layer.activation)
     return placed({"shape": "shipped", "tokens": len(by_rank[0])}, (*shape, ()), by_rank, repeats, engine)
 
@@ -223,13 +236,14 @@ def placed(
     load = np.array([np.bincount(ids.ravel(), minlength=experts) for ids in by_rank])
     copies = min(experts // 8, experts * (ranks - 1))
     placements = {"contiguous": contiguous(experts, ranks), "balanced": balanced(load.sum(axis=0), ranks, copies)}
-    rows = []
-    for how, placement in placements.items():
-        layer = SpreadLayer(shape, engine, by_rank[rank], placement)
+    layers = [SpreadLayer(shape, engine, by_rank[rank], placement) for placement in placements.values()]
+    rows = measured(layers, repeats, engine)
+    for (how, placement), layer, row in zip(placements.items(), layers, rows, strict=True):
         of_ranks = rank_loads(placement, load, ranks)
-        row = what | {"placement": how, "spread_of_load": float((load.sum(axis=0) / load.sum()).std())}
         row["fullest"] = float(of_ranks.max() / of_ranks.mean())
-        rows.append(row | measured(layer, repeats, engine))
+        pairs = zip(row["samples_ms"], rows[0]["samples_ms"], strict=True)
+        row["of_contiguous"] = statistics.median(one / other for one, other in pairs)
+        row |= what | {"placement": how, "spread_of_load": float((load.sum(axis=0) / load.sum()).std())}
         layer.close()
     return rows
 
@@ -248,8 +262,9 @@ def start(engine: str) -> dict[str, Any]:
 def report(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     result["rows"] += rows
     for row in rows if dist.get_rank() == 0 else ():
+        shown = {key: value for key, value in row.items() if key != "samples_ms"}
         print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                        for key, value in row.items() if key != "samples"), flush=True)  # fmt: skip
+                        for key, value in shown.items()), flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -259,6 +274,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=None)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--spread", type=float, nargs="*", default=[0.0, 0.01, 0.02, 0.03, 0.04, 0.05])
+    parser.add_argument("--passes", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=32)
     parser.add_argument("--out", type=pathlib.Path)
     commit_option(parser)
@@ -267,7 +283,7 @@ def main() -> None:
     result: dict[str, Any] = start(args.engine) | {"commit": args.commit, "suite": args.suite, "rows": []}
     by_suite = {"splits": splits, "imbalance": functools.partial(imbalance, spreads=args.spread)}
     if args.suite == "routing":
-        report(result, routing(args.repeats, args.engine))
+        report(result, routing(args.repeats, args.engine, args.passes))
     else:
         for name in args.shapes or (["mixtral", "paper-E8"] if args.engine == "cuda" else list(SMALL)):
             tokens = args.tokens or shapes[name][-1][0]

@@ -8,14 +8,15 @@
 namespace flashmoe::cuda {
 namespace {
 
-// Tiles of a band (OrderPolicy::raster). With several ranks, as many as an expert of about a thousand rows has.
-constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6;
+// Tiles of a band (OrderPolicy::raster). With several ranks, as many as an expert of about a thousand rows has. Of a rank alone whose
+// shorter tasks go through fewer than kShortStages stages, as those of slices do, twice as many.
+constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6, kShortStages = 8;
 constexpr uint32_t kSenders = 16;
 // A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that exceeds any call's tasks: GEMM1 waits for all of GEMM0.
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
 // Tasks published ahead for each cluster, most and least, and the pipeline's stages that they are to make: the longer
 // tasks are, the fewer.
-constexpr uint32_t kMostAhead = 4, kLeastAhead = 1;
+constexpr uint32_t kMostAhead = 4, kMostShortAhead = 8, kLeastAhead = 1;
 constexpr uint32_t kStagesAhead = 32;  // 20 us
 
 // A second's operations of the GEMMs, and bytes out over the link, as measured on H200.
@@ -91,11 +92,18 @@ bool link_keeps_up(const Shape& s) {
   return s.return_bytes * (s.ranks - 1) / kLinkRate <= s.ranks * 2.0 * s.intermediate / kGemmRate;
 }
 
+// Stages of the shorter of GEMM0's and GEMM1's tasks.
+uint32_t short_stages(const Shape& s) {
+  return ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.intermediate_bytes), sm90::kRowBytes);
+}
+
+bool is_short(const Shape& s) {
+  return s.ranks == 1 && short_stages(s) < kShortStages;
+}
+
 uint32_t tasks_ahead(const Shape& s) {
-  if (s.ranks == 1) return kMostAhead;
-  const uint32_t stages =
-      ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.intermediate_bytes), sm90::kRowBytes);
-  return std::clamp(ceil_div(kStagesAhead, stages), kLeastAhead, kMostAhead);
+  if (s.ranks == 1) return is_short(s) ? kMostShortAhead : kMostAhead;
+  return std::clamp(ceil_div(kStagesAhead, short_stages(s)), kLeastAhead, kMostAhead);
 }
 
 OrderPolicy task_order(const Shape& s, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked) {
@@ -105,7 +113,7 @@ OrderPolicy task_order(const Shape& s, ReturnMode mode, uint32_t blocks, const O
   const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && !link_keeps_up(s);
   const uint32_t clusters = blocks / sm90::kClusterBlocks;
   OrderPolicy chosen{.gemm1_lag = early ? 2 * clusters : kAlwaysHeld,
-                     .raster = s.ranks > 1 ? kRasterOfSeveral : kRaster,
+                     .raster = s.ranks > 1 ? kRasterOfSeveral : is_short(s) ? 2 * kRaster : kRaster,
                      .window = tasks_ahead(s) * clusters,
                      .gemm1_lists = early ? 2u : 1u,
                      .own_first = early ? 2u : 1u,

@@ -58,8 +58,8 @@ class Run:
             harness = program("harness")
             further = {} if cycles is None else {"cycles": cycles}
             return lambda call, repeats, busy: harness.group_milliseconds(call, repeats, busy, **further)
-        on_cpu = program("parallelism").milliseconds
-        return lambda call, repeats, busy: [] if busy else on_cpu(call, repeats, "cpu")
+        on_cpu, warm_up = program("parallelism").milliseconds, program("harness").WARM_UP
+        return lambda call, repeats, busy: [] if busy else on_cpu(call, repeats + warm_up, "cpu")[warm_up:]
 
     def _uuid(self) -> str:
         if self.engine == "cpu":

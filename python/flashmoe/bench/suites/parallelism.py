@@ -40,7 +40,7 @@ def measured(run: Run, rows: Callable[[Any, tuple], list[dict[str, Any]]], shape
     bound = BOUNDS["exact" if run.engine == "cpu" else "bfloat16"]
     check = run.check(max(row["error"] for row in of), bound, "a rank's rows of sampled tokens, beside float64's")
     timer = "plain" if run.engine == "cpu" else "busy"
-    samples = {label.format(**row): {timer: row.pop("samples")} for row in of}
+    samples = {label.format(**row): {timer: row.pop("samples_ms")} for row in of}
     return {"check": check, "samples": samples, "values": {"rows": of}}
 
 
