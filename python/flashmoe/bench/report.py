@@ -326,7 +326,8 @@ def _gpus(path: Path, of: list[File]) -> bool:
     times: dict[tuple[str, str], list[Time]] = {}
     for file, time in _all_times(of):
         if time.call in ("flashmoe", "pytorch", "gemms"):
-            shape = f"{time.sizes.get('shape', '')} {time.sizes['tokens']}, {_card(file.device)}"
+            dtype = time.sizes.get("dtype", "bfloat16")
+            shape = f"{time.sizes.get('shape', '')} {time.sizes['tokens']}, {dtype}, {_card(file.device)}"
             times.setdefault((shape, time.call), []).append(time)
     latency: dict[str, figures.Lines] = {}
     for (shape, call), line in times.items():
@@ -336,14 +337,14 @@ def _gpus(path: Path, of: list[File]) -> bool:
         two = next((time.median for time in line if time.ranks == 2), None)
         if two is not None and call != "gemms":
             scaled = [(time.ranks, _scaled(time, lambda ms, two=two: two / ms)) for time in line if time.ranks >= 2]
-            latency.setdefault(f"overlap efficiency, T(2) / T(N); {shape}", {})[call] = scaled
+            latency.setdefault(f"efficiency, T(2) / T(N); {shape}", {})[call] = scaled
         if call != "gemms":
             rate = [(time.ranks, _scaled(time, lambda ms, time=time: time.sizes["tokens"] * time.ranks / ms / 1e3))
                     for time in line]  # fmt: skip
-            latency.setdefault(f"throughput, Mtokens/s; {shape}", {})[call] = rate
+            latency.setdefault(f"Mtokens/s; {shape}", {})[call] = rate
     if latency:
         (said,) = [each for each in PUBLISHED if each.unit == "Mtokens/s"]
-        rates = [title for title in latency if title.startswith("throughput")]
+        rates = [title for title in latency if title.startswith("Mtokens/s")]
         published = dict.fromkeys(rates, (8.0, said.value, "FlashDMoE, float32, 8 H100"))
         figures.draw_lines(path, latency, "GPUs (N)", "", of, published)
     return bool(latency)
