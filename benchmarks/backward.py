@@ -32,13 +32,13 @@ BUSY_CYCLES = 10_000_000  # some 5 ms: autograd and what follows the kernel take
 DEFAULT = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
 
 
-def calls_of(layer: LoneLayer) -> dict[str, Any]:
-    """What is timed of a layer, by name."""
+def calls_of(layer: Any) -> dict[str, Any]:
+    """What is timed of a layer (`LoneLayer`, or one that has its attributes), by name."""
     x = layer.xs[0].requires_grad_()
     matrices = [layer.w1.requires_grad_(), layer.w2.requires_grad_()]
     router, dy = layer.router.requires_grad_(), torch.randn_like(x)
-    ids = torch.rand(len(x), layer.experts, device="cuda").topk(layer.top_k).indices.int()
-    weights = torch.rand(len(x), layer.top_k, device="cuda").requires_grad_()
+    ids = torch.rand(len(x), layer.experts, device=x.device).topk(layer.top_k).indices.int()
+    weights = torch.rand(len(x), layer.top_k, device=x.device).requires_grad_()
     y = layer(0)
     y_given = flashmoe.moe(layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, activation=layer.activation)
 

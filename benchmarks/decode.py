@@ -116,7 +116,7 @@ class Layers:
         times = [ms / LAYERS * 1e3 for ms in milliseconds(lambda _: graph.replay(), repeats)]
         self.context.synchronize()
         speed = self.touched_bytes(tokens) / statistics.median(times) * 1e6
-        row = {"tokens": tokens, "us": statistics.median(times), "min_max": [min(times), max(times)]}
+        row = {"tokens": tokens, "us": statistics.median(times), "min_max": [min(times), max(times)], "samples": times}
         return row | {"weights_tb_s": speed / 1e12, "of_read": speed / read, "nvidia_smi": {QUERY: nvidia_smi()}}
 
 

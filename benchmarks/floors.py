@@ -25,15 +25,15 @@ from harness import SHAPES, WHOLE, commit_option, described, flops, group_millis
 
 def floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tensor, w2: torch.Tensor):
     """Both grouped GEMMs on ready inputs, their rows spread over the experts at random."""
-    counts = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts)
+    counts = torch.bincount(torch.randint(experts, (rows,), device=w1.device), minlength=experts)
     return grouped_gemms(counts, rows, hidden, inner, w1, w2)
 
 
 def grouped_gemms(counts: torch.Tensor, rows: int, hidden: int, inner: int, w1: torch.Tensor, w2: torch.Tensor):
     """Both grouped GEMMs on ready inputs, with so many of the rows an expert."""
     offsets = counts.cumsum(0).int()
-    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
-    h = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, hidden, device=w1.device, dtype=w1.dtype)
+    h = torch.randn(rows, inner, device=w1.device, dtype=w1.dtype)
 
     def call(_: int) -> None:
         torch._grouped_mm(x, w1.transpose(1, 2), offs=offsets)
@@ -45,9 +45,10 @@ def grouped_gemms(counts: torch.Tensor, rows: int, hidden: int, inner: int, w1: 
 def backward_floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tensor, w2: torch.Tensor):
     """The four grouped GEMMs of a backward pass on ready inputs, their rows spread over the experts at random: two of
     rows, by the matrices, and two over rows, of the matrices' shapes."""
-    offsets = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts).cumsum(0).int()
-    x, dy = (torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    a, dz = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for columns in (inner, w1.shape[1]))
+    make = {"device": w1.device, "dtype": w1.dtype}
+    offsets = torch.bincount(torch.randint(experts, (rows,), device=w1.device), minlength=experts).cumsum(0).int()
+    x, dy = (torch.randn(rows, hidden, **make) for _ in range(2))
+    a, dz = (torch.randn(rows, columns, **make) for columns in (inner, w1.shape[1]))
 
     def call(_: int) -> None:
         torch._grouped_mm(dy, w2, offs=offsets)
@@ -58,10 +59,12 @@ def backward_floor_call(rows: int, hidden: int, inner: int, experts: int, w1: to
     return call
 
 
-def exchange(rows: int, hidden: int) -> Callable[[int], None]:
-    """NCCL's all-to-all of so many rows, one way, as many to each rank."""
+def exchange(
+    rows: int, hidden: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> Callable[[int], None]:
+    """The backend's (NCCL's) all-to-all of so many rows, one way, as many to each rank."""
     rows = rows // dist.get_world_size() * dist.get_world_size()
-    sent = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    sent = torch.randn(rows, hidden, device=device, dtype=dtype)
     received = torch.empty_like(sent)
 
     def call(_: int) -> None:

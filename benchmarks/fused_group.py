@@ -89,7 +89,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
 
 def check(x, y, router, own, w1, w2, top_k: int, gated: bool) -> float:
     """Relative error of a few of each rank's tokens, whose terms every rank computes for the experts that it holds."""
-    sample = torch.arange(0, len(x), max(1, len(x) // 4), device="cuda")[:4]
+    sample = torch.arange(0, len(x), max(1, len(x) // 4), device=x.device)[:4]
     worst = 0.0
     for source in range(dist.get_world_size()):
         rows, results = x[sample].contiguous(), y[sample].contiguous()

@@ -280,17 +280,17 @@ def slowest(times: list[float]) -> list[float]:
     return all_times.tolist()
 
 
-def group_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool) -> list[float]:
+def group_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool, cycles: int = BUSY_CYCLES) -> list[float]:
     """Of single calls, the slowest rank's times."""
-    return slowest(own_milliseconds(call, repeats, busy))
+    return slowest(own_milliseconds(call, repeats, busy, cycles))
 
 
-def own_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool) -> list[float]:
+def own_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool, cycles: int = BUSY_CYCLES) -> list[float]:
     """This rank's times of single calls."""
-    return [own_span(call, i, busy) for i in range(repeats + WARM_UP)][WARM_UP:]
+    return [own_span(call, i, busy, cycles) for i in range(repeats + WARM_UP)][WARM_UP:]
 
 
-def own_span(call: Callable[[int], Any], i: int, busy: bool) -> float:
+def own_span(call: Callable[[int], Any], i: int, busy: bool, cycles: int = BUSY_CYCLES) -> float:
     """This rank's milliseconds of `call(i)`, by events, all ranks beginning together: at a barrier, and with `busy` in
     an all-reduce behind other work, on which the measured span follows without a gap."""
     import torch
@@ -300,7 +300,7 @@ def own_span(call: Callable[[int], Any], i: int, busy: bool) -> float:
     meeting = torch.zeros(1, device="cuda")
     dist.barrier()
     if busy:
-        torch.cuda._sleep(BUSY_CYCLES)
+        torch.cuda._sleep(cycles)
         dist.all_reduce(meeting)
     start.record()
     call(i)

@@ -40,7 +40,17 @@ import torch.distributed as dist
 from flashmoe.checkpoint import shipped_layer
 from flashmoe.placement import Placement, balanced, contiguous, hybrid, local_experts, rank_loads
 from flashmoe.slices import cut
-from harness import SHAPES, WARM_UP, commit_option, cpu_model, described, group_milliseconds, join, write
+from harness import (
+    SHAPES,
+    WARM_UP,
+    commit_option,
+    cpu_model,
+    described,
+    expert_row,
+    group_milliseconds,
+    join,
+    write,
+)
 
 SMALL = {"small": (64, 128, 8, 2, "swiglu", (256,))}  # of two cores, in a second
 TYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -50,6 +60,7 @@ class SpreadLayer:
     """One rank's part of a layer of random weights, which are the same however the experts are spread."""
 
     def __init__(self, shape: tuple, engine: str, ids: np.ndarray, placement: Placement, slices: int = 1) -> None:
+        self.shape = shape
         hidden, inner, experts, top_k, activation, _ = shape
         rank, tokens, device = dist.get_rank(), len(ids), _device(engine)
         make = {"device": device, "dtype": TYPES[engine]}
@@ -86,6 +97,19 @@ class SpreadLayer:
 
     def __call__(self, _: int) -> torch.Tensor:
         return flashmoe.moe(self.ctx, self.x, self.w1, self.w2, **self.routing, **self.options)
+
+    def error(self, y: torch.Tensor) -> float:
+        """Of two of this rank's rows, beside float64's: whole experts are made again, wherever they lie."""
+        hidden, inner, _, top_k, activation, _ = self.shape
+        make = {"device": self.x.device, "dtype": self.x.dtype}
+        sample = [0, len(self.x) - 1]
+        expected = torch.zeros(len(sample), hidden, dtype=torch.float64, device=self.x.device)
+        for row, token in enumerate(sample):
+            for expert in self.routing["topk_ids"][token].tolist():
+                whole = _slice(expert, 0, 1, hidden, inner, activation, make)
+                w1, w2 = whole["gate_up_proj"], whole["down_proj"]
+                expected[row] += expert_row(self.x[token], w1, w2, activation == "swiglu") / top_k
+        return ((y[sample].double() - expected).norm() / expected.norm()).item()
 
     def close(self) -> None:
         self.ctx.synchronize()
@@ -135,14 +159,19 @@ def milliseconds(call: Callable[[int], Any], repeats: int, engine: str) -> list[
 
 def measured(layers: list[SpreadLayer], repeats: int, engine: str) -> list[dict[str, Any]]:
     """What all rows have, of layers that are called in turn."""
+    errors = []
+    for layer in layers:
+        y = layer(0)
+        layer.ctx.synchronize()
+        errors.append(layer.error(y))
     for layer in layers * WARM_UP:
         layer(0)
         layer.ctx.synchronize()
     in_turn = milliseconds(lambda i: layers[i % len(layers)](i), repeats * len(layers), engine)
-    return [row_of(layer, in_turn[first :: len(layers)]) for first, layer in enumerate(layers)]
+    return [row_of(layer, errors[i], in_turn[i :: len(layers)]) for i, layer in enumerate(layers)]
 
 
-def row_of(layer: SpreadLayer, times: list[float]) -> dict[str, Any]:
+def row_of(layer: SpreadLayer, error: float, times: list[float]) -> dict[str, Any]:
     report = layer.ctx.last_call
     sent = torch.tensor([report.rows_sent, report.return_rows_sent], device=layer.x.device)
     dist.all_reduce(sent)
@@ -150,6 +179,7 @@ def row_of(layer: SpreadLayer, times: list[float]) -> dict[str, Any]:
         "ms": statistics.median(times),
         "min_max": [min(times), max(times)],
         "samples_ms": times,
+        "error": error,
         "return_mode": report.return_mode,
         "rows_sent": sent.tolist(),
     }

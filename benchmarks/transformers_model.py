@@ -13,11 +13,12 @@ router; `fused`: whole blocks.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,43 +30,52 @@ PROMPT, STEPS, TURNS = 128, 16, 4
 THEIRS = ("grouped_mm", "batched_mm")
 
 
-def build(layers: int) -> torch.nn.Module:
+QWEN3 = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+"""Of Qwen3-30B-A3B."""
+
+
+def build(layers: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> torch.nn.Module:
+    """With `sizes` instead of `QWEN3`'s."""
     config = transformers.Qwen3MoeConfig(
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        attn_implementation="sdpa",
+        **{**QWEN3, **sizes}, norm_topk_prob=True, num_hidden_layers=layers, attn_implementation="sdpa"
     )
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    with torch.device(device):
+        return transformers.Qwen3MoeForCausalLM._from_config(config, dtype=dtype).eval()
 
 
 def tokens(model: torch.nn.Module, batch: int, length: int) -> torch.Tensor:
-    return torch.randint(model.config.vocab_size, (batch, length), device="cuda")
+    return torch.randint(model.config.vocab_size, (batch, length), device=model.device)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def timed(run: Callable[[], Any], repeats: int) -> float:
     """Milliseconds of one of `repeats` runs, host and all."""
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) * 1e3 / repeats
 
 
-def prefill(model: torch.nn.Module, batch: int) -> Callable[[], float]:
-    ids = tokens(model, batch, 8192 // batch)
+def prefill(model: torch.nn.Module, batch: int, in_all: int = 8192) -> Callable[[], float]:
+    ids = tokens(model, batch, in_all // batch)
 
     def run() -> None:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -108,6 +118,7 @@ def decode_graph(model: torch.nn.Module, batch: int) -> Callable[[], float]:
 
 
 CASES = {
+    "prefill 64": (functools.partial(prefill, in_all=64), 1),
     "prefill 8192": (prefill, 1),
     "prefill 8 x 1024": (prefill, 8),
     "decode 1": (decode, 1),
@@ -115,22 +126,26 @@ CASES = {
     "decode 1, graph": (decode_graph, 1),
     "decode 32, graph": (decode_graph, 32),
 }
+WHOLE = tuple(case for case in CASES if case != "prefill 64")
+"""Of a model of Qwen3's size."""
 
 
-def measure(model: torch.nn.Module, names: list[str]) -> dict[str, dict[str, Any]]:
+def measure(model: torch.nn.Module, names: list[str], cases: Sequence[str] = WHOLE) -> dict[str, dict[str, Any]]:
     """By case and implementation."""
-    result: dict[str, dict[str, Any]] = {case: {} for case in CASES}
+    result: dict[str, dict[str, Any]] = {case: {} for case in cases}
     for name in names:
         if name == "fused":
             fuse(model)  # for good: it comes last
         else:
             model.set_experts_implementation(name)
-        for case, (prepare, batch) in CASES.items():
+        for case in cases:
+            prepare, batch = CASES[case]
             try:
                 with torch.no_grad():
                     turn = prepare(model, batch)
                     times = [turn() for _ in range(TURNS)]
-                result[case][name] = {"ms": statistics.median(times), "min_max": [min(times), max(times)]}
+                spread = [min(times), max(times)]
+                result[case][name] = {"ms": statistics.median(times), "min_max": spread, "samples": times}
             except Exception as error:
                 result[case][name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             torch.cuda.empty_cache()

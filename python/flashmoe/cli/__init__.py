@@ -1,5 +1,5 @@
 """The ``flashmoe`` command: run a layer and check it, say what this machine can run, plan memory, place experts by
-their load, compile kernels, tune them, simulate groups of GPUs."""
+their load, compile kernels, tune them, measure suites, simulate groups of GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..errors import FlashMoEError
-from . import balance, compile, info, memory, run, simulate, tune
+from . import balance, compile, info, measure, memory, run, simulate, tune
 from .console import abandon_broken_output, escape_what_cannot_be_encoded, print_error
 
 # The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
@@ -30,6 +30,7 @@ app.command("balance")(balance.command)
 app.command("compile")(compile.command)
 app.command("tune")(tune.command)
 app.command("simulate")(simulate.command)
+app.command("bench")(measure.command)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,92 @@
+"""What stands beside FlashMoE's layer: on the same inputs, in the same processes, by the same timers.
+
+A baseline is a file here. It says why it cannot do a layer, or what it needs is not installed (`lacks`), and makes the
+calls [T, H] of one that it can (`calls`): what `Layer` holds is what it computes with. Its result is checked as
+FlashMoE's is; one that fails has no time. `TABLE` has besides what could not be made here, and why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from ..layer import Layer
+from ..run import Call
+
+MODULES = (
+    *("pytorch", "pytorch_graph", "transformers_grouped", "transformers_batched"),
+    *("liger", "liger_cute", "vllm", "sonicmoe", "deepep", "megatron"),
+)
+"""Those that there are, in the order in which they are timed."""
+
+
+def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, Call], dict[str, str]]:
+    """Calls by name, each checked, and why the others are absent. All ranks agree, since all look at the same."""
+    calls: dict[str, Call] = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        baseline = importlib.import_module(f"{__name__}.{name}")
+        if reason := baseline.lacks(layer):
+            absent[name] = reason
+            continue
+        try:
+            call = baseline.call(layer)
+            error = layer.run.worst(layer.error(call(0)))
+        except Exception as problem:  # another package's, of whatever kind: it is no fault of this run
+            if layer.run.ranks > 1:
+                raise  # the other ranks may wait in it
+            absent[name] = f"{type(problem).__name__}: {str(problem).splitlines()[0][:200] if str(problem) else ''}"
+            continue
+        # One rounding more than ours: of weighted rows, as they are added.
+        if not error <= 2 * layer.bound:
+            absent[name] = f"voided: expected an error of at most {2 * layer.bound:g}, got {error:g}"
+            continue
+        calls[name] = call
+    return calls, absent
+
+
+def not_installed(*packages: str) -> str | None:
+    """Why a baseline of these packages is absent; None if all are there."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"{', '.join(missing)}: not installed" if missing else None
+
+
+def floors(layer: Layer) -> dict[str, Any]:
+    """The layer's bare GEMMs, on ready rows spread over the experts at random, and among several ranks the bare
+    exchange of a row for each (token, k), there and back."""
+    from ..programs import program
+
+    sizes, run = layer.sizes, layer.run
+    rows = sizes.tokens * sizes.top_k
+    of_program = program("floors")
+    calls: dict[str, Any] = {}
+    if sizes.dtype == "bfloat16" or run.small:  # PyTorch's grouped GEMM has no other type on a GPU
+        calls["gemms"] = of_program.floor_call(
+            rows, sizes.hidden, sizes.intermediate, len(layer.own), layer.w1, layer.w2
+        )
+    if run.ranks > 1:
+        one_way = of_program.exchange(rows, sizes.hidden, run.device, layer.w1.dtype)
+        calls["exchange"] = lambda i: (one_way(i), one_way(i))
+    return calls
+
+
+TABLE = (
+    ("GEMMs alone", "`floors`", "PyTorch's grouped GEMMs on ready rows"),
+    ("exchange alone", "`floors`", "NCCL's all-to-all there and back; gloo's on CPUs"),
+    ("PyTorch and NCCL", "`pytorch`", "has run on one GPU, and with gloo on CPUs"),
+    ("the same as a CUDA graph", "`pytorch_graph`", "has run on one GPU"),
+    ("Transformers, grouped_mm", "`transformers_grouped`", "has run on one GPU and on CPUs; one rank, gated experts"),
+    ("Transformers, batched_mm", "`transformers_batched`", "has run on CPUs; one rank, gated experts, small batches"),
+    ("Liger-Kernel", "`liger`", "written by reading its source, not run; one rank, gated experts"),
+    ("LigerCute", "`liger_cute`", "written by reading its source, not run; one rank: it shares NVSHMEM with nobody"),
+    ("vLLM, fused_experts", "`vllm`", "written by reading its source, not run; one rank, gated experts"),
+    ("SonicMoE", "`sonicmoe`", "written by reading its source, not run; one rank, gated experts"),
+    ("DeepEP", "`deepep`", "written by reading its source, not run; several ranks"),
+    ("Megatron-Core", "`megatron`", "has run on CPUs only; without Transformer Engine: experts one after the other"),
+    ("DeepSpeed-MoE", "-", "absent: K of 1 or 2, and without dropping tokens it makes a tensor of T x E x capacity"),
+    ("Tutel", "-", "absent: built from source; its API was not tried"),
+    ("FasterMoE", "-", "absent: built from source; its API was not tried"),
+    ("COMET (flux)", "-", "absent: built from source, for several GPUs; its API was not tried"),
+)
+"""What there is, and why others are absent: rows of the page."""

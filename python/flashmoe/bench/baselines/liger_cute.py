@@ -1,0 +1,56 @@
+"""LigerCute, the fused expert-parallel kernel that liger-cute-kernels carries.
+
+Written by reading liger-cute-kernels 0.8.5 and ``liger_kernel/ops/cute/ops/moe.py``. It will be the only one of a
+process that uses NVSHMEM, and so stands beside a layer of one rank alone, whose context uses none. It has not been run
+here: no machine of ours has had a GPU and this package at once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ..layer import TURNS, Layer
+from ..run import Call
+from . import not_installed
+from .pytorch import route
+
+MOST = {"max_tokens": 32768, "hidden_size": 8192, "num_experts": 128, "top_k": 8}
+"""Capacities, which a process sets once."""
+
+
+def lacks(layer: Layer) -> str | None:
+    if reason := not_installed("liger_kernel", "liger_cute_kernels"):
+        return reason
+    if layer.run.engine == "cpu":
+        return "its kernel needs a GPU"
+    if layer.run.ranks > 1:
+        return "it does not share NVSHMEM with another library of its process"
+    if not layer.sizes.gated or layer.sizes.dtype != "bfloat16":
+        return "gated experts in bfloat16"
+    sizes = layer.sizes
+    fits = sizes.tokens <= MOST["max_tokens"] and sizes.experts <= MOST["num_experts"] and sizes.top_k <= MOST["top_k"]
+    return None if fits else f"its capacities here are {MOST}"
+
+
+@functools.cache
+def configure(device: str) -> None:
+    from liger_cute_kernels import MoEConfig
+    from liger_cute_kernels import configure as of_package
+
+    of_package(device=device, moe=MoEConfig(**MOST, num_hosts=1, gpus_per_host=1))
+
+
+def call(layer: Layer) -> Call:
+    import torch
+    from liger_kernel.ops.cute.ops.moe import moe_fused
+
+    configure(layer.run.device)
+    gate, up = layer.w1.chunk(2, 1)  # views, with a stride between experts, which it takes
+
+    def forward(i: int) -> torch.Tensor:
+        x = layer.xs[i % TURNS]
+        weights, ids = route(layer, x)
+        with torch.no_grad():
+            return moe_fused(x, ids.int(), weights.to(x.dtype), gate, up, layer.w2, layer.experts, layer.top_k)
+
+    return forward

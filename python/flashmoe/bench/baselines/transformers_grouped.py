@@ -1,0 +1,52 @@
+"""A block of Transformers' Qwen3-MoE with its experts as ``grouped_mm``."""
+
+from __future__ import annotations
+
+from ..layer import TURNS, Layer
+from ..run import Call
+from . import not_installed
+
+IMPLEMENTATION = "grouped_mm"
+
+
+def lacks(layer: Layer) -> str | None:
+    if reason := not_installed("transformers"):
+        return reason
+    if layer.run.ranks > 1:
+        return "its experts are one rank's"
+    return None if layer.sizes.gated else "its experts are gated"
+
+
+def call(layer: Layer) -> Call:
+    return block(layer, IMPLEMENTATION)
+
+
+def block(layer: Layer, implementation: str) -> Call:
+    """With the layer's own weights, and its router in float32: one in bfloat16 rounds its logits, and chooses other
+    experts."""
+    import torch
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    from .pytorch import route
+
+    sizes = layer.sizes
+    config = Qwen3MoeConfig(
+        hidden_size=sizes.hidden,
+        moe_intermediate_size=sizes.intermediate,
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
+        experts_implementation=implementation,
+    )
+    with torch.device("meta"):
+        experts = Qwen3MoeExperts(config)
+    experts.gate_up_proj = torch.nn.Parameter(layer.w1, requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(layer.w2, requires_grad=False)
+
+    def forward(i: int) -> torch.Tensor:
+        x = layer.xs[i % TURNS]
+        weights, ids = route(layer, x)
+        with torch.no_grad():
+            return experts(x, ids, weights.to(x.dtype))
+
+    return forward

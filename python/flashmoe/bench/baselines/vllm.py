@@ -1,0 +1,34 @@
+"""vLLM's fused experts, its Triton kernels.
+
+Written by reading vLLM's source (``vllm/model_executor/layers/fused_moe``: `fused_experts` is exported where there is
+Triton). It has not been run here: no machine of ours has had a GPU and vLLM for CUDA at once.
+"""
+
+from __future__ import annotations
+
+from ..layer import TURNS, Layer
+from ..run import Call
+from . import not_installed
+from .pytorch import route
+
+
+def lacks(layer: Layer) -> str | None:
+    if reason := not_installed("vllm"):
+        return reason
+    if layer.run.engine == "cpu":
+        return "its kernels need a GPU"
+    if layer.run.ranks > 1:
+        return "its experts are one rank's here: several need an engine of vLLM's around them"
+    return None if layer.sizes.gated else "its experts are gated"
+
+
+def call(layer: Layer) -> Call:
+    import torch
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    def forward(i: int) -> torch.Tensor:
+        x = layer.xs[i % TURNS]
+        weights, ids = route(layer, x)
+        return fused_experts(hidden_states=x, w1=layer.w1, w2=layer.w2, topk_weights=weights, topk_ids=ids.int())
+
+    return forward

@@ -1,0 +1,59 @@
+"""The clocks of a GPU while it works, by NVML, which the driver brings along.
+
+A GPU that is asked when its work is over has other clocks already: so they are read by a thread while calls are timed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+from types import TracebackType
+from typing import Any
+
+_SECONDS = 0.02
+_SM, _MEMORY = 1, 2  # nvmlClockType_t
+
+
+class Clocks:
+    """A context manager; `seen` afterwards: median, least and most of SM and memory clock (MHz) and power (W)."""
+
+    def __init__(self, uuid: str) -> None:
+        """`uuid`: ``GPU-...``, as PyTorch and nvidia-smi name it: numbers differ where some GPUs are hidden."""
+        self._uuid = uuid
+        self._samples: dict[str, list[float]] = {"sm_mhz": [], "memory_mhz": [], "watts": []}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        return {
+            name: {"median": statistics.median(each), "min": min(each), "max": max(each), "samples": len(each)}
+            for name, each in self._samples.items()
+            if each
+        }
+
+    def __enter__(self) -> Clocks:
+        try:
+            nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return self  # no driver: nothing is seen
+        device = ctypes.c_void_p()
+        if nvml.nvmlInit_v2() == 0 and not nvml.nvmlDeviceGetHandleByUUID(self._uuid.encode(), ctypes.byref(device)):
+            self._thread = threading.Thread(target=self._watch, args=(nvml, device), daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, nvml: ctypes.CDLL, device: ctypes.c_void_p) -> None:
+        number = ctypes.c_uint()
+        while not self._stop.wait(_SECONDS):
+            for name, clock in (("sm_mhz", _SM), ("memory_mhz", _MEMORY)):
+                if nvml.nvmlDeviceGetClockInfo(device, clock, ctypes.byref(number)) == 0:
+                    self._samples[name].append(number.value)
+            if nvml.nvmlDeviceGetPowerUsage(device, ctypes.byref(number)) == 0:
+                self._samples["watts"].append(number.value / 1e3)

@@ -1,0 +1,78 @@
+"""Hardware counters of a call's kernels, which ncu reads: of one GPU, in a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+SECONDS = 120.0
+DURATION = "gpu__time_duration.sum"
+"""Nanoseconds of a kernel."""
+WARM_UP = 2
+
+
+def read(call: str, sizes: dict[str, Any], metrics: tuple[str, ...]) -> list[dict[str, float]] | str:
+    """Of each kernel of a call of `call` (``flashmoe``, or a baseline's name) these metrics; or why they are not to be
+    had."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        return "ncu: not installed"
+    # Clocks as they are, and units as they are, so that numbers can be read.
+    how = ["--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off"]
+    told = json.dumps({"call": call, "sizes": sizes})
+    command = [ncu, *how, "--metrics", ",".join(metrics), sys.executable, "-m", __name__, told]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"ncu: not done after {SECONDS:g} s"
+    rows = parsed(done.stdout)
+    if done.returncode != 0 or not rows:
+        errors = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
+        return f"ncu: {(errors or ['no kernel was counted'])[0].strip()[:200]}"
+    return rows
+
+
+def parsed(printed: str) -> list[dict[str, float]]:
+    """By kernel, the metrics of ncu's CSV; lines of its own and of the program left out."""
+    lines = printed.splitlines()
+    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if begin is None:
+        return []
+    kernels: dict[str, dict[str, float]] = {}
+    for row in csv.DictReader(line for line in lines[begin:] if line.startswith('"')):
+        value = row["Metric Value"].replace(",", "")
+        kernels.setdefault(row["ID"], {})[row["Metric Name"]] = float(value)
+    return list(kernels.values())
+
+
+def main(told: str) -> None:
+    """In the process that is counted: one rank, some calls, then one between the profiler's marks."""
+    import torch
+
+    from . import baselines
+    from .group import join
+    from .layer import Layer, Sizes
+    from .run import Run
+
+    wanted = json.loads(told)
+    join("cuda", 0, 1)
+    run = Run("cuda", 0, 1, 4)
+    layer = Layer(run, Sizes.of(**wanted["sizes"]))
+    calls = {"flashmoe": layer}
+    if wanted["call"] not in calls:
+        calls |= baselines.of_layer(layer, (wanted["call"],))[0]
+    for i in range(WARM_UP):
+        calls[wanted["call"]](i)
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    calls[wanted["call"]](0)
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,140 @@
+"""The layer that most suites measure: random weights, the same inputs for it and for all that stands beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .programs import program
+from .run import Run
+
+if TYPE_CHECKING:
+    import torch
+
+BOUNDS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-8, "exact": 2.0**-18}
+"""The most that a result may differ from float64's, as `apart` has it. What is rounded on the way, by at most half a
+unit in the last place each: the hidden row, each weighted row and their sum; 16-bit types have 8 and 11 bits. float32's
+factors lose all but 10 bits of mantissa on a GPU: up to 2^-10 of each of the four. "exact" is float32
+multiplied as it is."""
+TURNS = 4
+"""Batches that calls take in turn, so that none is in the L2."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A layer, in all ranks together, and the tokens of each."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    activation: str
+    tokens: int
+    dtype: str = "bfloat16"
+    exact: bool = False
+
+    @classmethod
+    def of(cls, shape: str | None = None, **sizes: Any) -> Sizes:
+        """Of a shape of the benchmarks' harness, but for what `sizes` has; or of `sizes` alone."""
+        if shape is None:
+            return cls(**sizes)
+        hidden, intermediate, experts, top_k, activation, _ = program("harness").SHAPES[shape]
+        tokens = sizes.pop("tokens")
+        return replace(cls(hidden, intermediate, experts, top_k, activation, tokens), **sizes)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"
+
+    @property
+    def flops(self) -> int:
+        """Of a rank's tokens, in the experts' GEMMs."""
+        return self.tokens * self.top_k * (3 if self.gated else 2) * 2 * self.hidden * self.intermediate
+
+
+class Layer:
+    """One rank's share of it: batches ``xs`` [T, H], the router [E, H], ``w1`` [El, I or 2I, H] and ``w2`` [El, H, I]
+    of its own experts, and a context of the built-in order but for `profile`."""
+
+    def __init__(self, run: Run, sizes: Sizes, profile: dict[str, int] | None = None, **context: Any) -> None:
+        import torch
+
+        import flashmoe
+        from flashmoe.placement import contiguous, local_experts
+
+        self.run, self.sizes = run, sizes
+        self.own = local_experts(contiguous(sizes.experts, run.ranks), run.rank)
+        make = {"device": run.device, "dtype": getattr(torch, sizes.dtype)}
+        rows = sizes.intermediate * (2 if sizes.gated else 1)
+        self.w1 = torch.empty(len(self.own), rows, sizes.hidden, **make)
+        self.w2 = torch.empty(len(self.own), sizes.hidden, sizes.intermediate, **make)
+        for i, expert in enumerate(self.own):  # the same whatever the number of ranks
+            generator = torch.Generator(run.device).manual_seed(1000 + expert)
+            for matrix in (self.w1[i], self.w2[i]):
+                matrix.normal_(std=matrix.shape[-1] ** -0.5, generator=generator)
+        generator = torch.Generator(run.device).manual_seed(1)
+        self.router = torch.randn(sizes.experts, sizes.hidden, generator=generator, **make) * sizes.hidden**-0.5
+        generator.manual_seed(2 + run.rank)
+        self.xs = [torch.randn(sizes.tokens, sizes.hidden, generator=generator, **make) for _ in range(TURNS)]
+        if run.engine == "cuda":
+            torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
+        else:
+            context = {"processors": 1, **context}
+        self.context = flashmoe.Context.from_torch(
+            engine=run.engine,
+            profile=profile or {},
+            max_tokens=sizes.tokens,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            experts=sizes.experts,
+            top_k=sizes.top_k,
+            dtype=sizes.dtype,
+            **context,
+        )
+        # As the programs' functions name them.
+        self.experts, self.top_k, self.activation = sizes.experts, sizes.top_k, sizes.activation
+
+    def __call__(self, i: int, **options: Any) -> torch.Tensor:
+        import flashmoe
+
+        return flashmoe.moe(
+            self.context,
+            self.xs[i % TURNS],
+            self.w1,
+            self.w2,
+            router=self.router,
+            top_k=self.top_k,
+            activation=self.activation,
+            exact=self.sizes.exact,
+            **options,
+        )
+
+    @property
+    def bound(self) -> float:
+        on_cpu = self.sizes.dtype == "float32" and self.run.engine == "cpu"
+        return BOUNDS["exact" if self.sizes.exact or on_cpu else self.sizes.dtype]
+
+    def error(self, y: torch.Tensor) -> float:
+        """Of the result of batch 0: by some of each rank's tokens, in float64, with float32's routing."""
+        of_sample = program("fused_group").check
+        return of_sample(self.xs[0], y, self.router, self.own, self.w1, self.w2, self.top_k, self.sizes.gated)
+
+    def checked(self) -> dict[str, Any]:
+        """Calls once, and compares. Raises `Voided`."""
+        y = self(0)
+        self.context.synchronize()
+        return self.run.check(self.error(y), self.bound, "flashmoe's rows of sampled tokens, beside float64's")
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        self.context.synchronize()
+        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        self.context.close()
+
+    def __enter__(self) -> Layer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()

@@ -1,0 +1,92 @@
+"""What a suite's function is given in each rank: the device, and the timers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .clocks import Clocks
+from .plan import Voided
+from .programs import program
+
+if TYPE_CHECKING:
+    import torch
+
+Call = Callable[[int], Any]
+"""Of the i-th call: inputs take turns."""
+
+
+@dataclass
+class Run:
+    """One point in one rank, whose process group is joined (`group.py`)."""
+
+    engine: str
+    rank: int
+    ranks: int
+    repeats: int
+    """Timed calls of each kind by each timer; a multiple of 4."""
+    clocks: dict[str, Any] = field(default_factory=dict)
+    """While calls were timed."""
+
+    @property
+    def device(self) -> str:
+        return f"cuda:{self.rank}" if self.engine == "cuda" else "cpu"
+
+    @property
+    def small(self) -> bool:
+        return self.engine == "cpu"
+
+    def samples(self, calls: dict[str, Call], cycles: int | None = None) -> dict[str, dict[str, list[float]]]:
+        """Milliseconds of single calls, of each the slowest rank's, in turn, by two timers. ``busy``: behind work (of
+        so many `cycles`) that hides launches, all ranks together; ``plain``: with the launches. CPUs have but the
+        latter."""
+        if not calls:
+            return {}
+        harness = program("harness")
+        with Clocks(self._uuid()) as clocks:
+            timed = harness.in_turn(self._timer(cycles), calls, self.repeats)
+        self.clocks |= clocks.seen
+        samples: dict[str, dict[str, list[float]]] = {name: {} for name in calls}
+        for (name, busy), times in timed.items():
+            if times:
+                samples[name]["busy" if busy else "plain"] = times
+        return samples
+
+    def _timer(self, cycles: int | None) -> Callable[[Call, int, bool], list[float]]:
+        if self.engine == "cuda":
+            harness = program("harness")
+            further = {} if cycles is None else {"cycles": cycles}
+            return lambda call, repeats, busy: harness.group_milliseconds(call, repeats, busy, **further)
+        on_cpu, warm_up = program("parallelism").milliseconds, program("harness").WARM_UP
+        return lambda call, repeats, busy: [] if busy else on_cpu(call, repeats + warm_up, "cpu")[warm_up:]
+
+    def _uuid(self) -> str:
+        if self.engine == "cpu":
+            return ""
+        import torch
+
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+    def worst(self, value: float) -> float:
+        """Of all ranks."""
+        if self.ranks == 1:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        shared = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.item()
+
+    def check(self, error: float, bound: float, of: str) -> dict[str, Any]:
+        """A point's ``check``. Raises `Voided`, on all ranks, if any has an error beyond the bound."""
+        error = self.worst(error)
+        if not error <= bound:  # nor what is no number
+            raise Voided(f"{of}: expected an error of at most {bound:g}, got {error:g}")
+        return {"error": error, "bound": bound, "of": of}
+
+
+def apart(y: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far they are apart, of the norm of what is expected."""
+    return ((y.double() - expected.double()).norm() / expected.double().norm()).item()

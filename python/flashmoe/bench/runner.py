@@ -1,0 +1,125 @@
+"""Runs suites until all points are measured, or the budget is spent."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import FlashMoEError
+from ..launch import RankFailed
+from .group import Group
+from .plan import Machine, Point, Suite, Voided
+from .run import Run
+from .store import Results
+
+POINT_SECONDS = 600.0
+"""The most that a point may take: then its ranks are killed."""
+REPEATS = {"cuda": 32, "cpu": 8}
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    suite: Suite
+    point: Point
+    measured: dict[str, Any] | None
+    """None: it is about to be."""
+    done: int
+    points: int
+    """Of this run, those that were there left out."""
+
+
+@dataclass
+class Outcome:
+    measured: int = 0
+    known: int = 0
+    """Whose figures of the same sources were there."""
+    left: int = 0
+    """For which there was no time."""
+    wrong: list[str] = field(default_factory=list)
+    """Suite, point and why: a check or a rank failed."""
+    files: list[Path] = field(default_factory=list)
+
+
+def run_suites(
+    suites: list[Suite],
+    machine: Machine,
+    device: str,
+    *,
+    out: Path,
+    commit: str,
+    budget: float | None,
+    tell: Callable[[Progress], None],
+) -> Outcome:
+    """Measures what `out` has not got of these sources, points of few ranks first: a group of ranks stays from one to
+    the next. No point is begun when `budget` seconds are over."""
+    begin = time.monotonic()
+    files = {suite.name: Results(out, suite, machine, device, commit) for suite in suites}
+    outcome = Outcome(files=[each.path for each in files.values()])
+    todo = []
+    for suite, point in in_order(suites, machine):
+        if files[suite.name].has(point):
+            outcome.known += 1
+        else:
+            todo.append((suite, point))
+    group: Group | None = None
+    try:
+        for done, (suite, point) in enumerate(todo):
+            if budget is not None and time.monotonic() - begin >= budget:
+                outcome.left = len(todo) - done
+                break
+            tell(Progress(suite, point, None, done, len(todo)))
+            if group is not None and group.ranks != point.ranks:
+                group.close()
+                group = None
+            start = time.monotonic()
+            try:
+                if group is None and point.ranks:
+                    group = Group(machine.engine, point.ranks)
+                measured = measure(machine, group, suite, point)
+            except (FlashMoEError, OSError, subprocess.SubprocessError) as error:
+                measured = failure(error)
+                outcome.wrong.append(f"{suite.name}, {point.name}: {measured.get('voided') or measured['failed']}")
+                if group is not None:  # whatever its ranks still hold goes with them
+                    group.close()
+                    group = None
+            measured["seconds"] = round(time.monotonic() - start, 2)
+            files[suite.name].put(point, measured)
+            outcome.measured += 1
+            tell(Progress(suite, point, measured, done + 1, len(todo)))
+    finally:
+        if group is not None:
+            group.close()
+    return outcome
+
+
+def in_order(suites: list[Suite], machine: Machine) -> list[tuple[Suite, Point]]:
+    """The first points of all suites, then their second ones: a budget that ends early has some of each."""
+    points = [(i, suite, point) for suite in suites for i, point in enumerate(_by_ranks(suite, machine))]
+    return [(suite, point) for _, suite, point in sorted(points, key=lambda each: (each[2].ranks, each[0]))]
+
+
+def _by_ranks(suite: Suite, machine: Machine) -> list[Point]:
+    return sorted(suite.points(machine), key=lambda point: point.ranks)
+
+
+def measure(machine: Machine, group: Group | None, suite: Suite, point: Point) -> dict[str, Any]:
+    repeats = REPEATS[machine.engine]
+    if group is not None:
+        return group.measure(suite.name, point, repeats, POINT_SECONDS)
+    return suite.measure(Run(machine.engine, 0, 1, repeats), **point.sizes)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """The entry of a point that has no figures."""
+    errors = list(error.errors.values()) if isinstance(error, RankFailed) else [error]
+    for each in errors:
+        if isinstance(each, Voided):
+            return {"voided": str(each)}
+    first = next((each for each in errors if not isinstance(each, FlashMoEError)), errors[0])
+    return {"failed": f"{type(first).__name__}: {' '.join(str(first).split())[:400]}"}

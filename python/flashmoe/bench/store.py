@@ -1,0 +1,128 @@
+"""What runs leave: a file for each suite, device and number of GPUs, with an entry for each point.
+
+An entry says of which sources it is. One of the sources that there are now need not be measured again: so a run goes
+on where the one before it stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidArgument
+from .plan import ENGINES, Machine, Point, Suite
+from .programs import program
+
+PREFIX = "bench_"
+"""Of the folders: results of the programs of ``benchmarks/`` have names of their own."""
+PACKAGES = (
+    *("flashmoe", "torch", "numpy", "transformers", "triton", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13"),
+    *("vllm", "sonic-moe", "deep_ep", "tutel", "deepspeed", "megatron-core", "liger-kernel"),
+)
+"""Whose versions are written down, as far as they are there."""
+
+
+_NUMBERS = re.compile(r"\[[-+\d.eE,\s]+\]")
+"""An array of them."""
+
+
+def detected(engine: str | None) -> tuple[Machine, str]:
+    """This machine, and its device's name. `engine`: None for ``cuda`` where there is a GPU."""
+    if engine not in (None, *ENGINES):
+        raise InvalidArgument(f"--engine: expected {' or '.join(ENGINES)}, got {engine!r}")
+    harness = program("harness")
+    names = [] if engine == "cpu" else _gpus(harness)
+    if engine == "cpu" or (engine is None and not names):
+        return Machine("cpu", 0), harness.cpu_model()
+    return Machine("cuda", len(names)), names[0] if names else harness.cpu_model()
+
+
+def _gpus(harness: Any) -> list[str]:
+    """Names of those that this process may use. NVML's, so that none is taken by asking."""
+    names = harness.nvidia_smi("name").splitlines()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names if visible is None else names[: len([each for each in visible.split(",") if each.strip()])]
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of the installed package: its Python, its library, and the kernels' sources."""
+    return program("harness").digest_of(Path(__file__).resolve().parents[1], ".")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Results:
+    """The file of one suite."""
+
+    def __init__(self, folder: Path, suite: Suite, machine: Machine, device: str, commit: str) -> None:
+        kind = PREFIX + suite.name.replace("-", "_")
+        self.path = folder / kind / program("harness").result_path(kind, device, machine.gpus).name
+        self._origin = {
+            "device": f"{device} x{machine.gpus}",
+            "engine": machine.engine,
+            "suite": suite.name,
+            "commit": commit,
+            "sources_sha256": sources_digest(),
+            "command": "flashmoe " + " ".join(sys.argv[1:]),
+            "versions": versions(),
+        }
+        if machine.engine == "cuda":
+            self._origin["driver"] = program("harness").nvidia_smi("driver_version").partition("\n")[0]
+        self._entries: dict[str, dict[str, Any]] = {}
+        if self.path.exists():
+            self._entries = {entry["name"]: entry for entry in read(self.path)["points"]}
+
+    def has(self, point: Point) -> bool:
+        """Whether it has been measured, of these sources, with these sizes."""
+        entry = self._entries.get(point.name, {})
+        same = entry.get("sources_sha256") == sources_digest() and entry.get("sizes") == point.sizes
+        return same and "voided" not in entry and "failed" not in entry
+
+    def put(self, point: Point, measured: dict[str, Any]) -> None:
+        """The file is whole whenever the run is stopped."""
+        origin = {name: self._origin[name] for name in ("commit", "sources_sha256")}
+        self._entries[point.name] = {
+            "name": point.name,
+            "ranks": point.ranks,
+            "sizes": point.sizes,
+            **origin,
+            **measured,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(written({**self._origin, "points": list(self._entries.values())}))
+        partial.replace(self.path)
+
+
+def written(result: dict[str, Any]) -> str:
+    """Its JSON: the times of a call on one line, to six digits, which no timer has."""
+    rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.6g}"))
+    text = json.dumps(rounded, indent=1)
+    return _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Raises `InvalidArgument` for what is no file of this module."""
+    try:
+        result = json.loads(path.read_text())
+        if {"device", "suite", "points"} <= result.keys():
+            return result
+    except (OSError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"{path}: expected a file that flashmoe bench has written, got {error}") from None
+    raise InvalidArgument(f"{path}: expected a file that flashmoe bench has written, got another one")

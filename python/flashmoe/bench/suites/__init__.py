@@ -1,0 +1,43 @@
+"""The suites by name, in the order in which they run: what most figures are made of first."""
+
+from __future__ import annotations
+
+from ..plan import Suite
+from . import (
+    breakdown,
+    decode,
+    fp8,
+    host,
+    latency,
+    memory,
+    metrics,
+    models,
+    parallelism,
+    soak,
+    split,
+    stragglers,
+    training,
+    utilization,
+)
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        memory.SUITE,
+        metrics.METRICS,
+        *latency.SUITES,
+        host.LAUNCHES,
+        host.TRACE_API,
+        utilization.UTILIZATION,
+        metrics.SHARED_MEMORY,
+        stragglers.SUITE,
+        breakdown.SUITE,
+        *parallelism.SUITES,
+        split.SUITE,
+        decode.SUITE,
+        training.SUITE,
+        fp8.SUITE,
+        models.SUITE,
+        soak.SUITE,
+    )
+}

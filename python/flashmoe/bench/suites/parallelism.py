@@ -1,0 +1,68 @@
+"""Experts that are spread, or chosen, in different ways, by benchmarks/parallelism.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..layer import BOUNDS
+from ..plan import Machine, Point, Suite
+from ..programs import program
+from ..run import Run
+
+IN_ALL = 8192
+"""Tokens of all ranks together, in COMET's figures 12 and 14."""
+DEVIATIONS = (0.0, 0.01, 0.02, 0.032, 0.04, 0.05)
+
+
+def split_points(machine: Machine) -> Iterator[Point]:
+    for ranks in machine.groups[1:]:
+        if machine.small:
+            yield Point(f"small x{ranks}", ranks, {"shape": "small", "tokens": 64})
+        else:
+            yield from (
+                Point(f"{name} x{ranks}", ranks, {"shape": name, "tokens": IN_ALL // ranks})
+                for name in ("mixtral", "paper-E8")
+            )
+
+
+def imbalance_points(machine: Machine) -> Iterator[Point]:
+    for ranks in machine.groups[1:]:
+        for spread in (0.0, 0.1) if machine.small else DEVIATIONS:
+            shape = "small" if machine.small else "mixtral"
+            sizes = {"shape": shape, "tokens": 64 if machine.small else IN_ALL // ranks, "spread": spread}
+            yield Point(f"{shape} std {spread:g} x{ranks}", ranks, sizes)
+
+
+def measured(run: Run, rows: Callable[[Any, tuple], list[dict[str, Any]]], shape: str, label: str) -> dict[str, Any]:
+    parallelism = program("parallelism")
+    of = rows(parallelism, (program("harness").SHAPES | parallelism.SMALL)[shape])
+    bound = BOUNDS["exact" if run.engine == "cpu" else "bfloat16"]
+    check = run.check(max(row["error"] for row in of), bound, "a rank's rows of sampled tokens, beside float64's")
+    timer = "plain" if run.engine == "cpu" else "busy"
+    samples = {label.format(**row): {timer: row.pop("samples_ms")} for row in of}
+    return {"check": check, "samples": samples, "values": {"rows": of}}
+
+
+def splits(run: Run, shape: str, tokens: int) -> dict[str, Any]:
+    return measured(
+        run,
+        lambda of, sizes: of.splits(shape, sizes, tokens, run.repeats, run.engine),
+        shape,
+        "EP {expert_parallel} x TP {tensor_parallel}",
+    )
+
+
+def imbalance(run: Run, shape: str, tokens: int, spread: float) -> dict[str, Any]:
+    return measured(
+        run,
+        lambda of, sizes: of.imbalance(shape, sizes, tokens, run.repeats, run.engine, [spread]),
+        shape,
+        "{placement}",
+    )
+
+
+SUITES = (
+    Suite("parallelism", "expert times tensor parallelism", ("COMET, figure 12",), split_points, splits),
+    Suite("imbalance", "experts that are chosen unevenly", ("COMET, figure 14 (left)",), imbalance_points, imbalance),
+)

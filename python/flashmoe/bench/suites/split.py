@@ -1,0 +1,44 @@
+"""How many of a GPU's thread blocks send: what COMET divides between communication and computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..layer import Layer, Sizes
+from ..plan import Machine, Point, Suite
+from ..run import Run
+from .latency import small
+
+SENDERS = (4, 8, 16, 24, 32, 48, 64)
+LAGS = (66, 132, 264, 528, 1056)
+"""Of GEMM 1 behind GEMM 0, in tasks: all that one GPU alone can divide its blocks by."""
+
+
+def points(machine: Machine) -> Iterator[Point]:
+    for ranks in machine.groups:
+        if machine.small:
+            yield from (Point(f"processors {n} x{ranks}", ranks, small(processors=n)) for n in (1, 2))
+            continue
+        knob, values = ("senders", SENDERS) if ranks > 1 else ("gemm1_lag", LAGS)
+        for in_all in (4096, 16384) if ranks > 1 else (8192,):
+            for value in values:
+                sizes = {"shape": "mixtral", "tokens": in_all // ranks, "profile": {knob: value}}
+                yield Point(f"{in_all // ranks} {knob} {value} x{ranks}", ranks, sizes)
+
+
+def measure(
+    run: Run,
+    profile: dict[str, int] | None = None,
+    processors: int | None = None,
+    **sizes: Any,
+) -> dict[str, Any]:
+    of = Sizes.of(**sizes)
+    further = {"processors": processors} if processors else {}
+    with Layer(run, of, profile, **further) as layer:
+        check = layer.checked()
+        samples = run.samples({"flashmoe": layer})
+    return {"check": check, "samples": samples, "values": {"profile": profile or {}}}
+
+
+SUITE = Suite("split", "thread blocks that send, of those that there are", ("COMET, figure 8",), points, measure)

@@ -1,0 +1,73 @@
+"""What a collective makes ranks wait for: FlashDMoE's figure 3.1, with its definitions, and the layer in its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from .. import baselines
+from ..layer import Layer, Sizes
+from ..plan import Machine, Point, Suite
+from ..programs import program
+from ..run import Call, Run
+from .latency import gpus
+
+
+def points(machine: Machine) -> Iterator[Point]:
+    return (point for point in gpus(machine) if point.ranks > 1)
+
+
+def measure(run: Run, **sizes: Any) -> dict[str, Any]:
+    """Of every call: ``total``, the slowest rank's time, and ``fastest``, the fastest one's, which the paper calls the
+    actual time. All begin at a barrier, and the host goes on as ranks come out of it."""
+    of = Sizes.of(**sizes)
+    samples: dict[str, dict[str, list[float]]] = {}
+    values: dict[str, Any] = {}
+    with Layer(run, of) as layer:
+        check = layer.checked()
+        calls = {"flashmoe": layer, "exchange": baselines.floors(layer)["exchange"]}
+        for name, call in calls.items():
+            fastest, total = of_ranks(run, own_times(run, call, 4 * run.repeats))
+            samples[name] = {"plain": total}
+            samples[f"{name}, fastest rank"] = {"plain": fastest}
+            delays = sorted(1 + (b - a) / a for a, b in zip(fastest, total, strict=True))
+            values[name] = {
+                "slowdown_median": delays[len(delays) // 2],
+                "slowdown_p95": delays[len(delays) * 95 // 100],
+            }
+    return {"check": check, "samples": samples, "values": values}
+
+
+def own_times(run: Run, call: Call, repeats: int) -> list[float]:
+    if run.engine == "cuda":
+        return program("harness").own_milliseconds(call, repeats, False)
+    import torch.distributed as dist
+
+    times = []
+    for i in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        call(i)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def of_ranks(run: Run, times: list[float]) -> tuple[list[float], list[float]]:
+    """The least and the most of all ranks, of each call."""
+    import torch
+    import torch.distributed as dist
+
+    least, most = (torch.tensor(times, dtype=torch.float64, device=run.device) for _ in range(2))
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return least.tolist(), most.tolist()
+
+
+SUITE = Suite(
+    "stragglers",
+    "how much longer the slowest rank takes than the fastest, of a collective and of a call",
+    ("FlashDMoE, figure 3.1", "FlashDMoE, figure 3.2"),
+    points,
+    measure,
+)

@@ -1,0 +1,57 @@
+"""A backward pass beside its bare GEMMs, and what a forward pass costs that keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..layer import Layer, Sizes
+from ..plan import Machine, Point, Suite
+from ..programs import program
+from ..run import Run, apart
+from .latency import small
+
+SAMPLE = 4
+"""Tokens whose gradients are checked."""
+
+
+def points(machine: Machine) -> Iterator[Point]:
+    if machine.small:
+        yield Point("small x1", 1, small(tokens=64))
+        return
+    for name in ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64"):
+        tokens = 16384 if name == "paper-E64" else 8192
+        yield Point(f"{name} {tokens} x1", 1, {"shape": name, "tokens": tokens})
+
+
+def measure(run: Run, **sizes: Any) -> dict[str, Any]:
+    of = Sizes.of(**sizes)
+    backward, floors = program("backward"), program("floors")
+    with Layer(run, of, return_mode="direct") as layer:
+        layer.checked()
+        calls = backward.calls_of(layer)
+        check = run.check(error(layer), 4 * layer.bound, "gradients of x of sampled tokens, beside float64's")
+        calls["gemms"] = floors.backward_floor_call(
+            of.tokens * of.top_k, of.hidden, of.intermediate, of.experts, layer.w1.detach(), layer.w2.detach()
+        )
+        # Autograd takes the host longer than a launch.
+        samples = run.samples(calls, cycles=backward.BUSY_CYCLES)
+    return {"check": check, "samples": samples, "values": {"flops": 2 * of.flops}}
+
+
+def error(layer: Layer) -> float:
+    """Of gradients of x, which follow from a token's own row; twice the roundings of a forward pass."""
+    import torch
+
+    x = layer.xs[0]
+    generator = torch.Generator(x.device).manual_seed(7)
+    dy = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+    (ours,) = torch.autograd.grad(layer(0), [x], dy)
+    rows = x[:SAMPLE].detach().requires_grad_()
+    router, w1, w2 = (each.detach() for each in (layer.router, layer.w1, layer.w2))
+    y = program("harness").reference(rows, router, w1, w2, layer.top_k, layer.sizes.gated, range(layer.experts))
+    (expected,) = torch.autograd.grad(y, [rows], dy[:SAMPLE].double())
+    return apart(ours[:SAMPLE], expected)
+
+
+SUITE = Suite("training", "a backward pass, and a forward pass that keeps for it", (), points, measure)

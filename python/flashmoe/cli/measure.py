@@ -1,0 +1,139 @@
+"""``flashmoe bench``: the suites behind docs/performance.md, on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from ..bench import compare, report, runner, store
+from ..bench.plan import Machine, Suite
+from ..bench.suites import SUITES
+from ..errors import FlashMoEError, InvalidArgument
+from .console import console, count
+
+DEFAULT_OUT = Path("flashmoe-bench")
+
+
+def command(
+    suite: Annotated[
+        list[str] | None, typer.Option(help="A suite; may be given several times.  [default: all of them]")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Say what suites there are, and end.")] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="cuda, or cpu: small forms of seconds.  [default: cuda where there is a GPU]")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds after which no point is begun.")] = None,
+    out: Annotated[Path, typer.Option(help="Where results lie.")] = DEFAULT_OUT,
+    commit: Annotated[str, typer.Option(help="Of the sources, where git does not know.")] = "",
+    report_: Annotated[
+        Path | None, typer.Option("--report", help="Write this page, and its pictures, from the results in --out.")
+    ] = None,
+    compare_: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", help="Two files of one suite: what differs by more than the spread."),
+    ] = None,
+) -> int:
+    """Measure suites, each a figure or table of FlashDMoE or COMET, or one of our own.
+
+    Every point is checked before it is timed. Points whose figures of the same sources are in --out are not measured
+    again, so that a run goes on where the last one stopped. Exit status 1: a check failed.
+    """
+    if list_:
+        _list()
+        return 0
+    if compare_ is not None:
+        return _compare(*compare_)
+    if report_ is not None:
+        written = report.write(out, report_)
+        console.print(f"{report_}: {count(len(written), 'picture')}")
+        return 0
+    if budget is not None and not budget > 0:
+        raise InvalidArgument(f"--budget: expected seconds above 0, got {budget:g}")
+    machine, device = store.detected(engine)
+    suites = _chosen(suite)
+    _require(machine, suites if suite else [])
+    return _measure(suites, machine, device, out, commit or store.program("harness").head(), budget)
+
+
+def _chosen(names: list[str] | None) -> list[Suite]:
+    if unknown := [name for name in names or () if name not in SUITES]:
+        raise InvalidArgument(f"--suite: expected one of {', '.join(SUITES)}, got {', '.join(unknown)}")
+    return [suite for suite in SUITES.values() if not names or suite.name in names]
+
+
+def _require(machine: Machine, asked: list[Suite]) -> None:
+    """Refuse what can measure nothing of the suites that were asked for."""
+    if importlib.util.find_spec("torch") is None:
+        raise FlashMoEError("bench: expected PyTorch, whose process groups ranks join, found none; see flashmoe info")
+    if without := [suite.name for suite in asked if not list(suite.points(machine))]:
+        few = ("several GPUs", "one") if machine.gpus else ("a GPU", "none")
+        raise InvalidArgument(f"--engine cuda: expected {few[0]} for {', '.join(without)}, found {few[1]}")
+
+
+def _list() -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("suite", "shows", "regenerates"):
+        table.add_column(title, overflow="fold")
+    for suite in SUITES.values():
+        table.add_row(suite.name, suite.shows, "; ".join(suite.figures))
+    console.print(table)
+
+
+def _measure(suites: list[Suite], machine: Machine, device: str, out: Path, commit: str, budget: float | None) -> int:
+    gpus = f", {count(machine.gpus, 'GPU')}" if machine.engine == "cuda" else ""
+    console.print(f"{device}{gpus}, {machine.engine} engine", style="bold", soft_wrap=True)
+    begin = time.monotonic()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(progress: runner.Progress) -> None:
+            what = f"{progress.suite.name}, {progress.point.name}"
+            bar.update(task, description=what, completed=progress.done, total=progress.points)
+            if progress.measured is not None:
+                console.print(f"{what}: {_shown(progress.measured)}", soft_wrap=True, markup=False)
+
+        outcome = runner.run_suites(suites, machine, device, out=out, commit=commit, budget=budget, tell=tell)
+    seconds = time.monotonic() - begin
+    known = f"; {outcome.known} of the same sources were there" if outcome.known else ""
+    console.print(f"{count(outcome.measured, 'point')} in {seconds:.0f} s{known}; results: {out}", soft_wrap=True)
+    if outcome.left:
+        console.print(f"{count(outcome.left, 'point')} left: the same command goes on with them", style="yellow")
+    for each in outcome.wrong:
+        console.print(f"no figures: {each}", style="red", soft_wrap=True, markup=False)
+    return int(bool(outcome.wrong))
+
+
+def _shown(measured: dict[str, Any]) -> str:
+    """The medians of a point, or why it has none."""
+    for reason in ("voided", "failed"):
+        if reason in measured:
+            return f"{reason}: {measured[reason]}"
+    parts = []
+    for call, timers in measured.get("samples", {}).items():
+        timer = "busy" if "busy" in timers else "plain"
+        parts.append(f"{call} {compare.quartiles(timers[timer])[1]:.4g}")
+    error = f"error {measured['check']['error']:.1e}"
+    return f"{', '.join(parts)} ms, {error}" if parts else f"measured, {error}"
+
+
+def _compare(before: Path, after: Path) -> int:
+    found = compare.differences(before, after)
+    beyond = [each for each in found if each.beyond_spread]
+    table = Table(box=None, pad_edge=False)
+    for title in ("point", "call", "timer", "before, ms", "after, ms", "ratio"):
+        table.add_column(title, justify="left" if title in ("point", "call", "timer") else "right", overflow="fold")
+    for each in sorted(beyond, key=lambda each: each.ratio):
+        medians = (f"{median:.4g} ({lower:.4g} to {upper:.4g})" for lower, median, upper in (each.before, each.after))
+        table.add_row(each.point, each.call, each.timer, *medians, f"{each.ratio:.3f}")
+    if beyond:
+        console.print(table)
+    console.print(f"{len(beyond)} of {count(len(found), 'time')} differ by more than the spread (middle halves apart)")
+    return 0

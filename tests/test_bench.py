@@ -1,0 +1,282 @@
+"""`flashmoe bench`: suites in their small form, going on where a run stopped, what is compared, and the page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flashmoe.bench import baselines, compare, counters, figures, papers, report, runner, series, store
+from flashmoe.bench.layer import Sizes
+from flashmoe.bench.plan import Machine, Point, Suite, Voided
+from flashmoe.bench.run import Run
+from flashmoe.bench.suites import SUITES
+from flashmoe.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+CPU = Machine("cpu", 0)
+
+
+def fake(name: str, answers: dict[str, list[float]], shows: str = "") -> Suite:
+    """A suite without ranks, whose points take no time."""
+
+    def measure(run, key):
+        if not answers[key]:
+            raise Voided("wrong rows")
+        return {"check": run.check(0.0, 1.0, "rows"), "samples": {"flashmoe": {"plain": answers[key]}}}
+
+    return Suite(name, shows, (), lambda machine: [Point(key, 0, {"key": key}) for key in answers], measure)
+
+
+def run(out: Path, *suites: Suite, budget: float | None = None) -> runner.Outcome:
+    return runner.run_suites(
+        list(suites), CPU, "A CPU", out=out, commit="0" * 40, budget=budget, tell=lambda progress: None
+    )
+
+
+# ---- suites ----------------------------------------------------------------------------------------------------------
+
+
+def test_suites_in_their_small_form(tmp_path, capsys):
+    """One run of those whose measuring differs: each point is checked, and has what its page shows."""
+    pytest.importorskip("torch")
+    names = (
+        "memory",
+        "metrics",
+        "gpus",
+        "trace-api",
+        "utilization",
+        "stragglers",
+        "breakdown",
+        "imbalance",
+        "training",
+    )
+    names += ("fp8", "models", "soak")
+    chosen = [argument for name in names for argument in ("--suite", name)]
+    assert main(["bench", "--engine", "cpu", "--out", str(tmp_path), *chosen]) == 0
+    printed = capsys.readouterr().out
+    for name in names:
+        (path,) = tmp_path.glob(f"{store.PREFIX}{name.replace('-', '_')}/*.json")
+        result = store.read(path)
+        points = {point.name for point in SUITES[name].points(CPU)}
+        assert {point["name"] for point in result["points"]} == points
+        assert all(point["check"]["error"] <= point["check"]["bound"] for point in result["points"])
+        assert f"{name}, " in printed
+    gpus = store.read(next(tmp_path.glob("bench_gpus/*.json")))["points"]
+    assert [set(point["samples"]) >= {"flashmoe", "pytorch", "gemms"} for point in gpus] == [True, True]
+    assert "exchange" in gpus[1]["samples"] and len(gpus[0]["samples"]["flashmoe"]["plain"]) == runner.REPEATS["cpu"]
+    assert main(["bench", "--engine", "cpu", "--out", str(tmp_path), *chosen]) == 0
+    assert "0 points in" in capsys.readouterr().out  # all are of these sources
+
+
+def test_every_suite_has_a_small_form_and_points_of_one_name_each():
+    for suite in SUITES.values():
+        for machine in (CPU, Machine("cuda", 4)):
+            points = list(suite.points(machine))
+            assert points and len({point.name for point in points}) == len(points)
+            assert max(point.ranks for point in points) <= (4 if machine.gpus else 2)
+
+
+# ---- the harness -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_check_voids_its_point_alone(tmp_path):
+    outcome = run(tmp_path, fake("tokens", {"right": [1.0], "wrong": []}))
+    assert outcome.wrong == ["tokens, wrong: wrong rows"] and outcome.measured == 2
+    right, wrong = store.read(outcome.files[0])["points"]
+    assert right["samples"] and wrong["voided"] == "wrong rows" and "samples" not in wrong
+
+
+def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
+    suite = fake("tokens", {"a": [1.0], "b": [2.0], "c": [3.0]})
+    outcome = run(tmp_path, suite, budget=5.0)  # a look before each point, two around it
+    assert (outcome.measured, outcome.left) == (2, 1)
+    outcome = run(tmp_path, suite)
+    assert (outcome.measured, outcome.known, outcome.left) == (1, 2, 0)
+    monkeypatch.setattr(store, "sources_digest", lambda: "another")
+    assert run(tmp_path, suite).measured == 3  # of other sources
+    assert [point["sources_sha256"] for point in store.read(outcome.files[0])["points"]] == ["another"] * 3
+
+
+def test_times_are_written_on_one_line(tmp_path):
+    path = run(tmp_path, fake("tokens", {"a": [1.23456789, 2.0, 3e-5]})).files[0]
+    assert '"plain": [1.23457, 2.0, 3e-05]' in path.read_text()
+    assert store.read(path)["points"][0]["samples"] == {"flashmoe": {"plain": [1.23457, 2.0, 3e-5]}}
+
+
+def test_a_point_that_was_voided_is_measured_again(tmp_path):
+    answers: dict[str, list[float]] = {"a": []}
+    run(tmp_path, fake("tokens", answers))
+    answers["a"] = [1.0]
+    assert run(tmp_path, fake("tokens", answers)).wrong == []
+
+
+def test_first_points_of_all_suites_come_first():
+    suites = [fake("tokens", {"a": [1.0], "b": [1.0]}), fake("gpus", {"c": [1.0]})]
+    assert [point.name for _, point in runner.in_order(suites, CPU)] == ["a", "c", "b"]
+
+
+def test_a_call_that_is_wrong_has_no_time():
+    """The check of a layer sees a single wrong row of those that it looks at."""
+    torch = pytest.importorskip("torch")
+    from flashmoe.bench.run import apart
+
+    expected = torch.randn(4, 8, dtype=torch.float64)
+    assert apart(expected, expected) == 0.0
+    wrong = expected.clone()
+    wrong[2] *= 1.1
+    run = Run("cpu", 0, 1, 4)
+    for error in (apart(wrong, expected), float("nan")):
+        with pytest.raises(Voided, match="expected an error of at most"):
+            run.check(error, 1e-3, "rows")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--suite", "speed"], "--suite: expected one of memory, "),
+        (["--engine", "tpu"], "--engine: expected cuda or cpu, got 'tpu'"),
+        (["--budget", "0"], "--budget: expected seconds above 0, got 0"),
+        (["--engine", "cuda", "--suite", "tokens"], "--engine cuda: expected a GPU for tokens, found none"),
+        (["--compare", "a.json", "b.json"], "a.json: expected a file that flashmoe bench has written"),
+    ],
+)
+def test_what_cannot_be_done_is_said(capsys, arguments, said):
+    assert main(["bench", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ---- baselines -------------------------------------------------------------------------------------------------------
+
+
+class FakeLayer:
+    """As far as a baseline asks before it can do a layer."""
+
+    run = Run("cpu", 0, 1, 4)
+    sizes = Sizes(64, 64, 8, 2, "swiglu", 16, "float32")
+    top_k, w1 = sizes.top_k, np.zeros((8, 128, 64), np.float32)
+
+
+@pytest.mark.parametrize("name", baselines.MODULES)
+def test_a_baseline_says_what_it_lacks(name):
+    module = importlib.import_module(f"flashmoe.bench.baselines.{name}")
+    reason = module.lacks(FakeLayer())
+    assert reason is None if name == "pytorch" or "transformers" in name else reason
+    rows = [row for row in baselines.TABLE if row[1] == f"`{name}`"]
+    assert len(rows) == 1
+    assert ("not run" in rows[0][2]) == ("not been run" in " ".join(module.__doc__.split()))
+
+
+def test_a_baseline_that_is_wrong_has_no_time(monkeypatch):
+    class Wrong:
+        lacks = staticmethod(lambda layer: None)
+        call = staticmethod(lambda layer: lambda i: i)
+
+    layer = FakeLayer()
+    layer.error, layer.bound = lambda y: 1.0, 0.25
+    monkeypatch.setattr(baselines.importlib, "import_module", lambda name: Wrong)
+    calls, absent = baselines.of_layer(layer, ("other",))
+    assert not calls and absent == {"other": "voided: expected an error of at most 0.5, got 1"}
+
+
+def test_counters_are_read_from_what_ncu_prints():
+    printed = """==PROF== Connected to process 7
+==PROF== Profiling "moe": 0%....100% - 1 pass
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","moe(Arguments)","gpu__time_duration.sum","ns","1,234,567"
+"0","moe(Arguments)","sm__cycles_active","%","93.5"
+"1","copy","gpu__time_duration.sum","ns","10"
+==PROF== Disconnected
+"""
+    assert counters.parsed(printed) == [
+        {"gpu__time_duration.sum": 1234567.0, "sm__cycles_active": 93.5},
+        {"gpu__time_duration.sum": 10.0},
+    ]
+    assert counters.parsed("==ERROR== ERR_NVGPUCTRPERM") == []
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def test_what_differs_by_more_than_the_spread(tmp_path, capsys):
+    same, spread = [1.0, 1.1, 1.2, 1.3], [1.05, 1.1, 1.25, 1.3]
+    before = run(tmp_path / "a", fake("tokens", {"same": same, "other": same})).files[0]
+    after = run(tmp_path / "b", fake("tokens", {"same": spread, "other": [each * 1.5 for each in same]})).files[0]
+    assert main(["bench", "--compare", str(before), str(after)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 2 times differ" in printed and "1.500" in printed and "same" not in printed
+    found = {each.point: each for each in compare.differences(before, after)}
+    assert found["other"].ratio == pytest.approx(1.5) and not found["same"].beyond_spread
+    assert not any(each.beyond_spread for each in compare.differences(before, before))
+
+
+def test_other_suites_are_not_compared(tmp_path, capsys):
+    files = [run(tmp_path, fake(name, {"a": [1.0]})).files[0] for name in ("tokens", "gpus")]
+    assert main(["bench", "--compare", *map(str, files)]) == 2
+    assert "expected files of one suite, got tokens and gpus" in capsys.readouterr().err
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_of_the_files_that_are_there(tmp_path):
+    """Page and pictures made again: the same text, and pictures of the same files."""
+    drawn = report.write(RESULTS, tmp_path / "performance.md")
+    assert PAGE.read_text() == (tmp_path / "performance.md").read_text(), "flashmoe bench --report writes it anew"
+    committed = PAGE.parent / report.PICTURES
+    assert {path.name for path in drawn} == {path.name for path in committed.glob("*.png")}
+    for path in drawn:
+        assert drawn_from(committed / path.name) == drawn_from(path)
+
+
+def drawn_from(picture: Path) -> str:
+    """The digest of results that a picture carries."""
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        return image.text[figures.DIGEST]
+
+
+def test_another_figure_makes_another_page_and_picture(tmp_path):
+    path = run(tmp_path, fake("tokens", {"a": [1.0]})).files[0]
+    result = store.read(path) | {"engine": "cuda"}
+    seen = []
+    for ms in (1.0, 2.0):
+        result["points"][0]["samples"]["flashmoe"]["plain"] = [ms]
+        path.write_text(json.dumps(result))
+        found = series.files(tmp_path)
+        seen.append((report.markdown(found, set()), figures.digest(found["tokens"])))
+    (page, digest), (other_page, other_digest) = seen
+    assert page != other_page and digest != other_digest
+
+
+def test_every_table_and_figure_of_the_papers_has_its_line():
+    page = PAGE.read_text()
+    for item in papers.ITEMS:
+        assert f"| {item.paper}, {item.name} |" in page
+        assert (item.suite is None) <= (item.needs is not None)
+        assert item.suite is None or item.suite in SUITES
+    of_suites = {figure for suite in SUITES.values() for figure in suite.figures}
+    for figure in of_suites:
+        assert re.match(r"(FlashDMoE|COMET), (figure|table|section) ", figure)
+
+
+def test_published_figures_are_those_of_suites():
+    assert {each.suite for each in papers.PUBLISHED} <= SUITES.keys()
+
+
+def test_the_command_that_a_module_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["flashmoe.bench", "--list"])
+    import runpy
+
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("flashmoe.bench", run_name="__main__")
+    assert ended.value.code == 0 and "soak" in capsys.readouterr().out
