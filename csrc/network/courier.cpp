@@ -280,8 +280,7 @@ void Courier::write_status(Peer& peer, const uint8_t* data, uint64_t bytes) cons
   store(&to->entered, s.entered);
 }
 
-// ---- For other threads
-// ------------------------------------------------------------------------------------------------
+// ---- For other threads ------------------------------------------------------------------------------------------
 
 bool Courier::await(uint64_t deadline_ns, bool interruptible, const std::function<bool()>& over) {
   std::unique_lock lock(mutex_);
