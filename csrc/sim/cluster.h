@@ -1,8 +1,8 @@
 // Two thread blocks of a GPU that compute each task together: their clerks, loaders and consumers.
 //
-// Clerks, loaders and consumers are CUDA (sm90/roles.cuh), written with its barriers and copy engines, and what they do
-// between two actions of the protocol is this file's: when a clerk takes its next task, how long its products take. The
-// actions are the protocol's: tickets, waits, retirement, returns and late rows.
+// Clerks, loaders and consumers are CUDA (sm90/clerk.cuh, loaders.cuh, consumers.cuh), written with its barriers and copy
+// engines, and what they do between two actions of the protocol is this file's: when a clerk takes its next task, how long
+// its products take. The actions are the protocol's: tickets, waits, retirement, returns and late rows.
 //
 // P: the platform of a warp that is one lane, since what lanes share out here takes no decisions.
 #pragma once
@@ -35,7 +35,7 @@ class Cluster {
   // Of warps that join rows, as many at a time as on a GPU.
   using Joining = MappedPlatform<8>;
   static constexpr uint32_t kSlots = 5;   // sm90/ring.cuh
-  static constexpr uint32_t kAhead = 10;  // sm90/roles.cuh: stages that are left to begin when a task is taken
+  static constexpr uint32_t kAhead = 10;  // sm90/clerk.cuh: stages that are left to begin when a task is taken
   static constexpr uint32_t kStages = 4;  // sm90/pipeline.cuh: stages that loaders are ahead of consumers
 
   struct Slot {

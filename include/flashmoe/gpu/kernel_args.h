@@ -6,7 +6,7 @@
 
 namespace flashmoe::gpu {
 
-inline constexpr uint32_t kNoTile = ~0u;  // index of a task that is only rehearsed (sm90/roles.cuh)
+inline constexpr uint32_t kNoTile = ~0u;  // index of a task that is only rehearsed (sm90/look_up.cuh)
 
 // The fused kernel's block.
 inline constexpr uint32_t kWarps = 12;

@@ -36,8 +36,10 @@
 
 #include "flashmoe/gpu/leave.cuh"
 #include "flashmoe/sm90/bias_gradients.cuh"
+#include "flashmoe/sm90/clerk.cuh"
+#include "flashmoe/sm90/consumers.cuh"
 #include "flashmoe/sm90/dispatch.cuh"
-#include "flashmoe/sm90/roles.cuh"
+#include "flashmoe/sm90/loaders.cuh"
 #include "flashmoe/sm90/send.cuh"
 #if FLASHMOE_RDMA
 #include "flashmoe/sm90/puts.cuh"

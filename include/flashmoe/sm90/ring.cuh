@@ -41,6 +41,9 @@ struct TaskSlot {
   uint32_t tokens[Wide::kTokens];           // returned: whose rows they are. Gathered: where they are kept (kept_row)
 };
 
+// Nanoseconds that a clerk rests between two looks: it shares its instruction scheduler, and the power, with consumers.
+inline constexpr uint32_t kPause = 250;
+
 // Slots go from each block's clerk to its loaders and consumers, and back. The first block of a cluster leads: its
 // clerk takes tasks for both blocks, the other's retires them for both. A clerk that did both, seven round trips to the
 // L2 a task, would be slower than the consumers are with small tasks. There are slots for as many small tasks as the
