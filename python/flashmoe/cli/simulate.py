@@ -39,8 +39,16 @@ def command(
     def simulated(count: int) -> Simulated:
         return simulation.simulate(shape, tokens=tokens, machines=count, gpus=gpus, nic_gb_s=nic)
 
+    def write_figures(calls: list[Simulated]) -> None:
+        if json_ is None:
+            return
+        figures = {"simulated": True, "model": shape.name, "nic_gb_s": nic, "calls": [asdict(call) for call in calls]}
+        json_.write_text(json.dumps(figures, indent=1) + "\n")
+        console.print(f"wrote {json_}")
+
     calls = [simulated(machines)]
     show_simulated(shape.name, nic, calls[0])
+    write_figures(calls)  # what there is, before what takes minutes
     if png is not None:
         from ..simulation.picture import write_png
 
@@ -49,8 +57,5 @@ def command(
             show_simulated(shape.name, nic, call)
         write_png(png, shape.name, nic, calls)
         console.print(f"wrote {png}")
-    if json_ is not None:
-        figures = {"simulated": True, "model": shape.name, "nic_gb_s": nic, "calls": [asdict(call) for call in calls]}
-        json_.write_text(json.dumps(figures, indent=1) + "\n")
-        console.print(f"wrote {json_}")
+        write_figures(calls)
     return 0
