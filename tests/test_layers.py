@@ -29,6 +29,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "csrc/host": _PROTOCOL,
     "csrc/cpu": _ACTORS | {"csrc/host"},
     "csrc/cuda": _GPU | {"include/flashmoe/sm90", "csrc/host"},
+    "csrc/network": _PROTOCOL | {"csrc/host"},
+    "csrc/sim": _ACTORS | {"include/flashmoe/sm90", "csrc/host", "csrc/cuda"},
 }
 MAY_INCLUDE["csrc/bindings"] = set(MAY_INCLUDE)
 
@@ -211,7 +213,7 @@ def test_the_reference_stands_alone():
 
 def test_nothing_that_computes_knows_models():
     arrows = imports(ROOT / "python" / "flashmoe")
-    assert used_by(arrows, "flashmoe.models") == {"flashmoe.cli"}
+    assert used_by(arrows, "flashmoe.models") == {"flashmoe.cli", "flashmoe.simulation"}
 
 
 def test_nothing_knows_the_frameworks_that_it_is_in():

@@ -1,11 +1,10 @@
 """FlashMoE: a Mixture-of-Experts layer over a group of ranks, with one-sided communication and no collective."""
 
+from ._version import __version__
 from .context import Context
 from .errors import CheckpointError, FlashMoEError, GroupError, HeapError, InvalidArgument, PeerTimeout
 from .ops import moe
 from .report import CallReport
-
-__version__ = "0.2.0"
 
 __all__ = [
     "CallReport",

@@ -274,8 +274,8 @@ def test_the_launch(ctx, device):
         "tile_rows": 256,
         "gemm0_columns": 1,
         "gemm1_columns": 1,
-        "window": 264,
-        "raster": 8,
+        "window": 528,
+        "raster": 16,
         "epoch": 0,
         "token_row_bytes": 2 * H,
         "intermediate_row_bytes": 2 * I,
@@ -1614,17 +1614,17 @@ def order_of(**changes):
         return made.profile, [launched()[name] for name in ("gemm1_lag", "raster", "window")]
 
 
-BUILT_IN = [2**32 - 1, 8, 264]
+BUILT_IN = [2**32 - 1, 16, 528]
 
 
 def test_stored_profiles():
     assert order_of() == ({}, BUILT_IN)
     store({"gemm1_lag": 7, "raster": 4, "return_mode": "direct"})
-    stored = ({"gemm1_lag": 7, "raster": 4}, [7, 4, 264])
+    stored = ({"gemm1_lag": 7, "raster": 4}, [7, 4, 528])
     assert order_of() == order_of(device=0) == stored
     assert order_of(max_tokens=500) == stored  # the nearest
     assert order_of(profile={}) == ({}, BUILT_IN)
-    assert order_of(profile={"window": 9}) == ({"window": 9}, [2**32 - 1, 8, 9])
+    assert order_of(profile={"window": 9}) == ({"window": 9}, [2**32 - 1, 16, 9])
     assert order_of(dtype="float32") == order_of(experts=E + 1) == ({}, BUILT_IN)
     store({}, tokens=512)
     assert order_of(max_tokens=500) == ({}, BUILT_IN)
@@ -1678,7 +1678,7 @@ def test_candidates_take_turns(monkeypatch):
     times = bench.time_candidates(0, 1, "group", setting, "swiglu", candidates)
     assert times == [[1.0] * bench.ROUNDS * bench.CALLS] * 2
     marks = bench.CALLS + 1
-    assert marked == ([8] * marks + [4] * marks) * bench.ROUNDS
+    assert marked == ([16] * marks + [4] * marks) * bench.ROUNDS
 
 
 # ---- flashmoe run --engine cuda: what it does in a rank's process --------------------------------------------------

@@ -54,7 +54,7 @@ def main(told: str) -> None:
     import torch
 
     from . import baselines
-    from .group import join
+    from .joining import join
     from .layer import Layer, Sizes
     from .run import Run
 

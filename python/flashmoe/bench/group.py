@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Any
 
 from ..launch import RankPool
+from .joining import free_port, join
 from .plan import Point
-from .programs import program
 from .run import Run
 
 START_SECONDS = 300.0
@@ -36,28 +34,8 @@ class Group:
         self._pool.close()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def _join(rank: int, ranks: int, name: str, engine: str, port: int) -> None:
     join(engine, rank, ranks, port)
-
-
-def join(engine: str, rank: int, ranks: int, port: int | None = None) -> None:
-    """In a rank's process, once. What torchrun tells its processes, these are told too. `port`: where ranks meet; None
-    for a rank alone."""
-    import torch.distributed as dist
-
-    port = free_port() if port is None else port
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in told.items()})
-    if engine == "cuda":
-        program("harness").join()
-    else:
-        dist.init_process_group("gloo")
 
 
 def _measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,10 @@ def place_of(engine: str, ranks: int | None) -> Launched | None:
     return place
 
 
-def call(workload: Workload, place: Launched) -> tuple[list[np.ndarray], list[CallReport]]:
-    """Run the workload as this rank; every rank's result [T_p, H] and report, on every rank."""
-    from .run import call_on_rank
-
+def call(
+    workload: Workload, place: Launched, call_on_rank: Callable[..., tuple[np.ndarray, dict[str, Any]]]
+) -> tuple[list[np.ndarray], list[CallReport]]:
+    """Run the workload as this rank, by `run.call_on_rank`; every rank's result [T_p, H] and report, on every rank."""
     meet = launcher.meet_of_environment()
     if meet is None:
         raise InvalidArgument(

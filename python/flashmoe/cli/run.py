@@ -78,14 +78,14 @@ def command(
     else:
         workload = shipped_workload(request)
     if place is not None and place.rank != 0:
-        launched.call(workload, place)
+        launched.call(workload, place, call_on_rank)
         return 0
     _make_folder(out)
     render.show_workload(workload)
 
     who = count(ranks, "GPU" if engine == "cuda" else "rank")
     with working(f"{who}: warm-up and traced call"):
-        results, reports = _call(workload) if place is None else launched.call(workload, place)
+        results, reports = _call(workload) if place is None else launched.call(workload, place, call_on_rank)
     group = summarize(reports, workload.layer.experts)
     render.show_expert_load(group, workload.placement)
     render.show_ranks(reports, group)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .. import machine, ucx
+from .._version import __version__
 from ..errors import GroupError
 from ..meeting import Meeting, proof
 from .base import Membership
@@ -40,8 +41,6 @@ def join(library: Any, limits: dict[str, Any], who: Membership, meet: Callable[[
 
 
 def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meeting) -> Joined:
-    from .. import __version__  # which is there by now
-
     mine = {
         "version": __version__,
         "machine": machine.identity(),
