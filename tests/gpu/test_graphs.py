@@ -116,9 +116,10 @@ def test_second_and_thousandth_call():
 # ---- Not alone on the device --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tokens", [3, 900])
 @pytest.mark.parametrize("processors", [None, 66, 40], ids=["all blocks", "half", "a third"])
-def test_two_contexts_in_two_streams(processors):
-    problems = [random_problem(71 + turn, 900, skew=3.0, **USUAL) for turn in range(2)]
+def test_two_contexts_in_two_streams(processors, tokens):
+    problems = [random_problem(71 + turn, tokens, skew=3.0, **USUAL) for turn in range(2)]
     contexts = [context_of(problem, processors=processors) for problem in problems]
     expected = [call(context, problem)[0] for context, problem in zip(contexts, problems, strict=True)]
     streams = [torch.cuda.Stream() for _ in problems]
@@ -152,10 +153,11 @@ def hold(blocker: str, streams: list[torch.cuda.Stream]) -> list[torch.Tensor]:
     return kept
 
 
+@pytest.mark.parametrize("tokens", [3, 600])
 @pytest.mark.parametrize("blocker", ["one sleeping block", "many sleeping blocks", "matrix products"])
-def test_blockers_do_not_dead_lock_it(blocker):
+def test_blockers_do_not_dead_lock_it(blocker, tokens):
     """Before, between and after calls. The kernel's blocks wait for one another: they must all be resident at once."""
-    problem = random_problem(81, 600, **USUAL)
+    problem = random_problem(81, tokens, **USUAL)
     mine, *others = [torch.cuda.Stream() for _ in range(30)]  # PyTorch has 32
     with context_of(problem) as context:
         expected, _ = call(context, problem)
@@ -170,9 +172,10 @@ def test_blockers_do_not_dead_lock_it(blocker):
         torch.cuda.synchronize()
 
 
-def test_calls_from_a_stream_that_waits_for_another():
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_calls_from_a_stream_that_waits_for_another(tokens):
     """x comes from another stream's kernels, ordered by an event alone."""
-    problem = random_problem(91, 300, **USUAL)
+    problem = random_problem(91, tokens, **USUAL)
     values = problem.x.clone()
     stream = torch.cuda.Stream()
     with context_of(problem) as context:
