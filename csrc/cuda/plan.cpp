@@ -74,6 +74,16 @@ TensorMapShape gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t expe
   return transposed_shape(m, bytes, spec.gate_up_rows() / halves, halves, gated.up, spec.hidden, experts);
 }
 
+// Of layers whose calls of few tokens may have thin tasks (sm90/few_tasks.cuh).
+bool has_thin_tasks(const Layer& layer) {
+  const LayerSpec& spec = layer.spec;
+  return layer.pass == Pass::kInference && !spec.transposed && element_bytes(spec.weight_type) == 2;
+}
+TensorMapShape thin_map(TensorMapShape gate_up) {
+  gate_up.box[3] = gate_up.box[3] * sm90::kThinFeatures / sm90::kBoxFeatures;
+  return gate_up;
+}
+
 TensorMapShape down_map(const LayerSpec& spec, const Matrix& m, uint32_t experts) {
   const uint32_t bytes = element_bytes(spec.weight_type);
   if (!spec.transposed) {
@@ -107,8 +117,11 @@ void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   gate_up.expert_bytes = columns * (spec.transposed ? bytes : gate_up.row_bytes);
   down.expert_bytes =
       spec.transposed ? spec.intermediate * down.row_bytes : stored_bytes(spec.weight_type, spec.intermediate);
-  a.shared_gate_up =
-      encode(gate_up_map(spec, gate_up, spec.shared, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
+  const TensorMapShape gate_up_shape = gate_up_map(spec, gate_up, spec.shared, a.shared_gated);
+  a.shared_gate_up = encode(gate_up_shape, gate_up.data, spec.weight_type, "shared_gate_up");
+  if (has_thin_tasks(layer)) {
+    a.thin_shared_gate_up = encode(thin_map(gate_up_shape), gate_up.data, spec.weight_type, "shared_gate_up");
+  }
   a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
   a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);
 }
@@ -125,6 +138,7 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
         backward ? backward_down_map(spec, layer.down, experts) : down_map(spec, layer.down, experts);
     a.gate_up = encode(gate_up, layer.gate_up.data, type, "gate_up_proj");
     a.down = encode(down, layer.down.data, type, "down_proj");
+    if (has_thin_tasks(layer)) a.thin_gate_up = encode(thin_map(gate_up), layer.gate_up.data, type, "gate_up_proj");
   }
   if (spec.shared != 0) set_shared(a, layer);
   a.router_rows = rows_of(layer.router);

@@ -322,6 +322,8 @@ def test_tensor_maps(device, dtype, code, span, activation):
         "strides": [row, I * row, 8 * row, rows * row],
         "box": [span, 8, halves, 16 // halves, 1],
     }
+    thin = {**seen["gate_up"], "box": [span, 8, halves, 4 // halves, 1]}
+    assert seen["thin_gate_up"] == (thin if size == 2 else None)
     assert seen["down"] == {
         "base": args["down_proj"].data_ptr(),
         "type": code,

@@ -153,6 +153,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"owner\": " << list(c.placement.owner, c.shape.experts)
       << ", \"by_owner\": " << list(c.placement.by_owner, c.shape.experts)
       << ", \"owner_base\": " << list(c.placement.owner_base, 2) << ", \"gate_up\": " << described(a.gate_up)
+      << ", \"thin_gate_up\": " << described(a.thin_gate_up)
       << ", \"down\": " << described(a.down) << ", \"router\": " << described(a.router)
       << ", \"router_rows\": " << described(a.router_rows) << ", \"intermediate_rows\": " << described(a.intermediate)
       << ", \"token_rows\": " << described(a.tokens) << ", \"gate_up_scale\": " << described(a.gate_up_scale)

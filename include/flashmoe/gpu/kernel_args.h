@@ -213,6 +213,9 @@ struct KernelArgs {
   KeptOutputs keep;       // of kernels that keep (FLASHMOE_KEEP)
   BackwardArgs backward;  // of backward passes (kBackward)
   GroupArgs group;        // of both, among several ranks
+
+  // As gate_up and shared_gate_up, of 16-bit types that are not transposed, by boxes of kThinFeatures rows: of sm90/few.cuh.
+  TensorMap thin_gate_up, thin_shared_gate_up;
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

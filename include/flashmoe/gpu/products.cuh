@@ -84,6 +84,14 @@ class TensorSums {
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) sum_[0][i] = (sum_[0][i] + sum_[1][i]) + (sum_[2][i] + sum_[3][i]);
   }
+  // The same where the parts are sum 0 of as many warps, which tell one another what they have.
+  __device__ __forceinline__ float4 part() const { return {sum_[0][0], sum_[0][1], sum_[0][2], sum_[0][3]}; }
+  __device__ __forceinline__ void join(const float4& second, const float4& third, const float4& fourth) {
+    sum_[0][0] = (sum_[0][0] + second.x) + (third.x + fourth.x);
+    sum_[0][1] = (sum_[0][1] + second.y) + (third.y + fourth.y);
+    sum_[0][2] = (sum_[0][2] + second.z) + (third.z + fourth.z);
+    sum_[0][3] = (sum_[0][3] + second.w) + (third.w + fourth.w);
+  }
   // Calls store(token, sums) for what the lane has.
   template <class Store>
   __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {

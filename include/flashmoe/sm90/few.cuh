@@ -14,6 +14,7 @@
 //   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
 //           (few_rows_quantised.cuh)
 //   10, 11  in mxfp4: load the scales of the weights (few_scales_mxfp4.cuh)
+//   Consumers meet in named barrier 1, when warps add up a thin task's sums (few_tasks.cuh).
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
 // Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
@@ -56,19 +57,28 @@ __device__ __forceinline__ bool meet(const Block& b, bool waits) {
   return all_well(b);
 }
 
-template <class Dtype, Activation kActivation, class Trace>
-__device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
+template <class Dtype, Activation kActivation, bool kThin, class Trace>
+__device__ __forceinline__ void run_tasks(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
   if (b.warp() < kFewConsumers) {
-    consume_tasks<Dtype, kActivation>(b, trace);
+    consume_tasks<Dtype, kActivation, kThin>(b, trace);
   } else if (b.warp() == kFewConsumers) {
-    if (P::lane() == 0) load_weights<Dtype, kGated>(b);
+    if (P::lane() == 0) load_weights<Dtype, kGated, kThin>(b);
   } else if constexpr (kQuantised<Dtype>) {
     load_quantised_rows<Dtype, kGated>(b, b.warp() - kFewConsumers - 1);
   } else if (b.warp() == kFewConsumers + 1) {
-    load_rows<Dtype, kGated>(b);
+    load_rows<Dtype, kGated, kThin>(b);
   } else if constexpr (kMxFp4<Dtype>) {
     load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
+  }
+}
+
+template <class Dtype, Activation kActivation, class Trace>
+__device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
+  if (kThinTasks<Dtype> && b.in_parts()) {
+    run_tasks<Dtype, kActivation, kThinTasks<Dtype>>(b, trace);
+  } else {
+    run_tasks<Dtype, kActivation, false>(b, trace);
   }
   trace.begin();
   const bool ok = meet(b, is_among_last<Dtype>(b));
@@ -95,6 +105,7 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
     s.trace_events = 0;
     prefetch_map(&args.gate_up);
     prefetch_map(&args.down);
+    if constexpr (few::kThinTasks<Dtype>) prefetch_map(&args.thin_gate_up);
   }
   __syncthreads();
   trace.begin();

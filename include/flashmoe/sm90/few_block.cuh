@@ -75,6 +75,10 @@ struct alignas(16) StageScaleRow {
 inline constexpr uint32_t kFewWeightScalesAt = kBoxFeatures * kRowBytes;
 inline constexpr uint32_t kFewWeightStageBytes =
     kFewWeightScalesAt + (kMxFp4Build ? kBoxFeatures * uint32_t{sizeof(StageScaleRow)} : 0);
+// A thin task (few_tasks.cuh): its stages have as many k-blocks as a k-block has steps of 16 elements. A warp multiplies 16 rows
+// of weights, one of as many groups, and one step of each k-block.
+inline constexpr uint32_t kThinBlocks = kBoxFeatures / kThinFeatures, kThinGroups = kThinFeatures / 16;
+static_assert(kThinGroups * kThinBlocks == kFewConsumers && kThinBlocks == kRowBytes / 32);
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
   uint64_t task_full[kFewTasks], task_empty[kFewTasks];
@@ -86,6 +90,7 @@ struct FewShared {
     struct {  // swizzled: aligned to 1024 bytes
       uint8_t weights[kFewStages][kFewWeightStageBytes];
       uint8_t rows[kFewStages][kFewRowStageBytes];
+      float4 thin_sums[kFewConsumers][32];  // [warp][lane]
     };
     struct {
       uint8_t logit_rows[144 * 1024];
@@ -125,6 +130,10 @@ inline constexpr uint32_t kUnitRows = Sums<Dtype>::kMostTokens;
 // 128 columns, of which a task of GEMM0 has half.
 template <class Dtype>
 using Inner = std::conditional_t<kQuantised<Dtype>, Tf32, Dtype>;
+
+// Whether GEMM0 may have thin tasks.
+template <class Dtype>
+inline constexpr bool kThinTasks = Dtype::kBytes == 2 && !kQuantised<Dtype> && !kMxFp4<Dtype>;
 
 // Chunk c of a stage's row is the c ^ row_swizzle(row)-th: lanes that read together meet in no bank. They read a chunk of
 // eight rows each, by ldmatrix; beside weights in mxfp4 four chunks of two.

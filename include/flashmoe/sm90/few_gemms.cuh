@@ -62,6 +62,43 @@ __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t
   }
 }
 
+// Of a thin task, all consumers. The first of each group's warps have its sums, which are what one warp's would be.
+template <class Dtype>
+__device__ __forceinline__ void multiply_thin(const Block& b, uint32_t stages, StageSlot& at, TensorSums<Dtype>& sums) {
+  constexpr uint32_t kBarrier = 1, kThreads = kFewConsumers * P::kLanes;
+  FewPipeline& p = b.s.pipeline;
+  const uint32_t group = b.warp() % kThinGroups, step = b.warp() / kThinGroups;
+#pragma unroll 1
+  for (; stages != 0; --stages, at.advance()) {
+    wait(barrier_of(p.weights_full, at), at.parity);
+    wait(barrier_of(p.rows_full, at), at.parity);
+    multiply_thin_stage(shared_address(b.s.weights[at.at]), shared_address(b.s.rows[at.at]), group * 16, step, sums);
+    P::sync();
+    if (P::lane() == 0) arrive(barrier_of(p.empty, at));
+  }
+  named_barrier_sync(kBarrier, kThreads);  // the last task's are read
+  if (step != 0) b.s.thin_sums[b.warp()][P::lane()] = sums.part();
+  named_barrier_sync(kBarrier, kThreads);
+  if (step != 0) return;
+  auto part = [&](uint32_t of) -> const float4& { return b.s.thin_sums[of * kThinGroups + group][P::lane()]; };
+  sums.join(part(1), part(2), part(3));
+}
+
+// False: other warps have the sums.
+template <class Dtype, bool kGated, bool kThin>
+__device__ __forceinline__ bool multiply_task(const Tasks<Dtype, kGated, kThin>& tasks, const Task& task, uint32_t rows,
+                                              StageSlot& at, Sums<Dtype>& sums) {
+  const uint32_t stages = tasks.stages(task).count;
+  if constexpr (kThin) {
+    if (task.product == 0) {
+      multiply_thin(tasks.b, stages, at, sums);
+      return tasks.b.warp() < kThinGroups;
+    }
+  }
+  multiply<Dtype>(tasks.b, rows, stages, at, sums);
+  return true;
+}
+
 // ---- GEMM0: intermediate rows ---------------------------------------------------------------------------------------
 
 // Two values of a row with their biases, of weight rows `first` and `second`.
@@ -132,10 +169,10 @@ __device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32
 }
 
 // The consumer warps, each its features of every task.
-template <class Dtype, Activation kActivation, class Trace>
+template <class Dtype, Activation kActivation, bool kThin, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
-  using TheTasks = Tasks<Dtype, kGated>;
+  using TheTasks = Tasks<Dtype, kGated, kThin>;
   using TaskRowScales = std::conditional_t<kQuantised<Dtype>, RowScales<kGated>, NoRowScales>;
   const TheTasks tasks{b};
   HandedSlot handed;
@@ -149,11 +186,14 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;
     auto column_of = [&](uint32_t features) {
-      return task.tile * features + b.warp() * (features / kFewConsumers) + sums.first_row();
+      const uint32_t of_warp = features / kFewConsumers;
+      if (tasks.is_thin(task.product))
+        return (task.tile * kThinGroups + b.warp() % kThinGroups) * of_warp + sums.first_row();
+      return task.tile * features + b.warp() * of_warp + sums.first_row();
     };
     const TaskRowScales scales{b, task,
                                [&] { return column_of(task.product == 0 ? TheTasks::kFeatures : kBoxFeatures); }};
-    multiply<Dtype>(b, rows, tasks.stages(task).count, at, sums);
+    if (!multiply_task(tasks, task, rows, at, sums)) continue;
     if (task.product == 0) {
       const uint32_t column = column_of(TheTasks::kFeatures);
       sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {

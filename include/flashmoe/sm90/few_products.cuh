@@ -71,6 +71,27 @@ struct StageWeights {
   }
 };
 
+// Adds a stage of a thin task to sum 0: 16 of its rows of weights, `feature` the first, and of each k-block one step.
+template <class Dtype>
+__device__ __forceinline__ void multiply_thin_stage(uint32_t weights, uint32_t rows, uint32_t feature, uint32_t step,
+                                                    TensorSums<Dtype>& sums) {
+  const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, chunk = 2 * step + matrix % 2;
+  uint32_t w[kThinBlocks][4], r[kThinBlocks / 2][4];  // both blocks' rows; rows of two k-blocks
+#pragma unroll
+  for (uint32_t j = 0; j < kThinBlocks; ++j) {
+    load_matrices(w[j], chunk_address(weights, j * kThinFeatures + feature + matrix / 2 * kProductRows + row, chunk));
+  }
+#pragma unroll
+  for (uint32_t j = 0; j < kThinBlocks; j += 2) {
+    load_matrices(r[j / 2], chunk_address(rows, (j + matrix / 2) * 8 + row, chunk));
+  }
+#pragma unroll
+  for (uint32_t j = 0; j < kThinBlocks; ++j) {
+    const uint32_t i = j % 2 * 2;
+    sums.add(0, w[j][0], w[j][2], w[j][1], w[j][3], r[j / 2][i], r[j / 2][i + 1]);
+  }
+}
+
 template <class Dtype>
   requires(Dtype::kBytes == 4)  // multiplied as fp32
 struct StageWeights<Dtype> {

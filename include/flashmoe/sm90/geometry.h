@@ -102,6 +102,7 @@ FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_exper
 inline constexpr uint32_t kFewWarps = 12;
 inline constexpr uint32_t kFewThreads = kFewWarps * 32;
 inline constexpr uint32_t kFewSharedBytes = kSharedBytes;
+inline constexpr uint32_t kThinFeatures = 32;  // weight rows of a thin task (sm90/few_tasks.cuh)
 
 // Columns of results that a task of each product has. With a gate, an intermediate column takes two rows of weights.
 constexpr std::array<uint32_t, kProducts> columns_per_task(bool gated) {
