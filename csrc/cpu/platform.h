@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <thread>
 
+#include "flashmoe/protocol/one_lane.h"
 #include "flashmoe/protocol/platform.h"
 #include "host/bell.h"
 #include "host/clock.h"
@@ -136,26 +137,9 @@ struct CpuMemory {
   }
 };
 
-struct CpuPlatform : CpuMemory {
-  static constexpr uint32_t kLanes = 1;
-  static uint32_t lane() { return 0; }
-  static void sync() {}
+struct CpuPlatform : CpuMemory, OneLane {
   static uint32_t workers() { return 1; }
   static uint32_t worker() { return 0; }
-  static void team_sync() {}
-  static uint32_t ballot(bool p) { return p ? 1 : 0; }
-  template <class T>
-  static T broadcast(T v, uint32_t) {
-    return v;
-  }
-  static uint32_t exclusive_scan(uint32_t v, uint32_t& total) {
-    total = v;
-    return 0;
-  }
-  static uint32_t rank_among_equal(uint32_t, bool, bool& last) {
-    last = true;
-    return 0;
-  }
 };
 
 }  // namespace flashmoe::cpu

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "flashmoe/protocol/one_lane.h"
 #include "flashmoe/protocol/platform.h"
 #include "sim/group.h"
 
@@ -207,25 +208,8 @@ struct PutPlatform : Meetings<Lanes> {
 };
 
 // Who builds packets, a whole team as one lane: what it takes is said of all of it (Machine::packets).
-struct UntimedPlatform : Memory {
-  static constexpr uint32_t kLanes = 1;
+struct UntimedPlatform : Memory, OneLane {
   static constexpr bool kPeersMapped = true;
-  static uint32_t lane() { return 0; }
-  static void sync() {}
-  static void team_sync() {}
-  static uint32_t ballot(bool predicate) { return predicate ? 1 : 0; }
-  template <class T>
-  static T broadcast(T v, uint32_t) {
-    return v;
-  }
-  static uint32_t exclusive_scan(uint32_t v, uint32_t& total) {
-    total = v;
-    return 0;
-  }
-  static uint32_t rank_among_equal(uint32_t, bool, bool& last) {
-    last = true;
-    return 0;
-  }
   template <class T>
   static T load_relaxed(const T* p) {
     return *p;
