@@ -2,8 +2,9 @@
 
     python benchmarks/backward.py [--shapes NAME ...] [--out benchmarks/results/backward/h200x1.json]
 
-Per shape, in one run, in turn, by two timers ("busy": with the GPU kept busy before each, so that no launch gap is in
-the figure; "plain": with the launches in it):
+Per shape, in one run, in turn, by three timers ("busy": with the GPU kept busy before each, so that no launch gap is in
+the figure; "plain": with the launches in it; "sustained": each behind others of its kind, at the clocks that the GPU's
+power allows for long, which for layers of many milliseconds are not those of a single call):
 
   backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
   given       the same with the routing given: of x, the weights of the choices and both matrices
@@ -26,9 +27,23 @@ from typing import Any
 import flashmoe
 import torch
 from floors import backward_floor_call
-from harness import QUERY, SHAPES, LoneLayer, commit_option, described, flops, in_turn, milliseconds, nvidia_smi, write
+from harness import (
+    QUERY,
+    SHAPES,
+    LoneLayer,
+    commit_option,
+    described,
+    flops,
+    in_turn,
+    milliseconds,
+    nvidia_smi,
+    sustained,
+    write,
+)
 
 BUSY_CYCLES = 10_000_000  # some 5 ms: autograd and what follows the kernel take the host longer than a launch
+TIMERS = {True: "", False: "plain_", None: "sustained_"}
+"""How keys of a row begin, by whether the GPU was kept busy with something else; None: with calls of the same kind."""
 DEFAULT = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
 
 
@@ -62,13 +77,15 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
         bare = backward_floor_call(tokens * top_k, hidden, inner, experts, layer.w1.detach(), layer.w2.detach())
         timer = functools.partial(milliseconds, cycles=BUSY_CYCLES)
         timed = in_turn(timer, {**calls, "floor": bare}, repeats)
+        for call, times in sustained({**calls, "floor": bare}, repeats).items():
+            timed[call, None] = times
         layer.context.synchronize()
     row: dict[str, Any] = {"shape": name, "tokens": tokens}
     for (call, busy), times in timed.items():
-        row[f"{'' if busy else 'plain_'}{call}_ms"] = statistics.median(times)
-        if busy:
-            row[f"{call}_min_max"] = [min(times), max(times)]
-    for kind in ("", "plain_"):
+        row[f"{TIMERS[busy]}{call}_ms"] = statistics.median(times)
+        if busy is not False:
+            row[f"{TIMERS[busy]}{call}_min_max"] = [min(times), max(times)]
+    for kind in TIMERS.values():
         for call in ("backward", "given"):
             row[f"{kind}{call}_ratio"] = row[f"{kind}{call}_ms"] / row[f"{kind}floor_ms"]
         row[f"{kind}keeps_ratio"] = row[f"{kind}keeps_ms"] / row[f"{kind}inference_ms"]
@@ -84,10 +101,8 @@ def main() -> None:
     commit_option(parser)
     args = parser.parse_args()
     result: dict[str, Any] = {**described(args.commit), "shapes": []}
-    print(f"{result['device']}: milliseconds, and parts of the floor, busy and plain")
-    print(
-        f"{'shape':>12} {'tokens':>6} {'floor':>7} {'backward':>8} busy plain {'given':>7} busy plain keeps/inference"
-    )
+    print(f"{result['device']}: milliseconds, and parts of the floor, busy, plain and sustained")
+    print(f"{'shape':>12} {'tokens':>6} {'floor':>7} {'backward':>8} {'':17} {'given':>7} {'':17} keeps/inference")
     for name in args.shapes:
         tokens = SHAPES[name][-1][0]
         row = measure(name, tokens, args.repeats)
@@ -95,9 +110,8 @@ def main() -> None:
         result["shapes"].append(row)
         figures = [f"{name:>12} {tokens:>6} {row['floor_ms']:7.3f}"]
         for call, width in (("backward", 8), ("given", 7)):
-            figures.append(
-                f"{row[f'{call}_ms']:{width}.3f} {row[f'{call}_ratio']:.3f} {row[f'plain_{call}_ratio']:.3f}"
-            )
+            ratios = [f"{row[f'{kind}{call}_ratio']:.3f}" for kind in TIMERS.values()]
+            figures.append(f"{row[f'{call}_ms']:{width}.3f} {' '.join(ratios)}")
         figures.append(f"{row['keeps_ms']:.3f}/{row['inference_ms']:.3f} {row['keeps_ratio']:.3f}")
         print(" ".join(figures), flush=True)
         torch.cuda.empty_cache()

@@ -150,14 +150,36 @@ def in_turn(
     timer: Callable[[Callable[[int], Any], int, bool], list[float]],
     calls: dict[str, Callable[[int], Any]],
     repeats: int,
+    turns: int = 4,
 ) -> dict[tuple[str, bool], list[float]]:
-    """Milliseconds of each call by `timer`, by its name and whether the GPU was kept busy: in four turns, so that all
-    see the same clocks."""
+    """Milliseconds of each call by `timer`, by its name and whether the GPU was kept busy: in so many turns, every
+    other one backwards, so that all see the same clocks."""
     timed: dict[tuple[str, bool], list[float]] = {(name, busy): [] for name in calls for busy in (True, False)}
-    for _ in range(4):
+    for turn in range(turns):
         for busy in (True, False):
-            for name, call in calls.items():
-                timed[name, busy] += timer(call, repeats // 4, busy)
+            for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
+                timed[name, busy] += timer(call, repeats // turns, busy)
+    return timed
+
+
+def sustained(
+    calls: dict[str, Callable[[int], Any]], repeats: int, behind_each_other: int = 8
+) -> dict[str, list[float]]:
+    """Milliseconds of each call where so many of the same are queued behind each other, by its name: at the clocks that
+    the GPU keeps under such work, in turn. The first of a queue is not counted."""
+    import torch
+
+    timed: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats):
+        for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call(0)
+            start.record()
+            for i in range(behind_each_other):
+                call(i)
+            end.record()
+            end.synchronize()
+            timed[name].append(start.elapsed_time(end) / behind_each_other)
     return timed
 
 

@@ -7,8 +7,8 @@ run: the layer with it, the layer without, the shared part's two GEMMs alone (Py
 activation), and "apart", these behind the layer without. "share" is (with - without) / (apart - without), where all
 have the clocks of a GPU that is busy for as long; "share_alone" (with - without) / GEMMs. DeepSeek-V3's router
 (sigmoid, bias of the choice, groups, scale) is timed beside a softmax's top-k on the same layer; ids of either are
-about as evenly spread, by the same seed. Medians of --repeats, by two timers: "busy", behind work that hides the
-launch, and "plain".
+about as evenly spread, by the same seed. Medians of --repeats, by three timers: "busy", behind work that hides the
+launch, "plain", and "sustained", each behind others of its kind, at the clocks that the GPU's power allows for long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import flashmoe
 import torch
-from harness import QUERY, commit_option, described, in_turn, milliseconds, nvidia_smi, write
+from harness import QUERY, commit_option, described, in_turn, milliseconds, nvidia_smi, sustained, write
 
 LAYERS: dict[str, dict[str, Any]] = {
     "qwen2-moe": {
@@ -39,6 +39,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "router": {"score": "sigmoid", "groups": 8, "top_groups": 4, "routed_scale": 2.5},
     },
 }
+TIMERS = ("busy", "plain", "sustained")
 ALLOWED_SHARE, ALLOWED_ROUTER = 1.10, 1.02
 
 
@@ -79,11 +80,12 @@ def measure(name: str, repeats: int, experts: int | None) -> dict[str, Any]:
         calls["apart"] = lambda i: (calls["without"](i), calls["gemms"](i))
         if bias:
             calls["softmax"] = lambda i: moe(xs[i % 4])
-        timed = in_turn(milliseconds, calls, repeats)
+        timed: dict[Any, list[float]] = {**in_turn(milliseconds, calls, repeats), **sustained(calls, repeats)}
         context.synchronize()
     row: dict[str, Any] = {"layer": name, "tokens": tokens, **sizes, "shared_intermediate": width}
-    for how, busy in (("busy", True), ("plain", False)):
-        medians = {what: statistics.median(timed[what, busy]) for what in calls}
+    for how in TIMERS:
+        keys = {what: what if how == "sustained" else (what, how == "busy") for what in calls}
+        medians = {what: statistics.median(timed[key]) for what, key in keys.items()}
         row[how] = {f"{what}_ms": value for what, value in medians.items()}
         added = medians["with"] - medians["without"]
         row[how]["share"] = added / (medians["apart"] - medians["without"])
@@ -105,7 +107,7 @@ def main() -> int:
     result = {**described(args.commit), "layers": [measure(name, args.repeats, args.experts) for name in args.layers]}
     print(result["device"])
     for row in result["layers"]:
-        for how in ("busy", "plain"):
+        for how in TIMERS:
             print(f"{row['layer']:>12} {how:>5} " + " ".join(f"{what} {value:.4f}" for what, value in row[how].items()))
     if args.out:
         write(args.out, result)

@@ -19,7 +19,7 @@ __device__ __forceinline__ float choice_gradient(const KernelArgs& args, uint32_
   }
   const uint64_t all = uint64_t{shape.tokens} * shape.top_k;
   float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 8
   for (uint32_t p = 0; p < parts; ++p) sum += b.weight_parts[p * all + choice];
   return sum;
 }

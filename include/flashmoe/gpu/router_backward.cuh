@@ -72,7 +72,6 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   const uint32_t experts = shape.experts;
   const bool sigmoid = rule.sigmoid != 0, renormalize = rule.renormalize != 0;
   const uint64_t first_choice = token * shape.top_k, first_logit = token * experts;
-  const TokenScores score = TokenScores::of(b.logits + first_logit, experts, sigmoid, lane);
   const auto expert = [&](uint32_t k) {
     const int32_t id = b.kept.ids[first_choice + k];
     return static_cast<uint32_t>(id >= 0 ? id : ~id);
@@ -81,12 +80,15 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
     const double of_experts = choice_gradient(args, static_cast<uint32_t>(token), k, parts);
     return b.weights_by_bias == nullptr ? of_experts : of_experts + b.weights_by_bias[first_choice + k];
   };
+  // Kept of a lane's first choice, which for most models is its only one: it takes a handful of round trips to memory.
+  const double of_first = lane < shape.top_k ? of_weight(lane) : 0.0;
+  const TokenScores score = TokenScores::of(b.logits + first_logit, experts, sigmoid, lane);
   double sum = 0.0, weighted = 0.0;  // of the chosen scores; of these times their weights' gradients
 #pragma unroll 1
   for (uint32_t k = lane; k < shape.top_k; k += kTokenLanes) {
     const double s = score(expert(k));
     sum += s;
-    weighted += s * of_weight(k);
+    weighted += s * (k == lane ? of_first : of_weight(k));
   }
   sum = sum_of_lanes(sum) + (sigmoid ? double{kLeastSum} : 0.0);
   weighted = sum_of_lanes(weighted);
@@ -107,7 +109,7 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   for (uint32_t k = lane; k < shape.top_k; k += kTokenLanes) {
     const uint32_t e = expert(k);
     const double s = score(e), slope = sigmoid ? s * (1.0 - s) : s;
-    const double of_score = (of_weight(k) - common) * per_sum;
+    const double of_score = ((k == lane ? of_first : of_weight(k)) - common) * per_sum;
     store(e, slope * of_score - s * moved);  // may cancel nearly all: a score near 1
   }
 }
