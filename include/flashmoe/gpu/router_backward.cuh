@@ -1,4 +1,4 @@
-// The gradients of a router's logits, from those of combine weights: of a backward pass, 8 lanes a token.
+// The gradients of a router's logits, from those of combine weights: of a backward pass, a few lanes a token.
 //
 // Nothing large cancels where a score is near 1: exponentials are float32's, whose relative errors scores keep, and all that is
 // made of them is in float64, as cpu/router_backward.cpp has it. They are rounded once, to x's type, since tensor cores multiply
@@ -12,21 +12,26 @@
 
 namespace flashmoe::gpu {
 
-// A warp has so many tokens side by side: it takes memory round trips and long chains of float64, 11 to 16 us a token where a
-// warp had one.
-inline constexpr uint32_t kTokensOfWarp = 4, kTokenLanes = 32 / kTokensOfWarp;
+// Lanes that a token has: a warp takes some 20 us for what it has side by side, however little it is, since its code comes
+// anew from the L2 each time, and then its operands. So as few as have at most 16 logits and one choice each.
+__device__ __forceinline__ uint32_t lanes_of_token(const CallShape& shape) {
+  uint32_t lanes = 2;
+#pragma unroll 1
+  while (lanes < 8 && (lanes < shape.top_k || lanes * 16 < shape.experts)) lanes *= 2;
+  return lanes;
+}
 
 namespace detail {
 
 // Sums and maxima over a token's lanes, in an order that does not change.
-__device__ __forceinline__ double sum_of_lanes(double v) {
-#pragma unroll
-  for (uint32_t apart = kTokenLanes / 2; apart != 0; apart /= 2) v += __shfl_xor_sync(kFullWarp, v, apart);
+__device__ __forceinline__ double sum_of_lanes(double v, uint32_t lanes) {
+#pragma unroll 1
+  for (uint32_t apart = lanes / 2; apart != 0; apart /= 2) v += __shfl_xor_sync(kFullWarp, v, apart);
   return v;
 }
-__device__ __forceinline__ float max_of_lanes(float v) {
-#pragma unroll
-  for (uint32_t apart = kTokenLanes / 2; apart != 0; apart /= 2) v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, apart));
+__device__ __forceinline__ float max_of_lanes(float v, uint32_t lanes) {
+#pragma unroll 1
+  for (uint32_t apart = lanes / 2; apart != 0; apart /= 2) v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, apart));
   return v;
 }
 
@@ -38,17 +43,18 @@ struct TokenScores {
   double per_sum = 1.0;  // and 1 over the sum of exponentials
 
   // All lanes.
-  static __device__ __forceinline__ TokenScores of(const float* logits, uint32_t experts, bool sigmoid, uint32_t lane) {
+  static __device__ __forceinline__ TokenScores of(const float* logits, uint32_t experts, bool sigmoid, uint32_t lane,
+                                                   uint32_t lanes) {
     TokenScores s{logits, sigmoid};
     if (sigmoid) return s;
     float largest = -INFINITY;
 #pragma unroll 4
-    for (uint32_t e = lane; e < experts; e += kTokenLanes) largest = fmaxf(largest, logits[e]);
-    s.largest = max_of_lanes(largest);
+    for (uint32_t e = lane; e < experts; e += lanes) largest = fmaxf(largest, logits[e]);
+    s.largest = max_of_lanes(largest, lanes);
     double sum = 0.0;
 #pragma unroll 4
-    for (uint32_t e = lane; e < experts; e += kTokenLanes) sum += expf(logits[e] - s.largest);
-    s.per_sum = 1.0 / sum_of_lanes(sum);
+    for (uint32_t e = lane; e < experts; e += lanes) sum += expf(logits[e] - s.largest);
+    s.per_sum = 1.0 / sum_of_lanes(sum, lanes);
     return s;
   }
   __device__ __forceinline__ double operator()(uint32_t e) const {
@@ -59,14 +65,15 @@ struct TokenScores {
 
 }  // namespace detail
 
-// Of tokens first, first + 1, ...; all lanes of a warp. parts: of a combine weight's gradient.
+// Of tokens first, first + 1, ..., each by so many lanes; all lanes of a warp. parts: of a combine weight's gradient.
 template <class Dtype>
-__device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uint32_t first, uint32_t parts) {
+__device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uint32_t first, uint32_t lanes,
+                                                     uint32_t parts) {
   using namespace detail;
   const BackwardArgs& b = args.backward;
   const CallShape& shape = args.call.shape;
   const RouterRule& rule = args.rule;
-  const uint32_t lane = Platform::lane() % kTokenLanes, own = first + Platform::lane() / kTokenLanes;
+  const uint32_t lane = Platform::lane() % lanes, own = first + Platform::lane() / lanes;
   const bool exists = own < shape.tokens;
   const uint64_t token = exists ? own : first;
   const uint32_t experts = shape.experts;
@@ -82,16 +89,16 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   };
   // Kept of a lane's first choice, which for most models is its only one: it takes a handful of round trips to memory.
   const double of_first = lane < shape.top_k ? of_weight(lane) : 0.0;
-  const TokenScores score = TokenScores::of(b.logits + first_logit, experts, sigmoid, lane);
+  const TokenScores score = TokenScores::of(b.logits + first_logit, experts, sigmoid, lane, lanes);
   double sum = 0.0, weighted = 0.0;  // of the chosen scores; of these times their weights' gradients
 #pragma unroll 1
-  for (uint32_t k = lane; k < shape.top_k; k += kTokenLanes) {
+  for (uint32_t k = lane; k < shape.top_k; k += lanes) {
     const double s = score(expert(k));
     sum += s;
     weighted += s * (k == lane ? of_first : of_weight(k));
   }
-  sum = sum_of_lanes(sum) + (sigmoid ? double{kLeastSum} : 0.0);
-  weighted = sum_of_lanes(weighted);
+  sum = sum_of_lanes(sum, lanes) + (sigmoid ? double{kLeastSum} : 0.0);
+  weighted = sum_of_lanes(weighted, lanes);
   // The gradient of a chosen score is (its weight's - common) * per_sum. With a softmax each logit moves all scores; but
   // where the chosen ones are divided by their sum, what they lose together cancels.
   const double per_sum = renormalize ? 1.0 / sum : 1.0, common = renormalize ? weighted / sum : 0.0;
@@ -103,10 +110,10 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
     if (exists) to[e] = Dtype::narrow(rounded);
   };
 #pragma unroll 1
-  for (uint32_t e = lane; e < experts; e += kTokenLanes) store(e, moved == 0.0 ? 0.0 : -score(e) * moved);
+  for (uint32_t e = lane; e < experts; e += lanes) store(e, moved == 0.0 ? 0.0 : -score(e) * moved);
   __syncwarp();  // the chosen ones' are stored once more
 #pragma unroll 1
-  for (uint32_t k = lane; k < shape.top_k; k += kTokenLanes) {
+  for (uint32_t k = lane; k < shape.top_k; k += lanes) {
     const uint32_t e = expert(k);
     const double s = score(e), slope = sigmoid ? s * (1.0 - s) : s;
     const double of_score = ((k == lane ? of_first : of_weight(k)) - common) * per_sum;

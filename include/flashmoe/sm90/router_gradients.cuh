@@ -42,10 +42,10 @@ template <class Dtype>
 __device__ __forceinline__ bool route_back(const KernelArgs& args, const Call& c) {
   using P = Platform;
   if (!wait_for_returns(c)) return false;
-  const uint32_t parts = weight_parts_of(c);
+  const uint32_t parts = weight_parts_of(c), lanes = lanes_of_token(c.shape), at_once = P::kLanes / lanes;
 #pragma unroll 1
-  for (uint32_t first = blockIdx.x * kTokensOfWarp; first < c.shape.tokens; first += gridDim.x * kTokensOfWarp) {
-    differentiate_logits<Dtype>(args, first, parts);
+  for (uint32_t first = blockIdx.x * at_once; first < c.shape.tokens; first += gridDim.x * at_once) {
+    differentiate_logits<Dtype>(args, first, lanes, parts);
   }
   P::sync();  // all lanes' stores before the count
   if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
