@@ -13,7 +13,6 @@ router; `fused`: whole blocks.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import pathlib
@@ -26,11 +25,8 @@ import torch
 import transformers
 from flashmoe.integrations.transformers import fuse
 from harness import commit_option, described, nvidia_smi, result_path, write
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PROMPT, STEPS, TURNS = 128, 16, 4
-ATTENTION = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
-"""PyTorch's kernels of attention; what it chooses itself is one of them."""
 THEIRS = ("grouped_mm", "batched_mm")
 
 
@@ -167,22 +163,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--names", nargs="+", default=[*THEIRS, "flashmoe", "fused"])
-    parser.add_argument("--attention", choices=ATTENTION, help="instead of PyTorch's choice")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(WHOLE))
     parser.add_argument("--out")
     commit_option(parser)
     args = parser.parse_args()
     model = build(args.layers)
-    kernels = (
-        sdpa_kernel(getattr(SDPBackend, ATTENTION[args.attention])) if args.attention else contextlib.nullcontext()
-    )
-    with kernels:
-        rows = measure(model, args.names, args.cases)
+    rows = measure(model, args.names)
     result = described(args.commit) | {
         "transformers": transformers.__version__,
         "nvidia_smi": nvidia_smi(),
         "layers": args.layers,
-        "attention": args.attention,
         "rows": rows,
     }
     path = result_path("transformers_model", torch.cuda.get_device_name(), 1)
