@@ -1,0 +1,128 @@
+"""A backward pass on a group of GPUs, beside one GPU's for as many rows and beside the bare GEMMs, in one run.
+
+    torchrun --nproc-per-node N benchmarks/backward_group.py [--shapes NAME ...] [--out FILE.json]
+
+Per shape, in turn, by two timers (fused_group.py), of each iteration the slowest rank:
+
+  backward    of the whole layer under autograd: gradients of x, the router and this rank's experts' matrices
+  alone       the same of a layer whose experts each GPU has all itself, of as many tokens, and so rows
+  floor       PyTorch's four grouped GEMMs alone, as many rows, over this rank's experts
+  keeps       the group's forward pass that keeps what gradients need
+  inference   the group's forward pass that keeps nothing
+
+Gradients are those of three calls before, bit by bit, or no time is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import statistics
+from contextlib import closing
+from typing import Any
+
+import flashmoe
+import torch
+import torch.distributed as dist
+from backward import BUSY_CYCLES
+from floors import backward_floor_call
+from harness import (
+    QUERY,
+    SHAPES,
+    GroupLayer,
+    LoneLayer,
+    commit_option,
+    described,
+    group_milliseconds,
+    in_turn,
+    join,
+    nvidia_smi,
+    write,
+)
+
+DEFAULT = ("qwen3-30b", "mixtral", "paper-E64")
+
+
+def calls_of(layer: Any, x: torch.Tensor, router: torch.Tensor) -> dict[str, Any]:
+    """The passes of a layer, of this rank alone or of all, by name."""
+    leaves = [each.requires_grad_() for each in (x, router, layer.w1, layer.w2)]
+    moe = functools.partial(flashmoe.moe, layer.context, top_k=layer.top_k, activation=layer.activation)
+
+    def forward(_: int) -> torch.Tensor:
+        return moe(x, layer.w1, layer.w2, router=router)
+
+    def inference(i: int) -> torch.Tensor:
+        with torch.no_grad():
+            return forward(i)
+
+    y, dy = forward(0), torch.randn_like(x)
+
+    def backward(_: int) -> Any:
+        return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+    return {"backward": backward, "keeps": forward, "inference": inference}
+
+
+def same_bits(backward: Any) -> None:
+    first = backward(0)
+    for _ in range(3):
+        for name, ours, before in zip(("x", "router", "gate_up", "down"), backward(0), first, strict=True):
+            if not torch.equal(ours.view(torch.uint8), before.view(torch.uint8)):
+                raise SystemExit(f"{name}: gradients have other bits than in the call before")
+
+
+def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
+    hidden, inner, experts, top_k, _, _ = SHAPES[name]
+    torch.manual_seed(tokens)
+    router = torch.randn(experts, hidden, device="cuda", dtype=torch.bfloat16) * 0.02
+    with closing(GroupLayer(name, tokens)) as layer, closing(LoneLayer(name, tokens)) as lone:
+        calls = calls_of(layer, layer.x, router)
+        same_bits(calls["backward"])
+        calls["alone"] = calls_of(lone, layer.x.detach().clone(), router.detach().clone())["backward"]
+        w1, w2 = layer.w1.detach(), layer.w2.detach()
+        calls["floor"] = backward_floor_call(tokens * top_k, hidden, inner, len(layer.own), w1, w2)
+        timed = in_turn(functools.partial(group_milliseconds, cycles=BUSY_CYCLES), calls, repeats)
+        lone.context.synchronize()
+        layer.context.synchronize()
+    row: dict[str, Any] = {"shape": name, "tokens": tokens, "ranks": dist.get_world_size()}
+    for (call, busy), times in timed.items():
+        row[f"{'' if busy else 'plain_'}{call}_ms"] = statistics.median(times)
+        if busy:
+            row[f"{call}_min_max"] = [min(times), max(times)]
+    for kind in ("", "plain_"):
+        for beside in ("alone", "floor"):
+            row[f"{kind}over_{beside}"] = row[f"{kind}backward_ms"] / row[f"{kind}{beside}_ms"]
+        row[f"{kind}keeps_ratio"] = row[f"{kind}keeps_ms"] / row[f"{kind}inference_ms"]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=DEFAULT)
+    parser.add_argument("--repeats", type=int, default=16)
+    parser.add_argument("--out", type=pathlib.Path)
+    commit_option(parser)
+    args = parser.parse_args()
+    rank = join()
+    result: dict[str, Any] = {**described(args.commit, dist.get_world_size()), "shapes": []}
+    for name in args.shapes:
+        row = measure(name, SHAPES[name][-1][0], args.repeats)
+        row["nvidia_smi"] = {QUERY: nvidia_smi().splitlines()}
+        result["shapes"].append(row)
+        if rank == 0:
+            print(
+                f"{name:>12} {row['tokens']:>6} backward {row['backward_ms']:.3f} ms, over one GPU's "
+                f"{row['over_alone']:.3f} (plain {row['plain_over_alone']:.3f}), "
+                f"over the floor {row['over_floor']:.3f} ({row['plain_over_floor']:.3f}); "
+                f"keeps / inference {row['keeps_ratio']:.3f}",
+                flush=True,
+            )
+        torch.cuda.empty_cache()
+    if args.out and rank == 0:
+        write(args.out, result)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
