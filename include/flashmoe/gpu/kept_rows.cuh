@@ -30,6 +30,7 @@ __device__ __forceinline__ void count_rows(const KernelArgs& args, const Counted
   const uint32_t tokens = c.epoch == 0 ? 0 : c.tokens_of(p), blocks = c.epoch == 0 ? 0 : c.blocks_of(p);
   for (uint32_t l = threadIdx.x; l < el; l += kMoveThreads) {
     uint32_t rows = 0;
+#pragma unroll 8
     for (uint32_t b = 0; b < blocks; ++b) {
       const uint16_t* const offsets = c.packet_offsets(c.rank, p, b);
       rows += offsets[l + 1] - offsets[l];
@@ -85,12 +86,39 @@ __device__ __forceinline__ void move_received(const KernelArgs& args, const Call
   }
 }
 
-// An expert's rows, by blocks `part` of `parts`: all follow its tiles, segment by segment, in which a source's rows are in the
-// order of its tokens, and each moves some.
+// Where a tile's rows go: all threads of a block, of which the first has `next`, the number of each source's next row.
+struct TileRows {
+  Segment segments[kTileRows];               // none is empty
+  uint32_t first[kTileRows], at[kTileRows];  // of each segment: its first row's number, and which of the tile's it is
+  uint32_t number[kTileRows];
+
+  __device__ __forceinline__ void find(const Segment* from, uint32_t count, uint32_t (&next)[kMaxRanks]) {
+    const uint32_t s = threadIdx.x;
+    if (s < count) segments[s] = from[s];
+    __syncthreads();
+    if (s == 0) {
+      uint32_t row = 0;
+      for (uint32_t i = 0; i < count; ++i) {
+        const Segment segment = segments[i];
+        first[i] = next[segment.source], at[i] = row;
+        next[segment.source] += segment.count, row += segment.count;
+      }
+    }
+    __syncthreads();
+    if (s < count) {
+      for (uint32_t r = 0; r < segments[s].count; ++r) number[at[s] + r] = first[s] + r;
+    }
+    __syncthreads();
+  }
+};
+
+// An expert's rows, by blocks `part` of `parts`: all follow its tiles, in whose segments a source's rows are in the order of its
+// tokens, and each moves some. Segments have a few rows each; so a tile's are read at once, and no row waits for one.
 __device__ __forceinline__ void move_expert(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t l,
                                             uint32_t part, uint32_t parts) {
-  constexpr uint32_t kMostRanks = 32;
-  __shared__ uint32_t next[kMostRanks];  // the number of each source's next row
+  static_assert(kMoveThreads >= kTileRows);
+  __shared__ uint32_t next[kMaxRanks];
+  __shared__ TileRows rows;
   const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts, bytes = args.backward.z_columns * 2;
   if (threadIdx.x == 0) {
     uint32_t row = to.first_row[l];
@@ -101,23 +129,16 @@ __device__ __forceinline__ void move_expert(const KernelArgs& args, const Call& 
   }
   const uint32_t warp = threadIdx.x / 32 + part * (kMoveThreads / 32), warps = parts * (kMoveThreads / 32);
   const uint32_t tiles = c.expert_state(l)->tiles;
-  uint32_t row = 0;  // of the expert's, in the order of tiles
+  uint32_t before = 0;  // of the expert's rows, those in earlier tiles
   for (uint32_t i = 0; i < tiles; ++i) {
-    const uint32_t tile = c.expert_tiles(l)[i], segments = c.tile(tile)->shape.segments;
-    uint32_t in_tile = 0;
-    for (uint32_t s = 0; s < segments; ++s) {
-      const Segment segment = c.segments(tile)[s];
-      __syncthreads();
-      const uint32_t first = next[segment.source];
-      __syncthreads();
-      if (threadIdx.x == 0) next[segment.source] = first + segment.count;
-      for (uint32_t r = 0; r < segment.count; ++r) {
-        if ((row + r) % warps != warp) continue;
-        const uint64_t from = uint64_t{tile} * kTileRows + in_tile + r;
-        move_row(to.pre_activations + uint64_t{first + r} * bytes, args.keep.pre_activations + from * bytes, bytes);
-      }
-      row += segment.count, in_tile += segment.count;
+    const uint32_t tile = c.expert_tiles(l)[i];
+    const auto shape = c.tile(tile)->shape;
+    rows.find(c.segments(tile), shape.segments, next);
+    for (uint32_t r = (warp + warps - before % warps) % warps; r < shape.rows; r += warps) {
+      const uint64_t from = uint64_t{tile} * kTileRows + r;
+      move_row(to.pre_activations + uint64_t{rows.number[r]} * bytes, args.keep.pre_activations + from * bytes, bytes);
     }
+    before += shape.rows;
   }
 }
 

@@ -6,6 +6,8 @@
 
 namespace flashmoe::gpu {
 
+inline constexpr uint32_t kMaxRanks = 32;  // of a group of GPUs: blocks have tables of them
+
 inline constexpr uint32_t kNoTile = ~0u;  // index of a task that is only rehearsed (sm90/look_up.cuh)
 
 // The fused kernel's block.

@@ -20,8 +20,6 @@
 
 namespace flashmoe::sm90 {
 
-inline constexpr uint32_t kMaxRanks = 32;
-
 // A task as the clerk hands it on: looked up, with the offsets of the rows that this block multiplies.
 struct TaskSlot {
   TaskKind kind;
