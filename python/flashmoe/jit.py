@@ -191,11 +191,16 @@ def shipped_kernels() -> list[Path]:
 
 def refused_by_driver() -> str:
     """Why this machine's driver cannot load what the package carries; empty where nothing keeps it from that."""
-    release = driver.cuda_release()
-    if release is None or release[0] >= RELEASED_CUDA[0] or not _carried():
+    here = _older_driver()
+    if not here or not _carried():
         return ""
-    here = ".".join(map(str, release))
     return f"the package's own need a driver for CUDA {RELEASED_CUDA[0]}, this machine's is for {here}"
+
+
+def _older_driver() -> str:
+    """The CUDA that this machine's driver is for, as "12.4", if it loads nothing that a release's nvcc compiles."""
+    release = driver.cuda_release()
+    return "" if release is None or release[0] >= RELEASED_CUDA[0] else ".".join(map(str, release))
 
 
 def _carried() -> list[Path]:
@@ -324,18 +329,20 @@ def find_nvcc(variant: Variant | None = None) -> Path:
         return Path(given)
     if nvcc := next(filter(_is_program, _candidates()), None):
         return nvcc
+    purpose = f", for the {variant.title} kernel," if variant is not None else ""
     raise FlashMoEError(
-        f"nvcc: expected the CUDA compiler{_purpose(variant)} as $FLASHMOE_NVCC, in $CUDA_HOME/bin, in PATH, in "
-        f"/usr/local/cuda*/bin or from the Python package nvidia-cuda-nvcc, found none; to install it: {INSTALL}"
+        f"nvcc: expected the CUDA compiler{purpose} as $FLASHMOE_NVCC, in $CUDA_HOME/bin, in PATH, in "
+        "/usr/local/cuda*/bin or from the Python package nvidia-cuda-nvcc, found none; to install: " + remedy()
     )
 
 
-def _purpose(variant: Variant | None) -> str:
-    """What the compiler is wanted for, as a part of a sentence."""
-    if variant is None:
-        return ""
-    refused = refused_by_driver() if variant in COMMON else ""
-    return f", for the {variant.title} kernel{f' ({refused})' if refused else ''},"
+def remedy() -> str:
+    """What is to be installed where there is no nvcc: for an older driver not the newest, whose kernels it refuses."""
+    if not (here := _older_driver()):
+        return INSTALL
+    also = ", which also loads the kernels that the package carries" if _carried() else ""
+    older = here.partition(".")[0]
+    return f"an nvcc of CUDA {older}, as the driver is ({here}), or a driver for CUDA {RELEASED_CUDA[0]}{also}"
 
 
 def _candidates() -> Iterator[Path]:

@@ -143,7 +143,7 @@ def _nvcc() -> Check:
         found = jit.find_nvcc()
     except FlashMoEError:
         what = "compiles kernels that the package does not carry" if jit.shipped_kernels() else "compiles the kernel"
-        return Check("nvcc", False, what, jit.INSTALL)
+        return Check("nvcc", False, what, jit.remedy())
     release = _output([str(found), "--version"]).rpartition("release ")[2].partition(",")[0]
     return Check("nvcc", bool(release), f"{release} ({found})" if release else f"{found} does not run")
 
