@@ -32,8 +32,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from harness import cpu_model, nvidia_smi, result_path, write  # noqa: E402
 
-KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "FLASHMOE_SHARE_GPUS")
-"""All that an environment has of this one's variables: neither PATH nor CUDA_HOME, CC or CXX."""
+KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "FLASHMOE_SHARE_GPUS")
+KEPT_OF = ("NVIDIA_", "NVSHMEM_", "NCCL_", "TORCH_")
+"""Names, and how names begin, of all that an environment has of this one's variables: neither PATH nor CUDA_HOME, CC or
+CXX. How GPUs are shared, and what their libraries may use, is the machine's to say."""
 
 WHERE = """
 import platform, sys, flashmoe
@@ -95,7 +97,7 @@ def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
         share_packages(python, programs / "python")
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet", "--only-binary=:all:")
     subprocess.run([*pip, wheel], check=True)
-    environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+    environment = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_OF)}
     environment |= {"PATH": str(programs), "FLASHMOE_NVCC": "/none", "FLASHMOE_CACHE": str(folder / "cache")}
     ran = []
 
