@@ -79,6 +79,7 @@ def made(tmp_path, monkeypatch):
         path = tmp_path / f"flashmoe-{flashmoe.__version__}-{of_name}.whl"
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("flashmoe-0.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {of_metadata}\n")
+            archive.mkdir("flashmoe/cuda/kernels")
             for each in kernels:
                 archive.writestr(f"flashmoe/cuda/kernels/{each}", "")
         return path

@@ -64,7 +64,7 @@ def nvcc_release() -> str:
     expected = ".".join(map(str, jit.RELEASED_CUDA))
     if not re.search(rf"release {re.escape(expected)}\b", said):
         raise SystemExit(f"nvcc: expected release {expected}, got {nvcc}:\n{said}\nTo install it: {jit.INSTALL}")
-    return said.strip().splitlines()[-1]
+    return next(line for line in said.splitlines() if "release" in line)
 
 
 def kernels(folder: Path) -> list[Path]:
@@ -101,7 +101,7 @@ def faults(wheel: Path) -> list[str]:
     if not wheel.name.endswith(f"-{tag}.whl"):
         found.append(f"name: expected the tag {tag}, got {wheel.name}")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        names = [each.filename for each in archive.infolist() if not each.is_dir()]
         about = archive.read(only(Path(each) for each in names if each.endswith(".dist-info/WHEEL")).as_posix())
     if tags := {line for line in about.decode().splitlines() if line.startswith("Tag:")} - {f"Tag: {tag}"}:
         found.append(f"WHEEL: expected no tag but {tag}, got {', '.join(sorted(tags))}")
