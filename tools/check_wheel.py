@@ -101,20 +101,21 @@ def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
     environment |= {"PATH": str(programs), "FLASHMOE_NVCC": "/none", "FLASHMOE_CACHE": str(folder / "cache")}
     ran = []
 
-    def run(*command: str | Path, cwd: Path = folder, said: str = "") -> str:
+    def run(*command: str | Path, said: str, cwd: Path = folder) -> str:
         done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True)
         print(done.stdout, end="", flush=True)
         done.check_returncode()
-        ran.append(said or " ".join(map(str, command[:-1])).replace(f"{programs}/", ""))
+        ran.append(said)
         return done.stdout
 
     version, libc = run(programs / "python", "-c", WHERE, said="import").split()
-    run(programs / "flashmoe", "run", "--engine", "cpu", "--ranks", "2", "--out", folder / "out")
+    demo = (programs / "flashmoe", "run", "--out", folder / "out", "--engine")
+    run(*demo, "cpu", "--ranks", "2", said="flashmoe run, CPU engine")
     run(programs / "python", "-c", CALL, said="a call from Python")
     run(programs / "python", "-c", FIND_KERNELS, said="kernels found")
     found: dict[str, Any] = {"python": version, "glibc": libc, "ran": ran}
     if gpu:
-        run(programs / "flashmoe", "run", "--engine", "cuda", "--out", folder / "out-gpu")
+        run(*demo, "cuda", said="flashmoe run, CUDA engine")
         tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/release")
         found["tests"] = run(programs / "python", *tests, cwd=ROOT, said="tests/release").splitlines()[-1]
     return found | {"seconds": round(time.monotonic() - start)}
@@ -136,7 +137,7 @@ def main() -> None:
         name, gpus = (nvidia_smi("name").splitlines()[0], 1) if args.gpu else (cpu_model(), 0)
         built = json.loads(BUILT.read_text())
         assert built["wheel"]["sha256"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
-        origin = {"device": name, "command": " ".join(["python", *sys.argv])}
+        origin = {"device": name if gpus else f"{name} x0", "command": " ".join(["python", *sys.argv])}
         if gpus:
             origin["driver"] = nvidia_smi("driver_version").splitlines()[0]
         write(args.out / result_path("release", name, gpus).name, origin | built | {"pythons": found})
