@@ -3,7 +3,7 @@
 # make test-gpu   the tests that need a GPU
 # make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB)
 # make nightly    make test with 10,000 examples per property test, and every instance of the kernels
-# make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc
+# make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc 13.0
 # make site       the documentation as pages, in build/site/, which are then opened in a browser
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
 # make lint       check formatting and style;  make format  repairs what can be repaired
@@ -172,10 +172,10 @@ $(VENV)/.release: pyproject.toml | $(BIN)/python
 	@$(call pip-install,$(call extra,release))
 	@touch $@
 
-# With the interpreters of RELEASE_PYTHONS, as paths; without, with this one.
+# With the interpreters of RELEASE_PYTHONS, as paths; without, with this one. What was built, and where it ran, is left there.
 wheel: $(VENV)/.package $(VENV)/.release
 	@$(BIN)/python tools/build_release.py
-	@$(BIN)/python tools/check_wheel.py $(RELEASE_PYTHONS)
+	@$(BIN)/python tools/check_wheel.py --out benchmarks/results/release $(RELEASE_PYTHONS)
 
 $(VENV)/.site: pyproject.toml | $(BIN)/python
 	@echo "==> installing what the documentation's pages are made with"

@@ -15,8 +15,10 @@ import sys
 import time
 from pathlib import Path
 
+import build_release
 import pytest
-from flashmoe import FlashMoEError, cli, jit
+from flashmoe import FlashMoEError, cli, driver, jit
+from flashmoe.cli import info
 
 FAKE_NVCC = """#!/bin/sh
 echo "$@" >> {calls}
@@ -242,7 +244,9 @@ def test_no_compiler(machine, monkeypatch, tmp_path):
     monkeypatch.delenv("FLASHMOE_NVCC")
     monkeypatch.setattr(jit, "_candidates", lambda: iter([tmp_path / "nowhere" / "nvcc"]))
     with pytest.raises(FlashMoEError, match=r"in PATH, in /usr/local/cuda.*nvidia-cuda-nvcc, found none.*pip install"):
-        jit.compile_kernel(jit.Variant())
+        jit.find_nvcc()
+    with pytest.raises(FlashMoEError, match=r"^nvcc: expected the CUDA compiler, for the fp16 GELU kernel, as \$FLASH"):
+        jit.compile_kernel(jit.Variant("float16", "gelu"))
 
 
 def test_a_compiler_that_is_not_one(machine, monkeypatch):
@@ -353,8 +357,43 @@ def test_a_damaged_carried_kernel_is_not_taken(machine, carried):
     assert jit.compile_kernel(jit.Variant()).path.parent == machine.cache
 
 
-def test_names_of_carried_kernels_differ(sources):
-    assert len({jit._stem(sources, variant) for variant in jit.COMMON}) == len(jit.COMMON)
+def test_all_that_a_release_carries_is_found(machine, sources):
+    compiled = build_release.kernels(sources / "kernels")
+    assert len(machine.compilations()) == len(set(compiled)) == len(jit.COMMON)
+    jit._known.clear()
+    shutil.rmtree(machine.cache)
+    machine.nvcc.unlink()
+    for variant, path in zip(jit.COMMON, compiled, strict=True):
+        assert path.name.startswith(variant.title.replace(" ", "-").lower())
+        assert jit.compile_kernel(variant) == jit.Compiled(path, None)
+
+
+def test_a_release_is_compiled_by_one_nvcc(machine):
+    machine.install(release="13.0, V13.0.88")
+    assert build_release.nvcc_release() == "release 13.0, V13.0.88"
+    machine.install(release="13.01")
+    with pytest.raises(SystemExit, match=r"nvcc: expected release 13\.0, got .*/nvcc:\nrelease 13\.01"):
+        build_release.nvcc_release()
+
+
+def test_a_driver_too_old_for_what_is_carried(machine, carried, monkeypatch):
+    """It takes what an older nvcc compiles."""
+    monkeypatch.setattr(driver, "cuda_release", lambda: (12, 4))
+    monkeypatch.delenv("FLASHMOE_NVCC")
+    with monkeypatch.context() as without:
+        without.setattr(jit, "_candidates", lambda: iter(()))
+        said = r"for the bf16 SwiGLU kernel, as .*found none; to install: an nvcc of CUDA 12, as the driver is"
+        with pytest.raises(
+            FlashMoEError, match=said + r" \(12\.4\), or a driver for CUDA 13, which also loads the ker"
+        ):
+            jit.compile_kernel(jit.Variant())
+        assert "; of compiled kernels, the package's own need a driver for CUDA 13, this" in info._driver().detail
+        assert jit.shipped_kernels() == []
+    machine.install(release="12.4")
+    monkeypatch.setenv("FLASHMOE_NVCC", str(machine.nvcc))
+    assert jit.compile_kernel(jit.Variant()).path.parent == machine.cache
+    monkeypatch.setattr(driver, "cuda_release", lambda: (13, 0))
+    assert jit.compile_kernel(jit.Variant()).path == carried
 
 
 # ---- a cache that others could write to, or that is damaged -------------------------------------------------

@@ -1,22 +1,31 @@
 """What is released: one version, a wheel for every Python, an sdist with all that it is built from.
 
-`make wheel` builds both, and tries the wheel; that takes longer, and needs nvcc.
+`make wheel` builds both, and tries the wheel; that takes longer, and needs nvcc. Here are its judgement of a wheel, and
+what it left where it ran. tests/test_jit.py has how carried kernels are found.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import warnings
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
+import build_release
 import flashmoe
 import pytest
+from evidence import digest_of
+from flashmoe import jit
 
 ROOT = Path(__file__).resolve().parent.parent
+TAG = "py3-none-manylinux_2_28_x86_64"
+KERNEL = "bf16-swiglu-0123.cubin"
 
 
 def test_the_changelog_says_what_this_version_is():
@@ -56,3 +65,77 @@ def test_the_sdist_has_what_the_package_is_built_from(tmp_path):
     assert not {str(path.relative_to(ROOT)) for path in sources} - names
     assert not [name for name in names if name.endswith((".so", ".cubin", ".pyc"))]
     assert size < 2**24
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Makes a wheel of a name, a tag and kernels, where one kernel has been compiled."""
+    monkeypatch.setattr(build_release, "WORK", tmp_path)
+    monkeypatch.setattr(build_release, "PLATFORM", "manylinux_2_28_x86_64")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / KERNEL).touch()
+
+    def make(of_name: str = TAG, of_metadata: str = TAG, kernels: tuple[str, ...] = (KERNEL,)) -> Path:
+        path = tmp_path / f"flashmoe-{flashmoe.__version__}-{of_name}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("flashmoe-0.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {of_metadata}\n")
+            archive.mkdir("flashmoe/cuda/kernels")
+            for each in kernels:
+                archive.writestr(f"flashmoe/cuda/kernels/{each}", "")
+        return path
+
+    return make
+
+
+def test_a_wheel_as_it_is_to_be(made):
+    assert build_release.faults(made()) == []
+
+
+@pytest.mark.parametrize(
+    ("of_name", "of_metadata", "kernels", "fault"),
+    [
+        ("cp311-cp311-manylinux_2_28_x86_64", TAG, (KERNEL,), f"name: expected the tag {TAG}, got flashmoe-"),
+        (
+            TAG,
+            "py3-none-linux_x86_64",
+            (KERNEL,),
+            "WHEEL: expected no tag but py3-none-manylinux_2_28_x86_64, got Tag:",
+        ),
+        (TAG, TAG, (), f"kernels: expected {KERNEL}, found none"),
+        (TAG, TAG, (KERNEL, "other.cubin"), "kernels: got other.cubin, which was not compiled for this wheel"),
+    ],
+    ids=["name", "tag", "without a kernel", "another kernel"],
+)
+def test_a_wheel_that_is_not(made, of_name, of_metadata, kernels, fault):
+    [found] = build_release.faults(made(of_name, of_metadata, kernels))
+    assert found.startswith(fault)
+
+
+def documented() -> dict[str, str]:
+    """Names of kernels and how many MiB they take in the wheel, in the table for users."""
+    return dict(
+        re.findall(r"^\| `([^`]+)` \|.*\| ([0-9.]+) \|$", (ROOT / "docs" / "installation.md").read_text(), re.M)
+    )
+
+
+def test_the_documentation_lists_the_kernels_that_are_carried():
+    assert list(documented()) == [variant.title for variant in jit.COMMON]
+
+
+COMMITTED = sorted((ROOT / "benchmarks" / "results" / "release").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=[path.stem for path in COMMITTED])
+def test_where_a_release_ran(path):
+    """Of other sources than these: a notice, since whoever changes them need not build a release."""
+    run = json.loads(path.read_text())
+    assert run["wheel"]["name"].endswith(f"-{TAG}.whl")
+    assert run["pythons"] and all("kernels found" in each["ran"] for each in run["pythons"])
+    if run["sources_sha256"] != digest_of(ROOT, *run["sources"]):
+        warnings.warn(f"{path.relative_to(ROOT)}: a wheel of other sources ({run['commit'][:7]})", stacklevel=1)
+        return
+    assert {title: f"{size['packed'] / 2**20:.2f}" for title, size in run["kernels"].items()} == documented()
+
+
+def test_a_release_ran_with_and_without_a_gpu():
+    assert {path.stem[-2:] for path in COMMITTED} >= {"x0", "x1"}

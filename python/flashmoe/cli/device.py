@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import jit, models, nvshmem
+from .. import driver, jit, models, nvshmem
 from ..checkpoint import MoELayer, MoELayerOf
 from ..errors import FlashMoEError, HeapError
 from ..memory import format_bytes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def missing(ranks: int) -> str | None:
     """What the CUDA engine lacks here for so many ranks, as far as that is quickly told; None: nothing."""
-    if not loads("libcuda.so.1"):
+    if not loads(driver.LIBRARY):
         return "the NVIDIA driver's libcuda.so.1, found none"
     if importlib.util.find_spec("torch") is None:
         return "PyTorch, found none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
@@ -14,7 +13,7 @@ from importlib import metadata
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__, jit, nvshmem
+from .. import __version__, driver, jit, nvshmem
 from ..errors import FlashMoEError
 from ..memory import SHARED_MEMORY, format_bytes
 from .console import console
@@ -107,14 +106,14 @@ def _torch() -> Check:
 
 def _driver() -> Check:
     """The library that the engine loads; it asks no toolkit for anything."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int()
-        if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-            return Check("NVIDIA driver", False, "libcuda.so.1 is there, but does not work")
-    except (OSError, AttributeError):
-        return Check("NVIDIA driver", False, "no libcuda.so.1")
-    return Check("NVIDIA driver", True, f"libcuda.so.1, for CUDA {version.value // 1000}.{version.value % 1000 // 10}")
+    release = driver.cuda_release()
+    if release is None:
+        found = f"{driver.LIBRARY} is there, but does not work" if loads(driver.LIBRARY) else f"no {driver.LIBRARY}"
+        return Check("NVIDIA driver", False, found)
+    detail = f"{driver.LIBRARY}, for CUDA {release[0]}.{release[1]}"
+    if refused := jit.refused_by_driver():
+        detail += f"; of compiled kernels, {refused}"
+    return Check("NVIDIA driver", True, detail)
 
 
 def _gpu() -> Check:
@@ -144,7 +143,7 @@ def _nvcc() -> Check:
         found = jit.find_nvcc()
     except FlashMoEError:
         what = "compiles kernels that the package does not carry" if jit.shipped_kernels() else "compiles the kernel"
-        return Check("nvcc", False, what, jit.INSTALL)
+        return Check("nvcc", False, what, jit.remedy())
     release = _output([str(found), "--version"]).rpartition("release ")[2].partition(",")[0]
     return Check("nvcc", bool(release), f"{release} ({found})" if release else f"{found} does not run")
 

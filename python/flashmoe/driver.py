@@ -1,0 +1,18 @@
+"""The NVIDIA driver of this machine, as far as it can be asked without a GPU's being used."""
+
+from __future__ import annotations
+
+import ctypes
+
+LIBRARY = "libcuda.so.1"
+
+
+def cuda_release() -> tuple[int, int] | None:
+    """The newest CUDA that the driver is for; None where there is no driver, or none that works."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL(LIBRARY).cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
