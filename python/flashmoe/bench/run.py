@@ -34,6 +34,15 @@ class Run:
         return f"cuda:{self.rank}" if self.engine == "cuda" else "cpu"
 
     @property
+    def shares(self) -> bool:
+        """Whether ranks share a GPU (FLASHMOE_SHARE_GPUS): then there is no NCCL, and no work that hides launches."""
+        if self.engine == "cpu" or self.ranks == 1:
+            return False
+        import torch
+
+        return self.ranks > torch.cuda.device_count()
+
+    @property
     def small(self) -> bool:
         return self.engine == "cpu"
 

@@ -1,14 +1,13 @@
 """What stands beside FlashMoE's layer: on the same inputs, in the same processes, by the same timers.
 
-A baseline is a file here. It says why it cannot do a layer, or what it needs is not installed (`lacks`), and makes the
-calls [T, H] of one that it can (`calls`): what `Layer` holds is what it computes with. Its result is checked as
-FlashMoE's is; one that fails has no time. `TABLE` has besides what could not be made here, and why.
+A baseline is a file here. It says what it needs (`NEEDS`), and makes the call [T, H] of a layer that it can do (`call`):
+what `Layer` holds is what it computes with. Its result is checked as FlashMoE's is; one that fails has no time. `TABLE`
+has besides what could not be made here, and why.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 from ..layer import Layer
@@ -27,7 +26,7 @@ def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, 
     absent: dict[str, str] = {}
     for name in names:
         baseline = importlib.import_module(f"{__name__}.{name}")
-        if reason := baseline.lacks(layer):
+        if reason := baseline.NEEDS.lacks(layer.run, layer.sizes):
             absent[name] = reason
             continue
         try:
@@ -44,12 +43,6 @@ def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, 
             continue
         calls[name] = call
     return calls, absent
-
-
-def not_installed(*packages: str) -> str | None:
-    """Why a baseline of these packages is absent; None if all are there."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    return f"{', '.join(missing)}: not installed" if missing else None
 
 
 def floors(layer: Layer) -> dict[str, Any]:
