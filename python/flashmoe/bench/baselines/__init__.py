@@ -1,13 +1,14 @@
 """What stands beside FlashMoE's layer: on the same inputs, in the same processes, by the same timers.
 
-A baseline is a file here. It says what it needs (`NEEDS`), and makes the call [T, H] of a layer that it can do (`call`):
-what `Layer` holds is what it computes with. Its result is checked as FlashMoE's is; one that fails has no time. `TABLE`
-has besides what could not be made here, and why.
+A baseline is a file here. It says what it needs (`NEEDS`) and makes the call [T, H] of a layer that it can do (`call`),
+computing with what `Layer` holds. Its result is checked as FlashMoE's is; one that fails has no time. `TABLE` has
+besides what could not be made here, and why.
 """
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 from ..layer import Layer
@@ -15,9 +16,14 @@ from ..run import Call
 
 MODULES = (
     *("pytorch", "pytorch_graph", "transformers_grouped", "transformers_batched"),
-    *("liger", "liger_cute", "vllm", "sonicmoe", "deepep", "megatron"),
+    *("torchtitan", "megatron", "deepspeed", "liger", "liger_cute", "vllm", "sonicmoe", "deepep"),
 )
 """Those that there are, in the order in which they are timed."""
+
+
+def module(name: str) -> ModuleType:
+    """Which has ``NEEDS``, and ``call``."""
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, Call], dict[str, str]]:
@@ -25,7 +31,7 @@ def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, 
     calls: dict[str, Call] = {}
     absent: dict[str, str] = {}
     for name in names:
-        baseline = importlib.import_module(f"{__name__}.{name}")
+        baseline = module(name)
         if reason := baseline.NEEDS.lacks(layer.run, layer.sizes):
             absent[name] = reason
             continue

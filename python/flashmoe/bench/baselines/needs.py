@@ -1,10 +1,11 @@
-"""What a baseline needs of an installation, of a machine and of a layer; and why it stands beside none that lacks it."""
+"""What a baseline needs of an installation, of a machine and of a layer: why it is absent where that is lacking."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 
 from ..layer import Sizes
 from ..run import Run
@@ -34,7 +35,6 @@ class Needs:
         on_gpu = run.engine == "cuda"
         for lacking, reason in (
             (self.gpu and not on_gpu, "it needs a GPU"),
-            (run.shares, "NCCL refuses two ranks on one GPU: it needs a GPU for each rank"),
             (self.one_rank and run.ranks > 1, "its experts are one rank's"),
             (self.several_ranks and run.ranks == 1, "it exchanges rows between ranks"),
             (self.even and sizes.experts % run.ranks, "all ranks need as many experts"),
@@ -44,6 +44,12 @@ class Needs:
             if lacking:
                 return reason
         return self.further(run, sizes) if self.further else None
+
+    def versions(self) -> dict[str, str]:
+        """Of its packages, by the names under which they are installed."""
+        of = metadata.packages_distributions()
+        distributions = {name for package in self.packages for name in of.get(package.partition(".")[0], ())}
+        return {name: metadata.version(name) for name in sorted(distributions)}
 
 
 def not_installed(*packages: str) -> str | None:

@@ -1,4 +1,4 @@
-"""torchtitan's routed experts of one rank: rows sorted, three of PyTorch's grouped GEMMs, rows added up in a fixed order.
+"""torchtitan's routed experts of one rank: rows sorted, three of PyTorch's grouped GEMMs, rows added in a fixed order.
 
 Written by reading torchtitan 0.3.0 (``torchtitan/models/common/moe.py``, ``token_dispatcher.py``). Its gate and up
 matrices are apart: views of ours, as its grouped GEMM takes them.
