@@ -118,8 +118,8 @@ def _file(suite: Suite, file: File) -> str:
 
 
 _SHARED = (
-    "Two ranks shared the GPU, side by side, each with half of its multiprocessors: so the suite has run, but what it "
-    "shows of several GPUs is not in these figures."
+    "Two ranks shared the GPU, each with half of its multiprocessors: the suite has run, with checked results, but these "
+    "are no figures of several GPUs."
 )
 
 
