@@ -417,7 +417,8 @@ def _bars_of_times(path: Path, of: list[File]) -> bool:
     """A panel for each machine and number of ranks, a group of bars for each point."""
     panels: Panels = {}
     for file, time in _all_times(of):
-        title = f"{_ranks(time.ranks)}, {_card(file.device)}"
+        group = f"{time.ranks} ranks sharing one GPU" if file.shared else _ranks(time.ranks)
+        title = f"{group}, {_card(file.device)}"
         point = time.point.removesuffix(f" x{time.ranks}")
         panels.setdefault(title, {}).setdefault(point, {})[time.call] = time
     if panels:
