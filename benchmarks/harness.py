@@ -292,6 +292,21 @@ def join() -> int:
     return rank
 
 
+def ranks_a_gpu(ranks: int) -> int:
+    """1 unless there are fewer GPUs than ranks (FLASHMOE_SHARE_GPUS)."""
+    import torch
+
+    return -(-ranks // torch.cuda.device_count())
+
+
+def processors(ranks: int) -> int | None:
+    """Thread blocks of a context: None, as many as fit; ranks that share a GPU leave each other room."""
+    import torch
+
+    sharing = ranks_a_gpu(ranks)
+    return None if sharing == 1 else torch.cuda.get_device_properties(0).multi_processor_count // sharing // 2 * 2
+
+
 def slowest(times: list[float]) -> list[float]:
     """Of each iteration, the slowest rank's."""
     import torch

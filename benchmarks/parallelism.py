@@ -17,8 +17,8 @@ which comes --passes times over: the loads are the passage's, and a call is long
 Every rank has T tokens, whose experts are given. Of each call the slowest rank's time counts; medians of --repeats.
 The two placements that are compared are called in turn; "of_contiguous" is the median of what two neighbouring calls
 have to one another.
-With the CUDA engine a call begins behind an all-reduce on GPUs that are kept busy, with the CPU engine (whose shape is
-"small") at a barrier. Rank 0 prints and writes JSON.
+With the CUDA engine a call begins behind an all-reduce on GPUs that are kept busy, where ranks share one, and with the
+CPU engine (whose shape is "small"), at a barrier. Rank 0 prints and writes JSON.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ from harness import (
     expert_row,
     group_milliseconds,
     join,
+    processors,
+    ranks_a_gpu,
     write,
 )
 
@@ -91,7 +93,7 @@ class SpreadLayer:
             dtype=str(TYPES[engine]).removeprefix("torch."),
             placement=placement,
             slices=slices,
-            processors=1 if engine == "cpu" else None,
+            processors=1 if engine == "cpu" else processors(dist.get_world_size()),
         )
         self.options = {"activation": activation, "slices": slices}
 
@@ -145,7 +147,7 @@ def chosen(tokens: int, experts: int, top_k: int, spread: float, seed: int) -> n
 def milliseconds(call: Callable[[int], Any], repeats: int, engine: str) -> list[float]:
     """Of single calls, the slowest rank's times."""
     if engine == "cuda":
-        return group_milliseconds(call, repeats, True)
+        return group_milliseconds(call, repeats, ranks_a_gpu(dist.get_world_size()) == 1)
     spans = []
     for i in range(repeats):
         dist.barrier()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from flashmoe.bench import baselines, compare, counters, figures, papers, report, runner, series, store
+from flashmoe.bench.baselines import needs as needs_module
+from flashmoe.bench.baselines.needs import Needs
 from flashmoe.bench.layer import Sizes
 from flashmoe.bench.plan import Machine, Point, Suite, Voided
 from flashmoe.bench.run import Run
-from flashmoe.bench.suites import SUITES
+from flashmoe.bench.suites import SUITES, packages
 from flashmoe.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +53,7 @@ def test_suites_in_their_small_form(tmp_path, capsys):
         "memory",
         "metrics",
         "gpus",
+        "baselines",
         "trace-api",
         "utilization",
         "stragglers",
@@ -157,34 +161,92 @@ def test_what_cannot_be_done_is_said(capsys, arguments, said):
 # ---- baselines -------------------------------------------------------------------------------------------------------
 
 
-class FakeLayer:
-    """As far as a baseline asks before it can do a layer."""
-
-    run = Run("cpu", 0, 1, 4)
-    sizes = Sizes(64, 64, 8, 2, "swiglu", 16, "float32")
-    top_k, w1 = sizes.top_k, np.zeros((8, 128, 64), np.float32)
+SIZES = Sizes(64, 64, 8, 2, "swiglu", 16, "float32")
 
 
 @pytest.mark.parametrize("name", baselines.MODULES)
 def test_a_baseline_says_what_it_lacks(name):
-    module = importlib.import_module(f"flashmoe.bench.baselines.{name}")
-    reason = module.lacks(FakeLayer())
+    module = baselines.module(name)
+    reason = module.NEEDS.lacks(Run("cpu", 0, 1, 4), SIZES)
     assert reason is None if name == "pytorch" or "transformers" in name else reason
     rows = [row for row in baselines.TABLE if row[1] == f"`{name}`"]
     assert len(rows) == 1
     assert ("not run" in rows[0][2]) == ("not been run" in " ".join(module.__doc__.split()))
 
 
-def test_a_baseline_that_is_wrong_has_no_time(monkeypatch):
-    class Wrong:
-        lacks = staticmethod(lambda layer: None)
-        call = staticmethod(lambda layer: lambda i: i)
+@pytest.mark.parametrize(
+    ("needs", "engine", "ranks", "sizes", "reason"),
+    [
+        (Needs(("numpy", "no_such.package")), "cuda", 1, SIZES, "no_such.package: not installed"),
+        (Needs(gpu=True), "cpu", 1, SIZES, "it needs a GPU"),
+        (Needs(one_rank=True), "cuda", 2, SIZES, "its experts are one rank's"),
+        (Needs(several_ranks=True), "cuda", 1, SIZES, "it exchanges rows between ranks"),
+        (Needs(even=True), "cuda", 3, SIZES, "all ranks need as many experts"),
+        (Needs(gated=True), "cuda", 1, replace(SIZES, activation="gelu"), "its experts are gated"),
+        (Needs(bfloat16=True), "cuda", 1, SIZES, "it is of bfloat16 alone"),
+        (Needs(bfloat16=True), "cpu", 1, SIZES, None),
+        (Needs(further=lambda run, sizes: f"{sizes.tokens} tokens"), "cpu", 1, SIZES, "16 tokens"),
+        (Needs(("numpy",), True, True, False, True, True), "cuda", 1, SIZES, None),
+    ],
+)
+def test_what_is_lacking_is_said(needs, engine, ranks, sizes, reason):
+    assert needs.lacks(Run(engine, 0, ranks, 4), sizes) == reason
 
-    layer = FakeLayer()
-    layer.error, layer.bound = lambda y: 1.0, 0.25
-    monkeypatch.setattr(baselines.importlib, "import_module", lambda name: Wrong)
-    calls, absent = baselines.of_layer(layer, ("other",))
+
+def test_versions_are_those_of_the_packages_that_are_needed():
+    assert Needs(("numpy",)).versions() == {"numpy": np.__version__}
+    assert Needs().versions() == {}
+
+
+def wrong_baseline(monkeypatch) -> SimpleNamespace:
+    """A layer of which a baseline's result is wrong."""
+    wrong = SimpleNamespace(NEEDS=Needs(), call=lambda layer: lambda i: i)
+    monkeypatch.setattr(baselines, "module", lambda name: wrong)
+    return SimpleNamespace(run=Run("cpu", 0, 1, 4), sizes=SIZES, error=lambda y: 1.0, bound=0.25)
+
+
+def test_a_baseline_that_is_wrong_has_no_time(monkeypatch):
+    calls, absent = baselines.of_layer(wrong_baseline(monkeypatch), ("other",))
     assert not calls and absent == {"other": "voided: expected an error of at most 0.5, got 1"}
+
+
+def test_the_point_of_a_baseline_that_is_wrong_has_no_figures(monkeypatch):
+    """It is measured again, when another release of the package is right."""
+    absent = {"absent": {"other": "voided: expected an error of at most 0.5, got 1"}}
+    monkeypatch.setattr(packages, "measure_layer", lambda run, **sizes: absent)
+    with pytest.raises(Voided, match=r"at most 0\.5, got 1"):
+        packages.measure(Run("cpu", 0, 1, 4), "other", tokens=16)
+
+
+def test_packages_that_are_not_installed_have_no_points(monkeypatch):
+    def names() -> set[str]:
+        points = list(SUITES["baselines"].points(Machine("cuda", 1)))
+        assert all(point.name.endswith(f"{point.sizes['baseline']} x1") for point in points)
+        return {point.sizes["baseline"] for point in points}
+
+    monkeypatch.setattr(needs_module, "_there", lambda package: package.startswith(("liger", "triton")))
+    assert names() == {"pytorch", "pytorch_graph", "liger", "liger_cute"}
+    monkeypatch.setattr(needs_module, "_there", lambda package: package != "liger_cute_kernels")
+    assert names() == set(baselines.MODULES) - {"liger_cute", "deepep"}  # which wants several ranks
+
+
+def test_ranks_share_a_gpu_where_they_may(monkeypatch):
+    """Only of what says nothing with one rank, and where a machine has but one GPU."""
+    alone, shared, two = Machine("cuda", 1), Machine("cuda", 1, True), Machine("cuda", 2, True)
+    for name, suite in SUITES.items():
+        if name in ("stragglers", "parallelism", "imbalance"):
+            assert not list(suite.points(alone))
+            assert [point.name for point in suite.points(shared)] == [point.name for point in suite.points(two)]
+            assert {point.ranks for point in suite.points(shared)} == {2}
+        else:
+            assert list(suite.points(alone)) == list(suite.points(shared))
+    monkeypatch.setattr(store, "_gpus", lambda harness: ["NVIDIA H200"])
+    for said, expected in ((None, alone), ("", alone), ("1", alone), ("2", shared)):
+        if said is None:
+            monkeypatch.delenv("FLASHMOE_SHARE_GPUS", raising=False)
+        else:
+            monkeypatch.setenv("FLASHMOE_SHARE_GPUS", said)
+        assert store.detected(None) == (expected, "NVIDIA H200")
 
 
 def test_counters_are_read_from_what_ncu_prints():

@@ -22,7 +22,13 @@ def join(engine: str, rank: int, ranks: int, port: int | None = None) -> None:
     port = free_port() if port is None else port
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in told.items()})
-    if engine == "cuda":
-        program("harness").join()
-    else:
+    harness = program("harness")
+    if engine == "cpu":
+        dist.init_process_group("gloo")
+    elif ranks == 1 or harness.ranks_a_gpu(ranks) == 1:
+        harness.join()
+    else:  # NCCL refuses two ranks on one GPU
+        import torch
+
+        torch.cuda.set_device(rank // harness.ranks_a_gpu(ranks))
         dist.init_process_group("gloo")

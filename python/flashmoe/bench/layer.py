@@ -78,6 +78,7 @@ class Layer:
         self.xs = [torch.randn(sizes.tokens, sizes.hidden, generator=generator, **make) for _ in range(TURNS)]
         if run.engine == "cuda":
             torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
+            context = {"processors": program("harness").processors(run.ranks), **context}
         else:
             context = {"processors": 1, **context}
         self.context = flashmoe.Context.from_torch(

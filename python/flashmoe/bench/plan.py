@@ -18,6 +18,8 @@ class Machine:
     engine: str
     gpus: int
     """0 with the CPU engine."""
+    shared: bool = False
+    """Whether ranks may share a GPU: FLASHMOE_SHARE_GPUS."""
 
     @property
     def small(self) -> bool:
@@ -30,6 +32,11 @@ class Machine:
         """Numbers of ranks to measure: 1, 2, 4, ... as far as there are GPUs; of CPUs 1 and 2."""
         most = 2 if self.small else self.gpus
         return [ranks for ranks in (1, 2, 4, 8, 16, 32) if ranks <= most]
+
+    @property
+    def several(self) -> list[int]:
+        """Those of more than one rank; with one GPU two that share it, where they may."""
+        return self.groups[1:] or [2] * self.shared
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ PICTURES = Path("images") / "performance"
 
 Drawer = Callable[[Path, list[File]], bool]
 """Whether there was something to draw."""
+Panels = dict[str, dict[str, dict[str, Any]]]
+"""Bars by panel, group and name."""
 
 
 def write(folder: Path, page: Path) -> list[Path]:
@@ -38,7 +40,7 @@ def write(folder: Path, page: Path) -> list[Path]:
 
 def markdown(found: dict[str, list[File]], drawn: set[str]) -> str:
     """`drawn`: the suites that have a picture."""
-    parts = [_INTRODUCTION, _items(found), _absent_baselines()]
+    parts = [_INTRODUCTION, _items(found), _baselines()]
     for suite in SUITES.values():
         parts.append(_section(suite, found.get(suite.name, []), suite.name in drawn))
     return "\n\n".join(parts) + "\n"
@@ -65,7 +67,8 @@ def _items(found: dict[str, list[File]]) -> str:
         if item.suite is None:
             rows.append((f"{item.paper}, {item.name}", item.shows, "-", f"not measured: {item.needs}"))
             continue
-        gpus = sorted({file.device for file in found.get(item.suite, [])})
+        shared = ", shared by two ranks"
+        gpus = sorted({file.device + shared * file.shared for file in found.get(item.suite, [])})
         state = "; ".join(gpus) if gpus else "no run yet"
         lacks = f"; as published it needs {item.needs}" if item.needs else ""
         rows.append((f"{item.paper}, {item.name}", item.shows, f"`flashmoe bench --suite {item.suite}`", state + lacks))
@@ -73,13 +76,16 @@ def _items(found: dict[str, list[File]]) -> str:
     return head + _table(("table or figure", "shows", "command", "measured on"), rows)
 
 
-def _absent_baselines() -> str:
+_BASELINES = """## Baselines
+
+In the same processes, where they are installed; each point names those that are absent. The work before a call hides
+half a millisecond of launches: where the host launches longer, or waits for the GPU, "busy" has the rest."""
+
+
+def _baselines() -> str:
     from .baselines import TABLE
 
-    head = (
-        "## Baselines\n\nIn the same processes, where they are installed; each point names those that are absent.\n\n"
-    )
-    return head + _table(("baseline", "adapter", "state"), TABLE)
+    return f"{_BASELINES}\n\n" + _table(("baseline", "adapter", "state"), TABLE)
 
 
 def _section(suite: Suite, of: list[File], drawn: bool) -> str:
@@ -103,6 +109,8 @@ def _file(suite: Suite, file: File) -> str:
         lines.append(_table(("point", "call", "busy, ms", "plain, ms", "over FlashMoE"), rows))
     if (values := VALUES.get(suite.name)) and (said := values(file)):
         lines.append(said)
+    if file.shared:
+        lines.append(_SHARED)
     if clocks := _clocks(file):
         lines.append(clocks)
     if absent := file.absent():
@@ -110,6 +118,12 @@ def _file(suite: Suite, file: File) -> str:
     for point in file.without:
         lines.append(f"No figures of {point['name']}: {point.get('voided') or point['failed']}")
     return "\n\n".join(lines)
+
+
+_SHARED = (
+    "Two ranks shared the GPU, each with half of its multiprocessors: the suite has run, with checked results, but "
+    "these are no figures of several GPUs."
+)
 
 
 def _times(file: File) -> list[tuple[str, ...]]:
@@ -198,6 +212,44 @@ def _metrics(file: File) -> str:
     return _table(head, rows) + f"\n\n{said}"
 
 
+def _versions(file: File) -> str:
+    """What was measured of each baseline that is a package."""
+    rows = {}
+    for point in file.points:
+        if versions := point["values"]["versions"]:
+            said = ", ".join(f"{name} {version}" for name, version in versions.items())
+            rows[figures.NAMES.get(point["sizes"]["baseline"], point["sizes"]["baseline"]), said] = None
+    return _table(("baseline", "packages"), rows)
+
+
+def _stragglers(file: File) -> str:
+    rows = [
+        (point["name"], figures.NAMES.get(call, call), *(f"{of[f'slowdown_{each}']:.2f}" for each in ("median", "p95")))
+        for point in file.points
+        for call, of in point["values"].items()
+    ]
+    return _table(("point", "call", "slowest over fastest rank, median", "95th percentile"), rows)
+
+
+def _placements(file: File) -> str:
+    """Experts that are chosen unevenly: the fullest rank's rows, of the mean."""
+    rows = [
+        (point["name"], row["placement"], f"{row['spread_of_load']:.3f}", f"{row['fullest']:.2f}")
+        for point in file.points
+        for row in point["values"]["rows"]
+    ]
+    return _table(("point", "placement", "standard deviation of loads", "fullest rank, of the mean"), rows)
+
+
+def _splits(file: File) -> str:
+    rows = [
+        (point["name"], f"EP {row['expert_parallel']} x TP {row['tensor_parallel']}", f"{row['difference']:.1e}")
+        for point in file.points
+        for row in point["values"]["rows"]
+    ]
+    return _table(("point", "split", "apart from the first split"), rows)
+
+
 def _counts(file: File) -> str:
     rows = [
         (point["name"], figures.NAMES.get(name, name), f"{count:g}")
@@ -278,11 +330,15 @@ def _soak(file: File) -> str:
 VALUES: dict[str, Callable[[File], str]] = {
     "memory": _memory,
     "metrics": _metrics,
+    "baselines": _versions,
     "launches": _counts,
     "trace-api": _api,
     "utilization": _utilization,
     "shared-memory": _shared,
+    "stragglers": _stragglers,
     "breakdown": _phases,
+    "parallelism": _splits,
+    "imbalance": _placements,
     "decode": _decode,
     "soak": _soak,
 }
@@ -359,9 +415,10 @@ def _scaled(time: Time, how: Callable[[float], float]) -> Time:
 
 def _bars_of_times(path: Path, of: list[File]) -> bool:
     """A panel for each machine and number of ranks, a group of bars for each point."""
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    panels: Panels = {}
     for file, time in _all_times(of):
-        title = f"{_ranks(time.ranks)}, {_card(file.device)}"
+        group = f"{time.ranks} ranks sharing one GPU" if file.shared else _ranks(time.ranks)
+        title = f"{group}, {_card(file.device)}"
         point = time.point.removesuffix(f" x{time.ranks}")
         panels.setdefault(title, {}).setdefault(point, {})[time.call] = time
     if panels:
@@ -369,39 +426,53 @@ def _bars_of_times(path: Path, of: list[File]) -> bool:
     return bool(panels)
 
 
-def _launches(path: Path, of: list[File]) -> bool:
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
-    for file in of:
-        for point in file.points:
-            of_machine = panels.setdefault(f"{_ranks(point['ranks'])}, {_card(file.device)}", {})
-            of_machine[point["name"].removesuffix(f" x{point['ranks']}")] = dict(point["values"])
-    if not panels:
-        return False
-    said = {each.what: figures.Published(each.value) for each in PUBLISHED if each.suite == "launches"}
-    panels["published, 2 GPUs (FlashDMoE, table 1.1)"] = {"64 experts": said}
-    figures.draw_bars(path, panels, "GPU operations of a forward pass", of)
-    return True
+def _beside_published(suite: str, x: str, title: str, bars: Callable[[dict[str, Any]], Panels]) -> Drawer:
+    """What `bars` makes of a point, of all machines; then what others state of the same."""
+
+    def draw(path: Path, of: list[File]) -> bool:
+        panels: Panels = {}
+        for file in of:
+            for point in file.points:
+                for name, groups in bars(point).items():
+                    panels.setdefault(f"{name}, {_card(file.device)}", {}).update(groups)
+        if panels:
+            said = {each.what: figures.Published(each.value) for each in PUBLISHED if each.suite == suite}
+            figures.draw_bars(path, {**panels, title: {"": said}}, x, of)
+        return bool(panels)
+
+    return draw
 
 
-def _utilization_picture(path: Path, of: list[File]) -> bool:
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
+def _launched(point: dict[str, Any]) -> Panels:
+    of = point["name"].removesuffix(f" x{point['ranks']}")
+    return {_ranks(point["ranks"]): {of: dict(point["values"])}}
+
+
+def _utilized(point: dict[str, Any]) -> Panels:
+    percent = {
+        what.replace("_", " "): {call: 100 * share for call, share in by_call.items()}
+        for what, by_call in point["values"].items()
+    }
+    return {point["name"]: percent}
+
+
+def _over_ours(path: Path, of: list[File]) -> bool:
+    """Of each baseline, its busy time over FlashMoE's beside it."""
+    panels: Panels = {}
     for file in of:
+        medians = {(each.point, each.call): each.median for each in file.times()}
         for point in file.points:
-            shares = {
-                what.replace("_", " "): {call: 100 * share for call, share in by_call.items()}
-                for what, by_call in point["values"].items()
-            }
-            panels[f"{point['name']}, {_card(file.device)}"] = shares
-    if not panels:
-        return False
-    said = {each.what: figures.Published(each.value) for each in PUBLISHED if each.suite == "utilization"}
-    panels["published, 2 A100: SM cycles with a warp in flight"] = {"": said}
-    figures.draw_bars(path, panels, "% of the time", of)
-    return True
+            sizes, call = point["sizes"], point["sizes"]["baseline"]
+            title = f"{sizes['shape']}, {sizes['tokens']} tokens, {_ranks(point['ranks'])}, {_card(file.device)}"
+            ratio = medians[point["name"], call] / medians[point["name"], "flashmoe"]
+            panels.setdefault(title, {}).setdefault("", {})[call] = ratio
+    if panels:
+        figures.draw_bars(path, panels, "times FlashMoE's call", of)
+    return bool(panels)
 
 
 def _memory_picture(path: Path, of: list[File]) -> bool:
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    panels: Panels = {}
     for point in of[0].points:
         groups: dict[str, dict[str, Any]] = {}
         for row in point["values"]["rows"]:
@@ -425,8 +496,16 @@ DRAWERS: dict[str, Drawer] = {
     "gpus": _gpus,
     "experts": _by_size("experts", "experts (E)", lambda time: _ranks(time.ranks)),
     "topk": _by_size("top_k", "experts a token (K)", lambda time: f"E {time.sizes['experts']}, {_ranks(time.ranks)}"),
-    "launches": _launches,
-    "utilization": _utilization_picture,
+    "baselines": _over_ours,
+    "launches": _beside_published(
+        "launches",
+        "GPU operations of a forward pass",
+        "published, 2 GPUs, 64 experts (FlashDMoE, table 1.1)",
+        _launched,
+    ),
+    "utilization": _beside_published(
+        "utilization", "% of the time", "published, 2 A100: SM cycles with a warp in flight", _utilized
+    ),
     **dict.fromkeys(
         (
             "precision",

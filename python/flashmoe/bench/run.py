@@ -31,7 +31,12 @@ class Run:
 
     @property
     def device(self) -> str:
-        return f"cuda:{self.rank}" if self.engine == "cuda" else "cpu"
+        return f"cuda:{self.rank // self.ranks_a_gpu}" if self.engine == "cuda" else "cpu"
+
+    @property
+    def ranks_a_gpu(self) -> int:
+        """Where they share one there is no NCCL, and no work that hides launches."""
+        return 1 if self.engine == "cpu" or self.ranks == 1 else program("harness").ranks_a_gpu(self.ranks)
 
     @property
     def small(self) -> bool:

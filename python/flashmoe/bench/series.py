@@ -52,6 +52,12 @@ class File:
         """As documents cite it."""
         return f"{self.path.parent.name}/{self.path.name}"
 
+    @property
+    def shared(self) -> bool:
+        """Whether more ranks than GPUs were measured."""
+        gpus = self.device.rpartition(" x")[2]
+        return gpus.isdigit() and any(point["ranks"] > int(gpus) for point in self.points)
+
     def times(self, timer: str | None = None) -> Iterator[Time]:
         """`timer`: None for ``busy`` where there is that."""
         for point in self.points:

@@ -41,7 +41,8 @@ def detected(engine: str | None) -> tuple[Machine, str]:
     names = [] if engine == "cpu" else _gpus(harness)
     if engine == "cpu" or (engine is None and not names):
         return Machine("cpu", 0), harness.cpu_model()
-    return Machine("cuda", len(names)), names[0] if names else harness.cpu_model()
+    shared = len(names) == 1 and int(os.environ.get("FLASHMOE_SHARE_GPUS") or 1) > 1
+    return Machine("cuda", len(names), shared), names[0] if names else harness.cpu_model()
 
 
 def _gpus(harness: Any) -> list[str]:

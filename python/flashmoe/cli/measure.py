@@ -73,7 +73,8 @@ def _require(machine: Machine, asked: list[Suite]) -> None:
     if importlib.util.find_spec("torch") is None:
         raise FlashMoEError("bench: expected PyTorch, whose process groups ranks join, found none; see flashmoe info")
     if without := [suite.name for suite in asked if not list(suite.points(machine))]:
-        few = ("several GPUs", "one") if machine.gpus else ("a GPU", "none")
+        several = "several GPUs, or FLASHMOE_SHARE_GPUS=2"
+        few = (several, "one") if machine.gpus else ("a GPU", "none")
         raise InvalidArgument(f"--engine cuda: expected {few[0]} for {', '.join(without)}, found {few[1]}")
 
 

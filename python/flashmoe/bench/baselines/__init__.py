@@ -1,14 +1,14 @@
 """What stands beside FlashMoE's layer: on the same inputs, in the same processes, by the same timers.
 
-A baseline is a file here. It says why it cannot do a layer, or what it needs is not installed (`lacks`), and makes the
-calls [T, H] of one that it can (`calls`): what `Layer` holds is what it computes with. Its result is checked as
-FlashMoE's is; one that fails has no time. `TABLE` has besides what could not be made here, and why.
+A baseline is a file here. It says what it needs (`NEEDS`) and makes the call [T, H] of a layer that it can do (`call`),
+computing with what `Layer` holds. Its result is checked as FlashMoE's is; one that fails has no time. `TABLE` has
+besides what could not be made here, and why.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
+from types import ModuleType
 from typing import Any
 
 from ..layer import Layer
@@ -16,9 +16,14 @@ from ..run import Call
 
 MODULES = (
     *("pytorch", "pytorch_graph", "transformers_grouped", "transformers_batched"),
-    *("liger", "liger_cute", "vllm", "sonicmoe", "deepep", "megatron"),
+    *("torchtitan", "megatron", "deepspeed", "liger", "liger_cute", "vllm", "sonicmoe", "deepep"),
 )
 """Those that there are, in the order in which they are timed."""
+
+
+def module(name: str) -> ModuleType:
+    """Which has ``NEEDS``, and ``call``."""
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, Call], dict[str, str]]:
@@ -26,8 +31,8 @@ def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, 
     calls: dict[str, Call] = {}
     absent: dict[str, str] = {}
     for name in names:
-        baseline = importlib.import_module(f"{__name__}.{name}")
-        if reason := baseline.lacks(layer):
+        baseline = module(name)
+        if reason := baseline.NEEDS.lacks(layer.run, layer.sizes):
             absent[name] = reason
             continue
         try:
@@ -44,12 +49,6 @@ def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, 
             continue
         calls[name] = call
     return calls, absent
-
-
-def not_installed(*packages: str) -> str | None:
-    """Why a baseline of these packages is absent; None if all are there."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    return f"{', '.join(missing)}: not installed" if missing else None
 
 
 def floors(layer: Layer) -> dict[str, Any]:
@@ -77,14 +76,23 @@ TABLE = (
     ("PyTorch and NCCL", "`pytorch`", "has run on one GPU, and with gloo on CPUs"),
     ("the same as a CUDA graph", "`pytorch_graph`", "has run on one GPU"),
     ("Transformers, grouped_mm", "`transformers_grouped`", "has run on one GPU and on CPUs; one rank, gated experts"),
-    ("Transformers, batched_mm", "`transformers_batched`", "has run on CPUs; one rank, gated experts, small batches"),
-    ("Liger-Kernel", "`liger`", "written by reading its source, not run; one rank, gated experts"),
+    (
+        "Transformers, batched_mm",
+        "`transformers_batched`",
+        "has run on one GPU and on CPUs; one rank, gated experts, small batches",
+    ),
+    ("torchtitan", "`torchtitan`", "has run on one GPU; one rank, gated experts"),
+    ("Megatron-Core", "`megatron`", "has run on one GPU; without Transformer Engine: experts one after the other"),
+    ("DeepSpeed-MoE", "`deepspeed`", "has run on one GPU; one rank: experts one after the other"),
+    (
+        "Liger-Kernel",
+        "`liger`",
+        "has run on one GPU, untuned: no figures; its first call of a shape tries 104 configurations",
+    ),
     ("LigerCute", "`liger_cute`", "written by reading its source, not run; one rank: it shares NVSHMEM with nobody"),
     ("vLLM, fused_experts", "`vllm`", "written by reading its source, not run; one rank, gated experts"),
     ("SonicMoE", "`sonicmoe`", "written by reading its source, not run; one rank, gated experts"),
     ("DeepEP", "`deepep`", "written by reading its source, not run; several ranks"),
-    ("Megatron-Core", "`megatron`", "has run on CPUs only; without Transformer Engine: experts one after the other"),
-    ("DeepSpeed-MoE", "-", "absent: K of 1 or 2, and without dropping tokens it makes a tensor of T x E x capacity"),
     ("Tutel", "-", "absent: built from source; its API was not tried"),
     ("FasterMoE", "-", "absent: built from source; its API was not tried"),
     ("COMET (flux)", "-", "absent: built from source, for several GPUs; its API was not tried"),

@@ -9,20 +9,11 @@ from __future__ import annotations
 
 from ..layer import TURNS, Layer
 from ..run import Call
-from . import not_installed
+from .needs import Needs
 from .pytorch import experts, route
 
 BUFFER_BYTES = 1 << 30
-
-
-def lacks(layer: Layer) -> str | None:
-    if reason := not_installed("deep_ep"):
-        return reason
-    if layer.run.engine == "cpu" or layer.run.ranks == 1:
-        return "it exchanges rows between GPUs"
-    if layer.sizes.dtype != "bfloat16" or layer.sizes.experts % layer.run.ranks:
-        return "bfloat16, and as many experts on all ranks"
-    return None
+NEEDS = Needs(("deep_ep",), gpu=True, several_ranks=True, even=True, bfloat16=True)
 
 
 def call(layer: Layer) -> Call:

@@ -1,25 +1,18 @@
 """Liger-Kernel's fused MoE: a Triton kernel for gather, GEMM and SwiGLU, another for GEMM 1, a third for the sum.
 
-Written by reading liger-kernel 0.8.5 (``liger_kernel/ops/fused_moe.py``). It has not been run here to its end: its
-first call of a shape tunes itself, which took longer than the half minute that there was.
+Written by reading liger-kernel 0.8.5 (``liger_kernel/ops/fused_moe.py``). On one GPU its
+rows have been right with its tuning switched off, which makes no figures; with it the first call of a shape tries 104
+configurations, one after the other, which took longer than the minute that there was.
 """
 
 from __future__ import annotations
 
 from ..layer import TURNS, Layer
 from ..run import Call
-from . import not_installed
+from .needs import Needs
 from .pytorch import route
 
-
-def lacks(layer: Layer) -> str | None:
-    if reason := not_installed("liger_kernel", "triton"):
-        return reason
-    if layer.run.engine == "cpu":
-        return "its kernels need a GPU"
-    if layer.run.ranks > 1:
-        return "its experts are one rank's"
-    return None if layer.sizes.gated else "its experts are gated"
+NEEDS = Needs(("liger_kernel", "triton"), gpu=True, one_rank=True, gated=True)
 
 
 def call(layer: Layer) -> Call:

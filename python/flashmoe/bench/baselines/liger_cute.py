@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import functools
 
-from ..layer import TURNS, Layer
-from ..run import Call
-from . import not_installed
+from ..layer import TURNS, Layer, Sizes
+from ..run import Call, Run
+from .needs import Needs
 from .pytorch import route
 
 MOST = {"max_tokens": 32768, "hidden_size": 8192, "num_experts": 128, "top_k": 8}
 """Capacities, which a process sets once."""
 
 
-def lacks(layer: Layer) -> str | None:
-    if reason := not_installed("liger_kernel", "liger_cute_kernels"):
-        return reason
-    if layer.run.engine == "cpu":
-        return "its kernel needs a GPU"
-    if layer.run.ranks > 1:
-        return "it does not share NVSHMEM with another library of its process"
-    if not layer.sizes.gated or layer.sizes.dtype != "bfloat16":
-        return "gated experts in bfloat16"
-    sizes = layer.sizes
+def beyond_capacities(run: Run, sizes: Sizes) -> str | None:
     fits = sizes.tokens <= MOST["max_tokens"] and sizes.experts <= MOST["num_experts"] and sizes.top_k <= MOST["top_k"]
     return None if fits else f"its capacities here are {MOST}"
+
+
+NEEDS = Needs(
+    ("liger_kernel", "liger_cute_kernels"),
+    gpu=True,
+    one_rank=True,  # it does not share NVSHMEM with another library of its process
+    gated=True,
+    bfloat16=True,
+    further=beyond_capacities,
+)
 
 
 @functools.cache

@@ -1,38 +1,29 @@
 """Megatron-Core's `MoELayer`: its all-to-all dispatcher, and experts that are computed one after the other.
 
-Written by reading megatron-core 0.16.1, of which it has made a layer on CPUs whose rows were right; of several ranks,
-or on a GPU, it has made none. With Transformer Engine it would group the GEMMs of experts; without, which is what is
-asked for here, it does not: the papers' Megatron-TE and Megatron-CUTLASS are others.
+Written by reading megatron-core 0.19.2, of which it has made layers on one GPU; of several ranks none. With Transformer
+Engine it would group the GEMMs of experts; without, which is what is asked for here, it does not: the papers'
+Megatron-TE and Megatron-CUTLASS are others.
 """
 
 from __future__ import annotations
 
 from ..layer import TURNS, Layer
 from ..run import Call
-from . import not_installed
+from .needs import Needs
 
-
-def lacks(layer: Layer) -> str | None:
-    if reason := not_installed("megatron.core") if not_installed("megatron") is None else not_installed("megatron"):
-        return reason
-    if layer.run.engine == "cpu":
-        return "it is written for GPUs"
-    return "all ranks need as many experts" if layer.sizes.experts % layer.run.ranks else None
+NEEDS = Needs(("megatron.core",), gpu=True, even=True)
 
 
 def call(layer: Layer) -> Call:
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.nn.functional import gelu, silu
 
     sizes, ranks = layer.sizes, layer.run.ranks
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
-        model_parallel_cuda_manual_seed(1)
     dtype = layer.w1.dtype
     config = TransformerConfig(
         num_layers=1,
@@ -50,12 +41,13 @@ def call(layer: Layer) -> Call:
         activation_func=silu if sizes.gated else gelu,
         add_bias_linear=False,
         bias_activation_fusion=False,
+        perform_initialization=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
     )
-    spec = get_moe_module_spec(use_te=False, num_experts=sizes.experts, moe_grouped_gemm=False)
-    moe = build_module(spec, config=config).to(layer.run.device).eval()
+    made = get_moe_module_spec(use_te=False, num_experts=sizes.experts, moe_grouped_gemm=False)
+    moe = made(config=config).to(layer.run.device).eval()
     with torch.no_grad():
         moe.router.weight.copy_(layer.router)
         for expert, w1, w2 in zip(moe.experts.local_experts, layer.w1, layer.w2, strict=True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..layer import TURNS, Layer
 from ..run import Call
+from .needs import Needs
 
 if TYPE_CHECKING:
     import torch
@@ -16,13 +17,7 @@ if TYPE_CHECKING:
 Splits = tuple[list[int], list[int]]
 """Rows to each rank and from each rank."""
 
-
-def lacks(layer: Layer) -> str | None:
-    if layer.run.engine == "cuda" and layer.sizes.dtype != "bfloat16":
-        return "PyTorch's grouped GEMM is of bfloat16 alone"
-    if layer.sizes.experts % layer.run.ranks:
-        return "all ranks need as many experts"
-    return None
+NEEDS = Needs(even=True, bfloat16=True)
 
 
 def call(layer: Layer) -> Call:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from ..layer import Layer
 from ..run import Call
 from . import pytorch
+from .needs import Needs
 
-
-def lacks(layer: Layer) -> str | None:
-    return "a CUDA graph needs a GPU" if layer.run.engine == "cpu" else pytorch.lacks(layer)
+NEEDS = Needs(gpu=True, even=True, bfloat16=True)
 
 
 def call(layer: Layer) -> Call:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from ..layer import Layer
-from ..run import Call
+from dataclasses import replace
+
+from ..layer import Layer, Sizes
+from ..run import Call, Run
 from . import transformers_grouped
 
 MOST_BYTES = 4 << 30
 """Of the copies: a matrix for each (token, k)."""
 
 
-def lacks(layer: Layer) -> str | None:
-    if reason := transformers_grouped.lacks(layer):
-        return reason
-    copies = layer.sizes.tokens * layer.top_k * layer.w1[0].nbytes
+def too_many_copies(run: Run, sizes: Sizes) -> str | None:
+    each = 2 * sizes.intermediate * sizes.hidden * (4 if sizes.dtype == "float32" else 2)
+    copies = sizes.tokens * sizes.top_k * each
     return f"it would copy {copies >> 30} GiB of matrices" if copies > MOST_BYTES else None
+
+
+NEEDS = replace(transformers_grouped.NEEDS, further=too_many_copies)
 
 
 def call(layer: Layer) -> Call:

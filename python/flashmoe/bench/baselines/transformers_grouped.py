@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from ..layer import TURNS, Layer
 from ..run import Call
-from . import not_installed
+from .needs import Needs
 
 IMPLEMENTATION = "grouped_mm"
-
-
-def lacks(layer: Layer) -> str | None:
-    if reason := not_installed("transformers"):
-        return reason
-    if layer.run.ranks > 1:
-        return "its experts are one rank's"
-    return None if layer.sizes.gated else "its experts are gated"
+NEEDS = Needs(("transformers",), one_rank=True, gated=True)
 
 
 def call(layer: Layer) -> Call:

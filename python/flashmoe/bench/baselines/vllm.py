@@ -8,18 +8,10 @@ from __future__ import annotations
 
 from ..layer import TURNS, Layer
 from ..run import Call
-from . import not_installed
+from .needs import Needs
 from .pytorch import route
 
-
-def lacks(layer: Layer) -> str | None:
-    if reason := not_installed("vllm"):
-        return reason
-    if layer.run.engine == "cpu":
-        return "its kernels need a GPU"
-    if layer.run.ranks > 1:
-        return "its experts are one rank's here: several need an engine of vLLM's around them"
-    return None if layer.sizes.gated else "its experts are gated"
+NEEDS = Needs(("vllm",), gpu=True, one_rank=True, gated=True)
 
 
 def call(layer: Layer) -> Call:

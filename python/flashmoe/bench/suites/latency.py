@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from .. import baselines
@@ -15,12 +16,12 @@ SMALL = {"hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2, "dtype": "f
 MODELS = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5")
 
 
-def measure(run: Run, **sizes: Any) -> dict[str, Any]:
-    """A layer of a shape of the harness, or of sizes alone."""
+def measure(run: Run, names: tuple[str, ...] = baselines.MODULES, **sizes: Any) -> dict[str, Any]:
+    """A layer of a shape of the harness, or of sizes alone, beside the baselines of these names."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as layer:
         check = layer.checked()
-        calls, absent = baselines.of_layer(layer)
+        calls, absent = baselines.of_layer(layer, names)
         calls = {"flashmoe": layer, **calls, **baselines.floors(layer)}
         samples = run.samples(calls)
         layer.context.synchronize()
@@ -49,9 +50,13 @@ def tokens(machine: Machine) -> Iterator[Point]:
 
 
 def gpus(machine: Machine) -> Iterator[Point]:
-    for ranks in machine.groups:
-        sizes = small() if machine.small else {"shape": "paper-E64", "tokens": 8192}
-        yield Point(f"{sizes.get('shape', 'small')} {sizes['tokens']} x{ranks}", ranks, sizes)
+    return map(partial(of_paper, machine), machine.groups)
+
+
+def of_paper(machine: Machine, ranks: int) -> Point:
+    """FlashDMoE's layer, as it varies the number of GPUs."""
+    sizes = small() if machine.small else {"shape": "paper-E64", "tokens": 8192}
+    return Point(f"{sizes.get('shape', 'small')} {sizes['tokens']} x{ranks}", ranks, sizes)
 
 
 def experts(machine: Machine) -> Iterator[Point]:

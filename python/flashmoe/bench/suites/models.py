@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..baselines import not_installed
+from ..baselines.needs import not_installed
 from ..plan import Machine, Point, Suite
 from ..programs import program
 from ..run import Run, apart

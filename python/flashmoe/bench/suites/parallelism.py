@@ -16,7 +16,7 @@ DEVIATIONS = (0.0, 0.01, 0.02, 0.032, 0.04, 0.05)
 
 
 def split_points(machine: Machine) -> Iterator[Point]:
-    for ranks in machine.groups[1:]:
+    for ranks in machine.several:
         if machine.small:
             yield Point(f"small x{ranks}", ranks, {"shape": "small", "tokens": 64})
         else:
@@ -27,7 +27,7 @@ def split_points(machine: Machine) -> Iterator[Point]:
 
 
 def imbalance_points(machine: Machine) -> Iterator[Point]:
-    for ranks in machine.groups[1:]:
+    for ranks in machine.several:
         for spread in (0.0, 0.1) if machine.small else DEVIATIONS:
             shape = "small" if machine.small else "mixtral"
             sizes = {"shape": shape, "tokens": 64 if machine.small else IN_ALL // ranks, "spread": spread}
@@ -39,7 +39,7 @@ def measured(run: Run, rows: Callable[[Any, tuple], list[dict[str, Any]]], shape
     of = rows(parallelism, (program("harness").SHAPES | parallelism.SMALL)[shape])
     bound = BOUNDS["exact" if run.engine == "cpu" else "bfloat16"]
     check = run.check(max(row["error"] for row in of), bound, "a rank's rows of sampled tokens, beside float64's")
-    timer = "plain" if run.engine == "cpu" else "busy"
+    timer = "busy" if run.engine == "cuda" and run.ranks_a_gpu == 1 else "plain"
     samples = {label.format(**row): {timer: row.pop("samples_ms")} for row in of}
     return {"check": check, "samples": samples, "values": {"rows": of}}
 

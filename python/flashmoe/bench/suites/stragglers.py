@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from .. import baselines
@@ -11,11 +12,11 @@ from ..layer import Layer, Sizes
 from ..plan import Machine, Point, Suite
 from ..programs import program
 from ..run import Call, Run
-from .latency import gpus
+from .latency import of_paper
 
 
 def points(machine: Machine) -> Iterator[Point]:
-    return (point for point in gpus(machine) if point.ranks > 1)
+    return map(partial(of_paper, machine), machine.several)
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
@@ -26,7 +27,11 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     with Layer(run, of) as layer:
         check = layer.checked()
-        calls = {"flashmoe": layer, "exchange": baselines.floors(layer)["exchange"]}
+        calls, absent = {"flashmoe": layer}, {}
+        if run.ranks_a_gpu == 1:
+            calls["exchange"] = baselines.floors(layer)["exchange"]
+        else:
+            absent["exchange"] = "NCCL refuses two ranks on one GPU: it needs a GPU for each"
         for name, call in calls.items():
             fastest, total = of_ranks(run, own_times(run, call, 4 * run.repeats))
             samples[name] = {"plain": total}
@@ -36,7 +41,7 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
                 "slowdown_median": delays[len(delays) // 2],
                 "slowdown_p95": delays[len(delays) * 95 // 100],
             }
-    return {"check": check, "samples": samples, "values": values}
+    return {"check": check, "samples": samples, "absent": absent, "values": values}
 
 
 def own_times(run: Run, call: Call, repeats: int) -> list[float]:
