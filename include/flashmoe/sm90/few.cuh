@@ -60,6 +60,7 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
   if (b.warp() < kFewConsumers) {
+    if constexpr (kMxFp4<Dtype>) PairTable::fill<typename Factors<Dtype>::Type>(b);
     consume_tasks<Dtype, kActivation>(b, trace);
   } else if (b.warp() == kFewConsumers) {
     if (P::lane() == 0) load_weights<Dtype, kGated>(b);
