@@ -13,7 +13,7 @@
 //   8       takes tasks, and loads their weights (one thread)
 //   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
 //           (few_rows_quantised.cuh)
-//   10, 11  in mxfp4: load the scales of the weights (few_scales_mxfp4.cuh)
+//   10, 11  in mxfp4: load the scales of the weights (few_scales_mxfp4.cuh); consumers meet in named barrier 1, once
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
 // Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
