@@ -58,12 +58,12 @@ bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
 
 uint32_t few_parts(const CallShape& s, uint32_t weight_bits) {
   // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
-  // token has 64 tasks of 224 stages.
-  constexpr uint32_t kLeastStages = 16;
+  // token has 64 tasks of 224 stages. A stage of 4 bits takes as long as four of 16: it is as much to multiply.
+  const uint32_t least_stages = weight_bits == 4 ? 4 : 16;
   if (s.tokens > kFewExactTokens) return 1;
   const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, sm90::kRowBytes);
   const uint32_t columns = (s.routed_top_k() + s.shared) * align_up(s.hidden, sm90::kBoxFeatures);
-  return std::clamp(min_of(kFewPartColumns / columns, stages / kLeastStages), 1u, kMostFewParts);
+  return std::clamp(min_of(kFewPartColumns / columns, stages / least_stages), 1u, kMostFewParts);
 }
 
 bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {

@@ -50,14 +50,19 @@ void check_type() {
   }
 }
 
-// Eight codes at once, each at each place.
+// Eight codes at once, each at each place: decoded, or in pairs as a table has them.
 template <class T, bool kLarge>
 void check_decoding(uint32_t e) {
   for (uint32_t turn = 0; turn < 16; ++turn) {
     uint32_t codes = 0;
     for (uint32_t i = 0; i < 8; ++i) codes |= (turn + 3 * i) % 16 << 4 * i;
     uint32_t pairs[4];
-    T::Bits::template decode<kLarge>(codes, e, pairs, T::multiply);
+    if (kLarge) {
+      T::Bits::decode(codes, e, pairs, T::multiply);
+    } else {
+      for (uint32_t i = 0; i < 4; ++i) pairs[i] = T::Bits::pair(codes >> 8 * i & 0xff);
+      T::Bits::template rescale<false>(e, pairs, T::multiply);
+    }
     for (uint32_t i = 0; i < 8; ++i) {
       const uint32_t code = (turn + 3 * i) % 16, got = pairs[i / 2] >> i % 2 * 16 & 0xffff;
       const double number = std::copysign(kMagnitudes[code % 8], code < 8 ? 1.0 : -1.0);

@@ -195,7 +195,7 @@ void check_few_and_joined() {
   CHECK_EQ(parts(few(1, 8, 1), 128, 65536), kMostFewParts);
   CHECK_EQ(parts(few(1, 64, 8), 32768, 65536), 1u);
   CHECK(parts(few(1, 8, 1), 128, 8192) == 8 && parts(few(1, 8, 1), 128, 8192, 8) == 4);  // FP8: half as many stages
-  CHECK(parts(few(1, 8, 1), 128, 8192, 4) == 2 && parts(few(1, 32, 4), 2880, 2880, 4) == 1);  // MXFP4: a quarter
+  CHECK(parts(few(1, 8, 1), 128, 8192, 4) == 8 && parts(few(1, 32, 4), 2880, 2880, 4) == 2);  // MXFP4: of 4 stages
   CallShape two_ranks = few(1, 128, 8);
   two_ranks.ranks = 2;
   CHECK(!cuda::is_few(two_ranks, 2, false) && !cuda::is_few(few(1, 128, 8), 2, true));

@@ -20,10 +20,21 @@ struct E2M1Bits {
   static constexpr uint32_t kMostScale = 127;
 
   // Eight numbers of a block with scale `e`, of which the first code is in the lowest bits: as pairs of neighbours,
-  // rounded to nearest where the type has not got them. kLarge: whether the scale may be larger than kMostScale, or NaN.
-  template <bool kLarge, class Multiply>
+  // rounded to nearest where the type has not got them.
+  template <class Multiply>
   static FLASHMOE_FN void decode(uint32_t codes, uint32_t e, uint32_t (&pairs)[4], Multiply&& multiply) {
     spread(codes, pairs);
+    rescale<true>(e, pairs, multiply);
+  }
+  // Its halves: both numbers of a byte of codes, times 2^(1 - kBias), and what makes of such pairs those with the scale.
+  // kLarge: whether that may be larger than kMostScale, or NaN.
+  static FLASHMOE_FN uint32_t pair(uint32_t byte) {
+    uint32_t pairs[4];
+    spread(byte, pairs);
+    return pairs[0];
+  }
+  template <bool kLarge, class Multiply>
+  static FLASHMOE_FN void rescale(uint32_t e, uint32_t (&pairs)[4], Multiply&& multiply) {
     auto multiply_by = [&](uint32_t both) {
       FLASHMOE_UNROLL
       for (uint32_t i = 0; i < 4; ++i) pairs[i] = multiply(pairs[i], both);

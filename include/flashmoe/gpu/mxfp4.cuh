@@ -35,10 +35,4 @@ struct E2M1In<Fp16> : E2M1Bits<10, 15> {
   }
 };
 
-// See E2M1Bits::decode.
-template <class D, bool kLarge>
-__device__ __forceinline__ void decode_mxfp4(uint32_t codes, uint32_t e, uint32_t (&pairs)[4]) {
-  E2M1In<D>::template decode<kLarge>(codes, e, pairs, E2M1In<D>::multiply);
-}
-
 }  // namespace flashmoe::gpu

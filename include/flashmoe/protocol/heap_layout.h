@@ -100,7 +100,7 @@ struct Limits {
   FLASHMOE_HD constexpr uint32_t few_rows() const {
     return min_of(min_of(max_tokens, kFewTokens) * (top_k + shared), kFewChoices);
   }
-  FLASHMOE_HD constexpr uint32_t few_units() const { return min_of(few_rows(), experts + shared + few_rows() / 32); }
+  FLASHMOE_HD constexpr uint32_t few_units() const { return min_of(few_rows(), experts + shared + few_rows() / 16); }
   // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(all_local_experts(), max_rows());
@@ -318,7 +318,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "(used on a GPU)"},
     {WorkField::kFewDone, "few_done", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.ranks == 1 ? l.few_units() : 0, 1, 1, 1}, 4}; },
-     "[unit] of few tokens: warps whose part of the unit's GEMM0 is done; zero between calls (used on a GPU)"},
+     "[unit] of few tokens: the unit's tasks of GEMM0 that are done; zero between calls (used on a GPU)"},
     {WorkField::kFewRows, "few_rows", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.ranks == 1 ? l.few_rows() : 0, row_pitch(l.hidden, l.return_bytes), 1, 1}, 1};

@@ -13,7 +13,7 @@
 //   8       takes tasks, and loads their weights (one thread)
 //   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
 //           (few_rows_quantised.cuh)
-//   10, 11  in mxfp4: load the scales of the weights (few_scales_mxfp4.cuh)
+//   10, 11  in mxfp4: load the scales of the weights (few_scales_mxfp4.cuh); consumers meet in named barrier 1, once
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
 // Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
@@ -60,6 +60,7 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
   if (b.warp() < kFewConsumers) {
+    if constexpr (kMxFp4<Dtype>) PairTable::fill<typename Factors<Dtype>::Type>(b);
     consume_tasks<Dtype, kActivation>(b, trace);
   } else if (b.warp() == kFewConsumers) {
     if (P::lane() == 0) load_weights<Dtype, kGated>(b);

@@ -11,7 +11,7 @@
 namespace flashmoe::sm90 {
 
 // The most units of a call, and their experts with the slices of the shared one.
-inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 32;
+inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 16;
 
 // The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices: the shared expert's
 // slices are choices here. Choices that are not dropped have rows: an expert's follow one another, in token order, and so
@@ -48,8 +48,8 @@ struct FewScratch {
 //            behind them, where these and the weights are in e4m3: what their products are multiplied by
 //   tasks    handed on by the warp that loads weights; full: one arrival; empty: the consumers' and the other loaders'
 inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
-// Beside mxfp4 rows are four times as wide, and more stages have no room.
-inline constexpr uint32_t kFewStages = kMxFp4Build ? 5 : 7;
+// Beside mxfp4 rows are four times as wide, and pairs of numbers take 64 KiB: more stages have no room.
+inline constexpr uint32_t kFewStages = kMxFp4Build ? 4 : 7;
 inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
 // Warps that load rows. Those that are quantised as they come take more instructions than one warp has time for.
 inline constexpr uint32_t kFewRowLoaders = kQuantisedBuild ? 3 : 1;
@@ -59,7 +59,7 @@ inline constexpr uint32_t kFewScaleLoaders = kMxFp4Build ? 2 : 0;
 // A k-block of a row in shared memory, which holds e4m3 as fp16 (few_rows_quantised.cuh), and has 16 bits beside weights
 // of 4.
 inline constexpr uint32_t kFewRowPitch = kQuantisedBuild ? 2 * kRowBytes : kMxFp4Build ? 4 * kRowBytes : kRowBytes;
-inline constexpr uint32_t kFewStageRows = 32;  // most rows of a unit
+inline constexpr uint32_t kFewStageRows = kMxFp4Build ? 16 : 32;  // most rows of a unit
 // Where scales are behind a stage's rows, and its bytes with them: each row's scale times that of the warps' first blocks of
 // weights, and then each one's times that of their second.
 inline constexpr uint32_t kFewScalesAt = kFewStageRows * kFewRowPitch;
@@ -75,10 +75,14 @@ struct alignas(16) StageScaleRow {
 inline constexpr uint32_t kFewWeightScalesAt = kBoxFeatures * kRowBytes;
 inline constexpr uint32_t kFewWeightStageBytes =
     kFewWeightScalesAt + (kMxFp4Build ? kBoxFeatures * uint32_t{sizeof(StageScaleRow)} : 0);
+// Of mxfp4, numbers of all bytes of two codes, for each lane (few_products_mxfp4.cuh): a byte's are so many words, half of them
+// unused, behind the byte before's.
+inline constexpr uint32_t kPairBytes = 256, kPairWords = 64;
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
   uint64_t task_full[kFewTasks], task_empty[kFewTasks];
   uint32_t task[kFewTasks];
+  uint32_t stored[kFewTasks];  // consumers that have stored what they have of the task
 };
 
 struct FewShared {
@@ -86,6 +90,7 @@ struct FewShared {
     struct {  // swizzled: aligned to 1024 bytes
       uint8_t weights[kFewStages][kFewWeightStageBytes];
       uint8_t rows[kFewStages][kFewRowStageBytes];
+      alignas(16) uint32_t pairs[kMxFp4Build ? kPairBytes : 1][kPairWords];
     };
     struct {
       uint8_t logit_rows[144 * 1024];
@@ -120,7 +125,7 @@ template <class Dtype>
 using Sums = SumsOf<Dtype>::Type;
 // Most rows of a unit.
 template <class Dtype>
-inline constexpr uint32_t kUnitRows = Sums<Dtype>::kMostTokens;
+inline constexpr uint32_t kUnitRows = min_of(Sums<Dtype>::kMostTokens, kFewStageRows);
 // The type of intermediate rows in device memory. Those that are quantised are so as they are loaded: a scale is that of
 // 128 columns, of which a task of GEMM0 has half.
 template <class Dtype>

@@ -40,55 +40,74 @@ __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, A
   }
 }
 
+template <uint32_t kNumber>
+using Count = std::integral_constant<uint32_t, kNumber>;
+
+// A task's stages, so many at a time as Count says.
 template <class Dtype>
 __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
                                          Sums<Dtype>& sums) {
-  if constexpr (kMxFp4<Dtype>) {
-    with_arrangement(rows, b.in_parts(), [&](auto arrangement) {
+  auto all_stages = [&]<uint32_t kAtOnce>(Count<kAtOnce>, auto&& add) {
 #pragma unroll 1
-      for (; stages != 0; --stages) {  // of four times as much K: two at once take 1 to 4 % longer
-        multiply_stages<Dtype, 1>(
-            b, at, [&](const auto& weights, uint32_t from) { weights.multiply(from, arrangement, sums); });
-      }
+    for (; stages >= kAtOnce; stages -= kAtOnce) multiply_stages<Dtype, kAtOnce>(b, at, add);
+    if (kAtOnce > 1 && stages != 0) multiply_stages<Dtype, 1>(b, at, add);
+  };
+  if constexpr (kMxFp4<Dtype>) {
+    const PairTable pairs{b};
+    with_arrangement<Dtype>(rows, b.in_parts(), [&](auto arrangement) {
+      // A stage has four times as much K: two at once take 1 to 4 % longer.
+      all_stages(Count<1>{}, [&](const auto& w, uint32_t from) { w.multiply(from, pairs, arrangement, sums); });
+    });
+  } else if constexpr (kQuantised<Dtype>) {
+    with_arrangement<Dtype>(rows, false, [&](auto arrangement) {
+      // Of many rows two stages have no registers.
+      using AtOnce = Count<(decltype(arrangement)::kEights <= 2 ? 2 : 1)>;
+      all_stages(AtOnce{}, [&](const auto& w, uint32_t from) { w.multiply(from, arrangement, sums); });
     });
   } else {
-    auto add = [&](const auto& weights, uint32_t from) { weights.multiply(from, rows, b.in_parts(), sums); };
-#pragma unroll 1
-    for (; stages >= 2; stages -= 2) multiply_stages<Dtype, 2>(b, at, add);
-    if (stages != 0) multiply_stages<Dtype, 1>(b, at, add);
+    all_stages(Count<2>{}, [&](const auto& w, uint32_t from) { w.multiply(from, rows, b.in_parts(), sums); });
   }
   if constexpr (Dtype::kBytes == 2 && !kQuantised<Dtype>) {
     if (b.in_parts()) sums.join();
   }
 }
 
+// What is added to a lane's sums of a task: to two neighbouring columns in both blocks.
+template <class Dtype, bool kGated>
+struct TaskBiases {
+  float of[kBlocks][2];
+
+  __device__ __forceinline__ void load(const Block& b, const Task& task, uint32_t expert, uint32_t column) {
+    const bool halves = kGated && task.product == 0;
+    const uint32_t columns = task.product == 0 ? b.c.shape.intermediate : b.c.shape.hidden;
+    const void* const all = task.product == 0 ? b.args.gate_up_bias : b.args.down_bias;
+    const GatedRows gated = b.is_shared(expert) ? b.args.shared_gated : b.args.gated;
+    const uint32_t first = expert * columns * (halves ? 2 : 1);
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (uint32_t j = 0; j < 2; ++j) {
+        const uint32_t at = column + j + (halves ? 0 : i * kProductRows);
+        of[i][j] = bias_at<Dtype>(all, first + (halves ? at * gated.step + i * gated.up : at), at < columns);
+      }
+    }
+  }
+};
+
 // ---- GEMM0: intermediate rows ---------------------------------------------------------------------------------------
 
-// Two values of a row with their biases, of weight rows `first` and `second`.
-template <class Dtype>
-__device__ __forceinline__ void scale_and_bias(const KernelArgs& args, float scale, uint32_t first, uint32_t second,
-                                               float& a, float& b) {
-  a = __fmul_rn(a, scale) + bias_at<Dtype>(args.gate_up_bias, first, true);
-  b = __fmul_rn(b, scale) + bias_at<Dtype>(args.gate_up_bias, second, true);
-}
-
 // A block's two sums of a row: gates and ups are different blocks, else blocks are of different columns.
-template <class Dtype, Activation kActivation>
-__device__ __forceinline__ void store_intermediate(const Block& b, uint32_t expert, uint32_t column, uint32_t row,
+template <class Dtype, Activation kActivation, class Biases>
+__device__ __forceinline__ void store_intermediate(const Block& b, const Biases& biases, uint32_t column, uint32_t row,
                                                    const float (&sums)[kBlocks][2]) {
-  constexpr bool kGated = is_gated(kActivation);
-  const bool shared = b.is_shared(expert);
-  const uint32_t biases = expert * b.c.shape.intermediate * (kGated ? 2 : 1);
   const float scale = b.args.weights_on_input != 0 ? b.routing.weights[b.routing.choice[row]] : 1.0f;
   using To = Inner<Dtype>;
   auto* const to = reinterpret_cast<typename To::Element*>(b.inner_row<Dtype>(row));
-  if constexpr (kGated) {
+  auto biased = [&](uint32_t i, uint32_t j) { return __fmul_rn(sums[i][j], scale) + biases.of[i][j]; };
+  if constexpr (is_gated(kActivation)) {
     if (column >= b.c.shape.intermediate) return;
-    const GatedRows at = shared ? b.args.shared_gated : b.args.gated;
-    float low = sums[0][0], high = sums[0][1], low_up = sums[1][0], high_up = sums[1][1];
-    const uint32_t gate = biases + column * at.step;
-    scale_and_bias<Dtype>(b.args, scale, gate, gate + at.step, low, high);
-    scale_and_bias<Dtype>(b.args, scale, gate + at.up, gate + at.step + at.up, low_up, high_up);
+    float low = biased(0, 0), high = biased(0, 1);
+    const float low_up = biased(1, 0), high_up = biased(1, 1);
     activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
     *reinterpret_cast<Pair<To>*>(to + column) = {To::narrow(low * shaped_up<kActivation>(low_up, b.args.clamped)),
                                                  To::narrow(high * shaped_up<kActivation>(high_up, b.args.clamped))};
@@ -96,27 +115,39 @@ __device__ __forceinline__ void store_intermediate(const Block& b, uint32_t expe
 #pragma unroll
     for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
       if (column >= b.c.shape.intermediate) return;
-      float low = sums[i][0], high = sums[i][1];
-      scale_and_bias<Dtype>(b.args, scale, biases + column, biases + column + 1, low, high);
+      float low = biased(i, 0), high = biased(i, 1);
       activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
       *reinterpret_cast<Pair<To>*>(to + column) = {To::narrow(low), To::narrow(high)};
     }
   }
 }
 
+// A warp has stored its columns of the task in this slot. The last of the consumers to say so tells all blocks: a release waits
+// until the L2 has all that was stored, 1.5 us where memory is busy, and the others go on meanwhile. A slot is another task's only
+// when all have stored: none is more stages ahead than there are, and a task has one or more.
+__device__ __forceinline__ void announce_stored(const Block& b, uint32_t slot, uint32_t unit) {
+  static_assert(kFewTasks > kFewStages);
+  P::sync();
+  if (P::lane() != 0) return;
+  uint32_t before;
+  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "r"(shared_address(&b.s.pipeline.stored[slot]))
+               : "memory");
+  if (before % kFewConsumers == kFewConsumers - 1) P::add_release(b.c.few_done(unit), 1u);
+}
+
 // ---- GEMM1: weighted rows -------------------------------------------------------------------------------------------
 
-template <class Dtype>
-__device__ __forceinline__ void store_weighted(const Block& b, uint32_t expert, uint32_t column, uint32_t row,
+template <class Dtype, class Biases>
+__device__ __forceinline__ void store_weighted(const Block& b, const Biases& biases, uint32_t column, uint32_t row,
                                                const float (&sums)[kBlocks][2]) {
   const float weight = b.args.weights_on_input != 0 ? 1.0f : b.routing.weights[b.routing.choice[row]];
   auto* const to = reinterpret_cast<typename Dtype::Element*>(b.c.few_row(row));
 #pragma unroll
   for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
     if (column >= b.c.shape.hidden) return;
-    const uint32_t bias = expert * b.c.shape.hidden + column;
-    const float low = sums[i][0] + bias_at<Dtype>(b.args.down_bias, bias, true);
-    const float high = sums[i][1] + bias_at<Dtype>(b.args.down_bias, bias + 1, true);
+    const float low = sums[i][0] + biases.of[i][0], high = sums[i][1] + biases.of[i][1];
     *reinterpret_cast<Pair<Dtype>*>(to + column) = {Dtype::narrow(low * weight), Dtype::narrow(high * weight)};
   }
 }
@@ -141,40 +172,33 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
   HandedSlot handed;
   StageSlot at;
   while (true) {
-    const uint32_t word = next_task(b, handed);
+    const uint32_t slot = handed.at, word = next_task(b, handed);
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
     trace.begin();
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;
-    auto column_of = [&](uint32_t features) {
-      return task.tile * features + b.warp() * (features / kFewConsumers) + sums.first_row();
-    };
-    const TaskRowScales scales{b, task,
-                               [&] { return column_of(task.product == 0 ? TheTasks::kFeatures : kBoxFeatures); }};
+    const uint32_t features = task.product == 0 ? TheTasks::kFeatures : kBoxFeatures;
+    const uint32_t column = task.tile * features + b.warp() * (features / kFewConsumers) + sums.first_row();
+    const TaskRowScales scales{b, task, column};
+    // An expert's biases are as far away as its weights, so they come meanwhile. (Beside FP8 there are no registers for them.)
+    TaskBiases<Dtype, kGated> biases;
+    if constexpr (!kQuantised<Dtype>) biases.load(b, task, expert, column);
     multiply<Dtype>(b, rows, tasks.stages(task).count, at, sums);
-    if (task.product == 0) {
-      const uint32_t column = column_of(TheTasks::kFeatures);
-      sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
-        scales.scale(sum, [&](const auto& scaled) {
-          store_intermediate<Dtype, kActivation>(b, expert, column, first + t, scaled);
-        });
+    if constexpr (kQuantised<Dtype>) biases.load(b, task, expert, column);
+    sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
+      scales.scale(sum, [&](const auto& scaled) {
+        if (task.product == 0) {
+          store_intermediate<Dtype, kActivation>(b, biases, column, first + t, scaled);
+        } else if (tasks.parts(1) > 1) {
+          store_part(b, task.part, column, first + t, scaled);
+        } else {
+          store_weighted<Dtype>(b, biases, column, first + t, scaled);
+        }
       });
-      P::sync();
-      if (P::lane() == 0) P::add_release(b.c.few_done(task.unit), 1u);
-    } else {
-      const uint32_t column = column_of(kBoxFeatures);
-      sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
-        scales.scale(sum, [&](const auto& scaled) {
-          if (tasks.parts(1) > 1) {
-            store_part(b, task.part, column, first + t, scaled);
-          } else {
-            store_weighted<Dtype>(b, expert, column, first + t, scaled);
-          }
-        });
-      });
-    }
+    });
+    if (task.product == 0) announce_stored(b, slot, task.unit);
     trace.end(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile);
   }
 }

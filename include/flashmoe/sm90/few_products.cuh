@@ -10,6 +10,32 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t stage, uint32_t row, 
   return stage + row * kRowBytes + (chunk ^ row % 8) * 16;
 }
 
+// How a unit's rows are multiplied: kEights eights of them side by side, with a sum each; or one, whose steps have a sum each,
+// for one alone would make each wait for the one before.
+template <uint32_t kRowEights, bool kIsApart>
+struct Arrangement {
+  static constexpr uint32_t kEights = kRowEights;
+  static constexpr bool kApart = kIsApart;
+  static_assert(!kApart || kEights == 1);
+
+  static __device__ __forceinline__ constexpr uint32_t sum_of(uint32_t step, uint32_t eight) {
+    return kApart ? step : eight;
+  }
+};
+// Calls run(arrangement) with the one of so many rows.
+template <class Dtype, class Run>
+__device__ __forceinline__ void with_arrangement(uint32_t rows, bool apart, Run&& run) {
+  if (apart) {
+    run(Arrangement<1, true>{});
+  } else if (rows <= 8) {
+    run(Arrangement<1, false>{});
+  } else if (kUnitRows<Dtype> <= 16 || rows <= 16) {
+    run(Arrangement<2, false>{});
+  } else {
+    run(Arrangement<kUnitRows<Dtype> / 8, false>{});
+  }
+}
+
 // What a warp has of a stage's weights; feature: its first.
 template <class Dtype>
 struct StageWeights {

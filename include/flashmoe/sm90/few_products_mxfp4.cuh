@@ -5,36 +5,50 @@
 // is the same. So a lane's part of these is eight neighbours, too: the 16 bytes of a chunk.
 #pragma once
 
+#include <cstddef>
+
 #include "flashmoe/gpu/mxfp4.cuh"
 #include "flashmoe/sm90/few_products.cuh"
 
 namespace flashmoe::sm90::few {
 
-// How a unit's rows are multiplied: kEights eights of them side by side, with a sum each; or one, whose steps have a sum each,
-// for one alone would make each wait for the one before.
-template <uint32_t kRowEights, bool kIsApart>
-struct Arrangement {
-  static constexpr uint32_t kEights = kRowEights;
-  static constexpr bool kApart = kIsApart;
-  static_assert(!kApart || kEights == 1);
+// What each byte of two codes is as a pair of numbers, but for the scale (E2M1Bits::pair): a copy for each lane, in a bank of
+// its own. To look a pair up takes two instructions, to decode it four, of the units that are the bound.
+class PairTable {
+ public:
+  __device__ __forceinline__ explicit PairTable(const Block& b)
+      : lane_(P::lane() * uint32_t{sizeof(uint32_t)}), usable_(shared_address(b.s.pairs) == kAt) {}
 
-  static __device__ __forceinline__ constexpr uint32_t sum_of(uint32_t step, uint32_t eight) {
-    return kApart ? step : eight;
+  // Consumers, before their first task.
+  template <class D>
+  static __device__ __forceinline__ void fill(const Block& b) {
+    constexpr uint32_t kPieces = P::kLanes / 4;  // of 16 bytes
+    for (uint32_t i = threadIdx.x; i < kPairBytes * kPieces; i += kFewConsumers * P::kLanes) {
+      const uint32_t pair = E2M1In<D>::pair(i / kPieces);
+      reinterpret_cast<uint4*>(b.s.pairs[i / kPieces])[i % kPieces] = {pair, pair, pair, pair};
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(kFewConsumers * P::kLanes) : "memory");
   }
+  // Whether it is where look_up() takes it to be.
+  __device__ __forceinline__ bool usable() const { return usable_; }
+  // Those of all of a word's bytes. A byte is the second one of its address, and the lane the first: one instruction makes
+  // that, and what is added to it is part of the other.
+  __device__ __forceinline__ void look_up(uint32_t codes, uint32_t (&pairs)[4]) const {
+    static_assert(sizeof(FewShared::pairs[0]) == 256);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t at = __byte_perm(codes, lane_, 0x5504 | i << 4);
+      asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(pairs[i]) : "r"(at), "n"(kAt));
+    }
+  }
+
+ private:
+  // Shared memory that a launch asks for begins behind the 1024 bytes that every block has.
+  static constexpr uint32_t kAt = 1024 + offsetof(FewShared, pairs);
+
+  uint32_t lane_;
+  bool usable_;
 };
-// Calls run(arrangement) with the one of so many rows.
-template <class Run>
-__device__ __forceinline__ void with_arrangement(uint32_t rows, bool apart, Run&& run) {
-  if (apart) {
-    run(Arrangement<1, true>{});
-  } else if (rows <= 8) {
-    run(Arrangement<1, false>{});
-  } else if (rows <= 16) {
-    run(Arrangement<2, false>{});
-  } else {
-    run(Arrangement<4, false>{});
-  }
-}
 
 template <class D>
 struct StageWeights<MxFp4<D>> {
@@ -65,22 +79,24 @@ struct StageWeights<MxFp4<D>> {
   }
   // Adds the products with the stage's rows.
   template <class Arranged>
-  __device__ __forceinline__ void multiply(uint32_t stage, Arranged arrangement, TensorSums<D>& sums) const {
+  __device__ __forceinline__ void multiply(uint32_t stage, const PairTable& pairs, Arranged arrangement,
+                                           TensorSums<D>& sums) const {
     static_assert(E2M1In<D>::kMostScale == 0x7f);
     const uint32_t all = scales[0][0] | scales[0][1] | scales[1][0] | scales[1][1];
     const RowsAt rows{stage};
-    if (P::ballot((all & 0x80808080u) != 0) == 0) {
+    if (P::ballot((all & 0x80808080u) != 0) == 0 && pairs.usable()) {
 #pragma unroll
       for (uint32_t p = 0; p < kPairs; ++p) {
-        multiply_pair<false>(codes[p], {scales[0][p / 2], scales[1][p / 2]}, p % 2 * 2, rows, p, arrangement, sums);
+        multiply_pair<false>(codes[p], {scales[0][p / 2], scales[1][p / 2]}, p % 2 * 2, rows, p, pairs, arrangement,
+                             sums);
       }
       return;
     }
-    // A scale of the warp's is 2 or more, as models have none; so it is compiled to few instructions.
+    // A scale of the warp's is 2 or more, as models have none; so it is compiled to few instructions, and decodes.
     StageWeights left = *this;
 #pragma unroll 1
     for (uint32_t p = 0; p < kPairs; ++p, left.drop_pair()) {
-      multiply_pair<true>(left.codes[0], {left.scales[0][0], left.scales[1][0]}, 0, rows, p, arrangement, sums);
+      multiply_pair<true>(left.codes[0], {left.scales[0][0], left.scales[1][0]}, 0, rows, p, pairs, arrangement, sums);
     }
   }
 
@@ -102,14 +118,21 @@ struct StageWeights<MxFp4<D>> {
   template <bool kLarge, class Arranged>
   static __device__ __forceinline__ void multiply_pair(const uint32_t (&codes)[2 * kBlocks],
                                                        const uint32_t (&four)[kBlocks], uint32_t byte,
-                                                       const RowsAt& rows, uint32_t p, Arranged, TensorSums<D>& sums) {
+                                                       const RowsAt& rows, uint32_t p, const PairTable& pairs, Arranged,
+                                                       TensorSums<D>& sums) {
     static_assert(kBlocks == 2 && TensorSums<D>::kSums == 4);
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
       uint32_t w[kBlocks][4];
 #pragma unroll
       for (uint32_t i = 0; i < kBlocks; ++i) {
-        decode_mxfp4<D, kLarge>(codes[kBlocks * j + i], __byte_perm(four[i], 0, 0x4440 | (byte + j)), w[i]);
+        const uint32_t scale = __byte_perm(four[i], 0, 0x4440 | (byte + j));
+        if constexpr (kLarge) {
+          E2M1In<D>::decode(codes[kBlocks * j + i], scale, w[i], E2M1In<D>::multiply);
+        } else {
+          pairs.look_up(codes[kBlocks * j + i], w[i]);
+          E2M1In<D>::template rescale<false>(scale, w[i], E2M1In<D>::multiply);
+        }
       }
       if constexpr (kLarge) P::sync();  // lanes have taken different times
 #pragma unroll

@@ -39,8 +39,11 @@ struct StageWeights<Quantised<D>> {
       load_matrices(fragments[h], chunk_address(stage, row, 2 * h + matrix / kBlocks));
     }
   }
-  // Adds the products with the stage's rows, in the same order whatever their number.
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool, TensorSums<Quantised<D>>& sums) const {
+  // Adds the products with the stage's rows, in the same order whatever their number. Without a branch, so that two stages'
+  // chains of products run side by side.
+  template <class Arranged>
+  __device__ __forceinline__ void multiply(uint32_t stage, Arranged, TensorSums<Quantised<D>>& sums) const {
+    constexpr uint32_t kAtOnce = min_of(Arranged::kEights, 2u);
     uint32_t a[kSteps][4];
 #pragma unroll
     for (uint32_t s = 0; s < kSteps; ++s) {
@@ -49,14 +52,7 @@ struct StageWeights<Quantised<D>> {
       widen_e4m3(both[s % 2 * 2 + 1], a[s][1], a[s][3]);
     }
 #pragma unroll
-    for (uint32_t n = 0; n < kUnitRows<Quantised<D>> / 8; n += 2) {
-      if (8 * n >= rows) break;
-      if (8 * n + 8 < rows) {
-        multiply_eights<2>(a, stage, n, sums);
-      } else {
-        multiply_eights<1>(a, stage, n, sums);
-      }
-    }
+    for (uint32_t n = 0; n < Arranged::kEights; n += kAtOnce) multiply_eights<kAtOnce>(a, stage, n, sums);
   }
 
  private:

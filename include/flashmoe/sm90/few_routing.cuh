@@ -86,6 +86,7 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
   __syncthreads();
 }
 
+inline constexpr uint32_t kLogitTokens = 16;  // of a warp
 // What a block computes at a time of more tokens' logits: those of eight experts for some tokens, a warp for each 16. Their
 // rows come to shared memory in parts, swizzled like a stage's, some of which are on their way while one is multiplied.
 struct LogitJob {
@@ -94,21 +95,23 @@ struct LogitJob {
   uint32_t expert, token, tokens;
 
   __device__ __forceinline__ uint32_t rows() const { return kProductRows + tokens; }
+  // Warps that multiply, the first ones; the others load, unless there are none.
+  __device__ __forceinline__ uint32_t multiplying() const { return ceil_div(tokens, kLogitTokens); }
   __device__ __forceinline__ uint32_t part_bytes() const {
     return min_of(kMostPartBytes, uint32_t{sizeof(FewShared::logit_rows)} / kParts / rows() / kRowBytes * kRowBytes);
   }
 };
-inline constexpr uint32_t kLogitTokens = 16;  // of a warp
 static_assert(sizeof(FewShared::logit_rows) / LogitJob::kParts / (kProductRows + kFewWarps * kLogitTokens) >=
               kRowBytes);
 
-// All threads: part `part` of the rows, as a group of copies. Experts' rows, then tokens'.
+// All threads: part `part` of the rows, as a group of copies. Experts' rows, then tokens'. Who multiplies has no time for it.
 template <class Dtype>
 __device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& job, uint32_t part) {
   const uint32_t pitch = job.part_bytes(), chunks = pitch / 16, all = b.c.shape.hidden * Dtype::kBytes;
   const uint32_t first = part * pitch,
                  to = shared_address(b.s.logit_rows) + part % LogitJob::kParts * job.rows() * pitch;
-  for (uint32_t i = threadIdx.x; first < all && i < job.rows() * chunks; i += kFewThreads) {
+  const uint32_t busy = job.multiplying() % kFewWarps * P::kLanes, end = first < all ? job.rows() * chunks : 0;
+  for (uint32_t i = threadIdx.x - busy; threadIdx.x >= busy && i < end; i += kFewThreads - busy) {
     const uint32_t r = i / chunks, chunk = i % chunks;
     const uint8_t* const row = r < kProductRows
                                    ? b.args.router_rows.row(0, min_of(job.expert + r, b.c.shape.routed_experts() - 1))

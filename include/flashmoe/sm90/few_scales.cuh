@@ -49,14 +49,12 @@ __device__ __forceinline__ TaskScales scales_of(const Block& b, const Task& task
 }
 
 // What a lane's sums of a task are multiplied by in the end, where each row of weights has a scale: of two neighbouring
-// columns in both blocks, of which column_of() is the first.
+// columns in both blocks, of which `column` is the first.
 template <bool kGated>
 struct RowScales {
   float of[kBlocks][2];
 
-  template <class ColumnOf>
-  __device__ __forceinline__ RowScales(const Block& b, const Task& task, ColumnOf&& column_of) {
-    const uint32_t column = column_of();
+  __device__ __forceinline__ RowScales(const Block& b, const Task& task, uint32_t column) {
     const bool by_row = b.args.scales_by_row != 0;
     const ExpertScales<float> expert{b, task};
     const bool halves = kGated && task.product == 0;
@@ -86,8 +84,7 @@ struct RowScales {
 };
 // Of weights of other types.
 struct NoRowScales {
-  template <class ColumnOf>
-  __device__ __forceinline__ NoRowScales(const Block&, const Task&, ColumnOf&&) {}
+  __device__ __forceinline__ NoRowScales(const Block&, const Task&, uint32_t) {}
   template <class Store>
   __device__ __forceinline__ void scale(const float (&sums)[kBlocks][2], Store&& store) const {
     store(sums);

@@ -56,7 +56,7 @@ struct Tasks {
     return {first, begin_of_part(all, task.part + 1, n) - first};
   }
   // Arrivals at a unit's word when all of its intermediate rows are stored.
-  __device__ __forceinline__ uint32_t arrivals() const { return tiles(0) * kFewConsumers; }
+  __device__ __forceinline__ uint32_t arrivals() const { return tiles(0); }
 };
 
 // A place in a ring of so many slots.
@@ -85,6 +85,7 @@ __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   }
   for (uint32_t i = 0; i < kFewTasks; ++i) {
     barrier_init(shared_address(&p.task_full[i]), 1);
+    p.stored[i] = 0;
     barrier_init(shared_address(&p.task_empty[i]), kFewConsumers + kFewRowLoaders + kFewScaleLoaders);
   }
   fence_barrier_init();
