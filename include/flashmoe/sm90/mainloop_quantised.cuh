@@ -2,9 +2,10 @@
 //
 // The tensor cores add products of e4m3 up with some 14 bits of mantissa, so they do it for one k-block of 128 alone; what
 // they give is multiplied by the scales, and added to sums in fp32. Besides the 128 sums of a thread there are registers
-// for the products of 64 of the 256 features: of 32 that are promoted, and of 32 that the tensor cores have meanwhile. Rows
-// are loaded to registers, once for all features of a k-block: from shared memory they would be read eight times over, and
-// its bandwidth would be the limit.
+// for the products of 64 of the 256 features. So a k-block is four parts in turn, each waited for in halves: while one half
+// is promoted the tensor cores have the other, and behind that the other warpgroup's. Few multiplications at a time, since
+// wgmmas of one warp hardly get through between another's. Its rows are loaded to registers, once for all four: from
+// shared memory they would be read four times over, and its bandwidth would be the limit.
 #pragma once
 
 #include "flashmoe/sm90/epilogue.cuh"
@@ -15,64 +16,37 @@ namespace flashmoe::sm90 {
 
 namespace detail {
 
-inline constexpr uint32_t kPromoted = 32;  // features at a time
-inline constexpr uint32_t kParts = Wide::kFeatures / kPromoted;
+inline constexpr uint32_t kPart = 64, kPromoted = kPart / 2;  // features at a time
 inline constexpr uint32_t kSteps = kRowBytes / kWgmmaBytes;
 inline constexpr auto kScaleBytes = static_cast<uint32_t>(sizeof(StageScales));
 
-using Products = float[kPromoted / 2];
-
-// A warp's rows of a stage, and what a thread's products are multiplied by.
-struct RowsOfStage {
-  uint32_t a[kSteps][4];
-  float low, high;      // scales of its two rows
-  float first, second;  // of the weights
-
-  __device__ __forceinline__ void load(const Pipeline& ring, uint32_t scales, uint32_t group, bool scaled) {
-    const Lane at = Lane::of_thread(group);  // anew each time: registers are full
-    const uint32_t row = group * 64 + at.warp * 16, of_stage = scales + ring.stage * kScaleBytes;
-    const uint32_t rows = chunk_address(ring.data() + Wide::tokens(0), row + at.lane % 16, at.lane / 16);
-#pragma unroll
-    for (uint32_t k = 0; k < kSteps; ++k) load_matrices(a[k], rows ^ k * kWgmmaBytes);
-    low = load_shared4(of_stage + (row + at.row()) * 4);
-    high = load_shared4(of_stage + (row + at.row() + 8) * 4);
-    first = second = 1.0f;
-    if (scaled) {
-      first = load_shared4(of_stage + offsetof(StageScales, weights));
-      second = load_shared4(of_stage + offsetof(StageScales, weights) + sizeof(float));
-    }
-  }
-};
-
-// Issues the products of part `part` of the stage's features, and does not wait for them.
-__device__ __forceinline__ void multiply_part(Products& products, const RowsOfStage& rows, const Pipeline& ring,
-                                              uint32_t part) {
-  const auto features = static_cast<uint32_t>(matrix_descriptor(ring.data() + Wide::features(0)));
-  wgmma_fence();
+// Issues the products of a k-block, as one group: rows are a's, the features lie at the descriptor.
+__device__ __forceinline__ void multiply_block(float (&products)[kPromoted / 2], const uint32_t (&a)[kSteps][4],
+                                               uint32_t features) {
 #pragma unroll
   for (uint32_t k = 0; k < kSteps; ++k) {
-    wgmma_e4m3(products, rows.a[k], features + (part * kPromoted * kRowBytes + k * kWgmmaBytes >> 4), k != 0);
+    wgmma_e4m3(products, a[k], features + (k * kWgmmaBytes >> 4), k != 0);
   }
   wgmma_commit();
 }
 
-// What products of a part are multiplied by, of 8 features and the next 8, and of the thread's two rows.
-struct Factors8 {
-  float of[2][2];
-
-  __device__ __forceinline__ Factors8(const RowsOfStage& rows, bool in_turn, uint32_t part) {
-    const bool upper = part >= kParts / 2;
-    const float even = in_turn || !upper ? rows.first : rows.second, odd = in_turn || upper ? rows.second : rows.first;
-    of[0][0] = rows.low * even, of[0][1] = rows.high * even, of[1][0] = rows.low * odd, of[1][1] = rows.high * odd;
-  }
-  __device__ __forceinline__ void promote(float (&sum)[128], const Products& products, uint32_t part) const {
+// Once at most `Pending` groups are unfinished: sum += products times (row's scale x weights'). Of 16 features the first 8 have
+// the weights' scale `even`, the others `odd`; a thread's rows have `low` and `high`.
+template <uint32_t Pending>
+__device__ __forceinline__ void promote(float* sum, float (&products)[kPromoted / 2], float low, float high, float even,
+                                        float odd) {
+  wgmma_wait<Pending>();
+  pin_accumulators(products);
 #pragma unroll
-    for (uint32_t i = 0; i < kPromoted / 2; ++i) {
-      float& to = sum[part * (kPromoted / 2) + i];
-      to = fmaf(products[i], of[i / 4 % 2][i % 4 / 2], to);
+  for (uint32_t j = 0; j < kPromoted / 8; ++j) {
+    const float w = j % 2 == 0 ? even : odd;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      float& to = sum[4 * j + i];
+      to = fmaf(products[4 * j + i], (i < 2 ? low : high) * w, to);
     }
   }
-};
+}
 
 }  // namespace detail
 
@@ -84,33 +58,37 @@ __device__ __forceinline__ void multiply_quantised(Pipeline& ring, uint32_t scal
   using namespace detail;
 #pragma unroll
   for (uint32_t i = 0; i < 128; ++i) sum[i] = 0.0f;
-  RowsOfStage rows;
-  Products products[2];
-  wait(ring.full(), ring.parity);
-  rows.load(ring, scales, group, scaled);
-  multiply_part(products[0], rows, ring, 0);
 #pragma unroll 1
-  while (true) {
-    const Factors8 lower(rows, in_turn, 0), upper(rows, in_turn, kParts - 1);
-#pragma unroll
-    for (uint32_t part = 0; part + 1 < kParts; ++part) {
-      multiply_part(products[(part + 1) % 2], rows, ring, part + 1);
-      wgmma_wait<1>();
-      pin_accumulators(products[part % 2]);
-      (part < kParts / 2 ? lower : upper).promote(sum, products[part % 2], part);
+  for (; stages != 0; --stages) {
+    wait(ring.full(), ring.parity);
+    const Lane at = Lane::of_thread(group);  // anew each time: registers are full
+    const uint32_t row = group * 64 + at.warp * 16, of_stage = scales + ring.stage * kScaleBytes;
+    const float low = load_shared4(of_stage + (row + at.row()) * 4),
+                high = load_shared4(of_stage + (row + at.row() + 8) * 4);
+    float first = 1.0f, second = 1.0f;
+    if (scaled) {
+      first = load_shared4(of_stage + offsetof(StageScales, weights));
+      second = load_shared4(of_stage + offsetof(StageScales, weights) + sizeof(float));
     }
-    wgmma_wait<0>();
-    pin_accumulators(products[1]);
+    const uint32_t rows = chunk_address(ring.data() + Wide::tokens(0), row + at.lane % 16, at.lane / 16);
+    uint32_t a[kSteps][4];
+#pragma unroll
+    for (uint32_t k = 0; k < kSteps; ++k) load_matrices(a[k], rows ^ k * kWgmmaBytes);
+    const auto stage = static_cast<uint32_t>(matrix_descriptor(ring.data() + Wide::features(0)));
+#pragma unroll
+    for (uint32_t c = 0; c < Wide::kFeatures / kPart; ++c) {
+      float products[2][kPromoted / 2];
+      const uint32_t features = stage + (c * kPart * kRowBytes >> 4);
+      wgmma_fence();
+      multiply_block(products[0], a, features);
+      multiply_block(products[1], a, features + (kPromoted * kRowBytes >> 4));
+      const float even = in_turn || c < 2 ? first : second, odd = in_turn || c >= 2 ? second : first;
+      float* const of_part = sum + c * (kPart / 2);
+      promote<1>(of_part, products[0], low, high, even, odd);
+      promote<0>(of_part + kPromoted / 2, products[1], low, high, even, odd);
+    }
     release_stage<E4M3, Wide>(ring.empty());
     ring.advance();
-    if (--stages == 0) {
-      upper.promote(sum, products[1], kParts - 1);
-      return;
-    }
-    wait(ring.full(), ring.parity);
-    rows.load(ring, scales, group, scaled);
-    upper.promote(sum, products[1], kParts - 1);  // while the rows come
-    multiply_part(products[0], rows, ring, 0);
   }
 }
 
