@@ -34,6 +34,14 @@ struct TokensByFeatures {
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::tokens(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
 };
+// At most 64 tokens down, half of the features across for each warpgroup. Of e4m3, so that a task of few tokens has both warpgroups: what
+// one promotes takes the tensor cores nothing.
+template <class Stage_>
+struct FewByFeatures {
+  using Stage = Stage_;
+  static constexpr uint32_t kMs = 1, kN = Stage::kFeatures / kConsumers, kNextA = 0, kNextB = kN;
+  static constexpr Major kMajorB = Major::kK;
+};
 // For at most 64 features: all of them down, the warpgroup's half of the tokens across.
 template <class Stage_>
 struct FewByTokens {
@@ -49,6 +57,13 @@ template <class Shape>
 inline constexpr bool kTokensDown = false;
 template <class Stage, Major kMajor, uint32_t kFeatures>
 inline constexpr bool kTokensDown<TokensByFeatures<Stage, kMajor, kFeatures>> = true;
+template <class Stage>
+inline constexpr bool kTokensDown<FewByFeatures<Stage>> = true;
+// Whether it has a task's columns halved between the warpgroups.
+template <class Shape>
+inline constexpr bool kHalvesColumns = false;
+template <class Stage>
+inline constexpr bool kHalvesColumns<FewByFeatures<Stage>> = true;
 
 // A consumer warpgroup's accumulators: kMs times 64 rows by kN columns.
 template <class Shape>
@@ -59,6 +74,7 @@ using Accumulators = float[Shape::kMs][Shape::kN / 2];
 template <class Dtype, bool kTransposed, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half, F&& f) {
   if constexpr (kQuantised<Dtype>) {
+    if (cover <= 64) return f.template operator()<FewByFeatures<Wide>>();
     f.template operator()<TokensByFeatures<Wide, Major::kK>>();
   } else if constexpr (kTransposed || kIsBackward || kKeepBuild) {
     constexpr Major kMajor = kTransposed ? Major::kMn : Major::kK;
