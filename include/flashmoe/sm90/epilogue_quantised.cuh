@@ -12,8 +12,8 @@ namespace flashmoe::sm90 {
 namespace detail {
 
 // Quantises and stages one block of 128 columns of the warp's rows, whose results are v(g, h, i): of the g-th 8 columns
-// the i-th that the lane has of its h-th row (of 2). Or a half of a block, whose other half the other warpgroup has. Returns the
-// scales of the lane's two rows.
+// the i-th that the lane has of its h-th row (of 2). Or a half of a block, whose other half the other warpgroup has: `halves` is
+// where they tell each other their rows' largest. Returns the scales of the lane's two rows.
 template <class Dtype, uint32_t kColumns, class Value>
 __device__ __forceinline__ float2 stage_quantised(uint32_t own, const Lane& at, float (&largest)[2],
                                                   float (*halves)[64], Value v) {

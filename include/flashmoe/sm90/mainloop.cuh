@@ -24,8 +24,9 @@ struct FeaturesByTokens {
 };
 // Tokens down, features across: 64 of 128 tokens by all features. A wgmma reads all of its B for 64 rows of A: this one
 // reads 2 + 8 KiB a step, the two of FeaturesByTokens with 128 tokens 2 * (2 + 4). Only for tiles whose tokens fill it,
-// and for all of transposed weights, which are MN-major, and of e4m3. Of these a warpgroup may have no tokens, as the second
-// one of every Narrow tile: it keeps pace. kFeatures: fewer than the stage has where the rest of it are behind the last.
+// and for all of transposed weights, which are MN-major: of these a warpgroup may have no tokens, as the second one of every
+// Narrow tile, and keeps pace. And for e4m3, of more than 64 tokens. kFeatures: fewer than the stage has where the rest of it
+// are behind the last.
 template <class Stage_, Major kFeatureMajor, uint32_t kFeatures = Stage_::kFeatures>
 struct TokensByFeatures {
   using Stage = Stage_;
@@ -34,8 +35,8 @@ struct TokensByFeatures {
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::tokens(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
 };
-// At most 64 tokens down, half of the features across for each warpgroup. Of e4m3, so that a task of few tokens has both warpgroups: what
-// one promotes takes the tensor cores nothing.
+// For at most 64 tokens in e4m3: all of them down, the warpgroup's half of the features across. With TokensByFeatures the
+// second warpgroup would have none, and the tensor cores nothing while the first one promotes.
 template <class Stage_>
 struct FewByFeatures {
   using Stage = Stage_;

@@ -3,9 +3,8 @@
 //
 // The tensor cores add products of e4m3 up with some 14 bits of mantissa, so they do it for one k-block of 128 alone; what
 // they give is multiplied by the scales, and added to sums in fp32. Besides the 128 sums of a thread there are registers
-// for the products of 64 of the 256 features. So a k-block is four parts in turn, each waited for in halves: while one half
-// is promoted the tensor cores have the other, and behind that the other warpgroup's. Few multiplications at a time, since
-// wgmmas of one warp hardly get through between another's. Its rows are loaded to registers, once for all four: from
+// for the products of 64 of the 256 features. So a k-block is four wgmmas in turn, each waited for: while one warpgroup
+// promotes what it has, the tensor cores have the other's. Its rows are loaded to registers, once for all four: from
 // shared memory they would be read four times over, and its bandwidth would be the limit.
 #pragma once
 
@@ -17,36 +16,21 @@ namespace flashmoe::sm90 {
 
 namespace detail {
 
-inline constexpr uint32_t kPart = 64, kPromoted = kPart / 2;  // features at a time
+inline constexpr uint32_t kPromoted = 64;  // features at a time
 inline constexpr uint32_t kSteps = kRowBytes / kWgmmaBytes;
 inline constexpr auto kScaleBytes = static_cast<uint32_t>(sizeof(StageScales));
 
-// Issues the products of a k-block, as one group: rows are a's, the features lie at the descriptor.
+// The products of a k-block: rows are a's, the features lie at the descriptor.
 __device__ __forceinline__ void multiply_block(float (&products)[kPromoted / 2], const uint32_t (&a)[kSteps][4],
                                                uint32_t features) {
+  wgmma_fence();
 #pragma unroll
   for (uint32_t k = 0; k < kSteps; ++k) {
     wgmma_e4m3(products, a[k], features + (k * kWgmmaBytes >> 4), k != 0);
   }
   wgmma_commit();
-}
-
-// Once at most `Pending` groups are unfinished: sum += products times (row's scale x weights'). Of 16 features the first 8 have
-// the weights' scale `even`, the others `odd`; a thread's rows have `low` and `high`.
-template <uint32_t Pending>
-__device__ __forceinline__ void promote(float* sum, float (&products)[kPromoted / 2], float low, float high, float even,
-                                        float odd) {
-  wgmma_wait<Pending>();
+  wgmma_wait<0>();
   pin_accumulators(products);
-#pragma unroll
-  for (uint32_t j = 0; j < kPromoted / 8; ++j) {
-    const float w = j % 2 == 0 ? even : odd;
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
-      float& to = sum[4 * j + i];
-      to = fmaf(products[4 * j + i], (i < 2 ? low : high) * w, to);
-    }
-  }
 }
 
 }  // namespace detail
@@ -79,17 +63,20 @@ __device__ __forceinline__ void multiply_quantised(Pipeline& ring, uint32_t scal
     const auto stage =
         static_cast<uint32_t>(matrix_descriptor(ring.data() + Wide::features(0) + group * Shape::kNextB * kRowBytes));
 #pragma unroll
-    for (uint32_t c = 0; c < Shape::kN / kPart; ++c) {
-      float products[2][kPromoted / 2];
-      const uint32_t features = stage + (c * kPart * kRowBytes >> 4);
-      wgmma_fence();
-      multiply_block(products[0], a, features);
-      multiply_block(products[1], a, features + (kPromoted * kRowBytes >> 4));
+    for (uint32_t c = 0; c < Shape::kN / kPromoted; ++c) {
+      float products[kPromoted / 2];
+      multiply_block(products, a, stage + (c * kPromoted * kRowBytes >> 4));
       const bool upper = kHalvesColumns<Shape> ? group != 0 : c >= 2;
       const float even = in_turn || !upper ? first : second, odd = in_turn || upper ? second : first;
-      float* const of_part = sum + c * (kPart / 2);
-      promote<1>(of_part, products[0], low, high, even, odd);
-      promote<0>(of_part + kPromoted / 2, products[1], low, high, even, odd);
+#pragma unroll
+      for (uint32_t j = 0; j < kPromoted / 8; ++j) {
+        const float w = j % 2 == 0 ? even : odd;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          float& to = sum[c * (kPromoted / 2) + 4 * j + i];
+          to = fmaf(products[4 * j + i], (i < 2 ? low : high) * w, to);
+        }
+      }
     }
     release_stage<E4M3, Wide>(ring.empty());
     ring.advance();

@@ -40,8 +40,8 @@ struct TaskSlot {
   alignas(8) float weights[Wide::kTokens];  // returned: combine weights
   union {
     uint32_t tokens[Wide::kTokens];  // returned: whose rows they are. Gathered: where they are kept (kept_row)
-    mutable float largest[kConsumers]
-                         [64];  // gathered, in e4m3: of rows' halves, by the consumers (epilogue_quantised.cuh)
+    // gathered, in e4m3: each warpgroup's largest magnitude of a row, where it has half of a scale's columns
+    mutable float largest[kConsumers][64];
   };
 };
 

@@ -128,14 +128,14 @@ FLASHMOE_WGMMA(112, 56, 56, 57, 58, 59, 60)
 FLASHMOE_WGMMA(128, 64, 64, 65, 66, 67, 68)
 FLASHMOE_WGMMA(256, 128, 128, 129, 130, 131, 132)
 
-// The same of e4m3, 32 columns, with A in registers: of rows r and r + 8 four bytes each from 4 (t % 4) on, and from 16
+// The same of e4m3, 64 columns, with A in registers: of rows r and r + 8 four bytes each from 4 (t % 4) on, and from 16
 // bytes behind these on. b: the lower half of a matrix_descriptor(), of which the upper one says the layout alone: half as
 // many registers.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[16], const uint32_t (&a)[4], uint32_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint32_t b, bool accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %21, 0;\nmov.b64 b, {%20, %22};\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {" FLASHMOE_R16 "}, {%16, %17, %18, %19}, b, p, 1, 1;\n}"
-      : FLASHMOE_D16
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %38};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" FLASHMOE_R32 "}, {%32, %33, %34, %35}, b, p, 1, 1;\n}"
+      : FLASHMOE_D32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<uint32_t>(accumulate)),
         "n"(1 << 30 | 8 * 128 >> 4));
 }
