@@ -27,16 +27,18 @@ __device__ __forceinline__ void with_columns(const GatedRows& gated, F&& f) {
 }
 
 // Multiplies by the scales of the weights' rows, of weights that have one for each.
-template <bool kGated>
+// The warpgroup's first column is `first`.
+template <bool kGated, uint32_t kCount>
 __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                             uint32_t staging, const Lane& at, float (&acc)[1][128]) {
+                                             uint32_t staging, const Lane& at, uint32_t first,
+                                             float (&acc)[1][kCount]) {
   const bool shared = c.shape.is_shared(slot.expert);
   const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
   with_product(slot.kind, [&]<uint32_t p>() {
     constexpr uint32_t kColumns = kColumnsPerTask<p, kGated>;
     const ScaleTable& w = weight_scales<p>(args, shared);
     const float* const scales = w.as<float>() + uint64_t{expert} * w.expert;
-    const uint32_t own = detail::own_staging(staging, at), first = slot.column * kColumns;
+    const uint32_t own = detail::own_staging(staging, at);
     if constexpr (kColumns != kTaskFeatures) {
       const GatedRows gated = shared ? args.shared_gated : args.gated;
       detail::scale_columns<Columns::kGroups>(acc[0], own, scales, at, first, c.shape.intermediate, gated);
@@ -71,15 +73,16 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   auto first_column = [&] {
     const uint32_t columns = columns_of<kGated>(kind);
-    return slot.column * columns +
-           (kQuantised<Dtype> || slot.share.wide ? 0 : cluster_rank() * columns / kClusterBlocks);
+    return slot.column * columns + (kHalvesColumns<Shape> ? consumer.anew<Dtype>(ring).group * columns / kConsumers
+                                    : kQuantised<Dtype> || slot.share.wide ? 0
+                                                                           : cluster_rank() * columns / kClusterBlocks);
   };
   auto expert_bias = [&]() -> const Element* {
     const auto* all = static_cast<const Element*>(with_product(kind, [&]<uint32_t p>() { return bias_of<p>(args); }));
     const uint32_t features = with_product(kind, [&]<uint32_t p>() { return weight_rows<p>(c, kGated); });
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
-  if constexpr (Shape::kMajorB == Major::kMn || kQuantised<Dtype> || kKeepBuild) {
+  if constexpr (Shape::kMajorB == Major::kMn || kKeepBuild) {
     if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Factor, Stage>(ring, stages_of(slot));
   }
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
@@ -96,23 +99,23 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   const uint32_t stages = slot.slices * Stage::stages(slot.k_bytes);
   if constexpr (kQuantised<Dtype>) {
     const bool in_turn = kGated && activates && args.gated.step == 1;
-    multiply_quantised(ring, scales_of(ring), group, stages, in_turn, args.scales_by_row == 0, acc[0]);
+    multiply_quantised<Shape>(ring, scales_of(ring), group, stages, in_turn, args.scales_by_row == 0, acc[0]);
   } else {
     multiply<Dtype, Shape>(ring, group, stages, is_one_of<kGathering>(kind), acc);
   }
   trace.begin(1);
   const auto [group_after, staging] = consumer.anew<Dtype>(ring);
-  const Lane at = Lane::of_thread(group_after);
+  const Lane at = Lane::of_thread(group_after, kHalvesColumns<Shape> ? 0 : group_after);
   const uint32_t rows = slot.share.rows;
   if constexpr (kQuantised<Dtype>) {
-    if (args.scales_by_row != 0) scale_by_row<kGated>(args, c, slot, staging, at, acc);
+    if (args.scales_by_row != 0) scale_by_row<kGated>(args, c, slot, staging, at, first_column(), acc);
   }
   if (kQuantised<Dtype> && activates) {
     if constexpr (kQuantised<Dtype>) {
       if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       store_quantised_rows<Dtype, kActivation>(staging, at, acc, expert_bias(), rows, first_column(),
                                                c.shape.intermediate, c.intermediate_row(slot.inner, 0),
-                                               slot.share.first, args.gated, args.clamped);
+                                               slot.share.first, args.gated, args.clamped, slot.largest);
     }
   } else if (activates) {
     const uint64_t pitch = c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][1];

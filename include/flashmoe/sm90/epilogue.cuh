@@ -17,17 +17,19 @@ namespace flashmoe::sm90 {
 inline constexpr uint32_t kStagingHalf = 4 * 1024;
 inline constexpr uint32_t kStagingBytes = 2 * kStagingHalf;  // per consumer warpgroup, 128-byte aligned
 
-// A consumer thread's place: which warpgroup, which of its warps, and the place in the accumulator fragment.
+// A consumer thread's place: which warpgroup, which of its warps, and the place in the accumulator fragment. With tokens down the
+// warpgroup's are those from 64 * tokens on.
 struct Lane {
-  uint32_t group, warp, lane;
+  uint32_t group, warp, lane, tokens;
 
   // Volatile, so that what follows from it is computed where it is used, after the mainloop, whose accumulators leave
   // no registers for it.
-  static __device__ __forceinline__ Lane of_thread(uint32_t group) {
+  static __device__ __forceinline__ Lane of_thread(uint32_t group, uint32_t tokens) {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return {group, thread / 32 % 4, thread % 32};
+    return {group, thread / 32 % 4, thread % 32, tokens};
   }
+  static __device__ __forceinline__ Lane of_thread(uint32_t group) { return of_thread(group, group); }
   __device__ __forceinline__ uint32_t row() const { return lane / 4; }        // of the fragment's 8 rows
   __device__ __forceinline__ uint32_t token() const { return lane % 4 * 2; }  // and token + 1, of each 8 tokens
 };

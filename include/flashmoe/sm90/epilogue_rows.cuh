@@ -179,14 +179,14 @@ __device__ __forceinline__ Piece<Dtype> finish_piece(const Lane& at, const float
   return to;
 }
 
-template <class Dtype>
+template <class Dtype, uint32_t kGroups = Piece<Dtype>::kGroups>
 __device__ __forceinline__ void stage_piece(uint32_t own, const Lane& at, const Piece<Dtype>& piece) {
   const auto& word = piece.word;
   if constexpr (Dtype::kBytes == 2) {
     // Matrices of one stmatrix: both rows' of one group, both rows' of the next.
     const uint32_t to = own + at.lane / 8 % 2 * 8 * kLineBytes + staged_in_piece(at.lane % 8, at.lane / 16);
 #pragma unroll
-    for (uint32_t g = 0; g < Piece<Dtype>::kGroups; g += 2) {
+    for (uint32_t g = 0; g < kGroups; g += 2) {
       store_matrices(to ^ g * 16, {word[g][0][0], word[g][1][0], word[g + 1][0][0], word[g + 1][1][0]});
     }
   } else {
@@ -213,7 +213,7 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
   constexpr uint32_t kPassBytes = kPieces / kPasses * kLineBytes;
   // A lane stores chunk lane % 8 of every fourth row.
   constexpr uint32_t kRowsApart = kWarpRows / kPieceStores;
-  const uint32_t chunk = at.lane % 8, row = at.lane / 8, first = at.group * 64 + at.warp * kWarpRows + row;
+  const uint32_t chunk = at.lane % 8, row = at.lane / 8, first = at.tokens * 64 + at.warp * kWarpRows + row;
   uint8_t* to[kPieceStores];
 #pragma unroll
   for (uint32_t i = 0; i < kPieceStores; ++i) to[i] = row_of(first + i * kRowsApart) + chunk * 16;
@@ -261,7 +261,7 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
 // As scale_tokens().
 template <uint32_t kCount>
 __device__ __forceinline__ void scale_rows(const Lane& at, float (&acc)[1][kCount], const float* weights) {
-  const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
+  const uint32_t row = at.tokens * 64 + at.warp * detail::kWarpRows + at.row();
   const float w[2] = {weights[row], weights[row + 8]};
 #pragma unroll
   for (uint32_t j = 0; j < kCount / 4; ++j) {
@@ -298,7 +298,7 @@ __device__ __forceinline__ void store_returned_rows(uint32_t staging, const Lane
   const uint64_t offset = uint64_t{first_feature} * Dtype::kBytes;
   const uint32_t own = detail::own_staging(staging, at);
   detail::add_bias<Dtype, Columns::kResults>(acc[0], own, bias, at, first_feature, hidden);
-  const uint32_t row = at.group * 64 + at.warp * detail::kWarpRows + at.row();
+  const uint32_t row = at.tokens * 64 + at.warp * detail::kWarpRows + at.row();
   const float weight[2] = {weights[row], weights[row + 8]};
   detail::store_rows<Dtype, Columns::kResults, kAdds>(
       own, at, acc[0], rows, columns,

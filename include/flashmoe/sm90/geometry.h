@@ -10,7 +10,7 @@
 // multicasts it to both, each multiplies all 256 features by its own half of the tokens (32 KiB of L2 traffic a block
 // for 48 KiB of operands). Tiles of few tokens are halved the other way: 128 features and all tokens for each block.
 //
-// Rows in e4m3 are always multiplied with tokens on M, and never halved by features (docs/fp8.md).
+// Rows in e4m3 are always multiplied with tokens on M, and blocks never halve a task by features (docs/fp8.md).
 //
 // Transposed weights, whose rows in memory go along features, are always multiplied with tokens on M: a thread then has a
 // gate and its up, in whichever order they lie.

@@ -26,7 +26,8 @@
 //   scales  beside the stages, where rows are quantised (stage_scales.cuh); each warp arrives at an empty barrier: x 4
 //   tasks   5 slots, 4 where rows are quantised: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers,
 //           loaders), in the follower one more (leading clerk), stored 256 (consumers), free 1 (following clerk)  (ring.cuh)
-//   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders
+//   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders,
+//     5 both consumer warpgroups, where they have halves of quantised rows
 //
 // In a call that fails every role still runs until its stop, since the cluster's other block counts on its arrivals.
 // Only the abort word says that the call has failed (a flag in each thread would be spilled).

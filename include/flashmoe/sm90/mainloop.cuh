@@ -24,8 +24,9 @@ struct FeaturesByTokens {
 };
 // Tokens down, features across: 64 of 128 tokens by all features. A wgmma reads all of its B for 64 rows of A: this one
 // reads 2 + 8 KiB a step, the two of FeaturesByTokens with 128 tokens 2 * (2 + 4). Only for tiles whose tokens fill it,
-// and for all of transposed weights, which are MN-major, and of e4m3. Of these a warpgroup may have no tokens, as the second
-// one of every Narrow tile: it keeps pace. kFeatures: fewer than the stage has where the rest of it are behind the last.
+// and for all of transposed weights, which are MN-major: of these a warpgroup may have no tokens, as the second one of every
+// Narrow tile, and keeps pace. And for e4m3, of more than 64 tokens. kFeatures: fewer than the stage has where the rest of it
+// are behind the last.
 template <class Stage_, Major kFeatureMajor, uint32_t kFeatures = Stage_::kFeatures>
 struct TokensByFeatures {
   using Stage = Stage_;
@@ -33,6 +34,14 @@ struct TokensByFeatures {
   static constexpr Major kMajorB = kFeatureMajor;
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::tokens(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
+};
+// For at most 64 tokens in e4m3: all of them down, the warpgroup's half of the features across. With TokensByFeatures the
+// second warpgroup would have none, and the tensor cores nothing while the first one promotes.
+template <class Stage_>
+struct FewByFeatures {
+  using Stage = Stage_;
+  static constexpr uint32_t kMs = 1, kN = Stage::kFeatures / kConsumers, kNextA = 0, kNextB = kN;
+  static constexpr Major kMajorB = Major::kK;
 };
 // For at most 64 features: all of them down, the warpgroup's half of the tokens across.
 template <class Stage_>
@@ -49,6 +58,13 @@ template <class Shape>
 inline constexpr bool kTokensDown = false;
 template <class Stage, Major kMajor, uint32_t kFeatures>
 inline constexpr bool kTokensDown<TokensByFeatures<Stage, kMajor, kFeatures>> = true;
+template <class Stage>
+inline constexpr bool kTokensDown<FewByFeatures<Stage>> = true;
+// Whether it has a task's columns halved between the warpgroups.
+template <class Shape>
+inline constexpr bool kHalvesColumns = false;
+template <class Stage>
+inline constexpr bool kHalvesColumns<FewByFeatures<Stage>> = true;
 
 // A consumer warpgroup's accumulators: kMs times 64 rows by kN columns.
 template <class Shape>
@@ -59,6 +75,7 @@ using Accumulators = float[Shape::kMs][Shape::kN / 2];
 template <class Dtype, bool kTransposed, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half, F&& f) {
   if constexpr (kQuantised<Dtype>) {
+    if (cover <= 64) return f.template operator()<FewByFeatures<Wide>>();
     f.template operator()<TokensByFeatures<Wide, Major::kK>>();
   } else if constexpr (kTransposed || kIsBackward || kKeepBuild) {
     constexpr Major kMajor = kTransposed ? Major::kMn : Major::kK;

@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t group_barrier(uint32_t group) {
   return 1 + group;
 }
 
-inline constexpr uint32_t kLoaderBarrier = 4;  // 3 is the dispatching team's
+inline constexpr uint32_t kLoaderBarrier = 4, kConsumersBarrier = 5;  // 3 is the dispatching team's
 
 inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kStageBytes = 48 * 1024;

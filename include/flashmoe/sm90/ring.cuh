@@ -36,7 +36,11 @@ struct TaskSlot {
     uint64_t to[Wide::kTokens];       // returned: where the results go
   };
   alignas(8) float weights[Wide::kTokens];  // returned: combine weights
-  uint32_t tokens[Wide::kTokens];           // returned: whose rows they are. Gathered: where they are kept (kept_row)
+  union {
+    uint32_t tokens[Wide::kTokens];  // returned: whose rows they are. Gathered: where they are kept (kept_row)
+    // gathered, in e4m3: each warpgroup's largest magnitude of a row, where it has half of a scale's columns
+    mutable float largest[kConsumers][64];
+  };
 };
 
 // Nanoseconds that a clerk rests between two looks: it shares its instruction scheduler, and the power, with consumers.
