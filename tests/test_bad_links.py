@@ -46,7 +46,7 @@ def ten_megabits(make: MakeNetwork) -> Network:
 
 
 def far_and_unsteady(make: MakeNetwork) -> Network:
-    return make(2, Cable(delay=0.02, stall=1.0, packets=1000, seed=SEED))
+    return make(2, Cable(delay=0.02, stall=1.0, packets=2000, seed=SEED))
 
 
 def check_calls(ranks: Sequence[Process], alone: Process, counts: Sequence[int], seed: int, calls: int) -> None:

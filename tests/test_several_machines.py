@@ -355,6 +355,30 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     assert isinstance(there, PeerTimeout) and f"cannot reach the rendezvous {where}" in str(there)
 
 
+@pytest.mark.parametrize(
+    ("gone", "text"),
+    [(0, "rank 0, at {where}, has gone while ranks joined"), (1, "rank 1 on host host2 has gone while ranks joined")],
+    ids=["the one who listens", "another"],
+)
+def test_a_rank_that_ends_while_others_join_is_named(network: MakeNetwork, gone: int, text: str):
+    net = network(2)
+    where = f"{net.address(0)}:{PORT}"
+    ranks = net.start([0, 1, 1], FLASHMOE_SECRET=SECRET)
+    for p, rank in enumerate(ranks):
+        rank.tell((attempt, (p, 4, where, "direct", 30.0)))  # of four, one of which never comes
+    at_rank_0 = f":{PORT:04X}"
+    await_condition(
+        lambda: len([line for line in net.hosts[0].sockets() if line.split()[1].endswith(at_rank_0)]) == 1 + len(ranks),
+        "they have not come to where rank 0 listens",
+    )
+    time.sleep(0.5)  # who has come is let in
+    ranks.pop(gone).signal(signal.SIGKILL)
+    for refused in [rank.hear(2 * MARGIN) for rank in ranks]:
+        assert isinstance(refused.error, GroupError) and text.format(where=where) in str(refused.error)
+        assert refused.seconds < MARGIN
+        assert refused.left == []
+
+
 def test_strangers_neither_join_nor_hold_the_listener_up(network: MakeNetwork):
     """Some say nothing, some talk nonsense, some try a secret; meanwhile the ranks meet."""
     net = network(2)
