@@ -1,4 +1,4 @@
-"""Groups over a network that is slow, far away, or still for a second at a time: the same bits, and no rank waits for ever."""
+"""Groups over a network that is slow, far away, or still for a second at a time: the same bits, and every wait ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hosts import Network, network
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hosts import Network, network
 from processes import MARGIN, Process, processes
 from relay import Cable
 from test_several_machines import (
@@ -20,8 +20,8 @@ from test_several_machines import (
     compute,
     formed,
     one_rank,
-    told,
     tokens_of,
+    told,
 )
 
 __all__ = ["network", "processes"]  # fixtures
