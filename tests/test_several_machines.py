@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import signal
@@ -20,7 +21,7 @@ import pytest
 from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi, ucx
 from flashmoe.meeting import StoreMeeting
 from hosts import Network, network
-from processes import MARGIN, Process, processes
+from processes import MARGIN, Process, await_condition, processes
 
 __all__ = ["network", "processes"]  # fixtures
 
@@ -75,6 +76,40 @@ def enter(
         **sizes,
     )
     return time.monotonic() - since
+
+
+class Refused(NamedTuple):
+    """How an attempt to join ended."""
+
+    error: Exception
+    seconds: float
+    left: list[str]
+    """Sockets, threads and shared memory of this process that were not there before."""
+
+
+def attempt(*arguments: Any) -> Refused | None:
+    """None: it has joined."""
+    before, since = held(), time.monotonic()
+    try:
+        enter(*arguments)
+    except FlashMoEError as error:
+        seconds = time.monotonic() - since
+        with contextlib.suppress(AssertionError):  # a thread that has been joined may take a moment to be gone
+            await_condition(lambda: held() <= before, "")
+        return Refused(error, seconds, sorted(held() - before))
+    return None
+
+
+def held() -> set[str]:
+    found = {f"thread {path.name}" for path in Path("/proc/self/task").iterdir()}
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # by which they are listed
+            found.add(os.readlink(path))
+    return found | {line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line}
+
+
+def holds() -> int:
+    return len(held())
 
 
 def compute(x: np.ndarray, seed: int, calls: int = 1) -> np.ndarray:
@@ -135,11 +170,14 @@ def all_of(ranks: Sequence[Process], fn: Any, each: Sequence[tuple], seconds: fl
 def formed(net: Network, spread: Sequence[int], mode: str = "direct", timeout: float = 30.0) -> list[Process]:
     """Ranks that have joined, spread over the hosts like that."""
     ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
-    where = f"{net.address(spread[0])}:{PORT}"
-    for answer in all_of(ranks, enter, [(p, len(spread), where, mode, timeout) for p in range(len(spread))]):
+    join(ranks, f"{net.address(spread[0])}:{PORT}", mode, timeout)
+    return ranks
+
+
+def join(ranks: Sequence[Process], where: str, mode: str = "direct", timeout: float = 30.0) -> None:
+    for answer in all_of(ranks, enter, [(p, len(ranks), where, mode, timeout) for p in range(len(ranks))]):
         if isinstance(answer, Exception):
             raise answer
-    return ranks
 
 
 def one_rank(net: Network, mode: str = "direct") -> Process:
@@ -183,17 +221,22 @@ def test_direct_has_the_bits_of_one_rank(network: MakeNetwork, spread: list[int]
 @nightly
 @pytest.mark.timeout(3600)
 def test_groups_of_any_sizes(network: MakeNetwork):
+    """200 of them, of processes that join again and again, and keep nothing of the groups that are over."""
     net, rng = network(3), np.random.default_rng(5)
     alone = one_rank(net)
+    here = [net.start([host] * 8, FLASHMOE_SECRET=SECRET) for host in range(3)]
+    first: dict[int, int] = {}  # by process: what it holds after its first group
     for seed in range(200):
         spread = [0, *rng.integers(0, 3, rng.integers(1, 8)).tolist()]
-        ranks = formed(net, spread)
+        free = [rng.permutation(np.array(each, object)).tolist() for each in here]
+        ranks = [free[host].pop() for host in spread]
+        join(ranks, f"{net.address(0)}:{PORT}")
         xs = tokens_of(rng.integers(0, 60, len(spread)).tolist(), seed)
         for y, x in zip(all_of(ranks, compute, [(x, seed, 3) for x in xs]), xs, strict=True):
             assert np.array_equal(y, told(alone, compute, x, seed))
         check_leaving(ranks)
-        for rank in ranks:
-            rank.end()
+        for rank, count in zip(ranks, all_of(ranks, holds, [()] * len(ranks)), strict=True):
+            assert count <= first.setdefault(rank.pid, count), (seed, spread)
 
 
 def test_reduced_returns_are_within_rounding(network: MakeNetwork):
@@ -261,7 +304,15 @@ def errors_of_joining(net: Network, spread: Sequence[int], arguments: Sequence[t
     ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
     if "other" in secrets:
         ranks[-1] = net.start(spread[-1:], FLASHMOE_SECRET=secrets["other"])[0]
-    return all_of(ranks, enter, arguments)
+    all_of(ranks, os.getpid, [()] * len(ranks))  # they have begun: so each is given all of its time
+    errors = []
+    for arguments_of, refused in zip(arguments, all_of(ranks, attempt, arguments), strict=True):
+        timeout = arguments_of[-1]
+        assert isinstance(refused, Refused)
+        assert refused.seconds < timeout + MARGIN
+        assert refused.left == []
+        errors.append(refused.error)
+    return errors
 
 
 def test_joining_ends_with_a_named_error(network: MakeNetwork):
@@ -279,22 +330,53 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     for error in errors_of_joining(net, [0, 1], attempts(0, 2, of=3)):
         assert isinstance(error, PeerTimeout) and "rank 1 did not join within 2 s" in str(error)
     # A rank that joins twice.
-    for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3)):
+    for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3, timeout=30.0)):
         assert isinstance(error, GroupError) and "already has a rank 1" in str(error) and "host2" in str(error)
     # Ranks that disagree on how many they are, and on the return mode's memory.
-    for error in errors_of_joining(net, [0, 1], [*attempts(0, of=2), *attempts(1, of=3)]):
-        assert isinstance(error, GroupError) and "disagrees on ranks: rank 0 has 2, rank 1 on host host2 has 3" in str(
-            error
-        )
+    disagreeing = [*attempts(0, of=2, timeout=30.0), *attempts(1, of=3, timeout=30.0)]
+    for error in errors_of_joining(net, [0, 1], disagreeing):
+        assert isinstance(error, GroupError)
+        assert "disagrees on ranks: rank 0 has 2, rank 1 on host host2 has 3" in str(error)
     # Another secret: the rank is told, the others hear why one is missing.
     told_so, other = errors_of_joining(net, [0, 1], attempts(0, 1, of=2), other="another secret, which is wrong")
     assert isinstance(other, GroupError) and "FLASHMOE_SECRET" in str(other)
     assert isinstance(told_so, PeerTimeout) and "another secret was refused" in str(told_so)
-    # The port is taken.
+    # The port is taken: rank 0 cannot listen, and who does is no rank.
     squatter = net.start([0])[0]
     assert told(squatter, listen, net.address(0)) is None
-    (error,) = errors_of_joining(net, [0], attempts(0, of=2))
+    error, elsewhere = errors_of_joining(net, [0, 1], attempts(0, 1, of=2))
     assert isinstance(error, GroupError) and f"expected port {PORT}" in str(error)
+    assert isinstance(elsewhere, PeerTimeout) and f"cannot reach the rendezvous {where}" in str(elsewhere)
+    squatter.end()
+    # No way there.
+    net.cut(1)
+    here, there = errors_of_joining(net, [0, 1], attempts(0, 1, of=2))
+    assert isinstance(here, PeerTimeout) and "rank 1 did not join within 2 s" in str(here)
+    assert isinstance(there, PeerTimeout) and f"cannot reach the rendezvous {where}" in str(there)
+
+
+@pytest.mark.parametrize(
+    ("gone", "text"),
+    [(0, "rank 0, at {where}, has gone while ranks joined"), (1, "rank 1 on host host2 has gone while ranks joined")],
+    ids=["the one who listens", "another"],
+)
+def test_a_rank_that_ends_while_others_join_is_named(network: MakeNetwork, gone: int, text: str):
+    net = network(2)
+    where = f"{net.address(0)}:{PORT}"
+    ranks = net.start([0, 1, 1], FLASHMOE_SECRET=SECRET)
+    for p, rank in enumerate(ranks):
+        rank.tell((attempt, (p, 4, where, "direct", 30.0)))  # of four, one of which never comes
+    at_rank_0 = f":{PORT:04X}"
+    await_condition(
+        lambda: len([line for line in net.hosts[0].sockets() if line.split()[1].endswith(at_rank_0)]) == 1 + len(ranks),
+        "they have not come to where rank 0 listens",
+    )
+    time.sleep(0.5)  # who has come is let in
+    ranks.pop(gone).signal(signal.SIGKILL)
+    for refused in [rank.hear(2 * MARGIN) for rank in ranks]:
+        assert isinstance(refused.error, GroupError) and text.format(where=where) in str(refused.error)
+        assert refused.seconds < MARGIN
+        assert refused.left == []
 
 
 def test_strangers_neither_join_nor_hold_the_listener_up(network: MakeNetwork):

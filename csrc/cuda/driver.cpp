@@ -1,7 +1,6 @@
 #include "cuda/driver.h"
 
-#include <dlfcn.h>
-
+#include "host/library.h"
 #include "host/text.h"
 
 namespace flashmoe::cuda {
@@ -20,21 +19,10 @@ std::string described(const Driver& d, CudaResult result) {
 }
 
 Driver load() {
-  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    throw Error(Error::Kind::kOther,
-                concat("cuda: expected the NVIDIA driver's ", kLibrary, " on this machine, got: ", dlerror()));
-  }
+  const host::Library library(kLibrary, concat("cuda: expected the NVIDIA driver's ", kLibrary, " on this machine"),
+                              "cuda: expected an NVIDIA driver of CUDA 12 or newer");
   Driver d{};
-  auto find = [&](const char* symbol) {
-    void* found = dlsym(library, symbol);
-    if (found == nullptr) {
-      throw Error(Error::Kind::kOther,
-                  concat("cuda: expected an NVIDIA driver of CUDA 12 or newer, got a ", kLibrary, " without ", symbol));
-    }
-    return found;
-  };
-#define FLASHMOE_DRIVER_RESOLVE(symbol, parameters) d.symbol = reinterpret_cast<decltype(d.symbol)>(find(#symbol));
+#define FLASHMOE_DRIVER_RESOLVE(symbol, parameters) library.resolve(d.symbol, #symbol);
   FLASHMOE_DRIVER_API(FLASHMOE_DRIVER_RESOLVE)
 #undef FLASHMOE_DRIVER_RESOLVE
   if (const CudaResult result = d.cuInit(0); result != kCudaSuccess) {

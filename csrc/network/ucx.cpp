@@ -1,9 +1,7 @@
 #include "network/ucx.h"
 
-#include <dlfcn.h>
-#include <stdlib.h>
-
 #include "host/error.h"
+#include "host/library.h"
 #include "host/text.h"
 
 namespace flashmoe::network {
@@ -16,34 +14,19 @@ using host::Error;
 constexpr const char* kInstall = "pip install libucx-cu13, or a system's package libucx0";
 constexpr unsigned kOldestMajor = 1, kOldestMinor = 13;
 
-// UCX reads these when it is loaded. Unless the user has said otherwise: no handlers of this process's signals, no
-// hooks under its allocator, both of which have uses for memory of GPUs and for RDMA, and reports of errors here, in
-// this project's words.
+// Unless the user has said otherwise: no handlers of this process's signals, no hooks under its allocator, both of which
+// have uses for memory of GPUs and for RDMA, and reports of errors here, in this project's words.
 void set_environment() {
-  const struct {
-    const char *name, *value;
-  } defaults[] = {{"UCX_HANDLE_ERRORS", "none"}, {"UCX_MEM_EVENTS", "n"}, {"UCX_LOG_LEVEL", "fatal"}};
-  for (const auto& each : defaults) setenv(each.name, each.value, 0);
+  host::set_defaults({{"UCX_HANDLE_ERRORS", "none"}, {"UCX_MEM_EVENTS", "n"}, {"UCX_LOG_LEVEL", "fatal"}});
 }
 
 Ucx load(const std::string& path) {
   set_environment();
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    throw Error(Error::Kind::kOther,
-                concat("ucx: expected the library ", path, ", which a group on several machines needs (", kInstall,
-                       "), got: ", dlerror()));
-  }
+  const host::Library library(
+      path, concat("ucx: expected the library ", path, ", which a group on several machines needs (", kInstall, ")"),
+      concat("ucx: expected UCX ", kOldestMajor, ".", kOldestMinor, " or newer (", kInstall, ")"));
   Ucx u{};
-  auto find = [&](const char* symbol) {
-    void* found = dlsym(library, symbol);  // also in the libraries that it needs
-    if (found == nullptr) {
-      throw Error(Error::Kind::kOther, concat("ucx: expected UCX ", kOldestMajor, ".", kOldestMinor, " or newer (",
-                                              kInstall, "), got ", path, " without ", symbol));
-    }
-    return found;
-  };
-#define FLASHMOE_UCX_RESOLVE(name, result, parameters) u.name = reinterpret_cast<decltype(u.name)>(find(#name));
+#define FLASHMOE_UCX_RESOLVE(name, result, parameters) library.resolve(u.name, #name);
   FLASHMOE_UCX_API(FLASHMOE_UCX_RESOLVE)
 #undef FLASHMOE_UCX_RESOLVE
   unsigned major = 0, minor = 0, release = 0;

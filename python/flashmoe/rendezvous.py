@@ -93,15 +93,17 @@ class AddressMeeting(Meeting):
         why: str = "no answer"
         while True:
             try:
-                link = _Link(socket.create_connection(address, max(0.05, min(2.0, self._left()))))
-                link.prove(self.secret, self._left() + _GRACE_SECONDS)
-                link.send({"rank": self.rank, "ranks": self.ranks, "group": self.group, "host": self.host})
-                self._link = link
-                told = self._hear()
-                if "welcome" in told:
-                    return link
-                why = f"it is that of group '{told.get('other')}'"
-                link.close()
+                with contextlib.ExitStack() as unless_welcome:
+                    link = _Link(socket.create_connection(address, max(0.05, min(2.0, self._left()))))
+                    unless_welcome.callback(link.close)
+                    link.prove(self.secret, self._left() + _GRACE_SECONDS)
+                    link.send({"rank": self.rank, "ranks": self.ranks, "group": self.group, "host": self.host})
+                    self._link = link
+                    told = self._hear()
+                    if "welcome" in told:
+                        unless_welcome.pop_all()
+                        return link
+                    why = f"it is that of group '{told.get('other')}'"
             except _WrongSecret:
                 raise GroupError(
                     f"{SECRET}: expected that of rank 0 at {self._address}, which has refused it, got another on rank "

@@ -1,9 +1,7 @@
 #include "cuda/transport/nvshmem.h"
 
-#include <dlfcn.h>
-#include <stdlib.h>
-
 #include "host/error.h"
+#include "host/library.h"
 #include "host/text.h"
 
 namespace flashmoe::cuda {
@@ -22,31 +20,18 @@ std::string text(const NvshmemVersion& v) {
 // Where the user has not said otherwise: ranks of one machine, which meet on its loopback; no network, whose drivers not
 // every machine has; no memory that NVLink multicasts, which nothing here uses and which not every machine grants.
 void set_environment() {
-  const struct {
-    const char *name, *value;
-  } defaults[] = {
-      {"NVSHMEM_DISABLE_NVLS", "1"}, {"NVSHMEM_REMOTE_TRANSPORT", "none"}, {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"}};
-  for (const auto& each : defaults) setenv(each.name, each.value, 0);
+  host::set_defaults({{"NVSHMEM_DISABLE_NVLS", "1"},
+                      {"NVSHMEM_REMOTE_TRANSPORT", "none"},
+                      {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"}});
 }
 
 Nvshmem load(const std::string& path) {
   set_environment();
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    throw Error(Error::Kind::kOther,
-                concat("nvshmem: expected the library ", path, ", which a group of several GPUs needs (", kInstall,
-                       "), got: ", dlerror()));
-  }
+  const host::Library library(
+      path, concat("nvshmem: expected the library ", path, ", which a group of several GPUs needs (", kInstall, ")"),
+      concat("nvshmem: expected NVSHMEM 3 (", kInstall, ")"));
   Nvshmem n{};
-  auto find = [&](const char* symbol) {
-    void* found = dlsym(library, symbol);
-    if (found == nullptr) {
-      throw Error(Error::Kind::kOther, concat("nvshmem: expected NVSHMEM 3, got ", path, " without ", symbol));
-    }
-    return found;
-  };
-#define FLASHMOE_NVSHMEM_RESOLVE(symbol, result, parameters) \
-  n.symbol = reinterpret_cast<decltype(n.symbol)>(find(#symbol));
+#define FLASHMOE_NVSHMEM_RESOLVE(symbol, result, parameters) library.resolve(n.symbol, #symbol);
   FLASHMOE_NVSHMEM_API(FLASHMOE_NVSHMEM_RESOLVE)
 #undef FLASHMOE_NVSHMEM_RESOLVE
   n.path = path;
