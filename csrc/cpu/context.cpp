@@ -377,7 +377,8 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kReturning))] / call_.policy.columns[kReturning];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
-  r.return_rows_sent = host::rows_returned(call_);
+  r.rows_sent += *call_.machines.rows_passed;
+  r.return_rows_sent = host::rows_returned(call_, call_.machines);
   return r;
 }
 

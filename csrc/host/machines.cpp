@@ -57,6 +57,7 @@ Machines MachineTables::machines(const Limits& limits) {
           .sources = sources_.data(),
           .passed = passed_.data(),
           .source_count = static_cast<uint32_t>(sources_.size()),
+          .rows_passed = &rows_passed_,
           .layout = make_relay_layout(limits),
           .behind = training_heap_bytes(limits)};
 }

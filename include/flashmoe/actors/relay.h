@@ -34,6 +34,7 @@ class Relay<P> {
  public:
   FLASHMOE_FN explicit Relay(const Call& call) : c_(call), m_(P::machines(call)) {
     for (uint32_t i = P::lane(); i < m_.source_count; i += P::kLanes) m_.passed[i] = 0;
+    if (P::lane() == 0) *m_.rows_passed = 0;
     P::sync();
   }
 
@@ -132,6 +133,7 @@ class Relay<P> {
       uint8_t* const to = c_.dispatched_row(q, p, first + t);
       const uint8_t* const row = c_.dispatched_row(c_.rank, p, first + t);
       copy_bytes<P>(to, row, c_.memory.token_row_bytes);
+      if (P::lane() == 0) ++*m_.rows_passed;
       if (m_.second_row == 0) continue;
       copy_bytes<P>(to + m_.second_row, row + m_.second_row, c_.memory.token_row_bytes);
     }

@@ -79,6 +79,7 @@ struct Machines {
   const uint32_t* sources = nullptr;
   uint32_t* passed = nullptr;
   uint32_t source_count = 0;
+  uint64_t* rows_passed = nullptr;  // likewise: rows of the call that it has written to other ranks
 
   RelayLayout layout;
   uint64_t behind = 0;  // where in a heap that layout begins
