@@ -367,6 +367,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     }
     r.rows_sent += t.rows_sent;
     r.entries_sent += t.entries_sent;
+    r.return_rows_sent += t.sums_sent;
     if (o.record_events) append_events(r.events, t, start_ns, end_ns);
   }
   for (uint32_t t = 0; t < o.tokens; ++t) {
@@ -378,7 +379,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kReturning))] / call_.policy.columns[kReturning];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
   r.rows_sent += *call_.machines.rows_passed;
-  r.return_rows_sent = host::rows_returned(call_, call_.machines);
+  r.return_rows_sent += host::rows_returned(call_, call_.machines);
   return r;
 }
 

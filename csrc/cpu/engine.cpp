@@ -469,6 +469,7 @@ void Engine::sum_machine(const Piece& piece) {
   float* const sum = room(out_, count);
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     if (!from.is_needed(t)) continue;
+    if (piece.group == 0) ++trace_.sums_sent;
     std::fill_n(sum, count, 0.0f);
     for (uint32_t i = 0; i < m.size(m.of[c_.rank]); ++i) {
       if (*from.counts(i, t) != 0) accumulate(sum, from.sum(i, t) + first, DType::kFloat32, count);

@@ -58,6 +58,7 @@ Machines MachineTables::machines(const Limits& limits) {
           .passed = passed_.data(),
           .source_count = static_cast<uint32_t>(sources_.size()),
           .rows_passed = &rows_passed_,
+          .batch_bytes = batch_bytes,
           .layout = make_relay_layout(limits),
           .behind = training_heap_bytes(limits)};
 }

@@ -7,6 +7,10 @@
 
 namespace flashmoe::host {
 
+// Rows of a message to a relay: enough bytes for a network to be busy with, and few enough that the first are passed on
+// while others are on their way. Tests make it smaller, before there are calls.
+inline uint64_t batch_bytes = 512 << 10;
+
 class MachineTables {
  public:
   // of: the machine of each rank, by any numbers; empty: all are on one. Throws Error where they are not as many as ranks.

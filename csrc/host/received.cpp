@@ -38,10 +38,6 @@ uint64_t rows_returned(const Call& c, const Machines& m) {
     rows +=
         static_cast<uint64_t>(std::count_if(counts, counts + c.packet_tokens(p, b), [](uint16_t n) { return n != 0; }));
   });
-  for (uint32_t i = 0; m.sums && i < m.source_count; ++i) {
-    const RelayPlace from(c, m, c.rank, m.sources[i]);
-    for (uint32_t t = 0; t < c.tokens_of(m.sources[i]); ++t) rows += from.is_needed(t) ? 1 : 0;
-  }
   return rows;
 }
 

@@ -10,8 +10,8 @@ namespace flashmoe::host {
 // Adds to rows[p * El + l] the rows that rank p's tokens have with local expert l.
 void count_rows(const Call& c, int32_t* rows);
 
-// Rows of results that this rank has sent home to other ranks: one for each entry, or summed for each token, and with
-// sums of machines for each token of another machine's that this rank is the relay of.
+// Rows of results that this rank has sent home to other ranks: one for each entry, or summed for each token. Without
+// sums of machines, which are not told by its packets alone.
 uint64_t rows_returned(const Call& c, const Machines& m = {});
 
 }  // namespace flashmoe::host

@@ -35,8 +35,8 @@ void store(uint64_t* word, uint64_t value) {
   std::atomic_ref(*word).store(value, std::memory_order_release);
 }
 
-uint32_t batch_of(const Call& c) {
-  return batch_blocks(c.block_tokens(), c.memory.token_row_bytes);
+uint32_t batch_of(const SpreadCall& c) {
+  return c.machines.batch_blocks(c.block_tokens(), c.memory.token_row_bytes);
 }
 
 uint64_t status_interval(uint64_t timeout_ns) {

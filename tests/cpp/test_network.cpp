@@ -95,6 +95,7 @@ int main(int argc, char** argv) {
   const uint32_t calls = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 150;
   check_inbox();
   flashmoe::network::most_message_bytes = 100;  // what a signal announces takes several messages
+  flashmoe::host::batch_bytes = 2000;           // and a source has several batches
   std::atomic<uint32_t> verified = 0;
   run_group({{0}, {1}, {2}, {3}}, 1, calls, verified);
   run_group({{0, 3}, {1, 2}}, 1 + calls, calls, verified);

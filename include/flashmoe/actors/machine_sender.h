@@ -66,7 +66,7 @@ class MachineSender {
 
   // Counts a part that is sent; who counts the last one of a batch of token blocks signals it: a message. One lane.
   FLASHMOE_FN void count_part(uint32_t parts) const {
-    const uint32_t each = batch_blocks(c_.block_tokens(), c_.memory.token_row_bytes), batch = b_ / each;
+    const uint32_t each = m_.batch_blocks(c_.block_tokens(), c_.memory.token_row_bytes), batch = b_ / each;
     parts *= min_of(each, c_.blocks() - batch * each);
     uint32_t* const sent = c_.out_sent(to_.at, batch * each);
     if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return;

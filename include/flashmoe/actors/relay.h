@@ -82,7 +82,7 @@ class Relay<P> {
   }
   FLASHMOE_FN uint32_t blocks_of_batch(uint32_t p) const {
     const uint32_t log2 = CallPayload::log2_block(Signal::payload(*c_.call_signal(c_.rank, p)));
-    return batch_blocks(1u << log2, c_.memory.token_row_bytes);
+    return m_.batch_blocks(1u << log2, c_.memory.token_row_bytes);
   }
   FLASHMOE_FN uint32_t batches(uint32_t p) const { return ceil_div(c_.blocks_of(p), blocks_of_batch(p)); }
 

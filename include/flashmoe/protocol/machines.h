@@ -41,7 +41,9 @@ inline constexpr FieldSpec<RelayField> kRelayTable[] = {
      "[slot][place][g] the rank there has left the columns of group g of all its sums"},
     {RelayField::kSums, "machine_sums", Writer::kRank1,
      [](const Limits& l) {
-       return FieldShape{{uint64_t{l.staging} * l.relayed, l.machine_ranks, l.max_tokens, row_pitch(l.hidden, 4)}, 1};
+       return FieldShape{{uint64_t{l.staging} * l.relayed, l.machine_ranks, l.max_tokens,
+                          row_pitch(l.hidden, max_of(4u, l.return_bytes))},
+                         1};
      },
      "[slot][place][token][H] fp32 sums of the token's rows on the rank there"},
 };
@@ -62,10 +64,6 @@ inline uint64_t spread_heap_bytes(const Limits& limits) {
 
 // ---- How ranks are spread ---------------------------------------------------------------------------------------------
 
-// Rows of one message to a relay, at most, unless a single token block has more: enough bytes for a network to be busy
-// with, and few enough that the first are passed on while others are on their way.
-inline constexpr uint64_t kBatchBytes = 512 << 10;
-
 // Which rank is on which machine, as tables of the host's. Machines are numbered by their lowest ranks; a rank's place is
 // its number among those of its machine.
 struct Machines {
@@ -81,6 +79,8 @@ struct Machines {
   uint32_t source_count = 0;
   uint64_t* rows_passed = nullptr;  // likewise: rows of the call that it has written to other ranks
 
+  // Rows of one message to a relay, at most, unless a single token block has more.
+  uint64_t batch_bytes = 1;
   RelayLayout layout;
   uint64_t behind = 0;  // where in a heap that layout begins
   // Of the call. How far behind a dispatched row another follows that belongs to it (redispatched_behind); 0: none does.
@@ -99,6 +99,10 @@ struct Machines {
     const uint32_t others = of[p] < machine ? of[p] : of[p] - 1;
     return others * ceil_div(most_ranks, size(machine)) + place[p] / size(machine);
   }
+  // So many token blocks of that size are sent to a relay as one message.
+  FLASHMOE_HD uint32_t batch_blocks(uint32_t tokens, uint32_t row_bytes) const {
+    return static_cast<uint32_t>(max_of<uint64_t>(batch_bytes / (uint64_t{tokens} * row_bytes), 1));
+  }
   // Which rank answers for what q owes to p: with sums, q's relay, if they are on different machines.
   FLASHMOE_HD uint32_t returner(uint32_t p, uint32_t q) const { return sums && !together(p, q) ? relay(p, of[q]) : q; }
 };
@@ -106,11 +110,6 @@ struct Machines {
 // The most sources that a rank of the smallest machine is the relay of, and hence slots.
 FLASHMOE_HD constexpr uint32_t relay_slots(uint32_t machines, uint32_t most_ranks, uint32_t fewest_ranks) {
   return (machines - 1) * ceil_div(most_ranks, fewest_ranks);
-}
-
-// So many token blocks of `tokens` are sent to a relay as one message.
-FLASHMOE_HD constexpr uint32_t batch_blocks(uint32_t tokens, uint32_t row_bytes) {
-  return static_cast<uint32_t>(max_of<uint64_t>(kBatchBytes / (uint64_t{tokens} * row_bytes), 1));
 }
 
 // A call of a group that may be spread.
