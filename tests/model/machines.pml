@@ -174,17 +174,17 @@ proctype rank(byte r) {
 		do
 		:: d_step { /* a task, and what it makes */
 				b < BLOCKS(e) && SIGNAL(r, e, b) == e ->
-					if
-					:: ENTRIES(r, e, b) ->
-						check(ROW(r, b), e);
+				if
+				:: ENTRIES(r, e, b) ->
+					check(ROW(r, b), e);
 #ifdef SUMS
-						sum[PLACE(r) * BATCHES + b] = e
+					sum[PLACE(r) * BATCHES + b] = e
 #else
-						return_row[PLACE(r) * BATCHES + b] = e
+					return_row[PLACE(r) * BATCHES + b] = e
 #endif
-					:: else
-					fi;
-					b++
+				:: else
+				fi;
+				b++
 			}
 		:: b == BLOCKS(e) -> break
 		od;

@@ -106,7 +106,7 @@ class Reducer {
     P::sync();  // all lanes' rows before the count
     if (P::lane() == 0 && P::fetch_add_acq_rel(c_.reduce_done(p, g), 1u) + 1 == pieces(at.debt)) {
       P::store_relaxed(c_.reduce_done(p, g), 0u);
-      signal(at.debt);
+      signal(at.debt, p, g);
     }
     engine_.end(Phase::kReduce, at.ticket - at.base, p << 8 | g);
     at.ticket = take();
@@ -115,11 +115,11 @@ class Reducer {
 
  private:
   // The debt is paid: tells who waits for it.
-  FLASHMOE_FN void signal(uint32_t debt) const {
+  FLASHMOE_FN void signal([[maybe_unused]] uint32_t debt, uint32_t p, uint32_t g) const {
     if constexpr (SpansMachines<P>) {
-      if (is_of_machine(debt)) return signal_home<P>(c_, source(debt), group(debt));
+      if (is_of_machine(debt)) return signal_home<P>(c_, p, g);
     }
-    signal_return<P>(c_, source(debt), group(debt));
+    signal_return<P>(c_, p, g);
   }
 
   // Those of the rank itself, one to each rank; behind them those of its machine that it is to sum.
