@@ -1,19 +1,24 @@
-"""Ranks of groups on several machines, which are hosts of tests' own (hosts.py): what they do, and how tests have them do it."""
+"""Ranks of groups on several machines, which are hosts of tests' own (hosts.py): what they do, and how they are told."""
 
 from __future__ import annotations
 
 import functools
 import glob
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flashmoe
 import numpy as np
+import pytest
 from flashmoe.report import CallReport
 from hosts import Network
 from processes import MARGIN, Process
 
+LONG = os.environ.get("FLASHMOE_LONG_TESTS") == "1"
+"""Whether to call 2,000 times, and try 200 examples (``make nightly``)."""
+nightly = pytest.mark.skipif(not LONG, reason="expected FLASHMOE_LONG_TESTS=1, as make nightly sets it")
 SECRET = "a secret of tests' own"
 PORT = 7788
 H, I, E, K = 24, 20, 8, 3
@@ -38,7 +43,7 @@ def tokens_of(counts: Sequence[int], seed: int) -> list[np.ndarray]:
     return [rng.standard_normal((count, H)).astype(np.float32) for count in counts]
 
 
-# ---- What ranks do -----------------------------------------------------------------------------------------------
+# ---- What ranks do -------------------------------------------------------------------------------------------
 
 OPEN: dict[str, flashmoe.Context] = {}
 
@@ -83,14 +88,14 @@ def compute(x: np.ndarray, seed: int, calls: int = 1) -> np.ndarray:
 
 
 def gradients(x: np.ndarray, dy: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Of x and the router."""
+    """Of x and the router, and of the own experts' weights."""
     import torch
 
     ctx, layer = OPEN["it"], Layer.random(seed)
     own = ctx.local_experts()
-    leaves = [torch.tensor(each, requires_grad=True) for each in (x, layer.router)]
-    weights = torch.tensor(layer.gate_up[own]), torch.tensor(layer.down[own])
-    flashmoe.moe(ctx, leaves[0], *weights, router=leaves[1], top_k=K).backward(torch.tensor(dy))
+    tensors = x, layer.router, layer.gate_up[own], layer.down[own]
+    leaves = [torch.tensor(each, requires_grad=True) for each in tensors]
+    flashmoe.moe(ctx, leaves[0], *leaves[2:], router=leaves[1], top_k=K).backward(torch.tensor(dy))
     return [each.grad.numpy() for each in leaves]
 
 
@@ -114,7 +119,7 @@ def leave() -> tuple[float, list[str]]:
     return time.monotonic() - since, glob.glob("/dev/shm/*flashmoe*")
 
 
-# ---- What tests do -------------------------------------------------------------------------------------------------
+# ---- What tests do -------------------------------------------------------------------------------------------
 
 
 def all_of(ranks: Sequence[Process], fn: Any, each: Sequence[tuple], seconds: float = 4 * MARGIN) -> list[Any]:

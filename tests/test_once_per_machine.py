@@ -1,8 +1,9 @@
-"""Rows that cross once per machine, and sums that come back: on several hosts, and on one whose ranks are told that they are
-of several. What crosses, and in which order sums are formed, is computed here from the routing alone."""
+"""Rows that cross once per machine, and sums that come back: on several hosts, and on one whose ranks are told that they
+are of several. What crosses, and in which order sums are formed, is computed here from the routing alone."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from hosts import answer, network
 from processes import Processes, processes
 from spread_ranks import (
+    LONG,
     OPEN,
     H,
     K,
@@ -25,7 +27,9 @@ from spread_ranks import (
     crossed,
     enter,
     formed,
+    gradients,
     last_call,
+    nightly,
     token_blocks,
     tokens_of,
 )
@@ -37,10 +41,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fo
 EXPERTS = 8
 COUNTS = [37, 0, 150, 9, 64, 1, 20, 33]
 """Tokens of ranks, uneven; one has none."""
-SPREADS = [[0, 1], [0, 0, 1], [0, 1, 1, 0], [0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 2, 2, 0, 1]]
+SPREADS = [[0, 1, 1], [0, 0, 1, 1, 2, 2, 0, 1]]
+MORE_SPREADS = [[0, 1], [0, 0, 1, 2, 2], [0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 0, 1, 2]]
 
 
-# ---- The definition ---------------------------------------------------------------------------------------------------
+# ---- The definition ------------------------------------------------------------------------------------------
 
 
 class Spread:
@@ -95,15 +100,15 @@ def two_levels(rows: np.ndarray, owner: np.ndarray, home: int, spread: Spread) -
     return total
 
 
-# ---- Ranks of one machine that are told to be of several -----------------------------------------------------------------
+# ---- Ranks of one machine that are told to be of several -----------------------------------------------------
 
 
-def told_to_be(processes: Processes, spread: Sequence[int], mode: str) -> list[Any]:
+def told_to_be(processes: Processes, spread: Sequence[int], mode: str, **options: Any) -> list[Any]:
     ranks = [processes.start(answer) for _ in spread]
-    joined = all_of(
-        ranks, enter, [(p, len(spread), None, mode, 30.0, processes.name, spread) for p in range(len(spread))]
-    )
-    assert all(isinstance(each, float) for each in joined), joined
+    enter_with = functools.partial(enter, **options)
+    each = [(p, len(spread), None, mode, 30.0, processes.name, spread) for p in range(len(spread))]
+    joined = all_of(ranks, enter_with, each)
+    assert all(isinstance(one, float) for one in joined), joined
     return ranks
 
 
@@ -129,10 +134,10 @@ def alone() -> Any:
 
 
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
-@pytest.mark.parametrize("spread", SPREADS, ids=str)
+@pytest.mark.parametrize("spread", SPREADS + (MORE_SPREADS if LONG else []), ids=str)
 def test_bits_and_rows_on_one_machine(processes: Processes, alone: None, spread: list[int], mode: str):
     """`direct` has one rank's bits, `reduced` those of sums of ranks, then of machines; and rows are written as often as
-    the definition says: each once to every machine, then to those of its ranks that need it."""
+    is defined: each once to every machine, then to those of its ranks that need it."""
     ranks, where, owner = told_to_be(processes, spread, mode), Spread(spread), owners(len(spread))
     xs = tokens_of(COUNTS[: len(spread)], 11)
     ys = all_of(ranks, compute, [(x, 11, 5) for x in xs])
@@ -167,7 +172,7 @@ def test_bits_and_rows_on_one_machine(processes: Processes, alone: None, spread:
     check_leaving(ranks)
 
 
-# ---- On several hosts ------------------------------------------------------------------------------------------------------
+# ---- On several hosts ----------------------------------------------------------------------------------------
 
 
 def bits_of(x: np.ndarray, seed: int, calls: int) -> np.ndarray:
@@ -192,6 +197,28 @@ def test_sums_have_the_bits_of_one_machine(network: MakeNetwork, processes: Proc
         xs = tokens_of(COUNTS[: len(spread)], 12)
         each = [(x, 12, 20) for x in xs]
         results.append((all_of(ranks, compute, each), all_of(ranks, bits_of, [(x, 12, 3) for x in xs])))
+        check_leaving(ranks)
+    for ours, theirs in zip(*(itertools.chain(*each) for each in results), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+@nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("redispatch", [False, True])
+@pytest.mark.parametrize("mode", ["direct", "reduced"])
+def test_gradients_have_the_bits_of_one_machine(
+    network: MakeNetwork, processes: Processes, mode: str, redispatch: bool
+):
+    """Of x, the router and weights, also where x is dispatched again."""
+    spread = [0, 1, 1, 0]
+    xs, dys = tokens_of([30, 41, 0, 7], 3), tokens_of([30, 41, 0, 7], 4)
+    net, results = network(2), []
+    for ranks in (
+        formed(net, spread, mode, redispatch=redispatch),
+        told_to_be(processes, [0] * 4, mode, redispatch=redispatch),
+    ):
+        each = [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)]
+        results.append(all_of(ranks, gradients, each, 200.0))  # to import PyTorch may take a minute
         check_leaving(ranks)
     for ours, theirs in zip(*(itertools.chain(*each) for each in results), strict=True):
         assert np.array_equal(ours, theirs)
@@ -233,7 +260,7 @@ def test_what_crosses(network: MakeNetwork, mode: str):
     check_leaving(ranks)
 
 
-# ---- Sizes of messages -------------------------------------------------------------------------------------------------------
+# ---- Sizes of messages ---------------------------------------------------------------------------------------
 
 PAPER = {"max_tokens": 4096, "hidden": 2048, "intermediate": 8, "experts": 64, "top_k": 2, "dtype": "bfloat16"}
 """The paper's E64 but for I, which nothing that crosses depends on."""

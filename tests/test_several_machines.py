@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from flashmoe.meeting import StoreMeeting
 from hosts import Network, network
 from processes import MARGIN, processes
 from spread_ranks import (
+    LONG,
     OPEN,
     PORT,
     SECRET,
@@ -32,18 +32,15 @@ from spread_ranks import (
     enter,
     formed,
     gradients,
+    nightly,
     one_rank,
-    told,
     tokens_of,
+    told,
 )
 
 __all__ = ["network", "processes"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
-
-LONG = os.environ.get("FLASHMOE_LONG_TESTS") == "1"
-"""Whether to call 2,000 times, and try 200 examples (``make nightly``)."""
-nightly = pytest.mark.skipif(not LONG, reason="expected FLASHMOE_LONG_TESTS=1, as make nightly sets it")
 
 
 def listen(address: str) -> None:
@@ -108,7 +105,7 @@ def test_gradients_have_the_bits_of_one_rank(network: MakeNetwork):
     xs, dys = tokens_of([30, 41, 0], 3), tokens_of([30, 41, 0], 4)
     # To import PyTorch may take a minute where all of them do.
     grads = all_of(ranks, gradients, [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)], 200.0)
-    for (dx, _), x, dy in zip(grads, xs, dys, strict=True):
+    for (dx, *_), x, dy in zip(grads, xs, dys, strict=True):
         assert np.array_equal(dx, told(alone, gradients, x, dy, 3, seconds=200.0)[0])
     check_leaving(ranks)
 

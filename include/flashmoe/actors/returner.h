@@ -67,7 +67,7 @@ class Reducer {
 
   // Looks at the worker's piece; the first look takes one. kProgress: its rows are computed. kDone: there is none left.
   FLASHMOE_FN Step look() {
-    if (!c_.reduced() || (c_.shape.local_experts == 0 && debts_of_group() == c_.shape.ranks)) return Step::kDone;
+    if (!c_.reduced() || owes_nothing()) return Step::kDone;
     ReduceCursor at = cursor_.load();
     const uint32_t debts = c_.policy.groups * debts_of_group();
     if (at.debt == debts) return Step::kDone;
@@ -130,15 +130,18 @@ class Reducer {
     }
     return c_.shape.ranks;
   }
+  FLASHMOE_FN bool owes_nothing() const {
+    if constexpr (SpansMachines<P>) return c_.shape.local_experts == 0 && debts_of_group() == c_.shape.ranks;
+    return c_.shape.local_experts == 0;
+  }
   FLASHMOE_FN bool is_of_machine(uint32_t debt) const { return debt % debts_of_group() >= c_.shape.ranks; }
   FLASHMOE_FN uint32_t group(uint32_t debt) const { return debt / debts_of_group(); }
-  // Sources from the rank behind this one on; the own rank last.
+  // Sources from the rank behind this one on; the own rank last. Behind it, those that this rank is the relay of.
   FLASHMOE_FN uint32_t source(uint32_t debt) const {
-    const uint32_t n = debt % debts_of_group();
     if constexpr (SpansMachines<P>) {
-      if (n >= c_.shape.ranks) return P::machines(c_).sources[n - c_.shape.ranks];
+      if (is_of_machine(debt)) return P::machines(c_).sources[debt % debts_of_group() - c_.shape.ranks];
     }
-    return (c_.rank + 1 + n) % c_.shape.ranks;
+    return (c_.rank + 1 + debt % debts_of_group()) % c_.shape.ranks;
   }
 
   FLASHMOE_FN uint32_t take() const {
