@@ -1,4 +1,4 @@
-"""Ranks of groups on several machines, which are hosts of tests' own (hosts.py): what they do, and how they are told."""
+"""Ranks of groups on several machines, hosts of tests' own (hosts.py): what they do, and how they are told."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows that cross once per machine, and sums that come back: on several hosts, and on one whose ranks are told that they
-are of several. What crosses, and in which order sums are formed, is computed here from the routing alone."""
+"""Rows that cross once per machine, and sums that come back: on several hosts, and on one whose ranks are told that
+they are of several. What crosses, and in which order sums are formed, is computed here from the routing alone."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def alone() -> Any:
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
 @pytest.mark.parametrize("spread", SPREADS + (MORE_SPREADS if LONG else []), ids=str)
 def test_bits_and_rows_on_one_machine(processes: Processes, alone: None, spread: list[int], mode: str):
-    """`direct` has one rank's bits, `reduced` those of sums of ranks, then of machines; and rows are written as often as
-    is defined: each once to every machine, then to those of its ranks that need it."""
+    """`direct` has one rank's bits, `reduced` those of sums of ranks, then of machines; and rows are written as often
+    as is defined: each once to every machine, then to those of its ranks that need it."""
     ranks, where, owner = told_to_be(processes, spread, mode), Spread(spread), owners(len(spread))
     xs = tokens_of(COUNTS[: len(spread)], 11)
     ys = all_of(ranks, compute, [(x, 11, 5) for x in xs])

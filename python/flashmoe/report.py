@@ -44,8 +44,8 @@ class CallReport:
     tile_rows: int
     """Real rows in those tiles, padding not counted."""
     rows_sent: int
-    """Token rows written to other ranks by dispatch; in a group on several machines also those that this rank has passed
-    on to ranks of its own."""
+    """Token rows written to other ranks by dispatch; in a group on several machines also those that this rank has
+    passed on to ranks of its own."""
     return_rows_sent: int
     """Result rows sent home to other ranks."""
     bytes_sent: int
