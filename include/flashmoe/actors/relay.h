@@ -76,9 +76,8 @@ class Relay<P> {
   FLASHMOE_FN bool has_heard(uint32_t i) const {
     const uint32_t p = m_.sources[i];
     const uint64_t word = P::broadcast(P::load_acquire(c_.call_signal(c_.rank, p), kSystem), 0);
-    const bool heard = Signal::epoch(word) == c_.epoch && c_.call_config(c_.rank, p)->hash == c_.config.hash;
-    P::sync();
-    return heard;
+    P::sync();  // what lane 0 acquired, every lane may read
+    return Signal::epoch(word) == c_.epoch && c_.call_config(c_.rank, p)->hash == c_.config.hash;
   }
   FLASHMOE_FN uint32_t blocks_of_batch(uint32_t p) const {
     const uint32_t log2 = CallPayload::log2_block(Signal::payload(*c_.call_signal(c_.rank, p)));
