@@ -153,7 +153,8 @@ def told(process: Process, fn: Any, *arguments: Any, seconds: float = 4 * MARGIN
     return process.hear(seconds)
 
 
-def check_leaving(ranks: Sequence[Process], seconds: float = MARGIN) -> None:
+def check_leaving(ranks: Sequence[Process], seconds: float = MARGIN, on_hosts: bool = True) -> None:
+    """Ranks close, in time, and leave nothing on hosts of the test's own. (This machine's memory others use, too.)"""
     for took, left in all_of(ranks, leave, [()] * len(ranks)):
         assert took < seconds
-        assert left == []
+        assert left == [] or not on_hosts

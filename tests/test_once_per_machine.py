@@ -169,7 +169,7 @@ def test_bits_and_rows_on_one_machine(processes: Processes, alone: None, spread:
             elif is_relay:
                 back += tokens_on(ids[source], owner, where.ranks[where.of[p]])
         assert (report.rows_sent, report.return_rows_sent) == (sent, back), p
-    check_leaving(ranks)
+    check_leaving(ranks, on_hosts=False)
 
 
 # ---- On several hosts ----------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_sums_have_the_bits_of_one_machine(network: MakeNetwork, processes: Proc
         xs = tokens_of(COUNTS[: len(spread)], 12)
         each = [(x, 12, 20) for x in xs]
         results.append((all_of(ranks, compute, each), all_of(ranks, bits_of, [(x, 12, 3) for x in xs])))
-        check_leaving(ranks)
+        check_leaving(ranks, on_hosts=False)
     for ours, theirs in zip(*(itertools.chain(*each) for each in results), strict=True):
         assert np.array_equal(ours, theirs)
 
@@ -219,7 +219,7 @@ def test_gradients_have_the_bits_of_one_machine(
     ):
         each = [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)]
         results.append(all_of(ranks, gradients, each, 200.0))  # to import PyTorch may take a minute
-        check_leaving(ranks)
+        check_leaving(ranks, on_hosts=False)
     for ours, theirs in zip(*(itertools.chain(*each) for each in results), strict=True):
         assert np.array_equal(ours, theirs)
 
