@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -278,7 +278,6 @@ class Context:
         weight_dtype: str | None = None,
         redispatch: bool = False,
         rendezvous: str | launcher.Meet | None = None,
-        _machines: Sequence[int] = (),
     ) -> None:
         if engine is None:
             engine = "cpu" if device is None else "cuda"
@@ -314,7 +313,6 @@ class Context:
             self.name if self.ranks > 1 else "",
             math.ceil(self.timeout * 1e9),  # 0 is no limit
             self._meeting(rendezvous),
-            tuple(_machines),
         )
         self.profile: dict[str, int] = {}
         """In what the order of tasks differs from the built-in one."""

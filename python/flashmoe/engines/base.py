@@ -27,8 +27,6 @@ class Membership:
     """Nanoseconds without progress after which a wait gives up; 0: never."""
     meet: Callable[[], Meeting] | None = None
     """Begins a meeting with the other ranks, which may be of other machines; None: they meet in shared memory."""
-    machines: tuple[int, ...] = ()
-    """For tests: the machines of which ranks that meet in shared memory are taken to be, by rank; none: all of one."""
 
 
 class Engine(ABC):

@@ -20,6 +20,8 @@ from .base import Engine, Membership
 from .network import Joined, join
 
 _PHASES = PHASES[:-1]  # epilogues are not told apart from products
+machines: tuple[int, ...] = ()
+"""For tests: the machines of which ranks that meet in shared memory are taken to be, by rank; none: all of one."""
 _MOST_LAYERS = 1024  # prepared at a time; a few kilobytes each
 
 
@@ -63,8 +65,7 @@ class CpuEngine(Engine):
         self.joined: Joined | None = None
         """How the group's ranks are spread over machines; None where they have met in shared memory."""
         if who.meet is None:
-            machines = list(who.machines)
-            owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns, machines)
+            owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns, list(machines))
         else:
             self.joined = join(library, self.room.limits, who, who.meet)
             owner = self.joined.owner
