@@ -276,7 +276,7 @@ def compile_and_run(mutant: Mutant | None, folder: pathlib.Path) -> dict:
         path.write_text(text.replace(mutant.old, mutant.new))
     compiler = os.environ.get("CXX", "g++")
     flags = ["-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-I", folder / "include", "-I", folder / "csrc"]
-    hosts = [folder / "csrc/host" / name for name in ("bell.cpp", "machines.cpp", "placement.cpp")]
+    hosts = [folder / "csrc/host" / name for name in ("bell.cpp", "machines.cpp", "mapping.cpp", "placement.cpp")]
     built = subprocess.run(
         [compiler, *flags, folder / "tests/mutation/calls.cpp", *hosts, "-o", folder / "calls", "-pthread"],
         capture_output=True,
