@@ -80,13 +80,18 @@ def serve(pipe: Any, keeper: int, environment: dict[str, str]) -> None:
         with open(f"/proc/{keeper}/ns/{kind}") as namespace:
             enter(namespace.fileno())
     os.environ.update(environment)
+    answer(pipe)
+
+
+def answer(pipe: Any) -> None:
+    """Calls what it is told, and says what that has returned or raised, for ever."""
     while True:
         fn, arguments = pipe.recv()
         try:
-            answer = fn(*arguments)
+            said = fn(*arguments)
         except Exception as error:
-            answer = error
-        pipe.send(answer)
+            said = error
+        pipe.send(said)
 
 
 class Network:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import MARGIN, Process, processes
 from relay import Cable
-from test_several_machines import (
+from spread_ranks import (
     LONG,
     MakeNetwork,
     all_of,

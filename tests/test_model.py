@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 MODEL = Path(__file__).parent / "model" / "flashmoe.pml"
+MACHINES = MODEL.with_name("machines.pml")
+"""Of what is passed on and summed on the way to and from other machines."""
 INSTALL = "apt-get install -y spin gcc"
 
 TWO_PROCESSORS = ["PROCESSORS0=2"]
@@ -113,9 +115,9 @@ def tools():
 
 
 # -O2 takes longer to compile than it saves, and so does -O1 where the search ends at once.
-def search(folder, defines, *, gcc=("-O1", "-DSAFETY"), pan=()):
+def search(folder, defines, *, model=MODEL, gcc=("-O1", "-DSAFETY"), pan=()):
     """Spin's verifier on the model with these defines; what it printed."""
-    spin = ["spin", "-a", *(f"-D{define}" for define in defines), MODEL]
+    spin = ["spin", "-a", *(f"-D{define}" for define in defines), model]
     # A search that outgrows 4 GB stops and says so.
     compile_verifier = ["gcc", "-w", "-DMEMLIM=4096", *gcc, "-o", "pan", "pan.c"]
     for command in (spin, compile_verifier, ["./pan", "-m2000000", "-w25", *pan]):
@@ -164,5 +166,39 @@ def test_bug_is_found(bug, defines, reason, tmp_path):
 
 
 def test_every_bug_is_tried():
-    seeded = re.findall(r"\bBUG_(\w+)", MODEL.read_text())
-    assert set(seeded) == {bug for bug, _, _ in BUGS}
+    for model, tried in ((MODEL, BUGS), (MACHINES, MACHINE_BUGS)):
+        seeded = re.findall(r"\bBUG_(\w+)", model.read_text())
+        assert set(seeded) == {bug for bug, _, _ in tried}
+
+
+MACHINE_CONFIGURATIONS = {
+    "direct": ["BATCHES=1"],
+    "direct, two batches": ["CALLS=2"],
+    "sums": ["SUMS", "BATCHES=1"],
+    "sums, two batches": ["SUMS", "CALLS=2"],
+}
+
+MACHINE_BUGS = [
+    ("SIGNAL_FIRST", [], r"assertion violated \(row\["),
+    ("SIGNAL_FIRST", ["SUMS"], r"assertion violated \(row\["),
+    ("OLD_BATCH", [], r"assertion violated .*row\["),
+    ("RELAY_BEHIND", [], DEADLOCK),
+    ("EARLY_SUM", ["SUMS"], r"assertion violated .*sum\["),
+]
+
+
+@pytest.mark.parametrize("name", MACHINE_CONFIGURATIONS)
+def test_relays_hold(name, tmp_path):
+    """Every statement is reached, too."""
+    output = search(tmp_path, ["d_step=atomic", *MACHINE_CONFIGURATIONS[name]], model=MACHINES)
+    assert_exhaustive(output)
+    assert re.findall(r"state \d+, (.*)", output) == [], output
+
+
+@pytest.mark.parametrize(
+    "bug, defines, reason", MACHINE_BUGS, ids=[" ".join([bug, *defines]) for bug, defines, _ in MACHINE_BUGS]
+)
+def test_bug_of_relays_is_found(bug, defines, reason, tmp_path):
+    output = search(tmp_path, [f"BUG_{bug}", *defines], model=MACHINES, gcc=["-DSAFETY"])
+    assert re.search(r"errors: 1$", output, re.M), output
+    assert re.search(reason, output), output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import signal
 import socket
@@ -21,61 +20,35 @@ import pytest
 from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi, ucx
 from flashmoe.meeting import StoreMeeting
 from hosts import Network, network
-from processes import MARGIN, Process, await_condition, processes
+from processes import MARGIN, await_condition, processes
+from spread_ranks import (
+    LONG,
+    OPEN,
+    PORT,
+    SECRET,
+    K,
+    MakeNetwork,
+    all_of,
+    check_leaving,
+    compute,
+    enter,
+    formed,
+    gradients,
+    join,
+    nightly,
+    one_rank,
+    tokens_of,
+    told,
+)
 
 __all__ = ["network", "processes"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
 
-LONG = os.environ.get("FLASHMOE_LONG_TESTS") == "1"
-"""Whether to call 2,000 times, and try 200 examples (``make nightly``)."""
-nightly = pytest.mark.skipif(not LONG, reason="expected FLASHMOE_LONG_TESTS=1, as make nightly sets it")
-SECRET = "a secret of tests' own"
-PORT = 7788
-H, I, E, K = 24, 20, 8, 3
-MakeNetwork = Callable[[int], Network]
 
-
-class Layer(NamedTuple):
-    gate_up: np.ndarray
-    down: np.ndarray
-    router: np.ndarray
-
-    @classmethod
-    def random(cls, seed: int) -> Layer:
-        rng = np.random.default_rng(seed)
-        return cls(
-            *((rng.standard_normal(shape) / 6).astype(np.float32) for shape in ((E, 2 * I, H), (E, H, I), (E, H)))
-        )
-
-
-def tokens_of(counts: Sequence[int], seed: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed + 1000)
-    return [rng.standard_normal((count, H)).astype(np.float32) for count in counts]
-
-
-# ---- What ranks do -----------------------------------------------------------------------------------------------
-
-_open: dict[str, flashmoe.Context] = {}
-
-
-def enter(
-    rank: int, ranks: int, address: str | None, mode: str = "direct", timeout: float = 5.0, name: str = "g"
-) -> float:
-    """Joins; the seconds that took."""
-    since = time.monotonic()
-    sizes = {"max_tokens": 200, "hidden": H, "intermediate": I, "experts": E, "top_k": K, "dtype": "float32"}
-    _open["it"] = flashmoe.Context(
-        rank=rank,
-        ranks=ranks,
-        name=name,
-        rendezvous=address,
-        return_mode=mode,
-        processors=1,
-        timeout=timeout,
-        **sizes,
-    )
-    return time.monotonic() - since
+def listen(address: str) -> None:
+    taken = socket.create_server((address, PORT))
+    OPEN["taken"] = taken  # type: ignore[assignment]
 
 
 class Refused(NamedTuple):
@@ -110,92 +83,6 @@ def held() -> set[str]:
 
 def holds() -> int:
     return len(held())
-
-
-def compute(x: np.ndarray, seed: int, calls: int = 1) -> np.ndarray:
-    """The last of so many calls; all must have the same bits."""
-    ctx, layer = _open["it"], Layer.random(seed)
-    own = ctx.local_experts()
-    first = None
-    for _ in range(calls):
-        y = flashmoe.moe(ctx, x, layer.gate_up[own], layer.down[own], router=layer.router, top_k=K)
-        first = y if first is None else first
-        assert np.array_equal(y, first)
-    return y
-
-
-def gradients(x: np.ndarray, dy: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Of x and the router."""
-    import torch
-
-    ctx, layer = _open["it"], Layer.random(seed)
-    own = ctx.local_experts()
-    leaves = [torch.tensor(each, requires_grad=True) for each in (x, layer.router)]
-    weights = torch.tensor(layer.gate_up[own]), torch.tensor(layer.down[own])
-    flashmoe.moe(ctx, leaves[0], *weights, router=leaves[1], top_k=K).backward(torch.tensor(dy))
-    return [each.grad.numpy() for each in leaves]
-
-
-def crossed() -> tuple[int, int]:
-    return _open["it"]._engine.crossed()
-
-
-def token_blocks() -> int:
-    """Of the last call."""
-    return _open["it"].last_call.tasks["gate"]
-
-
-def leave() -> tuple[float, list[str]]:
-    """Closes; the seconds that took, and what is left in shared memory."""
-    since = time.monotonic()
-    _open.pop("it").close()
-    return time.monotonic() - since, glob.glob("/dev/shm/*flashmoe*")
-
-
-def listen(address: str) -> None:
-    taken = socket.create_server((address, PORT))
-    _open["taken"] = taken  # type: ignore[assignment]
-
-
-# ---- What tests do
-# ----------------------------------------------------------------------------------------------------
-
-
-def all_of(ranks: Sequence[Process], fn: Any, each: Sequence[tuple], seconds: float = 4 * MARGIN) -> list[Any]:
-    for rank, arguments in zip(ranks, each, strict=True):
-        rank.tell((fn, arguments))
-    return [rank.hear(seconds) for rank in ranks]
-
-
-def formed(net: Network, spread: Sequence[int], mode: str = "direct", timeout: float = 30.0) -> list[Process]:
-    """Ranks that have joined, spread over the hosts like that."""
-    ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
-    join(ranks, f"{net.address(spread[0])}:{PORT}", mode, timeout)
-    return ranks
-
-
-def join(ranks: Sequence[Process], where: str, mode: str = "direct", timeout: float = 30.0) -> None:
-    for answer in all_of(ranks, enter, [(p, len(ranks), where, mode, timeout) for p in range(len(ranks))]):
-        if isinstance(answer, Exception):
-            raise answer
-
-
-def one_rank(net: Network, mode: str = "direct") -> Process:
-    alone = net.start([0])[0]
-    alone.tell((enter, (0, 1, None, mode)))
-    assert isinstance(alone.hear(2 * MARGIN), float)
-    return alone
-
-
-def told(process: Process, fn: Any, *arguments: Any, seconds: float = 4 * MARGIN) -> Any:
-    process.tell((fn, arguments))
-    return process.hear(seconds)
-
-
-def check_leaving(ranks: Sequence[Process], seconds: float = MARGIN) -> None:
-    for took, left in all_of(ranks, leave, [()] * len(ranks)):
-        assert took < seconds
-        assert left == []
 
 
 SPREADS = [[0, 1, 1, 0], [0, 0, 1, 2, 2]] + ([[0, 1], [0, 0, 1, 1, 2, 2, 0, 1]] if LONG else [])
@@ -260,40 +147,8 @@ def test_gradients_have_the_bits_of_one_rank(network: MakeNetwork):
     xs, dys = tokens_of([30, 41, 0], 3), tokens_of([30, 41, 0], 4)
     # To import PyTorch may take a minute where all of them do.
     grads = all_of(ranks, gradients, [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)], 200.0)
-    for (dx, _), x, dy in zip(grads, xs, dys, strict=True):
+    for (dx, *_), x, dy in zip(grads, xs, dys, strict=True):
         assert np.array_equal(dx, told(alone, gradients, x, dy, 3, seconds=200.0)[0])
-    check_leaving(ranks)
-
-
-def test_what_crosses(network: MakeNetwork):
-    """Bytes and messages of a call, as docs/several_machines.md defines them; nothing goes through the network to ranks
-    of the own machine."""
-    net = network(2)
-    ranks = formed(net, [0, 0, 1])
-    counts, seed = [20, 7, 33], 6
-    xs, layer = tokens_of(counts, seed), Layer.random(seed)
-    before = all_of(ranks, crossed, [()] * 3)
-    all_of(ranks, compute, [(x, seed) for x in xs])
-    after = all_of(ranks, crossed, [()] * 3)
-    blocks_of = all_of(ranks, token_blocks, [()] * 3)
-    chosen = [np.argsort(-(x @ layer.router.T), axis=1)[:, :K] for x in xs]
-    owner = np.repeat([0, 1, 2], [3, 3, 2])  # contiguous shares of 8 experts
-    host = [0, 0, 1]
-    for p in range(3):
-        messages = sent = 0
-        for q in range(3):
-            if host[p] == host[q]:
-                continue
-            to_q, to_p = owner[chosen[p]] == q, owner[chosen[q]] == p
-            blocks = blocks_of[p]
-            messages += 1 + blocks + 1
-            sent += 64  # the call's configuration
-            sent += int(to_q.any(axis=1).sum()) * H * 4 + int(to_q.sum()) * 12  # rows once, entries
-            sent += blocks * (int((owner == q).sum()) + 1) * 2  # offsets
-            sent += int(to_p.sum()) * H * 4  # a row for each choice goes home
-        got = after[p][0] - before[p][0], after[p][1] - before[p][1]
-        assert got[1] == sent or got[0] != messages, (p, got, (messages, sent))
-        assert got == (messages, sent), p
     check_leaving(ranks)
 
 
@@ -411,7 +266,7 @@ def pester(address: str) -> str:
         except OSError:  # of too many the oldest are closed
             continue
         assert heard in (b"", bytes(32)), heard
-    _open["held"] = held  # type: ignore[assignment]
+    OPEN["held"] = held  # type: ignore[assignment]
     return "nothing but greetings and refusals"
 
 

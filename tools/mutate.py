@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         "8, 9 acquire of a group by who combines",
         ACTORS + "returner.h",
-        "P::acquire(c_.return_signal(c_.rank, q, g), kSystem);",
+        "P::acquire(c_.return_signal(c_.rank, returner(q), g), kSystem);",
         "{}",
     ),
     Mutant(
@@ -216,6 +216,47 @@ MUTANTS = [
         "    P::quiet();  // of a call that failed, too\n",
     ),
     Mutant(
+        "20 chain of a batch's senders",
+        ACTORS + "machine_sender.h",
+        "P::fetch_add_acq_rel(sent, 1u)",
+        "P::fetch_add(sent, 1u)",
+    ),
+    Mutant(
+        "20 release of a batch to its relay",
+        ACTORS + "machine_sender.h",
+        "P::store_release(to_.signal(batch), Signal::make(c_.epoch, 0), kSystem);",
+        "P::store_relaxed(to_.signal(batch), Signal::make(c_.epoch, 0));",
+    ),
+    Mutant(
+        "20 acquire of a batch",
+        ACTORS + "relay.h",
+        "P::load_acquire(signal, kSystem)",
+        "P::load_relaxed(signal)",
+    ),
+    Mutant(
+        "21 meeting of a relay's lanes before a packet's signal",
+        ACTORS + "relay.h",
+        "P::sync();  // all lanes' writes before the signal",
+    ),
+    Mutant(
+        "21 release of a packet that is passed on",
+        ACTORS + "relay.h",
+        "P::store_release(c_.packet_signal(q, p, b), Signal::make(c_.epoch, count), kSystem)",
+        "P::store_relaxed(c_.packet_signal(q, p, b), Signal::make(c_.epoch, count))",
+    ),
+    Mutant(
+        "22 release of sums to a relay",
+        PROTOCOL + "pending.h",
+        "P::store_release(to.sum_signal(m.place[c.rank], g), Signal::make(c.epoch, 0), kSystem);",
+        "P::store_relaxed(to.sum_signal(m.place[c.rank], g), Signal::make(c.epoch, 0));",
+    ),
+    Mutant(
+        "22 acquire of a machine's sums",
+        ACTORS + "returner.h",
+        "P::acquire(from.sum_signal(i, g), kSystem);",
+        "{}",
+    ),
+    Mutant(
         "Joined rows: chain of a token's two",
         ACTORS + "joiner.h",
         "P::post_add(words + token[i], part)",
@@ -235,8 +276,9 @@ def compile_and_run(mutant: Mutant | None, folder: pathlib.Path) -> dict:
         path.write_text(text.replace(mutant.old, mutant.new))
     compiler = os.environ.get("CXX", "g++")
     flags = ["-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-I", folder / "include", "-I", folder / "csrc"]
+    hosts = [folder / "csrc/host" / name for name in ("bell.cpp", "machines.cpp", "mapping.cpp", "placement.cpp")]
     built = subprocess.run(
-        [compiler, *flags, folder / "tests/mutation/calls.cpp", "-o", folder / "calls", "-pthread"],
+        [compiler, *flags, folder / "tests/mutation/calls.cpp", *hosts, "-o", folder / "calls", "-pthread"],
         capture_output=True,
         text=True,
     )

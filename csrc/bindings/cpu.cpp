@@ -153,15 +153,32 @@ void end_if_interrupted() {
 
 [[maybe_unused]] const bool kHooked = (host::check_interrupt = end_if_interrupted, true);  // when the library is loaded
 
-ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns) {
+// Limits of a context whose ranks are on these machines, by rank; none: all are on one.
+Limits spread_limits_of(const Map& map, uint32_t rank, const std::vector<uint32_t>& machines) {
+  Limits limits = context_limits_of(map);
+  host::MachineTables(machines, limits.ranks, rank).set(limits);
+  return limits;
+}
+
+std::vector<uint32_t> numbers_of(const ffi::Array<int64_t>& array) {
+  std::vector<uint32_t> numbers;
+  for (const int64_t each : array) numbers.push_back(static_cast<uint32_t>(each));
+  return numbers;
+}
+
+// machines: of each rank; empty: all are on one, as those of a process group are. Tests name several, to which the calls
+// then keep, though all memory is mapped.
+ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns,
+                             ffi::Array<int64_t> machines) {
   return guarded([&] {
-    const Limits limits = context_limits_of(map);
-    const uint64_t heap_bytes = training_heap_bytes(limits);
+    const std::vector<uint32_t> of = numbers_of(machines);
+    const Limits limits = spread_limits_of(map, static_cast<uint32_t>(rank), of);
+    const uint64_t heap_bytes = spread_heap_bytes(limits);
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
                                                               static_cast<uint64_t>(timeout_ns));
     return owned(std::make_shared<Context>(std::move(group), static_cast<uint32_t>(rank), limits,
-                                           static_cast<uint64_t>(timeout_ns)));
+                                           static_cast<uint64_t>(timeout_ns), of));
   });
 }
 
@@ -207,22 +224,25 @@ ffi::String network_address(int64_t network) {
   return guarded([&] { return ffi::String(to_hex(registry<network::Courier>().get(network)->address())); });
 }
 
-// context_create() of a rank some of whose peers are on other machines. here: the ranks of this one; addresses, hosts: by rank.
+// context_create() of a rank some of whose peers are on other machines. machines, addresses, hosts: by rank.
 ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::String name, int64_t timeout_ns,
-                              ffi::Array<int64_t> here, ffi::Array<ffi::String> addresses,
+                              ffi::Array<int64_t> machines, ffi::Array<ffi::String> addresses,
                               ffi::Array<ffi::String> hosts) {
   return guarded([&] {
-    const Limits limits = context_limits_of(map);
+    const std::vector<uint32_t> of = numbers_of(machines);
+    const Limits limits = spread_limits_of(map, static_cast<uint32_t>(rank), of);
     network::Spread spread;
-    for (const int64_t p : here) spread.here.push_back(static_cast<uint32_t>(p));
+    for (uint32_t p = 0; p < of.size(); ++p) {
+      if (of[p] == of[static_cast<uint32_t>(rank)]) spread.here.push_back(p);
+    }
     for (const ffi::String& each : addresses) spread.addresses.push_back(from_hex(each));
     for (const ffi::String& each : hosts) spread.hosts.push_back(each);
     const auto self = static_cast<uint32_t>(rank);
     const auto timeout = static_cast<uint64_t>(timeout_ns);
-    auto local = host::join_process_group(name, self, limits, training_heap_bytes(limits), timeout, spread.here);
+    auto local = host::join_process_group(name, self, limits, spread_heap_bytes(limits), timeout, spread.here);
     auto group =
         network::join_network_group(std::move(local), self, limits, registry<network::Courier>().get(network), spread);
-    return owned(std::make_shared<Context>(std::move(group), self, limits, timeout));
+    return owned(std::make_shared<Context>(std::move(group), self, limits, timeout, of));
   });
 }
 
@@ -231,11 +251,14 @@ void network_await(int64_t network) {
   guarded([&] { registry<network::Courier>().get(network)->await_peers(); });
 }
 
-// Messages, and bytes of data in them, that have gone to other machines.
+// Messages, and bytes of data in them, that have gone to other machines; then how many of the bytes were in messages of
+// 2^n bytes to below twice as many.
 ffi::Array<int64_t> network_crossed(int64_t network) {
   return guarded([&] {
     const network::Crossed crossed = registry<network::Courier>().get(network)->crossed();
-    return ffi::Array<int64_t>{static_cast<int64_t>(crossed.messages), static_cast<int64_t>(crossed.bytes)};
+    ffi::Array<int64_t> out{static_cast<int64_t>(crossed.messages), static_cast<int64_t>(crossed.bytes)};
+    for (const uint64_t bytes : crossed.bytes_of_size) out.push_back(static_cast<int64_t>(bytes));
+    return out;
   });
 }
 

@@ -21,7 +21,7 @@ class BackwardEngine : public Engine {
   void multiply(uint32_t index, uint32_t) {
     multiply(n, index);
   }
-  void sum(const Piece& piece) { piece.reduces ? reduce(piece) : combine(piece); }
+  void sum(const Piece& piece) { piece.of == Piece::kReduce ? reduce(piece) : combine(piece); }
 
  private:
   void multiply(uint32_t n, uint32_t index);

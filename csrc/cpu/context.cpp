@@ -109,15 +109,18 @@ class Context::Turn {
   Context& c_;
 };
 
-Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns)
+Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns,
+                 const std::vector<uint32_t>& machines)
     : group_(std::move(group)),
       limits_(limits),
       gradient_layout_(make_gradient_layout(limits)),
+      machines_(machines, limits.ranks, rank),
       seen_(limits.ranks),
       traces_(limits.processors + 1),
       weight_buffers_(limits.processors),
       worker_memory_(limits.processors) {
   call_.rank = rank;
+  call_.machines = machines_.machines(limits);
   call_.shape.ranks = limits.ranks;
   call_.policy.clusters = limits.processors;
   // A rank alone waits for nobody but its own threads, which come to an end however long a task takes them.
@@ -203,6 +206,8 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   const uint32_t groups = group_->bell() == nullptr ? o.groups : 1;
   call_.policy.groups = return_groups(call_.policy.columns[kReturning], groups, call_.policy.group_first);
   call_.policy.order = o.order;
+  call_.machines.sums = call_.machines.count != 1 && call_.reduced() && !backward;
+  call_.machines.second_row = o.redispatch ? redispatched_behind(call_, gradient_layout_) : 0;
   call_.config = host::make_config(call_, spec, o.placement, task_columns_[kReturning], o.forward, o.redispatch);
   experts_.resize(std::max(call_.shape.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
@@ -234,7 +239,7 @@ void Context::run_actor(uint32_t actor) {
   if (actor != 0) return run_processor_of(actor - 1);
   if (work_ == Work::kWeights) return;
   const uint64_t start = monotonic_ns();
-  run_os<CpuPlatform>(
+  run_os<ContextPlatform>(
       call_,
       {.subscriber = {sources_.data(), {experts_.data(), 0, 1}}, .scheduler = &scheduler_, .seen = seen_.data()});
   traces_[0].add(Phase::kSchedule, start, monotonic_ns(), 0, 0);
@@ -242,8 +247,8 @@ void Context::run_actor(uint32_t actor) {
 
 void Context::run_processor_of(uint32_t id) {
   switch (work_) {
-    case Work::kCall: return run_processor<CpuPlatform>(call_, id, *engines_[id], worker_memory_[id]);
-    case Work::kBackward: return run_processor<CpuPlatform>(call_, id, *backward_engines_[id], worker_memory_[id]);
+    case Work::kCall: return run_processor<ContextPlatform>(call_, id, *engines_[id], worker_memory_[id]);
+    case Work::kBackward: return run_processor<ContextPlatform>(call_, id, *backward_engines_[id], worker_memory_[id]);
     case Work::kWeights: return weight_gradients(*backward_, weight_buffers_[id]);
   }
 }
@@ -362,6 +367,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     }
     r.rows_sent += t.rows_sent;
     r.entries_sent += t.entries_sent;
+    r.return_rows_sent += t.sums_sent;
     if (o.record_events) append_events(r.events, t, start_ns, end_ns);
   }
   for (uint32_t t = 0; t < o.tokens; ++t) {
@@ -372,7 +378,8 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kReturning))] / call_.policy.columns[kReturning];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
-  r.return_rows_sent = host::rows_returned(call_);
+  r.rows_sent += *call_.machines.rows_passed;
+  r.return_rows_sent += host::rows_returned(call_, call_.machines);
   return r;
 }
 

@@ -12,6 +12,7 @@
 #include "cpu/weight_gradients.h"
 #include "flashmoe/actors/os.h"
 #include "host/group.h"
+#include "host/machines.h"
 #include "host/placement.h"
 
 namespace flashmoe::cpu {
@@ -48,8 +49,11 @@ struct RoutingOut {
 
 class Context {
  public:
-  // limits are the same on every rank but for the part that sizes the workspace; see Limits.
-  Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns);
+  // limits are the same on every rank but for the part that sizes the workspace, see Limits, and as MachineTables::set()
+  // makes them.
+  // machines: the machine of each rank; empty: all are on one.
+  Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns,
+          const std::vector<uint32_t>& machines = {});
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -65,7 +69,7 @@ class Context {
   // is to be dispatched again and there is no room for it.
   void backward(const Kept& kept, const Gradients& gradients, const CallOptions& options);
 
-  uint64_t heap_bytes() const { return training_heap_bytes(limits_); }
+  uint64_t heap_bytes() const { return spread_heap_bytes(limits_); }
   uint64_t workspace_bytes() const { return work_bytes(limits_); }
 
   // For tests: tiles of another shape, so that small problems have many.
@@ -91,7 +95,8 @@ class Context {
   std::unique_ptr<host::Group> group_;
   Limits limits_;
   GradientLayout gradient_layout_;
-  Call call_;
+  host::MachineTables machines_;
+  SpreadCall call_;
   Layer layer_;
   std::array<uint32_t, kProducts> task_columns_{};  // of the call
   std::unique_ptr<host::Group> workspace_;          // private memory of this rank
@@ -102,14 +107,14 @@ class Context {
   host::PlacementTables placement_;
   std::vector<Source> sources_;
   std::vector<FormedExpert> experts_;
-  Scheduler<CpuPlatform>::Memory scheduler_;
+  Scheduler<ContextPlatform>::Memory scheduler_;
   std::vector<Status> seen_;
 
   std::vector<ActorTrace> traces_;
   std::vector<std::unique_ptr<Engine>> engines_;
   std::vector<std::unique_ptr<BackwardEngine>> backward_engines_;
-  std::vector<WeightBuffers> weight_buffers_;                  // of each processor
-  std::vector<OneWorker<CpuPlatform>::Memory> worker_memory_;  // of each processor
+  std::vector<WeightBuffers> weight_buffers_;                      // of each processor
+  std::vector<OneWorker<ContextPlatform>::Memory> worker_memory_;  // of each processor
   // Actors, each a thread: 0 is the OS, behind it come the processors. They sleep between calls; generation_ wakes them,
   // running_ counts those not yet done.
   std::mutex mutex_;

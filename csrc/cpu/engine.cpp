@@ -444,15 +444,37 @@ void Engine::reduce(const Piece& piece) {
   const uint32_t p = piece.source;
   const auto [first, count] =
       columns(kReturning, c_.policy.group_first[piece.group], c_.policy.group_first[piece.group + 1]);
-  float* sum = room(out_, count);
+  const Machines& m = c_.machines;
+  const bool stays = m.sums && !m.together(p, c_.rank);  // on this machine, as it is
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     const uint32_t entries = *c_.packet_counts(c_.rank, p, t);
     if (entries == 0) continue;
+    float* const sum =
+        stays ? RelayPlace(c_, m, m.relay(p, m.of[c_.rank]), p).sum(m.place[c_.rank], t) + first : room(out_, count);
     std::fill_n(sum, count, 0.0f);
     for (uint32_t j = 0; j < entries; ++j) {
       accumulate(sum, at(c_.staged_row(p, t, j), spec().return_type, first), spec().return_type, count);
     }
+    if (stays) continue;
     narrow(at(c_.return_row(p, t, c_.rank), spec().return_type, first), sum, spec().return_type, count);
+  }
+}
+
+// Of the piece's tokens, the sums that the ranks of this machine have left here, by place.
+void Engine::sum_machine(const Piece& piece) {
+  const Machines& m = c_.machines;
+  const RelayPlace from(c_, m, c_.rank, piece.source);
+  const auto [first, count] =
+      columns(kReturning, c_.policy.group_first[piece.group], c_.policy.group_first[piece.group + 1]);
+  float* const sum = room(out_, count);
+  for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
+    if (!from.is_needed(t)) continue;
+    if (piece.group == 0) ++trace_.sums_sent;
+    std::fill_n(sum, count, 0.0f);
+    for (uint32_t i = 0; i < m.size(m.of[c_.rank]); ++i) {
+      if (*from.counts(i, t) != 0) accumulate(sum, from.sum(i, t) + first, DType::kFloat32, count);
+    }
+    narrow(at(c_.return_row(piece.source, t, c_.rank), spec().return_type, first), sum, spec().return_type, count);
   }
 }
 
@@ -471,7 +493,7 @@ void Engine::combine(uint32_t token, Columns of) {
 void Engine::add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const {
   const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
   for (uint32_t slot = 0; slot < slots; ++slot) {
-    if (!is_returned(c_, token, slot)) continue;
+    if (!(c_.reduced() ? is_returned(c_, c_.machines, token, slot) : is_returned(c_, token, slot))) continue;
     accumulate(sum, at(c_.return_row(c_.rank, token, slot), spec().return_type, first), spec().return_type, count);
   }
 }

@@ -34,7 +34,8 @@ inline uint8_t* at(void* elements, DType t, uint64_t i) {
 // calls.
 class Engine {
  public:
-  Engine(const Call& call, const Layer& layer, const std::array<uint32_t, kProducts>& task_columns, ActorTrace& trace)
+  Engine(const SpreadCall& call, const Layer& layer, const std::array<uint32_t, kProducts>& task_columns,
+         ActorTrace& trace)
       : c_(call), layer_(layer), trace_(trace), task_columns_(task_columns) {}
 
   // Gate and dispatch of token block b; false if the call is over.
@@ -51,8 +52,8 @@ class Engine {
 
   // ---- of a Returner: an item is a token's columns of a return group --------------------------------------------
   struct Piece {
-    bool reduces;
-    uint32_t source, group;  // source: of Reduce
+    enum { kReduce, kMachine, kCombine } of;
+    uint32_t source, group;  // source: not of Combine
     uint32_t first_token, tokens;
   };
   uint32_t processor() const { return trace_.actor - 1; }
@@ -64,12 +65,21 @@ class Engine {
   }
   uint32_t items_of_combine(uint32_t items) const { return items_of_reduce(items); }
   static Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
-    return {true, p, g, n * each, min_of(each, all - n * each)};
+    return {Piece::kReduce, p, g, n * each, min_of(each, all - n * each)};
+  }
+  static Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
+    return {Piece::kMachine, p, g, n * each, min_of(each, all - n * each)};
   }
   static Piece combine_piece(uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
-    return {false, 0, g, n * each, min_of(each, all - n * each)};
+    return {Piece::kCombine, 0, g, n * each, min_of(each, all - n * each)};
   }
-  void sum(const Piece& piece) { piece.reduces ? reduce(piece) : combine(piece); }
+  void sum(const Piece& piece) {
+    switch (piece.of) {
+      case Piece::kReduce: return reduce(piece);
+      case Piece::kMachine: return sum_machine(piece);
+      case Piece::kCombine: return combine(piece);
+    }
+  }
 
   // ---- of a Joiner ----------------------------------------------------------------------------------------------
   static constexpr uint32_t kJoinedAtOnce = 1;
@@ -85,13 +95,14 @@ class Engine {
   // The packet scratch of a token block, in buffers.
   PacketScratch packet_scratch();
   void reduce(const Piece& piece);
+  void sum_machine(const Piece& piece);
   const uint8_t* input_row(uint32_t token) const;
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
   // The token's return rows, added to `sum`, in ascending order: columns [first, first + count).
   void add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const;
   const LayerSpec& spec() const { return layer_.spec; }
 
-  const Call& c_;
+  const SpreadCall& c_;
   const Layer& layer_;
   ActorTrace& trace_;
   // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a matrix that is

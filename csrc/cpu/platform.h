@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <thread>
 
+#include "flashmoe/protocol/machines.h"
 #include "flashmoe/protocol/one_lane.h"
 #include "flashmoe/protocol/platform.h"
 #include "host/bell.h"
@@ -141,5 +142,7 @@ struct CpuPlatform : CpuMemory, OneLane {
   static uint32_t workers() { return 1; }
   static uint32_t worker() { return 0; }
 };
+// That of a context's calls.
+using ContextPlatform = SpreadPlatform<CpuPlatform>;
 
 }  // namespace flashmoe::cpu

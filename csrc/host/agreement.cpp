@@ -49,6 +49,8 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
                 {"return slots (return_mode)", mine.return_slots, theirs.return_slots},
                 {"capacity (capacity_factor)", mine.capacity, theirs.capacity},
                 {"redispatch", mine.redispatch, theirs.redispatch},
+                {"most ranks of a machine", mine.machine_ranks, theirs.machine_ranks},
+                {"sources of a relay", mine.relayed, theirs.relayed},
                 {"rdma (transport)", mine.rdma, theirs.rdma}};
   for (const auto& f : fields) {
     if (f.mine != f.theirs) {

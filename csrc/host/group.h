@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "flashmoe/protocol/call.h"
+#include "flashmoe/protocol/machines.h"
 #include "host/bell.h"
 
 namespace flashmoe::host {
@@ -24,7 +24,7 @@ class Group {
   // Of groups on several machines: what to ring when an actor has signalled a peer; null where all ranks are on one.
   virtual Bell* bell() { return nullptr; }
   // A call's actors are about to start, and have all left. What they have signalled by then is carried, also after it.
-  virtual void begin_call(const Call&) {}
+  virtual void begin_call(const SpreadCall&) {}
   virtual void end_call() {}
 
  protected:

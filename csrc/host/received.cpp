@@ -25,7 +25,7 @@ void count_rows(const Call& c, int32_t* rows) {
   });
 }
 
-uint64_t rows_returned(const Call& c) {
+uint64_t rows_returned(const Call& c, const Machines& m) {
   uint64_t rows = 0;
   for_each_packet(c, [&](uint32_t p, uint32_t b, uint32_t entries) {
     if (p == c.rank) return;
@@ -33,6 +33,7 @@ uint64_t rows_returned(const Call& c) {
       rows += entries;
       return;
     }
+    if (m.sums && !m.together(p, c.rank)) return;
     const uint16_t* counts = c.packet_counts(c.rank, p, c.packet_first_token(p, b));
     rows +=
         static_cast<uint64_t>(std::count_if(counts, counts + c.packet_tokens(p, b), [](uint16_t n) { return n != 0; }));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <utility>
 
@@ -32,6 +33,10 @@ uint64_t load(const uint64_t* word) {
 }
 void store(uint64_t* word, uint64_t value) {
   std::atomic_ref(*word).store(value, std::memory_order_release);
+}
+
+uint32_t batch_of(const SpreadCall& c) {
+  return c.machines.batch_blocks(c.block_tokens(), c.memory.token_row_bytes);
 }
 
 uint64_t status_interval(uint64_t timeout_ns) {
@@ -99,11 +104,11 @@ void Courier::await_peers() {
 
 // ---- Calls ------------------------------------------------------------------------------------------------------
 
-void Courier::begin_call(const Call& call) {
+void Courier::begin_call(const SpreadCall& call) {
   const std::lock_guard lock(mutex_);
   for (Peer& p : peers_) {
     p.call = p.returns = p.fault = false;
-    p.packets.assign(call.blocks(), false);
+    p.batches.assign(ceil_div(call.blocks(), batch_of(call)), false);
   }
   call_ = &call;
   bell_.ring();
@@ -125,18 +130,18 @@ void Courier::pick_up() {
 }
 
 void Courier::pick_up(uint32_t q, Peer& peer) {
-  const Call& c = *call_;
+  const SpreadCall& c = *call_;
   const auto is_new = [&](bool& picked, const uint64_t* at, uint64_t& word) {
     if (picked || Signal::epoch(word = load(at)) != c.epoch) return false;
     return picked = true;
   };
   uint64_t word = 0;
   if (is_new(peer.call, c.call_signal(q, rank_), word)) post(q, pick_up_call(c, q, word));
-  for (uint32_t b = 0; b < c.blocks(); ++b) {
-    bool picked = peer.packets[b];
-    if (!is_new(picked, c.packet_signal(q, rank_, b), word)) continue;
-    peer.packets[b] = true;
-    post(q, pick_up_packet(c, q, b, word));
+  for (uint32_t n = 0; c.machines.is_relay(rank_, q) && n < peer.batches.size(); ++n) {
+    bool picked = peer.batches[n];
+    if (!is_new(picked, RelayPlace(c, c.machines, q, rank_).signal(n), word)) continue;
+    peer.batches[n] = true;
+    post(q, pick_up_batch(c, q, n, batch_of(c), word));
   }
   if (is_new(peer.returns, c.return_signal(q, rank_, 0), word)) post(q, pick_up_returns(c, place_.gradients, q, word));
   if (!peer.fault && load(&c.fault(q, rank_)->posted) != 0) {
@@ -150,8 +155,11 @@ void Courier::post(uint32_t q, Messages messages) {
     m->header.key = key_;
     m->header.source = rank_;
     m->header.number = ++peers_[q].last;
+    const uint64_t bytes = m->data.size() - m->header.ranges * sizeof(Range);
     crossed_.messages += 1;
-    crossed_.bytes += m->data.size() - m->header.ranges * sizeof(Range);
+    crossed_.bytes += bytes;
+    const size_t size = bytes == 0 ? 0 : static_cast<size_t>(std::bit_width(bytes) - 1);
+    crossed_.bytes_of_size[std::min(size, crossed_.bytes_of_size.size() - 1)] += bytes;
     letters_.push_back({q, std::move(m)});
   }
 }

@@ -30,6 +30,8 @@ namespace flashmoe::network {
 // itself.
 struct Crossed {
   uint64_t messages = 0, bytes = 0;
+  // How many of the bytes were in messages of 2^n bytes to below twice as many; beyond the last, in the last.
+  std::array<uint64_t, 32> bytes_of_size{};
 };
 
 class Courier {
@@ -58,7 +60,7 @@ class Courier {
   void await_peers();
 
   host::Bell& bell() { return bell_; }
-  void begin_call(const Call& call);
+  void begin_call(const SpreadCall& call);
   void end_call();
   // Why nothing more comes from rank p, as far as is known; else empty.
   std::string obituary(uint32_t p) const;
@@ -75,7 +77,7 @@ class Courier {
     Inbox inbox;                // of the courier's thread
     // Of the call: which signals are picked up.
     bool call = false, returns = false, fault = false;
-    std::vector<bool> packets;
+    std::vector<bool> batches;  // to a relay
   };
   struct Letter {
     uint32_t peer;
@@ -107,7 +109,7 @@ class Courier {
   std::condition_variable news_;
   std::vector<Peer> peers_;
   std::vector<Letter> letters_;  // not yet given to the wire
-  const Call* call_ = nullptr;
+  const SpreadCall* call_ = nullptr;
   Crossed crossed_;
   bool stopping_ = false;
 

@@ -11,7 +11,7 @@ class NetworkGroup final : public host::Group {
   NetworkGroup(std::unique_ptr<host::Group> here, uint32_t rank, const Limits& limits, std::shared_ptr<Courier> courier,
                const Spread& spread)
       : here_(std::move(here)), spread_(spread), mirrors_(limits.ranks), courier_(std::move(courier)) {
-    const uint64_t bytes = training_heap_bytes(limits);
+    const uint64_t bytes = spread_heap_bytes(limits);
     Courier::Place place{.heap = nullptr,
                          .mirrors = std::vector<uint8_t*>(limits.ranks),
                          .heap_bytes = bytes,
@@ -32,7 +32,7 @@ class NetworkGroup final : public host::Group {
 
   std::string obituary(uint32_t p) const override { return is_here(p) ? here_->obituary(p) : courier_->obituary(p); }
   host::Bell* bell() override { return &courier_->bell(); }
-  void begin_call(const Call& call) override { courier_->begin_call(call); }
+  void begin_call(const SpreadCall& call) override { courier_->begin_call(call); }
   void end_call() override { courier_->end_call(); }
 
  private:

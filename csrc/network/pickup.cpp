@@ -27,23 +27,40 @@ Messages pick_up_call(const Call& c, uint32_t q, uint64_t word) {
   return packing.take(Header::kData, c.call_signal(q, c.rank), word);
 }
 
-Messages pick_up_packet(const Call& c, uint32_t q, uint32_t b, uint64_t word) {
-  Packing packing(c.memory.heaps[q]);
-  const uint32_t first = b << c.policy.log2_block, tokens = c.tokens_in_block(b);
-  const uint16_t* const counts = c.out_counts(q, first);
-  for (uint32_t t = 0; t < tokens; ++t) {
-    if (counts[t] != 0) packing.add(c.dispatched_row(q, c.rank, first + t), c.memory.token_row_bytes);
+Messages pick_up_batch(const SpreadCall& c, uint32_t relay, uint32_t n, uint32_t each, uint64_t word) {
+  const Machines& m = c.machines;
+  const RelayPlace to(c, m, relay, c.rank);
+  const uint32_t machine = m.of[relay], begin = n * each, end = min_of(begin + each, c.blocks());
+  const uint32_t first = begin << c.policy.log2_block, last = min_of(end << c.policy.log2_block, c.shape.tokens);
+  Packing packing(c.memory.heaps[relay]);
+  for (const uint64_t behind : {uint64_t{0}, m.second_row}) {
+    for (uint32_t t = first; t < last; ++t) {
+      if (to.is_needed(t)) packing.add(c.dispatched_row(relay, c.rank, t) + behind, c.memory.token_row_bytes);
+    }
+    if (m.second_row == 0) break;
   }
-  packing.add(c.packet_offsets(q, c.rank, b), (c.owned(q) + 1) * sizeof(uint16_t));
-  packing.add(c.packet_entries(q, c.rank, first), Signal::payload(word) * sizeof(Entry));
-  if (c.reduced()) packing.add(c.packet_counts(q, c.rank, first), tokens * sizeof(uint16_t));
-  return packing.take(Header::kData, c.packet_signal(q, c.rank, b), word);
+  for (uint32_t i = 0; i < m.size(machine); ++i) packing.add(to.counts(i, first), (last - first) * sizeof(uint16_t));
+  for (uint32_t b = begin; b < end; ++b) {
+    uint32_t entries = 0;
+    for (uint32_t i = 0; i < m.size(machine); ++i) {
+      const uint32_t owned = c.owned(m.rank_at(machine, i));
+      packing.add(to.offsets(b, i), (owned + 1) * sizeof(uint16_t));
+      entries += to.offsets(b, i)[owned];
+    }
+    packing.add(to.entries(b << c.policy.log2_block), entries * sizeof(Entry));
+  }
+  return packing.take(Header::kData, to.signal(n), word);
 }
 
-Messages pick_up_returns(const Call& c, const GradientLayout& gradients, uint32_t q, uint64_t word) {
+Messages pick_up_returns(const SpreadCall& c, const GradientLayout& gradients, uint32_t q, uint64_t word) {
   Packing packing(c.memory.heaps[q]);
   const uint64_t bytes = c.memory.return_row_bytes;
-  if (c.reduced()) {
+  if (c.machines.sums) {
+    const RelayPlace from(c, c.machines, c.rank, q);
+    for (uint32_t t = 0; t < c.tokens_of(q); ++t) {
+      if (from.is_needed(t)) packing.add(c.return_row(q, t, c.rank), bytes);
+    }
+  } else if (c.reduced()) {
     for (uint32_t t = 0; t < c.tokens_of(q); ++t) {
       if (*c.packet_counts(c.rank, q, t) != 0) packing.add(c.return_row(q, t, c.rank), bytes);
     }

@@ -44,9 +44,10 @@ class CallReport:
     tile_rows: int
     """Real rows in those tiles, padding not counted."""
     rows_sent: int
-    """Token rows written to other ranks by dispatch."""
+    """Token rows written to other ranks by dispatch; in a group on several machines also those that this rank has
+    passed on to ranks of its own."""
     return_rows_sent: int
-    """Result rows written to other ranks."""
+    """Result rows sent home to other ranks."""
     bytes_sent: int
     """Bytes of both kinds of row and of their metadata and signals, to other ranks."""
     padded_rows: int

@@ -17,8 +17,9 @@
 #include "flashmoe/actors/os.h"
 #include "flashmoe/actors/processor.h"
 #include "flashmoe/actors/put_sender.h"
-#include "flashmoe/protocol/gradients.h"
+#include "flashmoe/protocol/machines.h"
 #include "flashmoe/protocol/packet.h"
+#include "host/machines.h"
 #include "problem.h"
 #include "put_platform.h"
 #include "warp_platform.h"
@@ -139,7 +140,7 @@ class AbstractEngine {
   void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
     CHECK(q != c_.rank && rows <= P::kLanes);
     if (P::lane() >= rows) return;
-    CHECK(x_->entries(c_.rank, token, q, c_.shape.top_k) != 0);
+    CHECK(is_needed(token, q));
     uint64_t* row = words(c_.dispatched_row(q, c_.rank, token));
     for (uint32_t i = 0; i < c_.shape.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
   }
@@ -230,7 +231,7 @@ class AbstractEngine {
 
   // An item is a token's columns of a return group; pieces are small, so that there are many.
   struct Piece {
-    bool reduces;
+    enum { kReduce, kMachine, kCombine } of;
     uint32_t source, group, first_token, tokens;
   };
   uint32_t processor() const { return id_; }
@@ -240,18 +241,23 @@ class AbstractEngine {
   static uint32_t items_of_combine(uint32_t) { return 3; }
   static Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
     CHECK(n * each < all);
-    return {true, p, g, n * each, min_of(each, all - n * each)};
+    return {Piece::kReduce, p, g, n * each, min_of(each, all - n * each)};
+  }
+  static Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
+    CHECK(n * each < all);
+    return {Piece::kMachine, p, g, n * each, min_of(each, all - n * each)};
   }
   static Piece combine_piece(uint32_t g, uint32_t n, uint32_t each, uint32_t all) {
     CHECK(n * each < all);
-    return {false, 0, g, n * each, min_of(each, all - n * each)};
+    return {Piece::kCombine, 0, g, n * each, min_of(each, all - n * each)};
   }
   void sum(const Piece& piece) {
     for (uint32_t i = P::lane(); i < piece.tokens; i += P::kLanes) {
-      if (piece.reduces) {
-        reduce(piece.source, piece.first_token + i, piece.group);
-      } else {
-        combine(piece.first_token + i, piece.group);
+      const uint32_t token = piece.first_token + i;
+      switch (piece.of) {
+        case Piece::kReduce: reduce(piece.source, token, piece.group); break;
+        case Piece::kMachine: sum_machine(piece.source, token, piece.group); break;
+        case Piece::kCombine: combine(token, piece.group); break;
       }
     }
   }
@@ -293,12 +299,58 @@ class AbstractEngine {
     if (rows == 0) return;
     const bool stays = !P::kPeersMapped && p != c_.rank;
     uint64_t* to = words(stays ? c_.staged_row(p, token, 0) : c_.return_row(p, token, c_.rank));
+    if constexpr (SpansMachines<P>) {
+      const Machines& m = P::machines(c_);
+      if (m.sums && !m.together(p, c_.rank)) {
+        to = reinterpret_cast<uint64_t*>(RelayPlace(c_, m, m.relay(p, m.of[c_.rank]), p).sum(m.place[c_.rank], token));
+      }
+    }
     for_columns(kReturning, c_.policy.group_first[g], c_.policy.group_first[g + 1], [&](uint32_t i) {
       uint64_t sum = 0;
       for (uint32_t j = 0; j < rows; ++j) sum += words(c_.staged_row(p, token, j))[i];
       to[i] = sum;
     });
     ledgers_[p].reduced.mark(uint64_t{token} * c_.shape.ranks + c_.rank, g);
+  }
+
+  void sum_machine(uint32_t p, uint32_t token, uint32_t g) {
+    if constexpr (SpansMachines<P>) {
+      const Machines& m = P::machines(c_);
+      const RelayPlace from(c_, m, c_.rank, p);
+      if (!is_needed_by(p, token, m.of[c_.rank])) return;
+      for_columns(kReturning, c_.policy.group_first[g], c_.policy.group_first[g + 1], [&](uint32_t i) {
+        uint64_t sum = 0;
+        for (uint32_t place = 0; place < m.size(m.of[c_.rank]); ++place) {
+          if (*from.counts(place, token) != 0) sum += reinterpret_cast<uint64_t*>(from.sum(place, token))[i];
+        }
+        words(c_.return_row(p, token, c_.rank))[i] = sum;
+      });
+    }
+  }
+
+  bool is_needed_by(uint32_t p, uint32_t token, uint32_t machine) const {
+    bool any = false;
+    if constexpr (SpansMachines<P>) {
+      const Machines& m = P::machines(c_);
+      for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
+        any |= m.of[q] == machine && x_->entries(p, token, q, c_.shape.top_k) != 0;
+      }
+    }
+    return any;
+  }
+  // Whether the own token's row goes to rank q.
+  bool is_needed(uint32_t token, uint32_t q) const {
+    if constexpr (SpansMachines<P>) {
+      const Machines& m = P::machines(c_);
+      if (!m.together(c_.rank, q)) return m.is_relay(c_.rank, q) && is_needed_by(c_.rank, token, m.of[q]);
+    }
+    return x_->entries(c_.rank, token, q, c_.shape.top_k) != 0;
+  }
+  bool has_come_back(uint32_t token, uint32_t slot) const {
+    if constexpr (SpansMachines<P>) {
+      if (c_.reduced()) return is_returned(c_, P::machines(c_), token, slot);
+    }
+    return is_returned(c_, token, slot);
   }
 
   // Sums wrap around, hence are exact: a contribution that is missing, doubled or stale shows.
@@ -310,7 +362,7 @@ class AbstractEngine {
         expected += x_->contribution(c_.rank, token, k, x_->of[c_.rank].weights[token * c_.shape.top_k + k], i);
       }
       for (uint32_t slot = 0; slot < (c_.reduced() ? c_.shape.ranks : c_.shape.top_k); ++slot) {
-        if (is_returned(c_, token, slot)) sum += words(c_.return_row(c_.rank, token, slot))[i];
+        if (has_come_back(token, slot)) sum += words(c_.return_row(c_.rank, token, slot))[i];
       }
       CHECK_EQ(sum, expected);
     });
@@ -355,9 +407,10 @@ inline thread_local uint32_t this_rank = 0;
 
 // Actors of their own, beside the OS actor and the processors.
 struct Helpers {
-  uint32_t formers = 0;  // 0: the OS actor forms the tiles
-  uint32_t senders = 0;  // where peers are not mapped; else the processors send
-  uint32_t keepers = 0;  // where passes train among several ranks (kTrainsInGroup)
+  uint32_t formers = 0;                 // 0: the OS actor forms the tiles
+  uint32_t senders = 0;                 // where peers are not mapped; else the processors send
+  uint32_t keepers = 0;                 // where passes train among several ranks (kTrainsInGroup)
+  std::vector<uint32_t> machines = {};  // of each rank, where they are on several
 };
 
 // One rank: its workspace and its actors. The heaps are the group's.
@@ -378,6 +431,7 @@ class Rank {
         experts_(formers_ + 1, std::vector<FormedExpert>(limits.max_local_experts)),
         seen_(limits.ranks),
         memory_(limits.processors),
+        machines_(helpers.machines, limits.ranks, rank),
         actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers_ + senders_ + keepers_) *
                                        P::kLanes)) {
     CHECK(keepers_ == 0 || kTrainsInGroup);
@@ -393,10 +447,12 @@ class Rank {
     call.memory = make_call_memory(limits);
     call.memory.heaps = mapped_.data();
     call.memory.work = work_.base();
+    call.machines = machines_.machines(limits);
+    CHECK(call.machines.count == 1 || SpansMachines<P>);
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
   }
 
-  Call call;  // timeout_ns and what a test wants to spoil may be set; the rest follows the problem
+  SpreadCall call;  // timeout_ns and what a test wants to spoil may be set; the rest follows the problem
   uint64_t perturbation = 0;
 
   // Runs the calls on this rank's actors, each checked to its end; stops after one that was aborted. Returns
@@ -435,6 +491,7 @@ class Rank {
     call.shape.gate_top_k = x.top_k / x.slices;
     call.shape.return_mode = x.return_mode;
     call.policy.joined = limits_.ranks == 1 && !call.reduced() && call.shape.capacity == 0 && x.top_k <= 2 ? 1 : 0;
+    call.machines.sums = call.machines.count != 1 && call.reduced();
     call.cut_columns(limits_.columns_per_task);
     call.policy.groups = min_of(x.groups, call.policy.columns[kReturning]);
     for (uint32_t g = 0; g <= call.policy.groups; ++g) {
@@ -627,6 +684,7 @@ class Rank {
   std::vector<Status> seen_;
   std::deque<AbstractEngine<P>> engines_;
   std::vector<typename OneWorker<P>::Memory> memory_;  // of each processor
+  host::MachineTables machines_;
   std::barrier<> actors_;
   bool aborted_ = false;
   uint32_t succeeded_ = 0;
@@ -636,7 +694,7 @@ template <class P>
 class AbstractGroup {
  public:
   explicit AbstractGroup(const Limits& limits, const Helpers& helpers = {})
-      : heap_bytes(make_heap_layout(limits).bytes) {
+      : heap_bytes(helpers.machines.empty() ? make_heap_layout(limits).bytes : spread_heap_bytes(limits)) {
     for (uint32_t p = 0; p < limits.ranks; ++p) {
       regions_.emplace_back(heap_bytes);
       heaps_.push_back(regions_.back().base());

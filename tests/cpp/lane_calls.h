@@ -7,6 +7,7 @@ namespace flashmoe::test {
 
 template <class P>
 void run_calls(const char* name, Limits limits, uint32_t calls, uint64_t seed, const Helpers& helpers = {}) {
+  if (!helpers.machines.empty()) host::MachineTables(helpers.machines, limits.ranks, 0).set(limits);
   AbstractGroup<P> group(limits, helpers);
   for (uint32_t p = 0; p < limits.ranks; ++p) group.rank(p).perturbation = seed % 2 == 0 ? seed + p : 0;
   group.run(Problems(limits, seed).draw(calls));

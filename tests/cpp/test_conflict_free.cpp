@@ -495,6 +495,50 @@ void check_real_calls(uint32_t ranks, uint64_t seed) {
               static_cast<unsigned long long>(observer.changes()));
 }
 
+// Ranks on several machines, whose relays write in the names of others: within a call no byte has two writers, and but for
+// return rows, whose writers the routing says, none has in all calls.
+void check_spread_calls(const std::vector<uint32_t>& machines, uint64_t seed) {
+  const auto ranks = static_cast<uint32_t>(machines.size());
+  Limits l = small(ranks, 24, 3, 3, ReturnMode::kReduced);
+  l.max_local_experts = l.experts;
+  l.return_slots = max_of(ranks, l.top_k);
+  host::MachineTables(machines, ranks, 0).set(l);
+  host::batch_bytes = 1;
+  const std::vector<Problem> problems = Problems(l, seed).draw(30);
+  AbstractGroup<SpreadPlatform<TurnPlatform>> group(l, {.machines = machines});
+  struct Byte {
+    uint8_t seen = 0;
+    uint32_t writer = kNobody;
+    Epoch epoch = 0;
+  };
+  std::vector<std::vector<Byte>> bytes(ranks, std::vector<Byte>(group.heap_bytes));
+  const HeapLayout layout = make_heap_layout(l);
+  const uint64_t return_rows = layout.offset[static_cast<uint32_t>(HeapField::kReturnRows)];
+  uint64_t changes = 0, in_relays = 0;
+  Turns::at_end = [&] {
+    const Epoch epoch = group.rank(this_rank).call.epoch;
+    for (uint32_t at = 0; at < ranks; ++at) {
+      for (uint64_t i = 0; i < group.heap_bytes; ++i) {
+        Byte& byte = bytes[at][i];
+        const uint8_t now = group.heap(at)[i];
+        if (byte.seen == now) continue;
+        const bool any_call = i < return_rows || i >= layout.bytes;
+        const bool known = byte.writer != kNobody && (any_call || byte.epoch == epoch);
+        CHECK(!known || byte.writer == this_rank);
+        byte = {now, this_rank, epoch};
+        ++changes;
+        in_relays += i >= training_heap_bytes(l) ? 1 : 0;
+      }
+    }
+  };
+  group.run(problems);
+  Turns::at_end = nullptr;
+  CHECK(in_relays != 0);
+  std::printf(
+      "%u ranks on several machines: %llu bytes seen to change, %llu of them relays', each by its only writer\n", ranks,
+      static_cast<unsigned long long>(changes), static_cast<unsigned long long>(in_relays));
+}
+
 }  // namespace
 }  // namespace flashmoe::test
 
@@ -515,4 +559,6 @@ int main() {
   std::printf("%u routings without a conflict\n", routings);
   check_real_calls(2, 1);
   check_real_calls(4, 2);
+  check_spread_calls({0, 1, 1}, 3);
+  check_spread_calls({0, 0, 1, 1, 2}, 4);
 }

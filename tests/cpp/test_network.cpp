@@ -48,9 +48,14 @@ void check_inbox() {
 
 void run_group(const std::vector<std::vector<uint32_t>>& machines, uint32_t first, uint32_t n,
                std::atomic<uint32_t>& verified) {
-  const Limits l = call_limits();
+  Limits l = call_limits();
+  std::vector<uint32_t> of(kRanks);
+  for (uint32_t m = 0; m < machines.size(); ++m) {
+    for (const uint32_t p : machines[m]) of[p] = m;
+  }
+  host::MachineTables(of, kRanks, 0).set(l);
   const auto heaps = std::make_shared<std::vector<host::Mapping>>();
-  for (uint32_t p = 0; p < kRanks; ++p) heaps->emplace_back(-1, training_heap_bytes(l));
+  for (uint32_t p = 0; p < kRanks; ++p) heaps->emplace_back(-1, spread_heap_bytes(l));
   std::vector<std::shared_ptr<network::Courier>> couriers;
   std::vector<std::string> addresses;
   for (uint32_t p = 0; p < kRanks; ++p) {
@@ -70,7 +75,7 @@ void run_group(const std::vector<std::vector<uint32_t>>& machines, uint32_t firs
           network::join_network_group(std::make_unique<Machine>(heaps, spread.here), p, l, couriers[p], spread);
       listening.arrive_and_wait();
       couriers[p]->await_peers();
-      cpu::Context context(std::move(group), p, l, kTimeoutNs);
+      cpu::Context context(std::move(group), p, l, kTimeoutNs, of);
       context.set_tile(7, 5);
       for (uint32_t i = first; i < first + n; ++i) {
         Work work(i, l);
@@ -90,6 +95,7 @@ int main(int argc, char** argv) {
   const uint32_t calls = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 150;
   check_inbox();
   flashmoe::network::most_message_bytes = 100;  // what a signal announces takes several messages
+  flashmoe::host::batch_bytes = 2000;           // and a source has several batches
   std::atomic<uint32_t> verified = 0;
   run_group({{0}, {1}, {2}, {3}}, 1, calls, verified);
   run_group({{0, 3}, {1, 2}}, 1 + calls, calls, verified);

@@ -25,6 +25,7 @@ Limits limits(uint32_t ranks, uint32_t processors) {
 template <class P>
 void run(Limits limits, uint32_t calls, uint64_t seed, const Helpers& helpers) {
   limits.rdma = P::kPeersMapped ? 0 : 1;
+  if (!helpers.machines.empty()) host::MachineTables(helpers.machines, limits.ranks, 0).set(limits);
   AbstractGroup<P> group(limits, helpers);
   for (uint32_t p = 0; p < limits.ranks; ++p) group.rank(p).perturbation = seed + p;
   group.run(Problems(limits, seed).draw(calls));
@@ -35,6 +36,7 @@ void run(Limits limits, uint32_t calls, uint64_t seed, const Helpers& helpers) {
 
 int main() {
   using namespace flashmoe::test;
+  using flashmoe::SpreadPlatform;
   for (uint64_t seed = 2; seed < 8; seed += 2) {
     run<WarpPlatform<4>>(limits(2, 2), 10, seed, {.formers = 5});
     run<WarpPlatform<2>>(limits(3, 1), 10, seed, {});
@@ -42,6 +44,7 @@ int main() {
     // std::barrier, in which teams meet, orders more than it promises: teams that are one thread each do without.
     run<flashmoe::cpu::CpuPlatform>(limits(2, 3), 30, seed, {.formers = 1});
     run<PutPlatform<WarpPlatform<2>>>(limits(3, 1), 10, seed, {.senders = 2});
+    run<SpreadPlatform<WarpPlatform<2>>>(limits(3, 2), 10, seed, {.machines = {0, 1, 1}});
     auto alone = limits(1, 2);  // joined, with two experts a token
     alone.top_k = alone.return_slots = 2;
     run<WarpPlatform<2>>(alone, 10, seed, {});

@@ -1,10 +1,12 @@
 // The OS actor of a rank: announces the call, then runs subscriber and scheduler until every task is published and
 // everything this rank awaits has been returned.
 //
-// One warp (the CPU engine: one thread). It never computes. The rank's other actors watch whether it steps
+// One warp (the CPU engine: one thread, which where ranks are on several machines is its rank's relay, too). It never
+// computes. The rank's other actors watch whether it steps
 // (OsLiveness), and it watches the peers (GroupLiveness).
 #pragma once
 
+#include "flashmoe/actors/relay.h"
 #include "flashmoe/actors/scheduler.h"
 #include "flashmoe/protocol/announce.h"
 
@@ -79,6 +81,7 @@ FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   if (P::lane() == 0) P::store_relaxed(&c.control()->reduces[c.parity() ^ 1].value, uint64_t{0});  // the next call's
   Subscriber<P> subscriber(c, scratch.subscriber);
   Scheduler<P> scheduler(c, subscriber, *scratch.scheduler);
+  Relay<P> relay(c);
   GroupLiveness<P> group(c, scratch.seen);
   Status* own = c.status(c.rank);
   // Plain reads of own words: nobody else writes them.
@@ -87,8 +90,9 @@ FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
       c,
       [&] {
         scheduler.look();
-        const bool arrived = subscriber.step();
-        Step s = scheduler.step();
+        const bool passed_on = relay.step();
+        const bool arrived = subscriber.step() || passed_on;
+        Step s = scheduler.step(relay.complete());
         if (s == Step::kIdle && arrived) s = Step::kProgress;
         if (P::lane() == 0) {
           P::store_relaxed(&own->heartbeat, ++heartbeat, kSystem);
@@ -100,6 +104,7 @@ FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
       group);
   if (end == WaitEnd::kExpired && P::lane() == 0) {
     Fault fault = subscriber.missing();
+    relay.explain(fault);
     fault.culprit = group.culprit(fault.awaited);
     post_fault<P>(c, fault);
   }

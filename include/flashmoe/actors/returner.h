@@ -3,7 +3,9 @@
 //
 //   Reduce   (only with the reduced return) sums the rows that this rank's experts made for a token, and sends the sum
 //            home (COMET, section 3.1). Return group by return group, in each the other ranks' tokens before the own.
-//            Where peers are not mapped, the sum replaces the token's first staged row, and senders put it.
+//            Where peers are not mapped, the sum replaces the token's first staged row, and senders put it. Where ranks
+//            are on several machines, sums of another machine's tokens stay on this one, in fp32: their source's relay
+//            sums those of all its ranks, places ascending, and sends that home (protocol/machines.h).
 //   Combine  out[token] = sum of the rows that came back for it, over k (direct) or over ranks (reduced), in ascending order
 //            in fp32 (FlashDMoE, equation 5.3). Return group by return group.
 //
@@ -17,6 +19,9 @@
 //             and a processor's workers (a GPU's warps) take its pieces by a counter of the processor.
 //   retired   Reduce: reduce_done[p][g] counts pieces, and the last one signals the group to p. Combine: nothing depends on
 //             it; a rank's call is over when no worker has a piece left.
+//
+// A relay's sums are pieces of Reduce like any others, of a group behind all that its own rank owes in the group. So what a
+// worker waits for never waits for it: a machine's sum of group g for Reduce of g, and that for nothing that comes later.
 #pragma once
 
 #include "flashmoe/protocol/packet.h"
@@ -62,9 +67,9 @@ class Reducer {
 
   // Looks at the worker's piece; the first look takes one. kProgress: its rows are computed. kDone: there is none left.
   FLASHMOE_FN Step look() {
-    if (!c_.reduced() || c_.shape.local_experts == 0) return Step::kDone;
+    if (!c_.reduced() || owes_nothing()) return Step::kDone;
     ReduceCursor at = cursor_.load();
-    const uint32_t debts = c_.policy.groups * c_.shape.ranks;
+    const uint32_t debts = c_.policy.groups * debts_of_group();
     if (at.debt == debts) return Step::kDone;
     if (at.begun == 0) {
       if (!has_heard()) return Step::kIdle;
@@ -84,6 +89,12 @@ class Reducer {
     engine_.begin();
     const ReduceCursor at = cursor_.load();
     const uint32_t all = items(at.debt);
+    if constexpr (SpansMachines<P>) {
+      if (is_of_machine(at.debt)) {
+        return engine_.machine_piece(source(at.debt), group(at.debt), at.ticket - at.base, engine_.items_of_reduce(all),
+                                     all);
+      }
+    }
     return engine_.reduce_piece(source(at.debt), group(at.debt), at.ticket - at.base, engine_.items_of_reduce(all),
                                 all);
   }
@@ -95,7 +106,7 @@ class Reducer {
     P::sync();  // all lanes' rows before the count
     if (P::lane() == 0 && P::fetch_add_acq_rel(c_.reduce_done(p, g), 1u) + 1 == pieces(at.debt)) {
       P::store_relaxed(c_.reduce_done(p, g), 0u);
-      signal_return<P>(c_, p, g);
+      signal(at.debt, p, g);
     }
     engine_.end(Phase::kReduce, at.ticket - at.base, p << 8 | g);
     at.ticket = take();
@@ -103,9 +114,35 @@ class Reducer {
   }
 
  private:
-  FLASHMOE_FN uint32_t group(uint32_t debt) const { return debt / c_.shape.ranks; }
-  // Sources from the rank behind this one on; the own rank last.
-  FLASHMOE_FN uint32_t source(uint32_t debt) const { return (c_.rank + 1 + debt % c_.shape.ranks) % c_.shape.ranks; }
+  // The debt is paid: tells who waits for it.
+  FLASHMOE_FN void signal([[maybe_unused]] uint32_t debt, uint32_t p, uint32_t g) const {
+    if constexpr (SpansMachines<P>) {
+      if (is_of_machine(debt)) return signal_home<P>(c_, p, g);
+    }
+    signal_return<P>(c_, p, g);
+  }
+
+  // Those of the rank itself, one to each rank; behind them those of its machine that it is to sum.
+  FLASHMOE_FN uint32_t debts_of_group() const {
+    if constexpr (SpansMachines<P>) {
+      const Machines& m = P::machines(c_);
+      if (m.sums) return c_.shape.ranks + m.source_count;
+    }
+    return c_.shape.ranks;
+  }
+  FLASHMOE_FN bool owes_nothing() const {
+    if constexpr (SpansMachines<P>) return c_.shape.local_experts == 0 && debts_of_group() == c_.shape.ranks;
+    return c_.shape.local_experts == 0;
+  }
+  FLASHMOE_FN bool is_of_machine(uint32_t debt) const { return debt % debts_of_group() >= c_.shape.ranks; }
+  FLASHMOE_FN uint32_t group(uint32_t debt) const { return debt / debts_of_group(); }
+  // Sources from the rank behind this one on; the own rank last. Behind it, those that this rank is the relay of.
+  FLASHMOE_FN uint32_t source(uint32_t debt) const {
+    if constexpr (SpansMachines<P>) {
+      if (is_of_machine(debt)) return P::machines(c_).sources[debt % debts_of_group() - c_.shape.ranks];
+    }
+    return (c_.rank + 1 + debt % debts_of_group()) % c_.shape.ranks;
+  }
 
   FLASHMOE_FN uint32_t take() const {
     uint64_t ticket = 0;
@@ -125,13 +162,36 @@ class Reducer {
   }
 
   FLASHMOE_FN uint32_t is_computed(uint32_t debt) const {
+    if constexpr (SpansMachines<P>) {
+      if (is_of_machine(debt)) return has_sums(source(debt), group(debt));
+    }
     const uint64_t* signal = c_.reduce_signal(source(debt), group(debt));
     if (Signal::epoch(P::broadcast(P::poll(signal, kDevice), 0)) != c_.epoch) return 0;
     P::acquire(signal, kDevice);  // each lane for itself; they meet in cursor_.save()
     return 1;
   }
 
-  FLASHMOE_FN uint32_t items(uint32_t debt) const { return engine_.items(c_.tokens_of(source(debt)), group(debt)); }
+  // Whether every rank of this machine has left its sums for p's relay.
+  FLASHMOE_FN uint32_t has_sums(uint32_t p, uint32_t g) const {
+    const Machines& m = P::machines(c_);
+    const RelayPlace from(c_, m, c_.rank, p);
+    bool all = true;
+    for (uint32_t i = 0; i < m.size(m.of[c_.rank]); ++i) {
+      const uint64_t word = P::broadcast(P::poll(from.sum_signal(i, g), kSystem), 0);
+      all = all && Signal::epoch(word) == c_.epoch;
+    }
+    // Each lane for itself; they meet in cursor_.save().
+    for (uint32_t i = 0; all && i < m.size(m.of[c_.rank]); ++i) P::acquire(from.sum_signal(i, g), kSystem);
+    return all ? 1 : 0;
+  }
+
+  // A rank without experts owes nothing itself.
+  FLASHMOE_FN uint32_t items(uint32_t debt) const {
+    if constexpr (SpansMachines<P>) {
+      if (c_.shape.local_experts == 0 && !is_of_machine(debt)) return 0;
+    }
+    return engine_.items(c_.tokens_of(source(debt)), group(debt));
+  }
   FLASHMOE_FN uint32_t pieces(uint32_t debt) const {
     const uint32_t all = items(debt);
     return ceil_div(all, engine_.items_of_reduce(all));
@@ -200,13 +260,18 @@ class Combiner {
   FLASHMOE_FN bool has_returned(uint32_t g) const {
     bool all = true;
     for (uint32_t q = P::lane(); q < c_.shape.ranks; q += P::kLanes) {
-      all &= Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
+      all &= Signal::epoch(P::poll(c_.return_signal(c_.rank, returner(q), g), kSystem)) == c_.epoch;
     }
     if (P::ballot(!all) != 0) return false;
     // Each lane acquires the words that it polled; they meet in cursor_.save().
     for (uint32_t q = P::lane(); q < c_.shape.ranks; q += P::kLanes)
-      P::acquire(c_.return_signal(c_.rank, q, g), kSystem);
+      P::acquire(c_.return_signal(c_.rank, returner(q), g), kSystem);
     return true;
+  }
+  // Who says that what rank q owes to this one is here.
+  FLASHMOE_FN uint32_t returner(uint32_t q) const {
+    if constexpr (SpansMachines<P>) return P::machines(c_).returner(c_.rank, q);
+    return q;
   }
 
   const Call& c_;
@@ -219,7 +284,8 @@ class Combiner {
 //   processor(), processors()        which of the rank's processors this worker is one of, and how many there are
 //   items(tokens, g)                 into how many items the columns of return group g of so many tokens are cut
 //   items_of_reduce(all), items_of_combine(all)   how many of `all` items a piece has; the same on every processor
-//   Piece reduce_piece(p, g, n, each, all), combine_piece(g, n, each, all)   the n-th piece, of `each` of `all` items
+//   Piece reduce_piece(p, g, n, each, all), combine_piece(g, n, each, all)   the n-th piece, of `each` of `all` items;
+//                                    where ranks may be on several machines also machine_piece(p, g, n, each, all)
 //   sum(piece)                       sums its rows in ascending order in fp32 and writes them, at home or to the output;
 //                                    ordered before this worker's next release when it returns
 //   begin(), end(phase, index, column)   of a span, for reports and traces

@@ -48,9 +48,9 @@ class Scheduler {
     word_ = look_ready<P>(c_, drained_);
   }
 
-  // Publishes what the window allows; kDone once all words of the call are published and all its returns are here. All
-  // lanes, after look().
-  FLASHMOE_FN Step step() {
+  // Publishes what the window allows; kDone once all words of the call are published and all its returns are here, if
+  // nothing else is to be done (`may_end`). All lanes, after look().
+  FLASHMOE_FN Step step(bool may_end = true) {
     bool moved = drain();
     int64_t room = static_cast<int64_t>(P::broadcast(taken_, 0) + c_.policy.order.window - published_);
     bool fenced = false;
@@ -71,7 +71,7 @@ class Scheduler {
       end_tasks();
       moved = true;
     }
-    if (ended_ && sub_.returned() == c_.policy.groups) {
+    if (ended_ && sub_.returned() == c_.policy.groups && may_end) {
       if (P::lane() == 0) P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
       return Step::kDone;
     }

@@ -7,9 +7,11 @@
 // packet's parts: were each packet sent by one, all would be complete at the same time, late, and until then no tile
 // could be made of them.
 //
+// Where ranks are on several machines, the packets for all of another machine go to its relay: machine_sender.h.
 // Where peers are not mapped: put_sender.h.
 #pragma once
 
+#include "flashmoe/actors/machine_sender.h"
 #include "flashmoe/protocol/announce.h"
 #include "flashmoe/protocol/packet.h"
 #include "flashmoe/spec/enums.h"
@@ -48,8 +50,6 @@ FLASHMOE_FN bool await_routing(const Call& c, uint32_t b) {
 template <class P, class Engine>
 class Sender {
  public:
-  static constexpr uint32_t kPartTokens = 32;
-
   FLASHMOE_FN Sender(const Call& call, Engine& engine) : c_(call), engine_(engine) {}
 
   // own_block: the first token block that this sender's processor dispatches. False if the call was aborted.
@@ -60,6 +60,12 @@ class Sender {
     for (uint32_t i = first; i < of_rank * (c_.shape.ranks - 1); i += step) {
       const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.shape.ranks, b = i % of_rank / parts, part = i % parts;
       if (!await_routing<P>(c_, b)) return false;
+      if constexpr (SpansMachines<P>) {
+        if (!P::machines(c_).together(c_.rank, q)) {
+          send_to_machine<P>(c_, engine_, q, b, part, parts);
+          continue;
+        }
+      }
       engine_.begin();
       const uint32_t entries = c_.out_offsets(q, b)[c_.owned(q)];
       if (part == 0) copy_packet(b, q, entries);

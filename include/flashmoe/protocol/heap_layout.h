@@ -68,6 +68,9 @@ struct Limits {
   uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
   uint32_t capacity = 0;      // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
   uint32_t redispatch = 0;    // 1: room for rows of x that backward passes send again (gradients.h)
+  // Of groups on several machines (machines.h): the most ranks of one, and sources that one rank may be the relay of; 0, 0
+  // where all ranks are on one.
+  uint32_t machine_ranks = 0, relayed = 0;
   // May differ from rank to rank: they size the workspace, which no peer addresses.
   uint32_t intermediate = 0;        // I
   uint32_t intermediate_bytes = 0;  // of an element of an intermediate row
@@ -85,6 +88,10 @@ struct Limits {
   // The most entries that a token has on one rank: its experts are distinct.
   FLASHMOE_HD constexpr uint32_t entries_per_token() const {
     return min_of(top_k, max_local_experts) + shared_experts(shared);
+  }
+  // The same on all ranks of one machine, without the shared expert, which only own tokens have.
+  FLASHMOE_HD constexpr uint32_t entries_on_machine() const {
+    return static_cast<uint32_t>(min_of<uint64_t>(top_k, uint64_t{machine_ranks} * max_local_experts));
   }
   // The most rows that one rank's tokens have with the experts of one rank, but for the shared one. With a capacity C,
   // El * C: a call of other sizes may have a larger C, and is refused unless its own El * C is within this one

@@ -8,6 +8,7 @@
 // experts: whoever overwrites rows that are returned finds them copied, actors/keeper.h.)
 #pragma once
 
+#include "flashmoe/protocol/machines.h"
 #include "flashmoe/protocol/ready_list.h"
 
 namespace flashmoe {
@@ -20,7 +21,7 @@ struct Pending {
 // Tells rank p that all it gets back from this rank in group g is written there. (Where peers are not mapped it still
 // lies here; the senders are told, who put it and then signal.)
 template <class P>
-FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
+FLASHMOE_FN void signal_home(const Call& c, uint32_t p, uint32_t g) {
   const uint64_t word = Signal::make(c.epoch, 0);
   if (p == c.rank) {
     P::store_release(c.return_signal(p, c.rank, g), word, kDevice);
@@ -29,6 +30,20 @@ FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
   } else {
     P::store_release(c.returns_ready(p), word, kDevice);
   }
+}
+
+// The same, once this rank's part of it is written: with machines' sums, it is this rank's relay that is told.
+template <class P>
+FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
+  if constexpr (SpansMachines<P>) {
+    const Machines& m = P::machines(c);
+    if (m.sums && !m.together(p, c.rank)) {
+      const RelayPlace to(c, m, m.relay(p, m.of[c.rank]), p);
+      P::store_release(to.sum_signal(m.place[c.rank], g), Signal::make(c.epoch, 0), kSystem);
+      return;
+    }
+  }
+  signal_home<P>(c, p, g);
 }
 
 // Lanes with `has` add `change` to their counter (p, g). Whoever completes one signals the group to its home (direct),

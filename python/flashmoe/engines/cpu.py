@@ -20,6 +20,8 @@ from .base import Engine, Membership
 from .network import Joined, join
 
 _PHASES = PHASES[:-1]  # epilogues are not told apart from products
+machines: tuple[int, ...] = ()
+"""For tests: the machines of which ranks that meet in shared memory are taken to be, by rank; none: all of one."""
 _MOST_LAYERS = 1024  # prepared at a time; a few kilobytes each
 
 
@@ -31,6 +33,15 @@ class Prepared(NamedTuple):
     layer: LayerSpec
     owners: tuple[int, ...]
     """For each expert, the rank to which this one sends its tokens."""
+
+
+class Crossed(NamedTuple):
+    """What has gone to other machines, without what messages say of themselves."""
+
+    messages: int
+    bytes: int
+    bytes_of_size: tuple[int, ...]
+    """How many of the bytes were in messages of 2**n bytes to below twice as many."""
 
 
 class Ended(NamedTuple):
@@ -54,7 +65,7 @@ class CpuEngine(Engine):
         self.joined: Joined | None = None
         """How the group's ranks are spread over machines; None where they have met in shared memory."""
         if who.meet is None:
-            owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns)
+            owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns, list(machines))
         else:
             self.joined = join(library, self.room.limits, who, who.meet)
             owner = self.joined.owner
@@ -134,12 +145,12 @@ class CpuEngine(Engine):
     def synchronize(self) -> None:
         self.checked_handle()
 
-    def crossed(self) -> tuple[int, int]:
-        """Messages, and bytes of data in them, that have gone to ranks on other machines since the context was made."""
+    def crossed(self) -> Crossed:
+        """What has gone to ranks on other machines since the context was made."""
         if self.joined is None or self.joined.network is None:
-            return 0, 0
-        messages, sent = _ffi.library().network_crossed(self.joined.network())
-        return int(messages), int(sent)
+            return Crossed(0, 0, ())
+        messages, sent, *sizes = map(int, _ffi.library().network_crossed(self.joined.network()))
+        return Crossed(messages, sent, tuple(sizes))
 
     def set_tile(self, rows: int, columns: int) -> None:
         """For tests: tiles of another shape, so that small problems have many. Same on every rank."""

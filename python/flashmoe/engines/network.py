@@ -51,18 +51,20 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
     said = meeting.exchange("who", mine)
     _check_agreement(library, limits, who, said)
     hosts = tuple(str(each["host"]) for each in said)
-    here = tuple(rank for rank, each in enumerate(said) if each["machine"] == mine["machine"])
+    names = [str(each["machine"]) for each in said]
+    machines = [names.index(each) for each in names]
+    here = tuple(rank for rank, each in enumerate(names) if each == mine["machine"])
     # Under a name that only these ranks know: others of the machine may have a group of the same name.
     key = proof(meeting.secret, "".join(["couriers ", *(str(each["nonce"]) for each in said)]).encode())
     name = f"{who.name[:100]}-{hashlib.sha256(key).hexdigest()[:16]}-{here[0]}"
     network = None
     if len(here) == len(said):
-        owner = library.context_create(limits, who.rank, name, who.timeout_ns)
+        owner = library.context_create(limits, who.rank, name, who.timeout_ns, [])
     else:
         sizes = who.rank, len(said), key[:16].hex(), who.timeout_ns
         network = library.network_open(*sizes, ucx.library(), meeting.device or "")
         addresses = meeting.exchange("address", str(library.network_address(network())))
-        place = list(here), [str(each) for each in addresses], list(hosts)
+        place = machines, [str(each) for each in addresses], list(hosts)
         owner = library.network_context(network(), limits, who.rank, name, who.timeout_ns, *place)
         meeting.exchange("listening", True)
         library.network_await(network())

@@ -1,0 +1,100 @@
+// What a sender does for ranks of another machine: it brings the packets of all of them to the one that stands for the
+// machine towards this rank, its relay (protocol/machines.h), each row once. The rows are those that any of the ranks
+// needs; entries, offsets and counts are those that each would get.
+#pragma once
+
+#include <cstring>
+
+#include "flashmoe/protocol/machines.h"
+#include "flashmoe/spec/enums.h"
+
+namespace flashmoe {
+
+// A packet's rows are sent in parts of so many tokens.
+inline constexpr uint32_t kPartTokens = 32;
+
+// All lanes; `bytes` and both addresses are even.
+template <class P>
+FLASHMOE_FN void copy_bytes(void* to, const void* from, uint64_t bytes) {
+  if constexpr (P::kLanes == 1) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  for (uint64_t i = P::lane(); i < bytes / 2; i += P::kLanes) {
+    static_cast<uint16_t*>(to)[i] = static_cast<const uint16_t*>(from)[i];
+  }
+}
+
+template <class P, class Engine>
+class MachineSender {
+ public:
+  FLASHMOE_FN MachineSender(const Call& call, Engine& engine, uint32_t relay, uint32_t b)
+      : c_(call),
+        m_(P::machines(call)),
+        engine_(engine),
+        machine_(m_.of[relay]),
+        to_(call, m_, relay, call.rank),
+        b_(b),
+        first_(b << call.policy.log2_block) {}
+
+  // Of each rank of the machine: offsets, and entries behind those of the ranks before.
+  FLASHMOE_FN void send_entries() const {
+    Entry* entries = to_.entries(first_);
+    for (uint32_t i = 0; i < m_.size(machine_); ++i) {
+      const uint32_t q = m_.rank_at(machine_, i), owned = c_.owned(q);
+      const uint16_t* const offsets = c_.out_offsets(q, b_);
+      copy_bytes<P>(to_.offsets(b_, i), offsets, (owned + 1) * sizeof(uint16_t));
+      copy_bytes<P>(entries, c_.out_entries(q, first_), offsets[owned] * sizeof(Entry));
+      entries += offsets[owned];
+    }
+  }
+
+  FLASHMOE_FN void send_rows(uint32_t base) const {
+    FLASHMOE_UNROLL
+    for (uint32_t at = base; at < base + kPartTokens; at += P::kLanes) {
+      const uint32_t t = at + P::lane();
+      uint32_t any = 0;
+      for (uint32_t i = 0; t < c_.tokens_in_block(b_) && i < m_.size(machine_); ++i) {
+        const uint16_t n = c_.out_counts(m_.rank_at(machine_, i), first_)[t];
+        *to_.counts(i, first_ + t) = n;
+        any |= n;
+      }
+      const uint32_t needed = P::ballot(any != 0);
+      engine_.send_rows(to_.at, first_ + at + P::nth_bit(needed, P::lane()), P::popcount(needed));
+    }
+  }
+
+  // Counts a part that is sent; who counts the last one of a batch of token blocks signals it: a message. One lane.
+  FLASHMOE_FN void count_part(uint32_t parts) const {
+    const uint32_t each = m_.batch_blocks(c_.block_tokens(), c_.memory.token_row_bytes), batch = b_ / each;
+    parts *= min_of(each, c_.blocks() - batch * each);
+    uint32_t* const sent = c_.out_sent(to_.at, batch * each);
+    if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return;
+    P::store_relaxed(sent, 0u);
+    P::store_release(to_.signal(batch), Signal::make(c_.epoch, 0), kSystem);
+  }
+
+ private:
+  const Call& c_;
+  const Machines& m_;
+  Engine& engine_;
+  const uint32_t machine_;
+  const RelayPlace to_;
+  const uint32_t b_, first_;
+};
+
+// A part of block b's packets to rank q's machine, if q is its relay: all parts but those to relays are none. `parts`: of
+// a block. All lanes, when the block's routing is here.
+template <class P, class Engine>
+FLASHMOE_FN void send_to_machine(const Call& c, Engine& engine, uint32_t q, uint32_t b, uint32_t part, uint32_t parts) {
+  if (!P::machines(c).is_relay(c.rank, q)) return;
+  const MachineSender<P, Engine> sender(c, engine, q, b);
+  engine.begin();
+  if (part == 0) sender.send_entries();
+  sender.send_rows(part * kPartTokens);
+  P::sync();  // all lanes' writes before the count
+  if (P::lane() == 0) sender.count_part(parts);
+  engine.end(Phase::kDispatch, b, q);
+}
+
+}  // namespace flashmoe

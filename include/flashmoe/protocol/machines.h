@@ -1,0 +1,173 @@
+// Once per machine: in a group whose ranks are on several machines a token's row crosses to each other machine once, and
+// with `reduced` one sum of what its experts there have made comes back.
+//
+// The rank that stands for machine m towards source p is its *relay*: p sends it the packets of all its ranks, and it
+// passes them on in p's name (actors/relay.h); where sums are formed, the ranks of m leave theirs of p's tokens with it,
+// and it sends the sum of these home (actors/returner.h). So ranks of a machine share that work, source by source, and
+// all that p and m have to do with one another has one pair of ends.
+//
+// A Platform whose ranks may be on several machines has
+//   static const Machines& machines(const Call&);
+// which SpreadPlatform makes of any other. For platforms without it nothing here is compiled in.
+#pragma once
+
+#include "flashmoe/protocol/gradients.h"
+
+namespace flashmoe {
+
+// ---- Behind the symmetric heap and what gradients have there. In a table of its own: see gradients.h ------------------
+
+// What a relay has for the sources that it stands for; `slot` is Machines::slot(source, its machine).
+enum class RelayField : uint32_t { kSignal, kOffsets, kCounts, kEntries, kSumSignal, kSums, kCount };
+
+inline constexpr FieldSpec<RelayField> kRelayTable[] = {
+    {RelayField::kSignal, "relay_signal", Writer::kRank0,
+     [](const Limits& l) { return FieldShape{{l.relayed, l.max_blocks(), 1, 1}, 8}; },
+     "[slot][n] the packets of the source's n-th batch of token blocks are complete, for all ranks of this machine"},
+    {RelayField::kOffsets, "relay_offsets", Writer::kRank0,
+     [](const Limits& l) {
+       return FieldShape{{l.relayed, l.max_blocks(), l.machine_ranks, l.max_local_experts + 1}, 2};
+     },
+     "[slot][b][place][El+1] packet_offsets of the rank at that place of the machine"},
+    {RelayField::kCounts, "relay_counts", Writer::kRank0,
+     [](const Limits& l) { return FieldShape{{l.relayed, l.machine_ranks, l.max_tokens, 1}, 2}; },
+     "[slot][place][token] packet_counts: who needs the token's row, and whose sums it has"},
+    {RelayField::kEntries, "relay_entries", Writer::kRank0,
+     [](const Limits& l) { return FieldShape{{l.relayed, l.max_tokens, l.entries_on_machine(), 1}, sizeof(Entry)}; },
+     "[slot][first token of b ...] the entries of block b's packets, rank after rank, dense from its first token's "
+     "place"},
+    {RelayField::kSumSignal, "sum_signal", Writer::kRank1,
+     [](const Limits& l) { return FieldShape{{l.staging * l.relayed, l.machine_ranks, kMaxGroups, 1}, 8}; },
+     "[slot][place][g] the rank there has left the columns of group g of all its sums"},
+    {RelayField::kSums, "machine_sums", Writer::kRank1,
+     [](const Limits& l) {
+       return FieldShape{{uint64_t{l.staging} * l.relayed, l.machine_ranks, l.max_tokens,
+                          row_pitch(l.hidden, max_of(4u, l.return_bytes))},
+                         1};
+     },
+     "[slot][place][token][H] fp32 sums of the token's rows on the rank there"},
+};
+static_assert(sizeof(kRelayTable) / sizeof(kRelayTable[0]) == static_cast<size_t>(RelayField::kCount));
+
+template <>
+inline constexpr int kDimensions<RelayField> = 4;
+using RelayLayout = Layout<RelayField>;
+
+inline RelayLayout make_relay_layout(const Limits& limits) {
+  return make_layout(kRelayTable, limits);
+}
+
+// Heap, and all that may lie behind it.
+inline uint64_t spread_heap_bytes(const Limits& limits) {
+  return training_heap_bytes(limits) + make_relay_layout(limits).bytes;
+}
+
+// ---- How ranks are spread ---------------------------------------------------------------------------------------------
+
+// Which rank is on which machine, as tables of the host's. Machines are numbered by their lowest ranks; a rank's place is
+// its number among those of its machine.
+struct Machines {
+  uint32_t count = 1;               // M
+  const uint32_t* of = nullptr;     // [R] the machine of each rank
+  const uint32_t* place = nullptr;  // [R]
+  const uint32_t* ranks = nullptr;  // [R] machine by machine, each's ascending
+  const uint32_t* first = nullptr;  // [M + 1] where each machine's begin in `ranks`
+  uint32_t most_ranks = 1;          // of a machine
+  // Sources that this rank is the relay of, ascending, and memory of its relay's: batches of each that are passed on.
+  const uint32_t* sources = nullptr;
+  uint32_t* passed = nullptr;
+  uint32_t source_count = 0;
+  uint64_t* rows_passed = nullptr;  // likewise: rows of the call that it has written to other ranks
+
+  // Rows of one message to a relay, at most, unless a single token block has more.
+  uint64_t batch_bytes = 1;
+  RelayLayout layout;
+  uint64_t behind = 0;  // where in a heap that layout begins
+  // Of the call. How far behind a dispatched row another follows that belongs to it (redispatched_behind); 0: none does.
+  uint64_t second_row = 0;
+  // Whether machines' sums go home. Not in a backward pass, whose rows come with gradients of combine weights.
+  bool sums = false;
+
+  FLASHMOE_HD uint32_t size(uint32_t machine) const { return first[machine + 1] - first[machine]; }
+  FLASHMOE_HD uint32_t rank_at(uint32_t machine, uint32_t at) const { return ranks[first[machine] + at]; }
+  FLASHMOE_HD bool together(uint32_t p, uint32_t q) const { return count == 1 || of[p] == of[q]; }
+  // The rank that stands for a machine towards source p, which is of another.
+  FLASHMOE_HD uint32_t relay(uint32_t p, uint32_t machine) const { return rank_at(machine, place[p] % size(machine)); }
+  FLASHMOE_HD bool is_relay(uint32_t p, uint32_t q) const { return relay(p, of[q]) == q; }
+  // The source's place in its relay's fields: machines in order, of each those that have this relay.
+  FLASHMOE_HD uint32_t slot(uint32_t p, uint32_t machine) const {
+    const uint32_t others = of[p] < machine ? of[p] : of[p] - 1;
+    return others * ceil_div(most_ranks, size(machine)) + place[p] / size(machine);
+  }
+  // So many token blocks of that size are sent to a relay as one message.
+  FLASHMOE_HD uint32_t batch_blocks(uint32_t tokens, uint32_t row_bytes) const {
+    return static_cast<uint32_t>(max_of<uint64_t>(batch_bytes / (uint64_t{tokens} * row_bytes), 1));
+  }
+  // Which rank answers for what q owes to p: with sums, q's relay, if they are on different machines.
+  FLASHMOE_HD uint32_t returner(uint32_t p, uint32_t q) const { return sums && !together(p, q) ? relay(p, of[q]) : q; }
+};
+
+// The most sources that a rank of the smallest machine is the relay of, and hence slots.
+FLASHMOE_HD constexpr uint32_t relay_slots(uint32_t machines, uint32_t most_ranks, uint32_t fewest_ranks) {
+  return (machines - 1) * ceil_div(most_ranks, fewest_ranks);
+}
+
+// A call of a group that may be spread.
+struct SpreadCall : Call {
+  Machines machines;
+};
+
+template <class P>
+struct SpreadPlatform : P {
+  static const Machines& machines(const Call& c) { return static_cast<const SpreadCall&>(c).machines; }
+};
+
+template <class P>
+concept SpansMachines = requires(const Call& c) { P::machines(c); };
+
+// ---- What a relay has of source p; `at` is the relay, `place` that of a rank of its machine ----------------------------
+
+struct RelayPlace {
+  const Call& c;
+  const Machines& m;
+  uint32_t at, slot;
+
+  FLASHMOE_HD RelayPlace(const Call& call, const Machines& machines, uint32_t relay, uint32_t p)
+      : c(call), m(machines), at(relay), slot(machines.slot(p, machines.of[relay])) {}
+
+  template <class T>
+  FLASHMOE_HD T* field(RelayField f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0) const {
+    return m.layout.at<T>(c.memory.heaps[at] + m.behind, f, slot, i, j, k);
+  }
+  FLASHMOE_HD uint64_t* signal(uint32_t batch) const { return field<uint64_t>(RelayField::kSignal, batch); }
+  FLASHMOE_HD uint16_t* offsets(uint32_t b, uint32_t place) const {
+    return field<uint16_t>(RelayField::kOffsets, b, place);
+  }
+  FLASHMOE_HD uint16_t* counts(uint32_t place, uint32_t token) const {
+    return field<uint16_t>(RelayField::kCounts, place, token);
+  }
+  FLASHMOE_HD Entry* entries(uint32_t first_token) const { return field<Entry>(RelayField::kEntries, first_token); }
+  FLASHMOE_HD uint64_t* sum_signal(uint32_t place, uint32_t g) const {
+    return field<uint64_t>(RelayField::kSumSignal, place, g);
+  }
+  FLASHMOE_HD float* sum(uint32_t place, uint32_t token) const { return field<float>(RelayField::kSums, place, token); }
+  // Whether any rank of the machine has entries of the token.
+  FLASHMOE_HD bool is_needed(uint32_t token) const {
+    bool any = false;
+    for (uint32_t i = 0; i < m.size(m.of[at]); ++i) any |= *counts(i, token) != 0;
+    return any;
+  }
+};
+
+// The rank, by whose number a token's return rows are told apart with `reduced`, and which of them there are: on the own
+// machine each rank's, of another its relay's.
+FLASHMOE_HD bool is_returned(const Call& c, const Machines& m, uint32_t token, uint32_t q) {
+  if (!m.sums || m.together(c.rank, q)) return *c.out_counts(q, token) != 0;
+  if (!m.is_relay(c.rank, q)) return false;
+  const uint32_t machine = m.of[q];
+  bool any = false;
+  for (uint32_t i = 0; i < m.size(machine); ++i) any |= *c.out_counts(m.rank_at(machine, i), token) != 0;
+  return any;
+}
+
+}  // namespace flashmoe
