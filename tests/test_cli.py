@@ -259,7 +259,7 @@ def test_run_on_gpus_says_what_is_missing(tmp_path, capsys, gpus, lacking, ranks
 )
 def test_engine_auto(gpus, lacking, ranks, chosen):
     gpus(lacking)
-    assert run._chosen_engine("auto", ranks) == chosen
+    assert run.chosen_engine("auto", ranks) == chosen
 
 
 def test_run_on_gpus_refuses_widths_that_they_cannot_copy(tmp_path, capsys, monkeypatch, gpus):

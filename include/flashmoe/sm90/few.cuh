@@ -70,9 +70,8 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   } else if constexpr (kMxFp4<Dtype>) {
     load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
   }
-  trace.begin();
+  trace.begin(1);
   const bool ok = meet(b, is_among_last<Dtype>(b));
-  trace.end(Phase::kWait, blockIdx.x, 0);
   if (!ok) return;
   trace.begin();
   sum_rows<Dtype>(b);
@@ -82,6 +81,7 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
     *b.c.few_done(u) = 0;
   }
   trace.end(Phase::kCombine, blockIdx.x, 0);
+  trace.end(Phase::kReturn, blockIdx.x, 0, 1);
 }
 
 }  // namespace few

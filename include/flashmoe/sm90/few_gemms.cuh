@@ -141,7 +141,9 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
   HandedSlot handed;
   StageSlot at;
   while (true) {
+    trace.begin();
     const uint32_t word = next_task(b, handed);
+    trace.end(Phase::kWait, blockIdx.x, 0);
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
     trace.begin();
@@ -175,7 +177,8 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
         });
       });
     }
-    trace.end(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile);
+    trace.end_product(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile,
+                      expert);
   }
 }
 
