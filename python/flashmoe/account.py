@@ -157,7 +157,7 @@ def _part(piece: Piece) -> str:
 def with_epilogues(events: Iterable[Event]) -> list[tuple[Event, Event]]:
     """Each GEMM task that was traced with its epilogue, and that."""
     by_actor = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.end_ns):
+    for event in sorted(events, key=lambda event: (event.end_ns, -event.start_ns)):
         if event.warp == _MAIN_WARP:
             by_actor[event.actor].append(event)
     pairs = []

@@ -18,8 +18,20 @@ from typing import Any, NamedTuple
 from .errors import InvalidArgument
 
 PHASES = (
-    *("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule"),
-    *("epilogue", "form", "send", "rehearse", "gradients", "return"),
+    "gate",
+    "dispatch",
+    "gemm0",
+    "gemm1",
+    "reduce",
+    "combine",
+    "wait",
+    "schedule",
+    "epilogue",
+    "form",
+    "send",
+    "rehearse",
+    "gradients",
+    "return",
 )
 """Kinds of event, in the order of ``Phase`` in include/flashmoe/spec/enums.h."""
 
@@ -66,8 +78,8 @@ class CallTrace:
     offset_ns: int = 0
     """What to add to times for those of the machine's CLOCK_MONOTONIC."""
     error_ns: int = 0
-    """How far that may be off: half the time that the device's answer took, and what both clocks drifted apart between two
-    such answers."""
+    """How far that may be off: half the time that the device's answer took, and what the two clocks drifted apart until a
+    second answer."""
 
     @property
     def wall_ns(self) -> int:

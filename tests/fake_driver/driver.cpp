@@ -16,6 +16,7 @@
 #include "cuda/driver.h"
 #include "cuda/transport/nvshmem.h"
 #include "flashmoe/sm90/geometry.h"
+#include "host/clock.h"
 
 using namespace flashmoe;
 using cuda::CudaResult;
@@ -232,7 +233,7 @@ CudaResult moved(const sm90::MovedRows& to) {
   return 0;
 }
 
-// Block b begins at 1000 b + 900 and ends at 1000 b + 3000. Warp 1 has one span of each phase, 100 ns long, from
+// Block b begins at 1000 b + 900 and ends at 1000 b + 3000. Its first warp has one span of each phase, 100 ns long, from
 // 1000 * (b + 1) on, of expert 2.
 void record(uint8_t* trace, uint32_t processors) {
   for (uint32_t b = 0; trace != nullptr && b < processors; ++b, trace += sm90::kTraceBytesPerBlock) {
@@ -241,7 +242,7 @@ void record(uint8_t* trace, uint32_t processors) {
     *header = {0, 1000 * b + 900, 1000 * b + 3000, b};
     for (uint16_t p = 0; p < flashmoe::kValues<flashmoe::Phase>; ++p) {
       const uint64_t start = 1000 * (b + 1) + 100 * p;
-      events[header->count++] = {start, start + 100, p, 1, b, p, 2};
+      events[header->count++] = {start, start + 100, p, 0, b, p, 2};
     }
   }
 }

@@ -23,6 +23,7 @@ from .run import chosen_engine
 from .traced import accounts_of, summary, traced
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
 
+
 def command(
     engine: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there are GPUs for that.")] = "auto",
     ranks: Annotated[int, typer.Option(help="Ranks; each is a process of this machine, with cuda a GPU.")] = 1,

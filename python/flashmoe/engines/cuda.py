@@ -109,7 +109,9 @@ class CudaEngine(Engine):
         """Those that were called, by all that a call of them has in common."""
         self._report: CallReport | None = None
         self._unread: tuple[Prepared, int] | None = None  # layer and T of a call whose report was not asked for
-        self._unread_trace: tuple[Prepared, bool] | None = None  # of the last recorded call; whether it is a backward pass
+        self._unread_trace: tuple[Prepared, bool] | None = (
+            None  # of the last recorded call; whether it is a backward pass
+        )
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         return self._call(tensors, options, trace, None)
