@@ -7,8 +7,8 @@ The traced call follows 40 others that begin like it: each GPU is kept busy, the
 after a pause is another matter: its first stores to a peer take 0.1 ms. Of each rank, in microseconds since its first
 event: when gate and packets end, when blocks send, when each block's first task begins and its last one ends, how long
 tasks, epilogues, waits and combines take, and with --histogram how GEMM tasks that begin within so many microseconds of
-one another fare; and last where the multiprocessors' time goes (flashmoe.account). --perfetto writes all ranks' spans, by
-the clock of this machine.
+one another fare; and last where the multiprocessors' time goes (flashmoe.account). --perfetto writes all ranks' spans,
+by the clock of this machine.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Accounts of traced calls, and what tracing costs, on one GPU: as ``flashmoe trace`` makes them, several layers in one file.
+"""Accounts of traced calls, and what tracing costs, on one GPU: as ``flashmoe trace`` makes them, of several layers.
 
     python benchmarks/traces.py [--layers NAME ...] [--pairs N] [--out FILE] [--traces FOLDER]
 
-Two ranks share the GPU, half of its multiprocessors each, side by side under NVIDIA's MPS where there is its daemon: times
-are no group's of two GPUs, but their accounts are, and how far two clocks of one and the same timer seem apart. A run adds
-to the file's layers if they are of the same commit and device. --traces keeps what Perfetto shows.
+Two ranks share the GPU, half of its multiprocessors each, side by side under NVIDIA's MPS where there is its daemon:
+times are no group's of two GPUs, but what the account covers is, and how far two readings of one and the same timer are
+apart says how exact they are. A run adds to the file's layers if they are of the same commit and device. --traces keeps
+what Perfetto shows.
 """
 
 from __future__ import annotations

@@ -437,28 +437,14 @@ def test_a_user_without_a_home(tmp_path):
 # ---- flashmoe trace --------------------------------------------------------------------------------------
 
 
+SIZES = "--hidden 24 --intermediate 8 --experts 4 --top-k 2 --tokens 9 --activation gelu --dtype float32"
+
+
 @pytest.mark.parametrize(
     ("options", "passes"),
     [
         ([*TINY, "--skew", "1"], ["forward"]),
-        (
-            [
-                "--engine",
-                "cpu",
-                "--hidden",
-                "24",
-                "--intermediate",
-                "8",
-                "--experts",
-                "4",
-                "--top-k",
-                "2",
-                "--tokens",
-                "9",
-            ]
-            + ["--activation", "gelu", "--dtype", "float32", "--backward"],
-            ["forward", "backward"],
-        ),
+        (["--engine", "cpu", *SIZES.split(), "--backward"], ["forward", "backward"]),
         (["--engine", "cpu", "--tokens", "40", "--weight-dtype", "float8_e4m3fn"], ["forward"]),
     ],
     ids=["ranks", "backward", "fp8"],

@@ -160,7 +160,7 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
 
 void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
   const TaskRow& product = kProgram[n];
-  const uint32_t expert = product.of == Unit::kExpert ? index : c_.tile(index)->shape.expert;
+  const uint32_t expert = product.of == Unit::kExpert ? index : c_.tile(TileIndex::tile(index))->shape.expert;
   const Timed timed(trace_, phase_of(n), index, block, expert);
   const Columns at = columns(n, block, block + 1);
   switch (product.epilogue) {

@@ -1,9 +1,9 @@
 """Where the processors' time of a traced call went.
 
-A processor's time is what its first warp does (CPU engine: its thread), which runs tasks to the end, and ends the call
-with the others. Each nanosecond of it, from the call's start to its end, is the innermost span's that it lies in; before
-the first span it is ``start``, behind the last one ``tail``. What lies between two spans is nobody's, and is told as
-such: `Account.uncovered_ns`.
+A processor's time is what its first warp does (CPU engine: its thread), which computes tasks until there are none. Each
+nanosecond of it, from the call's start to its end, is the innermost span's that it lies in; before the first span it is
+``start``, behind the last one ``tail``. What lies between two spans is nobody's, and is told as such:
+`Account.uncovered_ns`.
 """
 
 from __future__ import annotations

@@ -423,14 +423,14 @@ class Context:
         return self._engine.last_call()
 
     def trace(self, call: Callable[[], Any]) -> list[CallTrace]:
-        """Trace every call of this context that `call()` makes, forward and backward passes: a `flashmoe.trace.CallTrace`
-        for each, in their order. `flashmoe.account.accounts` says where the processors' time went, and
-        `flashmoe.trace.write_traces` writes what Perfetto shows (docs/tracing.md).
+        """Trace every call of this context that `call()` makes, forward and backward passes: a
+        `flashmoe.trace.CallTrace` for each, in their order. `flashmoe.account.accounts` says where the processors' time
+        went, and `flashmoe.trace.write_traces` writes what Perfetto shows (docs/tracing.md).
 
-        `call` takes no arguments; what it returns is dropped. Every rank of a group makes the same calls, traced or not:
-        tracing changes no bit of a result. With the CUDA engine kernels that trace are others, compiled when first
-        called; between two calls the host reads what the first has left, so that they do not follow one another closely,
-        and nothing can be captured.
+        `call` takes no arguments; what it returns is dropped. Every rank of a group makes the same calls, traced or
+        not: tracing changes no bit of a result. With the CUDA engine kernels that trace are others, compiled when first
+        called; between two calls the host reads what the first has left, so that they do not follow one another
+        closely, and nothing can be captured.
 
         Raises what `call` raises.
         """

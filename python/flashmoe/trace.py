@@ -1,7 +1,7 @@
 """What every actor did when, as a Chrome trace (for Perfetto) and as a picture; docs/tracing.md.
 
-`flashmoe.Context.trace` returns a `CallTrace` for each call, `write_traces` writes those of all ranks. The functions below
-it take `events_by_rank`: the list of each rank's `Event`s, rank 0 first. An actor is ``os`` (scheduler and
+`flashmoe.Context.trace` returns a `CallTrace` for each call, `write_traces` writes those of all ranks. The functions
+below it take `events_by_rank`: the list of each rank's `Event`s, rank 0 first. An actor is ``os`` (scheduler and
 subscriber) or ``processor N``: a thread of the CPU engine or a thread block of a GPU. Times of all ranks must
 come from one clock; they are shown from the earliest event on.
 """
@@ -42,10 +42,11 @@ class Event(NamedTuple):
     actor: str
     """``os`` or ``processor N``."""
     kind: str
-    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of a backward pass ``gradients``
-    (products over rows); of the OS, ``schedule``. On a GPU also ``rehearse`` (a task without rows) and ``form`` (until
-    all packets have become tiles); within products ``epilogue`` (from accumulators to memory); and around others
-    ``send`` (rows to other ranks) and ``return`` (what follows a warp's role: sums, and waits for what they need)."""
+    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of a backward pass
+    ``gradients`` (products over rows); of the OS, ``schedule``. On a GPU also ``rehearse`` (a task without rows) and
+    ``form`` (until all packets have become tiles); within products ``epilogue`` (from accumulators to memory); around
+    others ``send`` (rows to other ranks) and ``return`` (what follows a warp's role: sums, and waits for what they
+    need)."""
     start_ns: int
     """Nanoseconds of CLOCK_MONOTONIC, which processes of one machine share; on a GPU, of its global timer."""
     end_ns: int
@@ -56,7 +57,8 @@ class Event(NamedTuple):
     column: int
     """The block of columns; 0 where the kind has none. ``reduce`` on a GPU: 256 x source rank + group of columns."""
     warp: int = 0
-    """On a GPU, the warp of the thread block. The first is one of the consumers, and the multiprocessor's account is its."""
+    """On a GPU, the warp of the thread block. The first is one of the consumers, and the account of its multiprocessor
+    is its own."""
     expert: int = -1
     """Of a product: the expert, E the shared one; -1 where there is none."""
 
@@ -78,8 +80,8 @@ class CallTrace:
     offset_ns: int = 0
     """What to add to times for those of the machine's CLOCK_MONOTONIC."""
     error_ns: int = 0
-    """How far that may be off: half the time that the device's answer took, and what the two clocks drifted apart until a
-    second answer."""
+    """How far that may be off: half the time that the device's answer took, and what the two clocks drifted apart until
+    a second answer."""
 
     @property
     def wall_ns(self) -> int:

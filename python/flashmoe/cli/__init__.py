@@ -1,5 +1,5 @@
-"""The ``flashmoe`` command: run a layer and check it, trace one, say what this machine can run, plan memory, place experts by
-their load, compile kernels, tune them, measure suites, simulate groups of GPUs."""
+"""The ``flashmoe`` command: run a layer and check it, trace one, say what this machine can run, plan memory, place
+experts by their load, compile kernels, tune them, measure suites, simulate groups of GPUs."""
 
 from __future__ import annotations
 

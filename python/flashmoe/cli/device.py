@@ -150,8 +150,6 @@ def put_on(device: int, arrays: Sequence[np.ndarray | SeededWeights]) -> list[to
 
 def to_device(array: np.ndarray | SeededWeights) -> torch.Tensor:
     """On PyTorch's current GPU: a copy of an array, or the matrices made."""
-    import torch
-
     if isinstance(array, SeededWeights):
         return array.made("cuda")
     return as_tensor(array).cuda()
