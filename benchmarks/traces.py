@@ -23,7 +23,7 @@ from flashmoe.cli.workload import Request, random_workload
 from flashmoe.spec import FP8
 from flashmoe.trace import write_traces
 from harness import commit_option, described, result_path, write
-from same_bits import mps
+from same_bits import mps, sharing
 
 
 class Layer(NamedTuple):
@@ -51,12 +51,13 @@ def measure(name: str, pairs: int, traces: Path | None) -> dict[str, Any]:
     if layer.fp8:
         workload = quantised(workload, FP8)
     with mps(layer.ranks > 1) as told:
+        told = {**sharing(), **told} if layer.ranks > 1 else {}
         os.environ.update(told)
         settings = {"device": 0, "processors": 66} if layer.ranks > 1 else {}
         of_ranks = traced(workload, layer.backward, pairs, **settings)
         for each in told:
             del os.environ[each]
-    found = summary(workload, of_ranks) | ({"under_mps": bool(told)} if layer.ranks > 1 else {})
+    found = summary(workload, of_ranks) | ({"under_mps": len(told) > 1} if layer.ranks > 1 else {})
     # Where ranks share the GPU and its timer, their offsets differ by how far either reading is off.
     offsets = [each.traces[-1].offset_ns for each in of_ranks]
     if layer.ranks > 1:

@@ -36,7 +36,8 @@ struct Tracer {
       if (t % kEach == 0) starts[t / 32][depth] = Platform::now_ns();
     }
   }
-  // The span ends.
+  // The span ends; if none is begun before the next end at this depth, that one's begins here. So what is between two
+  // tasks, the trace's own stores with it, is in the wait for the second.
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
     if constexpr (kOn) record(phase, index, column, kNoTile, depth);
   }
@@ -60,16 +61,13 @@ struct Tracer {
     const uint32_t t = thread();
     if (t % kEach != 0 || args.trace == nullptr) return;
     if (phase == Phase::kEpilogue && index == kNoTile) return;  // part of what is rehearsed
+    uint64_t& start = starts[t / 32][depth];
+    const uint64_t begun = start, now = Platform::now_ns();
+    start = now;
     const uint32_t i = atomicAdd(&events, 1u);
     if (i >= kTraceEvents) return;
     TraceEvent* to = reinterpret_cast<TraceEvent*>(buffer() + sizeof(TraceHeader)) + i;
-    *to = {starts[t / 32][depth],
-           Platform::now_ns(),
-           static_cast<uint16_t>(phase),
-           static_cast<uint16_t>(t / 32),
-           index,
-           column,
-           expert};
+    *to = {begun, now, static_cast<uint16_t>(phase), static_cast<uint16_t>(t / 32), index, column, expert};
   }
   // Volatile: else ptxas keeps whether this thread traces in a register throughout the kernel, and spills it.
   static __device__ __forceinline__ uint32_t thread() {

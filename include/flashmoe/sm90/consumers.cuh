@@ -159,6 +159,7 @@ __device__ __forceinline__ void compute_expert(const KernelArgs& args, const Cal
 template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                               uint32_t group, const Trace& trace, uint32_t& n) {
+  trace.begin();
   TaskRing& tasks = s.ring;
   const auto consumer = Consumer::of_group(ring, group);
   // The stages were scratch: only now may either block's loaders fill them.
@@ -166,7 +167,6 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
   for (uint32_t stage = 0; stage < kStages; ++stage)
     release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(stage));
   for (n = 0;; ++n) {
-    trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
     if (slot.kind == TaskKind::kStop) {
       trace.end(Phase::kWait, 0, 0);
@@ -174,7 +174,6 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
     }
     if (kIsBackward && slot.index == kCombines) return true;
     trace.end(Phase::kWait, slot.tile, slot.column);
-    trace.begin();
     if constexpr (kIsBackward) {
       if (is_over_rows(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);

@@ -104,7 +104,6 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   if (b.epoch == 0) return;
   // By a thread that has the least to do, while logits come: the next to need it is behind the routing's meetings.
   if (threadIdx.x == kFewThreads - 1) few::init_pipeline(s.pipeline);
-  trace.begin();
   const bool ok = few::route<Dtype>(b);
   trace.end(Phase::kDispatch, blockIdx.x, 0);
   if (ok) few::run_gemms<Dtype, kActivation>(b, trace);

@@ -140,13 +140,12 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
   const TheTasks tasks{b};
   HandedSlot handed;
   StageSlot at;
+  trace.begin();
   while (true) {
-    trace.begin();
     const uint32_t word = next_task(b, handed);
     trace.end(Phase::kWait, blockIdx.x, 0);
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
-    trace.begin();
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;

@@ -206,17 +206,16 @@ __device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Ca
   returner.run(c);
   each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
   count_combined(c);
+  trace.begin();
   s.ring.put_done(n);
 #pragma unroll 1
   for (++n;; ++n) {
-    trace.begin();
     const TaskSlot& slot = s.ring.wait_full(n);
     if (slot.kind == TaskKind::kStop) {
       trace.end(Phase::kWait, 0, 0);
       return;
     }
     trace.end(Phase::kWait, slot.tile, slot.column);
-    trace.begin();
     compute_router_dx<Dtype>(args, slot, ring);
     trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoTile);
     s.ring.put_done(n);
