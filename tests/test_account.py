@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import flashmoe
@@ -84,6 +85,7 @@ def test_packets_are_under_way_until_the_last_rank_has_dispatched():
     )
     alone, (one, two) = account(own), accounts([own, other])
     assert alone.ns == {"dispatch": 100, "wait for tasks": 900}
+    assert accounts([replace(own, engine="cuda"), other])[0].ns == alone.ns
     assert one.ns == {"dispatch": 100, "wait for packets": 300, "wait for tasks": 600}
     assert two.ns == {"dispatch": 400, "wait for tasks": 600}
 

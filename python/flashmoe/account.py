@@ -75,11 +75,12 @@ class Account:
 def accounts(traces: Sequence[CallTrace]) -> list[Account]:
     """Of one call, each rank's account. `traces`: that call's, of all ranks that are known, of one engine.
 
-    Packets are under way until the rank's formers say that all have become tiles; where they say nothing (CPU engine),
-    until the last of `traces` has dispatched.
+    Packets are under way until the rank's formers say that all have become tiles; on the CPU engine, which has none,
+    until the last of `traces` has dispatched. (Of few tokens, on a GPU, there are no packets.)
     """
     traces = [trace.on_host_clock() for trace in traces]
-    dispatched = [event.end_ns for trace in traces for event in trace.events if event.kind == "dispatch"]
+    known = [trace for trace in traces if trace.engine == "cpu"]
+    dispatched = [event.end_ns for trace in known for event in trace.events if event.kind == "dispatch"]
     return [_account(trace, max(dispatched, default=0)) for trace in traces]
 
 

@@ -75,6 +75,8 @@ class CallTrace:
     """Of the first thread block's first instruction; CPU engine: of the call."""
     end_ns: int
     events: list[Event]
+    engine: str = "cpu"
+    """``cpu`` or ``cuda``."""
     left_out: dict[int, int] = field(default_factory=dict)
     """Processors with more events than there is room for: how many are missing, the last ones."""
     offset_ns: int = 0

@@ -112,4 +112,6 @@ def call_trace(raw: np.ndarray, blocks: int, rank: int, backward: bool, experts:
             actor = "os" if name == "schedule" else f"processor {block}"
             whose = -1 if expert < 0 else experts[min(expert, len(experts) - 1)]
             events.append(Event(actor, name, start, end, index, column, warp, whose))
-    return CallTrace(rank, backward, blocks, int(headers[:, 1].min()), int(headers[:, 2].max()), events, left_out)
+    return CallTrace(
+        rank, backward, blocks, int(headers[:, 1].min()), int(headers[:, 2].max()), events, "cuda", left_out
+    )
