@@ -79,9 +79,9 @@ def accounts(traces: Sequence[CallTrace]) -> list[Account]:
     until the last of `traces` has dispatched. (Of few tokens, on a GPU, there are no packets.)
     """
     traces = [trace.on_host_clock() for trace in traces]
-    known = [trace for trace in traces if trace.engine == "cpu"]
-    dispatched = [event.end_ns for trace in known for event in trace.events if event.kind == "dispatch"]
-    return [_account(trace, max(dispatched, default=0)) for trace in traces]
+    dispatched = [event.end_ns for trace in traces for event in trace.events if event.kind == "dispatch"]
+    last = max(dispatched, default=0)
+    return [_account(trace, last if trace.engine == "cpu" else 0) for trace in traces]
 
 
 def account(trace: CallTrace) -> Account:
