@@ -159,7 +159,6 @@ __device__ __forceinline__ void compute_expert(const KernelArgs& args, const Cal
 template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                               uint32_t group, const Trace& trace, uint32_t& n) {
-  trace.begin();
   TaskRing& tasks = s.ring;
   const auto consumer = Consumer::of_group(ring, group);
   // The stages were scratch: only now may either block's loaders fill them.

@@ -111,6 +111,7 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
                                                            kWarps * senders, own_block);
   __syncthreads();  // and now the senders are
   trace.end(Phase::kSend, blockIdx.x, 0, 1);
+  trace.begin();  // the wait for the first task, which for other blocks begins where dispatch ends
 }
 
 // One warp of the last warpgroup.
@@ -154,6 +155,7 @@ template <class Dtype, Activation kActivation, bool kTransposed, bool kTrace>
 __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
   const Call& c = s.call;
   const Tracer<kTrace, kThreads> trace{args, s.trace_events, s.trace_starts};
+  trace.begin();
   uint32_t thread = threadIdx.x, warp = thread / 32;
   const uint32_t warpgroup = thread / kWarpgroup;
   const uint32_t ring_memory = shared_address(memory);
