@@ -1,13 +1,14 @@
 """Where the time of a call goes on each of a group of GPUs, from a trace of it.
 
     torchrun --nproc-per-node N benchmarks/group_trace.py [--shape NAME] [--tokens T] [--profile name=value ...]
-        [--histogram 40]
+        [--histogram 40] [--perfetto FILE]
 
 The traced call follows 40 others that begin like it: each GPU is kept busy, then all meet in an all-reduce. A call
 after a pause is another matter: its first stores to a peer take 0.1 ms. Of each rank, in microseconds since its first
 event: when gate and packets end, when blocks send, when each block's first task begins and its last one ends, how long
 tasks, epilogues, waits and combines take, and with --histogram how GEMM tasks that begin within so many microseconds of
-one another fare.
+one another fare; and last where the multiprocessors' time goes (flashmoe.account). --perfetto writes all ranks' spans,
+by the clock of this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from collections.abc import Iterable, Sequence
 import flashmoe
 import torch
 import torch.distributed as dist
-from flashmoe.trace import Event
+from flashmoe.account import PARTS, Account, accounts, with_epilogues
+from flashmoe.trace import CallTrace, Event, write_traces
 from harness import SHAPES, GroupLayer, join, own_span, profile_of
 
 CALLS_BEFORE = 40
@@ -62,26 +64,13 @@ def summary(events: Sequence[Event], histogram: int = 0) -> list[str]:
             first, last = min(event.start_ns for event in spans), max(event.end_ns for event in spans)
             span = f"from {at(first):.0f} until {at(last):.0f}"
             lines.append(f"{len(spans)} {name}, {span}, each " + spread(map(microseconds, spans)))
-    epilogues = within_tasks(by_block)
+    epilogues = with_epilogues(events)
     for kind in GEMMS:
         if pairs := [pair for pair in epilogues if pair[0].kind == kind]:
             lines.append(f"epilogue of {kind} " + spread(microseconds(epilogue) for _, epilogue in pairs))
     if histogram:
         lines += binned(epilogues, begin, histogram)
     return lines
-
-
-def within_tasks(by_block: dict[str, list[Event]]) -> list[tuple[Event, Event]]:
-    """Each GEMM task that was traced with its epilogue, and that."""
-    pairs = []
-    for events in by_block.values():
-        epilogue = None
-        for event in events:
-            if event.kind == "epilogue":
-                epilogue = event
-            elif event.kind in GEMMS and epilogue is not None:
-                pairs.append((event, epilogue))
-    return pairs
 
 
 def binned(pairs: Iterable[tuple[Event, Event]], begin: int, width: int) -> list[str]:
@@ -98,6 +87,12 @@ def binned(pairs: Iterable[tuple[Event, Event]], begin: int, width: int) -> list
             columns.append(f"{len(bins[n][kind]):9d} {task:5.1f} {epilogue:8.2f}")
         lines.append(f"{n * width:5d}" + " ".join(columns))
     return lines
+
+
+def described(found: Account) -> str:
+    """An account in a line."""
+    shares = found.shares()
+    return "; ".join(f"{part} {shares[part] * 100:.1f} %" for part in (*PARTS, "uncovered") if part in shares)
 
 
 def microseconds(event: Event) -> float:
@@ -117,6 +112,7 @@ def main() -> None:
     parser.add_argument("--shape", default="paper-E64", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--profile", nargs="*", default=[], help="name=value, see flashmoe.Context")
+    parser.add_argument("--perfetto", help="a file for ui.perfetto.dev")
     parser.add_argument("--histogram", type=int, default=0, help="microseconds of a bin")
     args = parser.parse_args()
     rank = join()
@@ -126,17 +122,21 @@ def main() -> None:
 
     def call(i: int) -> torch.Tensor:
         routing = {"router": router, "top_k": layer.top_k, "activation": layer.activation}
-        trace = i in (0, CALLS_BEFORE)  # the first has its kernel loaded, each rank in its own time
-        return flashmoe.moe(layer.context, layer.x, layer.w1, layer.w2, **routing, trace=trace)
+        return flashmoe.moe(layer.context, layer.x, layer.w1, layer.w2, **routing)
 
-    for i in range(CALLS_BEFORE + 1):
+    layer.context.trace(lambda: call(0))  # has the kernel loaded, each rank in its own time
+    for i in range(CALLS_BEFORE):
         own_span(call, i, True)
-    texts: list[list[str]] = [[]] * layer.ranks
-    dist.all_gather_object(texts, summary(layer.context.last_call.events, args.histogram))
+    (own,) = layer.context.trace(lambda: own_span(call, CALLS_BEFORE, True))
+    traces: list[CallTrace] = [own] * layer.ranks
+    dist.all_gather_object(traces, own)
     if rank == 0:
-        for number, lines in enumerate(texts):
-            print(f"rank {number} of {args.shape}, {args.tokens} tokens")
-            print("\n".join(f"  {line}" for line in lines), flush=True)
+        for trace, found in zip(traces, accounts(traces), strict=True):
+            print(f"rank {trace.rank} of {args.shape}, {args.tokens} tokens")
+            for line in [*summary(trace.events, args.histogram), described(found)]:
+                print(f"  {line}", flush=True)
+        if args.perfetto is not None:
+            write_traces(args.perfetto, [[trace] for trace in traces], {"layer": args.shape, "tokens": args.tokens})
     layer.close()
     dist.destroy_process_group()
 

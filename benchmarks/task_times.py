@@ -19,8 +19,9 @@ from pathlib import Path
 
 import flashmoe
 import torch
+from flashmoe.account import with_epilogues
 from flashmoe.trace import Event
-from group_trace import GEMMS, microseconds, within_tasks
+from group_trace import GEMMS, microseconds
 from harness import BUSY_CYCLES, SHAPES, commit_option, described, milliseconds, result_path, write
 
 LAYERS = {"paper-E64": (16384,), "qwen3-30b": (8192, 1024), "mixtral": (8192,)}
@@ -73,18 +74,17 @@ class Layer:
         return self._measure(tokens, {"topk_ids": (choices % self.experts).int(), "topk_weights": weights})
 
     def _measure(self, tokens: int, routing: dict[str, object]) -> tuple[float, list[list[Event]]]:
-        def call(trace: bool = False) -> None:
-            arguments = {**routing, "activation": self.activation, "trace": trace}
+        def call() -> None:
+            arguments = {**routing, "activation": self.activation}
             flashmoe.moe(self.context, self.x[:tokens], self.w1, self.w2, **arguments)
 
         ms = statistics.median(milliseconds(lambda _: call(), 16))
         events = []
         for i in range(TRACED + 1):
             torch.cuda._sleep(BUSY_CYCLES)
-            call(trace=True)
-            torch.cuda.synchronize()
+            (traced,) = self.context.trace(call)
             if i != 0:  # the first loads the kernel that traces
-                events.append(self.context.last_call.events)
+                events.append(traced.events)
         return round(ms, 4), events
 
 
@@ -98,13 +98,6 @@ def tasks(pairs: Sequence[tuple[Event, Event]]) -> Figures:
             figures[f"{kind}_epilogue"] = median(microseconds(epilogue) for _, epilogue in own)
             figures[f"{kind}_tasks"] = len(own)
     return figures
-
-
-def pairs_of(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    by_block = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.end_ns):
-        by_block[event.actor].append(event)
-    return within_tasks(by_block)
 
 
 def course(events: Sequence[Event]) -> Figures:
@@ -152,15 +145,15 @@ def measure(name: str) -> dict[str, object]:
     result: dict[str, object] = {"routed": [], "by_rows": []}
     for tokens in LAYERS[name]:
         ms, calls = layer.routed(tokens)
-        figures = of_all(course(events) | tasks(pairs_of(events)) for events in calls)
+        figures = of_all(course(events) | tasks(with_epilogues(events)) for events in calls)
         result["routed"].append({"tokens": tokens, "ms": ms} | figures)
     for rows in LAST_ROWS:
         ms, calls = layer.given(rows)
         at = of_all(course(events) for events in calls)
         if rows == FULL_ROWS:
-            full, last = of_all(tasks(pairs_of(events)) for events in calls), {}
+            full, last = of_all(tasks(with_epilogues(events)) for events in calls), {}
         else:
-            both = [split(layer, pairs_of(events)) for events in calls]
+            both = [split(layer, with_epilogues(events)) for events in calls]
             full, last = of_all(each for each, _ in both), of_all(each for _, each in both)
         result["by_rows"].append({"last_rows": rows, "ms": ms, "full": full, "last": last} | at)
     layer.context.close()

@@ -259,7 +259,7 @@ def test_run_on_gpus_says_what_is_missing(tmp_path, capsys, gpus, lacking, ranks
 )
 def test_engine_auto(gpus, lacking, ranks, chosen):
     gpus(lacking)
-    assert run._chosen_engine("auto", ranks) == chosen
+    assert run.chosen_engine("auto", ranks) == chosen
 
 
 def test_run_on_gpus_refuses_widths_that_they_cannot_copy(tmp_path, capsys, monkeypatch, gpus):
@@ -432,6 +432,60 @@ def test_a_user_without_a_home(tmp_path):
     refused = command_line("compile", **homeless)
     reason = f"user {os.getuid()} has no home folder; set FLASHMOE_CACHE to a folder of your own"
     assert (refused.returncode, refused.stderr) == (2, f"error: cache: {reason}\n")
+
+
+# ---- flashmoe trace --------------------------------------------------------------------------------------
+
+
+SIZES = "--hidden 24 --intermediate 8 --experts 4 --top-k 2 --tokens 9 --activation gelu --dtype float32"
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ([*TINY, "--skew", "1"], ["forward"]),
+        (["--engine", "cpu", *SIZES.split(), "--backward"], ["forward", "backward"]),
+        (["--engine", "cpu", "--tokens", "40", "--weight-dtype", "float8_e4m3fn"], ["forward"]),
+    ],
+    ids=["ranks", "backward", "fp8"],
+)
+def test_trace(tmp_path, capsys, options, passes):
+    """What is printed, and that both files say the same."""
+    assert main(["trace", *options, "--pairs", "2", "--out", str(tmp_path / "new")]) == 0
+    printed = capsys.readouterr().out
+    for name in passes:
+        assert f"{name.capitalize()} pass, " in printed
+    assert "gemm0" in printed and "uncovered" in printed and "(medians of 2, in turn)" in printed
+    account = json.loads((tmp_path / "new" / "account.json").read_text())
+    assert [call["pass"] for call in account["calls"]] == passes
+    for call in account["calls"]:
+        for rank in call["ranks"]:
+            assert rank["covered"] >= 0.98 and sum(rank["shares"].values()) == pytest.approx(1)
+    assert account["overhead"]["ratio"] > 0 and account["overhead"]["pairs"] == 2
+    trace = json.loads((tmp_path / "new" / "trace.json").read_text())
+    assert trace["otherData"] == account
+    products = [record for record in trace["traceEvents"] if record["name"] == "gemm0"]
+    assert {record["args"]["expert"] for record in products} <= set(range(account["experts"])) and products
+    assert {record["pid"] for record in products} <= set(range(len(account["tokens"])))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--hidden", "8"], "sizes: expected --model, or all four sizes"),
+        (["--model", "mixtral-8x7b", "--activation", "tanh"], "--activation: expected one of"),
+        (["--model", "mixtral-8x7b", "--top-k", "0"], "--top-k: expected at least 1, got 0"),
+        (["--weight-dtype", "int8"], "--weight-dtype: expected one of float8_e4m3fn, got 'int8'"),
+        (
+            ["--backward", "--weight-dtype", "float8_e4m3fn", "--tokens", "4"],
+            "--backward: expected weights that are not",
+        ),
+        (["--checkpoint", "x", "--model", "mixtral-8x7b"], "--checkpoint: expected no other layer, got --model"),
+        (["--pairs", "0"], "--pairs: expected at least 1, got 0"),
+    ],
+)
+def test_trace_refuses(capsys, options, error):
+    assert error in run_failing(capsys, "trace", "--engine", "cpu", *options)
 
 
 # ---- flashmoe memory -------------------------------------------------------------------------------------

@@ -313,6 +313,19 @@ class KeptTensor {
   Words words_;
 };
 
+// Seven numbers each: actor, phase, start, end, index, column, expert (-1: none).
+ffi::Array<int64_t> as_rows(const std::vector<Event>& events) {
+  ffi::Array<int64_t> rows;
+  for (const Event& e : events) {
+    const int64_t expert = e.expert == kNoExpert ? -1 : int64_t{e.expert};
+    for (const int64_t v : {int64_t{e.actor}, static_cast<int64_t>(e.phase), static_cast<int64_t>(e.start_ns),
+                            static_cast<int64_t>(e.end_ns), int64_t{e.index}, int64_t{e.column}, expert}) {
+      rows.push_back(v);
+    }
+  }
+  return rows;
+}
+
 Map as_map(const CallReport& r) {
   Map out;
   auto set = [&](const char* name, uint64_t v) { out.Set(name, static_cast<int64_t>(v)); };
@@ -323,20 +336,14 @@ Map as_map(const CallReport& r) {
   set("entries_sent", r.entries_sent);
   set("return_rows_sent", r.return_rows_sent);
   set("dropped", r.dropped);
-  ffi::Array<int64_t> ns, count, events;
+  ffi::Array<int64_t> ns, count;
   for (uint32_t p = 0; p < kPhases; ++p) {
     ns.push_back(static_cast<int64_t>(r.ns[p]));
     count.push_back(static_cast<int64_t>(r.count[p]));
   }
-  for (const Event& e : r.events) {
-    for (const uint64_t v : {uint64_t{e.actor}, static_cast<uint64_t>(e.phase), e.start_ns, e.end_ns, uint64_t{e.index},
-                             uint64_t{e.column}}) {
-      events.push_back(static_cast<int64_t>(v));
-    }
-  }
   out.Set("ns", ns);
   out.Set("count", count);
-  out.Set("events", events);
+  out.Set("events", as_rows(r.events));
   return out;
 }
 
@@ -353,7 +360,7 @@ ffi::Array<int64_t> placement_owners(ffi::Array<int64_t> placement, int64_t rank
 // The calls of one layer by a context, which it does not keep alive. A call takes T, whether it is traced, the seed of
 // its perturbation, whether it keeps what gradients need, and whether that is without other ranks' rows, which are
 // dispatched again, its tensors in host memory, and [T, K] for the routing that it has chosen. It returns its report:
-// times and counts of each phase, events as rows of six, and what is kept.
+// times and counts of each phase, events as rows (as_rows), and what is kept.
 ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map order, int64_t groups) {
   return guarded([&] {
     CallOptions options;
@@ -484,10 +491,10 @@ void check_tensors(const Kept& kept, const Named& tensors, bool all, bool float3
 
 // The gradients of the call that left `kept`, from its tensors by name and `y`, the gradient of its result (perhaps
 // `logits`, too): of those in `wanted`, by the names of their tensors, x among them. `accumulates`: of weights and biases
-// they are added to what is there, float32.
-void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t groups, int64_t perturbation,
-                      const Named& given, const Named& wanted, bool accumulates) {
-  guarded([&] {
+// they are added to what is there, float32. Returns events as rows (as_rows) if it is traced.
+ffi::Array<int64_t> context_backward(int64_t handle, int64_t kept_handle, bool trace, Map order, int64_t groups,
+                                     int64_t perturbation, const Named& given, const Named& wanted, bool accumulates) {
+  return guarded([&] {
     const auto context = registry<Context>().get(handle);
     const auto kept = registry<Kept>().get(kept_handle);
     check_tensors(*kept, given, true, false);
@@ -525,7 +532,8 @@ void context_backward(int64_t handle, int64_t kept_handle, Map order, int64_t gr
     options.groups = static_cast<uint32_t>(groups);
     options.order = order_of(std::move(order));
     options.perturbation = static_cast<uint64_t>(perturbation);
-    context->backward(*kept, gradients, options);
+    options.record_events = trace;
+    return as_rows(context->backward(*kept, gradients, options));
   });
 }
 

@@ -279,6 +279,15 @@ void read_trace(int64_t handle, ffi::Tensor to) {
   guarded([&] { context(handle)->read_trace(static_cast<uint8_t*>(to.data_ptr())); });
 }
 
+// [host_ns, device_ns, error_ns], see ClockReading; of a layer that is traced.
+ffi::Array<int64_t> read_clock_of(int64_t handle, int64_t layer, int64_t stream) {
+  return guarded([&] {
+    const ClockReading r = context(handle)->read_clock(layer, stream_of(stream));
+    return ffi::Array<int64_t>{static_cast<int64_t>(r.host_ns), static_cast<int64_t>(r.device_ns),
+                               static_cast<int64_t>(r.error_ns)};
+  });
+}
+
 int64_t token_block_of(int64_t tokens, int64_t experts, int64_t top_k, int64_t processors) {
   return token_block(static_cast<uint32_t>(tokens), static_cast<uint32_t>(experts), static_cast<uint32_t>(top_k),
                      static_cast<uint32_t>(processors));
@@ -323,6 +332,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_routing, flashmoe::cuda::read_routing)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_received, flashmoe::cuda::read_received)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_trace_bytes, flashmoe::cuda::trace_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_trace, flashmoe::cuda::read_trace)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_clock, flashmoe::cuda::read_clock_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_reduces, flashmoe::cuda::reduces_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_token_block, flashmoe::cuda::token_block_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_return_groups, flashmoe::cuda::return_groups_of)

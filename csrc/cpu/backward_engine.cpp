@@ -130,7 +130,7 @@ void BackwardEngine::hidden_gradients(uint32_t tile, uint32_t slice) {
     }
     pass_->weight(numbers_[r], slice) = static_cast<float>(of_weight);
   }
-  trace_.add(phase_of(kFirst), start, monotonic_ns(), tile, slice);
+  trace_.add(phase_of(kFirst), start, monotonic_ns(), tile, slice, t.expert);
 }
 
 void BackwardEngine::return_gradients(uint32_t tile) {
@@ -165,7 +165,7 @@ void BackwardEngine::return_gradients(uint32_t tile) {
         c_.reduced() ? c_.staged_row(row.source, row.token, row.ordinal) : c_.return_row(row.source, row.token, row.k);
     narrow(to, of_row, spec().return_type, hidden, spec().weights_on_input ? row.weight : 1.0f);
   }
-  trace_.add(phase_of(kReturning), start, monotonic_ns(), tile, 0);
+  trace_.add(phase_of(kReturning), start, monotonic_ns(), tile, 0, t.expert);
 }
 
 // What a token's choices have given, to the weights or to the router's logits, and to the shared expert's gate.

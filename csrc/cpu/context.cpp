@@ -19,12 +19,16 @@ namespace {
 using host::concat;
 using host::Error;
 
-// A processor's events, and what lies between them as waits; the OS actor's as they are.
-void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t start_ns, uint64_t end_ns) {
+// A processor's events, and what lies between them as waits; the OS actor's as they are. expert_of(e): the layer's expert
+// that local expert e is.
+template <class ExpertOf>
+void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t start_ns, uint64_t end_ns,
+                   ExpertOf&& expert_of) {
   uint64_t last = start_ns;
   for (const Event& e : trace.events) {
     if (trace.actor != 0 && e.start_ns > last) to.push_back({trace.actor, Phase::kWait, last, e.start_ns, 0, 0});
     to.push_back(e);
+    if (e.expert != kNoExpert) to.back().expert = expert_of(e.expert);
     last = e.end_ns;
   }
   if (trace.actor != 0 && end_ns > last) to.push_back({trace.actor, Phase::kWait, last, end_ns, 0, 0});
@@ -249,7 +253,11 @@ void Context::run_processor_of(uint32_t id) {
   switch (work_) {
     case Work::kCall: return run_processor<ContextPlatform>(call_, id, *engines_[id], worker_memory_[id]);
     case Work::kBackward: return run_processor<ContextPlatform>(call_, id, *backward_engines_[id], worker_memory_[id]);
-    case Work::kWeights: return weight_gradients(*backward_, weight_buffers_[id]);
+    case Work::kWeights: {
+      const uint64_t start = monotonic_ns();
+      weight_gradients(*backward_, weight_buffers_[id]);
+      traces_[id + 1].add(Phase::kGradients, start, monotonic_ns(), 0, 0);
+    }
   }
 }
 
@@ -313,7 +321,7 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   return report(options, start, end);
 }
 
-void Context::backward(const Kept& kept, const Gradients& gradients, const CallOptions& options) {
+std::vector<Event> Context::backward(const Kept& kept, const Gradients& gradients, const CallOptions& options) {
   const Turn one_at_a_time(*this);
   refuse_if_broken();
   if (kept.rank != call_.rank || kept.ranks != call_.shape.ranks) {
@@ -333,11 +341,13 @@ void Context::backward(const Kept& kept, const Gradients& gradients, const CallO
   for (auto& engine : backward_engines_) engine->begin_pass(pass, gradient_layout_);
   backward_ = &pass;
   work_ = Work::kBackward;
+  const uint64_t start = monotonic_ns();
   run();
   check_outcome();
   work_ = Work::kWeights;
   run();
   check_outcome();
+  return options.record_events ? events(start, monotonic_ns()) : std::vector<Event>{};
 }
 
 void Context::check_outcome() {
@@ -357,6 +367,17 @@ void Context::check_outcome() {
   }
 }
 
+std::vector<Event> Context::events(uint64_t start_ns, uint64_t end_ns) const {
+  const LayerSpec& spec = layer_.spec;
+  const uint32_t* const slices = placement_.by_owner.data() + placement_.owner_base[call_.rank];
+  const auto expert_of = [&](uint32_t local) {
+    return local < call_.shape.routed_local_experts() ? slices[local] / spec.slices : spec.experts;
+  };
+  std::vector<Event> all;
+  for (const ActorTrace& t : traces_) append_events(all, t, start_ns, end_ns, expert_of);
+  return all;
+}
+
 CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end_ns) const {
   CallReport r;
   r.wall_ns = end_ns - start_ns;
@@ -368,8 +389,8 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     r.rows_sent += t.rows_sent;
     r.entries_sent += t.entries_sent;
     r.return_rows_sent += t.sums_sent;
-    if (o.record_events) append_events(r.events, t, start_ns, end_ns);
   }
+  if (o.record_events) r.events = events(start_ns, end_ns);
   for (uint32_t t = 0; t < o.tokens; ++t) {
     const int32_t* ids = call_.routing(t);
     r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1)) / call_.shape.slices;

@@ -67,7 +67,7 @@ class Context {
   // The gradients of a call from what it has kept; every rank of the group must call, for the same call. What a group does
   // when it fails, and who may call, is as in call(). Throws Error where `kept` is of another rank or group, or where x
   // is to be dispatched again and there is no room for it.
-  void backward(const Kept& kept, const Gradients& gradients, const CallOptions& options);
+  std::vector<Event> backward(const Kept& kept, const Gradients& gradients, const CallOptions& options);
 
   uint64_t heap_bytes() const { return spread_heap_bytes(limits_); }
   uint64_t workspace_bytes() const { return work_bytes(limits_); }
@@ -91,6 +91,7 @@ class Context {
   void await_actors();
   void check_outcome();
   CallReport report(const CallOptions& options, uint64_t start_ns, uint64_t end_ns) const;
+  std::vector<Event> events(uint64_t start_ns, uint64_t end_ns) const;
 
   std::unique_ptr<host::Group> group_;
   Limits limits_;

@@ -10,16 +10,16 @@ namespace {
 
 class Timed {
  public:
-  Timed(ActorTrace& trace, Phase phase, uint32_t index, uint32_t column = 0)
-      : trace_(trace), phase_(phase), index_(index), column_(column), start_(monotonic_ns()) {}
-  ~Timed() { trace_.add(phase_, start_, monotonic_ns(), index_, column_); }
+  Timed(ActorTrace& trace, Phase phase, uint32_t index, uint32_t column = 0, uint32_t expert = kNoExpert)
+      : trace_(trace), phase_(phase), index_(index), column_(column), expert_(expert), start_(monotonic_ns()) {}
+  ~Timed() { trace_.add(phase_, start_, monotonic_ns(), index_, column_, expert_); }
   Timed(const Timed&) = delete;
   Timed& operator=(const Timed&) = delete;
 
  private:
   ActorTrace& trace_;
   Phase phase_;
-  uint32_t index_, column_;
+  uint32_t index_, column_, expert_;
   uint64_t start_;
 };
 
@@ -159,8 +159,9 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
 }
 
 void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
-  const Timed timed(trace_, phase_of(n), index, block);
   const TaskRow& product = kProgram[n];
+  const uint32_t expert = product.of == Unit::kExpert ? index : c_.tile(TileIndex::tile(index))->shape.expert;
+  const Timed timed(trace_, phase_of(n), index, block, expert);
   const Columns at = columns(n, block, block + 1);
   switch (product.epilogue) {
     case Epilogue::kActivate: return activate_columns(product, index, at);

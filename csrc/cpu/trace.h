@@ -1,4 +1,4 @@
-// Where the time of a call went, per actor: always as sums per kind, on request as events.
+// Where the time of a call went, per actor: as sums per kind, on request as events.
 #pragma once
 
 #include <array>
@@ -9,13 +9,15 @@
 
 namespace flashmoe::cpu {
 
-inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kEpilogue);  // all but kEpilogue, the last
+inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kEpilogue);  // those before it have sums
+inline constexpr uint32_t kNoExpert = ~0u;
 
 struct Event {
   uint32_t actor;  // 0: OS, i + 1: processor i
   Phase phase;
   uint64_t start_ns, end_ns;  // CLOCK_MONOTONIC
   uint32_t index, column;
+  uint32_t expert = kNoExpert;  // of a product: the local one; as Context gives events away, the layer's
 };
 
 struct ActorTrace {
@@ -27,11 +29,12 @@ struct ActorTrace {
   uint64_t sums_sent = 0;                    // of this machine, home to other machines' tokens
   std::vector<Event> events{};
 
-  void add(Phase phase, uint64_t start, uint64_t end, uint32_t index, uint32_t column) {
-    const auto p = static_cast<uint32_t>(phase);
-    ns[p] += end - start;
-    ++count[p];
-    if (record_events) events.push_back({actor, phase, start, end, index, column});
+  void add(Phase phase, uint64_t start, uint64_t end, uint32_t index, uint32_t column, uint32_t expert = kNoExpert) {
+    if (const auto p = static_cast<uint32_t>(phase); p < kPhases) {
+      ns[p] += end - start;
+      ++count[p];
+    }
+    if (record_events) events.push_back({actor, phase, start, end, index, column, expert});
   }
 };
 

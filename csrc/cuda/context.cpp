@@ -101,8 +101,10 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   if (trains && (l.rdma != 0 || has_scales(spec.weight_type) || element_bytes(spec.y_type) != 2)) {
     throw Error(Error::Kind::kInvalidArgument, "layer: expected memory that is mapped and a 16-bit type for gradients");
   }
-  const KernelSet which{
-      .general = !only_few(spec), .few = !trains, .moves = layer.pass == Pass::kForward && l.ranks != 1};
+  const KernelSet which{.general = !only_few(spec),
+                        .few = !trains,
+                        .moves = layer.pass == Pass::kForward && l.ranks != 1,
+                        .traces = layer.traced};
   const Kernels& loaded = kernels(layer.cubin, which, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
@@ -165,10 +167,7 @@ void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpe
 void Context::launch(Plan& plan, DriverStream stream) {
   const Device::Use use(device_);
   ++calls_;
-  if (plan.args.trace != nullptr) {
-    device_.refuse_capture(stream, "tracing");
-    check(driver().cuMemsetD8Async(reinterpret_cast<DevicePtr>(plan.args.trace), 0, trace_.bytes(), stream), "trace");
-  }
+  if (plan.args.trace != nullptr) device_.refuse_capture(stream, "tracing");
   plan.kernels.launch(plan.args, plan.few(), processors(), stream);
 }
 
@@ -256,6 +255,15 @@ uint64_t Context::read_received(int64_t layer, int32_t* rows) {
 
 void Context::read_trace(uint8_t* to) const {
   trace_.download(to, trace_.bytes());
+}
+
+ClockReading Context::read_clock(int64_t layer, DriverStream stream) {
+  const std::lock_guard lock(mutex_);
+  const Device::Use use(device_);
+  device_.refuse_capture(stream, "waiting for the device");
+  device_.synchronize();
+  check_health();
+  return cuda::read_clock(device_, plan_of(layer).kernels, stream);
 }
 
 }  // namespace flashmoe::cuda

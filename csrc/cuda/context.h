@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cuda/clock.h"
 #include "cuda/device.h"
 #include "cuda/layer.h"
 #include "cuda/limits.h"
@@ -60,6 +61,8 @@ class Context {
   uint64_t read_received(int64_t layer, int32_t* rows);
   // Of the last call, if its layer is traced: trace_bytes() bytes, kTraceBytesPerBlock per thread block.
   void read_trace(uint8_t* to) const;
+  // Of a layer that is traced; waits for the device.
+  ClockReading read_clock(int64_t layer, DriverStream stream);
   uint64_t trace_bytes() const { return uint64_t{processors()} * sm90::kTraceBytesPerBlock; }
 
   int device() const { return device_.ordinal(); }

@@ -78,7 +78,6 @@ struct LaunchConfig {  // CUlaunchConfig
   X(cuMemHostGetDevicePointer_v2, (DevicePtr*, void* host, unsigned flags))                         \
   X(cuMemFreeHost, (void*))                                                                         \
   X(cuMemsetD8_v2, (DevicePtr, unsigned char value, size_t bytes))                                  \
-  X(cuMemsetD8Async, (DevicePtr, unsigned char value, size_t bytes, DriverStream))                  \
   X(cuMemcpyHtoD_v2, (DevicePtr to, const void* from, size_t bytes))                                \
   X(cuMemcpyDtoH_v2, (void* to, DevicePtr from, size_t bytes))                                      \
   X(cuModuleLoadData, (DriverModule*, const void* image))                                           \

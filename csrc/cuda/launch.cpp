@@ -9,7 +9,8 @@ Kernels::Kernels(const Device& device, const std::string& cubin, KernelSet which
       general_(which.general ? module_.kernel("flashmoe_moe", sm90::kSharedBytes) : nullptr),
       few_(which.few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr),
       count_(which.moves ? module_.kernel("flashmoe_count", 0) : nullptr),
-      move_(which.moves ? module_.kernel("flashmoe_move", 0) : nullptr) {
+      move_(which.moves ? module_.kernel("flashmoe_move", 0) : nullptr),
+      clock_(which.traces ? module_.kernel("flashmoe_clock", 0) : nullptr) {
   if (api_ == nullptr) return;
   NvshmemVersion compiled_with{};
   module_.read("nvshmemi_device_lib_version_d", &compiled_with, sizeof(compiled_with));
@@ -49,6 +50,13 @@ void Kernels::launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pi
       args.call.shape.local_experts * parts + blocks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
   void* parameters[] = {&args, &to, &pitch, &parts};
   check(driver().cuLaunchKernelEx(&config, move_, parameters, nullptr), "cannot launch the kernel that moves rows");
+}
+
+void Kernels::launch_clock(gpu::ClockPage* page, uint32_t times, uint64_t patience_ns, DriverStream stream) const {
+  const LaunchConfig config{1, 1, 1, 1, 1, 1, 0, stream, nullptr, 0};
+  void* parameters[] = {&page, &times, &patience_ns};
+  check(driver().cuLaunchKernelEx(&config, clock_, parameters, nullptr),
+        "cannot launch the kernel that tells the time");
 }
 
 }  // namespace flashmoe::cuda

@@ -12,9 +12,9 @@ namespace flashmoe::cuda {
 
 // Which kernels a cubin has: that for any number of tokens, and that for a few. Passes that train have no second, and
 // experts in mxfp4 the second alone. Forward passes that keep among several ranks have two that count and move what they have
-// kept.
+// kept; what traces, one that tells the time.
 struct KernelSet {
-  bool general, few, moves;
+  bool general, few, moves, traces;
 };
 
 class Kernels {
@@ -32,12 +32,14 @@ class Kernels {
   void launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
   void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pitch, uint32_t blocks,
                    DriverStream stream) const;
+  // Of a cubin that traces, see gpu/clock.cuh.
+  void launch_clock(gpu::ClockPage* page, uint32_t times, uint64_t patience_ns, DriverStream stream) const;
 
  private:
   const Device& device_;
   const Nvshmem* const api_;
   const Module module_;
-  const DriverFunction general_, few_, count_, move_;
+  const DriverFunction general_, few_, count_, move_, clock_;
 };
 
 }  // namespace flashmoe::cuda

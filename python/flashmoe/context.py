@@ -23,6 +23,7 @@ from .limits import ENGINES, Room, checked_context
 from .meeting import Meeting
 from .report import CallReport
 from .spec import bounded, one_of, truth
+from .trace import CallTrace
 
 MAX_SECONDS = 1e9  # nanoseconds in 63 bits
 
@@ -420,6 +421,20 @@ class Context:
         a capture. It has times of traced calls only. After the replay of a graph: of the last call that was made.
         """
         return self._engine.last_call()
+
+    def trace(self, call: Callable[[], Any]) -> list[CallTrace]:
+        """Trace every call of this context that `call()` makes, forward and backward passes: a
+        `flashmoe.trace.CallTrace` for each, in their order. `flashmoe.account.accounts` says where the processors' time
+        went, and `flashmoe.trace.write_traces` writes what Perfetto shows (docs/tracing.md).
+
+        `call` takes no arguments; what it returns is dropped. Every rank of a group makes the same calls, traced or
+        not: tracing changes no bit of a result. With the CUDA engine kernels that trace are others, compiled when first
+        called; between two calls the host reads what the first has left, so that they do not follow one another
+        closely, and nothing can be captured.
+
+        Raises what `call` raises.
+        """
+        return self._engine.record(call)
 
     def load(self, *, clear: bool = False) -> Any:
         """How often this rank's tokens have chosen each expert, [E] int64, in all calls of layers with as many experts

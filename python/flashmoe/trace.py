@@ -1,6 +1,7 @@
-"""What every actor did when, as a Chrome trace (for Perfetto) and as a picture.
+"""What every actor did when, as a Chrome trace (for Perfetto) and as a picture; docs/tracing.md.
 
-Both take `events_by_rank`: the list of each rank's `Event`s, rank 0 first. An actor is ``os`` (scheduler and
+`flashmoe.Context.trace` returns a `CallTrace` for each call, `write_traces` writes those of all ranks. The functions
+below it take `events_by_rank`: the list of each rank's `Event`s, rank 0 first. An actor is ``os`` (scheduler and
 subscriber) or ``processor N``: a thread of the CPU engine or a thread block of a GPU. Times of all ranks must
 come from one clock; they are shown from the earliest event on.
 """
@@ -9,13 +10,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import InvalidArgument
 
-PHASES = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait", "schedule", "epilogue")
+PHASES = (
+    "gate",
+    "dispatch",
+    "gemm0",
+    "gemm1",
+    "reduce",
+    "combine",
+    "wait",
+    "schedule",
+    "epilogue",
+    "form",
+    "send",
+    "rehearse",
+    "gradients",
+    "return",
+)
 """Kinds of event, in the order of ``Phase`` in include/flashmoe/spec/enums.h."""
 
 
@@ -25,8 +42,11 @@ class Event(NamedTuple):
     actor: str
     """``os`` or ``processor N``."""
     kind: str
-    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of the OS, ``schedule``.
-    On a GPU also, within those, ``epilogue`` (from accumulators to memory)."""
+    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of a backward pass
+    ``gradients`` (products over rows); of the OS, ``schedule``. On a GPU also ``rehearse`` (a task without rows) and
+    ``form`` (until all packets have become tiles); within products ``epilogue`` (from accumulators to memory); around
+    others ``send`` (rows to other ranks) and ``return`` (what follows a warp's role: sums, and waits for what they
+    need)."""
     start_ns: int
     """Nanoseconds of CLOCK_MONOTONIC, which processes of one machine share; on a GPU, of its global timer."""
     end_ns: int
@@ -36,6 +56,50 @@ class Event(NamedTuple):
     the piece."""
     column: int
     """The block of columns; 0 where the kind has none. ``reduce`` on a GPU: 256 x source rank + group of columns."""
+    warp: int = 0
+    """On a GPU, the warp of the thread block. The first is one of the consumers, and the account of its multiprocessor
+    is its own."""
+    expert: int = -1
+    """Of a product: the expert, E the shared one; -1 where there is none."""
+
+
+@dataclass(frozen=True)
+class CallTrace:
+    """One rank's events of one call, and what tells how they lie beside other ranks'."""
+
+    rank: int
+    backward: bool
+    """Whether it is a backward pass."""
+    processors: int
+    start_ns: int
+    """Of the first thread block's first instruction; CPU engine: of the call."""
+    end_ns: int
+    events: list[Event]
+    engine: str = "cpu"
+    """``cpu`` or ``cuda``."""
+    left_out: dict[int, int] = field(default_factory=dict)
+    """Processors with more events than there is room for: how many are missing, the last ones."""
+    offset_ns: int = 0
+    """What to add to times for those of the machine's CLOCK_MONOTONIC."""
+    error_ns: int = 0
+    """How far that may be off: half the time that the device's answer took, and what the two clocks drifted apart until
+    a second answer."""
+
+    @property
+    def wall_ns(self) -> int:
+        """Nanoseconds from start to end."""
+        return self.end_ns - self.start_ns
+
+    def on_host_clock(self) -> CallTrace:
+        """The same by CLOCK_MONOTONIC, which ranks of one machine share."""
+        by = self.offset_ns
+        return replace(
+            self,
+            start_ns=self.start_ns + by,
+            end_ns=self.end_ns + by,
+            events=[event._replace(start_ns=event.start_ns + by, end_ns=event.end_ns + by) for event in self.events],
+            offset_ns=0,
+        )
 
 
 # Colours by kind: the picture's (hex) and Chrome's (its reserved names). Sending is warm, computing cold,
@@ -50,40 +114,63 @@ _COLOURS = {
     "wait": ("#e3e3e3", "grey"),
     "schedule": ("#b8a9c9", "thread_state_unknown"),
     "epilogue": ("#12406f", "rail_load"),
+    "form": ("#c7a76c", "thread_state_sleeping"),
+    "send": ("#f9cf9f", "olive"),
+    "rehearse": ("#cfdbe8", "generic_work"),
+    "gradients": ("#1f7a7a", "rail_response"),
+    "return": ("#dfe8d8", "white"),
 }
 _WITHIN_TASKS = ("epilogue",)
+_AROUND_TASKS = ("wait", "return", "send")
+_OF_OTHER_WARPS = ("form",)  # beside what their processor does, so not in the picture
 _OTHER_COLOUR = ("#d4508b", "bad")
 
 
-def write_perfetto(path: str | Path, events_by_rank: Sequence[Sequence[Event]]) -> None:
+def write_traces(path: str | Path, traces_by_rank: Sequence[Sequence[CallTrace]], about: Mapping[str, Any]) -> None:
+    """Write what `Context.trace` returned on each rank, rank 0 first, by `write_perfetto`, on the machine's clock.
+
+    `about` becomes the file's ``otherData``, with each rank's ``clock_error_us`` beside it: how far its spans may be
+    off against the host's clock. Those of two ranks may be off by both.
+    """
+    events = [[event for trace in traces for event in trace.on_host_clock().events] for traces in traces_by_rank]
+    errors = [max((trace.error_ns for trace in traces), default=0) / 1000 for traces in traces_by_rank]
+    write_perfetto(path, events, {**about, "clock_error_us": errors})
+
+
+def write_perfetto(
+    path: str | Path, events_by_rank: Sequence[Sequence[Event]], about: Mapping[str, Any] | None = None
+) -> None:
     """Write Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-    A rank is a process, an actor a thread, a task a span named by its kind with `index` and `column` as
-    arguments; times in microseconds.
+    A rank is a process, an actor a thread, as is each further warp of one; a task is a span named by its kind with
+    `index`, `column` and where there is one `expert` as arguments; times in microseconds. `about`: the file's
+    ``otherData``.
     """
     origin = _span(events_by_rank)[0]
     records: list[dict[str, Any]] = []
     for rank, events in enumerate(events_by_rank):
-        threads = {actor: number for number, actor in enumerate(_actors(events))}
+        threads = {row: number for number, row in enumerate(_rows(events))}
         records.append(_metadata(rank, 0, "process_name", name=f"rank {rank}"))
         records.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
-        for actor, thread in threads.items():
-            records.append(_metadata(rank, thread, "thread_name", name=actor))
+        for (actor, warp), thread in threads.items():
+            name = actor if warp == 0 else f"{actor}, warp {warp}"
+            records.append(_metadata(rank, thread, "thread_name", name=name))
             records.append(_metadata(rank, thread, "thread_sort_index", sort_index=thread))
         for event in events:
             records.append(
                 {
                     "ph": "X",
                     "pid": rank,
-                    "tid": threads[event.actor],
+                    "tid": threads[_row(event)],
                     "name": event.kind,
                     "cname": _colour(event.kind)[1],
                     "ts": (event.start_ns - origin) / 1000,
                     "dur": (event.end_ns - event.start_ns) / 1000,
-                    "args": {"index": event.index, "column": event.column},
+                    "args": {"index": event.index, "column": event.column}
+                    | ({"expert": event.expert} if event.expert >= 0 else {}),
                 }
             )
-    document = {"traceEvents": records, "displayTimeUnit": "ns"}
+    document = {"traceEvents": records, "displayTimeUnit": "ns"} | ({"otherData": dict(about)} if about else {})
     Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 
 
@@ -138,15 +225,17 @@ def _draw_rank(
     rows = {actor: row for row, actor in enumerate(names)}
     rectangles: dict[str, list[list[tuple[float, float]]]] = {}
     for event in events:
+        if event.kind in _OF_OTHER_WARPS:
+            continue
         left, right = (event.start_ns - origin) / unit_ns, (event.end_ns - origin) / unit_ns
         top, bottom = rows[event.actor] - 0.42, rows[event.actor] + 0.42
         corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
         rectangles.setdefault(event.kind, []).append(corners)
     # Waits first, so that a task within one covers it, and last what lies within tasks. Edges of the fill's colour keep
     # a short task visible.
-    for kind in sorted(rectangles, key=lambda kind: (kind in _WITHIN_TASKS) - (kind == "wait")):
+    for kind in sorted(rectangles, key=lambda kind: (kind in _WITHIN_TASKS) - (kind in _AROUND_TASKS)):
         colour = _colour(kind)[0]
-        edges = "none" if kind == "wait" else colour
+        edges = "none" if kind in _AROUND_TASKS else colour
         axes.add_collection(PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.7))
     stride = max(1, round(0.15 / row_inches))  # a label is 0.15 inch high
     # os, then every processor whose number the stride divides, but for 0, whose label would cover that of os.
@@ -170,12 +259,21 @@ def _span(events_by_rank: Sequence[Sequence[Event]]) -> tuple[int, int]:
 
 def _actors(events: Sequence[Event]) -> list[str]:
     """The actors, ``os`` first, processors by number (2 before 10)."""
+    return sorted({event.actor for event in events}, key=_order)
 
-    def order(actor: str) -> tuple[bool, list[tuple[int, str]]]:
-        pieces = re.split(r"(\d+)", actor)
-        return actor != "os", [(int(piece) if piece.isdigit() else -1, piece) for piece in pieces]
 
-    return sorted({event.actor for event in events}, key=order)
+def _rows(events: Sequence[Event]) -> list[tuple[str, int]]:
+    """Actors and their warps in the same order."""
+    return sorted({_row(event) for event in events}, key=lambda row: (_order(row[0]), row[1]))
+
+
+def _row(event: Event) -> tuple[str, int]:
+    return event.actor, 0 if event.actor == "os" else event.warp
+
+
+def _order(actor: str) -> tuple[bool, list[tuple[int, str]]]:
+    pieces = re.split(r"(\d+)", actor)
+    return actor != "os", [(int(piece) if piece.isdigit() else -1, piece) for piece in pieces]
 
 
 def _time_unit(span_ns: int) -> tuple[str, int]:

@@ -955,12 +955,32 @@ def test_trace(ctx, device):
         flashmoe.moe(ctx, **arguments(), trace=True)
         report = ctx.last_call
         assert len(report.events) == 132 * len(PHASES)
-    assert report.events[0] == ("processor 0", "gate", 1000, 1100, 0, 0)
-    assert report.events[len(PHASES) + 2] == ("processor 1", "gemm0", 2200, 2300, 1, 2)
+    assert report.events[0] == ("processor 0", "gate", 1000, 1100, 0, 0, 0, 2)
+    assert report.events[len(PHASES) + 2] == ("processor 1", "gemm0", 2200, 2300, 1, 2, 0, 2)
     assert {event.actor for event in report.events if event.kind == "schedule"} == {"os"}
-    assert report.wall_ns == 1000 * 131 + 100 * len(PHASES)
+    assert report.wall_ns == 1000 * 131 + 3000 - 900
     assert report.phase_ns["gemm0"] == 132 * 100 and "epilogue" not in report.phase_ns
-    assert report.phase_ns["idle"] == 132 * (report.wall_ns - 600)
+    assert report.phase_ns["dispatch"] == 132 * 200  # and sends
+    assert report.phase_ns["idle"] == 132 * (report.wall_ns - 700)
+
+
+def test_recorded_calls(ctx, device):
+    """Each is read before the next one writes over it, and lies on the host's clock, from which the device's differs by
+    a second; calls behind them are not traced, nor is one within which another begins."""
+    args = arguments()
+    traces = ctx.trace(lambda: [flashmoe.moe(ctx, **args) for _ in range(2)])
+    assert device == [jit.Variant("bfloat16", "swiglu", trace=True)]
+    for trace in traces:
+        assert (trace.rank, trace.backward, trace.processors, trace.left_out) == (0, False, 132, {})
+        assert (trace.start_ns, trace.end_ns, len(trace.events)) == (900, 134_000, 132 * len(PHASES))
+        assert abs(trace.offset_ns + 10**9) < 10**8 and 0 < trace.error_ns < 10**8
+    assert len(traces) == 2
+    flashmoe.moe(ctx, **arguments())
+    assert ctx.last_call.events == []
+    with pytest.raises(flashmoe.InvalidArgument, match="another trace of the same context"):
+        ctx.trace(lambda: ctx.trace(lambda: None))
+    assert ctx.trace(lambda: flashmoe.moe(ctx, **arguments(0))) == []  # which launches nothing
+    assert ctx.trace(lambda: None) == []
 
 
 def test_exact(ctx, device):

@@ -163,8 +163,10 @@ def test_traced_call():
         assert torch.equal(y, plain)
         spans = {kind: [event for event in report.events if event.kind == kind] for kind in SPANS}
         assert all(0 < event.start_ns <= event.end_ns for event in report.events)
-        for kind in ("gate", "dispatch", "wait", "combine"):
+        for kind in ("gate", "dispatch", "combine", "return"):
             assert len(spans[kind]) == context.processors, kind
         chosen = len(set(report.topk_ids.flat))  # experts
         assert len(spans["gemm0"]) == chosen * math.ceil(USUAL["intermediate"] / 64)
         assert len(spans["gemm1"]) == chosen * math.ceil(USUAL["hidden"] / 128)
+        # A wait for each task, and for the word that there are no more.
+        assert len(spans["wait"]) == len(spans["gemm0"]) + len(spans["gemm1"]) + context.processors

@@ -10,6 +10,7 @@
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
+#include "flashmoe/gpu/clock.cuh"
 #include "flashmoe/gpu/kept_rows.cuh"
 #include "flashmoe/sm90/few.cuh"
 #include "flashmoe/sm90/kernel.cuh"
@@ -68,6 +69,7 @@ extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
   auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);
+  sm90::begin_trace<FLASHMOE_TRACE != 0>(args);
   if (!sm90::prepare<sm90::Dtype>(args, shared)) return;
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }
@@ -87,12 +89,19 @@ extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
 }
 #endif
 
+#if FLASHMOE_TRACE
+extern "C" __global__ void flashmoe_clock(flashmoe::gpu::ClockPage* page, uint32_t times, uint64_t patience_ns) {
+  flashmoe::gpu::answer_the_time(page, times, patience_ns);
+}
+#endif
+
 #if !FLASHMOE_KEEP && !FLASHMOE_BACKWARD
 extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
     flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
   auto& shared = *reinterpret_cast<sm90::FewShared*>(memory);
+  sm90::begin_trace<FLASHMOE_TRACE != 0>(args);
   sm90::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared);
 }
 #endif

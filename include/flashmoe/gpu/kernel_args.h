@@ -23,21 +23,31 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// One span of an actor's time, as the trace buffer holds it. Times of the global timer, in nanoseconds.
+// One span of a warp's time, as the trace buffer holds it. Times of the global timer, in nanoseconds.
 struct TraceEvent {
   uint64_t start_ns, end_ns;
-  uint32_t kind;  // Phase
-  uint32_t index, column, pad;
+  uint16_t kind;  // Phase
+  uint16_t warp;
+  uint32_t index, column;
+  uint32_t expert;  // of a product: as TaskSlot has it; else kNoTile
 };
 static_assert(sizeof(TraceEvent) == 32);
 
-// Trace memory of one block: kTraceEvents events behind a header that says how many were written (they stop when full).
-inline constexpr uint32_t kTraceEvents = 4095;
+// Trace memory of one block: kTraceEvents events behind a header.
+inline constexpr uint32_t kTraceEvents = 16383;
 struct TraceHeader {
-  uint64_t count;
-  uint64_t pad[3];
+  uint64_t count;             // of all events, also those for which there was no room
+  uint64_t start_ns, end_ns;  // the block's first instruction, and its end
+  uint64_t multiprocessor;    // on which it ran
 };
+static_assert(sizeof(TraceHeader) == sizeof(TraceEvent));
 inline constexpr uint64_t kTraceBytesPerBlock = sizeof(TraceHeader) + uint64_t{kTraceEvents} * sizeof(TraceEvent);
+
+// Where host and device ask one another the time: a page of host memory that both have. See clock.cuh.
+struct ClockPage {
+  uint64_t asked, answered;  // how often
+  uint64_t device_ns;        // the last answer
+};
 
 // Weights as loads see them: expert e's row r is at data + e * expert_bytes + r * row_bytes, multiples of 16 all three.
 struct WeightRows {

@@ -10,6 +10,18 @@ namespace flashmoe::gpu {
 // registers: the mainloop has none left.
 using TraceStarts = uint64_t[kWarps][2];
 
+// First of all, by all threads.
+template <bool kOn>
+__device__ __forceinline__ void begin_trace(const KernelArgs& args) {
+  if constexpr (kOn) {
+    if (threadIdx.x != 0 || args.trace == nullptr) return;
+    uint32_t multiprocessor;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+    *reinterpret_cast<TraceHeader*>(args.trace + blockIdx.x * kTraceBytesPerBlock) = {0, Platform::now_ns(), 0,
+                                                                                      multiprocessor};
+  }
+}
+
 // Called by all threads; the first of every kEach of them traces.
 template <bool kOn, uint32_t kEach>
 struct Tracer {
@@ -24,26 +36,39 @@ struct Tracer {
       if (t % kEach == 0) starts[t / 32][depth] = Platform::now_ns();
     }
   }
-  // The span ends. Of a rehearsal nothing is recorded.
+  // The span ends; if none is begun before the next end at this depth, that one's begins here. So what is between two
+  // tasks, the trace's own stores with it, is in the wait for the second.
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
-    if constexpr (kOn) {
-      const uint32_t t = thread();
-      if (t % kEach != 0 || args.trace == nullptr || index == kNoTile) return;
-      const uint32_t i = atomicAdd(&events, 1u);
-      if (i >= kTraceEvents) return;
-      TraceEvent* to = reinterpret_cast<TraceEvent*>(buffer() + sizeof(TraceHeader)) + i;
-      *to = {starts[t / 32][depth], Platform::now_ns(), static_cast<uint32_t>(phase), index, column, 0};
-    }
+    if constexpr (kOn) record(phase, index, column, kNoTile, depth);
+  }
+  // The same of a product of expert `expert`; without a tile it is rehearsed.
+  __device__ __forceinline__ void end_product(Phase phase, uint32_t tile, uint32_t column, uint32_t expert) const {
+    if constexpr (kOn) record(tile == kNoTile ? Phase::kRehearse : phase, tile, column, expert, 0);
   }
   // One thread, after the last event.
   __device__ __forceinline__ void finish() const {
     if constexpr (kOn) {
       if (args.trace == nullptr) return;
-      reinterpret_cast<TraceHeader*>(buffer())->count = events < kTraceEvents ? events : kTraceEvents;
+      auto* const header = reinterpret_cast<TraceHeader*>(buffer());
+      header->count = events;
+      header->end_ns = Platform::now_ns();
     }
   }
 
  private:
+  __device__ __forceinline__ void record(Phase phase, uint32_t index, uint32_t column, uint32_t expert,
+                                         uint32_t depth) const {
+    const uint32_t t = thread();
+    if (t % kEach != 0 || args.trace == nullptr) return;
+    if (phase == Phase::kEpilogue && index == kNoTile) return;  // part of what is rehearsed
+    uint64_t& start = starts[t / 32][depth];
+    const uint64_t begun = start, now = Platform::now_ns();
+    start = now;
+    const uint32_t i = atomicAdd(&events, 1u);
+    if (i >= kTraceEvents) return;
+    TraceEvent* to = reinterpret_cast<TraceEvent*>(buffer() + sizeof(TraceHeader)) + i;
+    *to = {begun, now, static_cast<uint16_t>(phase), static_cast<uint16_t>(t / 32), index, column, expert};
+  }
   // Volatile: else ptxas keeps whether this thread traces in a register throughout the kernel, and spills it.
   static __device__ __forceinline__ uint32_t thread() {
     uint32_t t;

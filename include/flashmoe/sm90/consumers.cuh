@@ -169,12 +169,13 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
   for (uint32_t stage = 0; stage < kStages; ++stage)
     release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(stage));
   for (n = 0;; ++n) {
-    trace.begin();
     const TaskSlot& slot = tasks.wait_full(n);
-    if (slot.kind == TaskKind::kStop) return false;
+    if (slot.kind == TaskKind::kStop) {
+      trace.end(Phase::kWait, 0, 0);
+      return false;
+    }
     if (kIsBackward && slot.index == kCombines) return true;
     trace.end(Phase::kWait, slot.tile, slot.column);
-    trace.begin();
     if constexpr (kIsBackward) {
       if (is_over_rows(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
@@ -191,7 +192,8 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
         compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
       });
     }
-    trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
+    trace.end_product(is_over_rows(slot.kind) ? Phase::kGradients : phase_of_product(slot.kind), slot.tile, slot.column,
+                      slot.expert);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
       tasks.put_stored(slot.stored);  // else nobody waits for it
     // Not kept over the epilogue, whose place in registers a spill would take.

@@ -303,7 +303,6 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
     if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
   }
   trace.end(Phase::kGate, b, 0);
-  trace.begin();
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();

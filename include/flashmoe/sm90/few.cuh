@@ -71,9 +71,8 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   } else if constexpr (kMxFp4<Dtype>) {
     load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
   }
-  trace.begin();
+  trace.begin(1);
   const bool ok = meet(b, is_among_last<Dtype>(b));
-  trace.end(Phase::kWait, blockIdx.x, 0);
   if (!ok) return;
   trace.begin();
   sum_rows<Dtype>(b);
@@ -83,6 +82,7 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
     *b.c.few_done(u) = 0;
   }
   trace.end(Phase::kCombine, blockIdx.x, 0);
+  trace.end(Phase::kReturn, blockIdx.x, 0, 1);
 }
 
 }  // namespace few
@@ -105,7 +105,6 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   if (b.epoch == 0) return;
   // By a thread that has the least to do, while logits come: the next to need it is behind the routing's meetings.
   if (threadIdx.x == kFewThreads - 1) few::init_pipeline(s.pipeline);
-  trace.begin();
   const bool ok = few::route<Dtype>(b);
   trace.end(Phase::kDispatch, blockIdx.x, 0);
   if (ok) few::run_gemms<Dtype, kActivation>(b, trace);

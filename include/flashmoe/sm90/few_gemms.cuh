@@ -171,11 +171,12 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
   const TheTasks tasks{b};
   HandedSlot handed;
   StageSlot at;
+  trace.begin();
   while (true) {
     const uint32_t slot = handed.at, word = next_task(b, handed);
+    trace.end(Phase::kWait, blockIdx.x, 0);
     if (word == kNoTask) return;
     const Task task = Task::unpack(word);
-    trace.begin();
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;
@@ -199,7 +200,8 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
       });
     });
     if (task.product == 0) announce_stored(b, slot, task.unit);
-    trace.end(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile);
+    trace.end_product(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile,
+                      expert);
   }
 }
 

@@ -103,6 +103,7 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   const uint32_t senders = c.policy.order.senders, warp = thread / 32;
   if (blockIdx.x + senders < blocks) return;
   __syncthreads();  // dispatch is done with the stages,
+  trace.begin(1);
   const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
   RowEngine<Dtype, Trace> engine(args, c, copies, trace);
   // The block's own packet is signalled by now. To look whether it is costs a backward pass among several ranks a spill.
@@ -110,6 +111,8 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   Sender<Platform, RowEngine<Dtype, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
                                                            kWarps * senders, own_block);
   __syncthreads();  // and now the senders are
+  trace.end(Phase::kSend, blockIdx.x, 0, 1);
+  trace.begin();  // the wait for the first task, which for other blocks begins where dispatch ends
 }
 
 // One warp of the last warpgroup.
@@ -125,10 +128,14 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
       follow_tasks<Dtype>(args, c, s.ring);
     }
   } else if (blockIdx.x == 0) {
+    trace.begin(1);
     run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
+    trace.end(Phase::kSchedule, 0, 0, 1);
   } else if (const uint32_t formers = formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x);
              blockIdx.x <= formers) {
+    trace.begin(1);
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
+    trace.end(Phase::kForm, blockIdx.x - 1, 0, 1);
     if constexpr (kTrainsInGroup) {
       if (formers + 1 == gridDim.x && c.policy.keepers != 0) keep_received(args, c, s.former_sources, blockIdx.x - 1);
     }
@@ -149,6 +156,7 @@ template <class Dtype, Activation kActivation, bool kTransposed, bool kTrace>
 __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
   const Call& c = s.call;
   const Tracer<kTrace, kThreads> trace{args, s.trace_events, s.trace_starts};
+  trace.begin();
   uint32_t thread = threadIdx.x, warp = thread / 32;
   const uint32_t warpgroup = thread / kWarpgroup;
   const uint32_t ring_memory = shared_address(memory);
@@ -171,6 +179,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     give_registers<kServiceRegisters<Dtype>>();
     run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
   }
+  each_warp.begin(1);
   if constexpr (kIsBackward) {
     if constexpr (!kTrainsInGroup) sum_weight_parts(args, c);
     sum_biases<Dtype>(args, c);
@@ -188,6 +197,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
   if constexpr (kTrainsInGroup && kIsBackward) collect_weight_gradients(args, c);
+  each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
   __syncwarp();  // lanes leave a wait one by one
   if constexpr (kTransposed || kKeepBuild ||
                 kQuantised<

@@ -202,18 +202,22 @@ __device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Ca
   trace.end(Phase::kWait, s.ring.at(n).tile, 0);
   SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
   Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
+  each_warp.begin(1);
   returner.run(c);
+  each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
   count_combined(c);
+  trace.begin();
   s.ring.put_done(n);
 #pragma unroll 1
   for (++n;; ++n) {
-    trace.begin();
     const TaskSlot& slot = s.ring.wait_full(n);
-    if (slot.kind == TaskKind::kStop) return;
+    if (slot.kind == TaskKind::kStop) {
+      trace.end(Phase::kWait, 0, 0);
+      return;
+    }
     trace.end(Phase::kWait, slot.tile, slot.column);
-    trace.begin();
     compute_router_dx<Dtype>(args, slot, ring);
-    trace.end(phase_of_product(slot.kind), slot.tile, slot.column);
+    trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoTile);
     s.ring.put_done(n);
   }
 }

@@ -45,17 +45,28 @@ namespace flashmoe {
   ROW(kRow, "row")                  \
   ROW(kBlock, "block")
 
-// What an actor's time goes into. An epilogue's time is part of its product's; only the CUDA engine measures it apart.
-#define FLASHMOE_PHASES(ROW) \
-  ROW(kGate, "gate")         \
-  ROW(kDispatch, "dispatch") \
-  ROW(kGemm0, "gemm0")       \
-  ROW(kGemm1, "gemm1")       \
-  ROW(kReduce, "reduce")     \
-  ROW(kCombine, "combine")   \
-  ROW(kWait, "wait")         \
-  ROW(kSchedule, "schedule") \
-  ROW(kEpilogue, "epilogue")
+// What an actor's time goes into, as reports and traces call it. Those from kEpilogue on are in traces alone.
+//   kEpilogue   part of its product, from accumulators to memory
+//   kForm       a former, until all packets have become tiles
+//   kSend       a block's sending of rows to other ranks, shares of which are kDispatch
+//   kRehearse   a task without rows (sm90/look_up.cuh)
+//   kGradients  a backward pass's products over rows of experts
+//   kReturn     what follows a warp's role: sums, and waits for what they need
+#define FLASHMOE_PHASES(ROW)   \
+  ROW(kGate, "gate")           \
+  ROW(kDispatch, "dispatch")   \
+  ROW(kGemm0, "gemm0")         \
+  ROW(kGemm1, "gemm1")         \
+  ROW(kReduce, "reduce")       \
+  ROW(kCombine, "combine")     \
+  ROW(kWait, "wait")           \
+  ROW(kSchedule, "schedule")   \
+  ROW(kEpilogue, "epilogue")   \
+  ROW(kForm, "form")           \
+  ROW(kSend, "send")           \
+  ROW(kRehearse, "rehearse")   \
+  ROW(kGradients, "gradients") \
+  ROW(kReturn, "return")
 
 #define FLASHMOE_VALUE(value, name) value,
 #define FLASHMOE_NAME(value, name)  name,

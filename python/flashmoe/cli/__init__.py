@@ -1,5 +1,5 @@
-"""The ``flashmoe`` command: run a layer and check it, say what this machine can run, plan memory, place experts by
-their load, compile kernels, tune them, measure suites, simulate groups of GPUs."""
+"""The ``flashmoe`` command: run a layer and check it, trace one, say what this machine can run, plan memory, place
+experts by their load, compile kernels, tune them, measure suites, simulate groups of GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..errors import FlashMoEError
-from . import balance, compile, info, measure, memory, run, simulate, tune
+from . import balance, compile, info, measure, memory, run, simulate, trace, tune
 from .console import abandon_broken_output, escape_what_cannot_be_encoded, print_error
 
 # The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command("run")(run.command)
 app.command("info")(info.command)
+app.command("trace")(trace.command)
 app.command("memory")(memory.command)
 app.command("balance")(balance.command)
 app.command("compile")(compile.command)

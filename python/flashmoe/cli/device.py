@@ -16,7 +16,7 @@ from .. import driver, jit, models, nvshmem
 from ..checkpoint import MoELayer, MoELayerOf
 from ..errors import FlashMoEError, HeapError
 from ..memory import format_bytes
-from ..spec import ELEMENT_BYTES, GATED
+from ..spec import ELEMENT_BYTES, GATED, SCALE_BLOCK
 from .console import count
 
 if TYPE_CHECKING:
@@ -150,14 +150,38 @@ def put_on(device: int, arrays: Sequence[np.ndarray | SeededWeights]) -> list[to
 
 def to_device(array: np.ndarray | SeededWeights) -> torch.Tensor:
     """On PyTorch's current GPU: a copy of an array, or the matrices made."""
-    import torch
-
     if isinstance(array, SeededWeights):
         return array.made("cuda")
+    return as_tensor(array).cuda()
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A copy of an array as a tensor in host memory."""
+    import torch
+
     array = np.ascontiguousarray(array)
     if array.dtype == models.DTYPES["bfloat16"]:
-        return torch.from_numpy(array.view(np.int16).copy()).cuda().view(torch.bfloat16)
-    return torch.from_numpy(array.copy()).cuda()
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def in_fp8(matrices: torch.Tensor, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices [E, rows, columns] in e4m3, and a scale for each block of 128 rows and columns, as
+    `flashmoe.quantize.quantize_weights` makes them of arrays; `halves`: 2 where gate rows come before up rows."""
+    import torch
+    from torch.nn.functional import pad
+
+    elements, scales = torch.empty_like(matrices, dtype=torch.float8_e4m3fn), []
+    for matrix, to in zip(matrices, elements, strict=True):  # float32 copies of all would treble the memory
+        wide = matrix.float().unflatten(0, (halves, -1))
+        rows, columns = wide.shape[1:]
+        blocks = pad(wide.abs(), (0, -columns % SCALE_BLOCK, 0, -rows % SCALE_BLOCK))
+        largest = blocks.unflatten(2, (-1, SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK)).amax((2, 4))
+        scale = (largest / 448).clamp(min=2.0**-126)
+        spread = scale.repeat_interleave(SCALE_BLOCK, 1).repeat_interleave(SCALE_BLOCK, 2)[:, :rows, :columns]
+        to.copy_((wide / spread).flatten(0, 1).to(to.dtype))
+        scales.append(scale.flatten(0, 1))
+    return elements, torch.stack(scales)
 
 
 def to_host(array: np.ndarray | torch.Tensor | SeededWeights) -> np.ndarray:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from ..account import PARTS, Account
 from ..memory import Comparison, MemoryPlan, TrainingCost, format_bytes
 from ..placement import Placement, local_experts
 from ..report import TASK_KINDS, CallReport, GroupReport
@@ -146,6 +147,39 @@ def show_files(files: Iterable[Path]) -> None:
     hints = {".png": "who did what when", ".json": "the same, for ui.perfetto.dev"}
     for file in files:
         console.print(Text(f"wrote {file}"), Text(f"({hints[file.suffix]})", style="dim"), soft_wrap=True)
+
+
+def show_accounts(of_call: Sequence[Account]) -> None:
+    """Where the processors' time of each rank went in a call, percent."""
+    console.print()
+    wall = " / ".join(f"{each.wall_ns / 1000:,.1f}" for each in of_call)
+    name = "Backward pass" if of_call[0].backward else "Forward pass"
+    title = f"{name}, {wall} us; percent of the time of {count(of_call[0].processors, 'processor')}"
+    console.print(Text(title, style="bold"))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for each in of_call:
+        table.add_column("" if len(of_call) == 1 else f"rank {each.rank}", justify="right", header_style="dim")
+    table.add_column("", style="dim")
+    shares = [each.shares() for each in of_call]
+    for part, meaning in [*PARTS.items(), ("uncovered", "between two spans")]:
+        if part == "uncovered":
+            table.add_section()
+        if part == "uncovered" or any(each.get(part) for each in shares):
+            table.add_row(part, *(f"{each.get(part, 0) * 100:.2f}" for each in shares), meaning)
+    console.print(table)
+
+
+def show_overhead(overhead: Mapping[str, float], clock_error_us: Sequence[float]) -> None:
+    """How much longer a traced call takes, and how exact times of several ranks are."""
+    console.print()
+    console.print(
+        f"traced {overhead['traced_ms']:.4f} ms, untraced {overhead['untraced_ms']:.4f} ms: x {overhead['ratio']:.3f} "
+        f"(medians of {overhead['pairs']}, in turn)"
+    )
+    if any(clock_error_us):
+        errors = ", ".join(f"{each:.2f}" for each in clock_error_us)
+        console.print(f"clocks: within {errors} us of this machine's")
 
 
 def show_verdict(verdict: Verdict) -> None:

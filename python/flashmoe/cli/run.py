@@ -66,7 +66,7 @@ def command(
     place = launched.place_of(engine, ranks)
     if place is not None:
         engine, ranks = "cpu", place.ranks
-    engine = _chosen_engine(engine, ranks or 1)
+    engine = chosen_engine(engine, ranks or 1)
 
     ranks = ranks or (1 if engine == "cuda" else 4)
     request = Request(ranks, tokens, dtype, return_, engine)
@@ -107,7 +107,7 @@ def command(
     return 0 if verdict.passed else 1
 
 
-def _chosen_engine(engine: str, ranks: int) -> str:
+def chosen_engine(engine: str, ranks: int) -> str:
     """``cpu`` or ``cuda``. Refuses engines that there are not, and ``cuda`` where it cannot run so many ranks."""
     if engine not in ENGINES:
         raise InvalidArgument(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arguments import Options, Tensors
-from ..errors import FlashMoEError
+from ..errors import FlashMoEError, InvalidArgument
 from ..limits import Room
 from ..meeting import Meeting
 from ..report import CallReport
+from ..trace import CallTrace
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Engine(ABC):
         self._handle = owner()
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _close, close, self._handle, self._process)
+        self._recorded: list[CallTrace] | None = None  # while calls are recorded
 
     @abstractmethod
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
@@ -83,6 +85,22 @@ class Engine(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """See `flashmoe.Context.synchronize`."""
+
+    def record(self, call: Callable[[], Any]) -> list[CallTrace]:
+        """See `flashmoe.Context.trace`."""
+        if self._recorded is not None:
+            raise InvalidArgument("trace: expected calls of flashmoe.moe, got another trace of the same context")
+        self._recorded = recorded = []
+        try:
+            call()
+            self._read_recorded()
+        finally:
+            self._recorded = None
+        return recorded
+
+    @abstractmethod
+    def _read_recorded(self) -> None:
+        """Adds the last call to those recorded, if it has not been so."""
 
     @property
     def closed(self) -> bool:

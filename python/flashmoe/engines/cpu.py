@@ -15,11 +15,11 @@ from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
 from ..tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
-from ..trace import PHASES, Event
+from ..trace import PHASES, CallTrace, Event
 from .base import Engine, Membership
 from .network import Joined, join
 
-_PHASES = PHASES[:-1]  # epilogues are not told apart from products
+_PHASES = PHASES[: PHASES.index("epilogue")]  # of which the library has sums
 machines: tuple[int, ...] = ()
 """For tests: the machines of which ranks that meet in shared memory are taken to be, by rank; none: all of one."""
 _MOST_LAYERS = 1024  # prepared at a time; a few kilobytes each
@@ -96,8 +96,11 @@ class CpuEngine(Engine):
         accumulates: bool,
     ) -> None:
         views = [{name: host_view(each) for name, each in tensors.items()} for tensors in (given, wanted)]
-        how = int(kept[0]), self._order(), 1, self._perturbation
-        _ffi.library().context_backward(self.checked_handle(), *how, *views, accumulates)
+        records = self._recorded is not None
+        how = int(kept[0]), records, self._order(), 1, self._perturbation
+        events = _ffi.library().context_backward(self.checked_handle(), *how, *views, accumulates)
+        if records:
+            self._recorded.append(self._trace_of(events, True))
 
     def _call(self, tensors: Tensors, options: Options, trace: bool, keep: bool) -> tuple[Any, Any]:
         """The result, and what is kept, or None."""
@@ -118,9 +121,10 @@ class CpuEngine(Engine):
         if tuple(results.shape) != tuple(given.x.shape):  # of x's attributes, which may say what its memory is not
             raise InvalidArgument(f"x: expected {list(given.x.shape)}, as its memory is, got {list(results.shape)}")
         chosen, weighted = np.empty((tokens, choices), np.int32), np.empty((tokens, choices), np.float32)
+        records = self._recorded is not None
         raw = prepared.call(
             tokens,
-            bool(trace),
+            bool(trace) or records,
             self._perturbation,
             keep,
             keep and redispatches(self.room, options),
@@ -134,6 +138,8 @@ class CpuEngine(Engine):
         )
         report = {key: raw[key] for key in raw if key != "kept"}  # what is kept belongs to who asked for it, alone
         self._unread = Ended(prepared, report, chosen, weighted)
+        if records:
+            self._recorded.append(self._trace_of(raw["events"], False))
         return out, raw["kept"] if keep else None
 
     def last_call(self) -> CallReport | None:
@@ -141,6 +147,16 @@ class CpuEngine(Engine):
             self._report = self._report_of(self._unread)
             self._unread = None
         return self._report
+
+    def _read_recorded(self) -> None:
+        """Calls have done so."""
+
+    def _trace_of(self, flat: Sequence[int], backward: bool) -> CallTrace:
+        """Processors' events are without gaps, from the call's start to its end."""
+        events = _events(flat)
+        of_processors = [event for event in events if event.actor != "os"]
+        start, end = min(event.start_ns for event in of_processors), max(event.end_ns for event in of_processors)
+        return CallTrace(self.room.rank, backward, self.processors, start, end, events)
 
     def synchronize(self) -> None:
         self.checked_handle()
@@ -245,10 +261,10 @@ class CpuEngine(Engine):
 
 
 def _events(flat: Sequence[int]) -> list[Event]:
-    rows = np.array(list(flat), np.int64).reshape(-1, 6).tolist()
+    rows = np.array(list(flat), np.int64).reshape(-1, 7).tolist()
     return [
-        Event("os" if actor == 0 else f"processor {actor - 1}", PHASES[phase], start, end, index, column)
-        for actor, phase, start, end, index, column in rows
+        Event("os" if actor == 0 else f"processor {actor - 1}", PHASES[phase], start, end, index, column, 0, expert)
+        for actor, phase, start, end, index, column, expert in rows
     ]
 
 

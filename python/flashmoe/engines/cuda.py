@@ -7,6 +7,7 @@ device, but for reports and traces.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,11 +24,12 @@ from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
 from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
 from ..tensors import DeviceOperand, as_view, device_operand
+from ..trace import CallTrace
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
 from . import cuda_training
 from .base import Engine, Membership
-from .cuda_report import Ended, counted, timed, trace_events
+from .cuda_report import Ended, call_trace, counted, timed
 
 _MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
 _ALIGNMENT = 16  # of a row's address: what its copies move at a time
@@ -44,6 +46,7 @@ _OF_TOKENS = ("x", "topk_weights")
 """Whose gradients are never added to what is there."""
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _INFERENCE, _FORWARD, _BACKWARD = range(3)  # cuda::Pass
+_DRIFT_SECONDS = 0.01  # longer than between most calls and their reading
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
 
 
@@ -55,12 +58,17 @@ class Prepared:
     layer: LayerSpec
     owners: tuple[int, ...]
     """For each expert, the rank to which this one sends its tokens."""
-    local: int
-    """El."""
+    experts: tuple[int, ...]
+    """Slices of experts that this rank holds."""
     x_bytes: int
     """Of an element of x."""
     y_type: Any
     """PyTorch's type of y."""
+
+    @property
+    def local(self) -> int:
+        """El."""
+        return len(self.experts)
 
 
 class CudaEngine(Engine):
@@ -101,6 +109,9 @@ class CudaEngine(Engine):
         """Those that were called, by all that a call of them has in common."""
         self._report: CallReport | None = None
         self._unread: tuple[Prepared, int] | None = None  # layer and T of a call whose report was not asked for
+        self._unread_trace: tuple[Prepared, bool] | None = (
+            None  # of the last recorded call; whether it is a backward pass
+        )
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
         return self._call(tensors, options, trace, None)
@@ -138,7 +149,7 @@ class CudaEngine(Engine):
         routing = x.new_empty(tokens * cuda_training.kept_routing_bytes(tensors, options), dtype=torch.uint8)
         logits = cuda_training.kept_logits(routing, tensors)
         tensors = tensors._replace(router_logits=logits)
-        layer = self._layer(tensors, options, False, _FORWARD)  # the very one of the call
+        layer = self._layer(tensors, options, self._recorded is not None, _FORWARD)  # the very one of the call
         size, counts_at = library.cuda_call_layout(handle, layer.number, stream)
         memory = x.new_empty(size, dtype=torch.uint8)
         y = self._call(tensors, options, False, memory, routing)
@@ -180,7 +191,7 @@ class CudaEngine(Engine):
                 "torch.no_grad(), or detach its input and freeze its weights"
             )
         library, handle = _ffi.library(), self.checked_handle()
-        layer = self._layer(tensors, options, False, _BACKWARD)
+        layer = self._layer(tensors, options, self._recorded is not None, _BACKWARD)
         tokens, alone = tensors.x.shape[0], self.room.ranks == 1
         rows = cuda_training.ALONE if alone else cuda_training.KeptRows(*counted.tolist())
         if tokens == 0 and alone:
@@ -210,6 +221,7 @@ class CudaEngine(Engine):
             for name, each in wanted.items()
             if name in _GRADIENTS.values()
         }
+        self._read_recorded()
         library.cuda_backward(
             handle,
             layer.number,
@@ -232,6 +244,8 @@ class CudaEngine(Engine):
             }
             | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
         )
+        if self._recorded is not None:
+            self._unread_trace = layer, True
         for place in _GRADIENTS.values():
             if place in wanted and written[place] is not wanted[place]:
                 wanted[place].copy_(written[place])
@@ -261,7 +275,8 @@ class CudaEngine(Engine):
 
         handle = self.checked_handle()
         x = tensors.x
-        layer = self._layer(tensors, options, trace, _INFERENCE if kept is None else _FORWARD)
+        records = self._recorded is not None
+        layer = self._layer(tensors, options, trace or records, _INFERENCE if kept is None else _FORWARD)
         tokens = x.shape[0]
         most = self.room.limits["max_tokens"]
         if tokens > most:
@@ -275,6 +290,7 @@ class CudaEngine(Engine):
         scale = _address("x_scale", tensors.x_scale, T=tokens, blocks=scale_blocks(layer.layer.hidden))
         out = torch.empty_like(x, dtype=layer.y_type, memory_format=torch.contiguous_format, requires_grad=False)
         stream = current_stream(self.device)
+        self._read_recorded()
         _ffi.library().cuda_call(
             handle,
             layer.number,
@@ -292,8 +308,10 @@ class CudaEngine(Engine):
             _place(routing),
         )
         self._unread = layer, tokens
-        if trace:
-            self._report = self._traced(self.last_call())
+        if records and (tokens != 0 or self.room.ranks != 1):
+            self._unread_trace = layer, False
+        elif trace:
+            self._report = self._traced(self.last_call(), layer)
         return out
 
     def last_call(self) -> CallReport | None:
@@ -301,6 +319,26 @@ class CudaEngine(Engine):
             self._report = self._counted(*self._unread)
             self._unread = None
         return self._report
+
+    def record(self, call: Callable[[], Any]) -> list[CallTrace]:
+        self._unread_trace = None
+        return super().record(call)
+
+    def _read_recorded(self) -> None:
+        """Waits for the last call, and reads what it has left before another one overwrites it; then asks the device
+        what time it is, twice, a while apart."""
+        if self._recorded is None or self._unread_trace is None:
+            return
+        (layer, backward), self._unread_trace = self._unread_trace, None
+        self.synchronize()
+        trace = self._read_trace(layer, backward)
+        read = partial(_ffi.library().cuda_read_clock, self.checked_handle(), layer.number, current_stream(self.device))
+        host, device, error = read()
+        time.sleep(_DRIFT_SECONDS)
+        later_host, later_device, later_error = read()
+        drift = abs(later_host - later_device - (host - device))
+        error = max(error, later_error) + drift
+        self._recorded.append(replace(trace, offset_ns=host - device, error_ns=error))
 
     def synchronize(self) -> None:
         _ffi.library().cuda_synchronize(self.checked_handle(), current_stream(self.device))
@@ -353,10 +391,10 @@ class CudaEngine(Engine):
         )
         rank = self.room.rank
         owners = placements.owners(args.placement, rank)
-        local = len(placements.local_experts(args.placement, rank))
+        experts = tuple(placements.local_experts(args.placement, rank))
         import torch
 
-        return Prepared(number, layer, owners, local, ELEMENT_BYTES[layer.x_type], getattr(torch, layer.y_type))
+        return Prepared(number, layer, owners, experts, ELEMENT_BYTES[layer.x_type], getattr(torch, layer.y_type))
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
         """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
@@ -405,14 +443,19 @@ class CudaEngine(Engine):
         )
         return counted(ended)
 
-    def _traced(self, untimed: CallReport) -> CallReport:
+    def _traced(self, untimed: CallReport, layer: Prepared) -> CallReport:
         """`untimed` with what the thread blocks recorded in that call, which is over."""
         if untimed.tokens == 0 and self.room.ranks == 1:
             return untimed
-        library, handle = _ffi.library(), self.checked_handle()
+        return timed(untimed, self._read_trace(layer, False))
+
+    def _read_trace(self, layer: Prepared, backward: bool) -> CallTrace:
+        """Of the last call, which is over and was traced."""
+        library, handle, spec = _ffi.library(), self.checked_handle(), layer.layer
         raw = np.empty(library.cuda_trace_bytes(handle), np.uint8)
         library.cuda_read_trace(handle, as_view(raw))
-        return timed(untimed, trace_events(raw, self.processors))
+        experts = [expert // spec.slices for expert in layer.experts] + [spec.experts]
+        return call_trace(raw, self.processors, self.room.rank, backward, experts)
 
 
 def current_stream(device: int) -> int:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..account import account
 from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
-from ..trace import PHASES, Event
+from ..trace import PHASES, CallTrace, Event
 
 _EVENT = np.dtype(
-    [("start", "<u8"), ("end", "<u8"), ("kind", "<u4"), ("index", "<u4"), ("column", "<u4"), ("pad", "<u4")]
+    [
+        *(("start", "<u8"), ("end", "<u8"), ("kind", "<u2"), ("warp", "<u2")),
+        *(("index", "<i4"), ("column", "<u4"), ("expert", "<i4")),  # -1: none
+    ]
 )
 
 
@@ -79,26 +84,34 @@ def counted(call: Ended) -> CallReport:
     )
 
 
-def timed(untimed: CallReport, events: list[Event]) -> CallReport:
+def timed(untimed: CallReport, trace: CallTrace) -> CallReport:
     """`untimed` with what the thread blocks recorded in that call."""
+    found = account(trace)
     spent = dict.fromkeys(("gate", "dispatch", *TASK_KINDS[1:]), 0)
-    for event in events:
-        if event.kind in spent:  # what lies within those is not counted twice
-            spent[event.kind] += event.end_ns - event.start_ns
-    wall = max((e.end_ns for e in events), default=0) - min((e.start_ns for e in events), default=0)
-    spent["idle"] = max(0, wall * untimed.processors - sum(spent.values()))
-    return replace(untimed, phase_ns=spent, wall_ns=wall, events=events)
+    for part, ns in found.ns.items():
+        kind = part.removesuffix(" epilogue").replace("send", "dispatch")
+        if kind in spent:
+            spent[kind] += ns
+    spent["idle"] = found.total_ns - sum(spent.values())
+    return replace(untimed, phase_ns=spent, wall_ns=trace.wall_ns, events=trace.events)
 
 
-def trace_events(raw: np.ndarray, blocks: int) -> list[Event]:
-    """The events in the trace memory of `blocks` thread blocks, as uint8: for each, how many there are (64 bits, in a
-    header as long as an event), and the first of them, as many as fit."""
-    per_block = raw.reshape(blocks, -1).view(_EVENT)
-    events = []
-    for block in range(blocks):
-        count = int(per_block[block, 0]["start"])
-        for start, end, kind, index, column, _ in per_block[block, 1 : 1 + count].tolist():
+def call_trace(raw: np.ndarray, blocks: int, rank: int, backward: bool, experts: Sequence[int]) -> CallTrace:
+    """What the trace memory of `blocks` thread blocks has, as uint8: for each a header, as long as an event, and behind
+    it events, as many as fit. The header: how many there were, 64 bits, and when the block began and ended. `experts`:
+    the layer's numbers of those that the rank holds, and E for the shared one, which all numbers behind them are."""
+    per_block = raw.reshape(blocks, -1)
+    headers = per_block[:, : _EVENT.itemsize].copy().view("<u8")
+    per_block = per_block.view(_EVENT)
+    events, left_out, room = [], {}, per_block.shape[1] - 1
+    for block, (count, *_) in enumerate(headers.tolist()):
+        if count > room:
+            left_out[block] = count - room
+        for start, end, kind, warp, index, column, expert in per_block[block, 1 : 1 + min(count, room)].tolist():
             name = PHASES[kind]
             actor = "os" if name == "schedule" else f"processor {block}"
-            events.append(Event(actor, name, start, end, index, column))
-    return events
+            whose = -1 if expert < 0 else experts[min(expert, len(experts) - 1)]
+            events.append(Event(actor, name, start, end, index, column, warp, whose))
+    return CallTrace(
+        rank, backward, blocks, int(headers[:, 1].min()), int(headers[:, 2].max()), events, "cuda", left_out
+    )

@@ -1,0 +1,17 @@
+// The clock of a GPU, by which kernels trace, as the host sees it.
+#pragma once
+
+#include "cuda/launch.h"
+
+namespace flashmoe::cuda {
+
+// At host_ns (CLOCK_MONOTONIC), give or take error_ns, the device's global timer showed device_ns.
+struct ClockReading {
+  uint64_t host_ns, device_ns, error_ns;
+};
+
+// The most exact of many readings. kernels: of a cubin that traces. The device's context is current, and the device idle.
+// Throws Error where the device does not answer.
+ClockReading read_clock(const Device& device, const Kernels& kernels, DriverStream stream);
+
+}  // namespace flashmoe::cuda

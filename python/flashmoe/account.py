@@ -1,0 +1,172 @@
+"""Where the processors' time of a traced call went.
+
+A processor's time is what its first warp does (CPU engine: its thread), which computes tasks until there are none. Each
+nanosecond of it, from the call's start to its end, is the innermost span's that it lies in; before the first span it is
+``start``, behind the last one ``tail``. What lies between two spans is nobody's, and is told as such:
+`Account.uncovered_ns`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .trace import CallTrace, Event
+
+PARTS = {
+    "start": "before the processor's first span: launch, barriers",
+    "gate": "logits and the choice of experts",
+    "dispatch": "packets of the own tokens; CPU engine: and rows to other ranks",
+    "send": "rows to other ranks, by the blocks that send",
+    "rehearse": "tasks without rows, while the first tiles form",
+    "wait for packets": "no task, and not all packets have become tiles yet",
+    "wait for tasks": "no task, although all have",
+    "gemm0": "products of GEMM0, epilogues apart",
+    "gemm0 epilogue": "activation, and stores of intermediate rows",
+    "gemm1": "products of GEMM1, epilogues apart",
+    "gemm1 epilogue": "weights, and stores of result rows",
+    "gradients": "a backward pass's products over rows",
+    "reduce": "sums of rows for other ranks",
+    "combine": "sums of rows at home",
+    "wait for returns": "tasks are over, and rows to sum are not there yet",
+    "tail": "behind the processor's last span",
+}
+"""The parts of an account, in the order of a call, and what they are."""
+
+_MAIN_WARP = 0
+_GEMMS = ("gemm0", "gemm1")
+
+
+@dataclass(frozen=True)
+class Account:
+    """Nanoseconds of all processors of a rank in one call."""
+
+    rank: int
+    backward: bool
+    wall_ns: int
+    """From the call's start to its end."""
+    processors: int
+    ns: dict[str, int]
+    """By part, those of `PARTS` that there are."""
+
+    @property
+    def total_ns(self) -> int:
+        """All processors' time."""
+        return self.wall_ns * self.processors
+
+    @property
+    def uncovered_ns(self) -> int:
+        """What no span has."""
+        return self.total_ns - sum(self.ns.values())
+
+    @property
+    def covered(self) -> float:
+        """The share of the processors' time that the parts have, 0 to 1."""
+        return sum(self.ns.values()) / self.total_ns if self.total_ns else 1.0
+
+    def shares(self) -> dict[str, float]:
+        """The parts' shares of the processors' time, and ``uncovered``: together 1."""
+        total = self.total_ns or 1
+        return {part: ns / total for part, ns in self.ns.items()} | {"uncovered": self.uncovered_ns / total}
+
+
+def accounts(traces: Sequence[CallTrace]) -> list[Account]:
+    """Of one call, each rank's account. `traces`: that call's, of all ranks that are known, of one engine.
+
+    Packets are under way until the rank's formers say that all have become tiles; on the CPU engine, which has none,
+    until the last of `traces` has dispatched. (Of few tokens, on a GPU, there are no packets.)
+    """
+    traces = [trace.on_host_clock() for trace in traces]
+    dispatched = [event.end_ns for trace in traces for event in trace.events if event.kind == "dispatch"]
+    last = max(dispatched, default=0)
+    return [_account(trace, last if trace.engine == "cpu" else 0) for trace in traces]
+
+
+def account(trace: CallTrace) -> Account:
+    """The same of a rank by itself."""
+    return accounts([trace])[0]
+
+
+class Piece(NamedTuple):
+    """A stretch of time, the span that it lies in, and the span around that, if there is one."""
+
+    start_ns: int
+    end_ns: int
+    event: Event
+    around: Event | None
+
+
+def pieces(events: Iterable[Event]) -> Iterator[Piece]:
+    """One warp's time, cut where its innermost span changes; in order, and never twice the same time."""
+    stack: list[Event] = []
+    now = 0
+
+    def until(end: int) -> Iterator[Piece]:
+        nonlocal now
+        if stack and end > now:
+            yield Piece(now, end, stack[-1], stack[-2] if len(stack) > 1 else None)
+        now = max(now, end)
+
+    for event in sorted(events, key=lambda event: (event.start_ns, -event.end_ns)):
+        while stack and stack[-1].end_ns <= event.start_ns:
+            yield from until(stack[-1].end_ns)
+            stack.pop()
+        yield from until(event.start_ns)
+        stack.append(event)
+    while stack:
+        yield from until(stack[-1].end_ns)
+        stack.pop()
+
+
+def _account(trace: CallTrace, dispatched_ns: int) -> Account:
+    formed = max((event.end_ns for event in trace.events if event.kind == "form"), default=dispatched_ns)
+    by_processor = defaultdict(list)
+    for event in trace.events:
+        if event.warp == _MAIN_WARP and event.actor != "os":
+            by_processor[event.actor].append(event)
+    ns: dict[str, int] = defaultdict(int)
+    for number in range(trace.processors):
+        events = by_processor[f"processor {number}"]
+        if not events:
+            continue
+        ns["start"] += min(event.start_ns for event in events) - trace.start_ns
+        if number not in trace.left_out:  # else what is behind the last one is not known
+            ns["tail"] += trace.end_ns - max(event.end_ns for event in events)
+        for piece in pieces(events):
+            if piece.event.kind == "wait":
+                before = min(max(formed, piece.start_ns), piece.end_ns)
+                ns["wait for packets"] += before - piece.start_ns
+                ns["wait for tasks"] += piece.end_ns - before
+            else:
+                ns[_part(piece)] += piece.end_ns - piece.start_ns
+    return Account(
+        trace.rank, trace.backward, trace.wall_ns, trace.processors, {part: ns[part] for part in PARTS if ns[part]}
+    )
+
+
+def _part(piece: Piece) -> str:
+    kind, around = piece.event.kind, "" if piece.around is None else piece.around.kind
+    if kind == "epilogue":
+        return f"{around} epilogue"
+    if kind == "dispatch" and around == "send":
+        return around
+    return "wait for returns" if kind == "return" else kind
+
+
+def with_epilogues(events: Iterable[Event]) -> list[tuple[Event, Event]]:
+    """Each GEMM task that was traced with its epilogue, and that."""
+    by_actor = defaultdict(list)
+    for event in sorted(events, key=lambda event: (event.end_ns, -event.start_ns)):
+        if event.warp == _MAIN_WARP:
+            by_actor[event.actor].append(event)
+    pairs = []
+    for of_actor in by_actor.values():
+        epilogue = None
+        for event in of_actor:
+            if event.kind == "epilogue":
+                epilogue = event
+            elif event.kind in _GEMMS and epilogue is not None:
+                pairs.append((event, epilogue))
+    return pairs
