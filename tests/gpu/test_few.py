@@ -14,7 +14,7 @@ from layers import ACTIVATIONS, DTYPES, Problem, call, capture, check, context_o
 pytestmark = pytest.mark.gpu
 
 USUAL = {"hidden": 320, "intermediate": 192, "experts": 24, "top_k": 5}
-SPANS = ("gate", "dispatch", "gemm0", "gemm1", "wait", "combine")
+SPANS = ("gate", "dispatch", "gemm0", "gemm1", "wait", "combine", "return")
 MOST = {"float32": 8, "bfloat16": 76, "float16": 76}
 """The most tokens of the usual layer that are a few: of 16-bit types, those whose experts have 16 rows on average."""
 
