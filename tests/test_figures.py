@@ -103,8 +103,8 @@ def numbers() -> list[tuple[int, int]]:
 def test_any_other_figure_is_caught():
     places = numbers()
     header, *rows = table(README)
-    columns, several = len(header) - 1, len(header) - 2  # of several GPUs there are two ratios
-    assert len(places) == columns + len(rows) * (1 + 2 * columns + several)
+    columns = len(header) - 1
+    assert len(places) == columns + len(rows) * (1 + 3 * columns)  # tokens; milliseconds and two ratios
     for start, end in places:
         last = README[end - 1]
         other = README[: end - 1] + ("1" if last == "0" else "0") + README[end:]
