@@ -82,7 +82,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint32_t features = with_product(kind, [&]<uint32_t p>() { return weight_rows<p>(c, kGated); });
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
-  if constexpr (Shape::kMajorB == Major::kMn || kKeepBuild) {
+  if constexpr (Shape::kMajorB == Major::kMn || kKeepBuild || (kQuantised<Dtype> && !kGated)) {
     if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Factor, Stage>(ring, stages_of(slot));
   }
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
@@ -180,17 +180,17 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
       if (is_over_rows(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
-        with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, false, [&]<class Shape>() {
-          compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
-        });
+        with_tokens<Dtype, kTransposed, is_gated(kActivation)>(
+            slot.share.wide, slot.share.cover, false,
+            [&]<class Shape>() { compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace); });
       }
     } else if (is_one_of<kOfExpert>(slot.kind)) {
       if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);
     } else {
       const bool half = is_half<Dtype, is_gated(kActivation)>(c, slot);
-      with_tokens<Dtype, kTransposed>(slot.share.wide, slot.share.cover, half, [&]<class Shape>() {
-        compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
-      });
+      with_tokens<Dtype, kTransposed, is_gated(kActivation)>(
+          slot.share.wide, slot.share.cover, half,
+          [&]<class Shape>() { compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace); });
     }
     trace.end_product(is_over_rows(slot.kind) ? Phase::kGradients : phase_of_product(slot.kind), slot.tile, slot.column,
                       slot.expert);

@@ -72,10 +72,14 @@ using Accumulators = float[Shape::kMs][Shape::kN / 2];
 
 // Calls f, a lambda `[&]<class Shape>() {..}`, with the smallest shape that covers `cover` tokens. A wgmma's time grows
 // with N; but each N is one more copy of the code, and no shorter one. half: the first block's features are the last ones.
-template <class Dtype, bool kTransposed, class F>
+// kGated: in e4m3, whether there may be two shapes: without a gate a warpgroup's half of the columns is a block of them, whose
+// code beside the other's spills.
+template <class Dtype, bool kTransposed, bool kGated, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half, F&& f) {
   if constexpr (kQuantised<Dtype>) {
-    if (cover <= 64) return f.template operator()<FewByFeatures<Wide>>();
+    if constexpr (kGated) {
+      if (cover <= 64) return f.template operator()<FewByFeatures<Wide>>();
+    }
     f.template operator()<TokensByFeatures<Wide, Major::kK>>();
   } else if constexpr (kTransposed || kIsBackward || kKeepBuild) {
     constexpr Major kMajor = kTransposed ? Major::kMn : Major::kK;
