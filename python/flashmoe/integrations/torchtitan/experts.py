@@ -111,19 +111,20 @@ class _Merged(torch.autograd.Function):
     def forward(
         ctx: Any, number: int, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        y, *_, kept = moe_kept(number, x, torch.cat([w1, w3], 1), w2, topk_ids=ids, topk_weights=weights)
+        y, *_, kept, counted = moe_kept(number, x, torch.cat([w1, w3], 1), w2, topk_ids=ids, topk_weights=weights)
         ctx.number = number
-        ctx.save_for_backward(kept, x, w1, w3, w2, ids, weights)
+        ctx.save_for_backward(kept, counted, x, w1, w3, w2, ids, weights)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, x, w1, w3, w2, ids, weights = ctx.saved_tensors
+        *of_call, x, w1, w3, w2, ids, weights = ctx.saved_tensors
         _, of_x, of_w1, of_w3, of_w2, _, of_weights = ctx.needs_input_grad
         inputs = [x, torch.cat([w1, w3], 1), w2, ids, weights]
         needed = dict(zip(_PLACES, (of_x, of_w1 or of_w3, of_w2, False, of_weights), strict=True))
         wanted = [place for place, is_needed in needed.items() if is_needed]
-        results = dict(zip(wanted, moe_backward(ctx.number, grad, None, kept, inputs, _PLACES, wanted), strict=True))
+        gradients = moe_backward(ctx.number, grad, None, *of_call, inputs, _PLACES, wanted)
+        results = dict(zip(wanted, gradients, strict=True))
         of_inputs = [results.get(place) for place in _PLACES if place != _IDS]
         gate, up = (None, None) if of_inputs[1] is None else of_inputs[1].chunk(2, 1)
         return None, of_inputs[0], gate, up, of_inputs[2], None, of_inputs[3]
