@@ -150,15 +150,14 @@ def in_turn(
     timer: Callable[[Callable[[int], Any], int, bool], list[float]],
     calls: dict[str, Callable[[int], Any]],
     repeats: int,
-    turns: int = 4,
 ) -> dict[tuple[str, bool], list[float]]:
-    """Milliseconds of each call by `timer`, by its name and whether the GPU was kept busy: in so many turns, every
+    """Milliseconds of each call by `timer`, by its name and whether the GPU was kept busy: in four turns, every
     other one backwards, so that all see the same clocks."""
     timed: dict[tuple[str, bool], list[float]] = {(name, busy): [] for name in calls for busy in (True, False)}
-    for turn in range(turns):
+    for turn in range(4):
         for busy in (True, False):
             for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
-                timed[name, busy] += timer(call, repeats // turns, busy)
+                timed[name, busy] += timer(call, repeats // 4, busy)
     return timed
 
 
