@@ -25,6 +25,14 @@ FLASHMOE_FN void copy_bytes(void* to, const void* from, uint64_t bytes) {
   }
 }
 
+// Counts a part, and tells whether it is the last of so many: then the counter is zero again. One lane.
+template <class P>
+FLASHMOE_FN bool is_last_part(uint32_t* sent, uint32_t parts) {
+  if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return false;
+  P::store_relaxed(sent, 0u);
+  return true;
+}
+
 template <class P, class Engine>
 class MachineSender {
  public:
@@ -68,9 +76,7 @@ class MachineSender {
   FLASHMOE_FN void count_part(uint32_t parts) const {
     const uint32_t each = m_.batch_blocks(c_.block_tokens(), c_.memory.token_row_bytes), batch = b_ / each;
     parts *= min_of(each, c_.blocks() - batch * each);
-    uint32_t* const sent = c_.out_sent(to_.at, batch * each);
-    if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return;
-    P::store_relaxed(sent, 0u);
+    if (!is_last_part<P>(c_.out_sent(to_.at, batch * each), parts)) return;
     P::store_release(to_.signal(batch), Signal::make(c_.epoch, 0), kSystem);
   }
 

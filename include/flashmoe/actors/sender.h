@@ -103,11 +103,7 @@ class Sender {
 
   // Counts a part that is sent; who counts the last part of a packet signals it. One lane.
   FLASHMOE_FN void count_part(uint32_t b, uint32_t q, uint32_t parts, uint32_t entries) const {
-    if (parts != 1) {
-      uint32_t* const sent = c_.out_sent(q, b);
-      if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return;
-      P::store_relaxed(sent, 0u);
-    }
+    if (parts != 1 && !is_last_part<P>(c_.out_sent(q, b), parts)) return;
     signal_packet<P>(c_, q, b, entries);
   }
 
