@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import pathlib
-import statistics
 from contextlib import closing
 from typing import Any
 
@@ -35,6 +34,7 @@ from harness import (
     described,
     flops,
     in_turn,
+    medians_and_spread,
     milliseconds,
     nvidia_smi,
     sustained,
@@ -76,15 +76,10 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
         calls = calls_of(layer)
         bare = backward_floor_call(tokens * top_k, hidden, inner, experts, layer.w1.detach(), layer.w2.detach())
         timer = functools.partial(milliseconds, cycles=BUSY_CYCLES)
-        timed = in_turn(timer, {**calls, "floor": bare}, repeats)
-        for call, times in sustained({**calls, "floor": bare}, repeats).items():
-            timed[call, None] = times
+        calls["floor"] = bare
+        timed = {**in_turn(timer, calls, repeats), **sustained(calls, repeats)}
         layer.context.synchronize()
-    row: dict[str, Any] = {"shape": name, "tokens": tokens}
-    for (call, busy), times in timed.items():
-        row[f"{TIMERS[busy]}{call}_ms"] = statistics.median(times)
-        if busy is not False:
-            row[f"{TIMERS[busy]}{call}_min_max"] = [min(times), max(times)]
+    row: dict[str, Any] = {"shape": name, "tokens": tokens, **medians_and_spread(timed, TIMERS)}
     for kind in TIMERS.values():
         for call in ("backward", "given"):
             row[f"{kind}{call}_ratio"] = row[f"{kind}{call}_ms"] / row[f"{kind}floor_ms"]

@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import functools
 import pathlib
-import statistics
 from contextlib import closing
 from typing import Any
 
 import flashmoe
 import torch
 import torch.distributed as dist
-from backward import BUSY_CYCLES
+from backward import BUSY_CYCLES, TIMERS
 from floors import backward_floor_call
 from harness import (
     QUERY,
@@ -37,6 +36,7 @@ from harness import (
     group_milliseconds,
     in_turn,
     join,
+    medians_and_spread,
     nvidia_smi,
     write,
 )
@@ -86,11 +86,8 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
         lone.context.synchronize()
         layer.context.synchronize()
     row: dict[str, Any] = {"shape": name, "tokens": tokens, "ranks": dist.get_world_size()}
-    for (call, busy), times in timed.items():
-        row[f"{'' if busy else 'plain_'}{call}_ms"] = statistics.median(times)
-        if busy:
-            row[f"{call}_min_max"] = [min(times), max(times)]
-    for kind in ("", "plain_"):
+    row |= medians_and_spread(timed, TIMERS)
+    for kind in (TIMERS[True], TIMERS[False]):
         for beside in ("alone", "floor"):
             row[f"{kind}over_{beside}"] = row[f"{kind}backward_ms"] / row[f"{kind}{beside}_ms"]
         row[f"{kind}keeps_ratio"] = row[f"{kind}keeps_ms"] / row[f"{kind}inference_ms"]

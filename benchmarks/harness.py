@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -163,12 +163,12 @@ def in_turn(
 
 def sustained(
     calls: dict[str, Callable[[int], Any]], repeats: int, behind_each_other: int = 8
-) -> dict[str, list[float]]:
-    """Milliseconds of each call where so many of the same are queued behind each other, by its name: at the clocks that
-    the GPU keeps under such work, in turn. The first of a queue is not counted."""
+) -> dict[tuple[str, bool | None], list[float]]:
+    """Milliseconds of each call where so many of the same are queued behind each other, by its name and None: at the
+    clocks that the GPU keeps under such work, in turn. The first of a queue is not counted."""
     import torch
 
-    timed: dict[str, list[float]] = {name: [] for name in calls}
+    timed: dict[tuple[str, bool | None], list[float]] = {(name, None): [] for name in calls}
     for turn in range(repeats):
         for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -178,8 +178,21 @@ def sustained(
                 call(i)
             end.record()
             end.synchronize()
-            timed[name].append(start.elapsed_time(end) / behind_each_other)
+            timed[name, None].append(start.elapsed_time(end) / behind_each_other)
     return timed
+
+
+def medians_and_spread(
+    timed: Mapping[tuple[str, bool | None], list[float]], prefixes: Mapping[bool | None, str]
+) -> dict[str, Any]:
+    """Of each call its median and, but by the plain timer, its least and most, in milliseconds. `prefixes`: how keys
+    begin, by whether the GPU was kept busy; None: with calls of the same kind."""
+    row: dict[str, Any] = {}
+    for (call, busy), times in timed.items():
+        row[f"{prefixes[busy]}{call}_ms"] = statistics.median(times)
+        if busy is not False:
+            row[f"{prefixes[busy]}{call}_min_max"] = [min(times), max(times)]
+    return row
 
 
 def beside_floor(timed: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:

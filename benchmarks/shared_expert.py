@@ -39,7 +39,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "router": {"score": "sigmoid", "groups": 8, "top_groups": 4, "routed_scale": 2.5},
     },
 }
-TIMERS = ("busy", "plain", "sustained")
+TIMERS = {"busy": True, "plain": False, "sustained": None}
 ALLOWED_SHARE, ALLOWED_ROUTER = 1.10, 1.02
 
 
@@ -80,12 +80,11 @@ def measure(name: str, repeats: int, experts: int | None) -> dict[str, Any]:
         calls["apart"] = lambda i: (calls["without"](i), calls["gemms"](i))
         if bias:
             calls["softmax"] = lambda i: moe(xs[i % 4])
-        timed: dict[Any, list[float]] = {**in_turn(milliseconds, calls, repeats), **sustained(calls, repeats)}
+        timed = {**in_turn(milliseconds, calls, repeats), **sustained(calls, repeats)}
         context.synchronize()
     row: dict[str, Any] = {"layer": name, "tokens": tokens, **sizes, "shared_intermediate": width}
-    for how in TIMERS:
-        keys = {what: what if how == "sustained" else (what, how == "busy") for what in calls}
-        medians = {what: statistics.median(timed[key]) for what, key in keys.items()}
+    for how, busy in TIMERS.items():
+        medians = {what: statistics.median(timed[what, busy]) for what in calls}
         row[how] = {f"{what}_ms": value for what, value in medians.items()}
         added = medians["with"] - medians["without"]
         row[how]["share"] = added / (medians["apart"] - medians["without"])
