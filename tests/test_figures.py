@@ -135,6 +135,12 @@ def test_results_lie_by_suite_and_machine(path):
         assert stem == "" and re.fullmatch("[0-9a-f]{7}", commit) and result["commit"].startswith(commit)
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(RESULTS).as_posix())
+def test_results_name_no_folder_of_a_machine(path):
+    """What command made them is what anybody types."""
+    assert re.findall(r"(?<![\w.:/])/(?:root|home|tmp|work)/[^\s\"]*", path.read_text()) == []
+
+
 def texts() -> Iterator[str]:
     yield from (path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
     yield from (path.read_text() for path in (ROOT / "python").rglob("*.md"))
