@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant("2a acquire of routing and outbox", ACTORS + "sender.h", "  P::acquire(word, kDevice);\n"),
     Mutant(
         "2b chain of a packet's senders",
-        ACTORS + "sender.h",
+        ACTORS + "machine_sender.h",
         "P::fetch_add_acq_rel(sent, 1u)",
         "P::fetch_add(sent, 1u)",
     ),
