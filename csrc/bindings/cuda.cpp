@@ -185,25 +185,16 @@ int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int
   });
 }
 
-// Of a layer that keeps, among several ranks: bytes of a call's memory, and where in it the counts are, 2 R + R El words.
-ffi::Array<int64_t> call_layout(int64_t handle, int64_t layer, int64_t stream) {
-  return guarded([&] {
-    const GroupCallLayout layout = context(handle)->call_layout(layer, stream_of(stream));
-    return ffi::Array<int64_t>{static_cast<int64_t>(layout.bytes), static_cast<int64_t>(layout.tokens)};
-  });
+// Of a layer that keeps, among several ranks.
+int64_t call_bytes(int64_t handle, int64_t layer, int64_t stream) {
+  return guarded([&] { return static_cast<int64_t>(context(handle)->call_bytes(layer, stream_of(stream))); });
 }
 
-int64_t count_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory) {
+ffi::Array<int64_t> count_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory) {
   return guarded([&] {
-    return static_cast<int64_t>(context(handle)->count_rows(layer, static_cast<uint64_t>(memory), stream_of(stream)));
-  });
-}
-
-// Where in memory of so many rows the numbers of experts' first rows are, El + 1 words, which the caller writes.
-int64_t first_row_at(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> rows) {
-  return guarded([&] {
-    return static_cast<int64_t>(
-        context(handle)->kept_layout(layer, static_cast<uint32_t>(tokens), rows_of(rows)).first_row);
+    const KeptRows rows = context(handle)->count_rows(layer, static_cast<uint64_t>(memory), stream_of(stream));
+    const auto as_given = [](uint64_t value) { return static_cast<int64_t>(value); };
+    return ffi::Array<int64_t>{as_given(rows.rows), as_given(rows.received), as_given(rows.pitch), as_given(rows.call)};
   });
 }
 
@@ -244,8 +235,8 @@ Map training_bytes(Map layer, Map map) {
     set("kept_routing", kept.bytes - kept.ids);
     const GroupCallLayout call(spec, limits, experts, redispatch);
     set("call_rows", call.received);
-    set("call_tokens", call.tokens - call.received);
-    set("call_numbers", call.bytes - call.tokens);
+    set("call_tokens", call.ranks - call.received);
+    set("call_numbers", call.bytes - call.ranks);
     return out;
   });
 }
@@ -322,9 +313,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_bytes, flashmoe::cuda::kept_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_token_bytes, flashmoe::cuda::kept_token_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_pass_bytes, flashmoe::cuda::pass_bytes)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call_layout, flashmoe::cuda::call_layout)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call_bytes, flashmoe::cuda::call_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_count_rows, flashmoe::cuda::count_rows)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_first_row_at, flashmoe::cuda::first_row_at)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_move_rows, flashmoe::cuda::move_rows)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_training_bytes, flashmoe::cuda::training_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_synchronize, flashmoe::cuda::synchronize)

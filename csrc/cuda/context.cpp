@@ -31,7 +31,8 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
                  uint64_t timeout_ns)
     : device_(ordinal),
       common_{.limits = cuda_limits(limits, device_.processors()), .call = {}, .asked = order},
-      fault_page_(device_) {
+      fault_page_(device_),
+      counts_page_(device_) {
   common_.fault = fault_page_.mapped<HostFault>();
   common_.call = common_call(who, common_.limits, timeout_ns);
   take_memory(who);
@@ -184,42 +185,54 @@ uint64_t Context::pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& row
 
 // ---- Forward passes that keep, among several ranks ------------------------------------------------------------------
 
-GroupCallLayout Context::call_layout(int64_t layer, DriverStream stream) {
+uint64_t Context::call_bytes(int64_t layer, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   device_.refuse_capture(stream, "a forward pass that keeps rows of several ranks, which the host counts,");
-  return plan_of(layer).call_layout(common_);
-}
-
-GroupKeptLayout Context::kept_layout(int64_t layer, uint32_t tokens, const KeptRows& rows) {
-  const std::lock_guard lock(mutex_);
-  return plan_of(layer).kept_layout(tokens, rows);
+  return plan_of(layer).call_layout(common_).bytes;
 }
 
 gpu::CountedRows Context::counted_rows(const Plan& plan, uint64_t memory) const {
   const GroupCallLayout layout = plan.call_layout(common_);
   const auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(memory + offset); };
-  return {words(layout.tokens), words(layout.received_rows), words(layout.rows), words(layout.numbers)};
+  return {counts_page_.mapped<gpu::RankRows>(), reinterpret_cast<gpu::RankRows*>(memory + layout.ranks),
+          words(layout.rows), words(layout.numbers)};
 }
 
-uint64_t Context::count_rows(int64_t layer, uint64_t memory, DriverStream stream) {
+KeptRows Context::count_rows(int64_t layer, uint64_t memory, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   Plan& plan = plan_of(layer);
   plan.kernels.launch_count(plan.args, counted_rows(plan, memory), stream);
-  return calls_;
+  check(driver().cuStreamSynchronize(stream), "work on the device failed");
+  check_health();
+  static_assert(gpu::kMaxRanks * sizeof(gpu::RankRows) <= MappedPage::kBytes);
+  KeptRows all;
+  all.call = calls_;
+  for (uint32_t p = 0; p < common_.limits.ranks; ++p) {
+    const gpu::RankRows& of_rank = counts_page_.host<gpu::RankRows>()[p];
+    all.rows += of_rank.rows, all.received += of_rank.received;
+    all.pitch = max_of(all.pitch, uint64_t{of_rank.tokens});
+  }
+  return all;
 }
 
 void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const KeptRows& rows, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   Plan& plan = plan_of(layer);
-  const GroupKeptLayout layout = plan.kept_layout(plan.args.call.shape.tokens, rows);
+  const auto& shape = plan.args.call.shape;
+  const GroupKeptLayout layout = plan.kept_layout(shape.tokens, rows);
   const auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(kept + offset); };
-  const gpu::MovedRows to{counted_rows(plan, memory), reinterpret_cast<uint8_t*>(kept),
+  const gpu::MovedRows to{counted_rows(plan, memory),
+                          reinterpret_cast<uint8_t*>(kept),
                           plan.redispatch ? nullptr : reinterpret_cast<uint8_t*>(kept + layout.received),
-                          words(layout.numbers), words(layout.first_row)};
-  plan.kernels.launch_move(plan.args, to, static_cast<uint32_t>(rows.pitch), processors(), stream);
+                          words(layout.numbers),
+                          words(layout.first_row),
+                          static_cast<uint32_t>(rows.pitch),
+                          processors()};
+  const uint64_t tiles = rows.rows / sm90::kTileTokens + min_of(uint64_t{shape.local_experts}, rows.rows);
+  plan.kernels.launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
 }
 
 void Context::synchronize(DriverStream stream) {

@@ -42,13 +42,12 @@ class Context {
   uint64_t kept_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
   uint64_t pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
 
-  // Of a layer of Pass::kForward, among several ranks. Where its calls have their rows (refused while `stream` is being
-  // captured); counts those of the last call there,
-  // `memory`, and returns which call it was; and moves them from there to `kept`, memory of GroupKeptLayout for as many, whose
-  // first_row the caller has written. Both launch a kernel, and do not wait.
-  GroupCallLayout call_layout(int64_t layer, DriverStream stream);
-  GroupKeptLayout kept_layout(int64_t layer, uint32_t tokens, const KeptRows& rows);
-  uint64_t count_rows(int64_t layer, uint64_t memory, DriverStream stream);
+  // Of a layer of Pass::kForward, among several ranks. Bytes of memory where its calls have their rows (refused while
+  // `stream` is being captured); how many rows the last call has left there, `memory`, for which the host waits for the
+  // stream, and throws what the call ran into; and moves them from there to `kept`, memory of kept_bytes, but for the
+  // routing, which is the caller's.
+  uint64_t call_bytes(int64_t layer, DriverStream stream);
+  KeptRows count_rows(int64_t layer, uint64_t memory, DriverStream stream);
   void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const KeptRows& rows, DriverStream stream);
 
   // Waits for the device, then throws what a call ran into, if one did. Refused while `stream` is being captured.
@@ -87,7 +86,7 @@ class Context {
   std::unique_ptr<host::Group> group_;
   const Nvshmem* puts_ = nullptr;               // not null where peers are reached by puts alone
   std::unique_ptr<Registration> registration_;  // of the workspace, which puts then read
-  MappedPage fault_page_;
+  MappedPage fault_page_, counts_page_;
   bool broken_ = false;
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
   // By holders, and whether there is a shared expert. Never shrinks: captured graphs have pointers to the tables.

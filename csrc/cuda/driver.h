@@ -71,6 +71,7 @@ struct LaunchConfig {  // CUlaunchConfig
   X(cuCtxPushCurrent_v2, (DriverContext))                                                           \
   X(cuCtxPopCurrent_v2, (DriverContext*))                                                           \
   X(cuCtxSynchronize, ())                                                                           \
+  X(cuStreamSynchronize, (DriverStream))                                                            \
   X(cuMemAlloc_v2, (DevicePtr*, size_t bytes))                                                      \
   X(cuMemFree_v2, (DevicePtr))                                                                      \
   X(cuMemGetInfo_v2, (size_t* free, size_t* total))                                                 \

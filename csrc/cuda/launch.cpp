@@ -43,12 +43,9 @@ void Kernels::launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverSt
   check(driver().cuLaunchKernelEx(&config, count_, parameters, nullptr), "cannot launch the kernel that counts rows");
 }
 
-void Kernels::launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pitch, uint32_t blocks,
-                          DriverStream stream) const {
-  uint32_t parts = max_of(blocks / max_of(args.call.shape.local_experts, 1u), 1u);
-  LaunchConfig config{
-      args.call.shape.local_experts * parts + blocks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
-  void* parameters[] = {&args, &to, &pitch, &parts};
+void Kernels::launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const {
+  LaunchConfig config{to.blocks + tile_blocks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
+  void* parameters[] = {&args, &to};
   check(driver().cuLaunchKernelEx(&config, move_, parameters, nullptr), "cannot launch the kernel that moves rows");
 }
 

@@ -30,8 +30,7 @@ class Kernels {
   void launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverStream stream) const;
   // The same of those behind a forward pass that keeps, among several ranks.
   void launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
-  void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pitch, uint32_t blocks,
-                   DriverStream stream) const;
+  void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const;
   // Of a cubin that traces, see gpu/clock.cuh.
   void launch_clock(gpu::ClockPage* page, uint32_t times, uint64_t patience_ns, DriverStream stream) const;
 

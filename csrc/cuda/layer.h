@@ -79,16 +79,15 @@ struct GroupKeptLayout {
 // Where such a call has its rows until it is over: pre-activations by tile, first; then received rows, as far as a context of
 // these limits has room for them, unless they are dispatched again; and what counts them (CountedRows).
 struct GroupCallLayout {
-  uint64_t received, tokens, received_rows, rows, numbers, bytes;
+  uint64_t received, ranks, rows, numbers, bytes;
 
   GroupCallLayout(const LayerSpec& spec, const Limits& limits, uint64_t local_experts, bool redispatch) {
-    const uint64_t ranks = limits.ranks, most = limits.max_tokens, word = sizeof(uint32_t);
+    const uint64_t most = limits.max_tokens, word = sizeof(uint32_t);
     received = limits.max_tiles() * sm90::kTileTokens * kept_row_bytes(spec);
-    tokens = received + (redispatch ? 0 : (ranks - 1) * most * spec.token_row_bytes());
-    received_rows = tokens + ranks * word;
-    rows = received_rows + ranks * word;
-    numbers = rows + ranks * local_experts * word;
-    bytes = numbers + ranks * most * word;
+    ranks = received + (redispatch ? 0 : (limits.ranks - 1) * most * spec.token_row_bytes());
+    rows = ranks + limits.ranks * sizeof(gpu::RankRows);
+    numbers = rows + limits.ranks * local_experts * word;
+    bytes = numbers + limits.ranks * most * word;
   }
 };
 

@@ -1466,7 +1466,7 @@ def test_ranks_that_train(tmp_path, redispatch):
         at_numbers = at_x + 2 * H * received * (not redispatch)
         at_first = -(-(at_numbers + 4 * 2 * max(tokens)) // 16) * 16
         at_ids = -(-(at_first + 4 * (E // 2 + 1)) // 16) * 16
-        assert move == [kept, 0 if redispatch else kept + at_x, kept + at_numbers, kept + at_first]
+        assert move == [kept, 0 if redispatch else kept + at_x, kept + at_numbers, kept + at_first, max(tokens)]
         assert size == at_ids + 8 * tokens[rank] * K
         assert backward["keepers"] > 0 and forward["keepers"] == (0 if redispatch else backward["keepers"])
         assert (forward["config_groups"] >> 30, backward["config_groups"] >> 30) == (0, 3 if redispatch else 2)

@@ -212,7 +212,7 @@ CudaResult count(const Call& of_layer, const sm90::CountedRows& to) {
     };
     for (uint32_t tries = 0; !is_here(c.call_signal(c.rank, p)) && tries < 10'000; ++tries)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    to.tokens[p] = c.tokens_of(p), to.received[p] = 0;
+    sm90::RankRows& counted = to.told[p] = {c.tokens_of(p), 0, 0};
     for (uint32_t l = 0; l < el; ++l) to.rows[p * el + l] = 0;
     for (uint32_t b = 0; b < c.blocks_of(p); ++b) {
       for (uint32_t tries = 0; !is_here(c.packet_signal(c.rank, p, b)) && tries < 10'000; ++tries)
@@ -220,7 +220,11 @@ CudaResult count(const Call& of_layer, const sm90::CountedRows& to) {
       const uint16_t* const offsets = c.packet_offsets(c.rank, p, b);
       for (uint32_t l = 0; l < el; ++l) to.rows[p * el + l] += offsets[l + 1] - offsets[l];
     }
-    for (uint32_t t = 0; p != c.rank && t < to.tokens[p]; ++t) to.received[p] += *c.packet_counts(c.rank, p, t) != 0;
+    for (uint32_t l = 0; l < el; ++l) counted.rows += to.rows[p * el + l];
+    for (uint32_t t = 0; p != c.rank && t < counted.tokens; ++t) {
+      counted.received += *c.packet_counts(c.rank, p, t) != 0;
+    }
+    to.ranks[p] = counted;
   }
   return 0;
 }
@@ -228,8 +232,8 @@ CudaResult count(const Call& of_layer, const sm90::CountedRows& to) {
 // And where the one that moves them is told to bring them.
 CudaResult moved(const sm90::MovedRows& to) {
   const uint64_t words[] = {reinterpret_cast<uint64_t>(to.pre_activations), reinterpret_cast<uint64_t>(to.received),
-                            reinterpret_cast<uint64_t>(to.numbers), reinterpret_cast<uint64_t>(to.first_row)};
-  last_move = list(words, 4);
+                            reinterpret_cast<uint64_t>(to.numbers), reinterpret_cast<uint64_t>(to.first_row), to.pitch};
+  last_move = list(words, 5);
   return 0;
 }
 
@@ -337,6 +341,9 @@ CudaResult cuCtxPopCurrent_v2(cuda::DriverContext*) {
   return 0;
 }
 CudaResult cuCtxSynchronize() {
+  return unless_capturing();
+}
+CudaResult cuStreamSynchronize(cuda::DriverStream) {
   return unless_capturing();
 }
 CudaResult cuMemAlloc_v2(DevicePtr* address, size_t bytes) {

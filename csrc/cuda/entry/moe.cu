@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
 
 extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
     flashmoe_move(const __grid_constant__ flashmoe::sm90::KernelArgs args,
-                  const __grid_constant__ flashmoe::gpu::MovedRows to, uint32_t pitch, uint32_t parts) {
-  flashmoe::gpu::move_rows(args, to, pitch, parts);
+                  const __grid_constant__ flashmoe::gpu::MovedRows to) {
+  flashmoe::gpu::move_rows(args, to);
 }
 #endif
 

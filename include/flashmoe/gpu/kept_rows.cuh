@@ -1,17 +1,19 @@
 // Behind a forward pass that keeps, among several ranks: counts its rows, and moves them from where the pass has left them to
-// memory that has room for no more than these (CountedRows, MovedRows).
+// memory that has room for no more than these (CountedRows, MovedRows). Between the two the device is idle, until the host
+// has read what the first one tells it; so the host is told three numbers a rank, and all else stays on the device.
 //
 // All they read lies in this rank's memory: what peers write there in the next call is of the other parity.
 #pragma once
 
+#include "flashmoe/gpu/copy_row.cuh"
 #include "flashmoe/gpu/kernel_args.h"
-#include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/protocol/tile_former.h"
 
 namespace flashmoe::gpu {
 
 inline constexpr uint32_t kTileRows = 256;
+inline constexpr uint32_t kMoveWarps = kMoveThreads / 32;
 
 // The call that is over. Its epoch is 0 if it failed: then what it has left is not looked at.
 __device__ __forceinline__ Call ended_call(const KernelArgs& args) {
@@ -21,136 +23,220 @@ __device__ __forceinline__ Call ended_call(const KernelArgs& args) {
   return c;
 }
 
-// A block for each rank p.
-__device__ __forceinline__ void count_rows(const KernelArgs& args, const CountedRows& to) {
-  using P = Platform;
-  constexpr uint32_t kWarpsOfBlock = kMoveThreads / 32;
-  const Call c = ended_call(args);
-  const uint32_t p = blockIdx.x, el = c.shape.local_experts, warp = threadIdx.x / 32;
-  const uint32_t tokens = c.epoch == 0 ? 0 : c.tokens_of(p), blocks = c.epoch == 0 ? 0 : c.blocks_of(p);
+// ---- Counting: a block for each rank p ------------------------------------------------------------------------------
+
+// How many rows each expert has of rank p's tokens; returns how many all have.
+__device__ __forceinline__ uint32_t count_of_experts(const Call& c, uint32_t p, uint32_t blocks, uint32_t* to) {
+  __shared__ uint32_t rows[kMaxExperts], all;
+  const uint32_t el = c.shape.local_experts;
+  for (uint32_t l = threadIdx.x; l < el; l += kMoveThreads) rows[l] = 0;
+  if (threadIdx.x == 0) all = 0;
+  __syncthreads();
+  // Neighbours have neighbouring experts of a packet. Integers: in any order they have one sum.
+#pragma unroll 4
+  for (uint32_t i = threadIdx.x; i < blocks * el; i += kMoveThreads) {
+    const uint16_t* const offsets = c.packet_offsets(c.rank, p, i / el) + i % el;
+    const uint32_t here = offsets[1] - offsets[0];
+    if (here != 0) atomicAdd(&rows[i % el], here);
+  }
+  __syncthreads();
   for (uint32_t l = threadIdx.x; l < el; l += kMoveThreads) {
-    uint32_t rows = 0;
-#pragma unroll 8
-    for (uint32_t b = 0; b < blocks; ++b) {
-      const uint16_t* const offsets = c.packet_offsets(c.rank, p, b);
-      rows += offsets[l + 1] - offsets[l];
-    }
-    to.rows[p * el + l] = rows;
+    to[l] = rows[l];
+    atomicAdd(&all, rows[l]);
   }
-  __shared__ uint32_t in_warp[kWarpsOfBlock];
-  uint32_t before = 0;  // of the tokens so far
-  for (uint32_t base = 0; base < tokens && p != c.rank; base += kMoveThreads) {
-    const uint32_t t = base + threadIdx.x;
-    const bool has = el != 0 && t < tokens && *c.packet_counts(c.rank, p, t) != 0;
-    const uint32_t those = P::ballot(has);
-    if (P::lane() == 0) in_warp[warp] = P::popcount(those);
-    __syncthreads();
-    uint32_t number = before + P::popcount(those & ((1u << P::lane()) - 1));
-    for (uint32_t w = 0; w < kWarpsOfBlock; ++w) {
-      number += w < warp ? in_warp[w] : 0;
-      before += in_warp[w];
-    }
-    if (t < tokens) to.numbers[uint64_t{p} * args.group.pitch + t] = has ? number : GroupArgs::kNone;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) to.tokens[p] = tokens, to.received[p] = before;
+  __syncthreads();
+  return all;
 }
 
-// A row, by one warp.
-__device__ __forceinline__ void move_row(uint8_t* to, const uint8_t* from, uint32_t bytes) {
-#pragma unroll 4
-  for (uint32_t at = Platform::lane() * 16; at < bytes; at += 512) {
-    *reinterpret_cast<uint4*>(to + at) = load_once(from + at);
+// Numbers the received rows of rank p's tokens, in the order of these; returns how many there are. Each warp has tokens that
+// follow one another: it counts them, then knows what is before its first.
+__device__ __forceinline__ uint32_t number_received(const Call& c, uint32_t p, uint32_t tokens, uint32_t* to) {
+  using P = Platform;
+  constexpr uint32_t kFlight = 8;
+  __shared__ uint32_t in_warp[kMoveWarps];
+  const uint32_t warp = threadIdx.x / 32, each = align_up(ceil_div(tokens, kMoveWarps), 32u);
+  const uint32_t begin = min_of(warp * each, tokens), end = min_of(begin + each, tokens);
+  const auto has = [&](uint32_t t) { return t < end && *c.packet_counts(c.rank, p, t) != 0; };
+  uint32_t count = 0;
+  for (uint32_t base = begin; base < end; base += kFlight * 32) {
+    bool there[kFlight];
+#pragma unroll
+    for (uint32_t i = 0; i < kFlight; ++i) there[i] = has(base + i * 32 + P::lane());
+#pragma unroll
+    for (uint32_t i = 0; i < kFlight; ++i) count += P::popcount(P::ballot(there[i]));
+  }
+  if (P::lane() == 0) in_warp[warp] = count;
+  __syncthreads();
+  uint32_t number = 0, all = 0;
+  for (uint32_t w = 0; w < kMoveWarps; ++w) {
+    number += w < warp ? in_warp[w] : 0;
+    all += in_warp[w];
+  }
+  for (uint32_t base = begin; base < end; base += 32) {
+    const uint32_t t = base + P::lane();
+    const bool there = has(t);
+    const uint32_t those = P::ballot(there);
+    if (t < end) to[t] = there ? number + P::popcount(those & ((1u << P::lane()) - 1)) : GroupArgs::kNone;
+    number += P::popcount(those);
+  }
+  return all;
+}
+
+__device__ __forceinline__ void count_rows(const KernelArgs& args, const CountedRows& to) {
+  const Call c = ended_call(args);
+  const uint32_t p = blockIdx.x, el = c.shape.local_experts;
+  const bool over = c.epoch != 0;
+  RankRows count{over ? c.tokens_of(p) : 0, 0, 0};
+  count.rows = count_of_experts(c, p, over ? c.blocks_of(p) : 0, to.rows + p * el);
+  // Nobody sends to a rank without experts.
+  if (p != c.rank && el != 0) {
+    count.received = number_received(c, p, count.tokens, to.numbers + uint64_t{p} * args.group.pitch);
+  }
+  if (threadIdx.x == 0) to.ranks[p] = to.told[p] = count;
+}
+
+// ---- Moving ---------------------------------------------------------------------------------------------------------
+
+// The number of each expert's first row. One warp.
+__device__ __forceinline__ void write_first_rows(const Call& c, const MovedRows& to) {
+  const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts;
+  uint32_t before = 0;
+  for (uint32_t base = 0; base <= el; base += 32) {
+    const uint32_t l = base + Platform::lane();
+    uint32_t rows = 0;
+    for (uint32_t p = 0; l < el && p < ranks; ++p) rows += to.counted.rows[p * el + l];
+    uint32_t all;
+    const uint32_t first = before + Platform::exclusive_scan(rows, all);
+    if (l <= el) to.first_row[l] = first;
+    before += all;
   }
 }
 
 // Received rows, by warps `first`, first + step, ... of all tokens.
 __device__ __forceinline__ void move_received(const KernelArgs& args, const Call& c, const MovedRows& to,
-                                              uint32_t pitch, uint32_t first, uint32_t step) {
+                                              uint32_t first, uint32_t step) {
   const uint32_t bytes = c.memory.token_row_bytes;
   uint32_t before = 0;  // of the ranks so far
-  for (uint32_t p = 0; p < c.shape.ranks; before += to.counted.received[p++]) {
+  for (uint32_t p = 0; p < c.shape.ranks; before += to.counted.ranks[p++].received) {
     const uint32_t slot = p == c.rank ? 0 : peer_slot(p, c.rank, c.shape.ranks);
-    for (uint32_t t = first; t < pitch; t += step) {
+    for (uint32_t t = first; t < to.pitch; t += step) {
       uint32_t n = GroupArgs::kNone;
-      if (p != c.rank && t < to.counted.tokens[p]) n = to.counted.numbers[uint64_t{p} * args.group.pitch + t];
+      if (p != c.rank && c.shape.local_experts != 0 && t < to.counted.ranks[p].tokens) {
+        n = to.counted.numbers[uint64_t{p} * args.group.pitch + t];
+      }
       if (n != GroupArgs::kNone) {
         n += before;
         if (to.received != nullptr) {
-          move_row(to.received + uint64_t{n} * bytes,
+          copy_row(to.received + uint64_t{n} * bytes,
                    args.group.received + (uint64_t{slot} * args.group.pitch + t) * bytes, bytes);
         }
       }
-      if (Platform::lane() == 0) to.numbers[uint64_t{p} * pitch + t] = n;
+      if (Platform::lane() == 0) to.numbers[uint64_t{p} * to.pitch + t] = n;
     }
   }
 }
 
-// Where a tile's rows go: all threads of a block, of which the first has `next`, the number of each source's next row.
+// A tile, by its number among all: experts' tiles one behind the other.
+struct TilePlace {
+  uint32_t expert, nth;  // of the expert's tiles
+};
+
+// Whether there is such a tile. One warp; all lanes have the place.
+__device__ __forceinline__ bool find_tile(const Call& c, uint32_t number, TilePlace& place) {
+  const uint32_t el = c.shape.local_experts;
+  uint32_t before = 0;
+  for (uint32_t base = 0; base < el; base += 32) {
+    const uint32_t l = base + Platform::lane(), tiles = l < el ? c.expert_state(l)->tiles : 0;
+    uint32_t all;
+    const uint32_t first = before + Platform::exclusive_scan(tiles, all);
+    if (const uint32_t those = Platform::ballot(number - first < tiles); those != 0) {
+      const uint32_t lane = __ffs(those) - 1;
+      place = {base + lane, number - Platform::broadcast(first, lane)};
+      return true;
+    }
+    before += all;
+  }
+  return false;
+}
+
+// Where the rows of one tile go. All threads of a block.
 struct TileRows {
-  Segment segments[kTileRows];               // none is empty
-  uint32_t first[kTileRows], at[kTileRows];  // of each segment: its first row's number, and which of the tile's it is
+  uint32_t next[kMaxRanks];  // number of each source's next row
+  Segment segments[kTileRows];
   uint32_t number[kTileRows];
 
-  __device__ __forceinline__ void find(const Segment* from, uint32_t count, uint32_t (&next)[kMaxRanks]) {
+  // Behind all rows of experts before this one, and this one's of sources before each, and in tiles before.
+  __device__ __forceinline__ void find_next(const Call& c, const uint32_t* rows, const TilePlace& place) {
+    static_assert(kMaxRanks == 32);  // a lane each
+    const uint32_t el = c.shape.local_experts, warp = threadIdx.x / 32, lane = Platform::lane();
+    if (warp == 0) {
+      uint32_t all;
+      next[lane] = Platform::exclusive_scan(lane < c.shape.ranks ? rows[lane * el + place.expert] : 0, all);
+    }
+    __syncthreads();
+    uint32_t of_experts = 0;
+    for (uint32_t i = threadIdx.x; i < c.shape.ranks * el; i += kMoveThreads) {
+      of_experts += i % el < place.expert ? rows[i] : 0;
+    }
+    of_experts = __reduce_add_sync(~0u, of_experts);
+    atomicAdd(&next[lane], of_experts);
+    for (uint32_t i = warp; i < place.nth; i += kMoveWarps) {
+      const uint32_t tile = c.expert_tiles(place.expert)[i];
+      for (uint32_t s = lane; s < c.tile(tile)->shape.segments; s += 32) {
+        const Segment segment = c.segments(tile)[s];
+        atomicAdd(&next[segment.source], segment.count);
+      }
+    }
+  }
+
+  // A thread has a segment, and adds up what is before it: at most 255 words that all read together.
+  __device__ __forceinline__ void find(const Segment* from, uint32_t count) {
+    static_assert(kMoveThreads >= kTileRows);
     const uint32_t s = threadIdx.x;
     if (s < count) segments[s] = from[s];
     __syncthreads();
-    if (s == 0) {
-      uint32_t row = 0;
-      for (uint32_t i = 0; i < count; ++i) {
-        const Segment segment = segments[i];
-        first[i] = next[segment.source], at[i] = row;
-        next[segment.source] += segment.count, row += segment.count;
-      }
-    }
-    __syncthreads();
     if (s < count) {
-      for (uint32_t r = 0; r < segments[s].count; ++r) number[at[s] + r] = first[s] + r;
+      const Segment own = segments[s];
+      uint32_t row = 0, first = next[own.source];
+#pragma unroll 8
+      for (uint32_t i = 0; i < s; ++i) {
+        row += segments[i].count;
+        first += segments[i].source == own.source ? segments[i].count : 0;
+      }
+      for (uint32_t r = 0; r < own.count; ++r) number[row + r] = first + r;
     }
     __syncthreads();
   }
 };
 
-// An expert's rows, by blocks `part` of `parts`: all follow its tiles, in whose segments a source's rows are in the order of its
-// tokens, and each moves some. Segments have a few rows each; so a tile's are read at once, and no row waits for one.
-__device__ __forceinline__ void move_expert(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t l,
-                                            uint32_t part, uint32_t parts) {
-  static_assert(kMoveThreads >= kTileRows);
-  __shared__ uint32_t next[kMaxRanks];
-  __shared__ TileRows rows;
-  const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts, bytes = args.backward.z_columns * 2;
-  if (threadIdx.x == 0) {
-    uint32_t row = to.first_row[l];
-    for (uint32_t p = 0; p < ranks; ++p) {
-      next[p] = row;
-      row += to.counted.rows[p * el + l];
-    }
+// Pre-activations of the tile that has this number among all; false: there is none. In segments a source's rows are in the order
+// of its tokens, within a tile and from each of an expert's tiles to the next.
+__device__ __forceinline__ bool move_tile(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t number) {
+  __shared__ TileRows rows;  // its last reader has met the others before the next tile's are written
+  const uint32_t bytes = args.backward.z_columns * 2, warp = threadIdx.x / 32;
+  TilePlace place;
+  if (!find_tile(c, number, place)) return false;
+  rows.find_next(c, to.counted.rows, place);
+  const uint32_t tile = c.expert_tiles(place.expert)[place.nth];
+  const auto shape = c.tile(tile)->shape;
+  rows.find(c.segments(tile), shape.segments);
+  for (uint32_t r = warp; r < shape.rows; r += kMoveWarps) {
+    copy_row(to.pre_activations + uint64_t{rows.number[r]} * bytes,
+             args.keep.pre_activations + (uint64_t{tile} * kTileRows + r) * bytes, bytes);
   }
-  const uint32_t warp = threadIdx.x / 32 + part * (kMoveThreads / 32), warps = parts * (kMoveThreads / 32);
-  const uint32_t tiles = c.expert_state(l)->tiles;
-  uint32_t before = 0;  // of the expert's rows, those in earlier tiles
-  for (uint32_t i = 0; i < tiles; ++i) {
-    const uint32_t tile = c.expert_tiles(l)[i];
-    const auto shape = c.tile(tile)->shape;
-    rows.find(c.segments(tile), shape.segments, next);
-    for (uint32_t r = (warp + warps - before % warps) % warps; r < shape.rows; r += warps) {
-      const uint64_t from = uint64_t{tile} * kTileRows + r;
-      move_row(to.pre_activations + uint64_t{rows.number[r]} * bytes, args.keep.pre_activations + from * bytes, bytes);
-    }
-    before += shape.rows;
-  }
+  return true;
 }
 
-// `parts` blocks for each local expert, and behind them blocks for received rows.
-__device__ __forceinline__ void move_rows(const KernelArgs& args, const MovedRows& to, uint32_t pitch, uint32_t parts) {
+__device__ __forceinline__ void move_rows(const KernelArgs& args, const MovedRows& to) {
   const Call c = ended_call(args);
   if (c.epoch == 0) return;
-  const uint32_t of_experts = c.shape.local_experts * parts;
-  if (blockIdx.x < of_experts) return move_expert(args, c, to, blockIdx.x / parts, blockIdx.x % parts, parts);
-  constexpr uint32_t kWarpsOfBlock = kMoveThreads / 32;
-  move_received(args, c, to, pitch, (blockIdx.x - of_experts) * kWarpsOfBlock + threadIdx.x / 32,
-                (gridDim.x - of_experts) * kWarpsOfBlock);
+  if (blockIdx.x >= to.blocks) {
+    for (uint32_t number = blockIdx.x - to.blocks; move_tile(args, c, to, number);) number += gridDim.x - to.blocks;
+    return;
+  }
+  const uint32_t warp = blockIdx.x * kMoveWarps + threadIdx.x / 32;
+  if (warp == 0) write_first_rows(c, to);
+  move_received(args, c, to, warp, to.blocks * kMoveWarps);
 }
 
 }  // namespace flashmoe::gpu

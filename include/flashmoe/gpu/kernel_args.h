@@ -142,11 +142,16 @@ struct BackwardArgs {
 
 // A forward pass among several ranks keeps as much as it has received, which is known when it is over: two small kernels
 // behind it (gpu/kept_rows.cuh) count its rows and, once there is memory for them, move them there. R is the number of ranks.
+struct RankRows {
+  uint32_t tokens;    // of a rank
+  uint32_t received;  // how many of these have a row here
+  uint32_t rows;      // of experts, for these tokens
+};
 struct CountedRows {
-  uint32_t* tokens;    // [R] of each rank
-  uint32_t* received;  // [R] of these, how many rows were received
-  uint32_t* rows;      // [R, El] how many rows each expert has of theirs
-  uint32_t* numbers;   // [R, max_tokens] which of its rank's received rows a token's is; kNone where it has none
+  RankRows* told;     // [R], in mapped host memory
+  RankRows* ranks;    // [R], the same
+  uint32_t* rows;     // [R, El] how many rows each expert has of theirs
+  uint32_t* numbers;  // [R, max_tokens] which of its rank's received rows a token's is; kNone where it has none
 };
 inline constexpr uint32_t kMoveThreads = 512;  // of a block of either kernel
 struct MovedRows {
@@ -154,7 +159,9 @@ struct MovedRows {
   uint8_t* pre_activations;  // [rows, 2I or I], by expert, source and token
   uint8_t* received;         // [received_rows, H], by source and token; null: not kept, but dispatched again
   uint32_t* numbers;         // [R, pitch] which of all received rows a token's is; kNone where it has none
-  uint32_t* first_row;       // [El + 1]
+  uint32_t* first_row;       // [El + 1] number of each expert's first row
+  uint32_t pitch;            // the most tokens that a rank has
+  uint32_t blocks;           // the first so many thread blocks move received rows, the others tiles
 };
 
 // What passes that train have besides among several ranks (FLASHMOE_GROUP). Rows of tokens of other ranks' are "received",

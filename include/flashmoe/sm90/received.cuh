@@ -4,6 +4,7 @@
 
 #include "flashmoe/actors/keeper.h"
 #include "flashmoe/gpu/choice_gradient.cuh"
+#include "flashmoe/gpu/copy_row.cuh"
 #include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/protocol/gradients.h"
@@ -18,23 +19,6 @@ __device__ __forceinline__ uint32_t received_row(const GroupArgs& g, const Call&
   if (g.numbers == nullptr) return peer_slot(p, c.rank, c.shape.ranks) * g.pitch + token;
   const uint32_t n = token < g.pitch ? g.numbers[uint64_t{p} * g.pitch + token] : GroupArgs::kNone;
   return n < g.received_rows ? n : GroupArgs::kNone;
-}
-
-// A row, by one warp. from may have been written while the kernel runs.
-__device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, uint32_t bytes) {
-  constexpr uint32_t kFlight = 8;
-#pragma unroll 1
-  for (uint32_t base = Platform::lane() * 16; base < bytes; base += kFlight * 512) {
-    uint4 v[kFlight];
-#pragma unroll
-    for (uint32_t i = 0; i < kFlight; ++i) {
-      if (base + i * 512 < bytes) v[i] = load_once(from + base + i * 512);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kFlight; ++i) {
-      if (base + i * 512 < bytes) *reinterpret_cast<uint4*>(to + base + i * 512) = v[i];
-    }
-  }
 }
 
 // One warp: the `first`-th keeper.

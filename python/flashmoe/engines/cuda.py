@@ -150,14 +150,10 @@ class CudaEngine(Engine):
         logits = cuda_training.kept_logits(routing, tensors)
         tensors = tensors._replace(router_logits=logits)
         layer = self._layer(tensors, options, self._recorded is not None, _FORWARD)  # the very one of the call
-        size, counts_at = library.cuda_call_layout(handle, layer.number, stream)
-        memory = x.new_empty(size, dtype=torch.uint8)
+        memory = x.new_empty(library.cuda_call_bytes(handle, layer.number, stream), dtype=torch.uint8)
         y = self._call(tensors, options, False, memory, routing)
-        call = library.cuda_count_rows(handle, layer.number, stream, memory.data_ptr())
-        ranks = self.room.ranks
-        counts = memory[counts_at : counts_at + 4 * ranks * (2 + layer.local)].view(torch.int32).cpu()
-        self.synchronize()  # the device is idle: this raises what the call ran into
-        rows, first_row = cuda_training.counted_rows(counts, ranks, call)
+        rows = cuda_training.KeptRows(*library.cuda_count_rows(handle, layer.number, stream, memory.data_ptr()))
+        # The device is idle until rows move.
         own_at = library.cuda_kept_bytes(handle, layer.number, tokens, rows) - 8 * tokens * layer.layer.choices
         if (size := own_at + len(routing)) > cuda_training.MOST_KEPT:
             raise InvalidArgument(
@@ -165,10 +161,8 @@ class CudaEngine(Engine):
                 f"{rows.rows} rows of its experts, which need {size} bytes"
             )
         kept = x.new_empty(size, dtype=torch.uint8)
-        at = library.cuda_first_row_at(handle, layer.number, tokens, rows)
-        kept[at : at + 4 * len(first_row)].view(torch.int32).copy_(first_row)
-        kept[own_at:].copy_(routing)
         library.cuda_move_rows(handle, layer.number, stream, memory.data_ptr(), kept.data_ptr(), rows)
+        kept[own_at:].copy_(routing)
         if asked is not None:
             asked.copy_(logits)
         return y, kept, torch.tensor(rows)

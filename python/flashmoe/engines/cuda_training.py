@@ -67,17 +67,6 @@ ALONE = KeptRows(0, 0, 0, 0)
 """Of a rank alone, which knows its rows without."""
 
 
-def counted_rows(counts: Any, ranks: int, call: int) -> tuple[KeptRows, Any]:
-    """Of what the kernel has counted, int32 [2 R + R El] on the host: tokens and received rows of each rank, and how
-    many rows each expert has of a rank's. And the numbers of the experts' first rows, int32 [El + 1]."""
-    import torch
-
-    tokens, received, rows = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :].view(ranks, -1)
-    ends = rows.sum(0).cumsum(0)
-    first = torch.cat([ends.new_zeros(1), ends]).int()
-    return KeptRows(int(first[-1]), int(received.sum()), int(tokens.max()), call), first
-
-
 def kept_logits(kept: Any, tensors: Tensors) -> Any:
     """Of a call of these tensors the router's logits, [T, E] float32, which come last; None without a router."""
     import torch
