@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flashmoe import checkpoint
-from flashmoe.checkpoint import load_hidden_states, load_layer
+from flashmoe.checkpoint import files, load_hidden_states, load_layer, planned
 from flashmoe.errors import CheckpointError
 
 BLOCK = "model.layers.1.mlp"
@@ -70,7 +69,7 @@ def folder(tmp_path) -> Path:
 @pytest.fixture
 def small_machine(monkeypatch):
     """A machine that has 16 GiB."""
-    monkeypatch.setattr(checkpoint, "machine_bytes", lambda: 2**34)
+    monkeypatch.setattr(planned, "machine_bytes", lambda: 2**34)
 
 
 @pytest.fixture
@@ -239,8 +238,8 @@ def test_a_weight_map_of_another_type(folder, value):
 
 def test_a_header_is_read_once(folder, monkeypatch):
     """Else the time would be the product of the number of tensors and the header's size."""
-    read, read_header = [], checkpoint.read_header
-    monkeypatch.setattr(checkpoint, "read_header", lambda path: read.append(path) or read_header(path))
+    read, read_header = [], files.read_header
+    monkeypatch.setattr(files, "read_header", lambda path: read.append(path) or read_header(path))
     load_layer(index_of(folder, dict.fromkeys(SHAPES, "model.safetensors")))
     assert read == [folder / "model.safetensors"]
 
@@ -428,23 +427,24 @@ def test_a_header_s_memory_that_fails(folder, monkeypatch):
     def out_of_memory(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(checkpoint, "parsed", out_of_memory)
+    monkeypatch.setattr(files, "parsed", out_of_memory)
     with refused("path: expected readable JSON at", "got more than there is memory for"):
         load_layer(folder)
 
 
 SHORTENED = """
 import os, sys
-from flashmoe import checkpoint
+import flashmoe.checkpoint
+from flashmoe.checkpoint import planned
 path = sys.argv[1]
-allocated = checkpoint._allocated
-def shorten(planned):
+allocated = planned._allocated
+def shorten(array):
     os.truncate(path, os.path.getsize(path) - 8)
-    return allocated(planned)
-checkpoint._allocated = shorten
+    return allocated(array)
+planned._allocated = shorten
 try:
-    checkpoint.load_layer(path)
-except checkpoint.CheckpointError as error:
+    flashmoe.checkpoint.load_layer(path)
+except flashmoe.CheckpointError as error:
     print(error)
 """
 

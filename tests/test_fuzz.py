@@ -54,7 +54,7 @@ def test_the_corpora_stay_small():
 PLANTED = {
     "another exception": (
         "config",
-        "checkpoint._read_json = lambda *_: {}['hidden_size']",
+        "checkpoint.files.read_json = lambda *_: {}['hidden_size']",
         b"{}",
         "KeyError: 'hidden_size'",
     ),
@@ -66,7 +66,7 @@ PLANTED = {
     ),
     "a layer that is larger than what there is": (
         "header",
-        "checkpoint.machine_bytes = lambda: 2**40",
+        "checkpoint.planned.machine_bytes = lambda: 2**40",
         b'{"hidden_states": {"dtype": "F32", "shape": [4096, 8192], "data_offsets": [0, 134217728]}}',
         "bytes more at the peak",
     ),

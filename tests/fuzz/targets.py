@@ -25,6 +25,7 @@ import flashmoe
 import numpy as np
 from flashmoe import checkpoint
 from flashmoe.architectures import ARCHITECTURES
+from flashmoe.checkpoint import planned
 from flashmoe.errors import FlashMoEError
 from flashmoe.spec import ENCODINGS, GATED
 from flashmoe.tuning import knobs, profiles
@@ -318,6 +319,6 @@ MAKERS: dict[str, Callable[[Path], Target]] = {
 @contextlib.contextmanager
 def made(name: str) -> Iterator[Target]:
     """A target, with a folder of its own."""
-    checkpoint.machine_bytes = lambda: MACHINE
+    planned.machine_bytes = lambda: MACHINE
     with tempfile.TemporaryDirectory() as folder:
         yield MAKERS[name](Path(folder))

@@ -1,0 +1,98 @@
+"""Whether the arrays of a layer fit together, and the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..architectures import Architecture
+from ..errors import CheckpointError, InvalidArgument
+from ..foreign import checkpoint_error, is_count, shown
+from ..scales import SCALE_OF, check_slices, common_kind
+from ..spec import ENCODINGS, STORED_AS, Encoding
+from .planned import Planned
+
+
+def checked_encoding(block: str, plan: dict[str, Planned]) -> Encoding | None:
+    """That of the experts' matrices, if they are quantised. Raise unless all are of one dtype; or the matrices are
+    quantised in one, and of one is what is left."""
+    matrices = {name: plan[name].dtype for name in SCALE_OF if name in plan}
+    quantised = not STORED_AS.keys().isdisjoint(dtype.name for dtype in matrices.values())
+    apart = {"choice_bias", *SCALE_OF.values(), *(matrices if quantised else ())}
+    stored = one_dtype(f"{block} matrices", matrices.values()) if quantised else None
+    one_dtype(block, (planned.dtype for name, planned in plan.items() if name not in apart))
+    return None if stored is None else ENCODINGS[STORED_AS[stored.name]]
+
+
+def check_scales(block: str, plan: dict[str, Planned], encoding: Encoding | None, halves: int) -> None:
+    """Raise unless quantised matrices have scales as `flashmoe.moe` takes them."""
+    shapes = {name: (plan[name].numbers, plan[scale].repeated) for name, scale in SCALE_OF.items() if scale in plan}
+    try:
+        if encoding:
+            common_kind(encoding, shapes, halves)
+    except InvalidArgument as error:
+        raise CheckpointError(f"{block} {error}") from None
+
+
+def check_whole_blocks(encoding: Encoding, slices: int, inner: int) -> None:
+    """Raises `InvalidArgument` unless so many slices of experts with I columns have whole blocks."""
+    width, left = divmod(inner, slices)
+    if left:
+        raise InvalidArgument(f"slices: expected a divisor of I={inner}, got {slices}")
+    check_slices(encoding.dtype, "slices", slices, width)
+
+
+def one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
+    """The dtype that all are."""
+    found = sorted(set(dtypes), key=str)
+    if len(found) != 1:
+        raise checkpoint_error(f"{name} dtype", "one dtype", f"mixed {', '.join(map(str, found))}")
+    return found[0]
+
+
+def checked_sizes(block: str, plan: dict[str, Planned], gated: bool, transposed: bool) -> dict[str, int]:
+    """E, H and I, once the tensors are known to fit together."""
+    experts, hidden = plan["router"].shape
+    down = plan["down_proj"].numbers
+    order = slice(None, None, -1 if transposed else 1)
+    if len(down) != 3 or down[0] != experts or down[1:][order][0] != hidden or 0 in down:
+        raise checkpoint_error(
+            f"{block} down_proj", f"shape [{experts}, {', '.join([str(hidden), 'I'][order])}]", shown(list(down))
+        )
+    inner = down[1:][order][1]
+    rows = inner * (2 if gated else 1)
+    expected = {
+        "gate_up_proj": [experts, *[rows, hidden][order]],
+        "router_bias": [experts],
+        "choice_bias": [experts],
+        "gate_up_bias": [experts, rows],
+        "down_bias": [experts, hidden],
+        "shared_gate": [1, hidden],
+    }
+    if "shared_down" in plan:
+        expected["shared_down"] = [hidden, plan["shared_down"].shape[1]]
+    for name, shape in expected.items():
+        got = list(plan[name].numbers if name in SCALE_OF else plan[name].shape) if name in plan else shape
+        if got != shape:
+            raise checkpoint_error(f"{block} {name}", f"shape {shape}", shown(got))
+    return {"experts": experts, "hidden": hidden, "inner": inner}
+
+
+def check_config(
+    block: str, row: Architecture, config: dict[str, Any] | None, *, experts: int, hidden: int, inner: int
+) -> None:
+    """Raise unless the sizes are those of the config, as far as it says them."""
+    config = config or {}
+    named = {"hidden_size": hidden, row.width: inner}
+    named |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
+    for key, size in named.items():
+        said = config.get(key)
+        if said is None:
+            continue
+        what = key.replace("_", " ")
+        if not is_count(said):
+            raise checkpoint_error(f"{block} {what}", f"an integer in config.json's {key}", shown(said))
+        if said != size:
+            raise checkpoint_error(f"{block} {what}", f"{said}, the {key} of config.json", size)
