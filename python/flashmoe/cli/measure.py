@@ -29,6 +29,9 @@ def command(
     engine: Annotated[
         str | None, typer.Option(help="cuda, or cpu: small forms of seconds.  [default: cuda where there is a GPU]")
     ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="Only points of so many ranks; may be given several times.")
+    ] = None,
     budget: Annotated[float | None, typer.Option(help="Seconds after which no point is begun.")] = None,
     out: Annotated[Path, typer.Option(help="Where results lie.")] = DEFAULT_OUT,
     commit: Annotated[str, typer.Option(help="Of the sources, where git does not know.")] = "",
@@ -42,7 +45,8 @@ def command(
 ) -> int:
     """Measure suites, each a figure or table of FlashDMoE or COMET, or one of our own.
 
-    Every point is checked before it is timed. Points whose figures of the same sources are in --out are not measured
+    Suites take turns in the order in which they are named, each with its next point: what is named first is there when
+    the budget ends. Every point is checked before it is timed. Points whose figures of the same sources are in --out are not measured
     again, so that a run goes on where the last one stopped. Exit status 1: a check failed.
     """
     if list_:
@@ -59,13 +63,16 @@ def command(
     machine, device = store.detected(engine)
     suites = _chosen(suite)
     _require(machine, suites if suite else [])
-    return _measure(suites, machine, device, out, commit or store.program("harness").head(), budget)
+    if unknown := set(ranks or ()) - {point.ranks for each in suites for point in each.points(machine)}:
+        raise InvalidArgument(f"--ranks: expected a number of ranks that points have here, got {min(unknown)}")
+    commit = commit or store.program("harness").head()
+    return _measure(suites, machine, device, out, commit, budget, ranks or [])
 
 
 def _chosen(names: list[str] | None) -> list[Suite]:
     if unknown := [name for name in names or () if name not in SUITES]:
         raise InvalidArgument(f"--suite: expected one of {', '.join(SUITES)}, got {', '.join(unknown)}")
-    return [suite for suite in SUITES.values() if not names or suite.name in names]
+    return [SUITES[name] for name in dict.fromkeys(names or SUITES)]
 
 
 def _require(machine: Machine, asked: list[Suite]) -> None:
@@ -87,7 +94,15 @@ def _list() -> None:
     console.print(table)
 
 
-def _measure(suites: list[Suite], machine: Machine, device: str, out: Path, commit: str, budget: float | None) -> int:
+def _measure(
+    suites: list[Suite],
+    machine: Machine,
+    device: str,
+    out: Path,
+    commit: str,
+    budget: float | None,
+    ranks: list[int],
+) -> int:
     gpus = f", {count(machine.gpus, 'GPU')}" if machine.engine == "cuda" else ""
     console.print(f"{device}{gpus}, {machine.engine} engine", style="bold", soft_wrap=True)
     begin = time.monotonic()
@@ -101,7 +116,11 @@ def _measure(suites: list[Suite], machine: Machine, device: str, out: Path, comm
             if progress.measured is not None:
                 console.print(f"{what}: {_shown(progress.measured)}", soft_wrap=True, markup=False)
 
-        outcome = runner.run_suites(suites, machine, device, out=out, commit=commit, budget=budget, tell=tell)
+        outcome = runner.run_suites(
+            suites, machine, device, out=out, commit=commit, budget=budget, tell=tell, ranks=ranks
+        )
+    for line in _summary(outcome.files, ranks):
+        console.print(line, soft_wrap=True, markup=False)
     seconds = time.monotonic() - begin
     known = f"; {outcome.known} of the same sources were there" if outcome.known else ""
     console.print(f"{count(outcome.measured, 'point')} in {seconds:.0f} s{known}; results: {out}", soft_wrap=True)
@@ -123,6 +142,30 @@ def _shown(measured: dict[str, Any]) -> str:
         parts.append(f"{call} {compare.quartiles(timers[timer])[1]:.4g}")
     error = f"error {measured['check']['error']:.1e}"
     return f"{', '.join(parts)} ms, {error}" if parts else f"measured, {error}"
+
+
+def _summary(files: list[Path], ranks: list[int]) -> list[str]:
+    """A line for each point that has figures: ours, what it is of its floor and of PyTorch's, and what says most."""
+    lines = []
+    for path in filter(Path.exists, files):
+        result = store.read(path)
+        for point in result["points"]:
+            if "check" not in point or (ranks and point["ranks"] not in ranks):
+                continue
+            figures = point.get("values", {}).get("figures", {})
+            parts = [*_beside(point.get("samples", {})), *(f"{name} {each:.4g}" for name, each in figures.items())]
+            if parts:
+                lines.append(f"{result['suite']}, {point['name']} | {'; '.join(parts)}")
+    return lines
+
+
+def _beside(samples: dict[str, dict[str, list[float]]]) -> list[str]:
+    medians = {name: compare.quartiles(each.get("busy") or each["plain"])[1] for name, each in samples.items()}
+    ours = next((name for name in medians if name.startswith("flashmoe")), None)
+    if ours is None:
+        return []
+    over = [(name, each) for name, each in medians.items() if name.startswith(("gemms", "pytorch"))]
+    return [f"{medians[ours]:.4g} ms", *(f"{medians[ours] / each:.3f} of {name}" for name, each in over)]
 
 
 def _compare(before: Path, after: Path) -> int:

@@ -52,4 +52,6 @@ SUITE = Suite(
     ("COMET, figure 1", "COMET, figure 11"),
     points,
     measure,
+    variants=({}, {"trace": True}),
+    seconds=120.0,
 )
