@@ -242,7 +242,10 @@ def placed(
     rank, ranks = dist.get_rank(), len(by_rank)
     load = np.array([np.bincount(ids.ravel(), minlength=experts) for ids in by_rank])
     copies = min(experts // 8, experts * (ranks - 1))
-    placements = {"contiguous": (contiguous(experts, ranks), 1), "balanced": (balanced(load.sum(axis=0), ranks, copies), 1)}
+    placements = {
+        "contiguous": (contiguous(experts, ranks), 1),
+        "balanced": (balanced(load.sum(axis=0), ranks, copies), 1),
+    }
     for n in tensor_parallel(ranks, inner, top_k, engine)[1:]:
         placements[f"EP {ranks // n} x TP {n}"] = (hybrid(experts, ranks, n), n)
     layers = [SpreadLayer(shape, engine, by_rank[rank], *placement) for placement in placements.values()]

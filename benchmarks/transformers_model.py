@@ -164,7 +164,11 @@ def spread(model: torch.nn.Module) -> torch.nn.Module:
     else:
         layout = DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
         layout, _, mesh = type(model).prepare_distribute_model(layout)
-    return type(model).maybe_distribute_model(model, layout, mesh).eval()
+    model = type(model).maybe_distribute_model(model, layout, mesh).eval()
+    held = {each.num_experts for each in model.modules() if hasattr(each, "gate_up_proj")}
+    if held != {expected := model.config.num_experts // ranks}:
+        raise RuntimeError(f"experts: expected {expected} of each layer on a rank, got {held}")
+    return model
 
 
 def of_group(model: torch.nn.Module, cases: Sequence[str], batches: int) -> dict[str, list[float]]:

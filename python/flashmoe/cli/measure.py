@@ -46,8 +46,8 @@ def command(
     """Measure suites, each a figure or table of FlashDMoE or COMET, or one of our own.
 
     Suites take turns in the order in which they are named, each with its next point: what is named first is there when
-    the budget ends. Every point is checked before it is timed. Points whose figures of the same sources are in --out are not measured
-    again, so that a run goes on where the last one stopped. Exit status 1: a check failed.
+    the budget ends. Every point is checked before it is timed. Points whose figures of the same sources are in --out
+    are not measured again, so that a run goes on where the last one stopped. Exit status 1: a check failed.
     """
     if list_:
         _list()
@@ -149,23 +149,39 @@ def _summary(files: list[Path], ranks: list[int]) -> list[str]:
     lines = []
     for path in filter(Path.exists, files):
         result = store.read(path)
-        for point in result["points"]:
-            if "check" not in point or (ranks and point["ranks"] not in ranks):
+        points = [point for point in result["points"] if "check" in point]
+        medians = {point["name"]: _medians(point) for point in points}
+        for point in points:
+            if ranks and point["ranks"] not in ranks:
                 continue
-            figures = point.get("values", {}).get("figures", {})
-            parts = [*_beside(point.get("samples", {})), *(f"{name} {each:.4g}" for name, each in figures.items())]
+            parts = [*_beside(medians[point["name"]]), *_scaled(point, medians)]
+            parts += [f"{name} {each:.4g}" for name, each in point.get("values", {}).get("figures", {}).items()]
             if parts:
                 lines.append(f"{result['suite']}, {point['name']} | {'; '.join(parts)}")
     return lines
 
 
-def _beside(samples: dict[str, dict[str, list[float]]]) -> list[str]:
-    medians = {name: compare.quartiles(each.get("busy") or each["plain"])[1] for name, each in samples.items()}
-    ours = next((name for name in medians if name.startswith("flashmoe")), None)
-    if ours is None:
-        return []
+def _medians(point: dict[str, Any]) -> dict[str, float]:
+    samples = point.get("samples", {})
+    return {name: compare.quartiles(each.get("busy") or each["plain"])[1] for name, each in samples.items()}
+
+
+def _ours(medians: dict[str, float]) -> float | None:
+    return next((each for name, each in medians.items() if name.startswith("flashmoe")), None)
+
+
+def _beside(medians: dict[str, float]) -> list[str]:
+    if (ours := _ours(medians)) is None:
+        return [f"{name} {each:.4g} ms" for name, each in medians.items()]
     over = [(name, each) for name, each in medians.items() if name.startswith(("gemms", "pytorch"))]
-    return [f"{medians[ours]:.4g} ms", *(f"{medians[ours] / each:.3f} of {name}" for name, each in over)]
+    return [f"{ours:.4g} ms", *(f"{ours / each:.3f} of {name}" for name, each in over)]
+
+
+def _scaled(point: dict[str, Any], medians: dict[str, dict[str, float]]) -> list[str]:
+    """How a call among more ranks compares with one among two that have as many tokens each."""
+    ranks, ours = point["ranks"], _ours(medians[point["name"]])
+    two = _ours(medians.get(f"{point['name'].removesuffix(f' x{ranks}')} x2", {}))
+    return [f"T(2)/T({ranks}) {two / ours:.3f}"] if ranks > 2 and two and ours else []
 
 
 def _compare(before: Path, after: Path) -> int:

@@ -59,7 +59,7 @@ def forward(layer: Layer, x: torch.Tensor, splits: Splits | None = None) -> torc
     import torch
     import torch.distributed as dist
 
-    run, hidden = layer.run, x.shape[1]
+    run = layer.run
     weights, ids = route(layer, x)
     choices = ids.flatten()
     order = choices.argsort(stable=True)

@@ -74,13 +74,12 @@ def bound(run: Run) -> float:
     return 1e-3 if run.small else 0.1
 
 
-def measure_group(
-    run: Run, of: Any, build: Callable[[], Any], layers: int, cases: list[str]
-) -> dict[str, Any]:
+def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, cases: list[str]) -> dict[str, Any]:
     """As many tokens in all: Transformers' own expert parallelism with ranks that hold all of them, as it wants it, and
     FlashMoE's with a share on each. One model after the other."""
     import torch
     import torch.distributed as dist
+
     from flashmoe.integrations.transformers import parallelize
 
     torch.manual_seed(1)

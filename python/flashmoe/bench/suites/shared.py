@@ -25,8 +25,8 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, width: int, **sizes: Any) -> dict[str, Any]:
-    """Each rank has the shared expert whole, for its own tokens. ``gemms``: of the routed experts and of the shared one,
-    one behind the other, on ready rows."""
+    """Each rank has the shared expert whole, for its own tokens. ``gemms``: of the routed experts and of the shared
+    one, one behind the other, on ready rows."""
     import torch
 
     of = Sizes.of(**sizes)
@@ -78,6 +78,4 @@ def shared_rows(x: Any, shared: dict[str, Any]) -> Any:
     return torch.sigmoid(x.double() @ gate.t()) * ((torch.nn.functional.silu(g) * u) @ down.t())
 
 
-SUITE = Suite(
-    "shared", "a shared expert, beside the bare GEMMs of both parts", (), points, measure, seconds=120.0
-)
+SUITE = Suite("shared", "a shared expert, beside the bare GEMMs of both parts", (), points, measure, seconds=120.0)

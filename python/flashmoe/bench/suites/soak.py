@@ -13,7 +13,6 @@ from ..plan import Machine, Point, Suite
 from ..run import Run
 from .latency import small
 
-
 LENGTHS = (0, 1, 7, 64)
 """Of a batch, in tokens, besides a third of the most and the most."""
 LOOK = 50

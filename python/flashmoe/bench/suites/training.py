@@ -57,6 +57,4 @@ def error(layer: Layer) -> float:
 PASSES: tuple[dict[str, bool], ...] = ({}, {"keeps": True}, {"backward": True})
 """Kernels of the forward pass without gradients, of the one with them, and of the backward pass."""
 
-SUITE = Suite(
-    "training", "a backward pass, and a forward pass that keeps for it", (), points, measure, variants=PASSES
-)
+SUITE = Suite("training", "a backward pass, and a forward pass that keeps for it", (), points, measure, variants=PASSES)
