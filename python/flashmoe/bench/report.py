@@ -56,9 +56,9 @@ hides launches, "plain" has them in it; in one point all calls take turns, in th
 and ratios are meant between these alone. What papers publish was measured on other machines: it is printed as
 published, and no ratio to it is drawn.
 
-`flashmoe bench` measures on the machine that it is started on, `--suite` names a part, `--budget` bounds its seconds,
-and a run goes on where the last one stopped. `flashmoe bench --compare A.json B.json` says what differs between two
-files by more than the spread."""
+`flashmoe bench` measures on the machine that it is started on, `--suite` names a part, `--ranks` how many ranks its
+points are to have, `--budget` bounds its seconds, and a run goes on where the last one stopped.
+`flashmoe bench --compare A.json B.json` says what differs between two files by more than the spread."""
 
 
 def _items(found: dict[str, list[File]]) -> str:

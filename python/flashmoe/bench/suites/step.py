@@ -45,12 +45,13 @@ def measure(run: Run, layers: int, **sizes: Any) -> dict[str, Any]:
         calls = {"flashmoe": step(model, Layer.of), "gemms": bare(first, layers)}
         absent = {}
         theirs = step(model, pytorch.forward)
-        if reason := pytorch.NEEDS.lacks(run, of) or voided(first, pytorch.forward, theirs):
+        shared = "NCCL refuses two ranks on one GPU" if run.engine == "cuda" and run.ranks_a_gpu > 1 else ""
+        if reason := shared or pytorch.NEEDS.lacks(run, of) or voided(first, pytorch.forward, theirs):
             absent["pytorch"] = reason
         else:
             calls["pytorch"] = theirs
         # A step is as long as dozens of calls.
-        fewer = replace(run, repeats=run.repeats // 2)
+        fewer = replace(run, repeats=max(4, run.repeats // 2))
         samples = fewer.samples(calls, cycles=program("backward").BUSY_CYCLES)
         first.context.synchronize()
     flops = 3 * layers * of.flops
