@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..bench import compare, report, runner, store
 from ..bench.plan import Machine, Suite
+from ..bench.run import median
 from ..bench.suites import SUITES
 from ..errors import FlashMoEError, InvalidArgument
 from .console import console, count
@@ -136,10 +137,7 @@ def _shown(measured: dict[str, Any]) -> str:
     for reason in ("voided", "failed"):
         if reason in measured:
             return f"{reason}: {measured[reason]}"
-    parts = []
-    for call, timers in measured.get("samples", {}).items():
-        timer = "busy" if "busy" in timers else "plain"
-        parts.append(f"{call} {compare.quartiles(timers[timer])[1]:.4g}")
+    parts = [f"{call} {each:.4g}" for call, each in _medians(measured).items()]
     error = f"error {measured['check']['error']:.1e}"
     return f"{', '.join(parts)} ms, {error}" if parts else f"measured, {error}"
 
@@ -154,16 +152,19 @@ def _summary(files: list[Path], ranks: list[int]) -> list[str]:
         for point in points:
             if ranks and point["ranks"] not in ranks:
                 continue
+            figures = point.get("values", {}).get("figures", {})
             parts = [*_beside(medians[point["name"]]), *_scaled(point, medians)]
-            parts += [f"{name} {each:.4g}" for name, each in point.get("values", {}).get("figures", {}).items()]
+            if figures:
+                parts += [f"{name} {each:.4g}" for name, each in figures.items()]
+            elif not parts:
+                parts = [f"{name} {each:.4g} ms" for name, each in medians[point["name"]].items()]
             if parts:
                 lines.append(f"{result['suite']}, {point['name']} | {'; '.join(parts)}")
     return lines
 
 
 def _medians(point: dict[str, Any]) -> dict[str, float]:
-    samples = point.get("samples", {})
-    return {name: compare.quartiles(each.get("busy") or each["plain"])[1] for name, each in samples.items()}
+    return {name: median(timers) for name, timers in point.get("samples", {}).items()}
 
 
 def _ours(medians: dict[str, float]) -> float | None:
@@ -172,9 +173,9 @@ def _ours(medians: dict[str, float]) -> float | None:
 
 def _beside(medians: dict[str, float]) -> list[str]:
     if (ours := _ours(medians)) is None:
-        return [f"{name} {each:.4g} ms" for name, each in medians.items()]
-    over = [(name, each) for name, each in medians.items() if name.startswith(("gemms", "pytorch"))]
-    return [f"{ours:.4g} ms", *(f"{ours / each:.3f} of {name}" for name, each in over)]
+        return []
+    over = [name for name in ("gemms", "gemms fp8", "pytorch") if name in medians]
+    return [f"{ours:.4g} ms", *(f"{ours / medians[name]:.3f} of {name}" for name in over)]
 
 
 def _scaled(point: dict[str, Any], medians: dict[str, dict[str, float]]) -> list[str]:

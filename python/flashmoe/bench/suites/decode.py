@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from ..baselines.pytorch import route
 from ..layer import BOUNDS, Layer, Quantised, Sizes
 from ..plan import Machine, Point, Suite
 from ..programs import program
-from ..run import Call, Run, apart
+from ..run import Call, Run, apart, median
 from . import latency
 
 TOKENS = (1, 8, 64)
@@ -117,10 +116,6 @@ def run_data(run: Run) -> Any:
     import torch
 
     return torch.zeros(program("decode").READ_BYTES // (4 if run.engine == "cuda" else 256), device=run.device)
-
-
-def median(timers: dict[str, list[float]]) -> float:
-    return statistics.median(timers.get("busy") or timers["plain"])
 
 
 def read_bytes(model: list[Layer], tokens: int) -> float:

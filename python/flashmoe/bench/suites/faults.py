@@ -70,5 +70,5 @@ def _die(
 
 
 SUITE = Suite(
-    "faults", "a rank that is killed: when the others know, and what they are told", (), points, measure, seconds=90.0
+    "faults", "a rank that is killed: when the others know, and what they are told", (), points, measure, seconds=150.0
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from ..baselines.needs import not_installed
 from ..plan import Machine, Point, Suite
 from ..programs import program
-from ..run import Run, apart
+from ..run import Run, apart, median
 
 SMALL = {
     "hidden_size": 64,
@@ -87,7 +86,8 @@ def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, case
     ids = of.tokens(model, run.ranks, 64)
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits[run.rank]
-    samples = {f"{case}, Transformers": times for case, times in of.of_group(model, cases, run.ranks).items()}
+    times = of.of_group(model, cases, run.ranks)
+    samples = {f"{case}, Transformers": {"plain": times[case]} for case in cases}
     del model
     gc.collect()
     if run.engine == "cuda":
@@ -97,20 +97,17 @@ def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, case
     with torch.no_grad():
         logits = model(input_ids=ids[run.rank :][:1], use_cache=False).logits[0]
     check = run.check(apart(logits, expected), bound(run), "a rank's logits beside Transformers' own")
-    samples |= {f"{case}, flashmoe": times for case, times in of.of_group(model, cases, 1).items()}
+    times = of.of_group(model, cases, 1)
+    samples |= {f"{case}, flashmoe": {"plain": times[case]} for case in cases}
     context.synchronize()
     dist.barrier()
     context.close()
-    medians = {name: statistics.median(times) for name, times in samples.items()}
     figures = {
-        f"{case}: times Transformers' speed": medians[f"{case}, Transformers"] / medians[f"{case}, flashmoe"]
+        f"{case}: times Transformers' speed": median(samples[f"{case}, Transformers"])
+        / median(samples[f"{case}, flashmoe"])
         for case in cases
     }
-    return {
-        "check": check,
-        "samples": {name: {"plain": times} for name, times in samples.items()},
-        "values": {"layers": layers, "figures": figures},
-    }
+    return {"check": check, "samples": samples, "values": {"layers": layers, "figures": figures}}
 
 
 def error(of: Any, model: Any, run: Run) -> float:

@@ -39,11 +39,11 @@ def measure(run: Run, width: int, **sizes: Any) -> dict[str, Any]:
         check = run.check(layer.error(routed), 2 * layer.bound, "rows of sampled tokens, beside float64's")
         h = torch.randn(of.tokens, width, device=run.device, dtype=layer.router.dtype)
         grouped = floors(layer)["gemms"]
+        matrices = shared["shared_gate_up"], shared["shared_down"]
 
         def bare(i: int) -> None:
             program("shared_expert").bare(layer.xs[i % len(layer.xs)], *matrices, h)
 
-        matrices = shared["shared_gate_up"], shared["shared_down"]
         calls = {
             "flashmoe": lambda i: layer(i, **shared),
             "without the shared expert": layer,

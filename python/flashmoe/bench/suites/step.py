@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from ..baselines import pytorch, tried
 from ..layer import Layer, Sizes
 from ..plan import Machine, Point, Suite
 from ..programs import program
-from ..run import Call, Run, apart
+from ..run import Call, Run, apart, median
 from .latency import small
 from .training import PASSES, SAMPLE
 
@@ -45,8 +44,8 @@ def measure(run: Run, layers: int, **sizes: Any) -> dict[str, Any]:
         calls = {"flashmoe": step(model, Layer.of), "gemms": bare(first, layers)}
         absent = {}
         theirs = step(model, pytorch.forward)
-        shared = "NCCL refuses two ranks on one GPU" if run.engine == "cuda" and run.ranks_a_gpu > 1 else ""
-        if reason := shared or pytorch.NEEDS.lacks(run, of) or voided(first, pytorch.forward, theirs):
+        refused = "NCCL refuses two ranks on one GPU" if run.engine == "cuda" and run.ranks_a_gpu > 1 else ""
+        if reason := refused or pytorch.NEEDS.lacks(run, of) or voided(first, pytorch.forward, theirs):
             absent["pytorch"] = reason
         else:
             calls["pytorch"] = theirs
@@ -55,7 +54,7 @@ def measure(run: Run, layers: int, **sizes: Any) -> dict[str, Any]:
         samples = fewer.samples(calls, cycles=program("backward").BUSY_CYCLES)
         first.context.synchronize()
     flops = 3 * layers * of.flops
-    figures = {f"TFLOP/s a rank, {name}": flops / milliseconds(samples[name]) * 1e-9 for name in calls}
+    figures = {f"TFLOP/s a rank, {name}": flops / median(samples[name]) * 1e-9 for name in calls}
     return {"check": check, "samples": samples, "absent": absent, "values": {"flops": flops, "figures": figures}}
 
 
@@ -83,10 +82,6 @@ def bare(layer: Layer, layers: int) -> Call:
     sizes = (of.tokens * of.top_k, of.hidden, of.intermediate, len(layer.own), layer.w1.detach(), layer.w2.detach())
     passes = floors.floor_call(*sizes), floors.backward_floor_call(*sizes)
     return lambda i: [each(i) for _ in range(layers) for each in passes]
-
-
-def milliseconds(timers: dict[str, list[float]]) -> float:
-    return statistics.median(timers.get("busy") or timers["plain"])
 
 
 def random_like(x: Any) -> Any:
