@@ -97,6 +97,7 @@ def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, case
     with torch.no_grad():
         logits = model(input_ids=ids[run.rank :][:1], use_cache=False).logits[0]
     check = run.check(apart(logits, expected), bound(run), "a rank's logits beside Transformers' own")
+    torch.manual_seed(2 + run.rank)  # each rank's own sequences
     times = of.of_group(model, cases, 1)
     samples |= {f"{case}, flashmoe": {"plain": times[case]} for case in cases}
     context.synchronize()

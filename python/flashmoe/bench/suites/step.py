@@ -128,11 +128,10 @@ def of_tokens(layer: Layer, x: Any, dy: Any) -> Any:
     import torch
 
     gathered = [gather(layer, each[:SAMPLE]) for each in (x, dy)]
-    rows = gathered[0].requires_grad_()
+    rows = gathered[0].double().requires_grad_()
     router, w1, w2 = (each.detach() for each in (layer.router, layer.w1, layer.w2))
     y = program("harness").reference(rows, router, w1, w2, layer.top_k, layer.sizes.gated, list(layer.own))
     (terms,) = torch.autograd.grad(y, [rows], gathered[1].double())
-    terms = terms.double()
     if layer.run.ranks > 1:
         torch.distributed.all_reduce(terms)
     return terms.view(layer.run.ranks, SAMPLE, -1)[layer.run.rank]
