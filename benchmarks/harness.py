@@ -38,11 +38,14 @@ SHAPES = {  # H, I, E, K, activation, token counts
     "mixtral": (4096, 14336, 8, 2, "swiglu", (8192,)),
     "qwen2-moe": (2048, 1408, 64, 4, "swiglu", (8192,)),
     "phi3.5": (4096, 6400, 16, 2, "swiglu", (8192,)),
+    "deepseek-v3": (7168, 2048, 256, 8, "swiglu", (4096,)),
+    "deepseek-v4-flash": (4096, 2048, 256, 6, "swiglu", (4096, 1024, 64)),
     # A rank's part where four have a slice of each expert.
     "qwen3-30b-slice": (2048, 192, 128, 8, "swiglu", (8192,)),
     "mixtral-slice": (4096, 3584, 8, 2, "swiglu", (8192,)),
 }
-WHOLE = tuple(name for name in SHAPES if not name.endswith("-slice"))
+WHOLE = tuple(name for name in SHAPES if not name.endswith("-slice") and not name.startswith("deepseek"))
+"""Those that one GPU has room for beside what is compared with them, in bf16: DeepSeek's experts are in FP8."""
 
 BUSY_CYCLES = 1_000_000  # about half a millisecond: longer than it takes to launch any of what is timed
 WARM_UP = 3

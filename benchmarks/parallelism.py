@@ -9,13 +9,13 @@ but for rounding; "difference" says how far they are apart.
 
 `imbalance`: experts that are chosen unevenly. Their shares of all choices have the standard deviation --spread around
 1 / E; experts lie in contiguous shares, or as `flashmoe.placement.balanced` places them, with E / 8 copies, by the load
-of that very batch. "fullest" is what the rank that computes most has, of the mean.
+of that very batch, or are split as above. "fullest" is what the rank that computes most has, of the mean.
 
 `routing`: the same two placements of the shipped layer's experts, chosen as its router chooses them for its passage,
 which comes --passes times over: the loads are the passage's, and a call is long beside what disturbs it.
 
 Every rank has T tokens, whose experts are given. Of each call the slowest rank's time counts; medians of --repeats.
-The two placements that are compared are called in turn; "of_contiguous" is the median of what two neighbouring calls
+The placements that are compared are called in turn; "of_contiguous" is the median of what two neighbouring calls
 have to one another.
 With the CUDA engine a call begins behind an all-reduce on GPUs that are kept busy, where ranks share one, and with the
 CPU engine (whose shape is "small"), at a barrier. Rank 0 prints and writes JSON.
@@ -192,9 +192,7 @@ def splits(name: str, shape: tuple, tokens: int, repeats: int, engine: str) -> l
     rank, ranks = dist.get_rank(), dist.get_world_size()
     ids = chosen(tokens, experts, top_k, 0.0, rank)
     rows, first = [], None
-    for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0 and inner % n == 0):
-        if engine == "cuda" and (top_k * tensor > 32 or inner // tensor % 8):
-            continue
+    for tensor in tensor_parallel(ranks, inner, top_k, engine):
         layer = SpreadLayer(shape, engine, ids, hybrid(experts, ranks, tensor), tensor)
         y = layer(0).double()
         first = y if first is None else first
@@ -205,6 +203,12 @@ def splits(name: str, shape: tuple, tokens: int, repeats: int, engine: str) -> l
         rows.append(row | {"difference": float((apart[0] / apart[1]).sqrt())})
         layer.close()
     return rows
+
+
+def tensor_parallel(ranks: int, inner: int, top_k: int, engine: str) -> list[int]:
+    """By how many ranks an expert may be shared: the divisors of R that the engine has slices for."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and inner % n == 0]
+    return divisors if engine == "cpu" else [n for n in divisors if top_k * n <= 32 and inner // n % 8 == 0]
 
 
 def imbalance(
@@ -233,15 +237,21 @@ def routing(repeats: int, engine: str, passes: int) -> list[dict[str, Any]]:
 def placed(
     what: dict[str, Any], shape: tuple, by_rank: list[np.ndarray], repeats: int, engine: str
 ) -> list[dict[str, Any]]:
-    """Contiguous shares, then a balanced placement, of experts that are chosen so."""
-    experts, rank, ranks = shape[2], dist.get_rank(), len(by_rank)
+    """Contiguous shares, then a balanced placement, then every split, of experts that are chosen so."""
+    _, inner, experts, top_k, *_ = shape
+    rank, ranks = dist.get_rank(), len(by_rank)
     load = np.array([np.bincount(ids.ravel(), minlength=experts) for ids in by_rank])
     copies = min(experts // 8, experts * (ranks - 1))
-    placements = {"contiguous": contiguous(experts, ranks), "balanced": balanced(load.sum(axis=0), ranks, copies)}
-    layers = [SpreadLayer(shape, engine, by_rank[rank], placement) for placement in placements.values()]
+    placements = {
+        "contiguous": (contiguous(experts, ranks), 1),
+        "balanced": (balanced(load.sum(axis=0), ranks, copies), 1),
+    }
+    for n in tensor_parallel(ranks, inner, top_k, engine)[1:]:
+        placements[f"EP {ranks // n} x TP {n}"] = (hybrid(experts, ranks, n), n)
+    layers = [SpreadLayer(shape, engine, by_rank[rank], *placement) for placement in placements.values()]
     rows = measured(layers, repeats, engine)
-    for (how, placement), layer, row in zip(placements.items(), layers, rows, strict=True):
-        of_ranks = rank_loads(placement, load, ranks)
+    for (how, (placement, n)), layer, row in zip(placements.items(), layers, rows, strict=True):
+        of_ranks = rank_loads(placement, np.repeat(load / n, n, axis=1), ranks)
         row["fullest"] = float(of_ranks.max() / of_ranks.mean())
         pairs = zip(row["samples_ms"], rows[0]["samples_ms"], strict=True)
         row["of_contiguous"] = statistics.median(one / other for one, other in pairs)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from flashmoe.integrations.transformers import fuse
 from harness import commit_option, described, nvidia_smi, result_path, write
@@ -74,8 +75,8 @@ def timed(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) * 1e3 / repeats
 
 
-def prefill(model: torch.nn.Module, batch: int, in_all: int = 8192) -> Callable[[], float]:
-    ids = tokens(model, batch, in_all // batch)
+def prefill(model: torch.nn.Module, batch: int, length: int = 8192) -> Callable[[], float]:
+    ids = tokens(model, batch, length)
 
     def run() -> None:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -118,9 +119,9 @@ def decode_graph(model: torch.nn.Module, batch: int) -> Callable[[], float]:
 
 
 CASES = {
-    "prefill 64": (functools.partial(prefill, in_all=64), 1),
+    "prefill 64": (functools.partial(prefill, length=64), 1),
     "prefill 8192": (prefill, 1),
-    "prefill 8 x 1024": (prefill, 8),
+    "prefill 8 x 1024": (functools.partial(prefill, length=1024), 8),
     "decode 1": (decode, 1),
     "decode 32": (decode, 32),
     "decode 1, graph": (decode_graph, 1),
@@ -149,6 +150,41 @@ def measure(model: torch.nn.Module, names: list[str], cases: Sequence[str] = WHO
             except Exception as error:
                 result[case][name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             torch.cuda.empty_cache()
+    return result
+
+
+def spread(model: torch.nn.Module) -> torch.nn.Module:
+    """The same with Transformers' own expert parallelism over all ranks, which hold one batch."""
+    from transformers.distributed import DistributedConfig, utils
+
+    ranks = dist.get_world_size()
+    if hasattr(utils, "initialize_distributed_mesh"):  # from release 5.23 on, which spreads the attention too
+        layout = DistributedConfig(tp_size=ranks, ep_size=ranks)
+        _, mesh = utils.initialize_distributed_mesh(layout)
+    else:
+        layout = DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
+        layout, _, mesh = type(model).prepare_distribute_model(layout)
+    model = type(model).maybe_distribute_model(model, layout, mesh).eval()
+    held = {each.num_experts for each in model.modules() if hasattr(each, "gate_up_proj")}
+    if held != {expected := model.config.num_experts // ranks}:
+        raise RuntimeError(f"experts: expected {expected} of each layer on a rank, got {held}")
+    return model
+
+
+def of_group(model: torch.nn.Module, cases: Sequence[str], batches: int) -> dict[str, list[float]]:
+    """Milliseconds by case, of each turn the slowest rank's. `batches`: that each rank holds, its own or all ranks'."""
+    result = {}
+    for case in cases:
+        prepare, batch = CASES[case]
+        with torch.no_grad():
+            turn = prepare(model, batch * batches)
+            times = []
+            for _ in range(TURNS):
+                dist.barrier()
+                times.append(turn())
+        slowest = torch.tensor(times, device=model.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        result[case] = slowest.tolist()
     return result
 
 

@@ -18,7 +18,8 @@ from flashmoe.bench.layer import Sizes
 from flashmoe.bench.plan import Machine, Point, Suite, Voided
 from flashmoe.bench.run import Run
 from flashmoe.bench.suites import SUITES, packages
-from flashmoe.cli import main
+from flashmoe.cli import main, measure
+from flashmoe.jit import Variant
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,7 +62,7 @@ def test_suites_in_their_small_form(tmp_path, capsys):
         "imbalance",
         "training",
     )
-    names += ("fp8", "models", "soak")
+    names += ("step", "fp8", "shared", "decode", "models", "soak", "faults")
     chosen = [argument for name in names for argument in ("--suite", name)]
     assert main(["bench", "--engine", "cpu", "--out", str(tmp_path), *chosen]) == 0
     printed = capsys.readouterr().out
@@ -128,6 +129,41 @@ def test_first_points_of_all_suites_come_first():
     assert [point.name for _, point in runner.in_order(suites, CPU)] == ["a", "c", "b"]
 
 
+def test_points_of_some_ranks_in_the_order_of_their_suites():
+    machine = Machine("cuda", 4)
+    chosen = runner.in_order([SUITES[name] for name in ("fp8", "step", "gpus")], machine, [4])
+    assert {point.ranks for _, point in chosen} == {4}
+    assert [suite.name for suite, _ in chosen[:4]] == ["fp8", "step", "gpus", "fp8"]
+
+
+def test_kernels_are_compiled_before_ranks_wait():
+    """Of all points at once: what a suite's passes need, among several ranks another than alone."""
+
+    def kernels(name: str, ranks: int) -> set[Variant]:
+        points = [point for point in SUITES[name].points(Machine("cuda", 2)) if point.ranks == ranks]
+        return {each for point in points for each in runner.kernels_of(SUITES[name], point)}
+
+    for ranks in (1, 2):
+        passes = {Variant(**{which: True}, group=ranks > 1) for which in ("keeps", "backward")}
+        assert kernels("step", ranks) == passes
+        assert kernels("fp8", ranks) == {Variant(), Variant(quantised=True)}
+    assert kernels("gpus", 2) == {Variant(activation="gelu")}
+    assert not kernels("metrics", 0)
+
+
+def test_what_another_package_fails_in_is_said():
+    run = Run("cpu", 0, 1, 4)
+    assert baselines.tried(run, lambda: 3) == (3, "")
+    assert baselines.tried(run, lambda: 1 // 0)[1] == "ZeroDivisionError: integer division or modulo by zero"
+
+
+def test_efficiency_is_beside_two_ranks():
+    """Of points that have as many tokens a rank."""
+    medians = {"a x2": {"flashmoe": 3.0}, "a x4": {"flashmoe": 4.0}, "b x4": {"flashmoe": 1.0}}
+    said = [measure._scaled({"name": name, "ranks": int(name[-1])}, medians) for name in medians]
+    assert said == [[], ["T(2)/T(4) 0.750"], []]
+
+
 def test_a_call_that_is_wrong_has_no_time():
     """The check of a layer sees a single wrong row of those that it looks at."""
     torch = pytest.importorskip("torch")
@@ -149,6 +185,7 @@ def test_a_call_that_is_wrong_has_no_time():
         (["--suite", "speed"], "--suite: expected one of memory, "),
         (["--engine", "tpu"], "--engine: expected cuda or cpu, got 'tpu'"),
         (["--budget", "0"], "--budget: expected seconds above 0, got 0"),
+        (["--engine", "cpu", "--ranks", "3"], "--ranks: expected a number of ranks that points have here, got 3"),
         (["--engine", "cuda", "--suite", "tokens"], "--engine cuda: expected a GPU for tokens, found none"),
         (["--compare", "a.json", "b.json"], "a.json: expected a file that flashmoe bench has written"),
     ],

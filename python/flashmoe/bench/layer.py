@@ -11,6 +11,8 @@ from .run import Run
 if TYPE_CHECKING:
     import torch
 
+    import flashmoe
+
 BOUNDS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-8, "exact": 2.0**-18}
 """The most that a result may differ from float64's, as `apart` has it. What is rounded on the way, by at most half a
 unit in the last place each: the hidden row, each weighted row and their sum; 16-bit types have 8 and 11 bits. float32's
@@ -54,12 +56,20 @@ class Sizes:
 
 class Layer:
     """One rank's share of it: batches ``xs`` [T, H], the router [E, H], ``w1`` [El, I or 2I, H] and ``w2`` [El, H, I]
-    of its own experts, and a context of the built-in order but for `profile`."""
+    of its own experts, and a context of the built-in order but for `profile`. With `like`, a further one of a model:
+    other weights, the same batches and context."""
 
-    def __init__(self, run: Run, sizes: Sizes, profile: dict[str, int] | None = None, **context: Any) -> None:
+    def __init__(
+        self,
+        run: Run,
+        sizes: Sizes,
+        profile: dict[str, int] | None = None,
+        like: Layer | None = None,
+        number: int = 0,
+        **context: Any,
+    ) -> None:
         import torch
 
-        import flashmoe
         from flashmoe.placement import contiguous, local_experts
 
         self.run, self.sizes = run, sizes
@@ -69,40 +79,33 @@ class Layer:
         self.w1 = torch.empty(len(self.own), rows, sizes.hidden, **make)
         self.w2 = torch.empty(len(self.own), sizes.hidden, sizes.intermediate, **make)
         for i, expert in enumerate(self.own):  # the same whatever the number of ranks
-            generator = torch.Generator(run.device).manual_seed(1000 + expert)
+            generator = torch.Generator(run.device).manual_seed(1000 * (number + 1) + expert)
             for matrix in (self.w1[i], self.w2[i]):
                 matrix.normal_(std=matrix.shape[-1] ** -0.5, generator=generator)
-        generator = torch.Generator(run.device).manual_seed(1)
+        self.tensors = {"gate_up_proj": self.w1, "down_proj": self.w2}
+        generator = torch.Generator(run.device).manual_seed(1 + 500_000 * number)
         self.router = torch.randn(sizes.experts, sizes.hidden, generator=generator, **make) * sizes.hidden**-0.5
-        generator.manual_seed(2 + run.rank)
-        self.xs = [torch.randn(sizes.tokens, sizes.hidden, generator=generator, **make) for _ in range(TURNS)]
-        if run.engine == "cuda":
-            torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
-            context = {"processors": program("harness").processors(run.ranks), **context}
-        else:
-            context = {"processors": 1, **context}
-        self.context = flashmoe.Context.from_torch(
-            engine=run.engine,
-            profile=profile or {},
-            max_tokens=sizes.tokens,
-            hidden=sizes.hidden,
-            intermediate=sizes.intermediate,
-            experts=sizes.experts,
-            top_k=sizes.top_k,
-            dtype=sizes.dtype,
-            **context,
-        )
         # As the programs' functions name them.
         self.experts, self.top_k, self.activation = sizes.experts, sizes.top_k, sizes.activation
+        self._owns_context = like is None
+        if like is not None:
+            self.xs, self.context = like.xs, like.context
+            return
+        generator.manual_seed(2 + run.rank)
+        self.xs = [torch.randn(sizes.tokens, sizes.hidden, generator=generator, **make) for _ in range(TURNS)]
+        self.context = _context(run, sizes, profile or {}, context)
 
     def __call__(self, i: int, **options: Any) -> torch.Tensor:
+        return self.of(self.xs[i % TURNS], **options)
+
+    def of(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        """[T, H]: of x [T, H], with no more tokens than its batches have."""
         import flashmoe
 
         return flashmoe.moe(
             self.context,
-            self.xs[i % TURNS],
-            self.w1,
-            self.w2,
+            x,
+            **self.tensors,
             router=self.router,
             top_k=self.top_k,
             activation=self.activation,
@@ -129,6 +132,8 @@ class Layer:
     def close(self) -> None:
         import torch.distributed as dist
 
+        if not self._owns_context:
+            return
         self.context.synchronize()
         dist.barrier()  # a rank that closes its context must not be awaited in another's call
         self.context.close()
@@ -139,3 +144,49 @@ class Layer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
+
+
+class Quantised(Layer):
+    """With its experts in e4m3 and a scale for each 128 x 128; ``w1`` and ``w2`` are what these stand for."""
+
+    def __init__(self, run: Run, sizes: Sizes, **further: Any) -> None:
+        import torch
+
+        super().__init__(run, sizes, weight_dtype="float8_e4m3fn", **further)
+        by_block = program("fp8").by_block
+        self.tensors = {}
+        for name, matrices in (("gate_up", self.w1), ("down", self.w2)):
+            pairs = [by_block(each) for each in matrices]
+            for matrix, (ours, scale) in zip(matrices, pairs, strict=True):
+                matrix.copy_(ours.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1))
+            self.tensors[f"{name}_proj"] = torch.stack([ours for ours, _ in pairs])
+            self.tensors[f"{name}_scale"] = torch.stack([scale for _, scale in pairs])
+        if not self._owns_context:  # a model's further layers are not checked, and would take three times the memory
+            del self.w1, self.w2
+
+    @property
+    def bound(self) -> float:
+        """Rows are in e4m3 too, four bits, off by up to 2^-4, in two products."""
+        return 2.0**-3
+
+
+def _context(run: Run, sizes: Sizes, profile: dict[str, int], further: dict[str, Any]) -> flashmoe.Context:
+    import torch
+
+    import flashmoe
+
+    processors = 1
+    if run.engine == "cuda":
+        torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
+        processors = program("harness").processors(run.ranks)
+    return flashmoe.Context.from_torch(
+        engine=run.engine,
+        profile=profile,
+        max_tokens=sizes.tokens,
+        hidden=sizes.hidden,
+        intermediate=sizes.intermediate,
+        experts=sizes.experts,
+        top_k=sizes.top_k,
+        dtype=sizes.dtype,
+        **{"processors": processors, **further},
+    )

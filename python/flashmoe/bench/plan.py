@@ -49,6 +49,8 @@ class Point:
     """0: it needs neither ranks nor a GPU, and is measured in the command's own process."""
     sizes: dict[str, Any] = field(default_factory=dict)
     """What the suite's function is called with."""
+    kills: bool = False
+    """Whether it kills ranks: it starts its own, from the command's process."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,13 @@ class Suite:
     measure: Callable[..., dict[str, Any]]
     """``measure(run, **sizes)``, which every rank calls; rank 0's answer counts. It has ``check``: ``error``, the
     ``bound`` that this may not exceed, and what it is of; ``samples``: milliseconds of every call, the slowest rank's,
-    by what was called and by timer; ``values``: all else. What was not to be had is in ``absent``, by name."""
+    by what was called and by timer; ``values``: all else, in ``figures`` those that say most, by name. What was not to
+    be had is in ``absent``, by name."""
+    variants: tuple[dict[str, bool], ...] = ({},)
+    """The kernels of a point's layer, each by what it has besides its type and activation (`flashmoe.jit.Variant`):
+    they are compiled before ranks wait for one another."""
+    seconds: float = 600.0
+    """The most that a point may take: then its ranks are killed."""
 
 
 class Voided(FlashMoEError):

@@ -56,9 +56,9 @@ hides launches, "plain" has them in it; in one point all calls take turns, in th
 and ratios are meant between these alone. What papers publish was measured on other machines: it is printed as
 published, and no ratio to it is drawn.
 
-`flashmoe bench` measures on the machine that it is started on, `--suite` names a part, `--budget` bounds its seconds,
-and a run goes on where the last one stopped. `flashmoe bench --compare A.json B.json` says what differs between two
-files by more than the spread."""
+`flashmoe bench` measures on the machine that it is started on, `--suite` names a part, `--ranks` how many ranks its
+points are to have, `--budget` bounds its seconds, and a run goes on where the last one stopped.
+`flashmoe bench --compare A.json B.json` says what differs between two files by more than the spread."""
 
 
 def _items(found: dict[str, list[File]]) -> str:
@@ -316,7 +316,17 @@ def _decode(file: File) -> str:
         for point in file.points
         for row in point["values"].get("rows", [])
     ]
-    return _table(("layer", "tokens", "us a layer", "weights, TB/s", "of a read's speed"), rows)
+    speeds = _table(("layer", "tokens", "us a layer", "weights, TB/s", "of a read's speed"), rows)
+    return "\n\n".join(filter(None, (speeds, _figures(file))))
+
+
+def _figures(file: File) -> str:
+    rows = [
+        (point["name"], name, f"{each:.4g}")
+        for point in file.points
+        for name, each in point["values"].get("figures", {}).items()
+    ]
+    return _table(("point", "figure", ""), rows) if rows else ""
 
 
 def _soak(file: File) -> str:
@@ -341,6 +351,7 @@ VALUES: dict[str, Callable[[File], str]] = {
     "imbalance": _placements,
     "decode": _decode,
     "soak": _soak,
+    **dict.fromkeys(("step", "models", "faults"), _figures),
 }
 
 
@@ -516,7 +527,9 @@ DRAWERS: dict[str, Drawer] = {
             "split",
             "decode",
             "training",
+            "step",
             "fp8",
+            "shared",
             "models",
         ),
         _bars_of_times,

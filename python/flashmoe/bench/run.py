@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -95,3 +96,8 @@ class Run:
 def apart(y: torch.Tensor, expected: torch.Tensor) -> float:
     """How far they are apart, of the norm of what is expected."""
     return ((y.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def median(timers: dict[str, list[float]]) -> float:
+    """Of a call's samples: milliseconds behind work that hides launches, where there are such."""
+    return statistics.median(timers.get("busy") or timers["plain"])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import jit
 from ..errors import FlashMoEError
 from ..launch import RankFailed
 from .group import Group
 from .plan import Machine, Point, Suite, Voided
+from .programs import program
 from .run import Run
 from .store import Results
 
-POINT_SECONDS = 600.0
-"""The most that a point may take: then its ranks are killed."""
 REPEATS = {"cuda": 32, "cpu": 8}
 
 
@@ -55,18 +58,21 @@ def run_suites(
     commit: str,
     budget: float | None,
     tell: Callable[[Progress], None],
+    ranks: Iterable[int] = (),
 ) -> Outcome:
     """Measures what `out` has not got of these sources, points of few ranks first: a group of ranks stays from one to
-    the next. No point is begun when `budget` seconds are over."""
+    the next. No point is begun when `budget` seconds are over. `ranks`: only points of so many; default: all."""
     begin = time.monotonic()
     files = {suite.name: Results(out, suite, machine, device, commit) for suite in suites}
     outcome = Outcome(files=[each.path for each in files.values()])
     todo = []
-    for suite, point in in_order(suites, machine):
+    for suite, point in in_order(suites, machine, ranks):
         if files[suite.name].has(point):
             outcome.known += 1
         else:
             todo.append((suite, point))
+    if machine.engine == "cuda":
+        compile_kernels(todo)
     group: Group | None = None
     try:
         for done, (suite, point) in enumerate(todo):
@@ -79,7 +85,7 @@ def run_suites(
                 group = None
             start = time.monotonic()
             try:
-                if group is None and point.ranks:
+                if group is None and point.ranks and not point.kills:
                     group = Group(machine.engine, point.ranks)
                 measured = measure(machine, group, suite, point)
             except (FlashMoEError, OSError, subprocess.SubprocessError) as error:
@@ -98,20 +104,47 @@ def run_suites(
     return outcome
 
 
-def in_order(suites: list[Suite], machine: Machine) -> list[tuple[Suite, Point]]:
+def compile_kernels(todo: list[tuple[Suite, Point]]) -> None:
+    """Those of all points, at once: ranks that compile one after the other would have others wait for them."""
+    wanted = dict.fromkeys(variant for suite, point in todo for variant in kernels_of(suite, point))
+
+    def compile_one(variant: jit.Variant) -> None:
+        with suppress(FlashMoEError):  # the point that needs it says so
+            jit.compile_kernel(variant)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(compile_one, wanted))
+
+
+def kernels_of(suite: Suite, point: Point) -> list[jit.Variant]:
+    """Of a point's layer; none of one that has no GPU."""
+    if not point.ranks:
+        return []
+    sizes = point.sizes
+    shape = program("harness").SHAPES.get(sizes.get("shape"))
+    of = {"dtype": sizes.get("dtype", "bfloat16"), "exact": sizes.get("exact", False)}
+    of["activation"] = shape[4] if shape else sizes.get("activation", "swiglu")
+    return [
+        jit.Variant(**of, **each, group=point.ranks > 1 and not {"keeps", "backward"}.isdisjoint(each))
+        for each in suite.variants
+    ]
+
+
+def in_order(suites: list[Suite], machine: Machine, ranks: Iterable[int] = ()) -> list[tuple[Suite, Point]]:
     """The first points of all suites, then their second ones: a budget that ends early has some of each."""
-    points = [(i, suite, point) for suite in suites for i, point in enumerate(_by_ranks(suite, machine))]
+    points = [(i, suite, point) for suite in suites for i, point in enumerate(_by_ranks(suite, machine, ranks))]
     return [(suite, point) for _, suite, point in sorted(points, key=lambda each: (each[2].ranks, each[0]))]
 
 
-def _by_ranks(suite: Suite, machine: Machine) -> list[Point]:
-    return sorted(suite.points(machine), key=lambda point: point.ranks)
+def _by_ranks(suite: Suite, machine: Machine, ranks: Iterable[int]) -> list[Point]:
+    chosen = [point for point in suite.points(machine) if not ranks or point.ranks in ranks]
+    return sorted(chosen, key=lambda point: point.ranks)
 
 
 def measure(machine: Machine, group: Group | None, suite: Suite, point: Point) -> dict[str, Any]:
     repeats = REPEATS[machine.engine]
-    if group is not None:
-        return group.measure(suite.name, point, repeats, POINT_SECONDS)
+    if group is not None and not point.kills:
+        return group.measure(suite.name, point, repeats, suite.seconds)
     return suite.measure(Run(machine.engine, 0, 1, repeats), **point.sizes)
 
 

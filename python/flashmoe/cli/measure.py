@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..bench import compare, report, runner, store
 from ..bench.plan import Machine, Suite
+from ..bench.run import median
 from ..bench.suites import SUITES
 from ..errors import FlashMoEError, InvalidArgument
 from .console import console, count
@@ -29,6 +30,9 @@ def command(
     engine: Annotated[
         str | None, typer.Option(help="cuda, or cpu: small forms of seconds.  [default: cuda where there is a GPU]")
     ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="Only points of so many ranks; may be given several times.")
+    ] = None,
     budget: Annotated[float | None, typer.Option(help="Seconds after which no point is begun.")] = None,
     out: Annotated[Path, typer.Option(help="Where results lie.")] = DEFAULT_OUT,
     commit: Annotated[str, typer.Option(help="Of the sources, where git does not know.")] = "",
@@ -42,8 +46,9 @@ def command(
 ) -> int:
     """Measure suites, each a figure or table of FlashDMoE or COMET, or one of our own.
 
-    Every point is checked before it is timed. Points whose figures of the same sources are in --out are not measured
-    again, so that a run goes on where the last one stopped. Exit status 1: a check failed.
+    Suites take turns in the order in which they are named, each with its next point: what is named first is there when
+    the budget ends. Every point is checked before it is timed. Points whose figures of the same sources are in --out
+    are not measured again, so that a run goes on where the last one stopped. Exit status 1: a check failed.
     """
     if list_:
         _list()
@@ -59,13 +64,16 @@ def command(
     machine, device = store.detected(engine)
     suites = _chosen(suite)
     _require(machine, suites if suite else [])
-    return _measure(suites, machine, device, out, commit or store.program("harness").head(), budget)
+    if unknown := set(ranks or ()) - {point.ranks for each in suites for point in each.points(machine)}:
+        raise InvalidArgument(f"--ranks: expected a number of ranks that points have here, got {min(unknown)}")
+    commit = commit or store.program("harness").head()
+    return _measure(suites, machine, device, out, commit, budget, ranks or [])
 
 
 def _chosen(names: list[str] | None) -> list[Suite]:
     if unknown := [name for name in names or () if name not in SUITES]:
         raise InvalidArgument(f"--suite: expected one of {', '.join(SUITES)}, got {', '.join(unknown)}")
-    return [suite for suite in SUITES.values() if not names or suite.name in names]
+    return [SUITES[name] for name in dict.fromkeys(names or SUITES)]
 
 
 def _require(machine: Machine, asked: list[Suite]) -> None:
@@ -87,7 +95,15 @@ def _list() -> None:
     console.print(table)
 
 
-def _measure(suites: list[Suite], machine: Machine, device: str, out: Path, commit: str, budget: float | None) -> int:
+def _measure(
+    suites: list[Suite],
+    machine: Machine,
+    device: str,
+    out: Path,
+    commit: str,
+    budget: float | None,
+    ranks: list[int],
+) -> int:
     gpus = f", {count(machine.gpus, 'GPU')}" if machine.engine == "cuda" else ""
     console.print(f"{device}{gpus}, {machine.engine} engine", style="bold", soft_wrap=True)
     begin = time.monotonic()
@@ -101,7 +117,11 @@ def _measure(suites: list[Suite], machine: Machine, device: str, out: Path, comm
             if progress.measured is not None:
                 console.print(f"{what}: {_shown(progress.measured)}", soft_wrap=True, markup=False)
 
-        outcome = runner.run_suites(suites, machine, device, out=out, commit=commit, budget=budget, tell=tell)
+        outcome = runner.run_suites(
+            suites, machine, device, out=out, commit=commit, budget=budget, tell=tell, ranks=ranks
+        )
+    for line in _summary(outcome.files, ranks):
+        console.print(line, soft_wrap=True, markup=False)
     seconds = time.monotonic() - begin
     known = f"; {outcome.known} of the same sources were there" if outcome.known else ""
     console.print(f"{count(outcome.measured, 'point')} in {seconds:.0f} s{known}; results: {out}", soft_wrap=True)
@@ -117,12 +137,52 @@ def _shown(measured: dict[str, Any]) -> str:
     for reason in ("voided", "failed"):
         if reason in measured:
             return f"{reason}: {measured[reason]}"
-    parts = []
-    for call, timers in measured.get("samples", {}).items():
-        timer = "busy" if "busy" in timers else "plain"
-        parts.append(f"{call} {compare.quartiles(timers[timer])[1]:.4g}")
+    parts = [f"{call} {each:.4g}" for call, each in _medians(measured).items()]
     error = f"error {measured['check']['error']:.1e}"
     return f"{', '.join(parts)} ms, {error}" if parts else f"measured, {error}"
+
+
+def _summary(files: list[Path], ranks: list[int]) -> list[str]:
+    """A line for each point that has figures: ours, what it is of its floor and of PyTorch's, and what says most."""
+    lines = []
+    for path in filter(Path.exists, files):
+        result = store.read(path)
+        points = [point for point in result["points"] if "check" in point]
+        medians = {point["name"]: _medians(point) for point in points}
+        for point in points:
+            if ranks and point["ranks"] not in ranks:
+                continue
+            figures = point.get("values", {}).get("figures", {})
+            parts = [*_beside(medians[point["name"]]), *_scaled(point, medians)]
+            if figures:
+                parts += [f"{name} {each:.4g}" for name, each in figures.items()]
+            elif not parts:
+                parts = [f"{name} {each:.4g} ms" for name, each in medians[point["name"]].items()]
+            if parts:
+                lines.append(f"{result['suite']}, {point['name']} | {'; '.join(parts)}")
+    return lines
+
+
+def _medians(point: dict[str, Any]) -> dict[str, float]:
+    return {name: median(timers) for name, timers in point.get("samples", {}).items()}
+
+
+def _ours(medians: dict[str, float]) -> float | None:
+    return next((each for name, each in medians.items() if name.startswith("flashmoe")), None)
+
+
+def _beside(medians: dict[str, float]) -> list[str]:
+    if (ours := _ours(medians)) is None:
+        return []
+    over = [name for name in ("gemms", "gemms fp8", "pytorch") if name in medians]
+    return [f"{ours:.4g} ms", *(f"{ours / medians[name]:.3f} of {name}" for name in over)]
+
+
+def _scaled(point: dict[str, Any], medians: dict[str, dict[str, float]]) -> list[str]:
+    """How a call among more ranks compares with one among two that have as many tokens each."""
+    ranks, ours = point["ranks"], _ours(medians[point["name"]])
+    two = _ours(medians.get(f"{point['name'].removesuffix(f' x{ranks}')} x2", {}))
+    return [f"T(2)/T({ranks}) {two / ours:.3f}"] if ranks > 2 and two and ours else []
 
 
 def _compare(before: Path, after: Path) -> int:

@@ -8,11 +8,15 @@ besides what could not be made here, and why.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..layer import Layer
-from ..run import Call
+from ..run import Call, Run
+
+Result = TypeVar("Result")
 
 MODULES = (
     *("pytorch", "pytorch_graph", "transformers_grouped", "transformers_batched"),
@@ -35,20 +39,36 @@ def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, 
         if reason := baseline.NEEDS.lacks(layer.run, layer.sizes):
             absent[name] = reason
             continue
-        try:
-            call = baseline.call(layer)
-            error = layer.run.worst(layer.error(call(0)))
-        except Exception as problem:  # another package's, of whatever kind: it is no fault of this run
-            if layer.run.ranks > 1:
-                raise  # the other ranks may wait in it
-            absent[name] = f"{type(problem).__name__}: {str(problem).splitlines()[0][:200] if str(problem) else ''}"
+        first, absent[name] = tried(layer.run, partial(_first, baseline, layer))
+        if first is None:
             continue
+        call, y = first
+        error = layer.run.worst(layer.error(y))
         # One rounding more than ours: of weighted rows, as they are added.
         if not error <= 2 * layer.bound:
             absent[name] = f"voided: expected an error of at most {2 * layer.bound:g}, got {error:g}"
             continue
+        del absent[name]
         calls[name] = call
     return calls, absent
+
+
+def _first(baseline: ModuleType, layer: Layer) -> tuple[Call, Any]:
+    call = baseline.call(layer)
+    return call, call(0)
+
+
+def tried(run: Run, attempt: Callable[[], Result]) -> tuple[Result | None, str]:
+    """What another package's code returns, or None and why it does not: on all ranks, if it fails on any. A rank that
+    waits for one that has failed is killed with the point."""
+    try:
+        result, reason = attempt(), ""
+    except Exception as problem:  # of whatever kind: it is no fault of this run
+        said = str(problem).splitlines()
+        result, reason = None, f"{type(problem).__name__}: {said[0][:200] if said else ''}"
+    if run.worst(float(result is None)):
+        return None, reason or "it failed on another rank"
+    return result, ""
 
 
 def floors(layer: Layer) -> dict[str, Any]:
@@ -73,7 +93,7 @@ def floors(layer: Layer) -> dict[str, Any]:
 TABLE = (
     ("GEMMs alone", "`floors`", "PyTorch's grouped GEMMs on ready rows"),
     ("exchange alone", "`floors`", "NCCL's all-to-all there and back; gloo's on CPUs"),
-    ("PyTorch and NCCL", "`pytorch`", "has run on one GPU, and with gloo on CPUs"),
+    ("PyTorch and NCCL", "`pytorch`", "has run on one GPU, and with gloo on CPUs; its gradients, on CPUs alone"),
     ("the same as a CUDA graph", "`pytorch_graph`", "has run on one GPU"),
     ("Transformers, grouped_mm", "`transformers_grouped`", "has run on one GPU and on CPUs; one rank, gated experts"),
     (

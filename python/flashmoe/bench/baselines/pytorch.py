@@ -1,10 +1,13 @@
 """The layer as PyTorch has it: softmax, top-k, sort, all-to-all, two grouped GEMMs, all-to-all, weighted sum; eager.
 
-Among several ranks the host reads how many rows go where, as collectives of uneven parts need.
+Among several ranks the host reads how many rows go where, as collectives of uneven parts need. Its gradients are those
+of autograd; only of what PyTorch has none, an exchange of uneven parts and logits of another type, they are said here.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..layer import TURNS, Layer
@@ -29,7 +32,7 @@ def route(layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     if x.is_cuda and x.dtype != torch.float32:
-        logits = torch.mm(x, layer.router.t(), out_dtype=torch.float32)
+        logits = _functions()["logits"](x, layer.router)
     else:
         logits = x.float() @ layer.router.float().t()
     weights, ids = torch.softmax(logits, -1).topk(layer.top_k, -1)
@@ -56,7 +59,7 @@ def forward(layer: Layer, x: torch.Tensor, splits: Splits | None = None) -> torc
     import torch
     import torch.distributed as dist
 
-    run, hidden = layer.run, x.shape[1]
+    run = layer.run
     weights, ids = route(layer, x)
     choices = ids.flatten()
     order = choices.argsort(stable=True)
@@ -69,16 +72,14 @@ def forward(layer: Layer, x: torch.Tensor, splits: Splits | None = None) -> torc
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts)
         sent, received = splits or read_splits(layer, counts, theirs)
-        arrived = x.new_empty(sum(received), hidden)
-        dist.all_to_all_single(arrived, rows, received, sent)
+        arrived = _functions()["exchange"](rows, sent, received)
         # By source, then expert: to be sorted by expert.
         of_expert = torch.arange(len(layer.own), device=x.device).repeat(run.ranks)
         of_row = torch.repeat_interleave(of_expert, theirs, output_size=sum(received))
         by_expert = of_row.argsort(stable=True)
         mine = experts(layer, arrived[by_expert], theirs.view(run.ranks, -1).sum(0))
         arrived[by_expert] = mine
-        results = torch.empty_like(rows)
-        dist.all_to_all_single(results, arrived, sent, received)
+        results = _functions()["exchange"](arrived, received, sent)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     return y.index_add_(0, order // layer.top_k, results * weights.flatten()[order].unsqueeze(1)).to(x.dtype)
 
@@ -86,3 +87,43 @@ def forward(layer: Layer, x: torch.Tensor, splits: Splits | None = None) -> torc
 def read_splits(layer: Layer, counts: torch.Tensor, theirs: torch.Tensor) -> Splits:
     ranks = layer.run.ranks
     return counts.view(ranks, -1).sum(1).tolist(), theirs.view(ranks, -1).sum(1).tolist()
+
+
+@functools.cache
+def _functions() -> dict[str, Callable[..., torch.Tensor]]:
+    """Made once PyTorch is imported."""
+    import torch
+    import torch.distributed as dist
+
+    class Exchange(torch.autograd.Function):
+        """Rows to each rank, so many, for rows from each; their gradients go back."""
+
+        @staticmethod
+        def forward(ctx, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+            ctx.splits = sent, received
+            arrived = rows.new_empty(sum(received), rows.shape[1])
+            dist.all_to_all_single(arrived, rows, received, sent)
+            return arrived
+
+        @staticmethod
+        def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+            sent, received = ctx.splits
+            returned = gradient.new_empty(sum(sent), gradient.shape[1])
+            dist.all_to_all_single(returned, gradient.contiguous(), sent, received)
+            return returned, None, None
+
+    class Logits(torch.autograd.Function):
+        """In float32, of 16-bit factors."""
+
+        @staticmethod
+        def forward(ctx, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, router)
+            return torch.mm(x, router.t(), out_dtype=torch.float32)
+
+        @staticmethod
+        def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, router = ctx.saved_tensors
+            gradient = gradient.to(x.dtype)
+            return gradient @ router, gradient.t() @ x
+
+    return {"exchange": Exchange.apply, "logits": Logits.apply}

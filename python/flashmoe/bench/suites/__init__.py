@@ -6,6 +6,7 @@ from ..plan import Suite
 from . import (
     breakdown,
     decode,
+    faults,
     fp8,
     host,
     latency,
@@ -14,8 +15,10 @@ from . import (
     models,
     packages,
     parallelism,
+    shared,
     soak,
     split,
+    step,
     stragglers,
     training,
     utilization,
@@ -38,8 +41,11 @@ SUITES: dict[str, Suite] = {
         split.SUITE,
         decode.SUITE,
         training.SUITE,
+        step.SUITE,
         fp8.SUITE,
+        shared.SUITE,
         models.SUITE,
         soak.SUITE,
+        faults.SUITE,
     )
 }

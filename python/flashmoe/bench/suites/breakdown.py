@@ -42,7 +42,8 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
         whole, exchanges = (statistics.median(samples[name][timer]) for name in ("pytorch", "exchange"))
         values["communication_of_pytorch"] = exchanges / whole
     if run.ranks > 1 and run.engine == "cuda" and of.tokens % of.experts == 0:
-        values["hidden"] = program("group_overlap").hidden(sizes["shape"], of.tokens, max(4, run.repeats // 8))
+        hidden = program("group_overlap").hidden(sizes["shape"], of.tokens, max(4, run.repeats // 8))
+        values |= {"hidden": hidden, "figures": {name: hidden[name] for name in ("exposed", "exposed_of_link")}}
     return {"check": check, "samples": samples, "absent": absent, "values": values}
 
 
@@ -52,4 +53,6 @@ SUITE = Suite(
     ("COMET, figure 1", "COMET, figure 11"),
     points,
     measure,
+    variants=({}, {"trace": True}),
+    seconds=120.0,
 )

@@ -1,26 +1,42 @@
-"""Calls of few tokens: how long, and how fast experts' weights are read, by benchmarks/decode.py."""
+"""Calls of few tokens: how long, and how fast experts' weights are read; on one GPU by benchmarks/decode.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from ..layer import BOUNDS
+from ..baselines.pytorch import route
+from ..layer import BOUNDS, Layer, Quantised, Sizes
 from ..plan import Machine, Point, Suite
 from ..programs import program
-from ..run import Run, apart
+from ..run import Call, Run, apart, median
 from . import latency
+
+TOKENS = (1, 8, 64)
+"""Of each rank of a group."""
+GROUPS = (("qwen3-30b", "bf16", 8), ("deepseek-v3", "fp8", 4), ("qwen3-30b", "fp8", 8))
+"""Shape, weights, and how many layers' take turns, so that none is in the L2: DeepSeek's are gigabytes each."""
+SUSTAINED, APART_US = 0.86, 25.0
+"""Of a read's speed, what a layer is held to, and microseconds besides: ranks must meet twice in each."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
     if machine.small:
         yield from (Point(f"small {n} x1", 1, latency.small(tokens=n)) for n in (1, 8))
+        sizes = latency.small(hidden=128, intermediate=128, dtype="bfloat16", tokens=8)
+        yield from (Point(f"small {how} x2", 2, {"weights": how, "layers": 2, **sizes}) for how in ("bf16", "fp8"))
         return
+    for ranks in machine.groups[1:]:
+        for name, how, layers in GROUPS:
+            sizes = {"shape": name, "weights": how, "layers": layers, "tokens": max(TOKENS)}
+            yield Point(f"{name} {how} x{ranks}", ranks, sizes)
     for name in ("qwen3-30b", "mixtral"):
         yield from (Point(f"{name} {how} x1", 1, {"shape": name, "weights": how}) for how in ("bf16", "fp8"))
 
 
 def measure(run: Run, shape: str | None = None, weights: str = "bf16", **sizes: Any) -> dict[str, Any]:
+    if run.ranks > 1:
+        return measure_group(run, weights=weights, **({"shape": shape} if shape else {}), **sizes)
     if run.small:
         return latency.measure(run, **sizes)
     decode = program("decode")
@@ -51,4 +67,77 @@ def error(layers: Any, weights: str) -> tuple[float, float]:
     return apart(y, expected), 2.0**-3 if weights == "fp8" else BOUNDS["bfloat16"]
 
 
-SUITE = Suite("decode", "calls of 1 to 256 tokens, and how fast weights are read", (), points, measure)
+def measure_group(run: Run, weights: str, layers: int, **sizes: Any) -> dict[str, Any]:
+    """Each rank with its own tokens: `layers` calls as one CUDA graph, on as many layers' weights. ``read``: a sum over
+    memory in the same run. A layer's bound is the time to read what its tokens choose on the rank that has most of it,
+    at `SUSTAINED` of that speed."""
+    of = Sizes.of(**sizes)
+    kind = Quantised if weights == "fp8" else Layer
+    with kind(run, of) as first:
+        check = first.checked()
+        model = [first, *(kind(run, of, like=first, number=number) for number in range(1, layers))]
+        calls: dict[str, Call] = {}
+        for tokens in (each for each in TOKENS if each <= of.tokens):
+            calls[f"{tokens} tokens"] = of_all(run, model, tokens)
+        data = run_data(run)
+        samples = run.samples({**calls, "read": lambda _: data.sum()})
+        first.context.synchronize()
+        moved = {tokens: read_bytes(model, tokens) / layers for tokens in TOKENS if tokens <= of.tokens}
+    speed = data.nbytes / median(samples.pop("read")) * 1e3
+    rows, figures = [], {}
+    for tokens, of_layer in moved.items():
+        us = median(samples[f"{tokens} tokens"]) / layers * 1e3
+        at_best = of_layer / (SUSTAINED * speed) * 1e6
+        row = {"tokens": tokens, "us": us, "weights_tb_s": of_layer / us / 1e6, "of_read": of_layer / us * 1e6 / speed}
+        rows.append(row | {"bound_us": at_best})
+        figures |= {
+            f"{tokens} tokens, us a layer": us,
+            f"{tokens} tokens, of the bound": us / at_best,
+            f"{tokens} tokens, of the bound and {APART_US:g} us": us / (at_best + APART_US),
+        }
+    values = {"layers": layers, "read_tb_s": speed / 1e12, "rows": rows, "figures": figures}
+    return {"check": check, "samples": samples, "values": values}
+
+
+def of_all(run: Run, model: list[Layer], tokens: int) -> Call:
+    """A call of each layer on the first tokens of a batch, one after the other."""
+
+    def call(number: int) -> Any:
+        return model[number].of(model[number].xs[0][:tokens])
+
+    if run.engine == "cpu":
+        return lambda _: [call(number) for number in range(len(model))]
+    graph = program("decode").captured(call, len(model))
+    return lambda _: graph.replay()
+
+
+def run_data(run: Run) -> Any:
+    """What is read beside the calls, beyond any cache."""
+    import torch
+
+    return torch.zeros(program("decode").READ_BYTES // (4 if run.engine == "cuda" else 256), device=run.device)
+
+
+def read_bytes(model: list[Layer], tokens: int) -> float:
+    """Of the experts that all ranks' tokens choose, with their scales: each layer's on the rank that has most."""
+    import torch
+    import torch.distributed as dist
+
+    total = 0.0
+    for layer in model:
+        chosen = torch.zeros(layer.experts, device=layer.router.device)
+        chosen[route(layer, layer.xs[0][:tokens])[1].flatten()] = 1.0
+        dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
+        expert_bytes = sum(each.nbytes for each in layer.tensors.values()) / len(layer.own)
+        total += layer.run.worst(float(chosen[list(layer.own)].sum()) * expert_bytes)
+    return total
+
+
+SUITE = Suite(
+    "decode",
+    "calls of 1 to 256 tokens, and how fast weights are read",
+    (),
+    points,
+    measure,
+    variants=({}, {"quantised": True}),
+)

@@ -104,6 +104,7 @@ SUITES = (
         ("FlashDMoE, figure 6.1", "FlashDMoE, figure 1.4b", "COMET, figure 10"),
         tokens,
         measure,
+        seconds=150.0,
     ),
     Suite(
         "gpus",
@@ -111,6 +112,7 @@ SUITES = (
         ("FlashDMoE, figure 6.3", "FlashDMoE, figure 6.4", "FlashDMoE, figure 1.4c"),
         gpus,
         measure,
+        seconds=150.0,
     ),
     Suite(
         "experts",

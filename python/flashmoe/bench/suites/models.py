@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ..baselines.needs import not_installed
 from ..plan import Machine, Point, Suite
 from ..programs import program
-from ..run import Run, apart
+from ..run import Run, apart, median
 
 SMALL = {
     "hidden_size": 64,
@@ -17,16 +19,25 @@ SMALL = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": 128,
 }
 
 
+OF_GROUPS = {"": ["prefill 8192", "decode 1", "decode 32"], ", graphs": ["decode 1, graph", "decode 32, graph"]}
+"""Tokens, and sequences, of each rank."""
+MOST_TOKENS = 8192
+
+
 def points(machine: Machine) -> Iterator[Point]:
     if machine.small:
-        yield Point("small 2 layers x1", 1, {"layers": 2, "cases": ["prefill 64", "decode 1"]})
+        for ranks in machine.groups:
+            yield Point(f"small 2 layers x{ranks}", ranks, {"layers": 2, "cases": ["prefill 64", "decode 1"]})
         return
+    for ranks in machine.groups[1:]:
+        for what, cases in OF_GROUPS.items():
+            yield Point(f"qwen3-30b 12 layers{what} x{ranks}", ranks, {"layers": 12, "cases": cases})
     yield Point("qwen3-30b 12 layers x1", 1, {"layers": 12, "cases": ["prefill 8192", "decode 1", "decode 32"]})
     yield Point("qwen3-30b 12 layers, graphs x1", 1, {"layers": 12, "cases": ["decode 1, graph", "decode 32, graph"]})
 
@@ -37,11 +48,14 @@ def measure(run: Run, layers: int, cases: list[str]) -> dict[str, Any]:
     import torch
 
     of = program("transformers_model")
-    dtype = torch.float32 if run.small else torch.bfloat16
-    model = of.build(layers, run.device, dtype, **(SMALL if run.small else {}))
+    build = partial(
+        of.build, layers, run.device, torch.float32 if run.small else torch.bfloat16, **(SMALL if run.small else {})
+    )
+    if run.ranks > 1:
+        return measure_group(run, of, build, layers, cases)
+    model = build()
     names = [*of.THEIRS, "flashmoe", "fused"]
-    # Of another order of sums in each layer, and its roundings: what follows a router is not continuous.
-    check = run.check(error(of, model, run), 1e-3 if run.small else 0.1, "logits with flashmoe beside grouped_mm's")
+    check = run.check(error(of, model, run), bound(run), "logits with flashmoe beside grouped_mm's")
     rows = of.measure(model, names, cases)
     samples, absent = {}, {}
     for case in cases:
@@ -52,6 +66,49 @@ def measure(run: Run, layers: int, cases: list[str]) -> dict[str, Any]:
             else:
                 absent[f"{case}, {name}"] = row["error"]
     return {"check": check, "samples": samples, "absent": absent, "values": {"layers": layers}}
+
+
+def bound(run: Run) -> float:
+    """Of another order of sums in each layer, and its roundings: what follows a router is not continuous."""
+    return 1e-3 if run.small else 0.1
+
+
+def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, cases: list[str]) -> dict[str, Any]:
+    """As many tokens in all: Transformers' own expert parallelism with ranks that hold all of them, as it wants it, and
+    FlashMoE's with a share on each. One model after the other."""
+    import torch
+    import torch.distributed as dist
+
+    from flashmoe.integrations.transformers import parallelize
+
+    torch.manual_seed(1)
+    model = of.spread(build())
+    ids = of.tokens(model, run.ranks, 64)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[run.rank]
+    times = of.of_group(model, cases, run.ranks)
+    samples = {f"{case}, Transformers": {"plain": times[case]} for case in cases}
+    del model
+    gc.collect()
+    if run.engine == "cuda":
+        torch.cuda.empty_cache()
+    model = build()
+    context = parallelize(model, max_tokens=128 if run.small else MOST_TOKENS, engine=run.engine)
+    with torch.no_grad():
+        logits = model(input_ids=ids[run.rank :][:1], use_cache=False).logits[0]
+    check = run.check(apart(logits, expected), bound(run), "a rank's logits beside Transformers' own")
+    torch.manual_seed(2 + run.rank)  # each rank's own sequences
+    times = of.of_group(model, cases, 1)
+    samples |= {f"{case}, flashmoe": {"plain": times[case]} for case in cases}
+    context.synchronize()
+    dist.barrier()
+    context.close()
+    figures = {
+        f"{case}: times Transformers' speed": median(samples[f"{case}, Transformers"])
+        / median(samples[f"{case}, flashmoe"])
+        for case in cases
+    }
+    return {"check": check, "samples": samples, "values": {"layers": layers, "figures": figures}}
 
 
 def error(of: Any, model: Any, run: Run) -> float:
@@ -66,4 +123,4 @@ def error(of: Any, model: Any, run: Run) -> float:
     return apart(logits["flashmoe"], logits["grouped_mm"])
 
 
-SUITE = Suite("models", "a whole model, prefill and decoding", ("COMET, figure 9",), points, measure)
+SUITE = Suite("models", "a whole model, prefill and decoding", ("COMET, figure 9",), points, measure, seconds=180.0)

@@ -63,6 +63,13 @@ def imbalance(run: Run, shape: str, tokens: int, spread: float) -> dict[str, Any
 
 
 SUITES = (
-    Suite("parallelism", "expert times tensor parallelism", ("COMET, figure 12",), split_points, splits),
-    Suite("imbalance", "experts that are chosen unevenly", ("COMET, figure 14 (left)",), imbalance_points, imbalance),
+    Suite("parallelism", "expert times tensor parallelism", ("COMET, figure 12",), split_points, splits, seconds=120.0),
+    Suite(
+        "imbalance",
+        "experts that are chosen unevenly",
+        ("COMET, figure 14 (left)",),
+        imbalance_points,
+        imbalance,
+        seconds=120.0,
+    ),
 )

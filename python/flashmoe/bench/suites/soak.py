@@ -13,36 +13,46 @@ from ..plan import Machine, Point, Suite
 from ..run import Run
 from .latency import small
 
+LENGTHS = (0, 1, 7, 64)
+"""Of a batch, in tokens, besides a third of the most and the most."""
+LOOK = 50
+"""Calls from one whose result is read to the next: reading waits for it, and most are to follow one another."""
+
 
 def points(machine: Machine) -> Iterator[Point]:
     for ranks in machine.groups:
         if machine.small:
             yield Point(f"small x{ranks}", ranks, {**small(), "calls": 60})
             continue
+        if ranks > 1:  # of batches whose calls last a fraction of a millisecond
+            sizes = {"shape": "qwen3-30b", "tokens": 128, "calls": 100_000}
+            yield Point(f"qwen3-30b 128 x{ranks}", ranks, sizes)
         yield Point(f"qwen3-30b 2048 x{ranks}", ranks, {"shape": "qwen3-30b", "tokens": 2048, "calls": 2000})
 
 
 def measure(run: Run, calls: int, **sizes: Any) -> dict[str, Any]:
+    """Each rank draws the tokens of each of its calls, of any number or of one of few, whose bits are then compared."""
     of = Sizes.of(**sizes)
     draw = random.Random(run.rank)  # ranks have different numbers of tokens in one call, some of them none
-    lengths = [0, 1, 7, 64, of.tokens // 3, of.tokens]
+    lengths = [*(each for each in LENGTHS if each <= of.tokens), of.tokens // 3, of.tokens]
     first: dict[int, str] = {}
-    wrong = 0
+    wrong = compared = 0
     with Layer(run, of) as layer:
         layer.checked()
-        whole = layer.xs[0]
+        x = layer.xs[0]
         begin = time.monotonic()
         for i in range(calls):
-            length = draw.choice(lengths)
-            layer.xs[0] = whole[:length]
-            y = layer(0)
-            if i % 10 == 0 or run.small:  # reading a result waits for it; most calls follow one another
+            look = run.small or i % LOOK == 0
+            length = draw.choice(lengths) if look else draw.randint(0, of.tokens)
+            y = layer.of(x[:length])
+            if look:
                 wrong += first.setdefault(length, bits(y)) != bits(y)
+                compared += 1
         layer.context.synchronize()
         seconds = time.monotonic() - begin
-        layer.xs[0] = whole
     check = run.check(float(wrong), 0.0, "results that are not bit for bit those of the first call of as many tokens")
-    return {"check": check, "values": {"calls": calls, "seconds": seconds, "lengths": lengths}}
+    values = {"calls": calls, "compared": compared, "seconds": seconds, "lengths": lengths}
+    return {"check": check, "values": values | {"figures": {"us a call": seconds / calls * 1e6}}}
 
 
 def bits(y: Any) -> str:

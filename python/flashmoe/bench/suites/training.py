@@ -54,4 +54,7 @@ def error(layer: Layer) -> float:
     return apart(ours[:SAMPLE], expected)
 
 
-SUITE = Suite("training", "a backward pass, and a forward pass that keeps for it", (), points, measure)
+PASSES: tuple[dict[str, bool], ...] = ({}, {"keeps": True}, {"backward": True})
+"""Kernels of the forward pass without gradients, of the one with them, and of the backward pass."""
+
+SUITE = Suite("training", "a backward pass, and a forward pass that keeps for it", (), points, measure, variants=PASSES)

@@ -73,4 +73,5 @@ UTILIZATION = Suite(
     ("FlashDMoE, figure 6.2", "FlashDMoE, figure 1.4a"),
     gpus,
     measure,
+    variants=({}, {"trace": True}),
 )
