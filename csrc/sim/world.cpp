@@ -14,17 +14,13 @@ World* World::world_ = nullptr;
 
 SignalMap::Place SignalMap::place(const void* word) const {
   const auto at = static_cast<uint64_t>(static_cast<const uint8_t*>(word) - base);
-  if (at >= stride * ranks) return {0, kNone};  // unsigned: also of a word before base
-  return {static_cast<uint32_t>(at / stride), place_in(at % stride).kind};
-}
-
-SignalMap::Place SignalMap::place_in(uint64_t in_heap) const {
-  if (in_heap < first_source) return {0, kNone};
+  if (at >= heap_bytes * ranks) return {0, kNone};  // unsigned: also of a word before base
+  const uint64_t in_heap = at % heap_bytes;
+  if (in_heap < first_source || in_heap >= end_sources) return {0, kNone};
   const uint64_t in_source = (in_heap - first_source) % source_bytes;
-  for (uint32_t kind = 0; kind < kKinds; ++kind) {
-    if (in_source >= begin[kind] && in_source < end[kind]) return {0, kind};
-  }
-  return {0, kNone};
+  uint32_t kind = 0;
+  while (kind < kKinds && in_source >= end[kind]) ++kind;
+  return {static_cast<uint32_t>(at / heap_bytes), kind};
 }
 
 World::World() : for_words_(kBuckets, kNobody) {

@@ -33,16 +33,16 @@ struct Lane {
 // Where the words lie that peers write, of all ranks alike: by them a look at one is known to be one.
 struct SignalMap {
   static constexpr uint32_t kCalls = 0, kPackets = 1, kReturns = 2, kFaults = 3, kKinds = 4, kNone = kKinds;
-  const uint8_t* base = nullptr;  // the first rank's heap; the others follow, `stride` apart
-  uint64_t stride = 0, ranks = 0;
-  uint64_t first_source = 0, source_bytes = 0;  // where a heap's words of source 0 begin, and those of the next
-  uint64_t begin[kKinds] = {}, end[kKinds] = {};
+  const uint8_t* base = nullptr;  // the first rank's heap; the others follow, heap_bytes apart
+  uint64_t heap_bytes = 0, ranks = 0;
+  // Where a heap's words of source 0 begin, and those of the next; where those of the last one end.
+  uint64_t first_source = 0, source_bytes = 0, end_sources = 0;
+  uint64_t end[kKinds] = {};  // of a source's words; the kinds lie in order
 
   struct Place {
     uint32_t rank, kind;  // kNone: another word
   };
   Place place(const void* word) const;
-  Place place_in(uint64_t in_heap) const;  // of a word so many bytes behind a heap's begin
 };
 
 // Whether a warp waits for the words that it has looked at one by one, or, of the signals that peers write, for any: a former
