@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "sim/event_queue.h"
 #include "sim/fibre.h"
 
 namespace flashmoe::sim {
@@ -34,7 +35,7 @@ struct Lane {
 struct SignalMap {
   static constexpr uint32_t kCalls = 0, kPackets = 1, kReturns = 2, kFaults = 3, kKinds = 4, kNone = kKinds;
   const uint8_t* base = nullptr;  // the first rank's heap; the others follow, heap_bytes apart
-  uint64_t heap_bytes = 0, ranks = 0;
+  uint64_t heap_bytes = 0, ranks = 0;  // heap_bytes: a power of two
   // Where a heap's words of source 0 begin, and those of the next; where those of the last one end.
   uint64_t first_source = 0, source_bytes = 0, end_sources = 0;
   uint64_t end[kKinds] = {};  // of a source's words; the kinds lie in order
@@ -50,40 +51,50 @@ struct SignalMap {
 enum class Watch : uint8_t { kWords, kSignals };
 
 // Fibres side by side that meet in collectives. Everybody who acts is one: an actor's warp has 32 lanes, or one where
-// lanes only share out work that takes no decisions.
+// lanes only share out work that takes no decisions. What each step of a warp touches lies together.
 class Warp {
  public:
   static constexpr uint32_t kMostLanes = 32;
 
   uint32_t rank = 0, worker = 0;      // worker: of its block's warps
   Time first_use = 0, used_from = 0;  // what its code takes when it first runs, and until when it did
-  bool used_by_fence = false;         // it first runs when the warp publishes, not when it first finds something
   Time written = 0;  // when the rows that it has sent are at their destinations: its releases wait for that
+  bool used_by_fence = false;         // it first runs when the warp publishes, not when it first finds something
 
  private:
   friend class World;
 
-  uint32_t lanes_ = 0, ended_ = 0, arrived_ = 0;
+  void fetch() const {
+    __builtin_prefetch(this);
+    __builtin_prefetch(lane_.data());
+    __builtin_prefetch(value_);
+  }
+  void fetch_stack() const {
+    const auto* const stack = static_cast<const uint8_t*>(resumed_->fibre.stack);
+    for (uint32_t line = 0; line < 4; ++line) __builtin_prefetch(stack + line * 64);
+  }
+
   Watch watch_ = Watch::kWords;
   bool waiting_ = false;
+  uint32_t lanes_ = 0, ended_ = 0, arrived_ = 0;
   uint32_t generation_ = 0;  // of its looks: those before its last wait do not wake it
-  Time latest_ = 0, met_ = 0;
   uint32_t bits_[2] = {};
-  std::array<uint64_t, kMostLanes> value_[2];
+  Time latest_ = 0, met_ = 0;
   Lane* resumed_ = nullptr;
-  std::unique_ptr<Lane[]> lane_;
-  std::function<void()> body_;
   // The words that it has looked at since it last waited, with what it saw: the last kLooks of them.
   static constexpr uint32_t kLooks = 128;
   struct Look {
     const uint64_t* word;
     uint64_t seen;
   };
-  std::vector<Look> looks_;
   uint32_t next_look_ = 0;
+  std::vector<Look> looks_;
   // Of each kind of signal, how many had arrived when it first looked since it last waited; kUnseen: it has not.
   static constexpr uint64_t kUnseen = ~uint64_t{0};
   std::array<uint64_t, SignalMap::kKinds> signals_seen_{};
+  std::array<Lane, kMostLanes> lane_;
+  std::array<uint64_t, kMostLanes> value_[2];
+  std::function<void()> body_;
 };
 
 // There is one at a time (simulate() sees to it).
@@ -150,7 +161,8 @@ class World {
   static void enter();
   void meet(uint64_t value, Time cost, bool waits);
   void push(Time at, Warp* warp, uint64_t* word, uint64_t value);
-  void resume(Warp& warp);
+  void run_on(Fibre& from);
+  void fetch_next() const;
   void suspend(Lane& lane);
   void next_lane(Lane& lane);
   bool has_news(const Warp& warp) const;
@@ -166,7 +178,7 @@ class World {
   Fibre main_;
   Time now_ = 0;
   uint64_t numbers_ = 0, events_ = 0, unfinished_ = 0;
-  std::vector<Event> queue_;  // a heap
+  EventQueue<Event> queue_;
   std::deque<Warp> warps_;
   std::vector<Warp*> idle_;
   SignalMap signals_;
