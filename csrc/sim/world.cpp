@@ -151,7 +151,7 @@ void World::meet(uint64_t value, Time cost, bool waits) {
   Warp& warp = *lane.warp;
   const uint32_t n = lane.meeting++ & 1;
   if (warp.arrived_ == 0) warp.bits_[n] = 0;
-  warp.value_[n][lane.index] = value;
+  lane.value[n] = value;
   warp.bits_[n] |= (value != 0 ? 1u : 0u) << lane.index;
   warp.latest_ = std::max({warp.latest_, lane.at, lane.pending});
   if (++warp.arrived_ != warp.lanes_) {

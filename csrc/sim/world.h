@@ -23,6 +23,7 @@ inline constexpr Time kNanosecond = 1000, kMicrosecond = 1000 * kNanosecond;
 class Warp;
 
 struct Lane {
+  uint64_t value[2] = {};  // that it says at a meeting, and at the one before or behind
   Fibre fibre;
   uint8_t* stack = nullptr;
   Warp* warp = nullptr;
@@ -52,48 +53,48 @@ enum class Watch : uint8_t { kWords, kSignals };
 
 // Fibres side by side that meet in collectives. Everybody who acts is one: an actor's warp has 32 lanes, or one where
 // lanes only share out work that takes no decisions. What each step of a warp touches lies together.
-class Warp {
+class alignas(64) Warp {
  public:
   static constexpr uint32_t kMostLanes = 32;
 
   uint32_t rank = 0, worker = 0;      // worker: of its block's warps
   Time first_use = 0, used_from = 0;  // what its code takes when it first runs, and until when it did
-  Time written = 0;  // when the rows that it has sent are at their destinations: its releases wait for that
   bool used_by_fence = false;         // it first runs when the warp publishes, not when it first finds something
+  Time written = 0;  // when the rows that it has sent are at their destinations: its releases wait for that
 
  private:
   friend class World;
 
+  static constexpr uint32_t kLooks = 128;
+  struct Look {
+    const uint64_t* word;
+    uint64_t seen;
+  };
+
+  // Brings what its next step touches: a warp of one lane, all.
   void fetch() const {
-    __builtin_prefetch(this);
-    __builtin_prefetch(lane_.data());
-    __builtin_prefetch(value_);
+    const auto* const lines = reinterpret_cast<const uint8_t*>(this);
+    for (uint32_t line = 0; line < 5; ++line) __builtin_prefetch(lines + line * 64);
   }
   void fetch_stack() const {
     const auto* const stack = static_cast<const uint8_t*>(resumed_->fibre.stack);
-    for (uint32_t line = 0; line < 4; ++line) __builtin_prefetch(stack + line * 64);
+    for (uint32_t line = 0; line < 5; ++line) __builtin_prefetch(stack + line * 64);
   }
 
   Watch watch_ = Watch::kWords;
   bool waiting_ = false;
   uint32_t lanes_ = 0, ended_ = 0, arrived_ = 0;
   uint32_t generation_ = 0;  // of its looks: those before its last wait do not wake it
-  uint32_t bits_[2] = {};
+  uint32_t next_look_ = 0;
   Time latest_ = 0, met_ = 0;
   Lane* resumed_ = nullptr;
   // The words that it has looked at since it last waited, with what it saw: the last kLooks of them.
-  static constexpr uint32_t kLooks = 128;
-  struct Look {
-    const uint64_t* word;
-    uint64_t seen;
-  };
-  uint32_t next_look_ = 0;
   std::vector<Look> looks_;
   // Of each kind of signal, how many had arrived when it first looked since it last waited; kUnseen: it has not.
   static constexpr uint64_t kUnseen = ~uint64_t{0};
   std::array<uint64_t, SignalMap::kKinds> signals_seen_{};
+  uint32_t bits_[2] = {};
   std::array<Lane, kMostLanes> lane_;
-  std::array<uint64_t, kMostLanes> value_[2];
   std::function<void()> body_;
 };
 
@@ -130,7 +131,7 @@ class World {
   // All lanes: meet, and go on at the time of the last of them, `cost` later. What a lane says is left for the others.
   void meet(uint64_t value, Time cost) { meet(value, cost, false); }
   uint32_t ballot() const { return warp().bits_[met()]; }
-  uint64_t value(uint32_t of) const { return warp().value_[met()][of]; }
+  uint64_t value(uint32_t of) const { return warp().lane_[of].value[met()]; }
   // All lanes: until a word changes that one of them has looked at since they last waited.
   void wait() { meet(0, 0, true); }
   // A warp of one lane: goes on at that time.
