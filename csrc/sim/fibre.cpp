@@ -87,7 +87,8 @@ uint8_t* Stacks::take() {
         mmap(nullptr, kSlabStacks * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (slab == MAP_FAILED) throw std::bad_alloc();
     slabs_.push_back(static_cast<uint8_t*>(slab));
-    madvise(slab, kSlabStacks * kBytes, MADV_HUGEPAGE);  // a switch would miss the TLB else; where it is refused, it does
+    madvise(slab, kSlabStacks * kBytes,
+            MADV_HUGEPAGE);  // a switch would miss the TLB else; where it is refused, it does
     for (size_t i = kSlabStacks; i-- != 0;) free_.push_back(slabs_.back() + i * kBytes);
   }
   uint8_t* const stack = free_.back();

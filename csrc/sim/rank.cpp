@@ -96,8 +96,8 @@ void Rank<Platform>::run_os_actor() {
   }
   auto* shared = reinterpret_cast<Shared*>(Lanes::broadcast(reinterpret_cast<uint64_t>(mine.get()), 0));
   run_os<Lanes>(os_call_, {.subscriber = {shared->sources.data(), {nullptr, 0, 0}},
-                        .scheduler = &shared->scheduler,
-                        .seen = shared->seen.data()});
+                           .scheduler = &shared->scheduler,
+                           .seen = shared->seen.data()});
   Lanes::sync();
   state_.end = std::max(state_.end, group_.world().now());
 }

@@ -35,7 +35,7 @@ struct Lane {
 // Where the words lie that peers write, of all ranks alike: by them a look at one is known to be one.
 struct SignalMap {
   static constexpr uint32_t kCalls = 0, kPackets = 1, kReturns = 2, kFaults = 3, kKinds = 4, kNone = kKinds;
-  const uint8_t* base = nullptr;  // the first rank's heap; the others follow, heap_bytes apart
+  const uint8_t* base = nullptr;       // the first rank's heap; the others follow, heap_bytes apart
   uint64_t heap_bytes = 0, ranks = 0;  // heap_bytes: a power of two
   // Where a heap's words of source 0 begin, and those of the next; where those of the last one end.
   uint64_t first_source = 0, source_bytes = 0, end_sources = 0;
