@@ -24,7 +24,7 @@ class Pages {
 // All that one source writes lies together, source by source; behind that, what a relay has of each source, whose slots are as
 // far apart as the sources of two machines: so the same distance leads from machine to machine in both.
 //
-// Rows are never written. A byte stands for each, behind all that there is memory for (`rows` of it).
+// Rows are never written. A byte stands for each, behind all that there is memory for.
 struct SourceLayout {
   SourceLayout(const Limits& limits, uint32_t gpus);
 
