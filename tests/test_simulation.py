@@ -105,7 +105,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     arguments = ["--model", "flashmoe-paper", "--gpus", "2", "--tokens", "512"]
     assert main(["simulate", *arguments, "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "exposed" in printed and "NVLink" in printed and "not forwarded within a machine" in printed
+    assert "exposed" in printed and "NVLink" in printed and "once to a machine" in printed
     figures = json.loads((tmp_path / "a.json").read_text())
     assert figures["simulated"] is True
     assert [call["machines"] for call in figures["calls"]] == [1, 2]

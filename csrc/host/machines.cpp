@@ -36,7 +36,8 @@ MachineTables::MachineTables(const std::vector<uint32_t>& of, uint32_t ranks, ui
     fewest_ = fewest_ == 0 ? size : std::min(fewest_, size);
   }
   const auto own = static_cast<uint32_t>(machines[of_[rank]].size());
-  for (uint32_t p = 0; p < ranks; ++p) {
+  for (uint32_t i = 1; i < ranks; ++i) {
+    const uint32_t p = (rank + i) % ranks;
     if (of_[p] != of_[rank] && place_[p] % own == place_[rank]) sources_.push_back(p);
   }
   passed_.resize(sources_.size());

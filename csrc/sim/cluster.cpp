@@ -126,9 +126,8 @@ Time Cluster<P>::send_results(Slot& s) {
   for (uint32_t i = 0; i < shape.segments; ++i) {
     const Segment segment = c_.segments(s.task.index)[i];
     if (segment.source == c_.rank) continue;
-    const Group::Peer peer = group.peer(c_.rank, segment.source);
     const Links::Transfer t =
-        group.links().send(c_.rank, peer.rank, peer.remote, uint64_t{segment.count} * bytes, World::of_lane().now());
+        group.send(c_.rank, segment.source, uint64_t{segment.count} * bytes, World::of_lane().now());
     sent = std::max(sent, t.sent);
     s.written = std::max(s.written, t.there);
   }
@@ -154,7 +153,7 @@ void Cluster<P>::retire_tasks() {
 template <class P>
 void Cluster<P>::load(uint32_t b) {
   // A warp's sums while tasks run beside it, see Machine::sum_piece.
-  SumEngine sums(c_, id_ * sm90::kClusterBlocks + b, rank_.memory, machine_.sum_beside_tasks);
+  SumEngine sums(rank_, id_ * sm90::kClusterBlocks + b, machine_.sum_beside_tasks);
   Returner<P, SumEngine, CursorOfWarp> returner(c_, sums, block_[b].returns);
   for (uint64_t n = 0;; ++n) {
     await(handed_, n + 1);
@@ -220,7 +219,7 @@ void Cluster<P>::help(uint32_t b, uint32_t worker) {
     Joiner<Joining, JoinEngine>(c_, adder, block_[b].late).run();
     Joining::sync();
   } else if (c_.policy.joined == 0) {
-    SumEngine sums(c_, id_ * sm90::kClusterBlocks + b, rank_.memory, machine_.sum_piece);
+    SumEngine sums(rank_, id_ * sm90::kClusterBlocks + b, machine_.sum_piece);
     Returner<P, SumEngine, CursorOfWarp>(c_, sums, block_[b].returns).run(c_);
     P::sync();
   }
@@ -228,6 +227,6 @@ void Cluster<P>::help(uint32_t b, uint32_t worker) {
 }
 
 template class Cluster<MappedPlatform<1>>;
-template class Cluster<PutPlatform<1>>;
+template class Cluster<SpreadLanes<1>>;
 
 }  // namespace flashmoe::sim

@@ -12,17 +12,6 @@
 
 namespace flashmoe::sim {
 
-// What a rank's clusters have in common.
-struct RankState {
-  RankState(const Machine& machine, const Call& the_call) : call(the_call), memory(machine) {}
-  const Call& call;
-  MemoryPort memory;
-  Time first_task = 0, last_task = 0;  // when the first begins and the last ends
-  Time busy = 0;                       // of all clusters, in tasks
-  uint64_t tasks = 0;
-  Time end = 0;  // of the last actor that has ended
-};
-
 template <class P>
 class Cluster {
  public:

@@ -8,12 +8,12 @@
 #error "csrc/sim/fibre.cpp: no switch of fibres for this processor; x86-64 and AArch64 have one"
 #endif
 
-// void flashmoe_switch(void** from, void* to): pushes the registers that calls preserve, leaves the stack pointer in *from,
-// and takes `to` for it.
 #if defined(__x86_64__)
 asm(R"(
 .text
 .p2align 4
+.globl flashmoe_switch
+.hidden flashmoe_switch
 .type flashmoe_switch, @function
 flashmoe_switch:
   pushq %rbp
@@ -37,6 +37,8 @@ flashmoe_switch:
 asm(R"(
 .text
 .p2align 4
+.globl flashmoe_switch
+.hidden flashmoe_switch
 .type flashmoe_switch, %function
 flashmoe_switch:
   sub sp, sp, #160
@@ -68,18 +70,12 @@ flashmoe_switch:
 .size flashmoe_switch, .-flashmoe_switch
 )");
 #endif
-extern "C" void flashmoe_switch(void** from, void* to);
-
 namespace flashmoe::sim {
 namespace {
 
-constexpr size_t kSlabStacks = 256;
+constexpr size_t kSlabStacks = 1024;
 
 }  // namespace
-
-void switch_fibres(Fibre& from, const Fibre& to) {
-  flashmoe_switch(&from.stack, to.stack);
-}
 
 Stacks::~Stacks() {
   for (uint8_t* slab : slabs_) munmap(slab, kSlabStacks * kBytes);
@@ -87,11 +83,12 @@ Stacks::~Stacks() {
 
 uint8_t* Stacks::take() {
   if (free_.empty()) {
-    // Pages are there when they are first touched, two or three of a stack.
     void* const slab =
         mmap(nullptr, kSlabStacks * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (slab == MAP_FAILED) throw std::bad_alloc();
     slabs_.push_back(static_cast<uint8_t*>(slab));
+    madvise(slab, kSlabStacks * kBytes,
+            MADV_HUGEPAGE);  // a switch would miss the TLB else; where it is refused, it does
     for (size_t i = kSlabStacks; i-- != 0;) free_.push_back(slabs_.back() + i * kBytes);
   }
   uint8_t* const stack = free_.back();
@@ -100,10 +97,7 @@ uint8_t* Stacks::take() {
 }
 
 Fibre Stacks::begin(uint8_t* stack, void (*enter)()) {
-  // Not all at the same offset: a warp's lanes run in turn, and their frames would have the same few lines of the cache.
-  constexpr uint64_t kLine = 64, kColours = 61;
-  const uint64_t colour = reinterpret_cast<uint64_t>(stack) / kBytes % kColours;
-  auto* top = reinterpret_cast<uint64_t*>(stack + kBytes - colour * 2 * kLine);
+  auto* top = reinterpret_cast<uint64_t*>(stack + kBytes);
 #if defined(__x86_64__)
   // As after a call: the stack pointer is 8 below a multiple of 16, where there would be a return address.
   *--top = 0;

@@ -13,13 +13,20 @@ struct Fibre {
   void* stack = nullptr;
 };
 
+// Pushes the registers that calls preserve, leaves the stack pointer in *from, and takes `to` for it.
+extern "C" void flashmoe_switch(void** from, void* to);
+
 // Leaves `from`, which goes on where it called this once somebody switches to it.
-void switch_fibres(Fibre& from, const Fibre& to);
+inline void switch_fibres(Fibre& from, const Fibre& to) {
+  flashmoe_switch(&from.stack, to.stack);
+}
 
 // Stacks of fibres, of one size; those given back are used again.
 class Stacks {
  public:
-  static constexpr size_t kBytes = 32 * 1024;
+  // Four times what any actor takes. Not a power of two: a warp's lanes run in turn, and their frames would have the same few
+  // lines of the cache.
+  static constexpr size_t kBytes = 12 * 1024 + 3 * 64;
 
   Stacks() = default;
   ~Stacks();

@@ -7,34 +7,10 @@
 
 #include <vector>
 
-#include "flashmoe/protocol/call.h"
+#include "sim/heaps.h"
 #include "sim/links.h"
-#include "sim/world.h"
 
 namespace flashmoe::sim {
-
-// Zeroed memory of which pages are there when they are touched.
-class Pages {
- public:
-  explicit Pages(uint64_t bytes);
-  ~Pages();
-  Pages(const Pages&) = delete;
-  Pages& operator=(const Pages&) = delete;
-  uint8_t* base() const { return base_; }
-
- private:
-  uint64_t bytes_;
-  uint8_t* base_;
-};
-
-// A symmetric heap in which all that one source writes lies together, so that the place of another source is a multiple of
-// source_bytes away. Rows are never written: they lie behind all that there is memory for.
-struct SourceLayout {
-  explicit SourceLayout(const Limits& limits);
-  HeapLayout layout;
-  uint64_t first_source = 0, source_bytes = 0, bytes = 0;
-  SignalMap signals;  // without base and ranks
-};
 
 class Group {
  public:
@@ -49,7 +25,7 @@ class Group {
   uint32_t ranks() const { return ranks_; }
   uint32_t gpus() const { return gpus_; }
   uint32_t simulated() const { return simulated_; }
-  const HeapLayout& heap_layout() const { return source_.layout; }
+  const HeapLayout& heap_layout() const { return layout_.heap; }
   const Machine& machine() const { return machine_; }
   Links& links() { return links_; }
   World& world() { return world_; }
@@ -57,31 +33,58 @@ class Group {
   // [ranks] of a simulated rank: every rank's heap as it addresses it.
   std::vector<uint8_t*> heaps_of(uint32_t rank) const;
 
+  // Where relays' fields lie, of those of the own machine and of the others': where a rank's heap stands for another's, what
+  // is sent there has a slot as of a source further back.
+  const RelayLayout& relay_layout() const { return layout_.relay; }
+  uint64_t behind_own() const { return layout_.slot_bytes; }
+  uint64_t behind_others() const { return folded_ ? 0 : layout_.slot_bytes; }
+  // A rank's call, and that of its senders: they say what a message carries.
+  void set_calls(uint32_t rank, const SpreadCall& call, const SpreadCall& sending) { calls_[rank] = {&call, &sending}; }
+
   struct Peer {
     uint32_t rank;  // the simulated rank that stands for it
     bool remote;    // of another machine
-    uint8_t* heap;  // its heap, as `from` addresses it
   };
   Peer peer(uint32_t from, uint32_t to) const;
+  // To a rank of the same machine, by its number in the group.
+  Links::Transfer send(uint32_t from, uint32_t to, uint64_t bytes, Time at) {
+    return links_.send(from, peer(from, to).rank, bytes, at);
+  }
 
-  // When a word that a rank stores is visible where it lies; what it signals is counted as sent.
-  Time signalled(uint32_t from, const uint64_t* word, uint64_t value, Time at);
-  // Puts bytes to the place in `to`'s heap that `at_home` has in the own. Copies what there is memory for.
-  Links::Transfer put(uint32_t from, uint32_t to, void* at_home, const void* data, uint64_t bytes, Time at);
-  // The word in `to`'s heap at the place that this one has in the own.
-  uint64_t* word_of(uint32_t from, uint32_t to, uint64_t* at_home) const;
+  // A rank stores a word, which is visible later where it lies. What it signals to another machine is sent with it, a message.
+  void signal(uint32_t from, uint64_t* word, uint64_t value, Time at);
+  // Copies to a heap of this machine; a row only crosses the link to its rank. Returns when all is there.
+  Time copy(uint32_t from, void* to, const void* data, uint64_t bytes, Time at);
 
  private:
   static Group* group_;
 
+  // The rank that a simulated one stands for, as seen by one that seems to be so many machines back.
+  uint32_t rank_of(uint32_t simulated, uint64_t machines_back) const {
+    return folded_ ? static_cast<uint32_t>((ranks_ - machines_back * gpus_) % ranks_) + simulated : simulated;
+  }
+  struct Message {
+    uint32_t from, to;  // simulated ranks
+    uint64_t bytes;
+    uint64_t* word;
+    uint64_t value;
+  };
+  uint64_t message_of_source(uint32_t from, uint32_t to, uint64_t in_heap, const uint64_t* word) const;
+  uint64_t message_of_slot(uint32_t from, uint32_t to, uint64_t in_slots) const;
+  void send_message(const Message& m, Time at);
+
   const Machine& machine_;
   const uint32_t ranks_, gpus_, simulated_;
   const bool folded_;
-  const SourceLayout source_;
-  const uint64_t heap_stride_, work_stride_, work_at_;
+  SourceLayout layout_;
+  const uint64_t work_stride_, work_at_, rows_at_;
   Pages pages_;
   World world_;
   Links links_;
+  struct Calls {
+    const SpreadCall *own, *sending;
+  };
+  std::vector<Calls> calls_;
 };
 
 }  // namespace flashmoe::sim

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "network/message.h"
+
 namespace flashmoe::sim {
 
 TaskTimes::Point TaskTimes::at(uint32_t product, uint32_t rows) const {
@@ -14,25 +16,40 @@ TaskTimes::Point TaskTimes::at(uint32_t product, uint32_t rows) const {
   return {rows, a.stage_us + part * (b.stage_us - a.stage_us), a.epilogue_us + part * (b.epilogue_us - a.epilogue_us)};
 }
 
-// Bytes queue up at both ends as if they had come now, also those that do so later (`at`) or still wait on their way out: so
-// neither end is kept from others that come meanwhile.
-Links::Transfer Links::pass(Port& from, Port& to, double rate, Time latency, uint64_t bytes, Time at) {
-  const Time takes = rate == 0 ? 0 : static_cast<Time>(static_cast<double>(bytes) * 1e12 / rate);
-  const Time now = World::of_lane().now();
-  from.out = std::max(now, from.out) + takes;
-  to.in = std::max(now + latency, to.in) + takes;
-  const Time sent = std::max(at + takes, from.out);
-  return {sent, std::max(sent + latency, to.in)};
+namespace {
+
+Time time_of(uint64_t bytes, double rate) {
+  return rate == 0 ? 0 : static_cast<Time>(static_cast<double>(bytes) * 1e12 / rate);
 }
 
-Links::Transfer Links::send(uint32_t from, uint32_t to, bool remote, uint64_t bytes, Time at) {
-  if (!remote) {
-    sent_[from].nvlink += bytes;
-    return pass(nvlink_[from], nvlink_[to], machine_.links.nvlink, machine_.costs.peer_store, bytes, at);
-  }
+}  // namespace
+
+// Bytes queue up at both ends as if they had come now, also those that do so later (`at`) or still wait on their way out: so
+// neither end is kept from others that come meanwhile.
+Links::Transfer Links::send(uint32_t from, uint32_t to, uint64_t bytes, Time at) {
+  sent_[from].nvlink += bytes;
+  const Time takes = time_of(bytes, machine_.links.nvlink), latency = machine_.costs.peer_store;
+  const Time now = World::of_lane().now();
+  Time &out = nvlink_[from].out, &in = nvlink_[to].in;
+  out = std::max(now, out) + takes;
+  in = std::max(now + latency, in) + takes;
+  const Time sent = std::max(at + takes, out);
+  return {sent, std::max(sent + latency, in)};
+}
+
+// Messages are long: each queues up at the other end when it gets there.
+Time Links::leave(uint32_t from, uint64_t bytes, Time at) {
   sent_[from].nic += bytes;
-  ++sent_[from].messages;
-  return pass(nic_[from], nic_[to], machine_.links.nic, machine_.costs.network, bytes, at);
+  sent_[from].messages += ceil_div(bytes, network::most_message_bytes);
+  const Time leaves = std::max(at, nic_[from].out);
+  nic_[from].out = leaves + time_of(bytes, machine_.links.nic);
+  return leaves;
+}
+
+Time Links::arrive(uint32_t to, uint64_t bytes) {
+  Time& in = nic_[to].in;
+  in = std::max(World::of_lane().now() + machine_.costs.network, in) + time_of(bytes, machine_.links.nic);
+  return in;
 }
 
 }  // namespace flashmoe::sim

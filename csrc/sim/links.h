@@ -19,8 +19,13 @@ class Links {
   struct Transfer {
     Time sent, there;  // when the last byte has left, and is there
   };
-  // `to`: a simulated rank; remote: it stands for one of another machine.
-  Transfer send(uint32_t from, uint32_t to, bool remote, uint64_t bytes, Time at);
+  // Over NVLink, between simulated ranks.
+  Transfer send(uint32_t from, uint32_t to, uint64_t bytes, Time at);
+
+  // Over the network. Returns when the first byte leaves, at which time arrive() is to be called; that returns when the last
+  // one is there.
+  Time leave(uint32_t from, uint64_t bytes, Time at);
+  Time arrive(uint32_t to, uint64_t bytes);
 
   struct Bytes {
     uint64_t nvlink = 0, nic = 0, messages = 0;
@@ -32,7 +37,6 @@ class Links {
   struct Port {
     Time out = 0, in = 0;  // when either is free
   };
-  static Transfer pass(Port& from, Port& to, double rate, Time latency, uint64_t bytes, Time at);
 
   const Machine& machine_;
   std::vector<Port> nvlink_, nic_;

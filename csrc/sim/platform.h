@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "flashmoe/actors/machine_sender.h"
 #include "flashmoe/protocol/one_lane.h"
 #include "flashmoe/protocol/platform.h"
 #include "sim/group.h"
@@ -47,7 +48,7 @@ struct Memory {
   template <class Scope>
   static void store_release(uint64_t* p, uint64_t v, Scope) {
     World::lane().at = released();
-    world().write_at(Group::of_lane().signalled(World::warp().rank, p, v, World::lane().at), p, v);
+    Group::of_lane().signal(World::warp().rank, p, v, World::lane().at);
   }
   static void post(uint64_t* p, uint64_t v) { world().write_at(World::lane().at + costs().store, p, v); }
   template <class Scope>
@@ -159,53 +160,15 @@ struct Meetings : Memory {
   }
 };
 
-// Of a machine's GPUs, whose memory is mapped.
+// Of GPUs whose memory is mapped: stored to as if it were, where it is another machine's (csrc/network).
 template <uint32_t Lanes>
 struct MappedPlatform : Meetings<Lanes> {
   static constexpr bool kPeersMapped = true;
 };
 
-// Of GPUs that are reached by puts.
+// The same where ranks are on several machines.
 template <uint32_t Lanes>
-struct PutPlatform : Meetings<Lanes> {
-  using Base = Meetings<Lanes>;
-  static constexpr bool kPeersMapped = false;
-
-  // One lane puts, and need not meet the others for it: what they wrote is there already, since warps run in turn.
-  static void put(void* to, const void* from, uint32_t bytes, uint32_t peer) {
-    World::lane().at += Base::costs().meeting;
-    if (Base::lane() == 0) send(to, from, bytes, peer);
-  }
-  static void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal_word, uint64_t word,
-                         uint32_t peer) {
-    World::lane().at += Base::costs().meeting;
-    if (Base::lane() != 0) return;
-    send(to, from, bytes, peer);
-    signal(signal_word, word, peer);
-  }
-  // A warp's messages to a peer arrive in their order anyway: each goes through the same links.
-  static void fence() {}
-  static void quiet() {
-    Base::sync();
-    World::lane().at = std::max(World::lane().at, World::warp().written);
-    Base::sync();
-  }
-  static void signal(uint64_t* to, uint64_t word, uint32_t peer) {
-    Group& group = Group::of_lane();
-    Warp& warp = World::warp();
-    uint64_t* const there = group.word_of(warp.rank, peer, to);
-    const Group::Peer p = group.peer(warp.rank, peer);
-    const Time arrives = group.links().send(warp.rank, p.rank, p.remote, sizeof(word), World::lane().at).there;
-    Base::world().write_at(arrives, there, word);
-  }
-
- private:
-  static void send(void* to, const void* from, uint32_t bytes, uint32_t peer) {
-    Warp& warp = World::warp();
-    const Time there = Group::of_lane().put(warp.rank, peer, to, from, bytes, World::lane().at).there;
-    warp.written = std::max(warp.written, there);
-  }
-};
+struct SpreadLanes : SpreadPlatform<MappedPlatform<Lanes>> {};
 
 // Who builds packets, a whole team as one lane: what it takes is said of all of it (Machine::packets).
 struct UntimedPlatform : Memory, OneLane {
@@ -217,3 +180,15 @@ struct UntimedPlatform : Memory, OneLane {
 };
 
 }  // namespace flashmoe::sim
+
+namespace flashmoe {
+
+// Of a sender to a relay, and of a relay. A row is on its way at once, and what its warp releases waits until it is there.
+template <>
+inline void copy_bytes<sim::SpreadLanes<1>>(void* to, const void* from, uint64_t bytes) {
+  sim::Warp& warp = sim::World::warp();
+  const sim::Time there = sim::Group::of_lane().copy(warp.rank, to, from, bytes, sim::World::lane().at);
+  warp.written = std::max(warp.written, there);
+}
+
+}  // namespace flashmoe

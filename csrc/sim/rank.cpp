@@ -5,50 +5,44 @@
 namespace flashmoe::sim {
 namespace {
 
-// The engine of a Sender: a row is on its way at once, and what its warp releases waits until it is there.
+// The engine of a Sender: a row is on its way at once, and what its warp releases waits until it is there. To another machine
+// it goes with its batch's message, for which it is copied.
 class RowEngine {
  public:
-  explicit RowEngine(const Call& call) : c_(call) {}
+  RowEngine(const SpreadCall& call, MemoryPort& memory) : c_(call), memory_(memory) {}
   void send_rows(uint32_t q, uint32_t, uint32_t rows) const {
     if (rows == 0) return;
-    Group& group = Group::of_lane();
     Warp& warp = World::warp();
-    const Group::Peer peer = group.peer(c_.rank, q);
     const uint64_t bytes = uint64_t{rows} * c_.memory.token_row_bytes;
-    const Links::Transfer t = group.links().send(c_.rank, peer.rank, peer.remote, bytes, World::lane().at);
-    warp.written = std::max(warp.written, t.there);
+    const Time at = World::lane().at;
+    const bool mapped = c_.machines.together(c_.rank, q);
+    const Time there = mapped ? Group::of_lane().send(c_.rank, q, bytes, at).there : memory_.pass(2 * bytes, at);
+    warp.written = std::max(warp.written, there);
   }
   static void begin() {}
   static void end(Phase, uint32_t, uint32_t) {}
 
  private:
-  const Call& c_;
-};
-
-// The engine of a PutSender: it copies a row to where puts may read.
-class StageEngine {
- public:
-  StageEngine(const Call& call, MemoryPort& memory) : c_(call), memory_(memory) {}
-  void stage_row(uint32_t) const {
-    Lane& lane = World::lane();
-    if (lane.index == 0) lane.at = memory_.pass(2 * c_.memory.token_row_bytes, lane.at);
-  }
-  static void begin() {}
-  static void end(Phase, uint32_t, uint32_t) {}
-
- private:
-  const Call& c_;
+  const SpreadCall& c_;
   MemoryPort& memory_;
 };
+
+// The machine of each rank.
+std::vector<uint32_t> machines_of(const Group& group) {
+  std::vector<uint32_t> of(group.ranks());
+  for (uint32_t r = 0; r < group.ranks(); ++r) of[r] = r / group.gpus();
+  return of;
+}
 
 }  // namespace
 
 template <template <uint32_t> class Platform>
-Rank<Platform>::Rank(Group& group, const Call& call, RankProblem problem, uint32_t rank)
+Rank<Platform>::Rank(Group& group, const Call& call, const Limits& limits, RankProblem problem, uint32_t rank)
     : group_(group),
       problem_(std::move(problem)),
       heaps_(group.heaps_of(rank)),
-      call_(call),
+      tables_(machines_of(group), group.ranks(), rank),
+      call_{call, tables_.machines(limits)},
       state_(group.machine(), call_),
       sending_(group.machine().blocks) {
   call_.rank = rank;
@@ -56,6 +50,13 @@ Rank<Platform>::Rank(Group& group, const Call& call, RankProblem problem, uint32
   call_.placement = {problem_.owner.data(), problem_.by_owner.data(), problem_.owner_base.data()};
   call_.memory.heaps = heaps_.data();
   call_.memory.work = group.work(rank);
+  call_.machines.sums = call_.machines.count != 1;
+  call_.machines.layout = group.relay_layout();
+  call_.machines.behind = group.behind_own();
+  sending_call_ = os_call_ = call_;
+  sending_call_.machines.behind = group.behind_others();
+  os_call_.machines.source_count = 0;
+  group.set_calls(rank, call_, sending_call_);
   for (uint32_t i = 0; i < call_.policy.clusters; ++i) clusters_.emplace_back(group.machine(), state_, i);
 }
 
@@ -94,9 +95,9 @@ void Rank<Platform>::run_os_actor() {
     mine->seen.resize(call_.shape.ranks);
   }
   auto* shared = reinterpret_cast<Shared*>(Lanes::broadcast(reinterpret_cast<uint64_t>(mine.get()), 0));
-  run_os<Lanes>(call_, {.subscriber = {shared->sources.data(), {nullptr, 0, 0}},
-                        .scheduler = &shared->scheduler,
-                        .seen = shared->seen.data()});
+  run_os<Lanes>(os_call_, {.subscriber = {shared->sources.data(), {nullptr, 0, 0}},
+                           .scheduler = &shared->scheduler,
+                           .seen = shared->seen.data()});
   Lanes::sync();
   state_.end = std::max(state_.end, group_.world().now());
 }
@@ -129,13 +130,7 @@ void Rank<Platform>::run_block(uint32_t block) {
     world.sleep_until(world.now() + machine.packets);
     signal_packet<Thread>(call_, call_.rank, b, entries);
   }
-  if constexpr (!Lanes::kPeersMapped) {
-    if (block > formers()) {
-      world.start(call_.rank, Lanes::kLanes, Watch::kWords, [this, block] { put_rows(block); });
-    }
-  } else if (sends(block)) {
-    return start_senders(block);
-  }
+  if (sends(block)) return start_senders(block);
   clusters_[block / sm90::kClusterBlocks].block_is_free();
 }
 
@@ -172,26 +167,34 @@ void Rank<Platform>::start_senders(uint32_t block) {
 
 template <template <uint32_t> class Platform>
 void Rank<Platform>::send_rows(uint32_t block, uint32_t warp) {
-  RowEngine engine(call_);
+  RowEngine engine(call_, state_.memory);
   const uint32_t senders = call_.policy.order.senders, first = warp * senders + block + senders - blocks();
-  if constexpr (Thread::kPeersMapped) {
-    Sender<Thread, RowEngine>(call_, engine).run(first, gpu::kWarps * senders, block);
-  }
+  Sender<Thread, RowEngine>(sending_call_, engine).run(first, gpu::kWarps * senders, block);
   group_.world().sleep_until(World::warp().written);
+  pass_on(first, gpu::kWarps * senders);
   if (--sending_[block] == 0) clusters_[block / sm90::kClusterBlocks].block_is_free();
 }
 
+// A sender behind its own sends: it is the relay of those of the rank's sources that are `first` of every `step`.
 template <template <uint32_t> class Platform>
-void Rank<Platform>::put_rows(uint32_t block) {
-  StageEngine engine(call_, state_.memory);
-  const uint32_t first = 1 + formers();  // blocks before have the OS actor and formers
-  if constexpr (!Lanes::kPeersMapped) {
-    PutSender<Lanes, StageEngine>(call_, engine).run(block - first, blocks() - first, block);
+void Rank<Platform>::pass_on(uint32_t first, uint32_t step) {
+  if constexpr (SpansMachines<Thread>) {
+    SpreadCall call = call_;
+    call.machines.sums = false;  // whether they are here is for those who sum them to see
+    for (uint32_t i = first; i < call_.machines.source_count; i += step) {
+      call.machines.sources = call_.machines.sources + i;
+      call.machines.passed = call_.machines.passed + i;
+      call.machines.source_count = 1;
+      Relay<Thread> relay(call);
+      while (!relay.complete()) {
+        if (!relay.step()) group_.world().wait();
+      }
+      group_.world().sleep_until(World::warp().written);
+    }
   }
-  state_.end = std::max(state_.end, group_.world().now());
 }
 
 template class Rank<MappedPlatform>;
-template class Rank<PutPlatform>;
+template class Rank<SpreadLanes>;
 
 }  // namespace flashmoe::sim

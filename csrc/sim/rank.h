@@ -5,7 +5,8 @@
 
 #include "flashmoe/actors/former.h"
 #include "flashmoe/actors/os.h"
-#include "flashmoe/actors/put_sender.h"
+#include "flashmoe/actors/sender.h"
+#include "host/machines.h"
 #include "sim/cluster.h"
 
 namespace flashmoe::sim {
@@ -17,12 +18,12 @@ struct RankProblem {
   uint32_t local_experts = 0;
 };
 
-// Platform: MappedPlatform or PutPlatform.
+// Platform: MappedPlatform, or SpreadLanes where ranks are on several machines.
 template <template <uint32_t> class Platform>
 class Rank {
  public:
   // call: of every rank, without what differs between them.
-  Rank(Group& group, const Call& call, RankProblem problem, uint32_t rank);
+  Rank(Group& group, const Call& call, const Limits& limits, RankProblem problem, uint32_t rank);
   Rank(const Rank&) = delete;
   Rank& operator=(const Rank&) = delete;
 
@@ -41,7 +42,7 @@ class Rank {
   uint32_t dispatch(uint32_t token_block);
   void start_senders(uint32_t block);
   void send_rows(uint32_t block, uint32_t warp);
-  void put_rows(uint32_t block);
+  void pass_on(uint32_t first, uint32_t step);
   uint32_t blocks() const { return group_.machine().blocks; }
   uint32_t formers() const { return sm90::formers_of(call_.shape.ranks, call_.shape.local_experts, blocks()); }
   bool sends(uint32_t block) const;
@@ -49,7 +50,10 @@ class Rank {
   Group& group_;
   const RankProblem problem_;
   const std::vector<uint8_t*> heaps_;
-  Call call_;
+  host::MachineTables tables_;
+  // What its senders have is another view of heaps (Group::behind_others); the OS actor's is without sources, since relays are
+  // warps of their own.
+  SpreadCall call_, sending_call_, os_call_;
   RankState state_;
   std::deque<Cluster<Thread>> clusters_;
   std::vector<uint32_t> sending_;  // [block] warps that still send

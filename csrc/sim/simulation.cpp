@@ -88,7 +88,8 @@ void check(const Setup& s) {
   if (s.tokens == 0) throw Error(Error::Kind::kInvalidArgument, "tokens: expected at least 1, got 0");
 }
 
-// As the CUDA engine chooses: peers that are not mapped get sums, others what pays (csrc/cuda/policy.h).
+// Several machines return sums, of which one comes back from each; one machine's GPUs as the CUDA engine chooses
+// (csrc/cuda/policy.h).
 ReturnMode mode_of(const Setup& s) {
   const bool reduces = s.machines > 1 || cuda::reduces(s.gpus, s.layer.top_k, s.layer.intermediate);
   return reduces ? ReturnMode::kReduced : ReturnMode::kDirect;
@@ -106,10 +107,13 @@ Limits limits_of(const Setup& s, uint32_t local_experts, bool reduced) {
   l.return_slots = reduced ? l.ranks : l.top_k;
   l.intermediate = s.layer.intermediate;
   l.staging = reduced ? 1 : 0;
-  l.rdma = s.machines > 1 ? 1 : 0;
   l.tile_rows = sm90::kTileTokens;
   l.columns_per_task = sm90::columns_per_task(s.layer.gated());
   l.processors = s.machine.blocks;
+  if (s.machines > 1) {
+    l.machine_ranks = s.gpus;
+    l.relayed = relay_slots(s.machines, s.gpus, s.gpus);
+  }
   return l;
 }
 
@@ -132,7 +136,7 @@ Call call_of(const Setup& s, const Limits& limits, ReturnMode mode) {
                           .intermediate = s.layer.intermediate,
                           .top_k = s.layer.top_k};
   c.policy.order = cuda::task_order(shape, mode, limits.processors, {});
-  c.policy.groups = cuda::return_groups(c.policy.columns[kReturning], mode, limits.ranks == 1 || limits.rdma != 0,
+  c.policy.groups = cuda::return_groups(c.policy.columns[kReturning], mode, limits.ranks == 1 || s.machines > 1,
                                         c.policy.group_first);
   const uint32_t block = cuda::token_block(s.tokens, s.layer.experts, s.layer.top_k, limits.processors);
   c.policy.log2_block = static_cast<uint32_t>(std::countr_zero(block));
@@ -152,9 +156,9 @@ double us(Time t) {
 }
 
 template <template <uint32_t> class Platform>
-Result run(const Setup& s, const Placed& placed, const Call& call, Group& group) {
+Result run(const Setup& s, const Placed& placed, const Call& call, const Limits& limits, Group& group) {
   std::deque<Rank<Platform>> ranks;
-  for (uint32_t r = 0; r < group.simulated(); ++r) ranks.emplace_back(group, call, placed.problem(s, r), r);
+  for (uint32_t r = 0; r < group.simulated(); ++r) ranks.emplace_back(group, call, limits, placed.problem(s, r), r);
   for (auto& rank : ranks) rank.start();
   group.world().run();
   Result result;
@@ -190,7 +194,8 @@ Result simulate(const Setup& s) {
   call.memory.heap_layout = group.heap_layout();
   // The workspace ends where its rows would begin.
   call.memory.work_layout.bytes = call.memory.work_layout.offset[static_cast<uint32_t>(WorkField::kIntermediate)];
-  return s.machines > 1 ? run<PutPlatform>(s, placed, call, group) : run<MappedPlatform>(s, placed, call, group);
+  return s.machines > 1 ? run<SpreadLanes>(s, placed, call, limits, group)
+                        : run<MappedPlatform>(s, placed, call, limits, group);
 }
 
 }  // namespace flashmoe::sim

@@ -22,17 +22,49 @@ class MemoryPort {
   Time free_ = 0;
 };
 
+// What a rank's actors have in common.
+struct RankState {
+  RankState(const Machine& machine, const SpreadCall& the_call) : call(the_call), memory(machine) {}
+
+  // Rows that came back for an own token. To be asked when all have: every choice is known then.
+  uint32_t returned(uint32_t token) {
+    if (!call.reduced()) return call.shape.top_k;
+    if (rows_back_.empty()) count_rows_back();
+    return rows_back_[token];
+  }
+
+  const SpreadCall& call;
+  MemoryPort memory;
+  Time first_task = 0, last_task = 0;  // when the first begins and the last ends
+  Time busy = 0;                       // of all clusters, in tasks
+  uint64_t tasks = 0;
+  Time end = 0;  // of the last actor that has ended
+
+ private:
+  void count_rows_back() {
+    rows_back_.resize(call.shape.tokens);
+    for (uint32_t q = 0; q < call.shape.ranks; ++q) {
+      for (uint32_t t = 0; t < call.shape.tokens; ++t) {
+        rows_back_[t] = static_cast<uint16_t>(rows_back_[t] + (is_returned(call, call.machines, t, q) ? 1 : 0));
+      }
+    }
+  }
+
+  std::vector<uint16_t> rows_back_;  // [T]
+};
+
 // The engine of a Returner: a block is a processor, its warps are the workers. An item is 512 bytes of a row.
 class SumEngine {
  public:
-  static constexpr uint32_t kItemBytes = 512, kWarps = gpu::kWarps;
+  static constexpr uint32_t kItemBytes = 512, kWideBytes = 2 * kItemBytes, kWarps = gpu::kWarps;
+  // What memory reads and writes, and what goes to another rank of this machine.
   struct Piece {
-    uint32_t items, rows;
+    uint64_t memory = 0, sent = 0;
+    uint32_t to = 0;
   };
 
   // least: what a piece takes at least.
-  SumEngine(const Call& call, uint32_t block, MemoryPort& memory, Time least)
-      : c_(call), block_(block), memory_(memory), least_(least) {}
+  SumEngine(RankState& rank, uint32_t block, Time least) : rank_(rank), c_(rank.call), block_(block), least_(least) {}
 
   uint32_t processor() const { return block_; }
   uint32_t processors() const { return blocks(); }
@@ -45,15 +77,48 @@ class SumEngine {
     constexpr uint32_t kMost = 10;
     return min_of(max_of(ceil_div(items, blocks() * kWarps * 2), 1u), kMost);
   }
+  // Reads a token's rows, if it has any here, and writes their sum: to its home, or where that is another machine's, as fp32
+  // to its relay.
   Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
-    return piece(n, each, all, [&](uint32_t item) { return *c_.packet_counts(c_.rank, p, item / items_of_token(g)); });
+    const Machines& m = c_.machines;
+    const bool stays = m.sums && !m.together(p, c_.rank);
+    Piece piece{.to = stays ? m.relay(p, m.of[c_.rank]) : p};
+    uint64_t& written = piece.to == c_.rank ? piece.memory : piece.sent;
+    for_each_token(g, n, each, all, [&](uint32_t token, uint32_t items) {
+      const uint32_t rows = *c_.packet_counts(c_.rank, p, token);
+      if (rows == 0) return;
+      piece.memory += uint64_t{items} * rows * kItemBytes;
+      written += uint64_t{items} * (stays ? kWideBytes : kItemBytes);
+    });
+    return piece;
+  }
+  // Reads the sums that ranks of this machine have left, and writes theirs to where a message is made of it.
+  Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
+    const Machines& m = c_.machines;
+    const RelayPlace from(c_, m, c_.rank, p);
+    Piece piece{.to = c_.rank};
+    for_each_token(g, n, each, all, [&](uint32_t token, uint32_t items) {
+      uint32_t sums = 0;
+      for (uint32_t i = 0; i < m.size(m.of[c_.rank]); ++i) sums += *from.counts(i, token) != 0 ? 1 : 0;
+      if (sums != 0) piece.memory += uint64_t{items} * (sums * kWideBytes + kItemBytes);
+    });
+    return piece;
   }
   Piece combine_piece(uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
-    return piece(n, each, all, [&](uint32_t item) { return returned(item / items_of_token(g)); });
+    Piece piece{.to = c_.rank};
+    for_each_token(g, n, each, all, [&](uint32_t token, uint32_t items) {
+      piece.memory += uint64_t{items} * (rank_.returned(token) + 1) * kItemBytes;
+    });
+    return piece;
   }
   void sum(const Piece& piece) const {
     Lane& lane = World::lane();
-    const Time read = memory_.pass(uint64_t{piece.items + piece.rows} * kItemBytes, lane.at);
+    const Time read = rank_.memory.pass(piece.memory, lane.at);
+    if (piece.sent != 0) {
+      Warp& warp = World::warp();
+      const Links::Transfer t = Group::of_lane().send(c_.rank, piece.to, piece.sent, lane.at);
+      warp.written = std::max(warp.written, t.there);
+    }
     World::of_lane().sleep_until(std::max(read, lane.at + least_));
   }
   static void begin() {}
@@ -66,22 +131,20 @@ class SumEngine {
     const uint32_t end = min_of(c_.policy.group_first[g + 1] * column_bytes, c_.memory.return_row_bytes);
     return ceil_div(end - c_.policy.group_first[g] * column_bytes, kItemBytes);
   }
-  uint32_t returned(uint32_t token) const {
-    if (!c_.reduced()) return c_.shape.top_k;
-    uint32_t rows = 0;
-    for (uint32_t q = 0; q < c_.shape.ranks; ++q) rows += is_returned(c_, token, q) ? 1 : 0;
-    return rows;
-  }
-  template <class Rows>
-  static Piece piece(uint32_t n, uint32_t each, uint32_t all, Rows&& rows_of) {
-    Piece p{min_of(each, all - n * each), 0};
-    for (uint32_t i = 0; i < p.items; ++i) p.rows += rows_of(n * each + i);
-    return p;
+  // Calls visit(token, items) for the tokens of the n-th piece of `each` of `all` items.
+  template <class Visit>
+  void for_each_token(uint32_t g, uint32_t n, uint32_t each, uint32_t all, Visit&& visit) const {
+    const uint32_t of_token = items_of_token(g), end = min_of((n + 1) * each, all);
+    for (uint32_t item = n * each; item < end;) {
+      const uint32_t token = item / of_token, next = min_of((token + 1) * of_token, end);
+      visit(token, next - item);
+      item = next;
+    }
   }
 
-  const Call& c_;
+  RankState& rank_;
+  const SpreadCall& c_;
   const uint32_t block_;
-  MemoryPort& memory_;
   const Time least_;
 };
 

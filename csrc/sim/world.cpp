@@ -14,17 +14,13 @@ World* World::world_ = nullptr;
 
 SignalMap::Place SignalMap::place(const void* word) const {
   const auto at = static_cast<uint64_t>(static_cast<const uint8_t*>(word) - base);
-  if (at >= stride * ranks) return {0, kNone};  // unsigned: also of a word before base
-  return {static_cast<uint32_t>(at / stride), place_in(at % stride).kind};
-}
-
-SignalMap::Place SignalMap::place_in(uint64_t in_heap) const {
-  if (in_heap < first_source) return {0, kNone};
+  if (at >= heap_bytes * ranks) return {0, kNone};  // unsigned: also of a word before base
+  const uint64_t in_heap = at & (heap_bytes - 1);
+  if (in_heap < first_source || in_heap >= end_sources) return {0, kNone};
   const uint64_t in_source = (in_heap - first_source) % source_bytes;
-  for (uint32_t kind = 0; kind < kKinds; ++kind) {
-    if (in_source >= begin[kind] && in_source < end[kind]) return {0, kind};
-  }
-  return {0, kNone};
+  uint32_t kind = 0;
+  while (kind < kKinds && in_source >= end[kind]) ++kind;
+  return {static_cast<uint32_t>(at >> std::countr_zero(heap_bytes)), kind};
 }
 
 World::World() : for_words_(kBuckets, kNobody) {
@@ -50,7 +46,6 @@ Warp& World::start(uint32_t rank, uint32_t lanes, Watch watch, std::function<voi
     warp = idle_.back();
     idle_.pop_back();
   }
-  if (warp->lanes_ != lanes) warp->lane_ = std::make_unique<Lane[]>(lanes);
   warp->rank = rank;
   warp->written = warp->first_use = warp->used_from = 0;
   warp->used_by_fence = false;
@@ -80,35 +75,42 @@ Warp& World::start(uint32_t rank, uint32_t lanes, Watch watch, std::function<voi
 }
 
 void World::push(Time at, Warp* warp, uint64_t* word, uint64_t value) {
-  queue_.push_back({at, numbers_++, warp, word, value});
-  std::push_heap(queue_.begin(), queue_.end());
+  queue_.push({at, numbers_++, warp, word, value});
 }
 
 void World::run() {
-  while (!queue_.empty()) {
-    std::pop_heap(queue_.begin(), queue_.end());
-    const Event e = queue_.back();
-    queue_.pop_back();
-    now_ = e.at;
-    ++events_;
-    if (e.warp != nullptr) {
-      if (e.warp->generation_ == e.value) resume(*e.warp);
-    } else {
-      *e.word = e.value;
-      changed(e.word, now_);
-    }
-  }
+  run_on(main_);
   if (unfinished_ != 0) {
     throw host::Error(host::Error::Kind::kOther, host::concat("simulation: ", unfinished_, " actors wait at ",
                                                               now_ / kMicrosecond, " us for what nobody will do"));
   }
 }
 
-void World::resume(Warp& warp) {
-  current_ = warp.resumed_;
-  switch_fibres(main_, current_->fibre);
-  current_ = nullptr;
-  if (warp.ended_ == warp.lanes_) finish(warp);
+// What happens next, until a warp goes on or nothing is left to do: then whoever called run() goes on. `from` is left.
+void World::run_on(Fibre& from) {
+  while (!queue_.empty()) {
+    const Event e = queue_.pop();
+    fetch_next();
+    now_ = e.at;
+    ++events_;
+    if (e.warp == nullptr) {
+      *e.word = e.value;
+      changed(e.word, now_);
+    } else if (e.warp->generation_ == e.value) {
+      current_ = e.warp->resumed_;
+      if (&current_->fibre != &from) switch_fibres(from, current_->fibre);
+      return;
+    }
+  }
+  if (&main_ != &from) switch_fibres(from, main_);
+}
+
+// Warps that go on soon come from memory meanwhile: there are too many for the cache.
+void World::fetch_next() const {
+  const Event* next = queue_.next(10);
+  if (next != nullptr && next->warp != nullptr) next->warp->fetch();
+  next = queue_.next(4);
+  if (next != nullptr && next->warp != nullptr) next->warp->fetch_stack();
 }
 
 void World::finish(Warp& warp) {
@@ -121,7 +123,7 @@ void World::finish(Warp& warp) {
 
 void World::suspend(Lane& lane) {
   lane.warp->resumed_ = &lane;
-  switch_fibres(lane.fibre, main_);
+  run_on(lane.fibre);
 }
 
 void World::next_lane(Lane& lane) {
@@ -138,7 +140,8 @@ void World::enter() {
   if (++warp.ended_ != warp.lanes_) {
     world_->next_lane(lane);
   } else {
-    world_->suspend(lane);
+    world_->finish(warp);  // nobody takes its stacks before the switch
+    world_->run_on(lane.fibre);
   }
   std::terminate();  // nobody switches to a lane that has ended
 }
@@ -148,7 +151,7 @@ void World::meet(uint64_t value, Time cost, bool waits) {
   Warp& warp = *lane.warp;
   const uint32_t n = lane.meeting++ & 1;
   if (warp.arrived_ == 0) warp.bits_[n] = 0;
-  warp.value_[n][lane.index] = value;
+  lane.value[n] = value;
   warp.bits_[n] |= (value != 0 ? 1u : 0u) << lane.index;
   warp.latest_ = std::max({warp.latest_, lane.at, lane.pending});
   if (++warp.arrived_ != warp.lanes_) {

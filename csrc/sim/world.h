@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "sim/event_queue.h"
 #include "sim/fibre.h"
 
 namespace flashmoe::sim {
@@ -22,6 +23,7 @@ inline constexpr Time kNanosecond = 1000, kMicrosecond = 1000 * kNanosecond;
 class Warp;
 
 struct Lane {
+  uint64_t value[2] = {};  // that it says at a meeting, and at the one before or behind
   Fibre fibre;
   uint8_t* stack = nullptr;
   Warp* warp = nullptr;
@@ -33,16 +35,16 @@ struct Lane {
 // Where the words lie that peers write, of all ranks alike: by them a look at one is known to be one.
 struct SignalMap {
   static constexpr uint32_t kCalls = 0, kPackets = 1, kReturns = 2, kFaults = 3, kKinds = 4, kNone = kKinds;
-  const uint8_t* base = nullptr;  // the first rank's heap; the others follow, `stride` apart
-  uint64_t stride = 0, ranks = 0;
-  uint64_t first_source = 0, source_bytes = 0;  // where a heap's words of source 0 begin, and those of the next
-  uint64_t begin[kKinds] = {}, end[kKinds] = {};
+  const uint8_t* base = nullptr;       // the first rank's heap; the others follow, heap_bytes apart
+  uint64_t heap_bytes = 0, ranks = 0;  // heap_bytes: a power of two
+  // Where a heap's words of source 0 begin, and those of the next; where those of the last one end.
+  uint64_t first_source = 0, source_bytes = 0, end_sources = 0;
+  uint64_t end[kKinds] = {};  // of a source's words; the kinds lie in order
 
   struct Place {
     uint32_t rank, kind;  // kNone: another word
   };
   Place place(const void* word) const;
-  Place place_in(uint64_t in_heap) const;  // of a word so many bytes behind a heap's begin
 };
 
 // Whether a warp waits for the words that it has looked at one by one, or, of the signals that peers write, for any: a former
@@ -50,8 +52,8 @@ struct SignalMap {
 enum class Watch : uint8_t { kWords, kSignals };
 
 // Fibres side by side that meet in collectives. Everybody who acts is one: an actor's warp has 32 lanes, or one where
-// lanes only share out work that takes no decisions.
-class Warp {
+// lanes only share out work that takes no decisions. What each step of a warp touches lies together.
+class alignas(64) Warp {
  public:
   static constexpr uint32_t kMostLanes = 32;
 
@@ -63,27 +65,37 @@ class Warp {
  private:
   friend class World;
 
-  uint32_t lanes_ = 0, ended_ = 0, arrived_ = 0;
-  Watch watch_ = Watch::kWords;
-  bool waiting_ = false;
-  uint32_t generation_ = 0;  // of its looks: those before its last wait do not wake it
-  Time latest_ = 0, met_ = 0;
-  uint32_t bits_[2] = {};
-  std::array<uint64_t, kMostLanes> value_[2];
-  Lane* resumed_ = nullptr;
-  std::unique_ptr<Lane[]> lane_;
-  std::function<void()> body_;
-  // The words that it has looked at since it last waited, with what it saw: the last kLooks of them.
   static constexpr uint32_t kLooks = 128;
   struct Look {
     const uint64_t* word;
     uint64_t seen;
   };
-  std::vector<Look> looks_;
+
+  // Brings what its next step touches: a warp of one lane, all.
+  void fetch() const {
+    const auto* const lines = reinterpret_cast<const uint8_t*>(this);
+    for (uint32_t line = 0; line < 5; ++line) __builtin_prefetch(lines + line * 64);
+  }
+  void fetch_stack() const {
+    const auto* const stack = static_cast<const uint8_t*>(resumed_->fibre.stack);
+    for (uint32_t line = 0; line < 5; ++line) __builtin_prefetch(stack + line * 64);
+  }
+
+  Watch watch_ = Watch::kWords;
+  bool waiting_ = false;
+  uint32_t lanes_ = 0, ended_ = 0, arrived_ = 0;
+  uint32_t generation_ = 0;  // of its looks: those before its last wait do not wake it
   uint32_t next_look_ = 0;
+  Time latest_ = 0, met_ = 0;
+  Lane* resumed_ = nullptr;
+  // The words that it has looked at since it last waited, with what it saw: the last kLooks of them.
+  std::vector<Look> looks_;
   // Of each kind of signal, how many had arrived when it first looked since it last waited; kUnseen: it has not.
   static constexpr uint64_t kUnseen = ~uint64_t{0};
   std::array<uint64_t, SignalMap::kKinds> signals_seen_{};
+  uint32_t bits_[2] = {};
+  std::array<Lane, kMostLanes> lane_;
+  std::function<void()> body_;
 };
 
 // There is one at a time (simulate() sees to it).
@@ -119,7 +131,7 @@ class World {
   // All lanes: meet, and go on at the time of the last of them, `cost` later. What a lane says is left for the others.
   void meet(uint64_t value, Time cost) { meet(value, cost, false); }
   uint32_t ballot() const { return warp().bits_[met()]; }
-  uint64_t value(uint32_t of) const { return warp().value_[met()][of]; }
+  uint64_t value(uint32_t of) const { return warp().lane_[of].value[met()]; }
   // All lanes: until a word changes that one of them has looked at since they last waited.
   void wait() { meet(0, 0, true); }
   // A warp of one lane: goes on at that time.
@@ -150,7 +162,8 @@ class World {
   static void enter();
   void meet(uint64_t value, Time cost, bool waits);
   void push(Time at, Warp* warp, uint64_t* word, uint64_t value);
-  void resume(Warp& warp);
+  void run_on(Fibre& from);
+  void fetch_next() const;
   void suspend(Lane& lane);
   void next_lane(Lane& lane);
   bool has_news(const Warp& warp) const;
@@ -166,7 +179,7 @@ class World {
   Fibre main_;
   Time now_ = 0;
   uint64_t numbers_ = 0, events_ = 0, unfinished_ = 0;
-  std::vector<Event> queue_;  // a heap
+  EventQueue<Event> queue_;
   std::deque<Warp> warps_;
   std::vector<Warp*> idle_;
   SignalMap signals_;

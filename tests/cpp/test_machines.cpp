@@ -24,7 +24,8 @@ void check_tables(const Spread& of) {
     CHECK_EQ(m.count, static_cast<uint32_t>(machines.size()));
     if (m.count == 1) CHECK(l.relayed == 0 && l.machine_ranks == 0 && m.layout.bytes == 0 && m.source_count == 0);
     std::set<uint32_t> slots;
-    for (uint32_t p = 0; p < ranks; ++p) {
+    for (uint32_t i = 1; i <= ranks; ++i) {
+      const uint32_t p = (q + i) % ranks;
       CHECK_EQ(m.of[p], of[p]);
       CHECK_EQ(m.rank_at(of[p], m.place[p]), p);
       CHECK_EQ(m.together(p, q), of[p] == of[q]);

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "check.h"
+#include "flashmoe/protocol/machines.h"
 #include "sim/simulation.h"
 
 namespace flashmoe::sim {
@@ -126,6 +127,24 @@ void test_two_ranks() {
   CHECK_EQ(linked.sent.nvlink >> 20, uint64_t{4});  // 2 MiB there and 2 MiB back, and the words
 }
 
+// Every token chooses every expert, so that every rank needs each row: M machines of G GPUs, an expert each. A rank's rows cross
+// to each other machine once, and one sum comes back; there its relay passes on G - 1 copies, and as many sums come to it, as
+// fp32. Within its machine rows and sums go as among mapped ranks.
+void test_bytes_of_machines() {
+  constexpr uint64_t kMachines = 4, kGpus = 2, kTokens = 64, kOthers = kMachines - 1, kWords = 2048;
+  Setup s = setup(usual(), kMachines, kGpus, kTokens);
+  s.layer.experts = s.layer.top_k = kMachines * kGpus;
+  const uint64_t row = s.layer.hidden * 2, entries = kGpus * sizeof(Entry), counts = kGpus * sizeof(uint16_t);
+  const uint64_t nic = kOthers * kTokens * (2 * row + entries + counts);
+  const uint64_t rows_and_sums = kTokens * (kGpus - 1) * (2 * row + kOthers * (row + 2 * row));
+  const uint64_t nvlink = rows_and_sums + kMachines * kTokens * (kGpus - 1) * sizeof(Entry);
+  const Result r = simulate(s);
+  // Words, offsets and what calls are believed to be come beside these.
+  CHECK(r.sent.nic >= nic && r.sent.nic < nic + kWords);
+  CHECK(r.sent.nvlink >= nvlink && r.sent.nvlink < nvlink + kWords);
+  CHECK_EQ(r.sent.messages, kOthers * (1 + 1 + kGpus));  // rows; sums; that the call has begun, to each rank
+}
+
 void test_refused() {
   Setup s = setup(usual(), 1, 3, 64);  // 32 experts on 3 GPUs
   bool refused = false;
@@ -144,6 +163,7 @@ int main() {
   flashmoe::sim::test_deterministic();
   flashmoe::sim::test_folded();
   flashmoe::sim::test_two_ranks();
+  flashmoe::sim::test_bytes_of_machines();
   flashmoe::sim::test_refused();
   std::puts("ok");
   return 0;

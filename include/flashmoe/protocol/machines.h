@@ -73,7 +73,8 @@ struct Machines {
   const uint32_t* ranks = nullptr;  // [R] machine by machine, each's ascending
   const uint32_t* first = nullptr;  // [M + 1] where each machine's begin in `ranks`
   uint32_t most_ranks = 1;          // of a machine
-  // Sources that this rank is the relay of, ascending, and memory of its relay's: batches of each that are passed on.
+  // Sources that this rank is the relay of, from the rank behind this one on: so the machines' sums go to different homes at a
+  // time. And memory of its relay's: batches of each that are passed on.
   const uint32_t* sources = nullptr;
   uint32_t* passed = nullptr;
   uint32_t source_count = 0;

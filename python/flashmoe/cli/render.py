@@ -328,7 +328,7 @@ def show_simulated(model: str, nic_gb_s: float, call: Simulated) -> None:
         "network": f"{call.nic_bytes / 1e6:.1f} MB in {count(call.nic_messages, 'message')} sent by a GPU",
     }
     if call.machines > 1:
-        rows["returns"] = "reduced; rows are put to each rank that needs them, and not forwarded within a machine"
+        rows["returns"] = "reduced; a row crosses the network once to a machine, whose sum for it comes back"
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
         table.add_row(name, text)

@@ -37,8 +37,8 @@ def write_png(path: str | Path, title: str, nic_gb_s: float, calls: Sequence[Sim
         axes.legend()
     figure.suptitle(
         f"SIMULATED, not measured: {title}, {calls[0].tokens} tokens a GPU, {nic_gb_s:g} GB/s a network interface\n"
-        "Several machines: today's protocol, rows put to each rank that needs them, nothing forwarded in a machine;\n"
-        "messages cost no more than their bytes. No network has carried it yet.",
+        "Several machines: a row crosses once to each, is passed on there, and one sum comes back;\n"
+        "messages cost no more than their bytes. No network between GPUs has carried it yet.",
         fontsize=10,
     )
     figure.savefig(path, dpi=120)

@@ -1,0 +1,94 @@
+// What is to happen when: events in the order of (time, number), on a wheel of buckets, each a few nanoseconds of the clock.
+//
+// The earliest bucket is sorted, and later ones are as they came: so an event costs no walk through a heap of all that are
+// pending, which with tens of thousands of actors is what a simulation's time goes to. What comes too early for its bucket, which
+// is possible since the clock is behind the first event, goes to the earliest.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <vector>
+
+namespace flashmoe::sim {
+
+// Event: has at, number and, for order, operator<, by which the earlier one is greater.
+template <class Event>
+class EventQueue {
+ public:
+  bool empty() const { return size_ == 0; }
+
+  void push(const Event& e) {
+    ++size_;
+    const uint64_t bucket = e.at >> kLog2Width;
+    if (bucket <= first_) {
+      now_.insert(std::upper_bound(now_.begin(), now_.end(), e), e);
+    } else if (bucket < first_ + kBuckets) {
+      add(bucket, e);
+    } else {
+      far_.push_back(e);
+      std::push_heap(far_.begin(), far_.end());
+    }
+  }
+
+  // The earliest; there is one.
+  const Event& front() {
+    if (now_.empty()) advance();
+    return now_.back();
+  }
+  Event pop() {
+    const Event e = front();
+    now_.pop_back();
+    --size_;
+    return e;
+  }
+  // The n-th that follows it, if that is known already; else null. A hint for what to fetch from memory.
+  const Event* next(uint32_t n) const { return n < now_.size() ? &now_[now_.size() - 1 - n] : nullptr; }
+
+ private:
+  // 66 ns, and 1 ms of them.
+  static constexpr uint32_t kLog2Width = 16;
+  static constexpr uint64_t kBuckets = 1u << 14;
+
+  void add(uint64_t bucket, const Event& e) {
+    const uint64_t i = bucket % kBuckets;
+    wheel_[i].push_back(e);
+    used_[i / 64] |= uint64_t{1} << i % 64;
+  }
+
+  // To the next bucket that has events.
+  void advance() {
+    const uint64_t next = next_used(), of_far = far_.empty() ? ~uint64_t{0} : far_.front().at >> kLog2Width;
+    first_ = std::min(next, of_far);
+    if (first_ == next) {
+      const uint64_t i = first_ % kBuckets;
+      now_.swap(wheel_[i]);
+      used_[i / 64] &= ~(uint64_t{1} << i % 64);
+    }
+    while (!far_.empty() && far_.front().at >> kLog2Width == first_) {
+      now_.push_back(far_.front());
+      std::pop_heap(far_.begin(), far_.end());
+      far_.pop_back();
+    }
+    std::sort(now_.begin(), now_.end());
+  }
+
+  // The first bucket behind the earliest that has events, or the largest number.
+  uint64_t next_used() const {
+    for (uint64_t n = 1; n < kBuckets;) {
+      const uint64_t i = (first_ + n) % kBuckets, bits = used_[i / 64] >> i % 64;
+      if (bits != 0) return first_ + n + static_cast<uint64_t>(std::countr_zero(bits));
+      n += 64 - i % 64;
+    }
+    return ~uint64_t{0};
+  }
+
+  uint64_t first_ = 0, size_ = 0;  // first_: the earliest bucket
+  std::vector<Event> now_;         // its events, the earliest last
+  std::vector<std::vector<Event>> wheel_ = std::vector<std::vector<Event>>(kBuckets);
+  std::array<uint64_t, kBuckets / 64> used_{};  // bit: the bucket has events
+  std::vector<Event> far_;                      // beyond the wheel, a heap
+};
+
+}  // namespace flashmoe::sim

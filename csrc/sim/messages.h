@@ -1,0 +1,14 @@
+// What goes to another machine in the messages that a signal announces, as the courier of the CPU engine packs them
+// (csrc/network/pickup.cpp): bytes of heaps, without headers.
+#pragma once
+
+#include "flashmoe/protocol/machines.h"
+
+namespace flashmoe::sim {
+
+// Of the n-th batch of token blocks, which has been written to a relay.
+uint64_t bytes_of_batch(const SpreadCall& c, uint32_t relay, uint32_t n);
+// Of the sums that this machine returns to rank p's tokens.
+uint64_t bytes_of_returns(const SpreadCall& c, uint32_t p);
+
+}  // namespace flashmoe::sim
