@@ -110,6 +110,12 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     assert [point["sources_sha256"] for point in store.read(outcome.files[0])["points"]] == ["another"] * 3
 
 
+def test_a_file_names_no_folder_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(store.sys, "argv", ["/x/bin/flashmoe", "bench", "--out", "/x/benchmarks/results"])
+    path = run(tmp_path, fake("tokens", {"a": [1.0]})).files[0]
+    assert store.read(path)["command"] == "flashmoe bench --out benchmarks/results"
+
+
 def test_times_are_written_on_one_line(tmp_path):
     path = run(tmp_path, fake("tokens", {"a": [1.23456789, 2.0, 3e-5]})).files[0]
     assert '"plain": [1.23457, 2.0, 3e-05]' in path.read_text()
