@@ -3,7 +3,7 @@
 Written by reading liger-kernel 0.8.5 (``liger_kernel/ops/fused_moe.py`` and ``fused_moe_kernels.py``). On one GPU its
 rows have been right with its tuning switched off, which makes no figures; with it the first call of a shape compiles
 and times 104 configurations, one after the other, which took longer than the minute that there was. So it chooses
-among 20 of its own here (`fewer_configurations`), which has not been run: about a fifth of that time.
+among 20 of them here (`fewer_configurations`): a fifth of the work. How long that takes has yet to be measured.
 """
 
 from __future__ import annotations
