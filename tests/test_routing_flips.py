@@ -20,6 +20,7 @@ def test_a_flip_is_a_token_with_other_experts():
     assert flips(ours, theirs, 2) == [{"token": 1, "experts": [[1], [2]], "gaps": [0.5, 0.25]}]
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_models_that_are_alike_do_not_part_and_other_choices_are_another_loss():
     one, other = Trained("eager"), Trained("eager")
     (windows,) = batches(1)
