@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from harness import Tree, commit_option, cpu_model, write
+from harness import Tree, as_typed, commit_option, cpu_model, write
 
 SIZES = {"max_tokens": 8, "hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2}
 WARM_UP, CALLS = 300, 2000
@@ -201,7 +201,7 @@ def main() -> None:
         "device": f"{cpu_model()} x0",
         "load_average": os.getloadavg(),
         "commit": args.commit,
-        "command": "python " + " ".join(sys.argv),
+        "command": as_typed("python", sys.argv),
         "rounds": args.rounds,
         "calls": CALLS,
         "trees": [

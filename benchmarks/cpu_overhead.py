@@ -19,7 +19,7 @@ import tempfile
 
 import numpy as np
 from flashmoe.checkpoint import shipped_layer
-from harness import ROOT, cpu_model, head, result_path, write
+from harness import ROOT, as_typed, cpu_model, head, result_path, write
 
 
 def build(folder: str) -> str:
@@ -55,7 +55,7 @@ def main() -> None:
         "device": cpu_model(),
         "load_average": os.getloadavg(),
         "commit": head(),
-        "command": "python " + " ".join(sys.argv),
+        "command": as_typed("python", sys.argv),
     }
     write(args.out, result)
     print(json.dumps(result, indent=1))

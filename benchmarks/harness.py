@@ -96,18 +96,38 @@ def cpu_model() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def without_machine(argument: str) -> str:
+    """What was typed, without the folders of this machine: an absolute path below the sources or below the current
+    folder is relative to it, one of results is from ``benchmarks/results`` on, and of any other its last part is left.
+    Both forms of an option, ``--out PATH`` and ``--out=PATH``."""
+    option, equals, path = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    if not path.startswith("/"):
+        return argument
+    path = os.path.normpath(path)
+    for folder in (str(ROOT), os.getcwd()):
+        if path.startswith(f"{folder}/"):
+            return option + equals + os.path.relpath(path, folder)
+    results = re.search(r"(?<=/)benchmarks/results(/.*)?$", path)
+    return option + equals + (results[0] if results else os.path.basename(path))
+
+
+def as_typed(launcher: str, arguments: Sequence[str]) -> str:
+    """The line for a result to say that it was made by: `launcher` and what it was given, as anybody may type it."""
+    return " ".join([launcher, *map(without_machine, arguments)])
+
+
 def described(commit: str, ranks: int | None = None) -> dict[str, str]:
     """Where a result comes from; `ranks`: of the group that torchrun has started, None where there is none."""
     import torch
 
-    group, launcher = "", "python "
+    group, launcher = "", "python"
     if ranks is not None:
-        group, launcher = f" x{ranks}", f"torchrun --nproc-per-node {ranks} "
+        group, launcher = f" x{ranks}", f"torchrun --nproc-per-node {ranks}"
     return {
         "device": torch.cuda.get_device_name() + group,
         "torch": torch.__version__,
         "commit": commit,
-        "command": launcher + " ".join(sys.argv),
+        "command": as_typed(launcher, sys.argv),
     }
 
 
@@ -440,7 +460,7 @@ class Tree:
         }
 
     def described(self) -> dict[str, str]:
-        return {"folder": str(self.folder), "commit": self.commit, "package_sha256": self.digest}
+        return {"folder": without_machine(str(self.folder)), "commit": self.commit, "package_sha256": self.digest}
 
 
 def compile_kernels(trees: Sequence[Tree], variants: Sequence[Sequence[str]]) -> None:

@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from harness import QUERY, ROOT, Tree, compile_kernels, nvidia_smi, write
+from harness import QUERY, ROOT, Tree, as_typed, compile_kernels, nvidia_smi, write
 
 LAYERS = (
     ("paper-E64", 16384),
@@ -174,7 +174,7 @@ def main() -> int:
         "device": told[0]["device"],
         "torch": told[0]["torch"],
         "driver": nvidia_smi("driver_version"),
-        "command": "python " + " ".join(sys.argv),
+        "command": as_typed("python", sys.argv),
         "trees": {"old": old.described(), "new": new.described()},
         "rounds": ROUNDS,
         "shapes": [],

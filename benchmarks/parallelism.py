@@ -43,6 +43,7 @@ from flashmoe.slices import cut
 from harness import (
     SHAPES,
     WARM_UP,
+    as_typed,
     commit_option,
     cpu_model,
     described,
@@ -266,9 +267,8 @@ def start(engine: str) -> dict[str, Any]:
         join()
         return described("", dist.get_world_size())
     dist.init_process_group("gloo")
-    command = f"torchrun --nproc-per-node {dist.get_world_size()} {' '.join(sys.argv)}"
     origin = {"device": f"{cpu_model()} x0", "cores": os.cpu_count(), "torch": torch.__version__}
-    return origin | {"command": command}
+    return origin | {"command": as_typed(f"torchrun --nproc-per-node {dist.get_world_size()}", sys.argv)}
 
 
 def report(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-from harness import ROOT, commit_option, nvidia_smi, result_path, write
+from harness import ROOT, as_typed, commit_option, nvidia_smi, result_path, write
 
 SOURCE = ROOT / "csrc" / "cuda" / "entry" / "protocol_bench.cu"
 NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]
@@ -33,7 +33,7 @@ def main() -> None:
     clocks = "clocks.sm,clocks.mem,clocks.max.sm,driver_version"
     result |= {
         "commit": args.commit,
-        "command": "python " + " ".join(sys.argv),
+        "command": as_typed("python", sys.argv),
         "nvidia_smi": {clocks: nvidia_smi(clocks)},
     }
     write(args.out or result_path("protocol_gpu", result["device"], 1), result)

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from bits_layers import GPU_VARIANTS, PUT, SHARING
-from harness import ROOT, Tree, compile_kernels, cpu_model, nvidia_smi, write
+from harness import ROOT, Tree, as_typed, compile_kernels, cpu_model, nvidia_smi, write
 
 WORKER = ROOT / "benchmarks" / "bits.py"
 SUITES = ("cpu", "gpu", "group")
@@ -156,7 +156,7 @@ def main() -> int:
         "cpu": cpu_model(),
         "driver": nvidia_smi("driver_version"),
         "python": platform.python_version(),
-        "command": "python " + " ".join(sys.argv),
+        "command": as_typed("python", sys.argv),
         "trees": {name: tree.described() for name, tree in zip(("old", "new"), trees, strict=True)},
         "same_bits": same,
         "layers": layers,

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from typing import Any
 
-from harness import ROOT, commit_option, cpu_model, write
+from harness import ROOT, as_typed, commit_option, cpu_model, write
 
 EXAMPLE = ROOT / "examples" / "train_parallel.py"
 BATCH, WINDOW = 4, 64
@@ -92,7 +92,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": args.commit,
-        "command": "python " + " ".join(sys.argv),
+        "command": as_typed("python", sys.argv),
         "steps": args.steps,
         "batch": BATCH,
         "window": WINDOW,

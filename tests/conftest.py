@@ -44,6 +44,17 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of PyTorch: its threads and the engine's wait for one another where there are fewer cores than both."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class SecondUser:
     """Another user of this machine."""

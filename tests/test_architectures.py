@@ -21,20 +21,14 @@ from flashmoe import nn  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_transformers import ARCHITECTURES, OTHERS, model_of  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAMES = (*ARCHITECTURES, *OTHERS)
 ODD = "Qwen3Next"
 """The one whose shared expert is not as wide as several experts."""
 SHARED = ("Qwen2Moe", "DeepseekV3", "Glm4Moe", "Qwen3Next", "Llama4")
 LAYER = 1
 """That every model here has with experts."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_model(name, **changes):

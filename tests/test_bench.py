@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from flashmoe.bench import baselines, compare, counters, figures, papers, report, runner, series, store
+from flashmoe.bench.baselines import liger
 from flashmoe.bench.baselines import needs as needs_module
 from flashmoe.bench.baselines.needs import Needs
 from flashmoe.bench.layer import Sizes
@@ -109,6 +111,12 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "sources_digest", lambda: "another")
     assert run(tmp_path, suite).measured == 3  # of other sources
     assert [point["sources_sha256"] for point in store.read(outcome.files[0])["points"]] == ["another"] * 3
+
+
+def test_a_file_names_no_folder_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(store.sys, "argv", ["/x/bin/flashmoe", "bench", "--out", "/x/benchmarks/results"])
+    path = run(tmp_path, fake("tokens", {"a": [1.0]})).files[0]
+    assert store.read(path)["command"] == "flashmoe bench --out benchmarks/results"
 
 
 def test_times_are_written_on_one_line(tmp_path):
@@ -253,6 +261,30 @@ def test_the_point_of_a_baseline_that_is_wrong_has_no_figures(monkeypatch):
     monkeypatch.setattr(packages, "measure_layer", lambda run, **sizes: absent)
     with pytest.raises(Voided, match=r"at most 0\.5, got 1"):
         packages.measure(Run("cpu", 0, 1, 4), "other", tokens=16)
+
+
+def test_liger_tries_few_of_its_configurations(monkeypatch):
+    """All that it has are these, of liger-kernel 0.8.5: 32 of either GEMM, 40 of the sum."""
+
+    def grid(warps: tuple[int, ...], stages: tuple[int, ...], **blocks: tuple[int, ...]) -> SimpleNamespace:
+        of_blocks = [dict(zip(blocks, each, strict=True)) for each in itertools.product(*blocks.values())]
+        each = itertools.product(of_blocks, warps, stages)
+        return SimpleNamespace(configs=[SimpleNamespace(kwargs=of, num_warps=w, num_stages=s) for of, w, s in each])
+
+    up, down = (grid((4, 8), (2, 3, 4, 5), BLOCK_N=(64, 128), BLOCK_K=(32, 64)) for _ in range(2))
+    gather = grid((4, 8), (4,), BLOCK_H=(64, 128, 256, 512), BLOCK_K=(1, 2, 4, 8, 16))
+    kernels = SimpleNamespace(
+        _fused_up_proj_swiglu_kernel=up, _fused_down_proj_kernel=down, _token_gather_weighted_sum_kernel=gather
+    )
+    assert sum(len(each.configs) for each in (up, down, gather)) == 104
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", SimpleNamespace(fused_moe_kernels=kernels))
+    liger.fewer_configurations.__wrapped__()
+    assert [len(each.configs) for each in (up, down, gather)] == [8, 8, 4]
+    assert {(each.num_warps, each.num_stages) for each in up.configs} == set(itertools.product((4, 8), (2, 3, 4, 5)))
+    assert {(each.kwargs["BLOCK_N"], each.kwargs["BLOCK_K"]) for each in down.configs} == {(128, 64)}
+    with pytest.raises(ValueError, match="another release's"):
+        liger.keep(up, BLOCK_N=(256,))
 
 
 def test_packages_that_are_not_installed_have_no_points(monkeypatch):

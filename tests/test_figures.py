@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,39 @@ def test_any_other_figure_is_caught():
 
 def test_another_time_of_one_token_is_caught():
     assert len(list(faults(README.replace("Qwen3 takes 0.03 ms", "Qwen3 takes 0.05 ms")))) == 1
+
+
+OTHERS = {
+    "PyTorch, operator by operator": "pytorch",
+    "Transformers, `grouped_mm`": "transformers_grouped",
+    "torchtitan": "torchtitan",
+}
+"""What README's first table calls the baselines that stand beside a layer."""
+
+
+def first_table(readme: str) -> Iterator[tuple[str, str, float]]:
+    """What it says, and what was measured: milliseconds beside PyTorch, and times as long as the layer beside it."""
+    head, *rows = table("## How fast" + readme[readme.index("| | FlashMoE |") : readme.index("**What it cannot do")])
+    measured_points = json.loads((RESULTS / "bench_baselines" / "h200x1.json").read_text())["points"]
+    points = {point["name"]: point["samples"] for point in measured_points if "samples" in point}
+
+    def median(shape: str, baseline: str, call: str) -> float:
+        return statistics.median(points[f"{shape} 8192, {baseline} x1"][call]["busy"])
+
+    for label, ms, *ratios in rows:
+        shape = {"Qwen3-30B-A3B": "qwen3-30b", "Mixtral-8x7B": "mixtral"}[label.partition(",")[0]]
+        yield f"{label}, ms", ms.removesuffix(" ms"), median(shape, "pytorch", "flashmoe")
+        for title, ratio in zip(head[2:], ratios, strict=True):
+            name = OTHERS[title]
+            yield f"{label}, {name}", ratio, median(shape, name, name) / median(shape, name, "flashmoe")
+
+
+def test_readme_begins_with_what_was_measured():
+    said = list(first_table(README))
+    assert len(said) == 2 * (1 + len(OTHERS))
+    assert [(what, printed, value) for what, printed, value in said if differs(printed, value)] == []
+    other = README.replace("| 1.14 ms | 2.84 |", "| 1.14 ms | 2.85 |")
+    assert sum(differs(printed, value) for _, printed, value in first_table(other)) == 1
 
 
 FILES = sorted(RESULTS.rglob("*.json"))

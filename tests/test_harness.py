@@ -51,6 +51,32 @@ def test_a_layer_stands_beside_its_floor():
     }
 
 
+ROOT = harness.ROOT
+TYPED = {
+    "benchmarks/decode.py --repeats 12": "benchmarks/decode.py --repeats 12",
+    f"{ROOT}/benchmarks/decode.py --out {ROOT}/build/../out.json": "benchmarks/decode.py --out out.json",
+    "fp8.py --out=/x/y/benchmarks/results/fp8/h200x1.json": "fp8.py --out=benchmarks/results/fp8/h200x1.json",
+    "bench --out /x/y/benchmarks/results": "bench --out benchmarks/results",
+    "bench --out HERE/results": "bench --out results",
+    "old_new.py --trees /x/old /x/y/new/ --commits a b": "old_new.py --trees old new --commits a b",
+    "check_wheel.py /usr/bin/python3.11": "check_wheel.py python3.11",
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_a_result_says_what_anybody_may_type(monkeypatch, tmp_path: Path, typed: str):
+    """No folder of the machine that made it, whatever was typed there."""
+    monkeypatch.chdir(tmp_path)
+    arguments = typed.replace("HERE", str(tmp_path)).split()
+    assert harness.as_typed("python", arguments) == f"python {TYPED[typed]}"
+
+
+def test_a_tree_is_known_by_its_name(tmp_path: Path):
+    (tmp_path / "old" / "flashmoe").mkdir(parents=True)
+    (tmp_path / "old" / "flashmoe" / "__init__.py").touch()
+    assert harness.Tree.at(tmp_path / "old", "0123456").described()["folder"] == "old"
+
+
 @pytest.mark.parametrize("suite", ["splits", "imbalance"])
 def test_parallelism_on_the_cpu_engine(tmp_path: Path, suite: str):
     pytest.importorskip("torch")

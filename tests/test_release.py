@@ -51,6 +51,13 @@ def test_the_library_shows_its_functions_alone():
     assert names and not [name for name in names if not name.startswith("__tvm_ffi_")]
 
 
+def test_the_library_names_no_folder_that_it_was_built_in():
+    """So that two builds, for which pip makes folders of different names, are the same."""
+    library = (Path(flashmoe.__file__).parent / "lib" / "libflashmoe.so").read_bytes()
+    assert b"tvm/ffi/" in library  # a header that puts its own name into errors
+    assert build_release.sources_named(library) == set()
+
+
 def test_the_sdist_has_what_the_package_is_built_from(tmp_path):
     pytest.importorskip("scikit_build_core", reason="scikit-build-core, which makes the sdist, is not installed")
     program = f"from scikit_build_core.build import build_sdist; print(build_sdist({str(tmp_path)!r}))"
@@ -75,13 +82,20 @@ def made(tmp_path, monkeypatch):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / KERNEL).touch()
 
-    def make(of_name: str = TAG, of_metadata: str = TAG, kernels: tuple[str, ...] = (KERNEL,)) -> Path:
+    def make(
+        of_name: str = TAG,
+        of_metadata: str = TAG,
+        kernels: tuple[str, ...] = (KERNEL,),
+        program: bytes = b"",
+        year: int = 1980,
+    ) -> Path:
         path = tmp_path / f"flashmoe-{flashmoe.__version__}-{of_name}.whl"
+        about = zipfile.ZipInfo("flashmoe-0.dist-info/WHEEL", (year, 1, 1, 0, 0, 0))
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("flashmoe-0.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {of_metadata}\n")
-            archive.mkdir("flashmoe/cuda/kernels")
+            archive.writestr(about, f"Wheel-Version: 1.0\nTag: {of_metadata}\n")
+            archive.writestr(zipfile.ZipInfo("flashmoe/cuda/kernels/"), "")
             for each in kernels:
-                archive.writestr(f"flashmoe/cuda/kernels/{each}", "")
+                archive.writestr(zipfile.ZipInfo(f"flashmoe/cuda/kernels/{each}"), program)
         return path
 
     return make
@@ -109,6 +123,12 @@ def test_a_wheel_as_it_is_to_be(made):
 def test_a_wheel_that_is_not(made, of_name, of_metadata, kernels, fault):
     [found] = build_release.faults(made(of_name, of_metadata, kernels))
     assert found.startswith(fault)
+
+
+def test_a_wheel_that_another_build_would_not_give(made):
+    [found] = build_release.faults(made(program=b"\x7fELF\0/tmp/pip-build-env-4wsc/tvm/ffi/any.h\0csrc/cuda/moe.cu\0"))
+    assert found == f"flashmoe/cuda/kernels/{KERNEL}: names /tmp/pip-build-env-4wsc/tvm/ffi/any.h"
+    assert build_release.faults(made(year=2026)) == ["times: expected one for all files, got 2"]
 
 
 def documented() -> dict[str, str]:

@@ -39,15 +39,6 @@ def test_it_writes_what_eager_experts_write(on_ranks, ranks):  # noqa: F811
     assert len({text for text, _ in texts}) == ranks
 
 
-@pytest.fixture
-def one_thread():
-    """Of PyTorch: its threads and the engine's wait for one another where there are fewer cores than both."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_a_process_alone_writes_the_same(one_thread):
     model = loaded(dtype=torch.float32, experts_implementation="eager")
     expected = text_of(model, PROMPTS[0])

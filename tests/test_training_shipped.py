@@ -33,15 +33,6 @@ def losses_with(implementation: str) -> list[float]:
     return losses
 
 
-@pytest.fixture
-def one_thread():
-    """For PyTorch: the engine's threads need the cores, and the model is small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_losses_are_those_of_eager_experts():
     """At every tenth step within 1e-3, and they fall. (From random weights two orders of the same sums part sooner: the

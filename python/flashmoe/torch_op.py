@@ -15,8 +15,8 @@ rank does not use, nor merge two equal calls, nor swap two independent ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -233,46 +233,44 @@ def _moe_backward(*args: Any, **kwargs: Any) -> list[Tensor]:
     bound.apply_defaults()
     a = bound.arguments
     options = {name: a[name] for name in _OPTIONS}
-    return _gradients_at(*bound.args[: len(_BACKWARD_TENSORS) - 1], options, a["wanted"])
+    return _gradients_at(_OfCall(*(a[name] for name in _OfCall._fields)), options, a["wanted"])
 
 
-def _gradients_at(
-    context: int,
-    grad: Tensor,
-    logits_grad: Tensor | None,
-    kept: Tensor,
-    counted: Tensor,
-    inputs: Sequence[Tensor],
-    given: Sequence[int],
-    options: Mapping[str, Any],
-    wanted: Sequence[int],
-) -> list[Tensor]:
-    """What `_moe_backward` returns, whose arguments see."""
-    results = {place: torch.empty_like(inputs[given.index(place)]) for place in {0, *wanted}}
-    _write_gradients(context, grad, logits_grad, kept, counted, inputs, given, options, results)
+class _OfCall(NamedTuple):
+    """What a backward pass reads: the first arguments of ``moe_backward``."""
+
+    context: int
+    grad: Tensor
+    logits_grad: Tensor | None
+    kept: Tensor
+    counted: Tensor
+    inputs: Sequence[Tensor]
+    given: Sequence[int]
+
+    def empty(self, places: Collection[int]) -> dict[int, Tensor]:
+        """Tensors like those at these places, for their gradients."""
+        return {place: torch.empty_like(self.inputs[self.given.index(place)]) for place in places}
+
+
+def _gradients_at(of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[int]) -> list[Tensor]:
+    """What `_moe_backward` returns."""
+    results = of_call.empty({0, *wanted})
+    _write_gradients(of_call, options, results)
     return [results[place] for place in wanted]
 
 
 def _write_gradients(
-    context: int,
-    grad: Tensor,
-    logits_grad: Tensor | None,
-    kept: Tensor,
-    counted: Tensor,
-    inputs: Sequence[Tensor],
-    given: Sequence[int],
-    options: Mapping[str, Any],
-    results: Mapping[int, Tensor],
-    accumulates: bool = False,
+    of_call: _OfCall, options: Mapping[str, Any], results: Mapping[int, Tensor], accumulates: bool = False
 ) -> None:
     """Those of `results`, by place; `accumulates`: added to what is there, of weights and biases."""
     names = Tensors._fields
-    read = {names[place]: each for place, each in zip(given, inputs, strict=True)} | {"y": grad.contiguous()}
-    if logits_grad is not None:
-        read["router_logits"] = logits_grad.contiguous()
+    read = {names[place]: each for place, each in zip(of_call.given, of_call.inputs, strict=True)}
+    read["y"] = of_call.grad.contiguous()
+    if of_call.logits_grad is not None:
+        read["router_logits"] = of_call.logits_grad.contiguous()
     written = {names[place]: each for place, each in results.items()}
-    ctx = _context(context, grad.shape[0])
-    run_backward(ctx, kept, counted, _options_of(options), read, written, accumulates)
+    ctx = _context(of_call.context, of_call.grad.shape[0])
+    run_backward(ctx, of_call.kept, of_call.counted, _options_of(options), read, written, accumulates)
 
 
 def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -315,9 +313,8 @@ moe_kept = torch.library.custom_op(
     schema=f"{_OBSERVED_SCHEMA}, bool main_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _OPTIONS = [name for name in _SIGNATURE.parameters if name in Options._fields]
-_BACKWARD_TENSORS = ("context", "grad", "logits_grad", "kept", "counted", "inputs", "given", "wanted")
 _BACKWARD = inspect.Signature(
-    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _BACKWARD_TENSORS]
+    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*_OfCall._fields, "wanted")]
     + [_SIGNATURE.parameters[name] for name in _OPTIONS]
 )
 _OPTION_SCHEMA = ", ".join(each for each in _SCHEMA.split(", ") if each.split(" ")[-1].split("=")[0] in _OPTIONS)
@@ -489,26 +486,25 @@ def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None,
         grad = torch.zeros_like(inputs[ctx.positions.index(1)])  # of x's shape; only the logits led here
     given = [_PLACES[position] for position in ctx.positions]
     wanted = [position for position in ctx.positions if needed[position] and _PLACES[position] != _CONSTANT]
-    of_call, places = (ctx.context, grad, logits, kept, counted, inputs, given), [_PLACES[each] for each in wanted]
+    of_call = _OfCall(ctx.context, grad, logits, kept, counted, inputs, given)
+    places = [_PLACES[each] for each in wanted]
     if ctx.parameters:
         results = _accumulate(of_call, ctx.options, places, ctx.parameters)
     elif goes_through_torch(grad, inputs):
         results = moe_backward(*of_call, places, **ctx.options)
     else:  # past PyTorch's way to an operator, which takes the host longer than all of this
-        results = _gradients_at(*of_call, ctx.options, places)
+        results = _gradients_at(of_call, ctx.options, places)
     gradients = dict(zip(wanted, results, strict=True))
     return tuple(gradients.get(position) for position in range(len(needed)))
 
 
 def _accumulate(
-    of_call: tuple[Any, ...], options: Mapping[str, Any], wanted: Sequence[int], parameters: Mapping[int, Tensor]
+    of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[int], parameters: Mapping[int, Tensor]
 ) -> list[Any]:
-    """As ``moe_backward``, of whose arguments `of_call` are the first, but the gradients of `parameters` are added to
-    their `main_grad`, and None here."""
-    *_, inputs, given = of_call
+    """As `_gradients_at`, but the gradients of `parameters` are added to their `main_grad`, and None here."""
     sums = {place: _main_grad_of(Tensors._fields[place], parameters[place]) for place in wanted if place in parameters}
-    others = {place: torch.empty_like(inputs[given.index(place)]) for place in {0, *wanted} - sums.keys()}
-    _write_gradients(*of_call, options, others | sums, accumulates=True)
+    others = of_call.empty({0, *wanted} - sums.keys())
+    _write_gradients(of_call, options, others | sums, accumulates=True)
     for each in sums.values():
         torch.autograd.graph.increment_version(each)  # PyTorch has not seen the write
     return [others.get(place) for place in wanted]

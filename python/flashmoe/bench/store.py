@@ -80,7 +80,7 @@ class Results:
             "suite": suite.name,
             "commit": commit,
             "sources_sha256": sources_digest(),
-            "command": "flashmoe " + " ".join(sys.argv[1:]),
+            "command": program("harness").as_typed("flashmoe", sys.argv[1:]),
             "versions": versions(),
         }
         if machine.engine == "cuda":

@@ -15,6 +15,7 @@ from ..checkpoint import shipped_layer
 from ..errors import InvalidArgument
 from ..placement import balanced, contiguous, rank_loads
 from ..spec import MAX_EXPERTS, MAX_RANKS, bounded
+from . import options
 from .console import console, count, working
 from .render import show_balance
 
@@ -27,7 +28,7 @@ def command(
             "that the package ships, by its trained layer]"
         ),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Ranks in the group.")] = 8,
+    ranks: options.Ranks = 8,
     copies: Annotated[
         int | None, typer.Option(help="How many experts there may be besides the E.  [default: an eighth of these]")
     ] = None,

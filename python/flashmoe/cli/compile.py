@@ -11,11 +11,12 @@ from rich.table import Table
 from ..errors import InvalidArgument
 from ..jit import TRANSPOSED, Compiled, Variant, compile_kernel
 from ..spec import ACTIVATIONS, DTYPES
+from . import options
 from .console import console
 
 
 def command(
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    dtype: options.Dtype = "bfloat16",
     activation: Annotated[str, typer.Option(help=", ".join(ACTIVATIONS) + ".")] = "swiglu",
     all_: Annotated[bool, typer.Option("--all", help="Every dtype with every activation.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Kernels that record a trace.")] = False,

@@ -11,25 +11,26 @@ from ..errors import HeapError, InvalidArgument
 from ..limits import engine_return_mode
 from ..placement import roomy
 from ..spec import ACTIVATIONS
+from . import options
 from .console import console, print_error
 from .render import show_comparisons, show_memory_plan, show_training_costs
 
 
 def command(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Shape of a published model, such as qwen3-30b-a3b.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden size H.")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="Intermediate size I of one expert.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts E in all.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Experts per token K.")] = None,
+    model: options.PublishedModel = None,
+    hidden: options.Hidden = None,
+    intermediate: options.Intermediate = None,
+    experts: options.Experts = None,
+    top_k: options.TopK = None,
     shared_intermediate: Annotated[int, typer.Option(help="Intermediate size Is of a shared expert; 0: none.")] = 0,
     engine: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    ranks: Annotated[int, typer.Option(help="Ranks in the group.")] = 4,
+    ranks: options.Ranks = 4,
     copies: Annotated[
         int, typer.Option(help="Copies of experts besides the E, as flashmoe balance places them; weights not counted.")
     ] = 0,
-    tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    tokens: options.Tokens = 4096,
+    dtype: options.Dtype = "bfloat16",
     weight_dtype: Annotated[
         str | None, typer.Option(help="Of the experts' weights: dtype, float8_e4m3fn or mxfp4.  [default: dtype]")
     ] = None,

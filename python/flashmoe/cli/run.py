@@ -16,7 +16,7 @@ from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize
 from ..trace import Event, write_perfetto, write_timeline
-from . import device, launched, render
+from . import device, launched, options, render
 from .console import count, working
 from .verify import verify
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
@@ -32,17 +32,17 @@ def command(
     ranks: Annotated[
         int | None, typer.Option(help="Ranks; each is a process of this machine.  [default: 4; 1 with cuda]")
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A .safetensors file or a checkpoint folder.")] = None,
+    checkpoint: options.Checkpoint = None,
     layer: Annotated[
         int | None, typer.Option(help="Of the checkpoint: a decoder layer's number.  [default: the first with experts]")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A random layer of this published shape.")] = None,
+    model: options.RandomModel = None,
     scale: Annotated[float | None, typer.Option(help="Factor on the model's H and I.  [default: 1]")] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens per rank.  [default: 512, or the shipped 2048 split evenly]")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the layer's]")] = None,
-    return_: Annotated[str, typer.Option("--return", help="direct, reduced or auto.")] = "auto",
+    dtype: options.LayerDtype = None,
+    return_: options.Return = "auto",
     seed: Annotated[int | None, typer.Option(help="Of random weights and tokens.  [default: 0]")] = None,
     skew: Annotated[
         float | None,

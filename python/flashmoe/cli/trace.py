@@ -16,7 +16,7 @@ from ..errors import InvalidArgument
 from ..quantize import quantize_layer
 from ..spec import ACTIVATIONS, FP8, one_of
 from ..trace import write_traces
-from . import render
+from . import options, render
 from .console import count, working
 from .memory import sizes_of
 from .run import chosen_engine
@@ -27,23 +27,21 @@ from .workload import Request, Workload, file_workload, random_workload, shipped
 def command(
     engine: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there are GPUs for that.")] = "auto",
     ranks: Annotated[int, typer.Option(help="Ranks; each is a process of this machine, with cuda a GPU.")] = 1,
-    model: Annotated[str | None, typer.Option(help="A random layer of this published shape.")] = None,
+    model: options.RandomModel = None,
     scale: Annotated[float, typer.Option(help="Factor on the model's H and I.")] = 1.0,
-    hidden: Annotated[int | None, typer.Option(help="Hidden size H.")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="Intermediate size I of one expert.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts E in all.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Experts per token K.")] = None,
-    activation: Annotated[
-        str | None, typer.Option(help=", ".join(ACTIVATIONS) + ".  [default: the model's, else swiglu]")
-    ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A .safetensors file or a checkpoint folder.")] = None,
+    hidden: options.Hidden = None,
+    intermediate: options.Intermediate = None,
+    experts: options.Experts = None,
+    top_k: options.TopK = None,
+    activation: options.Activation = None,
+    checkpoint: options.Checkpoint = None,
     layer: Annotated[int | None, typer.Option(help="Of the checkpoint: a decoder layer's number.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens per rank.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the layer's]")] = None,
+    dtype: options.LayerDtype = None,
     weight_dtype: Annotated[
         str | None, typer.Option(help="float8_e4m3fn: experts in FP8, scales of blocks.  [default: dtype]")
     ] = None,
-    return_: Annotated[str, typer.Option("--return", help="direct, reduced or auto.")] = "auto",
+    return_: options.Return = "auto",
     backward: Annotated[bool, typer.Option("--backward", help="Also the backward pass.")] = False,
     seed: Annotated[int, typer.Option(help="Of random weights and tokens.")] = 0,
     skew: Annotated[float, typer.Option(help="The expert of popularity rank j gets tokens as j^-skew.")] = 0.0,

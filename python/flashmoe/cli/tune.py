@@ -23,24 +23,22 @@ from ..spec import (
 from ..tuning import profiles
 from ..tuning.knobs import PROFILE
 from ..tuning.search import Candidate, Outcome, most_timings, search
-from . import device
+from . import device, options
 from .bench import CALLS, ROUNDS, Bench
 from .console import console, working
 from .memory import sizes_of
 
 
 def command(
-    model: Annotated[str | None, typer.Option(help="Shape of a published model, such as qwen3-30b-a3b.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden size H.")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="Intermediate size I of one expert.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts E in all.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Experts per token K.")] = None,
-    activation: Annotated[
-        str | None, typer.Option(help=", ".join(ACTIVATIONS) + ".  [default: the model's, else swiglu]")
-    ] = None,
+    model: options.PublishedModel = None,
+    hidden: options.Hidden = None,
+    intermediate: options.Intermediate = None,
+    experts: options.Experts = None,
+    top_k: options.TopK = None,
+    activation: options.Activation = None,
     ranks: Annotated[int, typer.Option(help="Ranks in the group, a GPU each.")] = 1,
-    tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    tokens: options.Tokens = 4096,
+    dtype: options.Dtype = "bfloat16",
 ) -> int:
     """Find the fastest order of tasks for a shape on this machine's GPUs, and store it for the contexts to come.
 

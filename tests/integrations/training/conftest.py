@@ -4,16 +4,31 @@ framework a file is skipped and says so."""
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import evidence  # which makes the benchmarks' modules importable
 import pytest
 import torch
+from flashmoe.launch import RankPool
+from gloo import Gloo
 from harness import cpu_model, head, result_path
 
 HERE = Path(__file__).resolve().parent
 FRAMEWORKS = ("megatron-core", "torchtitan")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def on_ranks(pool, tmp_path):
+    """Calls a function, with arguments behind its rank, on two ranks of torch.distributed: what each returned."""
+    return partial(Gloo(pool, tmp_path), 2)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -20,8 +20,6 @@ from flashmoe.errors import InvalidArgument  # noqa: E402
 from flashmoe.integrations import torchtitan as integration  # noqa: E402
 from flashmoe.integrations.release import check_release  # noqa: E402
 from flashmoe.integrations.torchtitan import FlashMoEExperts, FlashMoERoutedExperts, flashmoe_experts  # noqa: E402
-from flashmoe.launch import RankPool  # noqa: E402
-from gloo import Gloo  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
@@ -41,17 +39,6 @@ ROUNDING = 32 * 2.0**-24
 each of which adds half of a rounding times the square root of that many."""
 NORMAL = {name: lambda weight: torch.nn.init.normal_(weight, std=0.3) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
 NAMES = ("inner_experts.w1_EFD", "inner_experts.w2_EDF", "inner_experts.w3_EFD")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture
-def on_ranks(pool, tmp_path):
-    return lambda fn, *args: Gloo(pool, tmp_path)(2, fn, *args)
 
 
 def config():

@@ -1,11 +1,15 @@
 """Liger-Kernel's fused MoE: a Triton kernel for gather, GEMM and SwiGLU, another for GEMM 1, a third for the sum.
 
-Written by reading liger-kernel 0.8.5 (``liger_kernel/ops/fused_moe.py``). On one GPU its
-rows have been right with its tuning switched off, which makes no figures; with it the first call of a shape tries 104
-configurations, one after the other, which took longer than the minute that there was.
+Written by reading liger-kernel 0.8.5 (``liger_kernel/ops/fused_moe.py`` and ``fused_moe_kernels.py``). On one GPU its
+rows have been right with its tuning switched off, which makes no figures; with it the first call of a shape compiles
+and times 104 configurations, one after the other, which took longer than the minute that there was. So it chooses
+among 20 of them here (`fewer_configurations`): a fifth of the work. How long that takes has yet to be measured.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 from ..layer import TURNS, Layer
 from ..run import Call
@@ -15,9 +19,36 @@ from .pytorch import route
 NEEDS = Needs(("liger_kernel", "triton"), gpu=True, one_rank=True, gated=True)
 
 
+@functools.cache
+def fewer_configurations() -> None:
+    """Has its kernels try fewer, for all calls of this process. Of the two GEMMs: the largest block, which is also what
+    it takes untuned, with every number of warps and of stages. Of the sum over a token's experts: four warps, blocks of
+    128 columns or 512, and of 2 experts or 8, as layers here have them.
+    """
+    from liger_kernel.ops import fused_moe_kernels as kernels
+
+    keep(kernels._fused_up_proj_swiglu_kernel, BLOCK_N=(128,), BLOCK_K=(64,))
+    keep(kernels._fused_down_proj_kernel, BLOCK_N=(128,), BLOCK_K=(64,))
+    keep(kernels._token_gather_weighted_sum_kernel, BLOCK_H=(128, 512), BLOCK_K=(2, 8), num_warps=(4,))
+
+
+def keep(kernel: Any, **values: tuple[int, ...]) -> None:
+    """Has Triton try those configurations alone in which each of these has one of its values."""
+    kept = [
+        config
+        for config in kernel.configs
+        if all({**config.kwargs, "num_warps": config.num_warps}[name] in of for name, of in values.items())
+    ]
+    if not kept:
+        raise ValueError(f"none of its configurations has {values}: another release's")
+    kernel.configs = kept
+
+
 def call(layer: Layer) -> Call:
     import torch
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    fewer_configurations()
 
     def forward(i: int) -> torch.Tensor:
         x = layer.xs[i % TURNS]
