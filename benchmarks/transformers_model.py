@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from flashmoe.integrations.transformers import fuse
+from flashmoe.integrations.transformers import fuse, parallelize
 from harness import commit_option, described, nvidia_smi, result_path, write
 
 PROMPT, STEPS, TURNS = 128, 16, 4
@@ -169,6 +169,11 @@ def spread(model: torch.nn.Module) -> torch.nn.Module:
     if held != {expected := model.config.num_experts // ranks}:
         raise RuntimeError(f"experts: expected {expected} of each layer on a rank, got {held}")
     return model
+
+
+def spread_by_flashmoe(model: torch.nn.Module, max_tokens: int, engine: str) -> Any:
+    """The same with FlashMoE's, whose context it returns; each rank has a batch of its own."""
+    return parallelize(model, max_tokens=max_tokens, engine=engine)
 
 
 def of_group(model: torch.nn.Module, cases: Sequence[str], batches: int) -> dict[str, list[float]]:

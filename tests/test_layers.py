@@ -30,7 +30,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "csrc/cpu": _ACTORS | {"csrc/host"},
     "csrc/cuda": _GPU | {"include/flashmoe/sm90", "csrc/host"},
     "csrc/network": _PROTOCOL | {"csrc/host"},
-    "csrc/sim": _ACTORS | {"include/flashmoe/sm90", "csrc/host", "csrc/cuda"},
+    "csrc/sim": _ACTORS | {"include/flashmoe/sm90", "csrc/host", "csrc/cuda", "csrc/network"},
 }
 MAY_INCLUDE["csrc/bindings"] = set(MAY_INCLUDE)
 

@@ -79,8 +79,6 @@ def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, case
     import torch
     import torch.distributed as dist
 
-    from flashmoe.integrations.transformers import parallelize
-
     torch.manual_seed(1)
     model = of.spread(build())
     ids = of.tokens(model, run.ranks, 64)
@@ -93,7 +91,7 @@ def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, case
     if run.engine == "cuda":
         torch.cuda.empty_cache()
     model = build()
-    context = parallelize(model, max_tokens=128 if run.small else MOST_TOKENS, engine=run.engine)
+    context = of.spread_by_flashmoe(model, 128 if run.small else MOST_TOKENS, run.engine)
     with torch.no_grad():
         logits = model(input_ids=ids[run.rank :][:1], use_cache=False).logits[0]
     check = run.check(apart(logits, expected), bound(run), "a rank's logits beside Transformers' own")
