@@ -1,5 +1,5 @@
-// Groups that are spread over machines: who stands for whom, where each source's fields lie, and whole calls with relays, of
-// warps of 1 to 8 lanes, over mapped memory.
+// Groups that are spread over machines: who stands for whom, where each source's fields lie, when a relay's call is over, and
+// whole calls with relays, of warps of 1 to 8 lanes, over mapped memory.
 #include <map>
 #include <set>
 
@@ -72,6 +72,39 @@ void check_tables() {
   std::printf("%u spreads\n", checked);
 }
 
+// When a relay lets its rank leave a call: all batches passed on, all sums here, be it of a later call, which a rank without
+// experts signals as soon as the source is in it. Rank 1 of {0}, {1, 2} is rank 0's relay.
+void check_completion() {
+  using P = SpreadPlatform<cpu::CpuPlatform>;
+  Limits l = limits(3, 1);
+  const Helpers helpers{.machines = {0, 1, 1}};
+  host::MachineTables(helpers.machines, 3, 0).set(l);
+  AbstractGroup<P> group(l, helpers);
+  Rank<P>& rank = group.rank(1);
+  uint32_t checked = 0;
+  for (const Problem& x : Problems(l, 7).draw(40)) {
+    rank.prepare(x);
+    const SpreadCall& c = rank.call;
+    const Machines& m = c.machines;
+    *c.call_signal(1, 0) = Signal::make(c.epoch, CallPayload::make(x.of[0].tokens, x.of[0].log2_block));
+    c.call_config(1, 0)->hash = c.config.hash;
+    const uint32_t blocks = c.blocks_of(0);
+    if (!m.sums || blocks == 0) continue;
+    Relay<P> relay(c);
+    m.passed[0] = ceil_div(blocks, m.batch_blocks(1u << x.of[0].log2_block, c.memory.token_row_bytes));
+    const RelayPlace from(c, m, 1, 0);
+    for (uint32_t n = 0; n < 2 * c.policy.groups; ++n) {
+      CHECK(!relay.step() && !relay.complete());
+      *from.sum_signal(n / c.policy.groups, n % c.policy.groups) = Signal::make(c.epoch + n % 2, 0);
+    }
+    CHECK(relay.step() && relay.complete());
+    for (uint32_t n = 0; n < 2 * c.policy.groups; ++n) *from.sum_signal(n / c.policy.groups, n % c.policy.groups) = 0;
+    ++checked;
+  }
+  CHECK(checked > 0);
+  std::printf("%u calls of a relay\n", checked);
+}
+
 }  // namespace
 }  // namespace flashmoe::test
 
@@ -80,6 +113,7 @@ int main() {
   using namespace flashmoe::test;
   using One = SpreadPlatform<cpu::CpuPlatform>;
   check_tables();
+  check_completion();
   for (const uint64_t bytes : {1u, 2000u}) {  // a block is a message; several are
     host::batch_bytes = bytes;
     for (const uint64_t seed : {1, 2}) {
