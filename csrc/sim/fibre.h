@@ -26,7 +26,11 @@ class Stacks {
  public:
   // Four times what any actor takes. Not a power of two: a warp's lanes run in turn, and their frames would have the same few
   // lines of the cache.
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr size_t kBytes = 64 * 1024;  // frames have room between their variables
+#else
   static constexpr size_t kBytes = 12 * 1024 + 3 * 64;
+#endif
 
   Stacks() = default;
   ~Stacks();
