@@ -41,18 +41,3 @@ def test_what_biases_owe_to_combine_weights():
     expected = torch.einsum("th,tkh->tk", dy.double(), tensors.down_bias.double()[ids.long()]).where(~dropped, 0.0)
     assert torch.allclose(by_bias, expected, rtol=1e-12, atol=1e-12)
     assert cuda_training.weights_by_bias(tensors_of(down_bias=None), {"y": dy}, ids) is None
-
-
-def test_rows_that_were_counted():
-    """Three ranks, two experts: sizes of what is kept, and where each expert's rows begin."""
-    tokens, received = [5, 0, 9], [4, 0, 0]  # this is the last rank
-    rows = 3, 2, 0, 0, 1, 7
-    counts = torch.tensor([*tokens, *received, *rows], dtype=torch.int32)
-    kept, first = cuda_training.counted_rows(counts, 3, 17)
-    assert kept == cuda_training.KeptRows(rows=13, received=4, pitch=9, call=17)
-    assert first.tolist() == [0, 4, 13] and first.dtype == torch.int32
-
-
-def test_a_rank_without_experts_has_no_rows():
-    kept, first = cuda_training.counted_rows(torch.tensor([7, 3, 0, 0], dtype=torch.int32), 2, 1)
-    assert kept == cuda_training.KeptRows(0, 0, 7, 1) and first.tolist() == [0]
