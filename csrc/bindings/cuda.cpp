@@ -227,7 +227,7 @@ Map training_bytes(Map layer, Map map) {
     Map out;
     const auto set = [&](const char* name, uint64_t bytes) { out.Set(name, static_cast<int64_t>(bytes)); };
     const PassLayout pass(spec, choices, experts, rows.received, redispatch, alone);
-    set("tile_rows", pass.received);
+    set("tile_rows", pass.plain);
     set("pass_tokens", pass.gather - pass.received);
     set("gather", pass.parts - pass.gather);
     set("weight_parts", pass.bytes - pass.parts);

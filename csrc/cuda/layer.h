@@ -92,10 +92,15 @@ struct GroupCallLayout {
   }
 };
 
+// Whether rows of dZ are needed without the weight, too (BackwardArgs::plain_behind).
+inline bool needs_plain(const LayerSpec& spec) {
+  return spec.weights_on_input && spec.gate_up_bias;
+}
+
 // Where a backward pass has what nobody reads after it: rows of tiles, dZ first (BackwardArgs). Of so many rows of experts; and
 // rows of other ranks' tokens, of several ranks (GroupArgs): of dY, and where they are dispatched again, of x.
 struct PassLayout {
-  uint64_t tiles, weighted, received, x, gather, parts, bytes;
+  uint64_t tiles, weighted, plain, received, x, gather, parts, bytes;
 
   PassLayout(const LayerSpec& spec, uint64_t choices, uint64_t local_experts, uint64_t received_rows, bool redispatch,
              bool alone) {
@@ -103,7 +108,8 @@ struct PassLayout {
     tiles = choices / sm90::kTileTokens + min_of(local_experts, choices);
     if (!alone) tiles = max_of(tiles, uint64_t{1});  // the copy engine's view of no rows would be none
     weighted = tiles * sm90::kTileTokens * spec.gate_up_rows() * element;
-    received = weighted + tiles * sm90::kTileTokens * spec.intermediate * element;
+    plain = weighted + tiles * sm90::kTileTokens * spec.intermediate * element;
+    received = plain + (needs_plain(spec) ? weighted : 0);
     x = received + received_rows * spec.token_row_bytes();
     gather = x + (redispatch ? x - received : 0);
     parts = gather + (alone ? 0 : tiles * sm90::kTileTokens * sizeof(uint32_t));

@@ -348,6 +348,7 @@ void Plan::set_gradients(const GradientSpec& g) {
   b.z_gradients = at(z.data);
   b.weighted = at(weighted.data);
   b.z_columns = z_columns;
+  args.options.plain_behind = needs_plain(spec) ? layout.plain : 0;
   b.weight_parts = reinterpret_cast<float*>(g.memory + layout.parts);
   b.weights = reinterpret_cast<float*>(g.weights);
   b.gate_up = at(g.gate_up);

@@ -217,8 +217,9 @@ class _Expert:
         exact = np.zeros_like
         on_input, bias = layer.weights_on_input, 0.0 if self.up_bias is None else self.up_bias
         z, z_variance = _scaled_linear(x, w, w_variance, self.up, bias) if on_input else _linear(x, 0.0, self.up, bias)
-        if layer.dtype != "float32":
-            z_variance = z_variance + _rounding(z, layer.dtype)
+        on_gpu_input = on_input and layer.on_gpu
+        if layer.dtype != "float32":  # a GPU keeps what weights scale, others the pre-activations
+            z_variance = z_variance + _rounding(z - bias if on_gpu_input else z, layer.dtype)
         a, a_variance = _activated(z, z_variance, layer.activation, **layer.shape)
         g, g_variance = _linear(dy, 0.0, self.down.T, 0.0)
         scaled = (w * x, w_variance * x**2 + _VARIANCE32 * (w * x) ** 2), (w * dy, w_variance * dy**2)
@@ -227,20 +228,31 @@ class _Expert:
             df = df[0], df[1] + _VARIANCE32 * df[0] ** 2
         weight, weight_variance = (np.ones_like(w), np.zeros_like(w)) if on_input else (w, w_variance)
         dz, dz_variance = _backward(layer, z, z_variance, g, g_variance, weight, weight_variance)
+        plain, plain_variance = of_plain, of_plain_variance = dz, dz_variance
         if layer.on_gpu:
+            if on_input:  # what is multiplied has the weight, what biases get has not
+                rows = x, exact(x)
+                dz, dz_variance = w * dz, w**2 * dz_variance + w_variance * dz**2 + _VARIANCE32 * (w * dz) ** 2
+            plain_variance = plain_variance + _rounding(plain, layer.dtype)
             dz_variance = dz_variance + _rounding(dz, layer.dtype)
         sums.of_up.add(dz, dz_variance, *rows)
-        if layer.on_gpu and not on_input:
-            weighted = w * a
-            variance = w**2 * a_variance + w_variance * a**2 + _VARIANCE32 * weighted**2
+        if layer.on_gpu:
+            weighted = weight * a
+            variance = weight**2 * a_variance + weight_variance * a**2 + _VARIANCE32 * weighted**2
             sums.of_down.add(dy, exact(dy), weighted, variance + _rounding(weighted, layer.dtype))
         else:
             sums.of_down.add(*df, a, a_variance)
         one = np.ones((len(t), 1))
-        sums.up_bias.add(one, exact(one), dz, dz_variance)
+        sums.up_bias.add(one, exact(one), plain, plain_variance)
         sums.down_bias.add(one, exact(one), *df)
         dx, dx_variance = _linear(dz, dz_variance, self.up.T, 0.0)
-        if on_input:
+        if on_gpu_input:
+            u, u_variance = _linear(x, 0.0, self.up, 0.0)
+            of_weight = (of_plain * u).sum(axis=1)
+            # An error of u is one of its gradient, too: both add up.
+            errors = of_plain_variance * u**2 + of_plain**2 * (u_variance + _rounding(u, layer.dtype))
+            variance = 2.0 * errors.sum(axis=1)
+        elif on_input:
             of_weight, variance = (dx * x).sum(axis=1), (dx_variance * x**2).sum(axis=1)
             dx, dx_variance = w * dx, w**2 * dx_variance + w_variance * dx**2 + _VARIANCE32 * (w * dx) ** 2
         else:

@@ -177,6 +177,14 @@ struct GroupArgs {
   uint64_t x_behind;       // where x is dispatched again: how far behind its row of dY; else 0 (redispatched_behind)
 };
 
+// What backward passes of layers with some options have besides. (Behind all other arguments: so kernels of layers without
+// are the same.)
+struct BackwardOptions {
+  // With weights on the input (FLASHMOE_ON_INPUT) dZ has the weight as a factor, and `weighted` has not. Where gate_up_bias has
+  // a gradient, rows of dZ without it lie so many bytes behind; else 0.
+  uint64_t plain_behind;
+};
+
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
@@ -230,6 +238,7 @@ struct KernelArgs {
   KeptOutputs keep;       // of kernels that keep (FLASHMOE_KEEP)
   BackwardArgs backward;  // of backward passes (kBackward)
   GroupArgs group;        // of both, among several ranks
+  BackwardOptions options;
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

@@ -1,5 +1,5 @@
 // Gradients of biases, behind the stop, by all warps that have seen it: sums over an expert's rows, of dZ for gate_up_bias
-// and of w dY for down_bias, in float64 and in the order of its tiles.
+// and of w dY for down_bias (with weights on the input of dY), in float64 and in the order of its tiles.
 #pragma once
 
 #include "flashmoe/sm90/weight_gradients.cuh"
@@ -76,7 +76,8 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
       sum_columns<Dtype>(
           c, expert, sum,
           [&](uint32_t tile, uint32_t r) {
-            return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16;
+            const uint64_t behind = kOnInputBuild ? args.options.plain_behind : 0;
+            return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16 + behind;
           },
           [](uint32_t, uint32_t) { return 1.0f; });
       store_columns<Dtype>(b.gate_up_bias, uint64_t{expert} * b.z_columns + n * kBiasColumns, sum, accumulates);
@@ -92,7 +93,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
             }
             return const_cast<uint8_t*>(args.x) + c.tile_row(tile, r)->token * args.x_row_bytes + at;
           },
-          [&](uint32_t tile, uint32_t r) { return c.tile_row(tile, r)->weight; });
+          [&](uint32_t tile, uint32_t r) { return kOnInputBuild ? 1.0f : c.tile_row(tile, r)->weight; });
       store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kBiasColumns, sum,
                            accumulates);
     }

@@ -121,11 +121,21 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint64_t pitch = c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][1];
     uint8_t* const tile = c.intermediate_row(slot.inner, slot.share.first);
     if constexpr (kRows) {
-      if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
+      if (!kOnInputBuild && args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {
-        store_activated_rows<Dtype, kActivation, kOrder>(staging, at, acc, expert_bias(), rows, first_column(),
-                                                         c.shape.intermediate, tile, pitch, args.gated, args.clamped,
-                                                         keeper<kGated>(args, c, slot, first_column()));
+        const auto store = [&](const auto& kept) {
+          store_activated_rows<Dtype, kActivation, kOrder>(staging, at, acc, expert_bias(), rows, first_column(),
+                                                           c.shape.intermediate, tile, pitch, args.gated, args.clamped,
+                                                           kept);
+        };
+        if constexpr (
+            kOnInputBuild) {  // what is kept has no weight: its gradient is a sum of products by these, and it may be 0
+          keeper<kGated>(args, c, slot, first_column()).template rows<Dtype, kOrder>(at, acc[0], rows);
+          scale_rows(at, acc, slot.weights);
+          store(NothingKept{});
+        } else {
+          store(keeper<kGated>(args, c, slot, first_column()));
+        }
       });
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);

@@ -50,6 +50,15 @@ struct GradientPlace {
   __device__ __forceinline__ uint8_t* weighted(uint32_t r, uint32_t column) const {
     return args.backward.weighted + row(r) * weighted_bytes() + (first_column() + column) * 2;
   }
+  // Where weights scale products: the bias of a column's gate or up, and how far behind dZ its rows without the weight are;
+  // 0: nobody needs them.
+  template <class Dtype>
+  __device__ __forceinline__ float bias(uint32_t column, bool up) const {
+    const uint64_t first = uint64_t{slot.expert} * args.backward.z_columns + (up ? args.gated.up : 0);
+    const uint32_t n = first_column() + column;
+    return bias_at<Dtype>(args.gate_up_bias, first + n * args.gated.step, n < c.shape.intermediate);
+  }
+  __device__ __forceinline__ uint64_t plain_behind() const { return args.options.plain_behind; }
   // A row of a wide task has one part of dS, and zero in place of the other block's.
   __device__ __forceinline__ void store_part(uint32_t r, float sum) const {
     const uint64_t all =

@@ -112,7 +112,7 @@ __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, co
   if (!share.wide && cluster_rank() != 0) return;  // both blocks have all rows
   const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
   const uint32_t first = first_row_of(g, c, tile, expert), step = c.policy.columns[kReturning];
-  const bool biased = args.down_bias != nullptr;
+  const bool biased = !kOnInputBuild && args.down_bias != nullptr;  // whose results have no weight
   // With a bias all lanes take a row, else a row each.
   const uint32_t rows_at_once = biased ? 1 : P::kLanes, own = biased ? 0 : P::lane();
 #pragma unroll 1

@@ -207,7 +207,8 @@ class CudaEngine(Engine):
         if dx is None or not dx.is_contiguous():
             dx = dy.new_empty(dy.shape)
         # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
-        by_bias, of_logits = cuda_training.weights_by_bias(tensors, given, ids) if alone else None, None
+        alone_on_output = alone and not options.weights_on_input
+        by_bias, of_logits = cuda_training.weights_by_bias(tensors, given, ids) if alone_on_output else None, None
         if tensors.router is not None:
             # Also of no tokens some memory: the kernel tells by it that there is a router.
             of_logits = dy.new_empty(max(tokens, 1), cuda_training.logit_pitch(layer.layer.experts))
@@ -377,6 +378,7 @@ class CudaEngine(Engine):
             keeps=pass_ == _FORWARD,
             backward=pass_ == _BACKWARD,
             group=pass_ != _INFERENCE and self.room.ranks != 1,
+            on_input=pass_ != _INFERENCE and layer.weights_on_input,
         )
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),

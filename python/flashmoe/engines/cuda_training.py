@@ -23,8 +23,6 @@ def missing(tensors: Tensors, options: Options, rdma: bool) -> str | None:
         return f"x of {dtype_name(tensors.x)} with weights of {dtype_name(tensors.gate_up_proj)}"
     if tensors.shared_down is not None:
         return "a shared expert"
-    if options.weights_on_input:
-        return "weights_on_input"
     if options.slices != 1:
         return f"slices={options.slices}"
     return None
