@@ -183,6 +183,10 @@ struct BackwardOptions {
   // With weights on the input (FLASHMOE_ON_INPUT) dZ has the weight as a factor, and `weighted` has not. Where gate_up_bias has
   // a gradient, rows of dZ without it lie so many bytes behind; else 0.
   uint64_t plain_behind;
+  // Of a shared expert (FLASHMOE_SLICED), written: as gate_up and down of BackwardArgs, [2Is or Is, H] and [H, Is], or
+  // transposed; and [T] float32, the gradients of the products of its gate with x. Null: not wanted.
+  uint8_t *shared_gate_up, *shared_down;
+  float* shared_logits;
 };
 
 struct KernelArgs {
@@ -201,7 +205,8 @@ struct KernelArgs {
   //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router; of a backward pass 2D {E, T}, gradients of logits
   TensorMap gate_up, down, router, intermediate, tokens;
-  // The shared expert's, slice by slice: as gate_up and down, of so many experts.
+  // The shared expert's, slice by slice: as gate_up and down, of so many experts. Of a backward pass whose matrix has all gates
+  // before all ups, gate_up is that of twice as many without a gate: the slices' gates, then their ups.
   TensorMap shared_gate_up, shared_down;
   // The router without TMA: [1][E] rows of H.
   WeightRows router_rows;

@@ -81,7 +81,7 @@ __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const C
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   if (thread >= kSummers || args.backward.weights == nullptr) return;
   const uint32_t parts = weight_parts_of(c);
-  const uint32_t top_k = c.shape.top_k, all = c.shape.tokens * top_k;
+  const uint32_t top_k = gate_top_k_of(c.shape), all = c.shape.tokens * top_k;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
     args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, parts);
@@ -97,7 +97,8 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
   Accumulators<Shape> acc;
-  multiply_and_hold<Dtype, Shape>(ring, group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
+  const uint32_t stages = (kSlicedBuild ? slot.slices : 1) * Stage::stages(slot.k_bytes);
+  multiply_and_hold<Dtype, Shape>(ring, group, stages, is_one_of<kGathering>(kind), acc);
   trace.begin(1);
   const auto [group_after, staging] = consumer.anew<Dtype>(ring);
   const Lane at = Lane::of_thread(group_after);
@@ -110,6 +111,12 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
     release_stage<Dtype, Stage>(ring.empty(ring.last()));
   } else {
     release_stage<Dtype, Stage>(ring.empty(last));
+    if constexpr (kSlicedBuild) {  // what the shared expert's gate owes to its tokens' dX
+      if (args.shared_gate != nullptr && c.shape.is_shared(slot.expert)) {
+        add_outer<Dtype>(staging, at, acc, reinterpret_cast<const float*>(slot.tokens), args.shared_gate,
+                         where.first_column(), c.shape.hidden);
+      }
+    }
     store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
                                slot.weights, slot.to);
   }
