@@ -45,9 +45,9 @@ void Kernels::launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverSt
 
 void Kernels::launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t pitch, uint32_t blocks,
                           DriverStream stream) const {
-  uint32_t parts = max_of(blocks / max_of(args.call.shape.local_experts, 1u), 1u);
-  LaunchConfig config{
-      args.call.shape.local_experts * parts + blocks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
+  const uint32_t experts = gpu::moved_experts(args.call.shape);
+  uint32_t parts = max_of(blocks / max_of(experts, 1u), 1u);
+  LaunchConfig config{experts * parts + blocks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
   void* parameters[] = {&args, &to, &pitch, &parts};
   check(driver().cuLaunchKernelEx(&config, move_, parameters, nullptr), "cannot launch the kernel that moves rows");
 }

@@ -30,8 +30,10 @@ __device__ __forceinline__ void count_rows(const KernelArgs& args, const Counted
   const uint32_t tokens = c.epoch == 0 ? 0 : c.tokens_of(p), blocks = c.epoch == 0 ? 0 : c.blocks_of(p);
   for (uint32_t l = threadIdx.x; l < el; l += kMoveThreads) {
     uint32_t rows = 0;
+    const bool none =
+        kSlicedBuild && p != c.rank && c.shape.is_shared(l);  // of its own, a packet of theirs says nothing
 #pragma unroll 8
-    for (uint32_t b = 0; b < blocks; ++b) {
+    for (uint32_t b = 0; b < (none ? 0 : blocks); ++b) {
       const uint16_t* const offsets = c.packet_offsets(c.rank, p, b);
       rows += offsets[l + 1] - offsets[l];
     }
@@ -114,14 +116,15 @@ struct TileRows {
 
 // An expert's rows, by blocks `part` of `parts`: all follow its tiles, in whose segments a source's rows are in the order of its
 // tokens, and each moves some. Segments have a few rows each; so a tile's are read at once, and no row waits for one.
-__device__ __forceinline__ void move_expert(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t l,
+__device__ __forceinline__ void move_expert(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t moved,
                                             uint32_t part, uint32_t parts) {
   static_assert(kMoveThreads >= kTileRows);
   __shared__ uint32_t next[kMaxRanks];
   __shared__ TileRows rows;
   const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts, bytes = args.backward.z_columns * 2;
+  const uint32_t l = kSlicedBuild ? min_of(moved, el - 1) : moved, slice = moved - l;
   if (threadIdx.x == 0) {
-    uint32_t row = to.first_row[l];
+    uint32_t row = to.first_row[moved];
     for (uint32_t p = 0; p < ranks; ++p) {
       next[p] = row;
       row += to.counted.rows[p * el + l];
@@ -134,19 +137,20 @@ __device__ __forceinline__ void move_expert(const KernelArgs& args, const Call& 
     const uint32_t tile = c.expert_tiles(l)[i];
     const auto shape = c.tile(tile)->shape;
     rows.find(c.segments(tile), shape.segments, next);
+    const uint32_t inner = kSlicedBuild ? c.inner_tile(tile, i * kTileRows, slice) : tile;
     for (uint32_t r = (warp + warps - before % warps) % warps; r < shape.rows; r += warps) {
-      const uint64_t from = uint64_t{tile} * kTileRows + r;
+      const uint64_t from = uint64_t{inner} * kTileRows + r;
       move_row(to.pre_activations + uint64_t{rows.number[r]} * bytes, args.keep.pre_activations + from * bytes, bytes);
     }
     before += shape.rows;
   }
 }
 
-// `parts` blocks for each local expert, and behind them blocks for received rows.
+// `parts` blocks for each expert, and behind them blocks for received rows.
 __device__ __forceinline__ void move_rows(const KernelArgs& args, const MovedRows& to, uint32_t pitch, uint32_t parts) {
   const Call c = ended_call(args);
   if (c.epoch == 0) return;
-  const uint32_t of_experts = c.shape.local_experts * parts;
+  const uint32_t of_experts = (kSlicedBuild ? moved_experts(c.shape) : c.shape.local_experts) * parts;
   if (blockIdx.x < of_experts) return move_expert(args, c, to, blockIdx.x / parts, blockIdx.x % parts, parts);
   constexpr uint32_t kWarpsOfBlock = kMoveThreads / 32;
   move_received(args, c, to, pitch, (blockIdx.x - of_experts) * kWarpsOfBlock + threadIdx.x / 32,

@@ -149,12 +149,16 @@ struct CountedRows {
   uint32_t* numbers;   // [R, max_tokens] which of its rank's received rows a token's is; kNone where it has none
 };
 inline constexpr uint32_t kMoveThreads = 512;  // of a block of either kernel
+// Experts whose rows are moved: a slice of the shared one is one, behind the others.
+FLASHMOE_HD constexpr uint32_t moved_experts(const CallShape& s) {
+  return s.local_experts + max_of(s.shared, 1u) - 1;
+}
 struct MovedRows {
   CountedRows counted;
   uint8_t* pre_activations;  // [rows, 2I or I], by expert, source and token
   uint8_t* received;         // [received_rows, H], by source and token; null: not kept, but dispatched again
   uint32_t* numbers;         // [R, pitch] which of all received rows a token's is; kNone where it has none
-  uint32_t* first_row;       // [El + 1]
+  uint32_t* first_row;       // [El + 1]; of the shared expert, which comes last, each slice's
 };
 
 // What passes that train have besides among several ranks (FLASHMOE_GROUP). Rows of tokens of other ranks' are "received",
