@@ -127,12 +127,14 @@ def gradient_errors(
     shared_gate_up: np.ndarray | None = None,
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
+    slices: int = 1,
     **shape: Any,
 ) -> dict[str, Any]:
     """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`: of the experts' tensors,
     all E of them, one `CallError`, of what each rank has for itself (x, topk_weights, the router's and the shared
     expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `rule`: `renormalize`, `score` and
-    `routed_scale`. The rest as in `flashmoe.tolerance.call_error`.
+    `routed_scale`. `slices`: the experts, and with them ids, weights and owners of the calls, are of slices; the router
+    and the gradients of weights are of whole experts. The rest as in `flashmoe.tolerance.call_error`.
     """
     dtype = calls[0].x.dtype.name
     matrices = [None if m is None else np.asarray(m, np.float64) for m in (gate_up_proj, down_proj)]
@@ -162,7 +164,8 @@ def gradient_errors(
             for name, error in _of_shared(layer, home, *pair, gate).items():
                 errors[name].append(error)
         if router is not None:
-            for name, error in home.of_router(np.asarray(router, np.float64), router_bias, rule or {}, dtype).items():
+            of_router = home.of_router(np.asarray(router, np.float64), router_bias, rule or {}, dtype, slices)
+            for name, error in of_router.items():
                 errors[name].append(error)
         else:
             variance = home.of_weights_variance + _rounding(home.of_weights, "float32")
@@ -382,23 +385,26 @@ class _Home:
         return _tail_bound((variance + _rounding(total, dtype)).sum(axis=1))
 
     def of_router(
-        self, router: np.ndarray, bias: np.ndarray | None, rule: Mapping[str, Any], dtype: str
+        self, router: np.ndarray, bias: np.ndarray | None, rule: Mapping[str, Any], dtype: str, slices: int
     ) -> dict[str, CallError]:
         """What leads to x through the router is added; the errors of the router's own gradients."""
-        logits, ids = self.call.logits, self.call.ids
+        logits, ids = self.call.logits, self.call.ids[:, ::slices] // slices
+        of_weights, of_weights_variance = (
+            each.reshape(*ids.shape, slices).sum(axis=2) for each in (self.of_weights, self.of_weights_variance)
+        )
         _, variance = _linear(self.x, 0.0, router, 0.0 if bias is None else np.asarray(bias, np.float64))
-        grad = of_logits(logits, ids, self.of_weights, **rule)
+        grad = of_logits(logits, ids, of_weights, **rule)
         # The reference, too, computes in float64: where all cancels, that is what is left.
-        largest = np.abs(self.of_weights).sum(axis=1, keepdims=True)
+        largest = np.abs(of_weights).sum(axis=1, keepdims=True)
         total = _VARIANCE32 * grad**2 + (_FLOAT64 * abs(rule.get("routed_scale", 1.0)) * largest) ** 2
         for k in range(ids.shape[1]):
             unit = np.zeros(ids.shape)
             unit[:, k] = 1.0
-            total += of_logits(logits, ids, unit, **rule) ** 2 * self.of_weights_variance[:, k, None]
+            total += of_logits(logits, ids, unit, **rule) ** 2 * of_weights_variance[:, k, None]
         for e in range(logits.shape[1]):
             step = np.zeros(logits.shape[1])
             step[e] = 1e-6
-            moved = [of_logits(logits + side * step, ids, self.of_weights, **rule) for side in (1.0, -1.0)]
+            moved = [of_logits(logits + side * step, ids, of_weights, **rule) for side in (1.0, -1.0)]
             total += ((moved[0] - moved[1]) / 2e-6) ** 2 * variance[:, e, None]
         if self.on_gpu:
             total = total + _rounding(grad, dtype)

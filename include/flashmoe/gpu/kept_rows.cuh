@@ -7,6 +7,7 @@
 #include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/memory.cuh"
 #include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/gpu/types.cuh"
 #include "flashmoe/protocol/tile_former.h"
 
 namespace flashmoe::gpu {
