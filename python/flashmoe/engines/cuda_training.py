@@ -117,7 +117,7 @@ def gate_gradient(logit_gradients: Any, x: Any, to: Any, accumulates: bool) -> N
     with them, [T] float32, or adds it to what is there."""
     import torch
 
-    found = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    found = x.new_zeros(x.shape[1], dtype=torch.float64)
     for rows, by in zip(x.split(_ROWS_AT_ONCE), logit_gradients.split(_ROWS_AT_ONCE), strict=True):
         found += rows.double().mul_(by.double()[:, None]).sum(0)
     to.copy_(to + found if accumulates else found.view(to.shape))
