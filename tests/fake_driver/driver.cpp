@@ -226,7 +226,8 @@ CudaResult count(const Call& of_layer, const sm90::CountedRows& to) {
       for (uint32_t tries = 0; !is_here(c.packet_signal(c.rank, p, b)) && tries < 10'000; ++tries)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       const uint16_t* const offsets = c.packet_offsets(c.rank, p, b);
-      for (uint32_t l = 0; l < el; ++l) to.rows[p * el + l] += offsets[l + 1] - offsets[l];
+      const uint32_t theirs = p == c.rank ? el : c.shape.routed_local_experts();  // shared experts are each rank's own
+      for (uint32_t l = 0; l < theirs; ++l) to.rows[p * el + l] += offsets[l + 1] - offsets[l];
     }
     for (uint32_t t = 0; p != c.rank && t < to.tokens[p]; ++t) to.received[p] += *c.packet_counts(c.rank, p, t) != 0;
   }
