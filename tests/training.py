@@ -96,8 +96,8 @@ def train(
 def check(
     problem: Problem, grads: list[np.ndarray], found: Gradients, engine: str = "cpu", sliced: Any = None
 ) -> dict[str, float]:
-    """Every gradient is within its bound; how far, as a part of the bound, by name the worst. `sliced`: the problem whose
-    experts are in slices (`test_slices.Sliced`), where the gradients are its."""
+    """Every gradient is within its bound; how far, as a part of the bound, by name the worst. `sliced`: the problem
+    whose experts are in slices (`test_slices.Sliced`), where the gradients are its."""
     held, slices = (problem, 1) if sliced is None else (sliced, sliced.slices)
     rule = {name: problem.options[name] for name in ("renormalize", "score", "routed_scale") if name in problem.options}
     rule = {"renormalize": True, "score": "softmax", "routed_scale": 1.0} | rule

@@ -780,8 +780,8 @@ def test_a_backward_pass_with_weights_on_the_input(ctx, device):
     ids=["plain", "interleaved", "transposed"],
 )
 def test_a_backward_pass_of_a_shared_expert(device, options, of_up, up_strides, of_down, down_stride):
-    """Three slices, each an expert to dA, and to dX its gates one, and its ups. Tiles of the later slices lie behind all
-    others."""
+    """Three slices, each an expert to dA, and to dX its gates one, and its ups. Tiles of the later slices lie behind
+    all others."""
     tokens, shared, step = 300, 3, -1 if "transposed" in options else 1
     tensors = Tensors(
         x=on_gpu(tokens, H),
@@ -816,13 +816,14 @@ def test_a_backward_pass_of_a_shared_expert(device, options, of_up, up_strides, 
 
 def test_layers_without_gradients_are_named():
     """When the backward pass comes: their forward pass keeps nothing."""
-    tensors = Tensors(**{name: None for name in Tensors._fields} | {name: each for name, each in in_fp8(8).items() if name != "top_k"})
-    options = Options(top_k=K)
+    arguments_of = dict.fromkeys(Tensors._fields) | in_fp8(8)
+    options = Options(top_k=arguments_of.pop("top_k"))
+    tensors = Tensors(**arguments_of)
     given = {name: each for name, each in tensors._asdict().items() if each is not None}
     with flashmoe.Context(engine="cuda", **FP8_SIZES) as ctx:
         _, kept, counted = ctx._engine.call_and_keep(tensors, options)
         assert kept.numel() == launched()["kept"] == 0
-        with pytest.raises(NotImplementedError, match="no backward pass of x of bfloat16 with weights of .* on a GPU"):
+        with pytest.raises(NotImplementedError, match="no backward pass of x of bfloat16 with weights of"):
             ctx._engine.backward(kept, counted, options, given | {"y": tensors.x}, {}, False)
 
 
