@@ -108,7 +108,6 @@ __device__ __forceinline__ LaneGradients differentiate_scaled_columns(const floa
     to.weighted[p] = Dtype::pack(a[0], a[1]);
     pack_gradients<Dtype>(to, p, gate, up, weight, in_turn);
     pack_gradients<Dtype>(plain, p, gate, up, 1.0f, in_turn);
-    __syncwarp();  // else ptxas computes pairs side by side, and spills
   }
   return to;
 }
