@@ -32,6 +32,14 @@ __device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
   return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
 }
 
+// The block's rows of a tile that the copy engine loads.
+__device__ __forceinline__ BoxRows intermediate_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+  const uint32_t first = slot.share.first;
+  return {&args.intermediate,  slot.inner * kTileTokens + first, slot.share.rows,
+          slot.slices,         slot.later * kTileTokens + first, c.shape.shared,
+          c.shape.intermediate};
+}
+
 // Loaders: a task over an expert's rows.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
@@ -151,9 +159,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }();
         gather_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
       } else {
-        const BoxRows rows{&args.intermediate,  slot.inner * kTileTokens + slot.share.first, slot.share.rows,
-                           slot.slices,         slot.later * kTileTokens + slot.share.first, c.shape.shared,
-                           c.shape.intermediate};
+        const BoxRows rows = intermediate_rows(args, c, slot);
         const auto beside = [&] {
           if constexpr (!kQuantised<Dtype>)
             return NoScales{};
