@@ -114,12 +114,13 @@ struct TileRows {
 
 // An expert's rows, by blocks `part` of `parts`: all follow its tiles, in whose segments a source's rows are in the order of its
 // tokens, and each moves some. Segments have a few rows each; so a tile's are read at once, and no row waits for one.
+template <class Dtype>
 __device__ __forceinline__ void move_expert(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t l,
                                             uint32_t part, uint32_t parts) {
   static_assert(kMoveThreads >= kTileRows);
   __shared__ uint32_t next[kMaxRanks];
   __shared__ TileRows rows;
-  const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts, bytes = args.backward.z_columns * 2;
+  const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts, bytes = args.backward.z_columns * Dtype::kBytes;
   if (threadIdx.x == 0) {
     uint32_t row = to.first_row[l];
     for (uint32_t p = 0; p < ranks; ++p) {
@@ -143,11 +144,12 @@ __device__ __forceinline__ void move_expert(const KernelArgs& args, const Call& 
 }
 
 // `parts` blocks for each local expert, and behind them blocks for received rows.
+template <class Dtype>
 __device__ __forceinline__ void move_rows(const KernelArgs& args, const MovedRows& to, uint32_t pitch, uint32_t parts) {
   const Call c = ended_call(args);
   if (c.epoch == 0) return;
   const uint32_t of_experts = c.shape.local_experts * parts;
-  if (blockIdx.x < of_experts) return move_expert(args, c, to, blockIdx.x / parts, blockIdx.x % parts, parts);
+  if (blockIdx.x < of_experts) return move_expert<Dtype>(args, c, to, blockIdx.x / parts, blockIdx.x % parts, parts);
   constexpr uint32_t kWarpsOfBlock = kMoveThreads / 32;
   move_received(args, c, to, pitch, (blockIdx.x - of_experts) * kWarpsOfBlock + threadIdx.x / 32,
                 (gridDim.x - of_experts) * kWarpsOfBlock);

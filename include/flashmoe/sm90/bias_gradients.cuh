@@ -8,11 +8,12 @@ namespace flashmoe::sm90 {
 
 namespace detail {
 
-inline constexpr uint32_t kBiasColumns = 8;  // of a thread: 16 bytes
+template <class Dtype>
+inline constexpr uint32_t kBiasColumns = 16 / Dtype::kBytes;  // of a thread
 
-// The sum of 8 columns over an expert's rows. line(tile, r): where they lie in row r of a tile; weight(tile, r).
+// The sum of a thread's columns over an expert's rows. line(tile, r): where they lie in row r of a tile; weight(tile, r).
 template <class Dtype, class Line, class Weight>
-__device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, double (&sum)[kBiasColumns], Line&& line,
+__device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, double (&sum)[kBiasColumns<Dtype>], Line&& line,
                                             Weight&& weight) {
   const uint32_t* const tiles = c.expert_tiles(expert);
   const uint32_t rows = rows_of_expert(c, expert);
@@ -23,32 +24,28 @@ __device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, doub
     for (uint32_t r = 0; r < end; ++r) {
       const uint4 words = *reinterpret_cast<const uint4*>(line(tile, r));
       const double w = weight(tile, r);
-      const uint32_t word[kBiasColumns / 2] = {words.x, words.y, words.z, words.w};
+      float v[kBiasColumns<Dtype>];
+      Dtype::spread(v, words);
 #pragma unroll
-      for (uint32_t i = 0; i < kBiasColumns / 2; ++i) {
-        const float2 pair = Dtype::unpack(word[i]);
-        sum[2 * i] += w * pair.x, sum[2 * i + 1] += w * pair.y;
-      }
+      for (uint32_t i = 0; i < kBiasColumns<Dtype>; ++i) sum[i] += w * v[i];
     }
   }
 }
 
 // To the columns from `first` on; or adds them to float32 numbers.
 template <class Dtype>
-__device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, const double (&sum)[kBiasColumns],
+__device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, const double (&sum)[kBiasColumns<Dtype>],
                                               bool accumulates) {
   if (accumulates) {
     float* const to = reinterpret_cast<float*>(all) + first;
 #pragma unroll
-    for (uint32_t i = 0; i < kBiasColumns; ++i) to[i] = static_cast<float>(to[i] + sum[i]);
+    for (uint32_t i = 0; i < kBiasColumns<Dtype>; ++i) to[i] = static_cast<float>(to[i] + sum[i]);
     return;
   }
-  uint32_t word[kBiasColumns / 2];
+  float rounded[kBiasColumns<Dtype>];
 #pragma unroll
-  for (uint32_t i = 0; i < kBiasColumns / 2; ++i) {
-    word[i] = Dtype::pack(static_cast<float>(sum[2 * i]), static_cast<float>(sum[2 * i + 1]));
-  }
-  store_global16(all + first * Dtype::kBytes, {word[0], word[1], word[2], word[3]});
+  for (uint32_t i = 0; i < kBiasColumns<Dtype>; ++i) rounded[i] = static_cast<float>(sum[i]);
+  store_global16(all + first * Dtype::kBytes, Dtype::round(rounded));
 }
 
 }  // namespace detail
@@ -57,10 +54,10 @@ __device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, cons
 template <class Dtype>
 __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c) {
   using namespace detail;
-  constexpr uint32_t kSummers = (kWarps - 1) * 32;
+  constexpr uint32_t kSummers = (kWarps - 1) * 32, kColumns = kBiasColumns<Dtype>;
   const BackwardArgs& b = args.backward;
-  const uint32_t of_up = b.gate_up_bias == nullptr ? 0 : b.z_columns / kBiasColumns;
-  const uint32_t of_down = b.down_bias == nullptr ? 0 : c.shape.hidden / kBiasColumns;
+  const uint32_t of_up = b.gate_up_bias == nullptr ? 0 : b.z_columns / kColumns;
+  const uint32_t of_down = b.down_bias == nullptr ? 0 : c.shape.hidden / kColumns;
   const uint32_t each = of_up + of_down;
   const bool accumulates = b.accumulates != 0;
   uint32_t thread;  // volatile, so that it is not kept along the roles
@@ -70,7 +67,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kSummers + thread; i < each * c.shape.local_experts; i += gridDim.x * kSummers) {
     const uint32_t expert = i / each, n = i % each;
-    double sum[kBiasColumns] = {};
+    double sum[kColumns] = {};
     if (n < of_up) {
       const uint32_t bytes = b.z_columns * Dtype::kBytes;
       sum_columns<Dtype>(
@@ -79,7 +76,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
             return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16;
           },
           [](uint32_t, uint32_t) { return 1.0f; });
-      store_columns<Dtype>(b.gate_up_bias, uint64_t{expert} * b.z_columns + n * kBiasColumns, sum, accumulates);
+      store_columns<Dtype>(b.gate_up_bias, uint64_t{expert} * b.z_columns + n * kColumns, sum, accumulates);
     } else {
       const uint32_t at = (n - of_up) * 16;
       sum_columns<Dtype>(
@@ -93,7 +90,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
             return const_cast<uint8_t*>(args.x) + c.tile_row(tile, r)->token * args.x_row_bytes + at;
           },
           [&](uint32_t tile, uint32_t r) { return c.tile_row(tile, r)->weight; });
-      store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kBiasColumns, sum,
+      store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kColumns, sum,
                            accumulates);
     }
   }

@@ -57,33 +57,77 @@ __device__ __forceinline__ void stage_piece_of(uint32_t piece, uint32_t own, con
   }
 }
 
-// What becomes of a lane's columns of one row.
-struct LaneGradients {
-  uint32_t gates[2], ups[2];  // or without a gate all in `gates`
-  uint32_t weighted[2];
+// Two neighbours of a row, as memory has them.
+template <class Dtype>
+struct Neighbours {
+  uint32_t word[Dtype::kBytes / 2];
+
+  Neighbours() = default;
+  __device__ __forceinline__ Neighbours(float low, float high) {
+    if constexpr (Dtype::kBytes == 2) {
+      word[0] = Dtype::pack(low, high);
+    } else {
+      word[0] = __float_as_uint(low), word[1] = __float_as_uint(high);
+    }
+  }
 };
 
-__device__ __forceinline__ void store_words(uint8_t* to, const uint32_t (&words)[2]) {
-  *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
+// What becomes of a lane's columns of one row, by twos.
+template <class Dtype>
+struct LaneGradients {
+  Neighbours<Dtype> gates[2], ups[2];  // or without a gate all in `gates`
+  Neighbours<Dtype> weighted[2];
+};
+
+// Four of a row.
+template <class Dtype>
+__device__ __forceinline__ void store_four(uint8_t* to, const Neighbours<Dtype>& low, const Neighbours<Dtype>& high) {
+  if constexpr (Dtype::kBytes == 2) {
+    *reinterpret_cast<uint2*>(to) = {low.word[0], high.word[0]};
+  } else {
+    store_global16(to, {low.word[0], low.word[1], high.word[0], high.word[1]});
+  }
 }
+
+// Pre-activations of a lane's columns of one row: gate and up of each, or without a gate one number.
+template <class Dtype, bool kGated>
+struct LaneInputs {
+  static constexpr uint32_t kColumnBytes = (kGated ? 2 : 1) * Dtype::kBytes;
+  static constexpr uint32_t kBytes = kLaneColumns * kColumnBytes, kChunks = ceil_div(kBytes, 16u);
+  uint4 chunk[kChunks];
+
+  // x, and with a gate y, of column 2 p + j. Of 16 bits without a gate x and y are the columns 2 p and 2 p + 1.
+  __device__ __forceinline__ float2 of(uint32_t p, uint32_t j) const {
+    const uint4& first = chunk[0];
+    if constexpr (Dtype::kBytes == 2) {
+      const uint32_t word[4] = {first.x, first.y, first.z, first.w};
+      return Dtype::unpack(word[kGated ? 2 * p + j : p]);
+    } else {
+      const uint4& v = chunk[kGated ? p : 0];
+      const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+      if constexpr (kGated) return {__uint_as_float(word[2 * j]), __uint_as_float(word[2 * j + 1])};
+      return {__uint_as_float(word[2 * p]), __uint_as_float(word[2 * p + 1])};
+    }
+  }
+};
 
 // From dA and z of a lane's columns of one row: what is stored, and added to `sum` the columns' term of dS. in_turn: gates lie
 // beside their ups, and these take turns in the words of gates and ups.
 template <class Dtype, Activation A>
-__device__ __forceinline__ LaneGradients differentiate_columns(const float (&da)[kLaneColumns], const uint4& z,
-                                                               float weight, bool in_turn, float& sum,
-                                                               const ClampedShape& shape) {
+__device__ __forceinline__ LaneGradients<Dtype> differentiate_columns(const float (&da)[kLaneColumns],
+                                                                      const LaneInputs<Dtype, is_gated(A)>& z,
+                                                                      float weight, bool in_turn, float& sum,
+                                                                      const ClampedShape& shape) {
   constexpr bool kGated = is_gated(A);
-  const uint32_t word[4] = {z.x, z.y, z.z, z.w};
-  LaneGradients to;
+  LaneGradients<Dtype> to;
 #pragma unroll
   for (uint32_t p = 0; p < 2; ++p) {
     float a[2], gate[2], up[2] = {};
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-      const float2 pair = Dtype::unpack(word[kGated ? 2 * p + j : p]);
+      const float2 pair = z.of(p, j);
       const float d = weight * da[2 * p + j];
-      const ValueAndSlope g = differentiate<A>(kGated || j == 0 ? pair.x : pair.y, shape);
+      const ValueAndSlope g = differentiate<A, !Dtype::kTensorCores>(kGated || j == 0 ? pair.x : pair.y, shape);
       a[j] = g.value, gate[j] = d * g.slope;
       if constexpr (kGated) {
         const ValueAndSlope u = differentiate_up<A>(pair.y, shape);
@@ -92,9 +136,9 @@ __device__ __forceinline__ LaneGradients differentiate_columns(const float (&da)
       sum = fmaf(da[2 * p + j], a[j], sum);
       a[j] *= weight;
     }
-    to.weighted[p] = Dtype::pack(a[0], a[1]);
-    to.gates[p] = Dtype::pack(gate[0], in_turn ? up[0] : gate[1]);
-    to.ups[p] = Dtype::pack(in_turn ? gate[1] : up[0], up[1]);
+    to.weighted[p] = {a[0], a[1]};
+    to.gates[p] = {gate[0], in_turn ? up[0] : gate[1]};
+    to.ups[p] = {in_turn ? gate[1] : up[0], up[1]};
   }
   return to;
 }
@@ -110,9 +154,10 @@ __device__ __forceinline__ void store_zeros(uint8_t* at, uint64_t row_bytes, uin
 }
 
 // Where a lane's columns of a piece lie, in rows kLaneRowsApart from one another.
-template <bool kGated>
+template <class Dtype, bool kGated>
 struct LanePlaces {
-  static constexpr uint32_t kZBytes = kGated ? 4 : 2;
+  using Inputs = LaneInputs<Dtype, kGated>;
+  static constexpr uint32_t kZBytes = Inputs::kColumnBytes;
 
   const uint8_t* z;          // of the next piece, in the first row of all,
   uint32_t kept[kLaneRows];  // and how far behind that the lane's rows are, in units of 16 bytes
@@ -133,47 +178,67 @@ struct LanePlaces {
     return at;
   }
   // Pre-activations of the lane's columns of its i-th row come to shared memory, one group of cp.async a row, into a place of the lane's
-  // own behind `landing`, and from there to registers: gate and up of each column, or without a gate a half each, in z.x and z.y.
-  static constexpr uint32_t kLandingRow = kLaneColumns * kZBytes;
+  // own behind `landing`, and from there to registers. Where there is room for two rows alone (kInTurn), every other one has
+  // the same place.
+  static constexpr uint32_t kLandingRow = Inputs::kBytes;
+  static constexpr uint32_t kLandings = min_of(kLaneRows, kPieceBytes / (32 * kLandingRow));
+  static constexpr bool kInTurn = kLandings != kLaneRows;
+  static __device__ __forceinline__ uint32_t landing_of(uint32_t i, uint32_t landing) {
+    return landing + i % kLandings * 32 * kLandingRow;
+  }
   __device__ __forceinline__ void fetch(uint32_t i, uint32_t landing, bool exists) const {
     const uint8_t* const from = z + uint64_t{kept[i]} * 16;
-    const uint32_t to = landing + i * 32 * kLandingRow;
+    const uint32_t to = landing_of(i, landing);
     if (exists) {
-      if constexpr (kGated)
-        cp_async16(to, from);
-      else
-        cp_async8(to, from);
+#pragma unroll
+      for (uint32_t at = 0; at < kLandingRow; at += 16) {
+        if constexpr (kLandingRow >= 16)
+          cp_async16(to + at, from + at);
+        else
+          cp_async8(to, from);
+      }
     }
     cp_async_commit();
   }
   // later: groups that were begun behind the row's.
   template <uint32_t kLater>
-  static __device__ __forceinline__ uint4 fetched(uint32_t i, uint32_t landing) {
+  static __device__ __forceinline__ Inputs fetched(uint32_t i, uint32_t landing) {
     cp_async_wait<kLater>();
-    const uint32_t at = landing + i * 32 * kLandingRow;
-    if constexpr (kGated) return load_shared16(at);
-    const float2 v = load_shared8(at);
-    return {__float_as_uint(v.x), __float_as_uint(v.y), 0, 0};
+    const uint32_t at = landing_of(i, landing);
+    Inputs z;
+    if constexpr (kLandingRow >= 16) {
+#pragma unroll
+      for (uint32_t n = 0; n < Inputs::kChunks; ++n) z.chunk[n] = load_shared16(at + n * 16);
+    } else {
+      const float2 v = load_shared8(at);
+      z.chunk[0] = {__float_as_uint(v.x), __float_as_uint(v.y), 0, 0};
+    }
+    return z;
   }
   // Behind the last column: stays where it is.
   __device__ __forceinline__ void next_z(uint32_t column, uint32_t columns) {
     if (column < columns) z += kGradientColumns * kZBytes;
   }
   __device__ __forceinline__ void next_results(bool in_turn) {
-    weighted += kGradientColumns * 2;
-    gradients += kGradientColumns * (in_turn ? 4 : 2);
+    weighted += kGradientColumns * Dtype::kBytes;
+    gradients += kGradientColumns * (in_turn ? 2 : 1) * Dtype::kBytes;
   }
   // Stores the lane's columns of its i-th row.
   template <class Where>
-  __device__ __forceinline__ void store(const LaneGradients& g, uint32_t i, const Where& where) const {
-    store_words(weighted + i * kLaneRowsApart * where.weighted_bytes(), g.weighted);
+  __device__ __forceinline__ void store(const LaneGradients<Dtype>& g, uint32_t i, const Where& where) const {
+    store_four(weighted + i * kLaneRowsApart * where.weighted_bytes(), g.weighted[0], g.weighted[1]);
     uint8_t* const to = gradients + i * kLaneRowsApart * where.gradient_bytes();
     if (kGated && where.in_turn()) {
-      store_global16(to, {g.gates[0], g.ups[0], g.gates[1], g.ups[1]});
+      if constexpr (Dtype::kBytes == 2) {
+        store_global16(to, {g.gates[0].word[0], g.ups[0].word[0], g.gates[1].word[0], g.ups[1].word[0]});
+      } else {
+        store_four(to, g.gates[0], g.ups[0]);
+        store_four(to + 16, g.gates[1], g.ups[1]);
+      }
       return;
     }
-    store_words(to, g.gates);
-    if constexpr (kGated) store_words(to + where.to_up() * 2, g.ups);
+    store_four(to, g.gates[0], g.gates[1]);
+    if constexpr (kGated) store_four(to + where.to_up() * Dtype::kBytes, g.ups[0], g.ups[1]);
   }
 };
 
@@ -192,10 +257,10 @@ __device__ __forceinline__ void store_weight_parts(float (&sum)[kLaneRows], cons
 }
 
 // Zeros behind a tile's rows, in so many columns of w a, and of its gates and ups.
-template <class Where>
+template <class Dtype, class Where>
 __device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, bool in_turn, bool gated,
                                               const Where& where) {
-  const uint32_t rows = where.rows(), padded = where.padded(), thread = at.warp * 32 + at.lane, bytes = columns * 2;
+  const uint32_t rows = where.rows(), padded = where.padded(), thread = at.warp * 32 + at.lane, bytes = columns * Dtype::kBytes;
   if (at.group != 0 || padded <= rows) return;
   store_zeros(where.weighted(0, 0), where.weighted_bytes(), rows, padded, bytes, thread);
   store_zeros(where.gradients(0, 0), where.gradient_bytes(), rows, padded, in_turn ? 2 * bytes : bytes, thread);
@@ -213,9 +278,9 @@ template <class Dtype, Activation A, uint32_t kCount, class Where>
 __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landing, const float (&acc)[1][kCount],
                                                 const Where& where, const ClampedShape& shape) {
   using namespace detail;
-  static_assert(Dtype::kBytes == 2);
   constexpr bool kGated = is_gated(A);
   constexpr uint32_t kPieces = 2 * kCount / kGradientColumns;
+  using Places = LanePlaces<Dtype, kGated>;
   const auto in_turn = [&] { return kGated && where.in_turn(); };
   const uint32_t columns = min_of(where.columns(), kPieces * kGradientColumns);
   float sum[kLaneRows] = {};
@@ -224,29 +289,33 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
     const uint32_t own = own_staging(staging, at), first = slab_of(at) + at.lane / 8;
     uint32_t column = at.lane % 8 * kLaneColumns;
     auto left = static_cast<int32_t>(where.rows() - first);
-    auto places = LanePlaces<kGated>::of(where, first, column, columns);
-    landing = own_staging(landing, at) + at.lane * LanePlaces<kGated>::kLandingRow;
+    auto places = Places::of(where, first, column, columns);
+    landing = own_staging(landing, at) + at.lane * Places::kLandingRow;
 #pragma unroll
-    for (uint32_t i = 0; i < kLaneRows; ++i) places.fetch(i, landing, true);
+    for (uint32_t i = 0; i < Places::kLandings; ++i) places.fetch(i, landing, true);
 #pragma unroll 1
     for (uint32_t piece = 0; piece * kGradientColumns < columns; ++piece, column += kGradientColumns) {
       asm("" : "+r"(left));  // else which rows exist is kept as bits, and spilled
-      places.next_z(column + kGradientColumns, columns);
+      if constexpr (!Places::kInTurn) places.next_z(column + kGradientColumns, columns);
       const bool more = (piece + 1) * kGradientColumns < columns;
       stage_piece_of<0, kPieces>(piece, own, acc[0]);
       __syncwarp();
-      uint4 z = places.template fetched<kLaneRows - 1>(0, landing);
+      auto z = places.template fetched<Places::kLandings - 1>(0, landing);
 #pragma unroll
       for (uint32_t i = 0; i < kLaneRows; ++i) {
         const uint4 staged = load_shared16(own + staged_in_piece(at.lane / 8 + i * kLaneRowsApart, at.lane % 8));
         const float da[kLaneColumns] = {__uint_as_float(staged.x), __uint_as_float(staged.y), __uint_as_float(staged.z),
                                         __uint_as_float(staged.w)};
         const float weight = where.weight(first + i * kLaneRowsApart);
-        uint4 next = {};
-        if (i + 1 < kLaneRows) next = places.template fetched<kLaneRows - 2>(i + 1, landing);
+        typename Places::Inputs next = {};
+        if (i + 1 < kLaneRows && !Places::kInTurn) next = places.template fetched<kLaneRows - 2>(i + 1, landing);
         float term = 0.0f;
-        const LaneGradients made = differentiate_columns<Dtype, A>(da, z, weight, in_turn(), term, shape);
-        places.fetch(i, landing, more);
+        const auto made = differentiate_columns<Dtype, A>(da, z, weight, in_turn(), term, shape);
+        const uint32_t then = (i + Places::kLandings) % kLaneRows;  // of this piece, or of the next one
+        if (then == 0 && Places::kInTurn) places.next_z(column + kGradientColumns, columns);
+        places.fetch(then, landing, then > i || more);
+        // Each was begun a row before.
+        if (i + 1 < kLaneRows && Places::kInTurn) next = places.template fetched<Places::kLandings - 1>(i + 1, landing);
         z = next;
         if (column < columns) {
           sum[i] += term;
@@ -258,7 +327,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
     }
   }
   store_weight_parts(sum, where);
-  store_padding(this_lane(), columns, in_turn(), kGated, where);
+  store_padding<Dtype>(this_lane(), columns, in_turn(), kGated, where);
   fence_proxy_async_shared();  // the copy engine writes next where pre-activations landed
   named_barrier_sync(
       group_barrier(this_lane().group));  // the next task's epilogue may use the whole buffer (epilogue.cuh)

@@ -61,7 +61,7 @@ inline constexpr uint32_t kClerkWarp = kWarps - 2;
 inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
 // (Sums of fp32 take more.)
 template <class Dtype>
-inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 || !Dtype::kTensorCores ? 104 : 128;
+inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 || !Dtype::kTensorCores || kIsBackward ? 104 : 128;
 template <class Dtype>
 inline constexpr uint32_t kConsumerRegisters =
     (kThreads / kWarpgroup * kEntryRegisters - kServiceRegisters<Dtype>) / kConsumers / 8 * 8;
