@@ -99,7 +99,8 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   }
   const bool trains = layer.pass != Pass::kInference;
   if (trains && (l.rdma != 0 || has_scales(spec.weight_type))) {
-    throw Error(Error::Kind::kInvalidArgument, "layer: expected memory that is mapped and weights without scales for gradients");
+    throw Error(Error::Kind::kInvalidArgument,
+                "layer: expected memory that is mapped and weights without scales for gradients");
   }
   const KernelSet which{.general = !only_few(spec),
                         .few = !trains,

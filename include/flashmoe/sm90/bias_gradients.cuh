@@ -13,8 +13,8 @@ inline constexpr uint32_t kBiasColumns = 16 / Dtype::kBytes;  // of a thread
 
 // The sum of a thread's columns over an expert's rows. line(tile, r): where they lie in row r of a tile; weight(tile, r).
 template <class Dtype, class Line, class Weight>
-__device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, double (&sum)[kBiasColumns<Dtype>], Line&& line,
-                                            Weight&& weight) {
+__device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, double (&sum)[kBiasColumns<Dtype>],
+                                            Line&& line, Weight&& weight) {
   const uint32_t* const tiles = c.expert_tiles(expert);
   const uint32_t rows = rows_of_expert(c, expert);
 #pragma unroll 1
@@ -90,8 +90,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
             return const_cast<uint8_t*>(args.x) + c.tile_row(tile, r)->token * args.x_row_bytes + at;
           },
           [&](uint32_t tile, uint32_t r) { return c.tile_row(tile, r)->weight; });
-      store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kColumns, sum,
-                           accumulates);
+      store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kColumns, sum, accumulates);
     }
   }
 }

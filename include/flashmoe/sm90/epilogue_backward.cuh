@@ -260,7 +260,8 @@ __device__ __forceinline__ void store_weight_parts(float (&sum)[kLaneRows], cons
 template <class Dtype, class Where>
 __device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, bool in_turn, bool gated,
                                               const Where& where) {
-  const uint32_t rows = where.rows(), padded = where.padded(), thread = at.warp * 32 + at.lane, bytes = columns * Dtype::kBytes;
+  const uint32_t rows = where.rows(), padded = where.padded(), thread = at.warp * 32 + at.lane,
+                 bytes = columns * Dtype::kBytes;
   if (at.group != 0 || padded <= rows) return;
   store_zeros(where.weighted(0, 0), where.weighted_bytes(), rows, padded, bytes, thread);
   store_zeros(where.gradients(0, 0), where.gradient_bytes(), rows, padded, in_turn ? 2 * bytes : bytes, thread);
@@ -314,13 +315,13 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
         const uint32_t then = (i + Places::kLandings) % kLaneRows;  // of this piece, or of the next one
         if (then == 0 && Places::kInTurn) places.next_z(column + kGradientColumns, columns);
         places.fetch(then, landing, then > i || more);
-        // Each was begun a row before.
-        if (i + 1 < kLaneRows && Places::kInTurn) next = places.template fetched<Places::kLandings - 1>(i + 1, landing);
         z = next;
         if (column < columns) {
           sum[i] += term;
           if (static_cast<int32_t>(i * kLaneRowsApart) < left) places.store(made, i, where);
         }
+        // The next one was begun a row before.
+        if (i + 1 < kLaneRows && Places::kInTurn) z = places.template fetched<Places::kLandings - 1>(i + 1, landing);
         __syncwarp();  // else ptxas computes rows side by side, and spills
       }
       places.next_results(in_turn());

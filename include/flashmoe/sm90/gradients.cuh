@@ -18,7 +18,8 @@ struct GradientPlace {
   const TaskSlot& slot;
 
   __device__ __forceinline__ uint32_t first_column() const {
-    return slot.column * kTaskFeatures + (slot.share.wide ? 0 : block() * (kTaskFeatures / kClusterBlocks));
+    const uint32_t half = block() * (kTaskFeatures / kClusterBlocks);
+    return slot.column * kTaskFeatures + (slot.share.wide ? 0 : half);
   }
   __device__ __forceinline__ uint32_t rows() const { return slot.share.rows; }
   __device__ __forceinline__ uint32_t columns() const {
@@ -28,7 +29,8 @@ struct GradientPlace {
   // Rows from rows() to here are to be zeros: a tile's, by one block.
   __device__ __forceinline__ uint32_t padded() const {
     const uint32_t end = slot.share.first + slot.share.rows;
-    const bool last = !slot.share.wide || block() == kClusterBlocks - 1;
+    const uint32_t which = block();
+    const bool last = !slot.share.wide || which == kClusterBlocks - 1;
     return last ? align_up(end, kRowsOfStage<Dtype>) - slot.share.first : 0;
   }
   __device__ __forceinline__ float weight(uint32_t r) const { return slot.weights[r]; }
@@ -58,17 +60,15 @@ struct GradientPlace {
     const uint64_t all =
         kTrainsInGroup ? args.group.rows : uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
     float* const parts = args.backward.weight_parts + all * slot.column * kClusterBlocks + slot.tokens[r];
-    parts[slot.share.wide ? 0 : block() * all] = sum;
+    const uint32_t which = block();
+    parts[slot.share.wide ? 0 : which * all] = sum;
     if (slot.share.wide) parts[all] = 0.0f;
   }
 
  private:
   // Of the cluster. What fragments take leaves no register to keep it.
   static __device__ __forceinline__ uint32_t block() {
-    if constexpr (!kByFragments<Dtype>) return cluster_rank();
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
+    return kByFragments<Dtype> ? cluster_rank_anew() : cluster_rank();
   }
   __device__ __forceinline__ uint64_t row(uint32_t r) const {
     return uint64_t{slot.inner} * kTileTokens + slot.share.first + r;
@@ -104,7 +104,10 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   const Lane at = Lane::of_thread(group_after);
   const GradientPlace<Dtype, is_gated(kActivation)> where{args, c, slot};
   const uint32_t last = ring.last();
-  if (is_one_of<kDifferentiating>(kind)) {
+  const auto kind_after = [&] {
+    return kByFragments<Dtype> ? *static_cast<const volatile TaskKind*>(&slot.kind) : kind;
+  };
+  if (is_one_of<kDifferentiating>(kind_after())) {
     // The loaders have three stages to go on with meanwhile, which they fill long before this ends.
     const uint32_t landing = ring.data(last) + Shape::a(0) + group_after * Shape::kNextA * kRowBytes;
     store_gradients<Dtype, kActivation>(staging, landing, acc, where, args.clamped);
@@ -132,8 +135,7 @@ __device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const 
   if constexpr (kByFragments<Dtype>) {
     using Shape = TokensByFeatures<Wide, Major::kMn>;  // whose places operands have
     const uint32_t in_warpgroup = consumer.anew<Dtype>(ring).group;
-    release_stage<Dtype, Wide>(
-        multiply_fragments_and_hold<Dtype, Shape, Major::kMn>(ring, in_warpgroup, stages, acc));
+    release_stage<Dtype, Wide>(multiply_fragments_and_hold<Dtype, Shape, Major::kMn>(ring, in_warpgroup, stages, acc));
   } else {
     multiply_rows<Dtype>(ring, consumer.anew<Dtype>(ring).group, stages, acc[0]);
   }

@@ -67,8 +67,8 @@ struct FeatureSpans {
         tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes + s * kEach, map, ring.full(), c0, k, c2, 0,
                             expert, hint);
       } else {
-        tma_load(ring.data() + Stage::features(block) + second * kEach, map, ring.full(), c0, k + block * kSide,
-                 c2, 0, expert, hint);
+        tma_load(ring.data() + Stage::features(block) + second * kEach, map, ring.full(), c0, k + block * kSide, c2, 0,
+                 expert, hint);
       }
     }
   }

@@ -217,25 +217,25 @@ __device__ __forceinline__ uint32_t multiply_and_hold(typename Shape::Stage::Rin
   if constexpr (kByFragments<Dtype>) {
     return multiply_fragments_and_hold<Dtype, Shape, Major::kK>(ring, group, stages, acc);
   } else {
-  static_assert(Dtype::kTensorCores);
-  const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
-  const uint64_t b = Shape::kMajorB == Major::kK ? matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes)
-                                                 : mn_major_descriptor<kSpanBytes>(ring.stages);
-  detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
-  uint32_t in_flight = ring.empty();
-  ring.advance();
-#pragma unroll 1
-  for (uint32_t s = 1; s < stages; ++s) {
-    detail::multiply_stage<Dtype, Shape, false>(ring, a, b, gathered, acc);
-    wgmma_wait<1>();
-    release_stage<Dtype, Stage>(in_flight);
-    in_flight = ring.empty();
+    static_assert(Dtype::kTensorCores);
+    const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
+    const uint64_t b = Shape::kMajorB == Major::kK ? matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes)
+                                                   : mn_major_descriptor<kSpanBytes>(ring.stages);
+    detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
+    uint32_t in_flight = ring.empty();
     ring.advance();
-  }
-  wgmma_wait<0>();
+#pragma unroll 1
+    for (uint32_t s = 1; s < stages; ++s) {
+      detail::multiply_stage<Dtype, Shape, false>(ring, a, b, gathered, acc);
+      wgmma_wait<1>();
+      release_stage<Dtype, Stage>(in_flight);
+      in_flight = ring.empty();
+      ring.advance();
+    }
+    wgmma_wait<0>();
 #pragma unroll
-  for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
-  return in_flight;
+    for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
+    return in_flight;
   }
 }
 

@@ -20,10 +20,10 @@ namespace flashmoe::sm90 {
 
 namespace detail {
 
-inline constexpr uint32_t kBlockK = kRowBytes / 4;         // elements of K in a k-block
-inline constexpr uint32_t kStepK = 8;                      // of one mma
+inline constexpr uint32_t kBlockK = kRowBytes / 4;          // elements of K in a k-block
+inline constexpr uint32_t kStepK = 8;                       // of one mma
 inline constexpr uint32_t kStepBytes = kStepK * kRowBytes;  // from one to the next of an MN-major operand
-inline constexpr uint32_t kWideSpan = span_bytes(4);       // from 32 columns of an MN-major operand to the next
+inline constexpr uint32_t kWideSpan = span_bytes(4);        // from 32 columns of an MN-major operand to the next
 inline constexpr uint32_t kChunkPairs = 32;  // bytes: of two chunks, and by them of 8 columns of an MN-major operand
 
 // c += a b in TF32, 16 rows by 8 columns. The tensor cores ignore the 13 low bits of each operand.
@@ -53,9 +53,10 @@ template <Major kMajor>
 __device__ __forceinline__ void load_left(float (&to)[4], uint32_t a, const FragmentLane& at, uint32_t step) {
   if constexpr (kMajor == Major::kK) {
     const uint32_t row = a + (at.warp * 16 + at.g) * kRowBytes + (at.t / 2 ^ at.g) * 16 + at.t % 2 * 8;
-    const uint32_t from = row ^ step * kChunkPairs;
-    const float2 low = gpu::load_shared8(from), high = gpu::load_shared8(from + 8 * kRowBytes);
-    to[0] = low.x, to[1] = high.x, to[2] = low.y, to[3] = high.y;
+    // Not two words at once, which mma does not have side by side: they would be moved, once for each mma.
+    const uint32_t even = row ^ step * kChunkPairs, odd = even ^ 4;
+    to[0] = load_shared4(even), to[1] = load_shared4(even + 8 * kRowBytes);
+    to[2] = load_shared4(odd), to[3] = load_shared4(odd + 8 * kRowBytes);
   } else {
     const uint32_t chunk = at.warp % 2 * 4 + at.g / 4, row = 2 * at.t;
     const uint32_t even = a + at.warp / 2 * kWideSpan + row * kRowBytes + (chunk ^ row) * 16 + at.g % 4 * 4;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void multiply_fragments(uint32_t a, uint32_t b, float
   const FragmentLane at = FragmentLane::here();
   // Column g of each 8: the pair of chunks that has the j-th 8 columns of a span is another one in each row 2 t.
   const uint32_t even = b + 2 * at.t * kRowBytes + at.t * kChunkPairs + at.g * 4, odd = (even + kRowBytes) ^ 16;
-#pragma unroll
+#pragma unroll 1
   for (uint32_t step = 0; step < kBlockK / kStepK; ++step) {
     float left[4];
     load_left<kMajorA>(left, a, at, step);
@@ -79,7 +80,7 @@ __device__ __forceinline__ void multiply_fragments(uint32_t a, uint32_t b, float
     for (uint32_t j = 0; j < kN / 8; ++j) {
       const uint32_t pair = j % 4 * kChunkPairs, from = j / 4 * kWideSpan + step * kStepBytes;
       mma_tf32(&acc[4 * j], left, load_shared4((even ^ pair) + from), load_shared4((odd ^ pair) + from));
-      if (j % 8 == 7) __syncwarp();  // else ptxas loads so far ahead that it spills
+      if (j % 4 == 3) __syncwarp();  // else ptxas loads so far ahead that it spills
     }
   }
 }

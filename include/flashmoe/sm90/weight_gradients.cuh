@@ -248,7 +248,8 @@ struct WeightOutput {
     const bool of_router = is_of_router(args.call, expert);
     const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, n);
     const uint32_t hidden = args.call.shape.hidden;
-    const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+    const uint32_t block = kByFragments<Dtype> ? cluster_rank_anew() : cluster_rank();
+    const uint32_t first_row = task.first_row + block * (kTaskFeatures / kClusterBlocks);
     const bool across = of_router || task.of_down == kTransposedLayer;
     const uint64_t pitch = across ? hidden : task.columns;
     const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
