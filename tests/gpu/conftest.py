@@ -20,6 +20,7 @@ PUT = [(dtype, "swiglu") for dtype in DTYPES] + [("bfloat16", "gelu"), ("float32
 """Dtypes and activations of test_group.py."""
 IN_GROUP = [("bfloat16", each, False) for each in ("swiglu", "gelu", "relu", "clamped_swiglu")]
 IN_GROUP += [("bfloat16", "swiglu", True), ("bfloat16", "clamped_swiglu", True), ("float16", "swiglu", False)]
+IN_GROUP += [("float32", "swiglu", False)]
 """Dtypes, activations and layouts of test_training_group.py."""
 PUT_TRANSPOSED = [("bfloat16", "clamped_swiglu"), ("float16", "swiglu")]
 
@@ -87,12 +88,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for dtype, activation, transposed in trained
         for which in ("keeps", "backward")
     ]
+    variants += [
+        jit.Variant("float32", activation, exact=True, **{which: True})
+        for activation in spec.ACTIVATIONS
+        for which in ("keeps", "backward")
+    ]
     if torch.cuda.device_count() * RANKS_A_GPU > 1:
         variants += [
             jit.Variant(dtype, activation, transposed=transposed, group=True, **{which: True})
             for dtype, activation, transposed in IN_GROUP
             for which in ("keeps", "backward")
         ]
+        variants += [jit.Variant("float32", exact=True, group=True, **{w: True}) for w in ("keeps", "backward")]
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
         variants += [jit.Variant(*each, rdma=True, transposed=True) for each in PUT_TRANSPOSED]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:

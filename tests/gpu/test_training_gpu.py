@@ -16,7 +16,7 @@ import flashmoe.nn
 import numpy as np
 import pytest
 import torch
-from flashmoe.jit import TRAINED
+from flashmoe.jit import TRAINED, TRANSPOSED
 from flashmoe.spec import ACTIVATIONS, GATED
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,15 +86,36 @@ EDGES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+TF32, EXACT = {"dtype": "float32"}, {"dtype": "float32", "exact": True}
+OF_FLOAT32 = pytest.mark.parametrize("arithmetic", [TF32, EXACT], ids=["tf32", "exact"])
+
+
+def as_it_lies(layers: dict[str, Any]) -> dict[str, Any]:
+    """Those that float32 has: of no transposed weights."""
+    return {name: each for name, each in layers.items() if "transposed" not in str(each)}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_layers(options, dtype):
     run_and_check(3, 333, dtype=dtype, **options)
 
 
+@OF_FLOAT32
+@pytest.mark.parametrize("options", as_it_lies(LAYERS).values(), ids=as_it_lies(LAYERS))
+def test_layers_of_float32(options, arithmetic):
+    run_and_check(3, 333, **options | arithmetic)
+
+
 @pytest.mark.parametrize(("tokens", "options"), EDGES.values(), ids=EDGES)
 def test_edges(tokens, options):
     run_and_check(4, tokens, **options)
+
+
+@OF_FLOAT32
+@pytest.mark.parametrize(("tokens", "options"), as_it_lies(EDGES).values(), ids=as_it_lies(EDGES))
+def test_edges_of_float32(tokens, options, arithmetic):
+    run_and_check(4, tokens, **options | arithmetic)
 
 
 @st.composite
@@ -116,8 +137,11 @@ def layers(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
     """A seed, T, and what `trainable` is told: any option that there are gradients of on a GPU, of the kernels that
     conftest.py has compiled."""
     dtype, activation = draw(st.sampled_from(TRAINED)), draw(st.sampled_from(ACTIVATIONS))
-    transposed = (dtype == "bfloat16" or activation == "clamped_swiglu") and draw(st.booleans())
+    compiled = dtype == "bfloat16" or (dtype in TRANSPOSED and activation == "clamped_swiglu")
+    transposed = compiled and draw(st.booleans())
     options: dict[str, Any] = {"dtype": dtype, "activation": activation, "transposed": transposed}
+    if dtype == "float32":
+        options["exact"] = draw(st.booleans())
     if activation == "clamped_swiglu":
         options |= CLAMPED
     if activation in GATED:
@@ -144,9 +168,10 @@ def test_random_layers(layer):
 # Bits
 
 
-def test_bits_are_those_of_every_run():
+@pytest.mark.parametrize("arithmetic", [{}, TF32, EXACT], ids=["bfloat16", "tf32", "exact"])
+def test_bits_are_those_of_every_run(arithmetic):
     """Fifty of a size at which most tiles are full, and clusters differ in what they get."""
-    problem, grads = trainable(6, [1500], **USUAL | BIASES | {"hidden": 512, "experts": 8})
+    problem, grads = trainable(6, [1500], **USUAL | BIASES | {"hidden": 512, "experts": 8} | arithmetic)
     with context_of(problem) as context:
         first = gradients_of(context, problem, grads[0])
         for _ in range(49):
@@ -154,9 +179,10 @@ def test_bits_are_those_of_every_run():
                 assert each.tobytes() == first[name].tobytes(), name
 
 
+@pytest.mark.parametrize("arithmetic", [{}, TF32, EXACT], ids=["bfloat16", "tf32", "exact"])
 @pytest.mark.parametrize("tokens", [300, 1500])
-def test_the_forward_pass_has_the_bits_that_it_has_without(tokens):
-    problem, grads = trainable(7, [tokens], **USUAL | BIASES)
+def test_the_forward_pass_has_the_bits_that_it_has_without(tokens, arithmetic):
+    problem, grads = trainable(7, [tokens], **USUAL | BIASES | arithmetic)
     with context_of(problem) as context:
         found = gradients_of(context, problem, grads[0])["y"]
         with torch.no_grad():
@@ -264,10 +290,11 @@ def test_a_step_in_a_graph():
             assert as_array(each.cpu()).tobytes() == expected[name].tobytes(), name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_backward_pass_is_one_operation_of_the_gpu(fused):
+def test_a_backward_pass_is_one_operation_of_the_gpu(fused, dtype):
     """Its kernel: nothing is filled, converted, copied or multiplied beside it, with a router either."""
-    problem, grads = trainable(19, [300], **USUAL | {"fused": fused})
+    problem, grads = trainable(19, [300], **USUAL | {"fused": fused, "dtype": dtype})
     with context_of(problem) as context:
         names = operations_of_backward(context, problem, grads[0])
     assert len(names) == 1 and "flashmoe_moe" in names[0], names
@@ -311,10 +338,11 @@ def test_a_module():
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("behind", [0, 1])
-def test_gradients_are_added_to_buffers(behind):
+def test_gradients_are_added_to_buffers(behind, dtype):
     """In float32, and rounded they are the gradients; also where a buffer is not aligned."""
-    problem = random_problem(18, 200, hidden=256, intermediate=192, experts=16, top_k=4)
+    problem = random_problem(18, 200, hidden=256, intermediate=192, experts=16, top_k=4, dtype=dtype)
     dy = torch.randn_like(problem.x)
     with context_of_gpu(problem) as context:
         module = module_of(context, problem)
@@ -330,7 +358,6 @@ def test_gradients_are_added_to_buffers(behind):
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "float32": ("x of float32", {"dtype": "float32"}),
     "a shared expert": ("a shared expert", {"shared": 1}),
     "weights on the input": ("weights_on_input", GIVEN | {"weights_on_input": True}),
 }

@@ -21,6 +21,7 @@ USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4, "dtype":
 GIVEN = {"fused": False}
 BIASES = {"biases": (True,) * 3}
 GPT_OSS = CLAMPED | {"interleaved": True, "transposed": True} | BIASES
+FLOAT32, EXACT = {"dtype": "float32"}, {"dtype": "float32", "exact": True}
 DIRECT, REDUCED = {"return_mode": "direct"}, {"return_mode": "reduced"}
 
 
@@ -57,6 +58,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     "a capacity": REDUCED | {"capacity_factor": 0.5, "skew": 3.0},
     "a capacity, given": DIRECT | GIVEN | {"capacity_factor": 0.5, "skew": 3.0},
     "float16": REDUCED | {"dtype": "float16"},
+    "float32": REDUCED | BIASES | FLOAT32,
+    "float32, given": DIRECT | GIVEN | FLOAT32,
+    "float32, exact": DIRECT | BIASES | EXACT,
+    "float32, exact, reduced": REDUCED | GIVEN | EXACT,
 }
 
 
@@ -75,6 +80,9 @@ EDGES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
     "one expert a token": ([301, 5, 77, 100], {"top_k": 1}),
     "several tiles": ([900, 700, 300, 500], {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+    "a rank without tokens, float32": ([200, 0, 120, 31], FLOAT32 | BIASES),
+    "several tiles, float32": ([900, 700, 300, 500], {"experts": 4, "top_k": 2} | FLOAT32),
+    "a rank without experts, exact": ([100, 60, 70, 80], {"placement": [0] * 16} | EXACT),
     "sizes just above a tile's": ([257, 300, 3, 9], {"hidden": 264, "intermediate": 264} | BIASES),
 }
 
@@ -84,9 +92,10 @@ def test_edges(pool, tokens, options):
     run_and_check(pool, tokens[: pool.ranks], **options)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
-def test_bits_are_those_of_every_run(pool, mode):
-    run_and_check(pool, [700, 500, 300, 900][: pool.ranks], times=20, return_mode=mode, **BIASES)
+def test_bits_are_those_of_every_run(pool, mode, dtype):
+    run_and_check(pool, [700, 500, 300, 900][: pool.ranks], times=20, return_mode=mode, dtype=dtype, **BIASES)
 
 
 def test_the_hundredth_step_has_the_bits_of_the_first(pool):
@@ -127,6 +136,7 @@ AGAIN: dict[str, tuple[list[int], dict[str, Any]]] = {
     "a capacity": ([150, 233, 97, 180], REDUCED | {"capacity_factor": 0.5, "skew": 3.0}),
     "gpt-oss": ([150, 233, 97, 180], GPT_OSS),
     "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
+    "float32": ([150, 0, 97, 180], REDUCED | BIASES | FLOAT32),
 }
 
 

@@ -24,10 +24,12 @@ __device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, doub
     for (uint32_t r = 0; r < end; ++r) {
       const uint4 words = *reinterpret_cast<const uint4*>(line(tile, r));
       const double w = weight(tile, r);
-      float v[kBiasColumns<Dtype>];
-      Dtype::spread(v, words);
+      const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-      for (uint32_t i = 0; i < kBiasColumns<Dtype>; ++i) sum[i] += w * v[i];
+      for (uint32_t i = 0; i < kBiasColumns<Dtype> / 2; ++i) {
+        const float2 pair = pair_of<Dtype>(word, i);
+        sum[2 * i] += w * pair.x, sum[2 * i + 1] += w * pair.y;
+      }
     }
   }
 }
@@ -42,10 +44,17 @@ __device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, cons
     for (uint32_t i = 0; i < kBiasColumns<Dtype>; ++i) to[i] = static_cast<float>(to[i] + sum[i]);
     return;
   }
-  float rounded[kBiasColumns<Dtype>];
+  uint32_t word[4];
 #pragma unroll
-  for (uint32_t i = 0; i < kBiasColumns<Dtype>; ++i) rounded[i] = static_cast<float>(sum[i]);
-  store_global16(all + first * Dtype::kBytes, Dtype::round(rounded));
+  for (uint32_t i = 0; i < kBiasColumns<Dtype> / 2; ++i) {
+    const auto low = static_cast<float>(sum[2 * i]), high = static_cast<float>(sum[2 * i + 1]);
+    if constexpr (Dtype::kBytes == 2) {
+      word[i] = Dtype::pack(low, high);
+    } else {
+      word[2 * i] = __float_as_uint(low), word[2 * i + 1] = __float_as_uint(high);
+    }
+  }
+  store_global16(all + first * Dtype::kBytes, {word[0], word[1], word[2], word[3]});
 }
 
 }  // namespace detail

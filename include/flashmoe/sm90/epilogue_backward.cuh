@@ -96,18 +96,13 @@ struct LaneInputs {
   static constexpr uint32_t kBytes = kLaneColumns * kColumnBytes, kChunks = ceil_div(kBytes, 16u);
   uint4 chunk[kChunks];
 
-  // x, and with a gate y, of column 2 p + j. Of 16 bits without a gate x and y are the columns 2 p and 2 p + 1.
+  // With a gate, that of column 2 p + j and its up; without one, columns 2 p and 2 p + 1.
   __device__ __forceinline__ float2 of(uint32_t p, uint32_t j) const {
-    const uint4& first = chunk[0];
-    if constexpr (Dtype::kBytes == 2) {
-      const uint32_t word[4] = {first.x, first.y, first.z, first.w};
-      return Dtype::unpack(word[kGated ? 2 * p + j : p]);
-    } else {
-      const uint4& v = chunk[kGated ? p : 0];
-      const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-      if constexpr (kGated) return {__uint_as_float(word[2 * j]), __uint_as_float(word[2 * j + 1])};
-      return {__uint_as_float(word[2 * p]), __uint_as_float(word[2 * p + 1])};
-    }
+    constexpr uint32_t kPairs = 8 / Dtype::kBytes;  // of a chunk
+    const uint32_t n = kGated ? 2 * p + j : p;
+    const uint4& v = chunk[n / kPairs];
+    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+    return pair_of<Dtype>(word, n % kPairs);
   }
 };
 
@@ -190,13 +185,11 @@ struct LanePlaces {
     const uint8_t* const from = z + uint64_t{kept[i]} * 16;
     const uint32_t to = landing_of(i, landing);
     if (exists) {
-#pragma unroll
-      for (uint32_t at = 0; at < kLandingRow; at += 16) {
-        if constexpr (kLandingRow >= 16)
-          cp_async16(to + at, from + at);
-        else
-          cp_async8(to, from);
-      }
+      if constexpr (kLandingRow >= 16)
+        cp_async16(to, from);
+      else
+        cp_async8(to, from);
+      if constexpr (kLandingRow == 32) cp_async16(to + 16, from + 16);
     }
     cp_async_commit();
   }

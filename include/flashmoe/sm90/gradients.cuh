@@ -18,8 +18,7 @@ struct GradientPlace {
   const TaskSlot& slot;
 
   __device__ __forceinline__ uint32_t first_column() const {
-    const uint32_t half = block() * (kTaskFeatures / kClusterBlocks);
-    return slot.column * kTaskFeatures + (slot.share.wide ? 0 : half);
+    return slot.column * kTaskFeatures + by_block(kTaskFeatures / kClusterBlocks);
   }
   __device__ __forceinline__ uint32_t rows() const { return slot.share.rows; }
   __device__ __forceinline__ uint32_t columns() const {
@@ -29,8 +28,9 @@ struct GradientPlace {
   // Rows from rows() to here are to be zeros: a tile's, by one block.
   __device__ __forceinline__ uint32_t padded() const {
     const uint32_t end = slot.share.first + slot.share.rows;
-    const uint32_t which = block();
-    const bool last = !slot.share.wide || which == kClusterBlocks - 1;
+    [[maybe_unused]] const uint32_t anew = kByFragments<Dtype> ? cluster_rank_anew() : 0;  // see by_block()
+    const uint32_t last_block = kClusterBlocks - 1;
+    const bool last = !slot.share.wide || (kByFragments<Dtype> ? anew : cluster_rank()) == last_block;
     return last ? align_up(end, kRowsOfStage<Dtype>) - slot.share.first : 0;
   }
   __device__ __forceinline__ float weight(uint32_t r) const { return slot.weights[r]; }
@@ -60,15 +60,18 @@ struct GradientPlace {
     const uint64_t all =
         kTrainsInGroup ? args.group.rows : uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
     float* const parts = args.backward.weight_parts + all * slot.column * kClusterBlocks + slot.tokens[r];
-    const uint32_t which = block();
-    parts[slot.share.wide ? 0 : which * all] = sum;
+    parts[by_block(all)] = sum;
     if (slot.share.wide) parts[all] = 0.0f;
   }
 
  private:
-  // Of the cluster. What fragments take leaves no register to keep it.
-  static __device__ __forceinline__ uint32_t block() {
-    return kByFragments<Dtype> ? cluster_rank_anew() : cluster_rank();
+  // Where the cluster's blocks share a task's columns: so many for each block before this one. What fragments take leaves no
+  // register to keep the block's number; and it is read whether wanted or not, else it is kept from an earlier task.
+  template <class T>
+  __device__ __forceinline__ T by_block(T each) const {
+    if constexpr (!kByFragments<Dtype>) return slot.share.wide ? 0 : cluster_rank() * each;
+    const T before = cluster_rank_anew() * each;
+    return slot.share.wide ? 0 : before;
   }
   __device__ __forceinline__ uint64_t row(uint32_t r) const {
     return uint64_t{slot.inner} * kTileTokens + slot.share.first + r;
@@ -94,7 +97,7 @@ template <class Dtype, Activation kActivation, class Shape, class Trace>
 __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                   Pipeline& ring, const Consumer& consumer, const Trace& trace) {
   using Stage = typename Shape::Stage;
-  const TaskKind kind = slot.kind;  // kept: else it is read again after the mainloop
+  TaskKind kind = slot.kind;  // kept, where there is room: else it is read again after the mainloop
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
   Accumulators<Shape> acc;
@@ -104,10 +107,8 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   const Lane at = Lane::of_thread(group_after);
   const GradientPlace<Dtype, is_gated(kActivation)> where{args, c, slot};
   const uint32_t last = ring.last();
-  const auto kind_after = [&] {
-    return kByFragments<Dtype> ? *static_cast<const volatile TaskKind*>(&slot.kind) : kind;
-  };
-  if (is_one_of<kDifferentiating>(kind_after())) {
+  if constexpr (kByFragments<Dtype>) kind = *static_cast<const volatile TaskKind*>(&slot.kind);
+  if (is_one_of<kDifferentiating>(kind)) {
     // The loaders have three stages to go on with meanwhile, which they fill long before this ends.
     const uint32_t landing = ring.data(last) + Shape::a(0) + group_after * Shape::kNextA * kRowBytes;
     store_gradients<Dtype, kActivation>(staging, landing, acc, where, args.clamped);

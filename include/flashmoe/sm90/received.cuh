@@ -90,11 +90,12 @@ __device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Ca
 #pragma unroll 4
   for (uint32_t at = P::lane() * 16; at < bytes; at += 512) {
     const uint4 left = load_once(dy + at), right = load_row16(bias + at);
-    constexpr uint32_t kElements = 16 / Dtype::kBytes;
-    float l[kElements], r[kElements];
-    Dtype::spread(l, left), Dtype::spread(r, right);
+    const uint32_t l[4] = {left.x, left.y, left.z, left.w}, r[4] = {right.x, right.y, right.z, right.w};
 #pragma unroll
-    for (uint32_t i = 0; i < kElements; i += 2) sum += double{l[i]} * r[i] + double{l[i + 1]} * r[i + 1];
+    for (uint32_t i = 0; i < 8 / Dtype::kBytes; ++i) {
+      const float2 a = pair_of<Dtype>(l, i), b = pair_of<Dtype>(r, i);
+      sum += double{a.x} * b.x + double{a.y} * b.y;
+    }
   }
 #pragma unroll
   for (uint32_t lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(kFullWarp, sum, lanes);
