@@ -198,7 +198,7 @@ class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
 
     The layer trains, and all ranks make the same backward passes (docs/training.md, which says what of the CUDA engine
-    does not: float32, a shared expert, slices, weights on the input). Where there are no gradients parameters and
+    does not: a shared expert, slices, weights on the input). Where there are no gradients parameters and
     tokens may require them, as in a model that has not been frozen, but a backward pass that reaches the layer raises
     `NotImplementedError`; so it does with quantised weights and with `tokens` ``"replicated"``, and everywhere a call
     with forward-mode derivatives.
