@@ -3,9 +3,9 @@
 // they lie, and multiplies by mma.sync m16n8k8 in TF32, or by FFMA where that is asked for. Sums have wgmma's places in the
 // accumulators (wgmma.cuh), so that epilogues are those of other types.
 //
-// A k-block has 32 elements of K. A warp multiplies its 16 rows of A with all kN columns of B. For each 8 of K it loads 4
-// words a lane of A and kN / 4 of B: what bounds it is shared memory, 8 warps times 68 words a clock, where the tensor cores
-// have 256 clocks of work. (A warp with 32 rows and half of the columns would load 40, but sums would be in other places.)
+// A k-block has 32 elements of K. A warp multiplies its 16 rows of A with all kN columns of B. For each 8 of K a lane loads 4
+// words of A and kN / 4 of B. What bounds that is shared memory: of 256 columns 68 words of each of 8 warps, a clock each at
+// best, where wgmma would take 256. (Of 32 rows by half of the columns it would be 40, but sums would be in other places.)
 //
 // Which element of K stands where in a fragment is free, if it is the same for A and B. Lane t of four has elements 2 t and
 // 2 t + 1 of each 8, for mma's t and t + 4. So they are neighbours in a K-major operand; and of an MN-major one, swizzled,

@@ -142,8 +142,8 @@ __device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t exper
 namespace detail {
 
 // The rows that a loader warp gathers, a tile at a time: of each 64, a stage's or two stages', a lane has the number of one of
-// its warp's 32, which lanes that need it get by a shuffle. All are loaded while the tile before is on its way: a number that is moved or multiplied
-// sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
+// its warp's 32, which lanes that need it get by a shuffle. All are loaded while the tile before is on its way: a number that
+// is moved or multiplied sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
 struct LoaderRows {
   static constexpr uint32_t kSteps = kTileTokens / kStageRows;
 
