@@ -1,7 +1,7 @@
 """The bounds of float32's gradients on a GPU hold, are not loose, and notice an engine that cuts off one bit too many.
 
-The engine here is a plain numpy one, in float32, whose products take operands as tensor cores do. Kernels have to meet the
-same bounds in tests/gpu/test_training_gpu.py.
+The engine here is a plain numpy one, in float32, whose products take operands as tensor cores do. Kernels have to meet
+the same bounds in tests/gpu/test_training_gpu.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from problems import Problem  # noqa: E402
-from training import check, trainable  # noqa: E402
+from problems import Problem
+from training import check, trainable
 
 SIZES = {"hidden": 96, "intermediate": 80, "experts": 6, "top_k": 2, "dtype": "float32", "fused": False}
 BIASES = {"biases": (False, True, True)}
@@ -45,7 +45,8 @@ def activations(z: np.ndarray, gated: bool) -> tuple[np.ndarray, Callable[[np.nd
 
 
 def gradients(problem: Problem, dy: np.ndarray, operand: Operand, of_dx: Operand) -> dict[str, np.ndarray]:
-    """All gradients of a call of one rank, in float32, biases' in float64. of_dx: as dX's products take operands, `operand` the others'."""
+    """All gradients of a call of one rank, in float32, biases' in float64. `of_dx`: as dX's products take operands;
+    `operand`: as the others do."""
     x, ids, weights = problem.x[0], problem.topk_ids[0], problem.topk_weights[0]
     up, down = problem.gate_up_proj, problem.down_proj
     found = {"x": np.zeros_like(x), "topk_weights": np.zeros(ids.shape, np.float32)}
@@ -84,7 +85,8 @@ def parts_of_bounds(options: dict[str, Any], exact: bool, operand: Operand, of_d
 def test_bounds_hold(options, exact):
     operand = as_they_are if exact else cut(13)
     parts = parts_of_bounds(options, exact, operand, operand)
-    # What TF32 does is known but for low bits. Of float32's sums the bounds allow for one term after the other: BLAS has parts.
+    # What TF32 does is known but for low bits. Of float32's sums bounds allow for one term after the other: BLAS has
+    # parts.
     products = [parts[name] for name in ("x", "gate_up_proj", "down_proj")]
     assert min(products) > (0.02 if exact else 0.5), parts
 

@@ -25,9 +25,9 @@ variance. What one row has wrong is wrong in a whole matrix, but rows err indepe
 bound takes a row for what a token is in the bound of y, and besides each element of the sum, for the roundings of the
 sum itself. Biases are added up in float64.
 
-**float32 on a GPU.** The tensor cores take TF32: they ignore the 13 low bits of an operand's 23, always towards zero, so
-that all products shrink, which does not average out. What that does to tensors of the call is known. So everything is
-computed a second time, with truncated operands wherever tensor cores multiply: what is derived above holds of these
+**float32 on a GPU.** The tensor cores take TF32: they ignore the 13 low bits of an operand's 23, always towards zero,
+so that all products shrink, which does not average out. What that does to tensors of the call is known. So everything
+is computed a second time, with truncated operands wherever tensor cores multiply: what is derived above holds of these
 numbers, and by how much each gradient of theirs differs from the true one, as a norm, widens its bound. dz, ``w a`` and
 the gradients of logits are truncated, too; their low bits depend on roundings before. There the mean, half a step of
 2^-10 of the binade towards zero, goes into the second computation, and step^2 / 12 among the variances. (Operands

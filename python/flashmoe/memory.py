@@ -270,8 +270,8 @@ def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]
         what += f", slices={spec.slices}" if spec.slices != 1 else ""
         what += ", transport 'rdma'" if rdma else ""
         raise InvalidArgument(
-            f"training: expected {', '.join(TRAINED[:-1])} or {TRAINED[-1]}, experts not cut, none that is shared, memory that is mapped "
-            f"on the CUDA engine, which has no other gradients, got {what}"
+            f"training: expected {', '.join(TRAINED[:-1])} or {TRAINED[-1]}, experts not cut, none that is shared, "
+            f"memory that is mapped on the CUDA engine, which has no other gradients, got {what}"
         )
     layer = replace(spec, activation=activation, return_mode="direct")
     tokens, choices, size = made_for.max_tokens, layer.choices, ELEMENT_BYTES[layer.x_type]
