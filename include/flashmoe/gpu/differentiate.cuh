@@ -22,7 +22,7 @@ __device__ __forceinline__ ValueAndSlope silu_and_slope(float x, float alpha = 1
 template <bool kExact>
 __device__ __forceinline__ ValueAndSlope gelu_and_slope(float x) {
   constexpr float kHalfLog2E = 0.72134752f, kDensityAt0 = 0.39894228f;
-  const float u = fabsf(x), tail = kExact ? exact_normal_tail(u) : normal_tail(u);
+  const float u = fabsf(x), tail = kExact ? exact_normal_tail(x) : normal_tail(u);
   const float density = kDensityAt0 * exp2_approx(x * x * -kHalfLog2E);
   return {fmaf(-u, tail, max_or_nan(x, 0.0f)), fmaf(x, density, x < 0.0f ? tail : 1.0f - tail)};
 }

@@ -163,9 +163,9 @@ struct Scores<Quantised<D>> : Scores<D> {};
 template <class D>
 struct Scores<MxFp4<D>> : Scores<D> {};
 
-// The i-th two elements of 16 bytes.
-template <class Dtype>
-__device__ __forceinline__ float2 pair_of(const uint32_t (&word)[4], uint32_t i) {
+// The i-th two elements of so many words.
+template <class Dtype, uint32_t kWords>
+__device__ __forceinline__ float2 pair_of(const uint32_t (&word)[kWords], uint32_t i) {
   if constexpr (Dtype::kBytes == 2) {
     return Dtype::unpack(word[i]);
   } else {

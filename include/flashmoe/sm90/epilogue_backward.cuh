@@ -89,20 +89,22 @@ __device__ __forceinline__ void store_four(uint8_t* to, const Neighbours<Dtype>&
   }
 }
 
-// Pre-activations of a lane's columns of one row: gate and up of each, or without a gate one number.
+// Pre-activations of a lane's columns of one row, gate and up of each, or without a gate one number: 16 bytes, or less; or 32.
+struct TwoChunks {
+  uint4 low, high;
+};
 template <class Dtype, bool kGated>
 struct LaneInputs {
-  static constexpr uint32_t kColumnBytes = (kGated ? 2 : 1) * Dtype::kBytes;
-  static constexpr uint32_t kBytes = kLaneColumns * kColumnBytes, kChunks = ceil_div(kBytes, 16u);
-  uint4 chunk[kChunks];
+  static constexpr uint32_t kColumnBytes = (kGated ? 2 : 1) * Dtype::kBytes, kBytes = kLaneColumns * kColumnBytes;
+  using Type = std::conditional_t<kBytes == sizeof(TwoChunks), TwoChunks, uint4>;
+  static constexpr uint32_t kWords = sizeof(Type) / 4;
 
-  // With a gate, that of column 2 p + j and its up; without one, columns 2 p and 2 p + 1.
-  __device__ __forceinline__ float2 of(uint32_t p, uint32_t j) const {
-    constexpr uint32_t kPairs = 8 / Dtype::kBytes;  // of a chunk
-    const uint32_t n = kGated ? 2 * p + j : p;
-    const uint4& v = chunk[n / kPairs];
-    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-    return pair_of<Dtype>(word, n % kPairs);
+  static __device__ __forceinline__ void spread(uint32_t (&to)[4], const uint4& z) {
+    to[0] = z.x, to[1] = z.y, to[2] = z.z, to[3] = z.w;
+  }
+  static __device__ __forceinline__ void spread(uint32_t (&to)[8], const TwoChunks& z) {
+    to[0] = z.low.x, to[1] = z.low.y, to[2] = z.low.z, to[3] = z.low.w;
+    to[4] = z.high.x, to[5] = z.high.y, to[6] = z.high.z, to[7] = z.high.w;
   }
 };
 
@@ -110,17 +112,19 @@ struct LaneInputs {
 // beside their ups, and these take turns in the words of gates and ups.
 template <class Dtype, Activation A>
 __device__ __forceinline__ LaneGradients<Dtype> differentiate_columns(const float (&da)[kLaneColumns],
-                                                                      const LaneInputs<Dtype, is_gated(A)>& z,
+                                                                      const typename LaneInputs<Dtype, is_gated(A)>::Type& z,
                                                                       float weight, bool in_turn, float& sum,
                                                                       const ClampedShape& shape) {
   constexpr bool kGated = is_gated(A);
+  uint32_t word[LaneInputs<Dtype, kGated>::kWords];
+  LaneInputs<Dtype, kGated>::spread(word, z);
   LaneGradients<Dtype> to;
 #pragma unroll
   for (uint32_t p = 0; p < 2; ++p) {
     float a[2], gate[2], up[2] = {};
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-      const float2 pair = z.of(p, j);
+      const float2 pair = pair_of<Dtype>(word, kGated ? 2 * p + j : p);
       const float d = weight * da[2 * p + j];
       const ValueAndSlope g = differentiate<A, !Dtype::kTensorCores>(kGated || j == 0 ? pair.x : pair.y, shape);
       a[j] = g.value, gate[j] = d * g.slope;
@@ -151,8 +155,8 @@ __device__ __forceinline__ void store_zeros(uint8_t* at, uint64_t row_bytes, uin
 // Where a lane's columns of a piece lie, in rows kLaneRowsApart from one another.
 template <class Dtype, bool kGated>
 struct LanePlaces {
-  using Inputs = LaneInputs<Dtype, kGated>;
-  static constexpr uint32_t kZBytes = Inputs::kColumnBytes;
+  using Inputs = typename LaneInputs<Dtype, kGated>::Type;
+  static constexpr uint32_t kZBytes = LaneInputs<Dtype, kGated>::kColumnBytes;
 
   const uint8_t* z;          // of the next piece, in the first row of all,
   uint32_t kept[kLaneRows];  // and how far behind that the lane's rows are, in units of 16 bytes
@@ -175,7 +179,7 @@ struct LanePlaces {
   // Pre-activations of the lane's columns of its i-th row come to shared memory, one group of cp.async a row, into a place of the lane's
   // own behind `landing`, and from there to registers. Where there is room for two rows alone (kInTurn), every other one has
   // the same place.
-  static constexpr uint32_t kLandingRow = Inputs::kBytes;
+  static constexpr uint32_t kLandingRow = LaneInputs<Dtype, kGated>::kBytes;
   static constexpr uint32_t kLandings = min_of(kLaneRows, kPieceBytes / (32 * kLandingRow));
   static constexpr bool kInTurn = kLandings != kLaneRows;
   static __device__ __forceinline__ uint32_t landing_of(uint32_t i, uint32_t landing) {
@@ -198,15 +202,14 @@ struct LanePlaces {
   static __device__ __forceinline__ Inputs fetched(uint32_t i, uint32_t landing) {
     cp_async_wait<kLater>();
     const uint32_t at = landing_of(i, landing);
-    Inputs z;
-    if constexpr (kLandingRow >= 16) {
-#pragma unroll
-      for (uint32_t n = 0; n < Inputs::kChunks; ++n) z.chunk[n] = load_shared16(at + n * 16);
+    if constexpr (kLandingRow == 32) {
+      return {load_shared16(at), load_shared16(at + 16)};
+    } else if constexpr (kLandingRow == 16) {
+      return load_shared16(at);
     } else {
       const float2 v = load_shared8(at);
-      z.chunk[0] = {__float_as_uint(v.x), __float_as_uint(v.y), 0, 0};
+      return {__float_as_uint(v.x), __float_as_uint(v.y), 0, 0};
     }
-    return z;
   }
   // Behind the last column: stays where it is.
   __device__ __forceinline__ void next_z(uint32_t column, uint32_t columns) {
