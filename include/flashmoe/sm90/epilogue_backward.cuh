@@ -111,10 +111,9 @@ struct LaneInputs {
 // From dA and z of a lane's columns of one row: what is stored, and added to `sum` the columns' term of dS. in_turn: gates lie
 // beside their ups, and these take turns in the words of gates and ups.
 template <class Dtype, Activation A>
-__device__ __forceinline__ LaneGradients<Dtype> differentiate_columns(const float (&da)[kLaneColumns],
-                                                                      const typename LaneInputs<Dtype, is_gated(A)>::Type& z,
-                                                                      float weight, bool in_turn, float& sum,
-                                                                      const ClampedShape& shape) {
+__device__ __forceinline__ LaneGradients<Dtype> differentiate_columns(
+    const float (&da)[kLaneColumns], const typename LaneInputs<Dtype, is_gated(A)>::Type& z, float weight, bool in_turn,
+    float& sum, const ClampedShape& shape) {
   constexpr bool kGated = is_gated(A);
   uint32_t word[LaneInputs<Dtype, kGated>::kWords];
   LaneInputs<Dtype, kGated>::spread(word, z);

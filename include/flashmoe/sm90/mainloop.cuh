@@ -165,6 +165,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Sta
   const uint32_t thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const uint32_t row = group * Shape::kNextA + thread / 32 * 16 + lane / 4;
   const uint32_t column = group * Shape::kNextB + lane % 4 * 2;
+  constexpr uint32_t kAhead = kKeepBuild ? 2 : 4;  // what is kept takes registers, too
 #pragma unroll 1
   for (uint32_t i = 0; i < Stage::kBlocks * (kRowBytes / 16); ++i) {
     const uint32_t block = i / (kRowBytes / 16), chunk = i % (kRowBytes / 16);
@@ -181,7 +182,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Sta
         acc[m][4 * j + 1] = dot(acc[m][4 * j + 1], low, y);
         acc[m][4 * j + 2] = dot(acc[m][4 * j + 2], high, x);
         acc[m][4 * j + 3] = dot(acc[m][4 * j + 3], high, y);
-        if (j % 4 == 3) __syncwarp();  // else ptxas loads so far ahead that it spills
+        if (j % kAhead == kAhead - 1) __syncwarp();  // else ptxas loads so far ahead that it spills
       }
     }
   }
