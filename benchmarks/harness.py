@@ -131,6 +131,18 @@ def described(commit: str, ranks: int | None = None) -> dict[str, str]:
     }
 
 
+def described_on_cpu(commit: str) -> dict[str, str]:
+    """The same of a result of the CPU engine."""
+    import torch
+
+    return {
+        "device": f"{cpu_model()} x0",
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": as_typed("python", sys.argv),
+    }
+
+
 def result_path(suite: str, device: str, gpus: int) -> pathlib.Path:
     """Where the results of a suite lie, of so many GPUs of a device: ``NVIDIA H200``, 2 in ``h200x2.json``."""
     name = re.sub(r"^NVIDIA (\w+).*", r"\1", device)

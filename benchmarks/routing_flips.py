@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 from typing import Any
 
 import torch
-from harness import as_typed, commit_option, cpu_model, result_path, write
+from harness import commit_option, cpu_model, described_on_cpu, result_path, write
 from training_curves import BATCH, WINDOW, assets, passage
 
 Routed = tuple[torch.Tensor, ...]
@@ -131,11 +130,8 @@ def main() -> None:
         rows.append({"step": step, **compare(eager, ours, windows)})
         print(shown(rows[-1]), flush=True)
     result = {
-        "device": f"{cpu_model()} x0",
-        "torch": torch.__version__,
+        **described_on_cpu(args.commit),
         "transformers": transformers.__version__,
-        "commit": args.commit,
-        "command": as_typed("python", sys.argv),
         "steps": args.steps,
         **{name: [row[name] for row in rows] for name in ("loss", "apart", "logits_apart", "weights_apart")},
         "flips": [

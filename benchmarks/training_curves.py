@@ -18,7 +18,7 @@ import sys
 import tempfile
 from typing import Any
 
-from harness import ROOT, as_typed, commit_option, cpu_model, write
+from harness import ROOT, commit_option, described_on_cpu, write
 
 EXAMPLE = ROOT / "examples" / "train_parallel.py"
 BATCH, WINDOW = 4, 64
@@ -78,7 +78,6 @@ def main() -> None:
     commit_option(parser)
     args = parser.parse_args()
 
-    import torch
     import transformers
 
     runs = {EAGER: (EAGER, 1), "flashmoe, 1 rank": ("flashmoe", 1)}
@@ -88,11 +87,8 @@ def main() -> None:
         text.write_text(passage(), encoding="utf-8")
         curves = {name: losses(text, *run, args.steps) for name, run in runs.items()}
     result: dict[str, Any] = {
-        "device": f"{cpu_model()} x0",
-        "torch": torch.__version__,
+        **described_on_cpu(args.commit),
         "transformers": transformers.__version__,
-        "commit": args.commit,
-        "command": as_typed("python", sys.argv),
         "steps": args.steps,
         "batch": BATCH,
         "window": WINDOW,
