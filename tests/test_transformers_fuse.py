@@ -342,7 +342,7 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["block", "experts"])
 def test_the_dispatcher_is_asked_where_pytorch_has_a_part(kind):
-    """A mode sees the operator, and gradients are recorded of it; else the call goes past it, which is quicker."""
+    """A mode sees the operator, with gradients and without; else the call goes past it, which is quicker."""
     model = model_of("Qwen3Moe")
     block = block_of(fuse(model))[0]
     x = torch.randn(7, 32)
@@ -364,6 +364,9 @@ def test_the_dispatcher_is_asked_where_pytorch_has_a_part(kind):
             assert torch.equal(call(), expected)
         assert sum("flashmoe.moe" in name for name in mode.names) == 1
     count, y = dispatched()
-    assert count == 1 and y.requires_grad and torch.equal(y, expected)
+    assert count == 0 and y.requires_grad and torch.equal(y, expected)
+    with Seen() as mode:
+        assert torch.equal(call(), expected)
+    assert sum("flashmoe.moe_kept" in name for name in mode.names) == 1
     model.requires_grad_(False)
     assert dispatched()[0] == 0

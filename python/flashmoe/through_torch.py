@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def goes_through_torch(x: Any, others: Iterable[Any]) -> bool:
+def goes_through_torch(x: Any, others: Iterable[Any], trains: bool = False) -> bool:
     """Whether PyTorch is to see one operator: where it compiles, traces or transforms calls, it cannot look into this;
-    where it records what gradients need, it must learn that there are none."""
+    where it records what gradients need, it must learn that there are none, unless the call `trains`, and so tells
+    autograd of them itself."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return False
     if torch.compiler.is_compiling() or x.is_meta:
         return True
-    recorded, usual = torch.is_grad_enabled(), (torch.Tensor, torch.nn.Parameter)
+    recorded, usual = torch.is_grad_enabled() and not trains, (torch.Tensor, torch.nn.Parameter)
     for each in others:
         kind = type(each)
         if kind not in usual and (each is None or not isinstance(each, torch.Tensor)):

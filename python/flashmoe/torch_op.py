@@ -149,12 +149,16 @@ def by_operator(context: int, tensors: Tensors, options: Options, main_grad: boo
     if load is None and logits is None and not trains:
         return moe(context, **given)
     _check_written(tensors)
-    observe = moe_kept if trains else moe_observed
-    size = 0 if load is None else load.shape[0]
+    size, with_logits = 0 if load is None else load.shape[0], logits is not None
     if trains and main_grad:
         _check_main_grads(tensors)
-        given["main_grad"] = True
-    y, chosen, made, *_ = observe(context, **given, load_size=size, with_logits=logits is not None)
+    if not trains:
+        y, chosen, made = moe_observed(context, **given, load_size=size, with_logits=with_logits)
+    elif goes_through_torch(tensors.x, tensors, trains=True) or _is_on_meta(tensors):
+        y, chosen, made, *_ = moe_kept(context, **given, load_size=size, with_logits=with_logits, main_grad=main_grad)
+    else:
+        asked = {"load_size": size, "with_logits": with_logits, "main_grad": main_grad}
+        y, chosen, made = _Kept.apply(context, options._asdict() | asked, *tensors[: -len(WRITTEN)])
     if load is not None:
         load.add_(chosen)
     if logits is not None:
@@ -218,7 +222,11 @@ def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
     it, or all of it, and how many rows that is of. `main_grad` is for the gradients."""
     bound = _KEPT.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    return _kept(bound.arguments)
+
+
+def _kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `_moe_kept` returns."""
     load, logits = _observations(given)
     asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
     y, kept, counted = _run(given, keep=True, **asked)
@@ -271,6 +279,26 @@ def _write_gradients(
     written = {names[place]: each for place, each in results.items()}
     ctx = _context(of_call.context, of_call.grad.shape[0])
     run_backward(ctx, of_call.kept, of_call.counted, _options_of(options), read, written, accumulates)
+
+
+class _Kept(torch.autograd.Function):
+    """`moe_kept` past PyTorch's way to an operator, which takes the host a millisecond: on a group of GPUs one of which
+    the device waits for a half, since the host reads how many rows there are (docs/measured.md)."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, options: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        given = options | dict(zip(Tensors._fields, tensors, strict=False)) | {"context": number}
+        y, load, logits, kept, counted = _kept(given)
+        inputs = {_FIRST_TENSOR + place: each for place, each in enumerate(tensors) if each is not None}
+        places = {position: position - _FIRST_TENSOR for position in inputs}
+        _save(ctx, number, {name: options[name] for name in _OPTIONS}, (kept, counted), inputs, places)
+        ctx.parameters = _with_main_grad(inputs, places) if options["main_grad"] else {}
+        ctx.mark_non_differentiable(load)
+        return y, load, logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _gradients(ctx, *grads)
 
 
 def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -462,32 +490,47 @@ _PLACES = {
 _CONSTANT = Tensors._fields.index("choice_bias")  # moves a choice, which has no derivative
 _PARAMETERS = sorted(set(range(*map(Tensors._fields.index, ("gate_up_proj", "gate_up_scale")))) - {_CONSTANT})
 """The places of weights and biases that have gradients."""
+_FIRST_TENSOR = 2
+"""Of the arguments of `_Kept`: `Tensors`, in their order."""
 _OPTION_POSITIONS = {list(_SIGNATURE.parameters).index(name): name for name in _OPTIONS}
 _MAIN_GRAD = list(_KEPT.parameters).index("main_grad")
 
 
 def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors = {position: each for position, each in enumerate(inputs) if isinstance(each, Tensor)}
+    options = {name: inputs[position] for position, name in _OPTION_POSITIONS.items()}
+    _save(ctx, inputs[0], options, output[3:], tensors, {position: _PLACES[position] for position in tensors})
+    ctx.parameters = _with_main_grad(tensors, ctx.places) if inputs[_MAIN_GRAD] else {}
+
+
+def _save(
+    ctx: Any,
+    context: int,
+    options: Mapping[str, Any],
+    kept: Sequence[Tensor],
+    inputs: Mapping[int, Tensor],
+    places: Mapping[int, int],
+) -> None:
+    """For `_gradients`: `inputs` and their `places` in `Tensors`, by their positions among the call's arguments."""
     ctx.set_materialize_grads(False)
-    ctx.context = inputs[0]
-    ctx.options = {name: inputs[position] for position, name in _OPTION_POSITIONS.items()}
-    ctx.positions = [position for position, each in enumerate(inputs) if isinstance(each, Tensor)]
-    ctx.save_for_backward(output[3], output[4], *(inputs[position] for position in ctx.positions))
-    # Saved tensors may be others by then (checkpointing detaches them): these have the attribute.
-    ctx.parameters = {}
-    if inputs[_MAIN_GRAD]:
-        of_parameters = [position for position in ctx.positions if _PLACES[position] in _PARAMETERS]
-        ctx.parameters = {_PLACES[position]: inputs[position] for position in of_parameters}
+    ctx.context, ctx.options, ctx.places = context, options, places
+    ctx.save_for_backward(*kept, *inputs.values())
+
+
+def _with_main_grad(inputs: Mapping[int, Tensor], places: Mapping[int, int]) -> dict[int, Tensor]:
+    """By their places. Saved tensors may be others by then (checkpointing detaches them): these have the attribute."""
+    return {places[position]: each for position, each in inputs.items() if places[position] in _PARAMETERS}
 
 
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, *_: None) -> tuple[Any, ...]:
     """One gradient per argument of the call, None for those that need none, or are added to a `main_grad`."""
     needed, (kept, counted, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
+    given = list(ctx.places.values())
     if grad is None:
-        grad = torch.zeros_like(inputs[ctx.positions.index(1)])  # of x's shape; only the logits led here
-    given = [_PLACES[position] for position in ctx.positions]
-    wanted = [position for position in ctx.positions if needed[position] and _PLACES[position] != _CONSTANT]
+        grad = torch.zeros_like(inputs[given.index(0)])  # of x's shape; only the logits led here
+    wanted = [position for position, place in ctx.places.items() if needed[position] and place != _CONSTANT]
     of_call = _OfCall(ctx.context, grad, logits, kept, counted, inputs, given)
-    places = [_PLACES[each] for each in wanted]
+    places = [ctx.places[each] for each in wanted]
     if ctx.parameters:
         results = _accumulate(of_call, ctx.options, places, ctx.parameters)
     elif goes_through_torch(grad, inputs):
