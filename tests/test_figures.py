@@ -39,8 +39,8 @@ def table(readme: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not set(line) <= set("| -")]
 
 
-def measured(gpus: int) -> dict:
-    path = result_path("fused_gpu" if gpus == 1 else "fused_group", "NVIDIA H200", gpus)
+def measured(gpus: int, device: str = "H200") -> dict:
+    path = result_path("fused_gpu" if gpus == 1 else "fused_group", f"NVIDIA {device}", gpus)
     return json.loads(path.read_text())
 
 
@@ -59,12 +59,12 @@ def faults(readme: str) -> Iterator[str]:
     header, *rows = table(readme)
     results = []
     for title in header[1:]:
-        found = re.fullmatch(r"(\d+) GPUs? \(([0-9a-f]{7,40})\)", title)
+        found = re.fullmatch(r"(\d+) GPUs?(?:, (H\d+))? \(([0-9a-f]{7,40})\)", title)
         if found is None:
             yield f"column {title!r}: expected a number of GPUs and a commit"
             return
-        results.append(measured(int(found[1])))
-        if not results[-1]["commit"].startswith(found[2]):
+        results.append(measured(int(found[1]), found[2] or "H200"))
+        if not results[-1]["commit"].startswith(found[3]):
             yield f"column {title!r}: measured of {results[-1]['commit']}"
     for label, *cells in rows:
         name, _, tokens = label.rpartition("; ")
@@ -187,5 +187,5 @@ def test_files_that_are_cited_are_there_and_all_others_too():
     uncited = ("tests", "integrations", "integrations_training", "release")
     files = [path for path in FILES if path.parent.name not in uncited]
     # README cites what it is made of by the columns of its table.
-    cited |= {"fused_gpu/h200x1.json", "fused_group/h200x2.json", "fused_group/h200x4.json"}
+    cited |= {"fused_gpu/h200x1.json", "fused_group/h200x2.json", "fused_group/h100x4.json"}
     assert cited == {path.relative_to(RESULTS).as_posix() for path in files}
