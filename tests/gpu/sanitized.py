@@ -1,6 +1,6 @@
 """What sanitizer.py runs under NVIDIA's sanitizers: small calls of every kind of tile, few thread blocks.
 
-`sanitized.py KIND CALLS`: on one GPU, one of KINDS, so many calls of each shape.
+`sanitized.py KIND CALLS`: on one GPU, one of KINDS or of OTHERS, so many calls of each shape.
 `sanitized.py WAY CALLS RANK RANKS NAME`: as a rank of a group, one of WAYS.
 """
 
@@ -11,10 +11,14 @@ from dataclasses import replace
 
 import flashmoe
 import flashmoe.slices
+import problems
+import quantised_on_gpu
 import torch
+import training
 from bounds import expected_result
 from flashmoe.placement import Placement, contiguous, hybrid, local_experts
 from layers import Problem, call, check, context_of, random_problem
+from leaves import gradients_of
 from ranks import WAYS, device_of, joined, share_of, with_experts
 
 KINDS = {
@@ -56,6 +60,21 @@ LARGEST = {
 }
 
 
+SMALL = {"hidden": 144, "intermediate": 80, "experts": 3, "top_k": 2, "dtype": "bfloat16"}
+"""H and I of quantised layers: the second block of H has 16 columns."""
+OF_FP8 = (
+    {"tokens": [6]},
+    {"tokens": [90], "biases": (True, True, True), "capacity_factor": 0.7},
+    {"tokens": [300], "fused": False, "shared": 1, "shared_gate": True},
+)
+OF_MXFP4 = ({"tokens": [1]}, {"tokens": [20], "biases": (True, True, True)})
+TRAINED = (
+    {"tokens": [90], "biases": (True, True, True), "capacity_factor": 0.7},
+    {"tokens": [300], "fused": False, "hidden": 72, "intermediate": 40},
+    {"tokens": [7], "activation": "gelu"},
+)
+
+
 def alone(kind: str, calls: int) -> None:
     for turn, shape in enumerate(SHAPES):
         problem = random_problem(turn, **KINDS[kind], **shape)
@@ -65,6 +84,40 @@ def alone(kind: str, calls: int) -> None:
                 y, report = call(context, problem)
                 check(problem, y, report)
         print(f"sanitized {kind} {shape}", flush=True)
+
+
+def fp8(calls: int) -> None:
+    for turn, shape in enumerate(OF_FP8):
+        quantised_calls("fp8", problems.quantised(problems.random_problem(turn, **SMALL | shape)), calls, shape)
+
+
+def mxfp4(calls: int) -> None:
+    for turn, shape in enumerate(OF_MXFP4):
+        layer = SMALL | {"hidden": 96, "intermediate": 64} | shape
+        quantised_calls("mxfp4", problems.in_mxfp4(problems.random_problem(turn, **layer)), calls, shape)
+
+
+def quantised_calls(kind: str, problem: problems.Problem, calls: int, shape: dict[str, object]) -> None:
+    with quantised_on_gpu.context_of(problem, processors=4, timeout=0.0) as context:
+        for _ in range(calls):
+            outcome = problems.Outcome(*quantised_on_gpu.call(context, problem))
+            problems.check(problem, [outcome], tensor_cores=True)
+    print(f"sanitized {kind} {shape}", flush=True)
+
+
+def backward(calls: int) -> None:
+    """A call that keeps, and its backward pass."""
+    for turn, shape in enumerate(TRAINED):
+        problem, grads = training.trainable(turn, **SMALL | {"scale": 1.0} | shape)
+        limits = problem.limits() | {"return_mode": "direct", "processors": 4, "timeout": 0.0}
+        with flashmoe.Context(engine="cuda", **limits) as context:
+            for _ in range(calls):
+                training.check(problem, grads, [gradients_of(context, problem, grads[0])], engine="cuda")
+        print(f"sanitized backward {shape}", flush=True)
+
+
+OTHERS = {"fp8": fp8, "mxfp4": mxfp4, "backward": backward}
+"""Kinds of layers that tests describe otherwise."""
 
 
 def in_group(way: str, calls: int, rank: int, ranks: int, name: str) -> None:
@@ -118,6 +171,8 @@ def main(what: str, calls: str, *of_group: str) -> None:
     if of_group:
         rank, ranks, name = of_group
         in_group(what, int(calls), int(rank), int(ranks), name)
+    elif what in OTHERS:
+        OTHERS[what](int(calls))
     else:
         alone(what, int(calls))
     torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import RANKS_A_GPU, WAYS
-from sanitized import KINDS
+from sanitized import KINDS, OTHERS
 
 SCRIPT = Path(__file__).resolve().parent / "sanitized.py"
 FOUND = 86
@@ -23,7 +23,7 @@ LIMIT = 1800
 GLOBAL_MEMORY = ("memcheck", "initcheck")
 """The tools that look at global memory, where a context's second call finds what its first has left behind. The others
 look at shared memory, which no launch leaves to the next: they are shown one call."""
-PARTS = [(kind, 1) for kind in KINDS] + [(way, 2) for way in WAYS]
+PARTS = [(kind, 1) for kind in (*KINDS, *OTHERS)] + [(way, 2) for way in WAYS]
 every_part = pytest.mark.parametrize(
     "part, ranks", PARTS, ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS]
 )
