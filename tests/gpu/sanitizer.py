@@ -3,10 +3,13 @@ together they take more than ten minutes. A part of one: ``-k "racecheck and alo
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,6 +43,14 @@ def sanitizer() -> str | None:
     return next((str(place) for place in places if place.is_file()), None)
 
 
+@functools.cache
+def releasing() -> dict[str, str]:
+    """Variables for kernels whose warps release stages as racecheck knows it (include/flashmoe/sm90/pipeline.cuh)."""
+    cache = tempfile.mkdtemp(prefix="flashmoe-racecheck-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    return {"NVCC_APPEND_FLAGS": "-DFLASHMOE_RACECHECK=1", "FLASHMOE_CACHE": cache}
+
+
 def sanitize(tool: str, part: str, ranks: int) -> None:
     """Fails with what the tool has found; skips where it cannot run."""
     program = sanitizer()
@@ -55,7 +66,7 @@ def sanitize(tool: str, part: str, ranks: int) -> None:
     command += [sys.executable, str(SCRIPT), part, "2" if tool in GLOBAL_MEMORY else "1"]
     # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in GLOBAL_MEMORY else {}
-    environment = {**os.environ, **uncached}
+    environment = {**os.environ, **uncached, **(releasing() if (tool, part) == ("racecheck", "fp8") else {})}
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
         of_group = [] if ranks == 1 else [str(rank), str(ranks), f"sanitized-{os.getpid()}"]

@@ -121,13 +121,19 @@ static_assert(Gate<kSmallGate>::Ring::kCount == 8 && Gate<kMiddleGate>::Ring::kC
 static_assert(Gate<kBoxFeatures>::Ring::kCount == 6);
 static_assert(GateInPasses::Ring::kCount == 4);
 
+// nvcc -DFLASHMOE_RACECHECK=1: each thread releases what it has read itself, also where a warp's loads are known to be over and one
+// lane says so, relaxed. The tool takes no arrival for other threads' reads, and nothing relaxed for an order.
+#ifndef FLASHMOE_RACECHECK
+#define FLASHMOE_RACECHECK 0
+#endif
+
 // Arrivals of a consumer warpgroup at an empty barrier: one, where the tensor cores read for all of its threads.
-// Without them each thread arrives for what it has read itself: racecheck takes no arrival for other threads' reads.
+// Without them each thread arrives for what it has read itself, as above.
 // Of quantised rows each warp loads its own to registers, and scales.
 template <class Dtype>
 inline constexpr uint32_t kReleases = Dtype::kTensorCores ? 1 : kWarpgroup;
 template <>
-inline constexpr uint32_t kReleases<E4M3> = kWarpgroup / 32;
+inline constexpr uint32_t kReleases<E4M3> = FLASHMOE_RACECHECK ? kWarpgroup : kWarpgroup / 32;
 
 // By all threads of a consumer warpgroup, when they do not read the stage any more.
 template <class Dtype, class Stage>
@@ -135,7 +141,7 @@ __device__ __forceinline__ void release_stage(uint32_t empty) {
   [[maybe_unused]] const uint32_t thread = threadIdx.x % kWarpgroup;
   if constexpr (!Stage::kByCluster) {
     if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
-  } else if constexpr (std::is_same_v<Dtype, E4M3>) {
+  } else if constexpr (kReleases<Dtype> == kWarpgroup / 32) {
     uint32_t lane;  // volatile, so that it is not kept
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     __syncwarp();
