@@ -114,7 +114,7 @@ def test_instances_of_experts_in_mxfp4(tool, capsys):
 
 def test_instances_of_training(tool):
     others = {"-DFLASHMOE_DTYPE=0", tool.QUANTISED, tool.MXFP4}
-    for every, of_each, in_group in ((False, 3, 1), (True, 2 * 7 * 2, 2 * 7 * 2)):
+    for every, of_each, in_group in ((False, 3, 2), (True, 2 * 7 * 2, 2 * 7 * 2 + 1)):
         found = tool.training_instances(every)
         assert not any(others & set(defines) for defines in found)
         for which in (tool.KEEP, tool.BACKWARD):

@@ -51,6 +51,7 @@ ACTIVATIONS = RELU, GELU, SILU, SWIGLU, GEGLU, RELU2, CLAMPED = range(7)
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
 TRANSPOSED, QUANTISED, MXFP4 = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1", "-DFLASHMOE_MXFP4=1"
 KEEP, BACKWARD, GROUP = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1", "-DFLASHMOE_GROUP=1"
+ON_INPUT, SLICED = "-DFLASHMOE_ON_INPUT=1", "-DFLASHMOE_SLICED=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
@@ -205,12 +206,14 @@ def mxfp4_instances(every: bool) -> list[tuple[str, ...]]:
 
 def training_instances(every: bool) -> list[tuple[str, ...]]:
     """Of forward passes that keep what gradients need, and of backward passes: without a gate, with the one of most
-    registers, and of both layouts of weights; among several ranks, with the one of most registers."""
+    registers, and of both layouts of weights; among several ranks, with the one of most registers, and of layers that
+    have kernels of their own for all reasons."""
     kinds = [(BF16, GELU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
     if every:
         kinds += [(dtype, each, *more) for dtype in (BF16, 2) for each in ACTIVATIONS for more in ((), (TRANSPOSED,))]
     found = [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(kinds)]
     in_group = kinds if every else [(BF16, CLAMPED)]
+    in_group = [*in_group, (BF16, CLAMPED, ON_INPUT, SLICED)]
     return found + [instance(*kind, which, GROUP) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(in_group)]
 
 

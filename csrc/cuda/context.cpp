@@ -231,7 +231,8 @@ void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const Kep
                           words(layout.first_row),
                           static_cast<uint32_t>(rows.pitch),
                           processors()};
-  const uint64_t tiles = rows.rows / sm90::kTileTokens + min_of(uint64_t{shape.local_experts}, rows.rows);
+  const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // as its tiles are moved
+  const uint64_t tiles = rows.rows / sm90::kTileTokens + min_of(experts, rows.rows);
   plan.kernels.launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
 }
 

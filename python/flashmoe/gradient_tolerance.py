@@ -127,12 +127,14 @@ def gradient_errors(
     shared_gate_up: np.ndarray | None = None,
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
+    slices: int = 1,
     **shape: Any,
 ) -> dict[str, Any]:
     """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`: of the experts' tensors,
     all E of them, one `CallError`, of what each rank has for itself (x, topk_weights, the router's and the shared
     expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `rule`: `renormalize`, `score` and
-    `routed_scale`. The rest as in `flashmoe.tolerance.call_error`.
+    `routed_scale`. `slices`: the experts, and with them ids, weights and owners of the calls, are of slices; the router
+    and the gradients of weights are of whole experts. The rest as in `flashmoe.tolerance.call_error`.
     """
     dtype = calls[0].x.dtype.name
     matrices = [None if m is None else np.asarray(m, np.float64) for m in (gate_up_proj, down_proj)]
@@ -162,7 +164,8 @@ def gradient_errors(
             for name, error in _of_shared(layer, home, *pair, gate).items():
                 errors[name].append(error)
         if router is not None:
-            for name, error in home.of_router(np.asarray(router, np.float64), router_bias, rule or {}, dtype).items():
+            of_router = home.of_router(np.asarray(router, np.float64), router_bias, rule or {}, dtype, slices)
+            for name, error in of_router.items():
                 errors[name].append(error)
         else:
             variance = home.of_weights_variance + _rounding(home.of_weights, "float32")
@@ -217,8 +220,9 @@ class _Expert:
         exact = np.zeros_like
         on_input, bias = layer.weights_on_input, 0.0 if self.up_bias is None else self.up_bias
         z, z_variance = _scaled_linear(x, w, w_variance, self.up, bias) if on_input else _linear(x, 0.0, self.up, bias)
-        if layer.dtype != "float32":
-            z_variance = z_variance + _rounding(z, layer.dtype)
+        on_gpu_input = on_input and layer.on_gpu
+        if layer.dtype != "float32":  # a GPU keeps what weights scale, others the pre-activations
+            z_variance = z_variance + _rounding(z - bias if on_gpu_input else z, layer.dtype)
         a, a_variance = _activated(z, z_variance, layer.activation, **layer.shape)
         g, g_variance = _linear(dy, 0.0, self.down.T, 0.0)
         scaled = (w * x, w_variance * x**2 + _VARIANCE32 * (w * x) ** 2), (w * dy, w_variance * dy**2)
@@ -227,20 +231,31 @@ class _Expert:
             df = df[0], df[1] + _VARIANCE32 * df[0] ** 2
         weight, weight_variance = (np.ones_like(w), np.zeros_like(w)) if on_input else (w, w_variance)
         dz, dz_variance = _backward(layer, z, z_variance, g, g_variance, weight, weight_variance)
+        plain, plain_variance = of_plain, of_plain_variance = dz, dz_variance
         if layer.on_gpu:
+            if on_input:  # what is multiplied has the weight, what biases get has not
+                rows = x, exact(x)
+                dz, dz_variance = w * dz, w**2 * dz_variance + w_variance * dz**2 + _VARIANCE32 * (w * dz) ** 2
+            plain_variance = plain_variance + _rounding(plain, layer.dtype)
             dz_variance = dz_variance + _rounding(dz, layer.dtype)
         sums.of_up.add(dz, dz_variance, *rows)
-        if layer.on_gpu and not on_input:
-            weighted = w * a
-            variance = w**2 * a_variance + w_variance * a**2 + _VARIANCE32 * weighted**2
+        if layer.on_gpu:
+            weighted = weight * a
+            variance = weight**2 * a_variance + weight_variance * a**2 + _VARIANCE32 * weighted**2
             sums.of_down.add(dy, exact(dy), weighted, variance + _rounding(weighted, layer.dtype))
         else:
             sums.of_down.add(*df, a, a_variance)
         one = np.ones((len(t), 1))
-        sums.up_bias.add(one, exact(one), dz, dz_variance)
+        sums.up_bias.add(one, exact(one), plain, plain_variance)
         sums.down_bias.add(one, exact(one), *df)
         dx, dx_variance = _linear(dz, dz_variance, self.up.T, 0.0)
-        if on_input:
+        if on_gpu_input:
+            u, u_variance = _linear(x, 0.0, self.up, 0.0)
+            of_weight = (of_plain * u).sum(axis=1)
+            # An error of u is one of its gradient, too: both add up.
+            errors = of_plain_variance * u**2 + of_plain**2 * (u_variance + _rounding(u, layer.dtype))
+            variance = 2.0 * errors.sum(axis=1)
+        elif on_input:
             of_weight, variance = (dx * x).sum(axis=1), (dx_variance * x**2).sum(axis=1)
             dx, dx_variance = w * dx, w**2 * dx_variance + w_variance * dx**2 + _VARIANCE32 * (w * dx) ** 2
         else:
@@ -370,23 +385,26 @@ class _Home:
         return _tail_bound((variance + _rounding(total, dtype)).sum(axis=1))
 
     def of_router(
-        self, router: np.ndarray, bias: np.ndarray | None, rule: Mapping[str, Any], dtype: str
+        self, router: np.ndarray, bias: np.ndarray | None, rule: Mapping[str, Any], dtype: str, slices: int
     ) -> dict[str, CallError]:
         """What leads to x through the router is added; the errors of the router's own gradients."""
-        logits, ids = self.call.logits, self.call.ids
+        logits, ids = self.call.logits, self.call.ids[:, ::slices] // slices
+        of_weights, of_weights_variance = (
+            each.reshape(*ids.shape, slices).sum(axis=2) for each in (self.of_weights, self.of_weights_variance)
+        )
         _, variance = _linear(self.x, 0.0, router, 0.0 if bias is None else np.asarray(bias, np.float64))
-        grad = of_logits(logits, ids, self.of_weights, **rule)
+        grad = of_logits(logits, ids, of_weights, **rule)
         # The reference, too, computes in float64: where all cancels, that is what is left.
-        largest = np.abs(self.of_weights).sum(axis=1, keepdims=True)
+        largest = np.abs(of_weights).sum(axis=1, keepdims=True)
         total = _VARIANCE32 * grad**2 + (_FLOAT64 * abs(rule.get("routed_scale", 1.0)) * largest) ** 2
         for k in range(ids.shape[1]):
             unit = np.zeros(ids.shape)
             unit[:, k] = 1.0
-            total += of_logits(logits, ids, unit, **rule) ** 2 * self.of_weights_variance[:, k, None]
+            total += of_logits(logits, ids, unit, **rule) ** 2 * of_weights_variance[:, k, None]
         for e in range(logits.shape[1]):
             step = np.zeros(logits.shape[1])
             step[e] = 1e-6
-            moved = [of_logits(logits + side * step, ids, self.of_weights, **rule) for side in (1.0, -1.0)]
+            moved = [of_logits(logits + side * step, ids, of_weights, **rule) for side in (1.0, -1.0)]
             total += ((moved[0] - moved[1]) / 2e-6) ** 2 * variance[:, e, None]
         if self.on_gpu:
             total = total + _rounding(grad, dtype)

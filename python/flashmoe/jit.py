@@ -89,6 +89,10 @@ class Variant:
     """It computes these."""
     group: bool = False
     """Either of the two among several ranks."""
+    on_input: bool = False
+    """Either of the two of a layer with `weights_on_input`. (Other kernels are the same with and without.)"""
+    sliced: bool = False
+    """Likewise, of a layer with a shared expert, or with experts in slices."""
 
     @property
     def title(self) -> str:
@@ -97,7 +101,8 @@ class Variant:
         activation = _ACTIVATIONS[self.activation]
         words = ["exact"] * self.exact + ["FP8"] * self.quantised + ["MXFP4"] * self.mxfp4 + [dtype, activation]
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
-        words += ["backward"] * self.backward + ["group"] * self.group
+        words += ["backward"] * self.backward + ["group"] * self.group + ["weights on the input"] * self.on_input
+        words += ["sliced"] * self.sliced
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
@@ -116,6 +121,8 @@ class Variant:
             *["-DFLASHMOE_KEEP=1"] * self.keeps,
             *["-DFLASHMOE_BACKWARD=1"] * self.backward,
             *["-DFLASHMOE_GROUP=1"] * self.group,
+            *["-DFLASHMOE_ON_INPUT=1"] * self.on_input,
+            *["-DFLASHMOE_SLICED=1"] * self.sliced,
         ]
 
 

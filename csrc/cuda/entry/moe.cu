@@ -7,6 +7,8 @@
 //   FLASHMOE_KEEP        1: keep what the layer's gradients need, of 16-bit types
 //   FLASHMOE_BACKWARD    1: the backward pass of what is kept, of the same layer
 //   FLASHMOE_GROUP       1: either of the two among several ranks; else of a rank that is alone
+//   FLASHMOE_SLICED      1: either of the two of a layer with a shared expert, or with experts in slices; else of any other
+//   FLASHMOE_ON_INPUT    1: either of the two of a layer whose weights scale products with gate_up; else of any other
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)

@@ -1,5 +1,5 @@
 // Gradients of biases, behind the stop, by all warps that have seen it: sums over an expert's rows, of dZ for gate_up_bias
-// and of w dY for down_bias, in float64 and in the order of its tiles.
+// and of w dY for down_bias (with weights on the input of dY), in float64 and in the order of its tiles.
 #pragma once
 
 #include "flashmoe/sm90/weight_gradients.cuh"
@@ -53,6 +53,21 @@ __device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, cons
 
 }  // namespace detail
 
+namespace detail {
+
+// Local experts that may have biases: a shared one has none.
+__device__ __forceinline__ uint32_t biased_experts(const Call& c) {
+  return kSlicedBuild ? c.shape.routed_local_experts() : c.shape.local_experts;
+}
+
+// Whether a local expert is a slice behind the first one of its expert, whose down_bias is 0.
+__device__ __forceinline__ bool is_later_slice(const Call& c, uint32_t expert) {
+  if constexpr (!kSlicedBuild) return false;
+  return c.placement.by_owner[c.placement.owner_base[c.rank] + expert] % c.shape.slices != 0;
+}
+
+}  // namespace detail
+
 // Not the last warp of a block, which sees no stop.
 template <class Dtype>
 __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c) {
@@ -68,7 +83,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
   // Where the call has failed, tiles may not be what they should.
   if (each == 0 || thread >= kSummers || Platform::load_relaxed(&c.control()->abort.value) != 0) return;
 #pragma unroll 1
-  for (uint32_t i = blockIdx.x * kSummers + thread; i < each * c.shape.local_experts; i += gridDim.x * kSummers) {
+  for (uint32_t i = blockIdx.x * kSummers + thread; i < each * biased_experts(c); i += gridDim.x * kSummers) {
     const uint32_t expert = i / each, n = i % each;
     double sum[kBiasColumns] = {};
     if (n < of_up) {
@@ -76,23 +91,25 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
       sum_columns<Dtype>(
           c, expert, sum,
           [&](uint32_t tile, uint32_t r) {
-            return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16;
+            const uint64_t behind = kOnInputBuild ? args.options.plain_behind : 0;
+            return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16 + behind;
           },
           [](uint32_t, uint32_t) { return 1.0f; });
       store_columns<Dtype>(b.gate_up_bias, uint64_t{expert} * b.z_columns + n * kBiasColumns, sum, accumulates);
     } else {
       const uint32_t at = (n - of_up) * 16;
-      sum_columns<Dtype>(
-          c, expert, sum,
-          [&](uint32_t tile, uint32_t r) {
-            if constexpr (kTrainsInGroup) {
-              const uint32_t code = args.group.gather[tile * kTileTokens + r], n = code & ~TokenRows::kRemote;
-              if (n != code) return args.group.received + uint64_t{n} * c.memory.token_row_bytes + at;
-              return const_cast<uint8_t*>(args.x) + n * args.x_row_bytes + at;
-            }
-            return const_cast<uint8_t*>(args.x) + c.tile_row(tile, r)->token * args.x_row_bytes + at;
-          },
-          [&](uint32_t tile, uint32_t r) { return c.tile_row(tile, r)->weight; });
+      if (!is_later_slice(c, expert))
+        sum_columns<Dtype>(
+            c, expert, sum,
+            [&](uint32_t tile, uint32_t r) {
+              if constexpr (kTrainsInGroup) {
+                const uint32_t code = args.group.gather[tile * kTileTokens + r], n = code & ~TokenRows::kRemote;
+                if (n != code) return args.group.received + uint64_t{n} * c.memory.token_row_bytes + at;
+                return const_cast<uint8_t*>(args.x) + n * args.x_row_bytes + at;
+              }
+              return const_cast<uint8_t*>(args.x) + c.tile_row(tile, r)->token * args.x_row_bytes + at;
+            },
+            [&](uint32_t tile, uint32_t r) { return kOnInputBuild ? 1.0f : c.tile_row(tile, r)->weight; });
       store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kBiasColumns, sum,
                            accumulates);
     }

@@ -4,6 +4,9 @@
 //   to the tile's rows of dZ   w dA act'(z), gate and up
 //   to its weighted rows       w a
 //   a part of dS               the sum of dA a over the task's columns, in an order that columns alone decide on
+// Where weights scale the products with gate_up (kOnInputBuild), these products u are kept, and z = w u + bias:
+//   to dZ the same, which there is w times the gradient of z; where biases need that gradient, to rows behind dZ also this
+//   to weighted rows a, and a part of dS is the sum of dA act'(z) u
 // A piece is 32 columns. A warp stages its accumulators, fp32, in its own buffer, and takes them from there by rows: 4 columns of
 // four rows a lane, so that all it loads and stores of a row is side by side. All pieces run the same code: it is executed once a
 // task, and unrolled it was 80 KiB, which took longer to fetch than to run (38 us of 63 us a task).
@@ -65,6 +68,48 @@ struct LaneGradients {
 
 __device__ __forceinline__ void store_words(uint8_t* to, const uint32_t (&words)[2]) {
   *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
+}
+
+// Rounds gradients of pre-activations, times `by`. in_turn: see differentiate_columns().
+template <class Dtype>
+__device__ __forceinline__ void pack_gradients(LaneGradients& to, uint32_t p, const float (&gate)[2],
+                                               const float (&up)[2], float by, bool in_turn) {
+  to.gates[p] = Dtype::pack(by * gate[0], by * (in_turn ? up[0] : gate[1]));
+  to.ups[p] = Dtype::pack(by * (in_turn ? gate[1] : up[0]), by * up[1]);
+}
+
+// The same as differentiate_columns() of a layer whose weights scale products, which are u: `plain` has the gradients of
+// pre-activations, the result these times the weight. bias(i, up): of the lane's i-th column.
+template <class Dtype, Activation A, class Bias>
+__device__ __forceinline__ LaneGradients differentiate_scaled_columns(const float (&da)[kLaneColumns], const uint4& u,
+                                                                      float weight, bool in_turn, float& sum,
+                                                                      const ClampedShape& shape, Bias&& bias,
+                                                                      LaneGradients& plain) {
+  constexpr bool kGated = is_gated(A);
+  const uint32_t word[4] = {u.x, u.y, u.z, u.w};
+  LaneGradients to;
+#pragma unroll
+  for (uint32_t p = 0; p < 2; ++p) {
+    float a[2], gate[2], up[2] = {};
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+      const float2 pair = Dtype::unpack(word[kGated ? 2 * p + j : p]);
+      const float of_gate = kGated || j == 0 ? pair.x : pair.y;
+      const float d = da[2 * p + j];
+      const ValueAndSlope g = differentiate<A>(weight * of_gate + bias(2 * p + j, false), shape);
+      a[j] = g.value, gate[j] = d * g.slope;
+      if constexpr (kGated) {
+        const ValueAndSlope v = differentiate_up<A>(weight * pair.y + bias(2 * p + j, true), shape);
+        a[j] *= v.value, gate[j] *= v.value, up[j] = d * g.value * v.slope;
+        sum = fmaf(up[j], pair.y, sum);
+      }
+      sum = fmaf(gate[j], of_gate, sum);
+    }
+    to.weighted[p] = Dtype::pack(a[0], a[1]);
+    pack_gradients<Dtype>(to, p, gate, up, weight, in_turn);
+    pack_gradients<Dtype>(plain, p, gate, up, 1.0f, in_turn);
+  }
+  return to;
 }
 
 // From dA and z of a lane's columns of one row: what is stored, and added to `sum` the columns' term of dS. in_turn: gates lie
@@ -167,7 +212,18 @@ struct LanePlaces {
   template <class Where>
   __device__ __forceinline__ void store(const LaneGradients& g, uint32_t i, const Where& where) const {
     store_words(weighted + i * kLaneRowsApart * where.weighted_bytes(), g.weighted);
-    uint8_t* const to = gradients + i * kLaneRowsApart * where.gradient_bytes();
+    store_gradients(gradients + i * kLaneRowsApart * where.gradient_bytes(), g, where);
+  }
+  // And its gradients without the weight, to rows so many bytes behind.
+  template <class Where>
+  __device__ __forceinline__ void store_plain(const LaneGradients& g, uint32_t i, uint64_t behind,
+                                              const Where& where) const {
+    store_gradients(gradients + i * kLaneRowsApart * where.gradient_bytes() + behind, g, where);
+  }
+
+ private:
+  template <class Where>
+  static __device__ __forceinline__ void store_gradients(uint8_t* to, const LaneGradients& g, const Where& where) {
     if (kGated && where.in_turn()) {
       store_global16(to, {g.gates[0], g.ups[0], g.gates[1], g.ups[1]});
       return;
@@ -245,12 +301,26 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
         uint4 next = {};
         if (i + 1 < kLaneRows) next = places.template fetched<kLaneRows - 2>(i + 1, landing);
         float term = 0.0f;
-        const LaneGradients made = differentiate_columns<Dtype, A>(da, z, weight, in_turn(), term, shape);
+        [[maybe_unused]] LaneGradients plain;
+        const LaneGradients made = [&] {
+          if constexpr (!kOnInputBuild) {
+            return differentiate_columns<Dtype, A>(da, z, weight, in_turn(), term, shape);
+          } else {
+            const auto bias = [&](uint32_t n, bool up) { return where.template bias<Dtype>(column + n, up); };
+            return differentiate_scaled_columns<Dtype, A>(da, z, weight, in_turn(), term, shape, bias, plain);
+          }
+        }();
         places.fetch(i, landing, more);
         z = next;
         if (column < columns) {
           sum[i] += term;
-          if (static_cast<int32_t>(i * kLaneRowsApart) < left) places.store(made, i, where);
+          if (static_cast<int32_t>(i * kLaneRowsApart) < left) {
+            places.store(made, i, where);
+            if constexpr (kOnInputBuild) {
+              const uint64_t behind = where.plain_behind();
+              if (behind != 0) places.store_plain(plain, i, behind, where);
+            }
+          }
         }
         __syncwarp();  // else ptxas computes rows side by side, and spills
       }

@@ -50,6 +50,15 @@ struct GradientPlace {
   __device__ __forceinline__ uint8_t* weighted(uint32_t r, uint32_t column) const {
     return args.backward.weighted + row(r) * weighted_bytes() + (first_column() + column) * 2;
   }
+  // Where weights scale products: the bias of a column's gate or up, and how far behind dZ its rows without the weight are;
+  // 0: nobody needs them.
+  template <class Dtype>
+  __device__ __forceinline__ float bias(uint32_t column, bool up) const {
+    const uint64_t first = uint64_t{slot.expert} * args.backward.z_columns + (up ? args.gated.up : 0);
+    const uint32_t n = first_column() + column;
+    return bias_at<Dtype>(args.gate_up_bias, first + n * args.gated.step, n < c.shape.intermediate);
+  }
+  __device__ __forceinline__ uint64_t plain_behind() const { return args.options.plain_behind; }
   // A row of a wide task has one part of dS, and zero in place of the other block's.
   __device__ __forceinline__ void store_part(uint32_t r, float sum) const {
     const uint64_t all =
@@ -72,7 +81,7 @@ __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const C
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   if (thread >= kSummers || args.backward.weights == nullptr) return;
   const uint32_t parts = weight_parts_of(c);
-  const uint32_t top_k = c.shape.top_k, all = c.shape.tokens * top_k;
+  const uint32_t top_k = gate_top_k_of(c.shape), all = c.shape.tokens * top_k;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
     args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, parts);
@@ -88,7 +97,8 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
   Accumulators<Shape> acc;
-  multiply_and_hold<Dtype, Shape>(ring, group, Stage::stages(slot.k_bytes), is_one_of<kGathering>(kind), acc);
+  const uint32_t stages = (kSlicedBuild ? slot.slices : 1) * Stage::stages(slot.k_bytes);
+  multiply_and_hold<Dtype, Shape>(ring, group, stages, is_one_of<kGathering>(kind), acc);
   trace.begin(1);
   const auto [group_after, staging] = consumer.anew<Dtype>(ring);
   const Lane at = Lane::of_thread(group_after);
@@ -101,6 +111,12 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
     release_stage<Dtype, Stage>(ring.empty(ring.last()));
   } else {
     release_stage<Dtype, Stage>(ring.empty(last));
+    if constexpr (kSlicedBuild) {  // what the shared expert's gate owes to its tokens' dX
+      if (args.shared_gate != nullptr && c.shape.is_shared(slot.expert)) {
+        add_outer<Dtype>(staging, at, acc, reinterpret_cast<const float*>(slot.tokens), args.shared_gate,
+                         where.first_column(), c.shape.hidden);
+      }
+    }
     store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
                                slot.weights, slot.to);
   }

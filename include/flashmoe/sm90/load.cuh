@@ -90,12 +90,15 @@ struct TokenRows {
 };
 
 // Rows that lie one behind the other, `rows` of them from row `first` of the map's matrix on. Intermediate rows of the shared
-// expert go on, column by column, as as many rows elsewhere for each further slice.
+// expert go on, column by column, as as many rows elsewhere for each further slice. Of its dZ, of which half a row are gates,
+// these come first: slices go round a second time, for the ups.
 struct BoxRows {
   const TensorMap* map;
   uint32_t first, rows;
   uint32_t slices = 1;
   uint32_t second = 0;  // row, of the second slice; later ones follow a tile apart
+  uint32_t round = 0;   // of dZ: so many slices,
+  uint32_t up = 0;      // the column of whose second half is this one
 
   __device__ __forceinline__ uint32_t row(uint32_t slice) const {
     return slice == 0 ? first : second + (slice - 1) * kTileTokens;
@@ -195,11 +198,16 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
     fence_proxy_async_global();
     const uint32_t boxes = ceil_div(from.rows, kRowBox);
     uint32_t s = 0, slice = 0, row = from.row(0);
+    [[maybe_unused]] uint32_t column = 0;
 #pragma unroll 1
     for (uint32_t left = from.slices * stages; left != 0; --left, ++s, at.advance()) {
       if (s == stages) {
         s = 0;
-        row = from.row(++slice);
+        ++slice;
+        if constexpr (kSlicedBuild && kIsBackward) {
+          if (slice == from.round) slice = 0, column = from.up;
+        }
+        row = from.row(slice);
         ++features.expert;
       }
       wait(at.empty(), at.parity);
@@ -224,7 +232,8 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
           if constexpr (kScaled) {
             tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), k, first % kTileTokens, first / kTileTokens);
           } else {
-            tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), k, first);
+            tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), kSlicedBuild && kIsBackward ? k + column : k,
+                     first);
           }
         }
       }

@@ -127,7 +127,7 @@ class TasksBehindStop {
 __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,
                                                   TaskSlot& slot) {
   using P = Platform;
-  const uint32_t tile = task.index - c.shape.local_experts - 1, first = cluster_rank() * Wide::kTokens;
+  const uint32_t tile = task.index - weight_groups(c.shape) - 1, first = cluster_rank() * Wide::kTokens;
   const uint32_t left = c.shape.tokens - tile * kTileTokens;
   const uint32_t rows = left > first ? min_of(left - first, Wide::kTokens) : 0;
 #pragma unroll 1
@@ -139,10 +139,10 @@ __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const 
   if (P::lane() != 0) return;
   slot.index = task.index;
   slot.tile = tile;
-  slot.expert = c.shape.local_experts;
+  slot.expert = weight_groups(c.shape);
   slot.column = task.column;
   slot.slices = 1;
-  slot.k_bytes = c.shape.experts * 2;
+  slot.k_bytes = gate_experts_of(c.shape) * 2;
   slot.share = {.wide = true, .first = first, .rows = rows, .cover = Wide::kTokens};
 }
 

@@ -16,11 +16,30 @@
 // The order of a sum is that of an expert's tiles, and all of these but its last one are full.
 #pragma once
 
+#include "flashmoe/gpu/choice_gradient.cuh"
 #include "flashmoe/sm90/epilogue_backward.cuh"
 #include "flashmoe/sm90/expert_rows.cuh"
 #include "flashmoe/sm90/load.cuh"
 
 namespace flashmoe::sm90 {
+
+// To these products a slice of the shared expert is an expert, behind the others, whose rows lie where its slice's do. What an
+// expert's matrices are to them it has in parts of larger ones: of down_proj I columns, of gate_up_proj 2I or I rows, or where
+// all gates lie before all ups I and I.
+__device__ __forceinline__ uint32_t weight_groups(const CallShape& s) {
+  return kSlicedBuild ? s.routed_local_experts() + s.shared : s.local_experts;
+}
+__device__ __forceinline__ bool is_of_shared(const CallShape& s, uint32_t index) {
+  return kSlicedBuild && index >= s.routed_local_experts();
+}
+// The local expert that has the rows.
+__device__ __forceinline__ uint32_t local_expert_of(const Call& c, uint32_t index) {
+  return kSlicedBuild ? min_of(index, c.shape.local_experts - 1) : index;
+}
+// Into how many parts a slice's rows of gate_up_proj, and columns of dZ, fall.
+__device__ __forceinline__ uint32_t z_halves(const KernelArgs& args) {
+  return args.backward.z_columns != args.call.shape.intermediate && args.gated.step == 1 ? 2 : 1;
+}
 
 // The tasks of an expert: `down` of down_proj's gradient, and behind them `gate_up`.
 struct WeightTasks {
@@ -31,6 +50,14 @@ struct WeightTasks {
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
     return {args.backward.down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
             args.backward.gate_up == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
+  }
+  // Of a slice of the shared expert: no task has columns of two parts.
+  static __device__ __forceinline__ WeightTasks of_slice(const KernelArgs& args) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures), halves = z_halves(args);
+    const uint32_t of_half = ceil_div(args.backward.z_columns / halves, kTaskFeatures);
+    return {args.options.shared_down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.options.shared_gate_up == nullptr ? 0 : blocks * of_half * halves};
   }
   __device__ __forceinline__ uint32_t all() const { return down + gate_up; }
 };
@@ -43,7 +70,7 @@ struct RouterTasks {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
     if (args.backward.logit_gradients == nullptr) return {0, 0};
-    return {args.backward.router == nullptr ? 0 : blocks * ceil_div(s.experts, kTaskFeatures),
+    return {args.backward.router == nullptr ? 0 : blocks * ceil_div(gate_experts_of(s), kTaskFeatures),
             blocks * ceil_div(s.tokens, kTileTokens)};
   }
 };
@@ -51,19 +78,23 @@ struct RouterTasks {
 inline constexpr uint32_t kCombines = kNoTile - 1;
 // The others' index is that of an expert behind the last one; of dX's, and behind it that of a tile of tokens.
 __device__ __forceinline__ bool is_of_router(const Call& c, uint32_t index) {
-  return index >= c.shape.local_experts;
+  return index >= weight_groups(c.shape);
 }
 __device__ __forceinline__ bool is_of_router_dx(const Call& c, uint32_t index) {
-  return index > c.shape.local_experts && index != kCombines;
+  return index > weight_groups(c.shape) && index != kCombines;
 }
 
 // What one of them multiplies: Task::column says which it is of its expert's.
 struct WeightTask {
   bool of_down;
-  uint32_t first_row, first_column;  // of H and of the other axis
-  uint32_t columns;                  // of the other axis
+  uint32_t first_row, first_column;  // of H and of the other axis, as dZ or `weighted` have it
+  uint32_t columns;                  // where that ends
+  uint32_t skipped = 0, more = 0;    // of a part of a matrix: columns of that before column 0, and how many more it has
 
-  static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t n) {
+  static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t expert, uint32_t n) {
+    if (is_of_shared(args.call.shape, expert)) {
+      return of_slice(args, expert - args.call.shape.routed_local_experts(), n);
+    }
     const WeightTasks tasks = WeightTasks::of(args);
     const CallShape& s = args.call.shape;
     const bool of_down = n < tasks.down;
@@ -71,10 +102,24 @@ struct WeightTask {
     return {of_down, m % blocks * kTaskFeatures, m / blocks * kTaskFeatures,
             of_down ? s.intermediate : args.backward.z_columns};
   }
+  static __device__ __forceinline__ WeightTask of_slice(const KernelArgs& args, uint32_t slice, uint32_t n) {
+    const CallShape& s = args.call.shape;
+    const uint32_t down = WeightTasks::of_slice(args).down, blocks = ceil_div(s.hidden, kTaskFeatures);
+    const bool of_down = n < down;
+    const uint32_t m = of_down ? n : n - down, halves = of_down ? 1 : z_halves(args);
+    const uint32_t each = (of_down ? s.intermediate : args.backward.z_columns) / halves;
+    const uint32_t of_half = ceil_div(each, kTaskFeatures), half = m / blocks / of_half;
+    return {of_down,
+            m % blocks * kTaskFeatures,
+            half * each + m / blocks % of_half * kTaskFeatures,
+            (half + 1) * each,
+            (half * s.shared + slice - half) * each,
+            (s.shared * halves - half - 1) * each};
+  }
   static __device__ __forceinline__ WeightTask of_router(const KernelArgs& args, uint32_t n) {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
-    return {false, n % blocks * kTaskFeatures, n / blocks * kTaskFeatures, s.experts};
+    return {false, n % blocks * kTaskFeatures, n / blocks * kTaskFeatures, gate_experts_of(s)};
   }
 };
 
@@ -83,16 +128,23 @@ struct WeightTask {
 // short, come last.
 __device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_t n) {
   const CallShape& s = args.call.shape;
-  const uint32_t each = WeightTasks::of(args).all(), of_experts = each * s.local_experts;
+  const uint32_t each = WeightTasks::of(args).all();
+  const uint32_t of_routed = each * (kSlicedBuild ? s.routed_local_experts() : s.local_experts);
+  const uint32_t of_slice = kSlicedBuild ? WeightTasks::of_slice(args).all() : 1;
+  const uint32_t of_experts = kSlicedBuild ? of_routed + of_slice * s.shared : of_routed;
   const RouterTasks router = RouterTasks::of(args);
   const uint32_t before = of_experts - of_experts / 4;
-  if (n >= before && n - before < router.weights) return {kOverRows, n - before, s.local_experts};
+  if (n >= before && n - before < router.weights) return {kOverRows, n - before, weight_groups(s)};
   if (n >= before) n -= router.weights;
-  if (n < of_experts) return {kOverRows, n % each, n / each};
+  if (n < of_routed) return {kOverRows, n % each, n / each};
+  if (kSlicedBuild && n < of_experts) {
+    n -= of_routed;
+    return {kOverRows, n % of_slice, s.routed_local_experts() + n / of_slice};
+  }
   n -= of_experts;
   if (n >= router.x) return {TaskKind::kStop, 0, 0};
   const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
-  return {kOverRows, n % blocks, s.local_experts + 1 + n / blocks};
+  return {kOverRows, n % blocks, weight_groups(s) + 1 + n / blocks};
 }
 
 // The next task of the ticket, or the stop. One warp.
@@ -160,6 +212,12 @@ struct LoaderRows {
 
 }  // namespace detail
 
+// Where the t-th tile of an expert, of this number, has its rows of dZ and w a: of a slice see Call::inner_tile.
+__device__ __forceinline__ uint32_t inner_tile_of(const Call& c, uint32_t index, uint32_t t, uint32_t tile) {
+  if (!is_of_shared(c.shape, index)) return tile;
+  return c.inner_tile(tile, t * kTileTokens, index - c.shape.routed_local_experts());
+}
+
 // All stages of a task, of an expert with `rows` rows. All loader threads; the first calls count() with each. So many
 // `columns` exist from the block's first one on.
 //
@@ -175,7 +233,7 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
   const uint32_t thread = loader_thread();
   const uint32_t chunk = thread % kChunks, first = thread / kChunks, own_row = first + chunk * kRowsApart;
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
-  const uint32_t* const tiles = c.expert_tiles(expert);
+  const uint32_t* const tiles = c.expert_tiles(local_expert_of(c, expert));
   const uint32_t last_tile = (rows - 1) / kTileTokens;
   from.own += chunk * 16;
   if constexpr (kTrainsInGroup) from.received += chunk * 16;
@@ -189,12 +247,13 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
     next.look_up(c, from, next_tile, own_row);
     const uint32_t later_tile = tiles[min_of(t + 2, last_tile)];
     const uint32_t tile_rows = min_of(rows - t * kTileTokens, kTileTokens);
+    const uint32_t inner = inner_tile_of(c, expert, t, tile);
 #pragma unroll 1
     for (uint32_t base = 0; base < tile_rows; base += kStageRows) {
       wait(ring.empty(), ring.parity);
       if (thread == 0) {
         arrive_expect_tx(ring.full(), Wide::kFeatureBytes);
-        spans.template load<Dtype, Wide>(ring, (tile * kTileTokens + base) * Dtype::kBytes);
+        spans.template load<Dtype, Wide>(ring, (inner * kTileTokens + base) * Dtype::kBytes);
         count();
       }
       const uint32_t left = tile_rows - base, to = ring.data() + Wide::tokens(0) + slot;
@@ -239,15 +298,19 @@ struct WeightOutput {
   template <class Dtype, bool kTransposedLayer>
   static __device__ __forceinline__ WeightOutput of(const KernelArgs& args, uint32_t expert, uint32_t n) {
     const bool of_router = is_of_router(args.call, expert);
-    const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, n);
+    const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, expert, n);
     const uint32_t hidden = args.call.shape.hidden;
     const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
     const bool across = of_router || task.of_down == kTransposedLayer;
-    const uint64_t pitch = across ? hidden : task.columns;
+    const uint64_t pitch = across ? hidden : task.columns + task.more;
     const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
-    const uint64_t first = across ? task.first_column * pitch + first_row : first_row * pitch + task.first_column;
-    uint8_t* const all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
+    const uint32_t column = task.skipped + task.first_column;
+    const uint64_t first = across ? column * pitch + first_row : first_row * pitch + column;
+    uint8_t* all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
     if (of_router) expert = 0;
+    if (!of_router && is_of_shared(args.call.shape, expert)) {
+      all = task.of_down ? args.options.shared_down : args.options.shared_gate_up, expert = 0;
+    }
     return {all + (uint64_t{expert} * hidden * task.columns + first) * bytes, across,
             first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * bytes};
   }
