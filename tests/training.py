@@ -19,6 +19,8 @@ from problems import DEFAULT_TILE, Problem, is_certain, random_problem, routed
 EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 OWN = ("router", "router_bias", "shared_gate_up", "shared_down", "shared_gate")
 CONSTANT = ("topk_ids", "choice_bias")
+OF_THE_ENGINE = ("return_mode", "exact")
+"""Options that the reference does not have."""
 Gradients = list[dict[str, np.ndarray]]
 
 
@@ -101,7 +103,7 @@ def check(
     held, slices = (problem, 1) if sliced is None else (sliced, sliced.slices)
     rule = {name: problem.options[name] for name in ("renormalize", "score", "routed_scale") if name in problem.options}
     rule = {"renormalize": True, "score": "softmax", "routed_scale": 1.0} | rule
-    options = {name: each for name, each in problem.options.items() if name != "return_mode"}
+    options = {name: each for name, each in problem.options.items() if name not in OF_THE_ENGINE}
     calls, expected = [], []
     for rank, x in enumerate(problem.x):
         call, given = _reference_call(problem, rank, x, grads[rank])
@@ -115,6 +117,7 @@ def check(
         held.down_proj,
         return_mode=_return_mode(held),
         engine=engine,
+        exact=problem.options.get("exact", False),
         router=problem.router,
         router_bias=problem.router_bias,
         rule=rule,
@@ -183,7 +186,7 @@ def _reference_call(problem: Problem, rank: int, x: np.ndarray, grad: np.ndarray
     else:
         logits, ids, variance = None, problem.topk_ids[rank], 0.0
         given |= {"topk_ids": ids, "topk_weights": problem.topk_weights[rank]}
-    options = {name: each for name, each in problem.options.items() if name != "return_mode"}
+    options = {name: each for name, each in problem.options.items() if name not in OF_THE_ENGINE}
     result = moe_reference(x, **given, **options)
     owners = problem.destinations(rank)
     call = RankCall(x, grad, ids, result.topk_ids, result.topk_weights, owners, variance, logits, rank)

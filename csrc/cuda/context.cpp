@@ -99,8 +99,9 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
   const bool trains = layer.pass != Pass::kInference;
-  if (trains && (l.rdma != 0 || has_scales(spec.weight_type) || element_bytes(spec.y_type) != 2)) {
-    throw Error(Error::Kind::kInvalidArgument, "layer: expected memory that is mapped and a 16-bit type for gradients");
+  if (trains && (l.rdma != 0 || has_scales(spec.weight_type))) {
+    throw Error(Error::Kind::kInvalidArgument,
+                "layer: expected memory that is mapped and weights without scales for gradients");
   }
   const KernelSet which{.general = !only_few(spec),
                         .few = !trains,

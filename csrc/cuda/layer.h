@@ -12,7 +12,7 @@
 
 namespace flashmoe::cuda {
 
-// What its calls compute. Passes that train are of 16-bit types, and of a rank alone or of ranks whose memory is mapped.
+// What its calls compute. Passes that train are of a rank alone or of ranks whose memory is mapped, and of no quantised types.
 enum class Pass : uint32_t {
   kInference,
   kForward,   // the layer, and what gradients need is kept

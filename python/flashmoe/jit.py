@@ -51,7 +51,7 @@ _ACTIVATIONS = {
 TRANSPOSED = ("bfloat16", "float16")
 """The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
 
-TRAINED = ("bfloat16", "float16")
+TRAINED = ("bfloat16", "float16", "float32")
 """The types of layers whose gradients there are kernels of."""
 
 BESIDE_QUANTISED = ("bfloat16", "float16")
@@ -84,7 +84,7 @@ class Variant:
     mxfp4: bool = False
     """The experts' matrices are in mxfp4; the kernel for a few tokens alone."""
     keeps: bool = False
-    """It keeps what the layer's gradients need; of 16-bit types."""
+    """It keeps what the layer's gradients need."""
     backward: bool = False
     """It computes these."""
     group: bool = False

@@ -268,8 +268,8 @@ def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]
         what = f"{spec.x_type}, weights in {spec.weight_type}"
         what += ", transport 'rdma'" if rdma else ""
         raise InvalidArgument(
-            f"training: expected {' or '.join(TRAINED)} and memory that is mapped on the CUDA engine, which has no "
-            f"other gradients, got {what}"
+            f"training: expected {', '.join(TRAINED[:-1])} or {TRAINED[-1]} and memory that is mapped on the CUDA "
+            f"engine, which has no other gradients, got {what}"
         )
     layer = replace(spec, activation=activation, return_mode="direct")
     tokens, choices, size = made_for.max_tokens, layer.choices + layer.shared, ELEMENT_BYTES[layer.x_type]

@@ -24,6 +24,7 @@ BIASES = {"biases": (True,) * 3}
 GPT_OSS = CLAMPED | {"interleaved": True, "transposed": True} | BIASES
 ON_INPUT = {"weights_on_input": True}
 GATED_SHARED = {"shared": 2, "shared_gate": True}
+FLOAT32, EXACT = {"dtype": "float32"}, {"dtype": "float32", "exact": True}
 DIRECT, REDUCED = {"return_mode": "direct"}, {"return_mode": "reduced"}
 
 
@@ -67,6 +68,13 @@ LAYERS: dict[str, dict[str, Any]] = {
     "a gated shared expert": REDUCED | GATED_SHARED,
     "a gated shared expert, given": DIRECT | GIVEN | GATED_SHARED,
     "a gated shared expert, clamped": CLAMPED | GATED_SHARED | {"interleaved": True, "transposed": True},
+    "float32": REDUCED | BIASES | FLOAT32,
+    "float32, given": DIRECT | GIVEN | FLOAT32,
+    "float32, exact": DIRECT | BIASES | EXACT,
+    "float32, exact, reduced": REDUCED | GIVEN | EXACT,
+    "float32, weights on the input": DIRECT | GIVEN | BIASES | ON_INPUT | FLOAT32,
+    "float32, a gated shared expert": REDUCED | GATED_SHARED | FLOAT32,
+    "float32, a gated shared expert, exact": DIRECT | GIVEN | GATED_SHARED | EXACT,
 }
 
 
@@ -85,6 +93,9 @@ EDGES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
     "one expert a token": ([301, 5, 77, 100], {"top_k": 1}),
     "several tiles": ([900, 700, 300, 500], {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+    "a rank without tokens, float32": ([200, 0, 120, 31], FLOAT32 | BIASES),
+    "several tiles, float32": ([900, 700, 300, 500], {"experts": 4, "top_k": 2} | FLOAT32),
+    "a rank without experts, exact": ([100, 60, 70, 80], {"placement": [0] * 16} | EXACT),
     "sizes just above a tile's": ([257, 300, 3, 9], {"hidden": 264, "intermediate": 264} | BIASES),
     "shared, a rank without tokens": ([600, 0, 120, 31], GATED_SHARED),
     "shared, a rank without experts": ([100, 600, 70, 80], {"placement": [0] * 16} | GATED_SHARED),
@@ -106,6 +117,7 @@ SLICED: dict[str, tuple[list[int], dict[str, Any]]] = {
     "weights on the input": ([150, 233, 97, 180], ON_INPUT | BIASES),
     "a capacity": ([150, 233, 97, 180], {"capacity_factor": 0.5, "skew": 3.0}),
     "several tiles": ([900, 700, 300, 500], {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+    "float32": ([150, 233, 97, 180], FLOAT32 | BIASES),
 }
 
 
@@ -120,9 +132,10 @@ def test_slices(pool, tokens, options, redispatch):
     check(problem, grads, found, engine="cuda", sliced=Sliced.of(problem, 2, placement))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
-def test_bits_are_those_of_every_run(pool, mode):
-    run_and_check(pool, [700, 500, 300, 900][: pool.ranks], times=20, return_mode=mode, **BIASES)
+def test_bits_are_those_of_every_run(pool, mode, dtype):
+    run_and_check(pool, [700, 500, 300, 900][: pool.ranks], times=20, return_mode=mode, dtype=dtype, **BIASES)
 
 
 def test_the_hundredth_step_has_the_bits_of_the_first(pool):
@@ -165,6 +178,7 @@ AGAIN: dict[str, tuple[list[int], dict[str, Any]]] = {
     "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
     "weights on the input": ([150, 233, 97, 180], ON_INPUT | BIASES),
     "a gated shared expert": ([150, 233, 97, 180], GATED_SHARED),
+    "float32": ([150, 0, 97, 180], REDUCED | BIASES | FLOAT32),
 }
 
 

@@ -234,9 +234,10 @@ struct TileRows {
 
 // Pre-activations of the tile that has this number among all; false: there is none. In segments a source's rows are in the order
 // of its tokens, within a tile and from each of an expert's tiles to the next.
+template <class Dtype>
 __device__ __forceinline__ bool move_tile(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t number) {
   __shared__ TileRows rows;  // its last reader has met the others before the next tile's are written
-  const uint32_t bytes = args.backward.z_columns * 2, warp = threadIdx.x / 32;
+  const uint32_t bytes = args.backward.z_columns * Dtype::kBytes, warp = threadIdx.x / 32;
   TilePlace place;
   if (!find_tile(c, number, place)) return false;
   rows.find_next(c, to.counted.rows, place);
@@ -251,11 +252,13 @@ __device__ __forceinline__ bool move_tile(const KernelArgs& args, const Call& c,
   return true;
 }
 
+template <class Dtype>
 __device__ __forceinline__ void move_rows(const KernelArgs& args, const MovedRows& to) {
   const Call c = ended_call(args);
   if (c.epoch == 0) return;
   if (blockIdx.x >= to.blocks) {
-    for (uint32_t number = blockIdx.x - to.blocks; move_tile(args, c, to, number);) number += gridDim.x - to.blocks;
+    for (uint32_t number = blockIdx.x - to.blocks; move_tile<Dtype>(args, c, to, number);)
+      number += gridDim.x - to.blocks;
     return;
   }
   const uint32_t warp = blockIdx.x * kMoveWarps + threadIdx.x / 32;

@@ -120,7 +120,7 @@ struct BackwardArgs {
   uint64_t x_row_bytes;
   uint8_t* z_gradients;     // [tiles * 256, 2I or I] dZ, in the order of gate_up_proj's rows
   uint8_t* weighted;        // [tiles * 256, I] activations times the combine weight
-  TensorMap z_columns_map;  // both as operands whose rows are contracted: boxes of 64 columns by 64 rows
+  TensorMap z_columns_map;  // both as operands whose rows are contracted: boxes of a span
   TensorMap weighted_columns;
   uint32_t z_columns;   // 2I or I
   float* weight_parts;  // [2 blocks of columns][T C] what each has of a combine weight's gradient
@@ -205,7 +205,8 @@ struct KernelArgs {
   //            holds 8 gate rows, their 8 up rows, the next 8 gate rows, and so on, so that a thread's accumulators
   //            have both, whether features are down or across
   //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
-  //   transposed weights: 64 features by 64 rows along K a box, of which a block loads two for 128 features
+  //   transposed weights: 64 features by 64 rows along K a box, of which a block loads two for 128 features (of fp32, in a
+  //   backward pass, 32 by 32, of which it loads four: spans, sm90/geometry.h)
   //     gate_up  5D {I, H, 2, 1, El}; with gate and up in turn, or no gate, {2I or I, H, 1, 1, El};  box {64, 64, 1, 1, 1}
   //     down     5D {H, I, 1, 1, El},  box {64, 64, 1, 1, 1}
   //   router   5D {H, E, 1, 1, 1},       box {., gate_features(E), 1, 1, 1}; of a backward pass box {64, 64, 1, 1, 1}

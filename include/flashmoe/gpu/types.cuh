@@ -173,6 +173,16 @@ struct Scores<Quantised<D>> : Scores<D> {};
 template <class D>
 struct Scores<MxFp4<D>> : Scores<D> {};
 
+// The i-th two elements of so many words.
+template <class Dtype, uint32_t kWords>
+__device__ __forceinline__ float2 pair_of(const uint32_t (&word)[kWords], uint32_t i) {
+  if constexpr (Dtype::kBytes == 2) {
+    return Dtype::unpack(word[i]);
+  } else {
+    return {__uint_as_float(word[2 * i]), __uint_as_float(word[2 * i + 1])};
+  }
+}
+
 // Element i of a bias; 0 where there is none, or outside of it.
 template <class Dtype>
 __device__ __forceinline__ float bias_at(const void* bias, uint32_t i, bool inside) {

@@ -202,8 +202,7 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
                       slot.expert);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
       tasks.put_stored(slot.stored);  // else nobody waits for it
-    // Not kept over the epilogue, whose place in registers a spill would take.
-    if constexpr (kTrainsInGroup && kIsBackward) n = *static_cast<const volatile uint32_t*>(&slot.stored);
+    if constexpr (kNumberAgain<Dtype>) n = *static_cast<const volatile uint32_t*>(&slot.stored);
     if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild)
       asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);

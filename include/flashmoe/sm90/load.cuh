@@ -40,11 +40,12 @@ struct FeatureBox {
   }
 };
 
-// The same of transposed weights: a block loads two spans of 64 features, of which c0 is the first, by a k-block.
+// The same of transposed weights: a block loads two spans of 64 features, of fp32 four of 32, of which c0 is the first, by
+// a k-block.
 struct FeatureSpans {
   const TensorMap* map;
   uint32_t first;  // feature, of the first span
-  bool ups;        // the second one is of the ups of its gates; else it is the next 64 features
+  bool ups;        // the second one, of 16 bits, is of the ups of its gates; else it is the next 64 features
   uint32_t expert;
   bool read_once;
 
@@ -54,19 +55,20 @@ struct FeatureSpans {
   }
   template <class Dtype, class Stage>
   __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
-    constexpr uint32_t kSpans = kBoxBytes / kSpanBytes;
+    constexpr uint32_t kSide = span_side(Dtype::kBytes), kEach = span_bytes(Dtype::kBytes);
+    constexpr uint32_t kSpans = kBoxBytes / kEach;
     const uint32_t k = k_byte / Dtype::kBytes;
     const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
 #pragma unroll
     for (uint32_t s = 0; s < Stage::kBlocks * kSpans; ++s) {
       const uint32_t block = s / kSpans, second = s % kSpans;
-      const uint32_t c0 = first + (ups ? 0 : second * kSpanColumns), c2 = ups ? second : 0;
+      const uint32_t c0 = first + (ups ? 0 : second * kSide), c2 = ups ? second : 0;
       if constexpr (Stage::kFeatures == kClusterBlocks * kBoxFeatures) {
-        tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes + s * kSpanBytes, map, ring.full(), c0, k, c2, 0,
+        tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes + s * kEach, map, ring.full(), c0, k, c2, 0,
                             expert, hint);
       } else {
-        tma_load(ring.data() + Stage::features(block) + second * kSpanBytes, map, ring.full(), c0,
-                 k + block * kSpanRows, c2, 0, expert, hint);
+        tma_load(ring.data() + Stage::features(block) + second * kEach, map, ring.full(), c0, k + block * kSide, c2, 0,
+                 expert, hint);
       }
     }
   }

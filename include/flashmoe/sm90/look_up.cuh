@@ -43,8 +43,9 @@ __device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint
 }
 
 // The bytes of a row of pre-activations.
+template <class Dtype>
 __device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
-  return args.backward.z_columns * 2;
+  return args.backward.z_columns * Dtype::kBytes;
 }
 
 // Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
@@ -175,6 +176,7 @@ __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, 
 }
 
 // The same for a product over an expert's rows behind the stop.
+template <class Dtype>
 __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
   if (Platform::lane() != 0) return;
   const uint32_t rows = task.index == kCombines       ? 0
@@ -183,7 +185,7 @@ __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& tas
   slot.index = slot.tile = slot.expert = task.index;
   slot.column = task.column;
   slot.slices = 1;
-  slot.k_bytes = ceil_div(rows, kStageRows) * kRowBytes;  // so that Wide::stages(k_bytes) is right
+  slot.k_bytes = ceil_div(rows, kRowsOfStage<Dtype>) * kRowBytes;  // so that Wide::stages(k_bytes) is right
   slot.share = {.wide = true, .first = 0, .rows = rows, .cover = Wide::kTokens};
 }
 

@@ -121,13 +121,25 @@ static_assert(Gate<kSmallGate>::Ring::kCount == 8 && Gate<kMiddleGate>::Ring::kC
 static_assert(Gate<kBoxFeatures>::Ring::kCount == 6);
 static_assert(GateInPasses::Ring::kCount == 4);
 
+// Whether threads load fragments of what they multiply from the stages (mainloop_fragments.cuh): in backward passes of fp32.
+template <class Dtype>
+inline constexpr bool kByFragments = kIsBackward && Dtype::kBytes == 4;
+// Whether consumers read a task's number again behind its epilogue, whose place in registers a spill would take.
+template <class Dtype>
+inline constexpr bool kNumberAgain = kIsBackward && (kTrainsInGroup || kByFragments<Dtype>);
+// Whether warps release a stage one by one.
+template <class Dtype>
+inline constexpr bool kReleasedByWarps = kByFragments<Dtype>;
+template <>
+inline constexpr bool kReleasedByWarps<E4M3> = true;
+
 // Arrivals of a consumer warpgroup at an empty barrier: one, where the tensor cores read for all of its threads.
 // Without them each thread arrives for what it has read itself: racecheck takes no arrival for other threads' reads.
-// Of quantised rows each warp loads its own to registers, and scales.
+// Of quantised rows each warp loads its own to registers, and scales; and so it does fragments.
 template <class Dtype>
-inline constexpr uint32_t kReleases = Dtype::kTensorCores ? 1 : kWarpgroup;
-template <>
-inline constexpr uint32_t kReleases<E4M3> = kWarpgroup / 32;
+inline constexpr uint32_t kReleases = kReleasedByWarps<Dtype> ? kWarpgroup / 32
+                                      : Dtype::kTensorCores   ? 1
+                                                              : kWarpgroup;
 
 // By all threads of a consumer warpgroup, when they do not read the stage any more.
 template <class Dtype, class Stage>
@@ -135,7 +147,7 @@ __device__ __forceinline__ void release_stage(uint32_t empty) {
   [[maybe_unused]] const uint32_t thread = threadIdx.x % kWarpgroup;
   if constexpr (!Stage::kByCluster) {
     if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
-  } else if constexpr (std::is_same_v<Dtype, E4M3>) {
+  } else if constexpr (kReleasedByWarps<Dtype>) {
     uint32_t lane;  // volatile, so that it is not kept
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     __syncwarp();

@@ -76,8 +76,8 @@ __device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Ca
     const uint4 left = load_once(dy + at), right = load_row16(bias + at);
     const uint32_t l[4] = {left.x, left.y, left.z, left.w}, r[4] = {right.x, right.y, right.z, right.w};
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
-      const float2 a = Dtype::unpack(l[i]), b = Dtype::unpack(r[i]);
+    for (uint32_t i = 0; i < 8 / Dtype::kBytes; ++i) {
+      const float2 a = pair_of<Dtype>(l, i), b = pair_of<Dtype>(r, i);
       sum += double{a.x} * b.x + double{a.y} * b.y;
     }
   }

@@ -9,7 +9,8 @@
 // stored by then, and whoever has taken a stop may read them. Tasks are taken by tickets. One is of an expert, 256 rows of
 // H, each block has 128 of them and a warpgroup 64, and 256 columns of I or 2I.
 //
-// A stage, in the places of a Wide one, has 64 rows of the expert. Both operands are MN-major:
+// A stage, in the places of a Wide one, has 64 rows of the expert. Both operands are MN-major, in spans of 64 columns; of fp32,
+// which threads multiply by fragments, it has 32 rows, in twice as many spans of 32 columns:
 //   dY or x    at 32 KiB  2 spans of 64 columns of H, one for each warpgroup, gathered; zeros beyond the expert's rows
 //   w a or dZ  at 0       4 spans of 64 columns; each block loads two for both, rows of tiles by the copy engine. Beyond the
 //                         expert's rows these are zeros (epilogue_backward.cuh)
@@ -22,6 +23,10 @@
 #include "flashmoe/sm90/load.cuh"
 
 namespace flashmoe::sm90 {
+
+// Rows of an expert, or tokens, that a stage has.
+template <class Dtype>
+inline constexpr uint32_t kRowsOfStage = span_side(Dtype::kBytes);
 
 // To these products a slice of the shared expert is an expert, behind the others, whose rows lie where its slice's do. What an
 // expert's matrices are to them it has in parts of larger ones: of down_proj I columns, of gate_up_proj 2I or I rows, or where
@@ -188,25 +193,25 @@ __device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t exper
 
 namespace detail {
 
-// The rows that a loader warp gathers, a tile at a time: of each stage a lane has the number of one of its warp's 32, which lanes
-// that need it get by a shuffle. All are loaded while the tile before is on its way: a number that is moved or multiplied
-// sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
+// The rows that a loader warp gathers, a tile at a time: of each 64, a stage's or two stages', a lane has the number of one of
+// its warp's 32, which lanes that need it get by a shuffle. All are loaded while the tile before is on its way: a number that
+// is moved or multiplied sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
 struct LoaderRows {
-  static constexpr uint32_t kStages = kTileTokens / kStageRows;
+  static constexpr uint32_t kSteps = kTileTokens / kStageRows;
 
-  uint32_t token[kStages];
+  uint32_t token[kSteps];
 
-  // row: the lane's, of the first stage.
+  // row: the lane's, of the first 64.
   __device__ __forceinline__ void look_up(const Call& c, const GatheredRows& rows, uint32_t tile, uint32_t row) {
     const Row* const from = c.tile_row(tile, row);
 #pragma unroll
-    for (uint32_t s = 0; s < kStages; ++s) {  // of rows beyond the tile's, anything
+    for (uint32_t s = 0; s < kSteps; ++s) {  // of rows beyond the tile's, anything
       token[s] = kTrainsInGroup ? rows.codes[tile * kTileTokens + row + s * kStageRows] : from[s * kStageRows].token;
     }
   }
-  __device__ __forceinline__ void next_stage() {
+  __device__ __forceinline__ void next_step() {
 #pragma unroll
-    for (uint32_t s = 1; s < kStages; ++s) token[s - 1] = token[s];
+    for (uint32_t s = 1; s < kSteps; ++s) token[s - 1] = token[s];
   }
 };
 
@@ -226,9 +231,10 @@ template <class Dtype, class Count>
 __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t expert, uint32_t rows,
                                                  GatheredRows from, uint32_t columns, const FeatureSpans& spans,
                                                  Count&& count) {
-  static_assert(Dtype::kBytes == 2);
-  constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks, kEach = kStageRows / kRowsApart;
-  static_assert(kEach == kChunks);  // the lanes of a row's chunks have the numbers of all their rows
+  constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks;
+  static_assert(kStageRows / kRowsApart == kChunks);  // the lanes of a row's chunks have the numbers of all their rows
+  constexpr uint32_t kRows = kRowsOfStage<Dtype>, kEach = kRows / kRowsApart;  // of a stage; of a thread in it
+  constexpr uint32_t kSide = span_side(Dtype::kBytes), kEachSpan = span_bytes(Dtype::kBytes);
   if (rows == 0) return;
   const uint32_t thread = loader_thread();
   const uint32_t chunk = thread % kChunks, first = thread / kChunks, own_row = first + chunk * kRowsApart;
@@ -249,7 +255,7 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
     const uint32_t tile_rows = min_of(rows - t * kTileTokens, kTileTokens);
     const uint32_t inner = inner_tile_of(c, expert, t, tile);
 #pragma unroll 1
-    for (uint32_t base = 0; base < tile_rows; base += kStageRows) {
+    for (uint32_t base = 0; base < tile_rows; base += kRows) {
       wait(ring.empty(), ring.parity);
       if (thread == 0) {
         arrive_expect_tx(ring.full(), Wide::kFeatureBytes);
@@ -257,22 +263,23 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
         count();
       }
       const uint32_t left = tile_rows - base, to = ring.data() + Wide::tokens(0) + slot;
-      const uint32_t own = own_row < left ? from.offset(now.token[0]) : 0;
+      // The lanes of a second stage's rows are behind those of the first one's.
+      const uint32_t behind = kRows == kStageRows ? 0 : base % kStageRows / kRowsApart;
+      const uint32_t own = own_row < left + base % kStageRows * (kRows != kStageRows) ? from.offset(now.token[0]) : 0;
 #pragma unroll
       for (uint32_t i = 0; i < kEach; ++i) {
-        const uint64_t units = __shfl_sync(kFullWarp, own, static_cast<int>(i), kChunks);
+        const uint64_t units = __shfl_sync(kFullWarp, own, static_cast<int>(behind + i), kChunks);
         const uint8_t* const row = from.row(units);
         const bool exists = first + i * kRowsApart < left;
 #pragma unroll
-        for (uint32_t s = 0; s < kConsumers; ++s) {
-          const bool valid = exists && s * kSpanColumns + chunk * (16 / Dtype::kBytes) < columns;
-          cp_async16_or_zero(to + s * kSpanBytes + i * kRowsApart * kRowBytes, row + s * kSpanColumns * Dtype::kBytes,
-                             valid ? 16 : 0);
+        for (uint32_t s = 0; s < kBoxBytes / kEachSpan; ++s) {
+          const bool valid = exists && s * kSide + chunk * (16 / Dtype::kBytes) < columns;
+          cp_async16_or_zero(to + s * kEachSpan + i * kRowsApart * kRowBytes, row + s * kRowBytes, valid ? 16 : 0);
         }
       }
       cp_async_arrive_noinc(ring.full());
       ring.advance();
-      now.next_stage();
+      if (kRows == kStageRows || base % kStageRows != 0) now.next_step();
     }
     now = next;
     tile = next_tile, next_tile = later_tile;
@@ -300,7 +307,8 @@ struct WeightOutput {
     const bool of_router = is_of_router(args.call, expert);
     const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, expert, n);
     const uint32_t hidden = args.call.shape.hidden;
-    const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+    const uint32_t block = kByFragments<Dtype> ? cluster_rank_anew() : cluster_rank();
+    const uint32_t first_row = task.first_row + block * (kTaskFeatures / kClusterBlocks);
     const bool across = of_router || task.of_down == kTransposedLayer;
     const uint64_t pitch = across ? hidden : task.columns + task.more;
     const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
