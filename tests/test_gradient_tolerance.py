@@ -76,7 +76,7 @@ def gradients(problem: Problem, dy: np.ndarray, operand: Operand, of_dx: Operand
         if problem.gate_up_bias is not None:
             found["topk_weights"][t, k] += 0.0 if on_input else dy[t] @ problem.down_bias[e]
             found["gate_up_bias"][e] = plain.sum(axis=0, dtype=np.float64)
-            found["down_bias"][e] = ((1.0 if on_input else w.astype(np.float64)) * dy[t]).sum(axis=0)
+            found["down_bias"][e] = ((1.0 if on_input else w) * dy[t].astype(np.float64)).sum(axis=0)
     return found
 
 

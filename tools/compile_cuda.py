@@ -209,8 +209,8 @@ def mxfp4_instances(every: bool) -> list[tuple[str, ...]]:
 
 def training_instances(every: bool) -> list[tuple[str, ...]]:
     """Of forward passes that keep what gradients need, and of backward passes: without a gate, with the one of most
-    registers, and of both layouts of weights; among several ranks, with the one of most registers, of layers without and
-    of such as have kernels of their own for all reasons there are, of float32 as well."""
+    registers, and of both layouts of weights; among several ranks, with the one of most registers, of layers that have
+    the usual kernels, and of such as have others for all reasons there are, in float32 as well."""
     kinds = [(BF16, GELU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
     if every:
         kinds += [(dtype, each, *more) for dtype in (BF16, 2) for each in ACTIVATIONS for more in ((), (TRANSPOSED,))]

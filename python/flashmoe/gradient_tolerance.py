@@ -167,12 +167,14 @@ def gradient_errors(
     """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`: of the experts' tensors,
     all E of them, one `CallError`, of what each rank has for itself (x, topk_weights, the router's and the shared
     expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `exact`: as the call's. `rule`: `renormalize`,
-    `score` and `routed_scale`. `slices`: the experts, and with them ids, weights and owners of the calls, are of slices;
-    the router and the gradients of weights are of whole experts. The rest as in `flashmoe.tolerance.call_error`.
+    `score` and `routed_scale`. `slices`: the experts, and with them ids, weights and owners of the calls, are of
+    slices; the router and the gradients of weights are of whole experts. The rest as in
+    `flashmoe.tolerance.call_error`.
     """
     given = {"return_mode": return_mode, "router": router, "router_bias": router_bias, "rule": rule or {}}
     given |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "transposed": transposed}
-    given |= {"shared_gate_up": shared_gate_up, "shared_down": shared_down, "shared_gate": shared_gate, "slices": slices}
+    given |= {"shared_gate_up": shared_gate_up, "shared_down": shared_down, "shared_gate": shared_gate}
+    given["slices"] = slices
     layer = _Layer(calls[0].x.dtype.name, activation, shape, weights_on_input, engine == "cuda")
     if layer.dtype != "float32" or engine != "cuda" or exact:
         found = _found(layer, calls, gate_up_proj, down_proj, **given)
