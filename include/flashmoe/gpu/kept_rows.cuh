@@ -28,7 +28,8 @@ __device__ __forceinline__ Call ended_call(const KernelArgs& args) {
 
 // The local experts that may have rows of rank p's tokens: a packet of another rank's says nothing of the shared one.
 __device__ __forceinline__ uint32_t experts_for(const Call& c, uint32_t p) {
-  return kSlicedBuild && p != c.rank ? c.shape.routed_local_experts() : c.shape.local_experts;
+  if constexpr (!kSlicedBuild) return c.shape.local_experts;
+  return p != c.rank ? c.shape.routed_local_experts() : c.shape.local_experts;
 }
 
 // Rows of pre-activations that a row of an expert has: one for each slice of the shared one.
@@ -95,12 +96,12 @@ __device__ __forceinline__ uint32_t number_received(const Call& c, uint32_t p, u
 
 __device__ __forceinline__ void count_rows(const KernelArgs& args, const CountedRows& to) {
   const Call c = ended_call(args);
-  const uint32_t p = blockIdx.x, el = c.shape.local_experts;
+  const uint32_t p = blockIdx.x, el = c.shape.local_experts, theirs = experts_for(c, p);
   const bool over = c.epoch != 0;
   RankRows count{over ? c.tokens_of(p) : 0, 0, 0};
   count.rows = count_of_experts(c, p, over ? c.blocks_of(p) : 0, to.rows + p * el);
   // Nobody sends to a rank without experts that others know of.
-  if (p != c.rank && experts_for(c, p) != 0) {
+  if (p != c.rank && theirs != 0) {
     count.received = number_received(c, p, count.tokens, to.numbers + uint64_t{p} * args.group.pitch);
   }
   if (threadIdx.x == 0) to.ranks[p] = to.told[p] = count;
