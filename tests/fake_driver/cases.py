@@ -770,48 +770,50 @@ def test_a_backward_pass_with_weights_on_the_input(ctx, device):
 
 
 @pytest.mark.parametrize(
-    ("options", "of_up", "up_strides", "of_down", "down_stride"),
+    ("options", "dtype", "of_up", "up_strides", "of_down", "down_stride"),
     [
         # gates of three slices, then their ups, each along K
-        ({}, [H, I, 1, 1, 6], [2 * H, 2 * I * H], [I, H, 1, 1, 3], 2 * I),
-        ({"interleaved": True}, [H, 2 * I, 1, 1, 3], [2 * H, 4 * I * H], [I, H, 1, 1, 3], 2 * I),
-        ({"transposed": True}, [I, 8, 1, H // 8, 6], [12 * I, 2 * I], [H, 8, 1, I // 8, 3], 2 * I * H),
+        ({}, torch.bfloat16, [H, I, 1, 1, 6], [H, I * H], [I, H, 1, 1, 3], I),
+        ({}, torch.float32, [H, I, 1, 1, 6], [H, I * H], [I, H, 1, 1, 3], I),
+        ({"interleaved": True}, torch.bfloat16, [H, 2 * I, 1, 1, 3], [H, 2 * I * H], [I, H, 1, 1, 3], I),
+        ({"transposed": True}, torch.bfloat16, [I, 8, 1, H // 8, 6], [6 * I, I], [H, 8, 1, I // 8, 3], I * H),
     ],
-    ids=["plain", "interleaved", "transposed"],
+    ids=["plain", "float32", "interleaved", "transposed"],
 )
-def test_a_backward_pass_of_a_shared_expert(device, options, of_up, up_strides, of_down, down_stride):
+def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_strides, of_down, down_stride):
     """Three slices, each an expert to dA, and to dX its gates one, and its ups. Tiles of the later slices lie behind
-    all others."""
-    tokens, shared, step = 300, 3, -1 if "transposed" in options else 1
+    all others. Strides in elements."""
+    tokens, shared, step, size = 300, 3, -1 if "transposed" in options else 1, dtype.itemsize
     tensors = Tensors(
-        x=on_gpu(tokens, H),
-        gate_up_proj=on_gpu(E, *(2 * I, H)[::step]),
-        down_proj=on_gpu(E, *(H, I)[::step]),
-        router=on_gpu(E, H),
-        shared_gate_up=on_gpu(*(shared * 2 * I, H)[::step]),
-        shared_down=on_gpu(*(H, shared * I)[::step]),
-        shared_gate=on_gpu(1, H),
+        x=on_gpu(tokens, H, dtype=dtype),
+        gate_up_proj=on_gpu(E, *(2 * I, H)[::step], dtype=dtype),
+        down_proj=on_gpu(E, *(H, I)[::step], dtype=dtype),
+        router=on_gpu(E, H, dtype=dtype),
+        shared_gate_up=on_gpu(*(shared * 2 * I, H)[::step], dtype=dtype),
+        shared_down=on_gpu(*(H, shared * I)[::step], dtype=dtype),
+        shared_gate=on_gpu(1, H, dtype=dtype),
     )
-    told = Options(top_k=K, **options)
-    with flashmoe.Context(engine="cuda", **SIZES | {"shared_intermediate": shared * I}) as ctx:
+    told, name = Options(top_k=K, **options), str(dtype).removeprefix("torch.")
+    sizes = SIZES | {"shared_intermediate": shared * I, "dtype": name}
+    with flashmoe.Context(engine="cuda", **sizes) as ctx:
         _, kept, counted = ctx._engine.call_and_keep(tensors, told)
-        assert kept.numel() == tokens * ((K + shared) * 4 * I + 8 * (K + 1) + 4 * E)
-        given = {name: each for name, each in tensors._asdict().items() if each is not None} | {"y": on_gpu(tokens, H)}
-        wanted = {name: torch.empty(given[name].shape, dtype=torch.bfloat16).as_subclass(OnGpu)
-                  for name in ("shared_gate_up", "shared_down", "shared_gate")}  # fmt: skip
+        assert kept.numel() == tokens * ((K + shared) * 2 * I * size + 8 * (K + 1) + 4 * E)
+        given = {name: each for name, each in tensors._asdict().items() if each is not None} | {"y": on_gpu(tokens, H, dtype=dtype)}
+        wanted = {each: torch.empty(given[each].shape, dtype=dtype).as_subclass(OnGpu)
+                  for each in ("shared_gate_up", "shared_down", "shared_gate")}  # fmt: skip
         ctx._engine.backward(kept, counted, told, given, wanted, False)
     seen, of = launched(), launched()["backward"]
-    assert device[-1] == jit.Variant(transposed="transposed" in options, backward=True, sliced=True)
+    assert device[-1] == jit.Variant(name, transposed="transposed" in options, backward=True, sliced=True)
     tiles = tokens * (K + 1) // 256 + E + 1
     rows = (tiles + 2 * 2) * 256
-    assert seen["slice_tiles"] == tiles and of["weighted"] == of["z_gradients"] + rows * 4 * I
+    assert seen["slice_tiles"] == tiles and of["weighted"] == of["z_gradients"] + rows * 2 * I * size
     assert seen["intermediate_rows"]["dims"] == [2 * I, rows] and of["weighted_columns"]["dims"][1] == rows
-    assert of["kept_ids"] == kept.data_ptr() + tokens * (K + shared) * 4 * I
+    assert of["kept_ids"] == kept.data_ptr() + tokens * (K + shared) * 2 * I * size
     assert seen["options"][:3] == [0, wanted["shared_gate_up"].data_ptr(), wanted["shared_down"].data_ptr()]
     assert seen["options"][3] != 0 and seen["shared_gate"] == tensors.shared_gate.data_ptr()
     up, down = seen["shared_gate_up"], seen["shared_down"]
-    assert (up["dims"], [up["strides"][0], up["strides"][3]]) == (of_up, up_strides)
-    assert (down["dims"], down["strides"][3]) == (of_down, down_stride)
+    assert (up["dims"], [up["strides"][0] // size, up["strides"][3] // size]) == (of_up, up_strides)
+    assert (down["dims"], down["strides"][3] // size) == (of_down, down_stride)
 
 
 def test_layers_without_gradients_are_named():
