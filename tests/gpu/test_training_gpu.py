@@ -417,7 +417,7 @@ def test_what_has_no_gradients_is_named():
     """By the backward pass: the forward pass is what it is without."""
     problem, grads = trainable(16, [40], **USUAL)
     problem = quantised(problem)
-    arguments = {name: on_gpu(each) for name, each in problem.arguments().items()}
+    arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
     arguments["x"].requires_grad_()
     with context_of(problem) as context:
         y = flashmoe.moe(context, **arguments)
