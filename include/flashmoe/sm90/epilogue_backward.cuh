@@ -280,7 +280,9 @@ struct LanePlaces {
   template <class Where>
   __device__ __forceinline__ void store_plain(const LaneGradients<Dtype>& g, uint32_t i, uint64_t behind,
                                               const Where& where) const {
-    store_gradients(gradients + i * kLaneRowsApart * where.gradient_bytes() + behind, g, where);
+    uint8_t* to = gradients + i * kLaneRowsApart * where.gradient_bytes() + behind;
+    asm("" : "+l"(to));  // else addresses of both layouts are kept from row to row, and spilled
+    store_gradients(to, g, where);
   }
 
  private:
