@@ -798,9 +798,10 @@ def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_st
     with flashmoe.Context(engine="cuda", **sizes) as ctx:
         _, kept, counted = ctx._engine.call_and_keep(tensors, told)
         assert kept.numel() == tokens * ((K + shared) * 2 * I * size + 8 * (K + 1) + 4 * E)
-        given = {name: each for name, each in tensors._asdict().items() if each is not None} | {"y": on_gpu(tokens, H, dtype=dtype)}
-        wanted = {each: torch.empty(given[each].shape, dtype=dtype).as_subclass(OnGpu)
-                  for each in ("shared_gate_up", "shared_down", "shared_gate")}  # fmt: skip
+        given = {name: each for name, each in tensors._asdict().items() if each is not None}
+        given["y"] = on_gpu(tokens, H, dtype=dtype)
+        written = ("shared_gate_up", "shared_down", "shared_gate")
+        wanted = {each: torch.empty(given[each].shape, dtype=dtype).as_subclass(OnGpu) for each in written}
         ctx._engine.backward(kept, counted, told, given, wanted, False)
     seen, of = launched(), launched()["backward"]
     assert device[-1] == jit.Variant(name, transposed="transposed" in options, backward=True, sliced=True)
